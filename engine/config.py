@@ -1,0 +1,50 @@
+"""ModelConfig and EngineConfig: frozen, complete before anything is loaded."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Device = Literal["auto", "cpu", "cuda"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Verification = Literal["coupled", "rejection"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model, and how it is held in memory."""
+
+    path: str
+    """A transformers directory, or a hub name that is already in the local cache."""
+    dtype: Dtype = "auto"
+    """auto: bfloat16 on CUDA and on CPUs that multiply it natively, else float32."""
+    device: Device = "auto"
+    """auto: cuda where there is one, else cpu."""
+    revision: str | None = None
+    """A hub revision to pin."""
+    num_threads: int | None = None
+    """CPU threads of a forward pass; None leaves torch's own choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What bounds the batch, the cache and the draft."""
+
+    num_speculative_tokens: int = 4
+    """Draft tokens per round (k); 0 is plain decoding."""
+    verification: Verification = "coupled"
+    """coupled: shared Gumbel noise, token ids only. rejection: Leviathan et al., sparse draft rows."""
+    max_num_seqs: int = 32
+    """Requests that share a round."""
+    max_num_batched_tokens: int = 1024
+    """Tokens of one target forward pass, prefill chunks and drafts together."""
+    max_queued_requests: int = 256
+    """Requests that may wait before new ones are refused."""
+    max_model_len: int | None = None
+    """Context length; None takes the target's own."""
+    block_size: int = 16
+    """Tokens in one KV block."""
+    num_blocks: int | None = None
+    """KV blocks; None sizes them from memory_fraction."""
+    memory_fraction: float = 0.5
+    """Share of the memory free after loading that KV blocks may take (at most what max_num_seqs full contexts need)."""
+    enable_prefix_caching: bool = True
+    """Whether requests share the KV blocks of equal prefixes."""

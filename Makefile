@@ -1,0 +1,59 @@
+# Everything a developer or an operator types. `make serve` and `make test` work on a bare machine with Python >= 3.11.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Installs are redone when what they depend on changes, not when a file's date does.
+STAMP := $(VENV)/.$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+# torch alone comes first: resolved together with the rest, pip may prefer a build with gigabytes of CUDA libraries.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: serve test check fix e2e bench format lint types unit integration clean
+
+serve: $(STAMP)-runtime  ## serve the bundled pair on http://127.0.0.1:8000
+	$(BIN)/serve run deployments:app $(ARGS)
+
+test: unit integration  ## every test that needs no GPU
+
+check: format lint types unit  ## what must hold before a commit
+
+fix: $(STAMP)-dev
+	$(BIN)/ruff check --fix --quiet .
+	$(BIN)/ruff format .
+
+e2e: $(STAMP)-dev  ## real processes only
+	$(BIN)/pytest -m "e2e and not gpu"
+
+bench: $(STAMP)-dev  ## side by side with transformers; JSON=path writes the rows
+	$(BIN)/python -m tests.bench $(if $(JSON),--json $(JSON))
+
+format: $(STAMP)-dev
+	$(BIN)/ruff format --check .
+
+lint: $(STAMP)-dev
+	$(BIN)/ruff check .
+
+types: $(STAMP)-dev
+	$(BIN)/mypy
+
+unit: $(STAMP)-dev
+	$(BIN)/pytest -m "not e2e and not slow and not gpu"
+
+integration: $(STAMP)-dev
+	$(BIN)/pytest -m "(e2e or slow) and not gpu"
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+
+$(STAMP)-runtime:
+	@echo "Installing into $(VENV) (once; a few minutes)"
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed')"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	$(PIP) -e .
+	@rm -f $(VENV)/.*-runtime $(VENV)/.*-dev
+	@touch $@
+
+$(STAMP)-dev: $(STAMP)-runtime
+	$(PIP) -e ".[dev]"
+	@touch $@

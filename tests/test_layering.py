@@ -1,0 +1,60 @@
+"""Imports go one way, deployments -> cluster -> engine, and each room stays free of what it must not know."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+FORBIDDEN = {
+    "engine": {"cluster", "deployments", "tests", "ray", "fastapi", "starlette", "httpx", "zmq"}
+    | {"prometheus_client", "uvicorn"},
+    "cluster": {"deployments", "tests", "fastapi", "starlette", "httpx", "prometheus_client", "uvicorn"},
+    "deployments": {"tests", "zmq"},
+}
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+def source_files(package: str) -> list[Path]:
+    return sorted((ROOT / package).rglob("*.py"))
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_a_room_imports_only_what_it_may_know(package: str) -> None:
+    offences = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in source_files(package)
+        for module in imported_modules(path)
+        if module.split(".")[0] in FORBIDDEN[package]
+    ]
+    assert offences == []
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_no_file_postpones_its_annotations(package: str) -> None:
+    """Ray Serve would hand the builder a raw dict instead of its config model, silently."""
+    offences = [
+        str(path.relative_to(ROOT))
+        for path in source_files(package)
+        if "__future__" in imported_modules(path)
+    ]
+    assert offences == []
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_every_file_says_what_it_is(package: str) -> None:
+    offences = [
+        str(path.relative_to(ROOT))
+        for path in source_files(package)
+        if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert offences == []

@@ -1,0 +1,164 @@
+"""The attention function handed to transformers: paged, batched by group, tree-masked.
+
+`KVTensors` holds the keys and values of every layer in blocks. A forward pass is a flat run of tokens, cut into groups:
+one group of all short rows (decoding, drafts; padded to the same length), and one per prefill chunk. Each group brings
+the block table it reads and the mask it reads through. The function is registered with transformers under one
+name, which is not in its mask registry, so transformers builds no mask of its own.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from engine.errors import ModelError
+
+ATTENTION_NAME = "paceline"
+_UNDERSTOOD = {"sliding_window", "dropout", "position_ids", "paged", "is_causal", "use_cache", "output_attentions"}
+
+
+class KVTensors:
+    """Keys and values of all layers, each [num_blocks, block_size, kv_heads, head_dim]."""
+
+    def __init__(
+        self, shape: tuple[int, int, int], num_blocks: int, block_size: int, like: Tensor
+    ) -> None:
+        layers, kv_heads, head_dim = shape
+        size = (num_blocks, block_size, kv_heads, head_dim)
+        self.block_size = block_size
+        # Zeros, not empty: a masked entry still meets its weight 0, and 0 * nan is nan.
+        self.keys = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(layers)]
+        self.values = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(layers)]
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots `sources` [n] to `targets` [n] in every layer: keeps an accepted path that is not a chain."""
+        for cache in (*self.keys, *self.values):
+            slots = cache.view(-1, *cache.shape[2:])
+            slots[targets] = slots[sources]
+
+
+@dataclass(slots=True)
+class Group:
+    """Rows of one forward pass that share a query length.
+
+    Attributes:
+        start: index of the first token in the flat run.
+        rows: how many rows.
+        length: tokens per row, padding included.
+        blocks: [rows * blocks] the block tables, flat.
+        positions: [rows, length] each query's position; without a tree also its place in the row's context.
+        visible: [rows, length, context] for trees: what each query sees; None is causal.
+        is_prompt_start: whether the one row attends to nothing but itself.
+    """
+
+    start: int
+    rows: int
+    length: int
+    blocks: Tensor
+    positions: Tensor
+    visible: Tensor | None
+    is_prompt_start: bool
+    _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, copies: int, like: Tensor, block_size: int) -> Tensor:
+        """Return the additive mask [rows, 1, copies * length, context], built once per window and forward pass."""
+        key = (window, copies)
+        if key not in self._masks:
+            context = self.blocks.numel() // self.rows * block_size
+            places = torch.arange(context, device=like.device)
+            queries = self.positions.unsqueeze(-1)
+            visible = places <= queries if self.visible is None else self.visible
+            if window is not None:
+                visible = visible & (places > queries - window)
+            mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
+            mask.masked_fill_(~visible, float("-inf"))
+            self._masks[key] = mask.unsqueeze(1).repeat(1, 1, copies, 1)
+        return self._masks[key]
+
+
+@dataclass(slots=True)
+class PagedContext:
+    """What the attention function needs of one forward pass; `slots` [tokens] is where new keys and values go."""
+
+    kv: KVTensors
+    slots: Tensor
+    groups: list[Group]
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Write this pass's keys and values to their slots, then attend group by group.
+
+    Args:
+        query: [1, heads, tokens, head_dim].
+        key, value: [1, kv_heads, tokens, head_dim].
+
+    Returns:
+        [1, tokens, heads, head_dim], and no weights.
+
+    Raises:
+        ModelError: the layer asks for a feature this function does not compute.
+    """
+    strange = sorted(name for name in kwargs.keys() - _UNDERSTOOD if kwargs[name] is not None)
+    if strange or attention_mask is not None or kwargs.get("dropout"):
+        raise ModelError(f"attention with {', '.join(strange) or 'a mask or dropout'} is not supported")
+    paged: PagedContext = kwargs["paged"]
+    window: int | None = kwargs.get("sliding_window")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    keys, values = paged.kv.keys[layer], paged.kv.values[layer]
+    keys.view(-1, *keys.shape[2:]).index_copy_(0, paged.slots, key[0].transpose(0, 1))
+    values.view(-1, *values.shape[2:]).index_copy_(0, paged.slots, value[0].transpose(0, 1))
+    outputs = []
+    for group in paged.groups:
+        stop = group.start + group.rows * group.length
+        queries = query[0, :, group.start : stop]
+        if group.is_prompt_start and (window is None or group.length <= window):
+            own = slice(group.start, stop)
+            outputs.append(_attend_to_self(queries, key[0, :, own], value[0, :, own], scaling))
+        else:
+            outputs.append(_attend_to_blocks(group, queries, keys, values, window, scaling))
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output.unsqueeze(0), None
+
+
+def _attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Causal attention of a prompt's first chunk: nothing to gather. [heads, n, d] -> [n, heads, d]."""
+    copies = query.shape[0] // key.shape[0]
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, 0), value.repeat_interleave(copies, 0)
+    output = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, scale=scaling)
+    return output[0].transpose(0, 1)
+
+
+def _attend_to_blocks(
+    group: Group, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float | None
+) -> Tensor:
+    """Attention over the gathered blocks. [heads, rows * length, d] -> [rows * length, heads, d]."""
+    rows, length = group.rows, group.length
+    heads, _, head_dim = query.shape
+    kv_heads = keys.shape[2]
+    copies = heads // kv_heads
+    gathered = (rows, -1, kv_heads, head_dim)
+    key = keys.index_select(0, group.blocks).view(gathered).transpose(1, 2)
+    value = values.index_select(0, group.blocks).view(gathered).transpose(1, 2)
+    # The query heads of one kv head become more queries: grouped-query attention without copying keys.
+    # [kv_heads, copies, rows, length, d] -> [rows, kv_heads, copies * length, d]
+    query = query.view(kv_heads, copies, rows, length, head_dim).permute(2, 0, 1, 3, 4)
+    query = query.reshape(rows, kv_heads, copies * length, head_dim)
+    mask = group.mask(window, copies, query, keys.shape[1])
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    output = output.view(rows, kv_heads, copies, length, head_dim).permute(0, 3, 1, 2, 4)
+    return output.reshape(rows * length, heads, head_dim)
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

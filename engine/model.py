@@ -1,0 +1,208 @@
+"""CausalLM: a transformers model with paged attention, run over a batch of tokens.
+
+Definitions, configs and weight names are transformers' own; ours are the attention function, the fused projections and,
+under tensor parallelism, the slicing. What cannot be served exactly is refused while loading, with the reason.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers.utils import logging as transformers_logging
+
+from engine.attention import ATTENTION_NAME, KVTensors
+from engine.batch import ForwardBatch, ForwardRow, build
+from engine.config import ModelConfig
+from engine.errors import ModelError
+from engine.fusion import fuse_projections
+from engine.shards import load_shard
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of a tensor-parallel model.
+
+    `all_reduce` sums a partial result over the ranks, in place, and returns it.
+    """
+
+    rank: int
+    world_size: int
+    all_reduce: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the other rooms need to know of a loaded model."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    num_parameters: int
+    dtype: str
+    device: str
+
+
+class CausalLM:
+    """A decoder-only language model on one device, or one rank's shard of it."""
+
+    def __init__(self, module: nn.Module, config: PreTrainedConfig, info: ModelInfo, shard: Shard | None) -> None:
+        self.module = module
+        self.config = config
+        self.info = info
+        self.shard = shard
+        parameter = next(module.parameters())
+        self.device, self.dtype = parameter.device, parameter.dtype
+
+    @classmethod
+    def load(cls, config: ModelConfig, *, shard: Shard | None = None) -> "CausalLM":
+        """Load a model, or this rank's shard of it, and try it on two tokens.
+
+        Raises:
+            ModelError: no such model, no safetensors, or an architecture that cannot be served.
+        """
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        device = resolve_device(config.device)
+        dtype = resolve_dtype(config.dtype, device)
+        model_config = read_config(config)
+        if shard is None or shard.world_size == 1:
+            module = _load_whole(config, dtype, device)
+        else:
+            module = load_shard(config, model_config, shard, dtype, device)
+        module.eval().requires_grad_(False)
+        fuse_projections(module)
+        info = ModelInfo(
+            name=config.path,
+            vocab_size=model_config.get_text_config().vocab_size,
+            max_model_len=int(model_config.get_text_config().max_position_embeddings),
+            eos_token_ids=eos_token_ids(config, model_config),
+            num_parameters=sum(p.numel() for p in module.parameters()),
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+        )
+        model = cls(module, model_config, info, shard)
+        model._probe()
+        return model
+
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """Layers, this rank's key/value heads, and their size."""
+        config = self.config.get_text_config()
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return config.num_hidden_layers, kv_heads // (self.shard.world_size if self.shard else 1), head_dim
+
+    def kv_tensors(self, num_blocks: int, block_size: int) -> KVTensors:
+        """Allocate a KV cache for this model."""
+        return KVTensors(self.kv_shape, num_blocks, block_size, torch.empty(0, dtype=self.dtype, device=self.device))
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Memory of one block over all layers."""
+        layers, kv_heads, head_dim = self.kv_shape
+        return 2 * layers * kv_heads * head_dim * block_size * self.dtype.itemsize
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Compute a batch: keys and values go to their slots.
+
+        Returns:
+            [n, vocab] float32 logits at `batch.logit_indices`; [0, vocab] when none are wanted.
+        """
+        hidden = self.module.model(  # type: ignore[operator]
+            input_ids=batch.token_ids.unsqueeze(0),
+            position_ids=batch.positions.unsqueeze(0),
+            use_cache=False,
+            paged=batch.paged,
+        )[0]
+        logits: Tensor = self.module.lm_head(hidden[0, batch.logit_indices])  # type: ignore[operator]
+        return logits.float()
+
+    def _probe(self) -> None:
+        """Run two tokens through every layer: unknown attention features raise here, not in a round."""
+        kv = self.kv_tensors(2, 16)
+        self.forward(build([ForwardRow([0, 0], 0, [1], 1)], kv))
+        self.forward(build([ForwardRow([0], 2, [1], 1)], kv))
+
+
+def resolve_device(device: str) -> torch.device:
+    """Return the device that `device` names; auto is CUDA where there is one.
+
+    Raises:
+        ModelError: CUDA was asked for and there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device is cuda, but no CUDA device is visible to this process")
+    return torch.device("cuda" if device == "auto" and torch.cuda.is_available() else device.replace("auto", "cpu"))
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Return the dtype that `dtype` names; auto is bfloat16 where the device multiplies it natively."""
+    if dtype != "auto":
+        resolved = getattr(torch, dtype)
+        assert isinstance(resolved, torch.dtype)
+        return resolved
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    # Without AMX or AVX512-BF16, bfloat16 products are several times slower than float32 ones.
+    native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def read_config(config: ModelConfig) -> PreTrainedConfig:
+    """Read a model's configuration and refuse what cannot be served.
+
+    Raises:
+        ModelError: no such model, or an architecture that cannot be served.
+    """
+    if os.sep in config.path and not Path(config.path).is_dir():
+        raise ModelError(f"model directory {config.path} does not exist")
+    try:
+        model_config: PreTrainedConfig = AutoConfig.from_pretrained(config.path, revision=config.revision)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot read a model configuration from {config.path}: {error}") from error
+    text = model_config.get_text_config()
+    kind = model_config.model_type
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise ModelError(f"{config.path} is {kind}, an encoder-decoder; only decoder-only models are served")
+    layer_types = set(getattr(text, "layer_types", None) or [])
+    if strange := layer_types - {"full_attention", "sliding_attention"}:
+        raise ModelError(f"{config.path} is {kind} with {', '.join(sorted(strange))} layers, whose state cannot roll back")
+    if type(model_config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(f"{config.path} is {kind}, which has no causal language model in transformers")
+    architecture = AutoModelForCausalLM._model_mapping[type(model_config)]
+    if not getattr(architecture, "_supports_attention_backend", False):
+        raise ModelError(f"{config.path} is {kind}, whose attention cannot be replaced in transformers")
+    return model_config
+
+
+def eos_token_ids(config: ModelConfig, model_config: PreTrainedConfig) -> list[int]:
+    """Return every id that ends a generation, from the model's generation settings or its configuration."""
+    try:
+        eos: Any = GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
+    except OSError:
+        eos = model_config.get_text_config().eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+
+def _load_whole(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    transformers_logging.disable_progress_bar()
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            revision=config.revision,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load {config.path}: {error}") from error
+    assert isinstance(module, nn.Module)
+    return module.to(device)

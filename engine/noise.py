@@ -1,0 +1,79 @@
+"""Counter-based Gumbel noise of (seed, stream, position, token id): the same on every device, whatever the batch.
+
+The idea is Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding": when
+draft and target add the same noise to their own logits and take the argmax, they agree with probability at least
+(1 - TV) / (1 + TV), and nothing but token ids has to travel. The noise is a hash, not a generator's state: a round
+that is lost, repeated or split over other batches draws the same numbers.
+
+The integer hash is exact everywhere. Its last step, two logarithms, may differ by an ulp between devices.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Streams keep the draws of one position apart: sharing one between draft sampling and acceptance would bias the law.
+TARGET_STREAM = 0
+"""The target's own draw; the coupled drafter uses it too."""
+DRAFT_STREAM = 1
+"""The drafter's sampling under the rejection rule."""
+ACCEPT_STREAM = 2
+"""The rejection rule's coins."""
+RESIDUAL_STREAM = 3
+"""The rejection rule's recovered and bonus tokens."""
+
+_MASK64 = (1 << 64) - 1
+
+
+def keys(seeds: Sequence[int], positions: Sequence[int], stream: int, device: torch.device) -> Tensor:
+    """Return the hash keys of (seed, position) pairs: [n, 2] int32."""
+    rows = []
+    for seed, position in zip(seeds, positions, strict=True):
+        key = _splitmix64((_splitmix64(seed & _MASK64) + position * 4 + stream) & _MASK64)
+        rows.append((_int32(key), _int32(key >> 32)))
+    return torch.tensor(rows, dtype=torch.int32, device=device).reshape(-1, 2)
+
+
+def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Return standard Gumbel noise, float32, finite.
+
+    Args:
+        keys: [n, 2] int32, from `keys`.
+        token_ids: [vocab] or [n, m] int32 ids to draw for.
+
+    Returns:
+        [n, vocab] or [n, m].
+    """
+    return -torch.log(-torch.log1p(-uniform(keys, token_ids)))
+
+
+def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Return uniform numbers in (0, 1), float32; shapes as in `gumbel`.
+
+    Resolution is 2^-31 near 0. The upper end is clamped below 1: a coin of exactly 1.0 would become infinite noise.
+    """
+    low, high = keys[:, :1], keys[:, 1:]
+    # The murmur3 finaliser with the second key word between its two multiplications. torch has no unsigned shift.
+    x = token_ids.to(torch.int32) ^ low
+    x ^= (x >> 16) & 0xFFFF
+    x *= -2048144789  # 0x85EBCA6B
+    x ^= high
+    x ^= (x >> 13) & 0x7FFFF
+    x *= -1028477387  # 0xC2B2AE35
+    x ^= (x >> 16) & 0xFFFF
+    x >>= 1
+    x &= 0x7FFFFFFF
+    return x.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+
+
+def _splitmix64(x: int) -> int:
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def _int32(x: int) -> int:
+    x &= 0xFFFFFFFF
+    return x - (1 << 32) if x >= 1 << 31 else x

@@ -144,3 +144,41 @@ def _trees(rows: Sequence[ForwardRow], query_slots: Tensor, context: int) -> tup
             visible[r, first + node] = visible[r, above]
             visible[r, first + node, tip + 1 + node] = True
     return positions, visible
+
+
+@dataclass(slots=True)
+class NextTokens:
+    """Forward passes that append one token to each of some rows; all but the tokens is known beforehand.
+
+    Attributes:
+        positions: [steps, rows]; slots: [steps, rows].
+        groups: one per step.
+        indices: [rows], the logits of every row are wanted.
+    """
+
+    kv: KVTensors
+    positions: Tensor
+    slots: Tensor
+    groups: list[Group]
+    indices: Tensor
+
+    def at(self, step: int, token_ids: Tensor) -> ForwardBatch:
+        """Return the pass that computes `token_ids` [rows] as the rows' next tokens."""
+        paged = PagedContext(self.kv, self.slots[step], [self.groups[step]])
+        return ForwardBatch(token_ids, self.positions[step], self.indices, paged)
+
+
+def next_tokens(tables: Sequence[Sequence[int]], positions: Tensor, steps: int, kv: KVTensors) -> NextTokens:
+    """Prepare `steps` passes at once, so that no step waits for the host.
+
+    Args:
+        tables: the rows' block tables. A row whose table ends early writes its surplus tokens to block 0.
+        positions: [rows] int64, where the first pass puts its tokens.
+    """
+    device = positions.device
+    width = max(len(table) for table in tables) + 1
+    table = torch.tensor([[*row, *[0] * (width - len(row))] for row in tables], dtype=torch.int64, device=device)
+    places = positions + torch.arange(steps, device=device).unsqueeze(-1)
+    slots = table.gather(1, (places.T // kv.block_size).clamp_(max=width - 1)).T * kv.block_size + places % kv.block_size
+    groups = [Group(0, len(tables), 1, table[:, :-1].flatten(), row.unsqueeze(-1), None, False) for row in places]
+    return NextTokens(kv, places, slots, groups, torch.arange(len(tables), device=device))

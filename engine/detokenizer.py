@@ -1,0 +1,70 @@
+"""Detokenizer: token ids to text, piece by piece; never half a character, never a part of a stop string."""
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+_UNFINISHED = "\ufffd"
+
+
+class Detokenizer:
+    """The text of one request as it grows.
+
+    Text that could still become a stop string is held back until it is decided.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, stop: Sequence[str] = (), skip_special: bool = True
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._stop = tuple(stop)
+        # A token's text can depend on the few before it (spaces, bytes), so decoding starts a little earlier.
+        self._ids = list(prompt_token_ids[-6:])
+        self._decoded = self._decode()
+        self._held = ""
+
+    def append(self, token_ids: Sequence[int], *, may_stop: bool = True) -> tuple[str, str | None]:
+        """Add tokens.
+
+        Args:
+            may_stop: whether stop strings count yet (min_tokens).
+
+        Returns:
+            The text that is now certain, and the stop string that was completed, if any: then the text ends before it.
+        """
+        self._ids += token_ids
+        text = self._decode()
+        if text.endswith(_UNFINISHED):
+            return "", None
+        new = self._held + text[len(self._decoded) :]
+        self._ids = self._ids[-6:]
+        self._decoded = self._decode()
+        if not may_stop:
+            self._held = ""
+            return new, None
+        if found := [(position, stop) for stop in self._stop if (position := new.find(stop)) >= 0]:
+            position, stop = min(found)
+            self._held = ""
+            return new[:position], stop
+        keep = _longest_beginning(new, self._stop)
+        self._held = new[len(new) - keep :]
+        return new[: len(new) - keep], None
+
+    def finish(self) -> str:
+        """Return what was held back: unfinished characters and beginnings of stop strings that never came."""
+        text = self._held + self._decode()[len(self._decoded) :]
+        self._held, self._decoded = "", self._decode()
+        return text
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special)
+
+
+def _longest_beginning(text: str, stops: Sequence[str]) -> int:
+    """Return how many of the last characters of `text` begin a stop string."""
+    longest = max((len(stop) for stop in stops), default=1) - 1
+    for count in range(min(longest, len(text)), 0, -1):
+        if any(stop.startswith(text[-count:]) for stop in stops):
+            return count
+    return 0

@@ -1,0 +1,185 @@
+"""Engine: add, abort, step; a step is propose -> verify -> commit."""
+
+import hashlib
+import secrets
+from collections.abc import Sequence as Ids
+from dataclasses import replace
+from typing import Any
+
+from engine.config import EngineConfig
+from engine.detokenizer import Detokenizer
+from engine.draft import NO_DRAFT, Draft, Drafter, ProposeRow, Verifier, VerifyRow
+from engine.errors import PromptTooLongError, RequestError
+from engine.sampling import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import RequestOutput, Sequence
+from engine.stats import SpeculationStats
+
+
+class Engine:
+    """Runs requests over a drafter and a verifier; knows nothing of where those compute.
+
+    Args:
+        num_blocks: KV blocks of the target, block 0 included.
+        tokenizer: a transformers fast tokenizer; None leaves `RequestOutput.text` empty.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        drafter: Drafter,
+        verifier: Verifier,
+        num_blocks: int,
+        vocab_size: int,
+        max_model_len: int,
+        eos_token_ids: Ids[int] = (),
+        tokenizer: Any = None,
+    ) -> None:
+        self.config = config
+        self.drafter = drafter
+        self.verifier = verifier
+        self.vocab_size = vocab_size
+        self.max_model_len = min(config.max_model_len or max_model_len, max_model_len)
+        self._eos = frozenset(eos_token_ids)
+        self._tokenizer = None if tokenizer is None else getattr(tokenizer, "backend_tokenizer", tokenizer)
+        self.scheduler = Scheduler(config, num_blocks, self.max_model_len)
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """Counters since the start."""
+        return self.scheduler.stats
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests in the batch."""
+        return len(self.scheduler.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self.scheduler.waiting)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks without an owner; shared prefixes that nobody uses count as free."""
+        return self.scheduler.pool.num_free
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks that requests can own."""
+        return self.scheduler.pool.num_blocks - 1
+
+    def add(
+        self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams, *, cache_salt: str | None = None
+    ) -> None:
+        """Queue a request; `cache_salt` keeps its shared blocks apart from other salts'.
+
+        Raises:
+            RequestError: the prompt or a parameter does not fit this model.
+            QueueFullError: too many requests wait already.
+        """
+        params = self._fit(prompt_token_ids, params)
+        detokenizer = None
+        if self._tokenizer is not None:
+            detokenizer = Detokenizer(
+                self._tokenizer, prompt_token_ids, stop=params.stop, skip_special=params.skip_special_tokens
+            )
+        elif params.stop:
+            raise RequestError("stop strings need a tokenizer, and this engine has none", "stop")
+        self.scheduler.add(
+            Sequence(
+                request_id=request_id,
+                token_ids=list(prompt_token_ids),
+                prompt_length=len(prompt_token_ids),
+                params=params,
+                salt=hashlib.sha256((cache_salt or "").encode()).digest(),
+                end_ids=frozenset() if params.ignore_eos else self._eos,
+                detokenizer=detokenizer,
+            )
+        )
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request; its blocks are free at once. Unknown ids are ignored."""
+        self.scheduler.abort(request_id)
+        self._release(request_id)
+
+    def reset(self) -> None:
+        """Start over from the committed tokens, after the target lost its KV cache."""
+        self.scheduler.reset()
+
+    async def step(self) -> list[RequestOutput]:
+        """Run one round.
+
+        Raises:
+            TargetError: the round did not finish; nothing was committed, and it can be run again after `reset`.
+        """
+        rows = self.scheduler.next_batch(self.config.num_speculative_tokens)
+        if not rows:
+            return []
+        asked = [row for row in rows if row.num_draft_tokens > 0]
+        proposed = iter(await self.drafter.propose([_propose_row(row.sequence, row.num_draft_tokens) for row in asked]))
+        drafts = [next(proposed) if row.num_draft_tokens > 0 else NO_DRAFT for row in rows]
+        verdicts = await self.verifier.verify(
+            [_verify_row(row.sequence, row.length, draft) for row, draft in zip(rows, drafts, strict=True)]
+        )
+        outputs = self.scheduler.commit(rows, drafts, verdicts)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self._release(output.request_id)
+        return outputs
+
+    def _fit(self, prompt_token_ids: Ids[int], params: SamplingParams) -> SamplingParams:
+        """Check a request against the model and fill in what it left open: its seed and the room it has."""
+        length = len(prompt_token_ids)
+        if length == 0:
+            raise RequestError("the prompt is empty", "prompt")
+        if length >= self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {length} tokens, the context length is {self.max_model_len} and must hold one more",
+                "prompt",
+            )
+        usable = self.num_blocks * self.config.block_size
+        room = min(self.max_model_len, usable) - length
+        if room <= 0:
+            raise PromptTooLongError(f"the prompt has {length} tokens, the KV cache holds {usable}", "prompt")
+        if params.min_tokens > room:
+            raise RequestError(f"min_tokens is {params.min_tokens}, the context has room for {room}", "min_tokens")
+        for name, ids in (
+            ("prompt", prompt_token_ids),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", list(params.logit_bias)),
+        ):
+            if ids and not (0 <= min(ids) and max(ids) < self.vocab_size):
+                bad = next(i for i in ids if not 0 <= i < self.vocab_size)
+                raise RequestError(f"{name} holds token id {bad}, ids are 0 to {self.vocab_size - 1}", name)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        return replace(params, seed=seed, max_tokens=min(params.max_tokens, room))
+
+    def _release(self, request_id: str) -> None:
+        self.drafter.release(request_id)
+        self.verifier.release(request_id)
+
+
+def _propose_row(sequence: Sequence, num_draft_tokens: int) -> ProposeRow:
+    return ProposeRow(
+        sequence.request_id, sequence.token_ids, sequence.prompt_length, sequence.params, num_draft_tokens
+    )
+
+
+def _verify_row(sequence: Sequence, length: int, draft: Draft) -> VerifyRow:
+    return VerifyRow(
+        sequence.request_id,
+        sequence.token_ids,
+        sequence.prompt_length,
+        sequence.params,
+        sequence.num_computed,
+        length,
+        sequence.block_ids,
+        draft,
+    )

@@ -1,0 +1,188 @@
+"""LLM: the engine in one process, for scripts and notebooks, in the shape vLLM users know."""
+
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TypeVar
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from engine.config import Device, Dtype, EngineConfig, ModelConfig, Verification
+from engine.draft import Drafter, NoDrafter, TokenLogprobs
+from engine.drafters.model import ModelDrafter
+from engine.engine import Engine
+from engine.errors import RequestError
+from engine.model import CausalLM
+from engine.sampling import SamplingParams
+from engine.sequence import FinishReason, RequestOutput
+from engine.stats import SpeculationStats
+from engine.verifier import ModelVerifier
+from engine.vocabulary import check_same_vocabulary, load_tokenizer
+
+BUNDLED_TARGET = Path(__file__).parent / "pair" / "target"
+BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One generated continuation."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    def append(self, output: RequestOutput) -> None:
+        """Add what a round brought."""
+        self.text += output.text
+        self.token_ids += output.token_ids
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        if output.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + output.logprobs
+        self.stats.observe_draft(output.num_draft_tokens, output.num_accepted_tokens)
+
+
+@dataclass(slots=True)
+class PromptOutput:
+    """A prompt and its `n` continuations."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+class LLM:
+    """A target model, with a draft model ahead of it, in this process.
+
+    Args:
+        model: a transformers directory; the default is the bundled target.
+        draft_model: likewise; None decodes without speculation. "bundled" is the bundled draft, and only goes with the
+            bundled target.
+        seed: requests without a seed derive theirs from it, so that a run can be repeated.
+
+    Raises:
+        ModelError: a model that cannot be served.
+        ModelMismatchError: the draft's token ids are not the target's.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = BUNDLED_TARGET,
+        draft_model: str | Path | None = "bundled",
+        *,
+        num_speculative_tokens: int = 4,
+        verification: Verification = "coupled",
+        dtype: Dtype = "auto",
+        device: Device = "auto",
+        seed: int = 0,
+        engine_config: EngineConfig | None = None,
+    ) -> None:
+        if draft_model == "bundled":
+            draft_model = BUNDLED_DRAFT if Path(model) == BUNDLED_TARGET else None
+        self._seed = seed
+        self._num_requests = 0
+        config = replace(
+            engine_config or EngineConfig(), num_speculative_tokens=num_speculative_tokens, verification=verification
+        )
+        target_config = ModelConfig(str(model), dtype=dtype, device=device)
+        self.tokenizer = load_tokenizer(target_config)
+        target = CausalLM.load(target_config)
+        verifier = ModelVerifier(target, config)
+        drafter: Drafter = NoDrafter()
+        if draft_model is not None and num_speculative_tokens > 0:
+            draft_config = ModelConfig(str(draft_model), dtype=dtype, device=device)
+            check_same_vocabulary(target_config, draft_config)
+            drafter = ModelDrafter(CausalLM.load(draft_config), config, token_limit=target.info.vocab_size)
+        elif num_speculative_tokens > 0:
+            config = replace(config, num_speculative_tokens=0)
+        self.engine = Engine(
+            config,
+            drafter=drafter,
+            verifier=verifier,
+            num_blocks=verifier.num_blocks,
+            vocab_size=target.info.vocab_size,
+            max_model_len=target.info.max_model_len,
+            eos_token_ids=target.info.eos_token_ids,
+            tokenizer=self.tokenizer,
+        )
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """Counters over everything this LLM generated."""
+        return self.engine.stats
+
+    def generate(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        show_progress: bool = True,
+    ) -> list[PromptOutput]:
+        """Continue every prompt; prompts are text or token ids, parameters one for all or one each.
+
+        Raises:
+            RequestError: a prompt or a parameter that this model cannot take. Nothing was generated then.
+        """
+        texts: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(texts)
+        if len(params) != len(texts):
+            raise RequestError(f"{len(texts)} prompts came with {len(params)} sampling parameters")
+        results: list[PromptOutput] = []
+        pending: dict[str, CompletionOutput] = {}
+        try:
+            for text, own in zip(texts, params, strict=True):
+                results.append(self._add(text, own, pending))
+            self._run(pending, show_progress=show_progress)
+        finally:
+            for request_id in pending:
+                self.engine.abort(request_id)
+        return results
+
+    def _add(
+        self, prompt: str | Sequence[int], params: SamplingParams, pending: dict[str, CompletionOutput]
+    ) -> PromptOutput:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        result = PromptOutput(prompt if isinstance(prompt, str) else None, ids, [])
+        for index in range(params.n):
+            request_id = str(self._num_requests)
+            seed = params.seed + index if params.seed is not None else self._seed + self._num_requests
+            self._num_requests += 1
+            output = CompletionOutput(index)
+            while self.engine.num_waiting >= self.engine.config.max_queued_requests:
+                self._step(pending)
+            self.engine.add(request_id, ids, replace(params, seed=seed, n=1))
+            result.outputs.append(output)
+            pending[request_id] = output
+        return result
+
+    def _run(self, pending: dict[str, CompletionOutput], *, show_progress: bool) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        total = len(pending)
+        with Progress(*columns, transient=True, disable=not show_progress or total < 8) as progress:
+            task = progress.add_task("generating", total=total)
+            while pending:
+                self._step(pending)
+                progress.update(task, completed=total - len(pending))
+
+    def _step(self, pending: dict[str, CompletionOutput]) -> None:
+        for output in run_in_process(self.engine.step()):
+            completion = pending[output.request_id]
+            completion.append(output)
+            if output.finish_reason is not None:
+                del pending[output.request_id]
+
+
+def run_in_process(coroutine: Coroutine[object, None, T]) -> T:
+    """Run a coroutine that never waits. Unlike `asyncio.run` this also works where a loop is running, as in a notebook."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise AssertionError("an in-process drafter or verifier waited for something")

@@ -1,0 +1,152 @@
+"""From logits to what is drawn from: the one place where sampling parameters apply, at every draft position.
+
+Both verification rules and the drafters use it, so a draft is shaped as the target will shape it. The order is vLLM's:
+logit_bias and min_tokens, penalties, temperature, min_p, top_k, top_p. Penalties count the tokens up to *that* row: the
+committed ones and the draft's own path above it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine import noise
+from engine.sampling import SamplingParams
+
+
+@dataclass(slots=True)
+class Run:
+    """Consecutive logit rows of one request.
+
+    Attributes:
+        token_ids: the committed tokens.
+        depths: per row, how many draft tokens stand between the committed tip and the row; 0 is the tip itself.
+        paths: per row, those draft tokens. Needed for penalties only, else empty.
+        end_ids: ids that may not be drawn before min_tokens: end-of-text and stop ids.
+    """
+
+    params: SamplingParams
+    token_ids: Sequence[int]
+    prompt_length: int
+    depths: Sequence[int]
+    paths: Sequence[Sequence[int]] = ()
+    end_ids: Sequence[int] = field(default_factory=tuple)
+
+    @property
+    def positions(self) -> list[int]:
+        """The absolute position of the token drawn from each row."""
+        return [len(self.token_ids) + depth for depth in self.depths]
+
+
+def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Apply every run's parameters to its rows, in place where it can.
+
+    Args:
+        logits: [n, vocab] float32, the runs' rows one after the other.
+
+    Returns:
+        [n, vocab] unnormalised log probabilities; -inf where a token may not be drawn. A greedy row keeps temperature
+        1: its token is the argmax.
+    """
+    start = 0
+    for run in runs:
+        rows = logits[start : start + len(run.depths)]
+        start += len(run.depths)
+        params = run.params
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=logits.device)
+            rows[:, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+        if params.min_tokens:
+            _forbid_the_end(rows, run)
+        if params.has_penalties:
+            _penalise(rows, run)
+    if any(0 < run.params.temperature != 1 for run in runs):
+        logits.div_(_column(runs, logits, lambda params: params.temperature or 1.0))
+    if any(run.params.min_p > 0 for run in runs):
+        floor = logits.amax(-1, keepdim=True) + _column(runs, logits, lambda params: params.min_p).log()
+        logits.masked_fill_(logits < floor, float("-inf"))
+    if any(run.params.top_k > 0 or run.params.top_p < 1 for run in runs):
+        logits = _keep_top(logits, runs)
+    return logits
+
+
+def draw(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM) -> Tensor:
+    """Draw one token per row: the argmax for greedy requests, else Gumbel-max with the request's own noise.
+
+    Args:
+        shaped: [n, vocab], from `shape`.
+
+    Returns:
+        [n] int64.
+    """
+    if all(run.params.temperature == 0 for run in runs):
+        return shaped.argmax(-1)
+    return (shaped + gumbel_rows(runs, shaped, stream)).argmax(-1)
+
+
+def gumbel_rows(runs: Sequence[Run], like: Tensor, stream: int) -> Tensor:
+    """Return the noise of every row, [n, vocab]; 0 where the request is greedy."""
+    positions = [position for run in runs for position in run.positions]
+    seeds = [run.params.seed or 0 for run in runs for _ in run.depths]
+    keys = noise.keys(seeds, positions, stream, like.device)
+    rows = noise.gumbel(keys, torch.arange(like.shape[-1], dtype=torch.int32, device=like.device))
+    if any(run.params.temperature == 0 for run in runs):
+        rows.masked_fill_(_column(runs, like, lambda params: params.temperature) == 0, 0.0)
+    return rows
+
+
+def probabilities(shaped: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Return the distributions the rows are drawn from, [n, vocab]; one-hot where the request is greedy."""
+    probs = shaped.softmax(-1)
+    if any(run.params.temperature == 0 for run in runs):
+        certain = torch.zeros_like(probs).scatter_(-1, shaped.argmax(-1, keepdim=True), 1.0)
+        greedy = _column(runs, shaped, lambda params: params.temperature) == 0
+        probs = torch.where(greedy, certain, probs)
+    return probs
+
+
+def _column(runs: Sequence[Run], like: Tensor, value: Callable[[SamplingParams], float]) -> Tensor:
+    """Return one number per row, [n, 1]."""
+    numbers = [value(run.params) for run in runs for _ in run.depths]
+    return torch.tensor(numbers, dtype=like.dtype, device=like.device).unsqueeze(-1)
+
+
+def _forbid_the_end(rows: Tensor, run: Run) -> None:
+    committed = len(run.token_ids) - run.prompt_length
+    early = [i for i, depth in enumerate(run.depths) if committed + depth < run.params.min_tokens]
+    if early and run.end_ids:
+        ends = torch.tensor(list(run.end_ids), device=rows.device)
+        rows[torch.tensor(early, device=rows.device).unsqueeze(-1), ends] = float("-inf")
+
+
+def _penalise(rows: Tensor, run: Run) -> None:
+    """Repetition counts prompt and output, presence and frequency the output only, as in vLLM."""
+    params, vocab = run.params, rows.shape[-1]
+    tokens = torch.tensor(run.token_ids, device=rows.device)
+    in_prompt = torch.bincount(tokens[: run.prompt_length], minlength=vocab) > 0
+    output = torch.bincount(tokens[run.prompt_length :], minlength=vocab)
+    counts = output.repeat(rows.shape[0], 1)
+    drafted = [(i, token) for i, path in enumerate(run.paths) for token in path]
+    if drafted:
+        index = torch.tensor(drafted, device=rows.device).T
+        counts.index_put_((index[0], index[1]), torch.ones_like(index[0]), accumulate=True)
+    if params.repetition_penalty != 1:
+        seen = in_prompt | (counts > 0)
+        factor = torch.where(rows > 0, 1 / params.repetition_penalty, params.repetition_penalty)
+        rows.copy_(torch.where(seen, rows * factor, rows))
+    rows -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+
+
+def _keep_top(logits: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Keep each row's top_k tokens, then the smallest set of them that holds top_p of the weight."""
+    vocab = logits.shape[-1]
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(vocab, device=logits.device)
+    top_k = _column(runs, logits, lambda params: params.top_k if 0 < params.top_k < vocab else vocab)
+    ordered.masked_fill_(ranks >= top_k, float("-inf"))
+    top_p = _column(runs, logits, lambda params: params.top_p)
+    before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
+    before[:, 0] = 0.0
+    ordered.masked_fill_((before >= top_p) & (top_p < 1), float("-inf"))
+    return torch.empty_like(logits).scatter_(-1, order, ordered)

@@ -1,0 +1,115 @@
+"""Sequence: one request's committed tokens, its blocks, and why it ended. Never holds a draft token."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.detokenizer import Detokenizer
+from engine.draft import TokenLogprobs, Verdict
+from engine.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a round added to one request.
+
+    `text` may lag behind `token_ids`: it holds only what can no longer change.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    logprobs: list[TokenLogprobs] | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
+@dataclass(slots=True)
+class Sequence:
+    """A request inside the engine.
+
+    Attributes:
+        token_ids: prompt and committed output; the only truth about the request.
+        num_computed: how many of them have keys and values in `block_ids`.
+        digests: names of the full, computed blocks (`kv_cache.block_digest`).
+    """
+
+    request_id: str
+    token_ids: list[int]
+    prompt_length: int
+    params: SamplingParams
+    salt: bytes
+    end_ids: frozenset[int]
+    detokenizer: Detokenizer | None
+    block_ids: list[int] = field(default_factory=list)
+    digests: list[bytes] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0
+    was_admitted: bool = False
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Committed tokens after the prompt."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def num_uncomputed(self) -> int:
+        """Committed tokens that still need a forward pass; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def num_remaining(self) -> int:
+        """Tokens that may still be committed."""
+        return self.params.max_tokens - self.num_output_tokens
+
+    def commit(self, verdict: Verdict, num_draft_tokens: int) -> RequestOutput:
+        """Append a round's tokens up to the first that ends the request, and return what is new."""
+        committed: list[int] = []
+        text = ""
+        for token in verdict.token_ids:
+            self.token_ids.append(token)
+            committed.append(token)
+            may_stop = self.num_output_tokens >= self.params.min_tokens
+            if may_stop and (token in self.end_ids or token in self.params.stop_token_ids):
+                self.finish_reason = "stop"
+                # As in vLLM: a stop id is named, end-of-text is not.
+                self.stop_reason = token if token in self.params.stop_token_ids else None
+                if self.params.include_stop_str_in_output:
+                    text += self._decode(token, may_stop)
+            else:
+                text += self._decode(token, may_stop)
+                if self.finish_reason is None and self.num_remaining <= 0:
+                    self.finish_reason = "length"
+            if self.finish_reason is not None:
+                break
+        if self.finish_reason is not None and self.detokenizer is not None and not isinstance(self.stop_reason, str):
+            text += self.detokenizer.finish()
+        return RequestOutput(
+            request_id=self.request_id,
+            token_ids=committed,
+            text=text,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=verdict.logprobs[: len(committed)] if verdict.logprobs is not None else None,
+            num_prompt_tokens=self.prompt_length,
+            num_cached_tokens=self.num_cached,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=min(verdict.num_accepted, len(committed)),
+        )
+
+    def _decode(self, token: int, may_stop: bool) -> str:
+        if self.detokenizer is None:
+            return ""
+        text, stop = self.detokenizer.append([token], may_stop=may_stop)
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
+            if self.params.include_stop_str_in_output:
+                text += stop
+        return text

@@ -1,0 +1,114 @@
+"""ModelVerifier: one target pass over all committed tips and drafts of a batch, then the verification rule per row."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.batch import ForwardRow, build, depths
+from engine.config import EngineConfig
+from engine.draft import Draft, TokenLogprobs, Verdict, VerifyRow
+from engine.logits import Run, shape
+from engine.memory import count_blocks
+from engine.model import CausalLM
+from engine.verification.coupled import coupled
+from engine.verification.rejection import rejection
+
+_RULES = {"coupled": coupled, "rejection": rejection}
+
+
+class ModelVerifier:
+    """Verifies with a model in this process. Holds KV tensors, and nothing that the rows do not bring again."""
+
+    def __init__(self, model: CausalLM, config: EngineConfig) -> None:
+        self.model = model
+        self.num_blocks = count_blocks(model, config)
+        self._kv = model.kv_tensors(self.num_blocks, config.block_size)
+        self._rule = _RULES[config.verification]
+        self._end_ids = tuple(model.info.eos_token_ids)
+
+    async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
+        """Compute the rows and, unless another rank decides, return their verdicts."""
+        with torch.inference_mode():
+            logits = self.model.forward(build([_forward_row(row) for row in rows], self._kv))
+            return self._decide(rows, logits) if decides else []
+
+    def release(self, request_id: str) -> None:
+        """Hold nothing per request, forget nothing."""
+
+    def _decide(self, rows: Sequence[VerifyRow], logits: Tensor) -> list[Verdict]:
+        verdicts = [Verdict()] * len(rows)
+        deciding = [(i, row) for i, row in enumerate(rows) if row.reaches_tip]
+        if not deciding:
+            return verdicts
+        raw = logits.log_softmax(-1) if any(row.params.logprobs is not None for _, row in deciding) else None
+        runs = [_run(row, self._end_ids) for _, row in deciding]
+        decisions = self._rule(shape(logits, runs), runs, [row.draft for _, row in deciding])
+        start = 0
+        for (i, row), (tokens, path) in zip(deciding, decisions, strict=True):
+            logprobs = None
+            if raw is not None and row.params.logprobs is not None:
+                rows_used = [start, *(start + 1 + node for node in path)]
+                logprobs = _logprobs(raw[rows_used], tokens, row.params.logprobs)
+            verdicts[i] = Verdict(tokens, path, logprobs)
+            self._keep_path(row, path)
+            start += 1 + len(row.draft.token_ids)
+        return verdicts
+
+    def _keep_path(self, row: VerifyRow, path: list[int]) -> None:
+        """Move the accepted nodes' keys and values behind the tip, where the committed context goes on."""
+        if path == list(range(len(path))):
+            return
+        tip = len(row.token_ids)
+        block_size = self._kv.block_size
+        slots = [row.block_ids[p // block_size] * block_size + p % block_size for p in range(tip, tip + path[-1] + 1)]
+        device = self.model.device
+        sources = torch.tensor([slots[node] for node in path], device=device)
+        self._kv.move(sources, torch.tensor(slots[: len(path)], device=device))
+
+
+def _forward_row(row: VerifyRow) -> ForwardRow:
+    tokens = [*row.token_ids[row.start : row.start + row.length]]
+    if not row.reaches_tip:
+        return ForwardRow(tokens, row.start, row.block_ids, 0)
+    draft = row.draft
+    return ForwardRow(
+        token_ids=tokens + draft.token_ids,
+        start=row.start,
+        block_ids=row.block_ids,
+        num_logits=1 + len(draft.token_ids),
+        parents=None if draft.is_chain else draft.parents,
+    )
+
+
+def _run(row: VerifyRow, eos_token_ids: tuple[int, ...]) -> Run:
+    draft, params = row.draft, row.params
+    return Run(
+        params=params,
+        token_ids=row.token_ids,
+        prompt_length=row.prompt_length,
+        depths=[0, *depths(draft.parents)],
+        paths=paths(draft) if params.has_penalties else (),
+        end_ids=(*eos_token_ids, *params.stop_token_ids),
+    )
+
+
+def paths(draft: Draft) -> list[list[int]]:
+    """Return the draft tokens above and at the tip and each node: [nodes + 1] lists."""
+    found: list[list[int]] = [[]]
+    for token, parent in zip(draft.token_ids, draft.parents, strict=True):
+        found.append([*found[parent + 1], token])
+    return found
+
+
+def _logprobs(raw: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:
+    """Return the target's log probabilities before any shaping. raw: [n, vocab]."""
+    chosen = raw.gather(-1, torch.tensor(tokens, device=raw.device).unsqueeze(-1))
+    ranks = (raw > chosen).sum(-1) + 1
+    top, ids = raw.topk(count, -1) if count else (raw[:, :0], raw[:, :0].long())
+    return [
+        TokenLogprobs(logprob, rank, top_ids, top_logprobs)
+        for logprob, rank, top_ids, top_logprobs in zip(
+            chosen.squeeze(-1).tolist(), ranks.tolist(), ids.tolist(), top.tolist(), strict=True
+        )
+    ]

@@ -1,0 +1,87 @@
+"""python -m tests.bench [compare | profile | batch | load]: how fast Paceline is, and where the time goes.
+
+compare   every method on the same prompts, at batch 1 and 8, T = 0 and 0.7 (also `make bench JSON=path`)
+profile   what the parts of a round cost, in process and served
+batch     tokens/s of the engine at 1 to 32 rows
+load      tokens/s and latency of the served application at 1 to 32 streams
+
+How a comparison is kept fair: every method gets the same token ids, ends with text, and makes the same number of tokens
+per prompt, end-of-text ignored. Models are loaded in the same number format with the same number of threads (the served
+application divides the cores among its processes itself, as it does for any user). Each method has a fresh process, so
+that thread pools and allocators do not disturb each other, and every cell is warmed up before it is timed. Nobody may
+keep the keys and values of an earlier prompt. transformers runs at its best ordinary setting (sdpa attention; assisted
+generation both with its own draft length and with ours, the faster one counts). A served stream is timed by its client.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from engine.llm import BUNDLED_DRAFT, BUNDLED_TARGET
+from tests.bench.compare import CELLS, NAMES, collect, show, write
+from tests.bench.curves import batch_curve, load_curve
+from tests.bench.profile import profile
+from tests.bench.workload import Workload, read_prompts
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    options = _parse(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    workload = Workload(
+        target=str(options.target),
+        draft=str(options.draft),
+        dtype=options.dtype,
+        device=options.device,
+        num_threads=options.threads,
+        prompts=read_prompts(str(options.target)),
+        cells=CELLS,
+        num_tokens=options.num_tokens,
+    )
+    failures = _run(options, workload, console)
+    for failure in failures:
+        console.print(failure, style="red", markup=False)
+    return 1 if failures else 0
+
+
+def _run(options: argparse.Namespace, workload: Workload, console: Console) -> list[str]:
+    if options.command == "profile":
+        profile(workload, console)
+        return []
+    if options.command == "batch":
+        return batch_curve(workload, options.png or Path("batch.png"), console)
+    if options.command == "load":
+        return load_curve(workload, options.png or Path("load.png"), console)
+    rows, failures = collect(options.only, workload, console)
+    show(rows, workload, console)
+    if options.json is not None:
+        write(rows, options.json)
+    return failures
+
+
+def _parse(arguments: list[str] | None) -> argparse.Namespace:
+    summary, details = __doc__.split("\n\n", 1)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.bench",
+        description=summary,
+        epilog=details,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("command", nargs="?", choices=("compare", "profile", "batch", "load"), default="compare")
+    parser.add_argument("--json", type=Path, help="compare: where the rows go")
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="compare: these methods")
+    parser.add_argument("--png", type=Path, help="batch, load: where the plot goes (default: batch.png, load.png)")
+    parser.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="a transformers directory")
+    parser.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="a transformers directory")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads in process")
+    parser.add_argument("--num-tokens", type=int, default=128, help="tokens to generate per prompt")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

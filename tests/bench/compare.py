@@ -1,0 +1,131 @@
+"""All methods side by side: a table, the ratios that matter, and the conditions under which they were measured."""
+
+import json
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from engine.model import resolve_device, resolve_dtype
+from tests.bench.figures import Row
+from tests.bench.worker import rows_of_a_fresh_process
+from tests.bench.workload import Cell, Workload
+
+NAMES = (
+    "transformers",
+    "transformers-assisted",
+    "engine-plain",
+    "engine-speculative",
+    "serve-plain",
+    "serve-speculative",
+)
+CELLS = [Cell(batch_size, temperature) for batch_size in (1, 8) for temperature in (0.0, 0.7)]
+RATIOS = (
+    ("transformers-assisted", "transformers"),
+    ("engine-plain", "transformers"),
+    ("engine-speculative", "engine-plain"),
+    ("engine-speculative", "transformers"),
+    ("serve-plain", "engine-plain"),
+    ("serve-speculative", "engine-speculative"),
+    ("serve-speculative", "serve-plain"),
+)
+
+Measure = Callable[[str, Workload], Iterator[Row]]
+
+
+def collect(
+    names: Sequence[str], workload: Workload, console: Console, measure: Measure = rows_of_a_fresh_process
+) -> tuple[list[Row], list[str]]:
+    """Measure methods one after the other. Returns the rows, and what went wrong."""
+    rows: list[Row] = []
+    failures: list[str] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        for name in names:
+            cells = [cell for cell in workload.cells if name != "transformers-assisted" or cell.batch_size == 1]
+            task = progress.add_task(name, total=len(cells))
+            try:
+                for row in measure(name, workload):
+                    rows.append(row)
+                    progress.advance(task)
+            except RuntimeError as error:
+                failures.append(str(error))
+    return rows, failures
+
+
+def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
+    """Print the table and the ratios."""
+    table = Table(title="Tokens per second, side by side", caption=conditions(workload), caption_justify="left")
+    for column in ("batch", "T", "method", "k", "tokens/s", "TTFT ms", "TPOT ms", "accepted", "length", "overhead ms"):
+        table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
+    for cell in dict.fromkeys(Cell(row.batch_size, row.temperature) for row in rows):
+        for row in (row for row in rows if Cell(row.batch_size, row.temperature) == cell):
+            table.add_row(
+                str(row.batch_size),
+                f"{row.temperature:g}",
+                row.name,
+                _text(row.num_speculative_tokens, "d"),
+                f"{row.tokens_per_s:.1f}",
+                f"{row.ttft_ms:.1f}",
+                f"{row.tpot_ms:.2f}",
+                _text(row.acceptance_rate, ".3f"),
+                _text(row.mean_acceptance_length, ".2f"),
+                _text(row.round_overhead_ms, ".2f"),
+            )
+        table.add_section()
+    console.print(table)
+    if (ratios := _ratios(rows)).row_count:
+        console.print(ratios)
+
+
+def write(rows: Sequence[Row], path: Path) -> None:
+    """Write the rows as a JSON list."""
+    path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+def conditions(workload: Workload) -> str:
+    """Say on what, with what and how was measured."""
+    device = resolve_device(workload.device)
+    dtype = str(resolve_dtype(workload.dtype, device)).removeprefix("torch.")
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "ray"))
+    return "\n".join(
+        (
+            f"{_processor()}, {workload.num_threads} threads in process, {device}, {dtype}; {versions}",
+            f"target {workload.target}, draft {workload.draft}",
+            f"{workload.num_tokens} tokens for each of {len(workload.prompts)} prompts of up to "
+            f"{max(len(ids) for ids in workload.prompts)} tokens; medians over batches",
+            f"python -m tests.bench {shlex.join(sys.argv[1:])}",
+        )
+    )
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _ratios(rows: Sequence[Row]) -> Table:
+    rates = {(row.name, row.batch_size, row.temperature): row.tokens_per_s for row in rows}
+    cells = list(dict.fromkeys((row.batch_size, row.temperature) for row in rows))
+    table = Table(title="Ratios of tokens per second")
+    table.add_column("")
+    for batch_size, temperature in cells:
+        table.add_column(f"batch {batch_size}, T={temperature:g}", justify="right")
+    for over, under in RATIOS:
+        pairs = [(rates.get((over, *cell)), rates.get((under, *cell))) for cell in cells]
+        if any(first and second for first, second in pairs):
+            values = [f"{first / second:.2f}" if first and second else "-" for first, second in pairs]
+            table.add_row(f"{over} / {under}", *values)
+    return table

@@ -1,0 +1,103 @@
+"""What one batch took, and the row that a cell's batches become: medians over them, acceptance over all of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Protocol
+
+from engine.stats import SpeculationStats
+from tests.bench.workload import Cell, Workload
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When the tokens of one request arrived."""
+
+    started_s: float
+    arrivals_s: list[float] = field(default_factory=list)
+
+    @property
+    def first_s(self) -> float:
+        return self.arrivals_s[0] - self.started_s
+
+    @property
+    def decoding_s(self) -> float:
+        return self.arrivals_s[-1] - self.arrivals_s[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One timed batch; `overhead_s` is the mean time of a round outside the two models, None where there are none."""
+
+    elapsed_s: float
+    timelines: Sequence[Timeline]
+    speculation: SpeculationStats
+    overhead_s: float | None = None
+
+
+class Method(Protocol):
+    """A way to generate. `num_speculative_tokens` is None where the method chooses the draft length itself."""
+
+    num_speculative_tokens: int | None
+
+    def run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
+        """Continue the prompts together, each by the workload's number of tokens, down to the text."""
+        ...
+
+    def close(self) -> None:
+        """Stop what was started."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table and of the JSON; None where a figure does not apply."""
+
+    name: str
+    batch_size: int
+    temperature: float
+    num_speculative_tokens: int | None
+    tokens_per_s: float
+    ttft_ms: float
+    tpot_ms: float
+    acceptance_rate: float | None
+    mean_acceptance_length: float | None
+    round_overhead_ms: float | None
+
+
+def measure(name: str, method: Method, workload: Workload, cell: Cell) -> Row:
+    """Warm a cell up with its own first batch, then time all its batches."""
+    batches = list(workload.batches(cell.batch_size))
+    method.run(batches[0], cell.temperature)
+    timed = [method.run(prompts, cell.temperature) for prompts in batches]
+    return _row(name, method, workload, cell, timed)
+
+
+def _row(name: str, method: Method, workload: Workload, cell: Cell, timed: Sequence[Batch]) -> Row:
+    timelines = [timeline for batch in timed for timeline in batch.timelines]
+    num_drafts = sum(batch.speculation.num_drafts for batch in timed)
+    num_draft_tokens = sum(batch.speculation.num_draft_tokens for batch in timed)
+    num_accepted_tokens = sum(batch.speculation.num_accepted_tokens for batch in timed)
+    overheads = [batch.overhead_s * 1e3 for batch in timed if batch.overhead_s is not None]
+    return Row(
+        name=name,
+        batch_size=cell.batch_size,
+        temperature=cell.temperature,
+        num_speculative_tokens=method.num_speculative_tokens,
+        tokens_per_s=median(cell.batch_size * workload.num_tokens / batch.elapsed_s for batch in timed),
+        ttft_ms=median(timeline.first_s * 1e3 for timeline in timelines),
+        tpot_ms=median(timeline.decoding_s * 1e3 / (workload.num_tokens - 1) for timeline in timelines),
+        acceptance_rate=num_accepted_tokens / num_draft_tokens if num_draft_tokens else None,
+        mean_acceptance_length=1 + num_accepted_tokens / num_drafts if num_drafts else None,
+        round_overhead_ms=median(overheads) if overheads else None,
+    )
+
+
+def since(before: SpeculationStats, after: SpeculationStats) -> SpeculationStats:
+    """Return what was counted between two readings."""
+    return SpeculationStats(
+        num_drafts=after.num_drafts - before.num_drafts,
+        num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
+        num_accepted_tokens=after.num_accepted_tokens - before.num_accepted_tokens,
+        num_rounds=after.num_rounds - before.num_rounds,
+    )

@@ -1,0 +1,122 @@
+"""Where a round's time goes: in process by function, served by room."""
+
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import engine.drafters.model as drafting
+import engine.verifier as verifying
+from engine.detokenizer import Detokenizer
+from engine.llm import LLM
+from tests.bench.compare import conditions
+from tests.bench.spans import Spans
+from tests.bench.with_engine import generate, load
+from tests.bench.with_serve import ServeMethod
+from tests.bench.workload import Workload
+
+SIZES = (1, 8)
+TEMPERATURE = 0.7
+OUTSIDE = "the loop around the engine"
+
+
+def profile(workload: Workload, console: Console) -> None:
+    """Print the tables of one process and of the served application."""
+    in_process(workload, console)
+    served(workload, console)
+    console.print(conditions(workload), style="dim")
+
+
+def in_process(workload: Workload, console: Console) -> None:
+    """Print what each part of the engine costs per round."""
+    torch.set_num_threads(workload.num_threads)
+    with Spans() as spans:
+        _wrap_modules(spans)
+        llm = load(workload, workload.num_speculative_tokens)
+        _wrap_objects(spans, llm)
+        columns = [_seconds_per_round(spans, llm, workload, size) for size in SIZES]
+    _show(columns, f"A round in one process, k = {workload.num_speculative_tokens}, T = {TEMPERATURE}", console)
+
+
+def _seconds_per_round(spans: Spans, llm: LLM, workload: Workload, size: int) -> dict[str, float]:
+    prompts = next(workload.batches(size))
+    generate(llm.engine, prompts, TEMPERATURE, workload.num_tokens)
+    spans.reset()
+    num_rounds = llm.stats.num_rounds
+    started = time.perf_counter()
+    generate(llm.engine, prompts, TEMPERATURE, workload.num_tokens)
+    elapsed = time.perf_counter() - started
+    num_rounds = llm.stats.num_rounds - num_rounds
+    spans.seconds[OUTSIDE] = elapsed - sum(spans.seconds.values())
+    return {name: seconds / num_rounds for name, seconds in spans.seconds.items()}
+
+
+def served(workload: Workload, console: Console) -> None:
+    """Print what each room costs per round, as far as the Router tells."""
+    method = ServeMethod(workload, workload.num_speculative_tokens)
+    columns = []
+    try:
+        for size in SIZES:
+            prompts = next(workload.batches(size))
+            method.run(prompts, TEMPERATURE)
+            batch = method.run(prompts, TEMPERATURE)
+            times = method.round_times
+            if times is None:
+                console.print("The server does not count the time of its rounds.")
+                return
+            columns.append(
+                {
+                    "draft worker: computing": times.draft_s,
+                    "target worker: computing": times.target_s,
+                    "Router: scheduling, commit, text, wire": times.overhead_s,
+                    "HTTP, streaming, client": batch.elapsed_s / times.num_rounds - times.round_s,
+                }
+            )
+    finally:
+        method.close()
+    _show(
+        columns, f"A round of the served application, k = {workload.num_speculative_tokens}, T = {TEMPERATURE}", console
+    )
+
+
+def _wrap_modules(spans: Spans) -> None:
+    """Time the functions that the models' owners call; before loading, since some are bound then."""
+    spans.wrap(drafting, "build", "draft: build inputs")
+    spans.wrap(drafting, "next_tokens", "draft: build inputs")
+    spans.wrap(drafting, "shape", "draft: sampling and noise")
+    spans.wrap(drafting, "draw", "draft: sampling and noise")
+    spans.wrap(verifying, "build", "verify: build inputs")
+    spans.wrap(verifying, "shape", "verify: sampling, noise, rule")
+    spans.wrap(Detokenizer, "append", "detokenizing")
+
+
+def _wrap_objects(spans: Spans, llm: LLM) -> None:
+    engine = llm.engine
+    spans.wrap(engine, "step", "engine: rest of the step")
+    spans.wrap(engine.scheduler, "next_batch", "scheduling")
+    spans.wrap(engine.scheduler, "commit", "commit")
+    spans.wrap(engine.drafter, "propose", "draft: rest")
+    spans.wrap(engine.drafter.model, "forward", "draft: forward passes")
+    spans.wrap(engine.verifier, "verify", "verify: rest")
+    spans.wrap(engine.verifier.model, "forward", "verify: forward pass")
+    spans.wrap(engine.verifier, "_rule", "verify: sampling, noise, rule")
+
+
+def _show(columns: list[dict[str, float]], title: str, console: Console) -> None:
+    table = Table(title=title)
+    table.add_column("part")
+    for size in SIZES:
+        table.add_column(f"batch {size}, ms", justify="right")
+        table.add_column("share", justify="right")
+    totals = [sum(column.values()) for column in columns]
+    names = sorted({name for column in columns for name in column}, key=lambda name: -columns[0].get(name, 0.0))
+    for name in names:
+        cells = []
+        for column, total in zip(columns, totals, strict=True):
+            seconds = column.get(name, 0.0)
+            cells += [f"{seconds * 1e3:.3f}", f"{seconds / total:.1%}"]
+        table.add_row(name, *cells)
+    table.add_section()
+    table.add_row("the round", *(text for total in totals for text in (f"{total * 1e3:.3f}", "100%")))
+    console.print(table)

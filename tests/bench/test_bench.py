@@ -1,0 +1,196 @@
+"""The bench runs from end to end on models that cost nothing."""
+
+import json
+from dataclasses import fields, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from engine.detokenizer import Detokenizer
+from tests.bench import compare, curves, worker
+from tests.bench.figures import Row
+from tests.bench.profile import in_process
+from tests.bench.spans import Spans
+from tests.bench.with_serve import Reading, RoundTimes
+from tests.bench.workload import Cell, Workload, read_prompts
+
+IN_PROCESS = ("transformers", "transformers-assisted", "engine-plain", "engine-speculative")
+
+
+def save_model(path: Path, *, seed: int) -> None:
+    torch.manual_seed(seed)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    config = LlamaConfig(
+        vocab_size=len(alphabet),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+
+
+@pytest.fixture(scope="module")
+def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
+    folder = tmp_path_factory.mktemp("pair")
+    for seed, name in enumerate(("target", "draft")):
+        save_model(folder / name, seed=seed)
+    return Workload(
+        target=str(folder / "target"),
+        draft=str(folder / "draft"),
+        dtype="float32",
+        device="cpu",
+        num_threads=torch.get_num_threads(),
+        prompts=[[5, 6, 7], [8, 9], [10, 11, 12, 13]],
+        cells=[Cell(1, 0.0), Cell(2, 0.7)],
+        num_tokens=4,
+    )
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=StringIO(), width=160)
+
+
+def printed(console: Console) -> str:
+    assert isinstance(console.file, StringIO)
+    return console.file.getvalue()
+
+
+def check(rows: list[Row]) -> None:
+    assert all(row.tokens_per_s > 0 and row.ttft_ms > 0 and row.tpot_ms > 0 for row in rows)
+    for row in rows:
+        is_speculative = row.name in ("transformers-assisted", "engine-speculative", "serve-speculative")
+        assert (row.acceptance_rate is not None) == is_speculative
+        assert (row.mean_acceptance_length is not None) == is_speculative
+        assert row.acceptance_rate is None or 0 <= row.acceptance_rate <= 1
+        assert (row.round_overhead_ms is not None) == (not row.name.startswith("transformers"))
+
+
+def test_every_method_in_this_process_fills_its_rows(workload: Workload, console: Console, tmp_path: Path) -> None:
+    rows, failures = compare.collect(IN_PROCESS, workload, console, worker.rows)
+    assert failures == []
+    assert [(row.name, row.batch_size) for row in rows] == [
+        ("transformers", 1),
+        ("transformers", 2),
+        ("transformers-assisted", 1),
+        ("engine-plain", 1),
+        ("engine-plain", 2),
+        ("engine-speculative", 1),
+        ("engine-speculative", 2),
+    ]
+    check(rows)
+    compare.show(rows, workload, console)
+    assert "engine-speculative / engine-plain" in printed(console)
+    compare.write(rows, tmp_path / "rows.json")
+    written: list[dict[str, Any]] = json.loads((tmp_path / "rows.json").read_text())
+    assert [list(row) for row in written] == [[field.name for field in fields(Row)]] * len(rows)
+    assert [Row(**row) for row in written] == rows
+
+
+def test_a_method_that_fails_is_named_and_the_others_go_on(workload: Workload, console: Console) -> None:
+    def measure(name: str, workload: Workload) -> list[Row]:
+        if name == "engine-plain":
+            raise RuntimeError("engine-plain failed")
+        return list(worker.rows(name, replace(workload, cells=[Cell(1, 0.0)])))
+
+    rows, failures = compare.collect(("engine-plain", "transformers"), workload, console, measure)
+    assert [row.name for row in rows] == ["transformers"]
+    assert failures == ["engine-plain failed"]
+
+
+def test_a_workload_survives_the_way_to_its_process(workload: Workload) -> None:
+    assert Workload.from_json(workload.to_json()) == workload
+
+
+def test_prompts_are_tokens_of_bounded_length(workload: Workload) -> None:
+    prompts = read_prompts(workload.target)
+    assert len(prompts) >= 8
+    assert all(0 < len(ids) <= 200 for ids in prompts)
+
+
+def test_a_profile_names_the_parts_and_leaves_no_trace(workload: Workload, console: Console) -> None:
+    append = Detokenizer.append
+    in_process(workload, console)
+    assert "verify: forward pass" in printed(console)
+    assert "detokenizing" in printed(console)
+    assert Detokenizer.append is append
+
+
+def test_time_counts_for_the_innermost_span_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: now)
+
+    class Work:
+        def outer(self) -> None:
+            nonlocal now
+            now += 1
+            self.inner()
+            now += 2
+
+        def inner(self) -> None:
+            nonlocal now
+            now += 4
+
+    spans, work = Spans(), Work()
+    spans.wrap(work, "outer", "outer")
+    spans.wrap(work, "inner", "inner")
+    work.outer()
+    assert spans.seconds == {"outer": 3.0, "inner": 4.0}
+
+
+def test_round_times_come_from_the_metrics() -> None:
+    def reading(rounds: int, *, round_s: float, draft_s: float, target_s: float) -> Reading:
+        return Reading.parse(
+            f'paceline:rounds_total{{model_name="m"}} {rounds}\n'
+            f'paceline:round_seconds_total{{model_name="m"}} {round_s}\n'
+            f'paceline:draft_compute_seconds_total{{model_name="m"}} {draft_s}\n'
+            f'paceline:target_compute_seconds_total{{model_name="m"}} {target_s}\n'
+        )
+
+    before = reading(10, round_s=1.0, draft_s=0.25, target_s=0.5)
+    after = reading(14, round_s=5.0, draft_s=1.25, target_s=2.5)
+    times = RoundTimes.between(before, after)
+    assert times == RoundTimes(num_rounds=4, round_s=1.0, draft_s=0.25, target_s=0.5)
+    assert times.overhead_s == 0.25
+    assert RoundTimes.between(before, before) is None
+    assert RoundTimes.between(Reading.parse(""), Reading.parse("")) is None
+
+
+def test_a_curve_is_drawn(
+    workload: Workload, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def row(name: str, size: int) -> Row:
+        return Row(name, size, 0.0, 4, 100.0 * size, 5.0, 2.0, None, None, None)
+
+    def collect(names: tuple[str, ...], workload: Workload, console: Console) -> tuple[list[Row], list[str]]:
+        return [row(name, cell.batch_size) for name in names for cell in workload.cells], []
+
+    monkeypatch.setattr(curves, "collect", collect)
+    for draw in (curves.batch_curve, curves.load_curve):
+        png = tmp_path / "curve.png"
+        assert draw(workload, png, console) == []
+        assert png.read_bytes().startswith(b"\x89PNG")
+        png.unlink()
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("name", ["serve-plain", "serve-speculative"])
+def test_the_served_application_fills_its_rows(workload: Workload, name: str) -> None:
+    rows = list(worker.rows_of_a_fresh_process(name, workload))
+    assert [row.batch_size for row in rows] == [1, 2]
+    check(rows)

@@ -1,0 +1,107 @@
+"""Paceline in this process: the engine behind `LLM`, with stopwatches around its two models."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from engine.config import EngineConfig
+from engine.draft import Draft, Drafter, ProposeRow, Verdict, Verifier, VerifyRow
+from engine.engine import Engine
+from engine.llm import LLM, run_in_process
+from engine.sampling import SamplingParams
+from tests.bench.figures import Batch, Timeline, since
+from tests.bench.workload import Workload
+
+
+class TimedDrafter:
+    """A drafter whose proposals are timed."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.seconds = 0.0
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        started = time.perf_counter()
+        drafts = await self._drafter.propose(rows)
+        self.seconds += time.perf_counter() - started
+        return drafts
+
+    def release(self, request_id: str) -> None:
+        self._drafter.release(request_id)
+
+
+class TimedVerifier:
+    """A verifier whose verifications are timed."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+        self.seconds = 0.0
+
+    async def verify(self, rows: Sequence[VerifyRow]) -> list[Verdict]:
+        started = time.perf_counter()
+        verdicts = await self._verifier.verify(rows)
+        self.seconds += time.perf_counter() - started
+        return verdicts
+
+    def release(self, request_id: str) -> None:
+        self._verifier.release(request_id)
+
+
+class EngineMethod:
+    """The engine's own loop, with speculation (k > 0) or without."""
+
+    def __init__(self, workload: Workload, num_speculative_tokens: int) -> None:
+        torch.set_num_threads(workload.num_threads)
+        self.num_speculative_tokens: int | None = num_speculative_tokens
+        self._num_tokens = workload.num_tokens
+        self.engine = load(workload, num_speculative_tokens).engine
+        self._drafter = self.engine.drafter = TimedDrafter(self.engine.drafter)
+        self._verifier = self.engine.verifier = TimedVerifier(self.engine.verifier)
+
+    def run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
+        before = replace(self.engine.stats)
+        computed = self._drafter.seconds + self._verifier.seconds
+        started = time.perf_counter()
+        timelines = generate(self.engine, prompts, temperature, self._num_tokens)
+        elapsed = time.perf_counter() - started
+        computed = self._drafter.seconds + self._verifier.seconds - computed
+        speculation = since(before, self.engine.stats)
+        return Batch(elapsed, timelines, speculation, (elapsed - computed) / speculation.num_rounds)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def load(workload: Workload, num_speculative_tokens: int) -> LLM:
+    """Load the engine; it may not keep a prompt's keys and values for the next time, since transformers does not."""
+    return LLM(
+        workload.target,
+        workload.draft if num_speculative_tokens else None,
+        num_speculative_tokens=num_speculative_tokens,
+        dtype=workload.dtype,
+        device=workload.device,
+        engine_config=EngineConfig(enable_prefix_caching=False),
+    )
+
+
+def generate(engine: Engine, prompts: Sequence[Sequence[int]], temperature: float, num_tokens: int) -> list[Timeline]:
+    """Continue prompts as `LLM.generate` does, noting when each round's tokens came."""
+    now = time.perf_counter()
+    timelines = {str(index): Timeline(now) for index in range(len(prompts))}
+    texts = dict.fromkeys(timelines, "")
+    counts = dict.fromkeys(timelines, 0)
+    for index, ids in enumerate(prompts):
+        params = SamplingParams(temperature=temperature, seed=index, max_tokens=num_tokens, ignore_eos=True)
+        engine.add(str(index), ids, params)
+    while engine.has_work:
+        outputs = run_in_process(engine.step())
+        now = time.perf_counter()
+        for output in outputs:
+            timelines[output.request_id].arrivals_s.append(now)
+            texts[output.request_id] += output.text
+            counts[output.request_id] += len(output.token_ids)
+    if any(count != num_tokens for count in counts.values()):
+        raise RuntimeError(f"the engine returned {counts} tokens, {num_tokens} each were asked for")
+    return list(timelines.values())

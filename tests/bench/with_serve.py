@@ -1,0 +1,213 @@
+"""Paceline as it is served: the application on a Ray cluster of its own, asked over HTTP by streaming clients."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.stats import SpeculationStats
+from tests.bench.figures import Batch, Timeline, since
+from tests.bench.workload import Workload
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The counters of `/metrics` at one moment; None where the server does not count something."""
+
+    speculation: SpeculationStats
+    round_s: float | None
+    draft_s: float | None
+    target_s: float | None
+
+    @classmethod
+    def parse(cls, text: str) -> "Reading":
+        totals: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+        speculation = SpeculationStats(
+            num_drafts=int(totals.get("vllm:spec_decode_num_drafts_total", 0)),
+            num_draft_tokens=int(totals.get("vllm:spec_decode_num_draft_tokens_total", 0)),
+            num_accepted_tokens=int(totals.get("vllm:spec_decode_num_accepted_tokens_total", 0)),
+            num_rounds=int(totals.get("paceline:rounds_total", 0)),
+        )
+        return cls(
+            speculation,
+            totals.get("paceline:round_seconds_total"),
+            totals.get("paceline:draft_compute_seconds_total"),
+            totals.get("paceline:target_compute_seconds_total"),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Mean times of the rounds between two readings, in seconds: the Router's own, and its workers' computing."""
+
+    num_rounds: int
+    round_s: float
+    draft_s: float
+    target_s: float
+
+    @property
+    def overhead_s(self) -> float:
+        return self.round_s - self.draft_s - self.target_s
+
+    @classmethod
+    def between(cls, before: Reading, after: Reading) -> "RoundTimes | None":
+        num_rounds = after.speculation.num_rounds - before.speculation.num_rounds
+        sums = [(getattr(before, name), getattr(after, name)) for name in ("round_s", "draft_s", "target_s")]
+        if not num_rounds or any(first is None or last is None for first, last in sums):
+            return None
+        return cls(num_rounds, *((last - first) / num_rounds for first, last in sums))
+
+
+class Server:
+    """`serve run` of the application on a free port, until `stop`."""
+
+    def __init__(self, workload: Workload, num_speculative_tokens: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="paceline-bench-")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = Path(self._folder.name) / "log"
+        config = Path(self._folder.name) / "serve.json"
+        config.write_text(json.dumps(_serve_config(workload, num_speculative_tokens, port)))
+        # "local" is a cluster of its own, whatever else runs on this machine.
+        environment = os.environ | {"RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [Path(sys.executable).with_name("serve"), "run", config],
+                cwd=ROOT,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Shut the application and its cluster down."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._folder.cleanup()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.25)
+        raise RuntimeError(f"the application did not start:\n{self._log.read_text()[-4000:]}")
+
+
+def _serve_config(workload: Workload, num_speculative_tokens: int, port: int) -> dict[str, object]:
+    return {
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "applications": [
+            {
+                "name": "paceline",
+                "route_prefix": "/",
+                "import_path": "deployments:app",
+                "args": {
+                    "target_model": workload.target,
+                    "draft_model": workload.draft if num_speculative_tokens else "none",
+                    "num_speculative_tokens": num_speculative_tokens,
+                    "dtype": workload.dtype,
+                    "device": workload.device,
+                    "enable_prefix_caching": False,
+                },
+            }
+        ],
+    }
+
+
+class ServeMethod:
+    """Completions streamed over HTTP, one connection per stream; times are the client's."""
+
+    def __init__(self, workload: Workload, num_speculative_tokens: int) -> None:
+        self.num_speculative_tokens: int | None = num_speculative_tokens
+        self._num_tokens = workload.num_tokens
+        self.round_times: RoundTimes | None = None
+        self._server = Server(workload, num_speculative_tokens)
+        self._runner = asyncio.Runner()
+        self._client = httpx.AsyncClient(base_url=self._server.url, timeout=120, limits=httpx.Limits())
+
+    def run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
+        return self._runner.run(self._run(prompts, temperature))
+
+    def close(self) -> None:
+        self._runner.run(self._client.aclose())
+        self._runner.close()
+        self._server.stop()
+
+    async def _run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
+        before = await self._read()
+        started = time.perf_counter()
+        streams = [self._stream(ids, temperature, seed) for seed, ids in enumerate(prompts)]
+        timelines = await asyncio.gather(*streams)
+        elapsed = time.perf_counter() - started
+        after = await self._read()
+        self.round_times = RoundTimes.between(before, after)
+        overhead = self.round_times.overhead_s if self.round_times else None
+        return Batch(elapsed, timelines, since(before.speculation, after.speculation), overhead)
+
+    async def _read(self) -> Reading:
+        answer = await self._client.get("/metrics")
+        return Reading.parse(answer.raise_for_status().text)
+
+    async def _stream(self, ids: Sequence[int], temperature: float, seed: int) -> Timeline:
+        body = {
+            "prompt": list(ids),
+            "max_tokens": self._num_tokens,
+            "temperature": temperature,
+            "seed": seed,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        timeline = Timeline(time.perf_counter())
+        usage = None
+        async with self._client.stream("POST", "/v1/completions", json=body) as answer:
+            if answer.is_error:
+                raise RuntimeError(f"{answer.status_code}: {(await answer.aread()).decode()}")
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                now = time.perf_counter()
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise RuntimeError(str(chunk["error"]))
+                if chunk["choices"]:
+                    timeline.arrivals_s.append(now)
+                usage = chunk.get("usage") or usage
+        if usage is None or usage["completion_tokens"] != self._num_tokens:
+            raise RuntimeError(f"the server counted {usage}, {self._num_tokens} tokens were asked for")
+        return timeline

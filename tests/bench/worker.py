@@ -1,0 +1,68 @@
+"""One method in a process of its own: a workload comes by stdin, a row per cell goes to stdout once it is there."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from functools import partial
+
+from tests.bench.figures import Method, Row, measure
+from tests.bench.with_engine import EngineMethod
+from tests.bench.with_serve import ServeMethod
+from tests.bench.with_transformers import AssistedMethod, TransformersMethod
+from tests.bench.workload import Workload
+
+
+def methods(name: str, workload: Workload) -> Sequence[Callable[[], Method]]:
+    """Return how to make a method; where there are several ways, the faster one counts."""
+    k = workload.num_speculative_tokens
+    known: dict[str, Sequence[Callable[[], Method]]] = {
+        "transformers": [partial(TransformersMethod, workload)],
+        "transformers-assisted": [partial(AssistedMethod, workload, None), partial(AssistedMethod, workload, k)],
+        "engine-plain": [partial(EngineMethod, workload, 0)],
+        "engine-speculative": [partial(EngineMethod, workload, k)],
+        "serve-plain": [partial(ServeMethod, workload, 0)],
+        "serve-speculative": [partial(ServeMethod, workload, k)],
+    }
+    return known[name]
+
+
+def rows(name: str, workload: Workload) -> Iterator[Row]:
+    """Measure a method in this process, in all cells that it has."""
+    made: list[Method] = []
+    try:
+        made += [make() for make in methods(name, workload)]
+        for cell in workload.cells:
+            if name != "transformers-assisted" or cell.batch_size == 1:
+                tried = [measure(name, method, workload, cell) for method in made]
+                yield max(tried, key=lambda row: row.tokens_per_s)
+    finally:
+        for method in made:
+            method.close()
+
+
+def rows_of_a_fresh_process(name: str, workload: Workload) -> Iterator[Row]:
+    """Measure a method in a process that ends with it.
+
+    Raises:
+        RuntimeError: it failed; the message is the end of what it said.
+    """
+    with tempfile.TemporaryFile("w+") as log:
+        command = [sys.executable, "-m", __name__, name]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(workload.to_json())
+            process.stdin.close()
+            for line in process.stdout:
+                yield Row(**json.loads(line))
+        if process.returncode:
+            log.seek(0)
+            raise RuntimeError(f"{name} failed:\n{log.read()[-4000:]}")
+
+
+if __name__ == "__main__":
+    for finished in rows(sys.argv[1], Workload.from_json(sys.stdin.read())):
+        print(json.dumps(asdict(finished)), flush=True)

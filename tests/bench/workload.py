@@ -1,0 +1,90 @@
+"""Workload: which models continue which prompts, and how far; the same for every method."""
+
+import itertools
+import json
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.config import Device, Dtype, ModelConfig
+from engine.vocabulary import load_tokenizer
+
+SHARED_PROMPTS = Path(__file__).parents[3] / "shared" / "data" / "prompts"
+SEED = 20
+NUM_PROMPTS = 32
+MAX_PROMPT_TOKENS = 200
+OWN_PROMPTS = (
+    'def merge_intervals(intervals):\n    """Merge the intervals that overlap and return them sorted by start."""\n',
+    "The harbour was quiet that morning, and nobody on the quay had noticed yet that the lighthouse had gone dark.",
+    "A baker sells 36 rolls before noon and half as many after. Each roll costs 2 dollars. How much does she earn?",
+    "Explain to a new colleague why a cache must be invalidated, and why that is harder than it sounds.",
+    "class RateLimiter:\n    def __init__(self, rate, per):\n        self.rate = rate\n        self.per = per\n",
+    "This proposal adds a statement to the language. It is motivated by code that is written today as follows:",
+    "Compare a queue and a stack, and give one everyday example of each.",
+    "It is said that the old road over the mountains was built in a single summer. The truth is longer.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One corner of the comparison; batch_size is the number of concurrent streams where a method is served."""
+
+    batch_size: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What every method is given. Prompts are token ids, and every one is continued by exactly `num_tokens` tokens."""
+
+    target: str
+    draft: str
+    dtype: Dtype
+    device: Device
+    num_threads: int
+    prompts: list[list[int]]
+    cells: list[Cell]
+    num_tokens: int = 128
+    num_speculative_tokens: int = 4
+
+    def batches(self, batch_size: int) -> Iterator[list[list[int]]]:
+        """Yield the batches of a cell: six single prompts, three small batches or two large ones."""
+        count = 6 if batch_size == 1 else 3 if batch_size <= 8 else 2
+        endless = itertools.cycle(self.prompts)
+        for _ in range(count):
+            yield list(itertools.islice(endless, batch_size))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Workload":
+        fields = json.loads(text)
+        return cls(**{**fields, "cells": [Cell(**cell) for cell in fields["cells"]]})
+
+
+def read_prompts(target: str) -> list[list[int]]:
+    """Return the prompts as the target's token ids: a third each of code, questions and word problems."""
+    tokenizer = load_tokenizer(ModelConfig(target))
+    ids = [tokenizer.encode(text)[:MAX_PROMPT_TOKENS] for text in _texts()]
+    return ids[:NUM_PROMPTS]
+
+
+def _texts() -> Sequence[str]:
+    if not SHARED_PROMPTS.is_dir():
+        return OWN_PROMPTS
+    rng = random.Random(SEED)
+    sources = [
+        [record["prompt"] for record in _records("humaneval")],
+        [record["turns"][0] for record in _records("mt_bench")],
+        [record["question"] for record in _records("gsm8k")],
+    ]
+    drawn = [rng.sample(texts, -(-NUM_PROMPTS // len(sources))) for texts in sources]
+    return list(itertools.chain.from_iterable(zip(*drawn, strict=True)))
+
+
+def _records(name: str) -> Iterator[dict[str, Any]]:
+    for line in (SHARED_PROMPTS / f"{name}.jsonl").read_text().splitlines():
+        yield json.loads(line)

@@ -1,6 +1,7 @@
 """Where a round's time goes: in process by function, served by room."""
 
 import time
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -92,7 +93,7 @@ def _wrap_modules(spans: Spans) -> None:
 
 
 def _wrap_objects(spans: Spans, llm: LLM) -> None:
-    engine = llm.engine
+    engine: Any = llm.engine  # whose drafter and verifier are models here, not just the protocols
     spans.wrap(engine, "step", "engine: rest of the step")
     spans.wrap(engine.scheduler, "next_batch", "scheduling")
     spans.wrap(engine.scheduler, "commit", "commit")

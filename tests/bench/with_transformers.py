@@ -109,6 +109,7 @@ def load(workload: Workload, path: str) -> Any:
     """Load a model in the dtype the engine would choose."""
     device = resolve_device(workload.device)
     dtype = resolve_dtype(workload.dtype, device)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+    model = model.to(device).eval()
     model.generation_config.eos_token_id = None
     return model

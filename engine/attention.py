@@ -6,7 +6,6 @@ the block table it reads and the mask it reads through. The function is register
 name, which is not in its mask registry, so transformers builds no mask of its own.
 """
 
-import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ from transformers import AttentionInterface
 from engine.errors import ModelError
 
 ATTENTION_NAME = "paceline"
-_UNDERSTOOD = {"sliding_window", "dropout", "position_ids", "is_causal", "use_cache", "output_attentions"}
+_UNDERSTOOD = {"sliding_window", "dropout", "position_ids", "paged", "is_causal", "use_cache", "output_attentions"}
 
 
 class KVTensors:
@@ -89,20 +88,6 @@ class PagedContext:
     groups: list[Group]
 
 
-class _Current(threading.local):
-    """The forward pass of this thread; transformers' layers and a compiled graph cannot carry it."""
-
-    paged: PagedContext
-
-
-_current = _Current()
-
-
-def enter(paged: PagedContext) -> None:
-    """Make `paged` the context of this thread's next forward pass."""
-    _current.paged = paged
-
-
 def paged_attention(
     module: nn.Module,
     query: Tensor,
@@ -127,20 +112,9 @@ def paged_attention(
     strange = sorted(name for name in kwargs.keys() - _UNDERSTOOD if kwargs[name] is not None)
     if strange or attention_mask is not None or kwargs.get("dropout"):
         raise ModelError(f"attention with {', '.join(strange) or 'a mask or dropout'} is not supported")
-    layer, window = int(module.layer_idx), kwargs.get("sliding_window")  # type: ignore[arg-type]
-    if torch.compiler.is_compiling():
-        return torch.ops.paceline.attend(query, key, value, layer, scaling, window), None
-    return _attend(query, key, value, layer, scaling, window), None
-
-
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, layer: int, scaling: float | None, window: int | None
-) -> Tensor:
-    """Attention of one layer within the forward pass that runs now; one opaque operation to a compiler.
-
-    It writes to the pass's KV tensors, which the compiler does not see: nothing else in the graph reads them.
-    """
-    paged = _current.paged
+    paged: PagedContext = kwargs["paged"]
+    window: int | None = kwargs.get("sliding_window")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
     keys, values = paged.kv.keys[layer], paged.kv.values[layer]
     keys.view(-1, *keys.shape[2:]).index_copy_(0, paged.slots, key[0].transpose(0, 1))
     values.view(-1, *values.shape[2:]).index_copy_(0, paged.slots, value[0].transpose(0, 1))
@@ -154,13 +128,7 @@ def _attend(
         else:
             outputs.append(_attend_to_blocks(group, queries, keys, values, window, scaling))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output.unsqueeze(0).contiguous()
-
-
-def _attend_shape(
-    query: Tensor, key: Tensor, value: Tensor, layer: int, scaling: float | None, window: int | None
-) -> Tensor:
-    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], query.shape[3])
+    return output.unsqueeze(0), None
 
 
 def _attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -193,10 +161,4 @@ def _attend_to_blocks(
     return output.reshape(rows * length, heads, head_dim)
 
 
-# A plain library definition: the decorator form adds a Python layer to every call of every layer.
-_library = torch.library.Library("paceline", "DEF")
-_library.define("attend(Tensor query, Tensor key, Tensor value, int layer, float? scaling, int? window) -> Tensor")
-_library.impl("attend", _attend, "CPU")
-_library.impl("attend", _attend, "CUDA")
-torch.library.register_fake("paceline::attend", _attend_shape, lib=_library)
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -4,10 +4,7 @@ Definitions, configs and weight names are transformers' own; ours are the attent
 under tensor parallelism, the slicing. What cannot be served exactly is refused while loading, with the reason.
 """
 
-import copy
-import logging
 import os
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +15,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from engine.attention import ATTENTION_NAME, KVTensors, enter
+from engine.attention import ATTENTION_NAME, KVTensors
 from engine.batch import ForwardBatch, ForwardRow, build
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.fusion import fuse_projections
 from engine.shards import load_shard
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +56,6 @@ class CausalLM:
         self.config = config
         self.info = info
         self.shard = shard
-        self._hidden: Callable[[Tensor, Tensor], Tensor] = Backbone(module.model)  # type: ignore[arg-type]
         parameter = next(module.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
 
@@ -121,50 +115,20 @@ class CausalLM:
         Returns:
             [n, vocab] float32 logits at `batch.logit_indices`; [0, vocab] when none are wanted.
         """
-        enter(batch.paged)
-        hidden = self._hidden(batch.token_ids.unsqueeze(0), batch.positions.unsqueeze(0))
+        hidden = self.module.model(  # type: ignore[operator]
+            input_ids=batch.token_ids.unsqueeze(0),
+            position_ids=batch.positions.unsqueeze(0),
+            use_cache=False,
+            paged=batch.paged,
+        )[0]
         logits: Tensor = self.module.lm_head(hidden[0, batch.logit_indices])  # type: ignore[operator]
         return logits.float()
-
-    def compile(self) -> None:
-        """Compile the layers for any number of tokens, then use that; decoding goes on eagerly until it is done.
-
-        Takes about a minute the first time and less from torch's cache. The compiled passes run on a copy of the
-        modules (not of the weights), because tracing must not share state with a pass that runs meanwhile.
-        Without a C++ compiler nothing changes, and that is logged.
-        """
-        if self.device.type == "cpu" and shutil.which(os.environ.get("CXX", "g++")) is None:
-            logger.warning("no C++ compiler: %s stays uncompiled, about half as fast", self.info.name)
-            return
-        shared = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
-        compiled = torch.compile(Backbone(copy.deepcopy(self.module.model, shared)), dynamic=True)
-        kv = self.kv_tensors(2, 16)
-        for length in (1, 2, 5, 9):  # 1 is always its own graph; the others share one
-            batch = build([ForwardRow([0] * length, 1, [1], 1)], kv)
-            with torch.inference_mode():
-                enter(batch.paged)
-                compiled(batch.token_ids.unsqueeze(0), batch.positions.unsqueeze(0))
-        self._hidden = compiled
-        logger.info("compiled %s", self.info.name)
 
     def _probe(self) -> None:
         """Run two tokens through every layer: unknown attention features raise here, not in a round."""
         kv = self.kv_tensors(2, 16)
         self.forward(build([ForwardRow([0, 0], 0, [1], 1)], kv))
         self.forward(build([ForwardRow([0], 2, [1], 1)], kv))
-
-
-class Backbone(nn.Module):
-    """A transformers decoder as a function of token ids and positions, both [1, tokens]."""
-
-    def __init__(self, decoder: nn.Module) -> None:
-        super().__init__()
-        self.decoder = decoder
-
-    def forward(self, token_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return the last hidden states, [1, tokens, hidden]."""
-        hidden: Tensor = self.decoder(input_ids=token_ids, position_ids=positions, use_cache=False)[0]
-        return hidden
 
 
 def resolve_device(device: str) -> torch.device:

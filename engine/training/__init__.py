@@ -1,0 +1,1 @@
+"""The tool that makes better drafts, and the bundled pair."""

@@ -1,0 +1,129 @@
+"""How many draft tokens the target keeps, under the coupled rule, on text the target itself writes.
+
+The target continues each prompt with the engine's shared noise. The draft then reads that same text and draws at every
+position with the same noise. Where both drew the same token a draft token is accepted; after the first difference the
+round ends with the target's own token. A draft only ever conditions on its own tokens while they equal the target's, so
+one pass of the draft over the finished text decides all rounds, for every k, exactly as the engine would.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine import noise
+
+TEMPERATURES = (0.0, 0.7, 1.0)
+CONTINUATION_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """For each continuation, whether draft and target drew the same token at each position."""
+
+    agreements: list[list[bool]]
+
+    def accepted_lengths(self, k: int) -> list[int]:
+        """Walk the rounds: the accepted draft tokens of each.
+
+        A round cut short by the end of the text is left out: what it would have accepted is not known.
+        """
+        accepted = []
+        for row in self.agreements:
+            start = 0
+            while start + k <= len(row):
+                drafted = row[start : start + k]
+                kept = drafted.index(False) if False in drafted else k
+                accepted.append(kept)
+                start += kept + 1
+        return accepted
+
+    def per_position(self, k: int) -> list[float]:
+        """Share of the drafts whose tokens 1 to i were all accepted, for i = 1 to k."""
+        accepted = self.accepted_lengths(k)
+        return [sum(kept > i for kept in accepted) / max(1, len(accepted)) for i in range(k)]
+
+    def mean_acceptance_length(self, k: int) -> float:
+        """Tokens committed per round, the recovered or bonus one included."""
+        return 1.0 + sum(self.per_position(k))
+
+    def rate(self) -> float:
+        """Share of positions at which both drew the same token: the alpha of Leviathan et al."""
+        total = sum(map(len, self.agreements))
+        return sum(map(sum, self.agreements)) / max(1, total)
+
+
+@dataclass(frozen=True)
+class Continuations:
+    """What the target wrote after some prompts at one temperature.
+
+    Attributes:
+        token_ids: [prompts, length] prompts padded on the left, then the continuations.
+        mask: [prompts, length] 0 on the padding.
+        num_new: how many columns at the end the target wrote.
+        temperature: at which it wrote them; 0 is greedy.
+        eos_token_id: a continuation ends with its first one.
+    """
+
+    token_ids: Tensor
+    mask: Tensor
+    num_new: int
+    temperature: float
+    eos_token_id: int | None
+
+    @torch.inference_mode()
+    def acceptance(self, draft: PreTrainedModel) -> Acceptance:
+        """Let a draft read the text and compare what it would have drawn."""
+        rows = []
+        for seed, (ids, mask) in enumerate(zip(self.token_ids, self.mask, strict=True)):
+            ids = ids[mask.bool()].to(draft.device)
+            written = ids[-self.num_new :]
+            logits = draft(input_ids=ids[None, :-1], use_cache=False).logits[0, -self.num_new :]
+            positions = range(len(ids) - self.num_new, len(ids))
+            drawn = draw(logits, self.temperature, [seed] * self.num_new, positions)
+            same = (drawn == written).tolist()
+            rows.append(same[: _length_to_eos(written.tolist(), self.eos_token_id)])
+        return Acceptance(rows)
+
+
+def draw(logits: Tensor, temperature: float, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """Draw a token per row with the engine's noise: [n, vocab] to [n]."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    keys = noise.keys(seeds, positions, noise.TARGET_STREAM, logits.device)
+    token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    return (logits.float() / temperature + noise.gumbel(keys, token_ids)).argmax(-1)
+
+
+@torch.inference_mode()
+def continue_prompts(
+    target: PreTrainedModel, prompts: Sequence[list[int]], num_new: int, temperature: float, first_seed: int = 0
+) -> Continuations:
+    """Let the target continue prompts of any lengths in one batch; row i draws with seed `first_seed + i`."""
+    width = max(map(len, prompts))
+    token_ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=target.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=target.device)
+    seeds = range(first_seed, first_seed + len(prompts))
+    step_ids, cache = token_ids, None
+    for _ in range(num_new):
+        positions = mask.cumsum(-1).sub(1).clamp_min(0)
+        out = target(
+            input_ids=step_ids,
+            attention_mask=mask,
+            position_ids=positions[:, -step_ids.shape[1] :],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache = out.past_key_values
+        step_ids = draw(out.logits[:, -1], temperature, seeds, mask.sum(-1).tolist())[:, None]
+        token_ids = torch.cat([token_ids, step_ids], -1)
+        mask = torch.cat([mask, torch.ones_like(step_ids)], -1)
+    eos = target.config.eos_token_id
+    return Continuations(token_ids, mask, num_new, temperature, eos if isinstance(eos, int) else None)
+
+
+def _length_to_eos(token_ids: list[int], eos_token_id: int | None) -> int:
+    return token_ids.index(eos_token_id) + 1 if eos_token_id in token_ids else len(token_ids)

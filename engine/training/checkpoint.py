@@ -1,0 +1,123 @@
+"""Checkpoints that survive a kill, a full disk and Ctrl-C, and model directories.
+
+A file is written whole under another name and then renamed, so whatever fails, the last good
+checkpoint stays where it was.
+"""
+
+import io
+import os
+import pickle
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from engine.training.errors import TrainingError
+
+CHECKPOINT = "checkpoint.pt"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that `path` holds either the old bytes or the new ones, never a part."""
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        kept = "; the last one is kept" if path.exists() else ""
+        raise TrainingError(f"cannot write {path}: {error.strerror or error}{kept}") from error
+
+
+def save_tensor(path: Path, tensor: torch.Tensor) -> None:
+    """Write a tensor as a safetensors file."""
+    write_whole(path, safetensors.torch.save({"tensor": tensor.contiguous()}))
+
+
+def load_tensor(path: Path) -> torch.Tensor:
+    """Read what `save_tensor` wrote."""
+    try:
+        return safetensors.torch.load_file(path)["tensor"]
+    except (OSError, KeyError, safetensors.SafetensorError) as error:
+        raise TrainingError(f"cannot read {path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Checkpointer:
+    """Saves and restores everything a run is made of: weights, optimizer state and the step.
+
+    `settings` are the options that decide the result; a checkpoint made with others is refused.
+    """
+
+    folder: Path
+    settings: dict[str, Any]
+    model: nn.Module
+    optimizers: Sequence[torch.optim.Optimizer]
+
+    @property
+    def path(self) -> Path:
+        """Where the checkpoint lies."""
+        return self.folder / CHECKPOINT
+
+    def save(self, step: int) -> None:
+        """Replace the checkpoint by the state after `step` steps."""
+        buffer = io.BytesIO()
+        torch.save(
+            {
+                "step": step,
+                "settings": self.settings,
+                "model": self.model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            },
+            buffer,
+        )
+        write_whole(self.path, buffer.getbuffer().tobytes())
+
+    def restore(self) -> int:
+        """Load the checkpoint if there is one and return the number of steps it has done."""
+        if not self.path.exists():
+            return 0
+        try:
+            state = torch.load(self.path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise TrainingError(f"cannot read checkpoint {self.path}: {error}") from error
+        changed = [k for k, v in self.settings.items() if state["settings"].get(k) != v]
+        if changed:
+            raise TrainingError(
+                f"{self.path} was made with another {', '.join(changed)}; use the same options or another --output"
+            )
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        return int(state["step"])
+
+
+def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write an ordinary transformers directory in bfloat16, beside `folder` first, then move it."""
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        # A copy, because the run goes on in the precision it has.
+        copy = type(model)(model.config)
+        copy.load_state_dict(model.state_dict())
+        nn.Module.to(copy, torch.bfloat16)
+        copy.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in sorted(partial.iterdir()):
+            file.replace(folder / file.name)
+    except OSError as error:
+        raise TrainingError(f"cannot write {folder}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)

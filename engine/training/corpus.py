@@ -1,0 +1,184 @@
+"""Plain-text files -> documents, training and held-out pieces, and batches of token ids.
+
+The split is fixed by the text alone: documents are cut at paragraphs into pieces of about 8,192
+characters, and every fiftieth piece is held out. Nothing is drawn at random, so any two runs, and
+`evaluate` long after, agree on what the model has never seen.
+"""
+
+import gzip
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from engine.training.errors import TrainingError
+
+PIECE_CHARACTERS = 8192
+HELD_OUT_EVERY = 50
+DIALOGUE_EVERY = 10
+DOCUMENT_BREAK = "\n\n\n\n"
+_SUFFIXES = (".txt", ".txt.gz", ".md", ".rst")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive paragraphs of one document; `is_last` marks the document's end."""
+
+    text: str
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The two halves of the fixed split."""
+
+    training: list[Piece]
+    held_out: list[Piece]
+
+
+def find_files(paths: Sequence[Path]) -> list[Path]:
+    """Expand directories to the text files in them, sorted, so that the split does not move."""
+    files: list[Path] = []
+    for path in paths:
+        if path.is_dir():
+            files += sorted(p for p in path.iterdir() if p.name.endswith(_SUFFIXES))
+        elif path.is_file():
+            files.append(path)
+        else:
+            raise TrainingError(f"no such file or directory: {path}")
+    return files
+
+
+def read_text(path: Path) -> str:
+    """Read a text file, gunzipping `.gz`."""
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise TrainingError(f"cannot read {path} as text: {error}") from error
+
+
+def read_corpus(paths: Sequence[Path]) -> Corpus:
+    """Read the files and split them; three blank lines in a file end a document."""
+    pieces: list[Piece] = []
+    for path in find_files(paths):
+        for document in read_text(path).split(DOCUMENT_BREAK):
+            pieces += _cut(document.strip("\n"))
+    held_out = pieces[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
+    training = [p for i, p in enumerate(pieces) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
+    if not training:
+        raise TrainingError(f"no text in {', '.join(map(str, paths)) or 'an empty list of files'}")
+    # A corpus too short for a fiftieth piece is measured on what it was trained on, rather than
+    # not at all; the tool is still useful for trying things out.
+    return Corpus(training, held_out or training[-1:])
+
+
+def _cut(document: str) -> Iterator[Piece]:
+    paragraphs = [p for p in document.split("\n\n") if p.strip()]
+    begin = size = 0
+    for end, paragraph in enumerate(paragraphs, start=1):
+        size += len(paragraph)
+        if size >= PIECE_CHARACTERS or end == len(paragraphs):
+            yield Piece("\n\n".join(paragraphs[begin:end]), is_last=end == len(paragraphs))
+            begin, size = end, 0
+
+
+def as_dialogue(text: str) -> list[list[dict[str, str]]]:
+    """Dress a piece as exchanges: the user writes a paragraph, the assistant goes on.
+
+    The corpus has no conversations; without these the role tokens would be untrained noise and a
+    chat request would answer in garbage.
+    """
+    paragraphs = text.split("\n\n")
+    exchanges = []
+    while len(paragraphs) >= 2:
+        answer = paragraphs[1:2]
+        while len(answer) < len(paragraphs) - 1 and sum(map(len, answer)) < PIECE_CHARACTERS // 10:
+            answer.append(paragraphs[len(answer) + 1])
+        exchanges.append(
+            [
+                {"role": "user", "content": paragraphs[0]},
+                {"role": "assistant", "content": "\n\n".join(answer)},
+            ]
+        )
+        paragraphs = paragraphs[len(answer) + 1 :]
+    return exchanges
+
+
+def render(pieces: Iterable[Piece], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
+    """Yield the training text of each piece; every tenth is dressed as dialogue."""
+    for i, piece in enumerate(pieces):
+        if i % DIALOGUE_EVERY == DIALOGUE_EVERY - 1 and tokenizer.chat_template:
+            exchanges = as_dialogue(piece.text)
+            yield "".join(str(tokenizer.apply_chat_template(e, tokenize=False)) for e in exchanges)
+        else:
+            yield piece.text + (str(tokenizer.eos_token or "") if piece.is_last else "\n\n")
+
+
+def tokenize(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
+    """Encode texts and join them without padding: [num_tokens] int64."""
+    encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    token_ids = [token for row in encoded for token in row]
+    return torch.tensor(token_ids, dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that are given, [n, length + 1], as an endless, shuffled sequence of batches."""
+
+    tokens: torch.Tensor
+    rows: int
+    seed: int = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return batch `index`: [rows, length + 1]."""
+        chosen = []
+        for row in range(index * self.rows, (index + 1) * self.rows):
+            epoch, place = divmod(row, len(self.tokens))
+            order = torch.randperm(len(self.tokens), generator=_generator(self.seed, epoch))
+            chosen.append(self.tokens[order[place]])
+        return torch.stack(chosen)
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A corpus as an endless, shuffled sequence of batches; batch i is a function of i alone.
+
+    That is what makes a resumed run equal an uninterrupted one: there is no state to save. Each
+    epoch cuts the token stream at a new offset, so windows do not repeat.
+    """
+
+    tokens: torch.Tensor
+    length: int
+    rows: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rows_per_epoch < 1:
+            raise TrainingError(f"corpus has {len(self.tokens):,} tokens, one row takes {self.length + 1:,}")
+
+    @property
+    def rows_per_epoch(self) -> int:
+        """How many windows one pass over the corpus yields."""
+        return (len(self.tokens) - 1) // self.length - 1 or int(len(self.tokens) > self.length)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        """Return batch `index`: [rows, length + 1]."""
+        rows = range(index * self.rows, (index + 1) * self.rows)
+        return torch.stack([self._row(row) for row in rows])
+
+    def _row(self, row: int) -> torch.Tensor:
+        epoch, place = divmod(row, self.rows_per_epoch)
+        generator = _generator(self.seed, epoch)
+        room = len(self.tokens) - self.rows_per_epoch * self.length
+        offset = int(torch.randint(room, (1,), generator=generator))
+        order = torch.randperm(self.rows_per_epoch, generator=generator)
+        begin = offset + int(order[place]) * self.length
+        return self.tokens[begin : begin + self.length + 1]
+
+
+def _generator(seed: int, epoch: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed * 1_000_003 + epoch)

@@ -1,0 +1,142 @@
+"""The training loop, the same for a target and for a draft."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from engine.training.checkpoint import Checkpointer
+from engine.training.optimizer import lr_factor, set_lr
+
+MICRO_BATCH_TOKENS = 2048
+LOG_EVERY_S = 20.0
+
+
+class Task(Protocol):
+    """What is learned: where batches come from and what their loss is."""
+
+    def batch(self, step: int) -> torch.Tensor:
+        """Return the token ids of a step: [rows, length + 1]; a function of `step` alone."""
+        ...
+
+    def loss(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of some rows of a batch: [rows, length + 1] to a scalar."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to train and how often to save and to call `report`."""
+
+    steps: int
+    checkpoint_every_s: float = 180.0
+    reports: int = 0
+    lr_warmup: int = 40
+    lr_cooldown: float = 0.5
+
+
+def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """bfloat16 where the chip multiplies in it; elsewhere it is slower than float32."""
+    has_bf16 = device.type == "cuda" or (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+    return torch.autocast(device.type, torch.bfloat16, enabled=has_bf16)
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[Callable[[], bool]]:
+    """Turn Ctrl-C and SIGTERM into a flag, so that a run stops between two steps."""
+    stopped: list[int] = []
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        stopped.append(number)
+        signal.signal(number, previous[signal.Signals(number)])  # a second one ends the process at once
+
+    previous = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(stopped)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def train(
+    task: Task,
+    plan: Plan,
+    checkpointer: Checkpointer,
+    console: Console,
+    report: Callable[[int], None] = lambda step: None,
+) -> bool:
+    """Train from the last checkpoint to the end; return False if interrupted before it."""
+    model, optimizers = checkpointer.model, checkpointer.optimizers
+    step = checkpointer.restore()
+    if step:
+        console.log(f"resuming after step {step:,}")
+    report_at = {plan.steps * i // (plan.reports + 1) for i in range(1, plan.reports + 1)}
+    saved_at = logged_at = time.monotonic()
+    seen = 0
+    with _progress(console) as progress, interruptible() as is_stopped:
+        bar = progress.add_task("training", total=plan.steps, completed=step, rate="", loss="")
+        while step < plan.steps and not is_stopped():
+            began = time.monotonic()
+            set_lr(optimizers, lr_factor(step, plan.steps, plan.lr_warmup, plan.lr_cooldown))
+            batch = task.batch(step)
+            loss = accumulate_gradients(task, batch)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+            model.zero_grad(set_to_none=True)
+            step += 1
+            now = time.monotonic()
+            seen += batch[:, 1:].numel()
+            rate = f"{batch[:, 1:].numel() / (now - began):,.0f} tokens/s"
+            progress.update(bar, advance=1, loss=f"loss {loss:.3f}", rate=rate)
+            if not console.is_terminal and now - logged_at > LOG_EVERY_S:
+                console.log(f"step {step:,}/{plan.steps:,} loss {loss:.3f} {rate}")
+                logged_at = now
+            if step in report_at:
+                report(step)
+            if now - saved_at > plan.checkpoint_every_s:
+                checkpointer.save(step)
+                saved_at = time.monotonic()
+    checkpointer.save(step)
+    if step < plan.steps:
+        console.log(f"stopped after step {step:,}; run the same command again to go on")
+    return step >= plan.steps
+
+
+def accumulate_gradients(task: Task, batch: torch.Tensor) -> float:
+    """Add up the gradients of a batch in parts that fit the processor's cache."""
+    parts = torch.split(batch, max(1, MICRO_BATCH_TOKENS // (batch.shape[1] - 1)))
+    total = 0.0
+    for rows in parts:
+        loss = task.loss(rows.contiguous()) * (len(rows) / len(batch))
+        torch.autograd.backward(loss)
+        total += loss.item()
+    return total
+
+
+def _progress(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TaskProgressColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )

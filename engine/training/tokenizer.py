@@ -1,0 +1,64 @@
+"""A byte-level BPE tokenizer with end-of-text, user and assistant tokens and a chat template."""
+
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from engine.training.errors import TrainingError
+
+END_OF_TEXT = "<|endoftext|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
+
+# A system message is prose before the conversation, which is how the corpus would put it.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|endoftext|>"
+    "{% elif message['role'] == 'user' %}<|user|>{{ message['content'] }}"
+    "{% else %}{{ message['content'] }}\n\n{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
+    """Train on texts; every byte is a token, so any input can be encoded and given back."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = [END_OF_TEXT, USER, ASSISTANT]
+    if vocab_size < len(alphabet) + len(special):
+        raise TrainingError(f"vocabulary of {vocab_size} is below the {len(alphabet) + 3} needed")
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=bpe,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        additional_special_tokens=[USER, ASSISTANT],
+        clean_up_tokenization_spaces=False,
+        model_max_length=context,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def check_same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    """Raise unless both tokenizers give every token the same id.
+
+    The tokenizers are compared, not `vocab_size`: families pad the latter differently.
+    """
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours != theirs:
+        differing = sum(theirs.get(token) != i for token, i in ours.items())
+        raise TrainingError(
+            f"the draft's tokenizer differs from the target's: {len(theirs):,} tokens against "
+            f"{len(ours):,}, {differing:,} with another id"
+        )

@@ -1,0 +1,29 @@
+"""GroupConfig: what one speculation group is made of; frozen, complete before anything is started."""
+
+from dataclasses import dataclass, field
+
+from engine.config import EngineConfig, ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class GroupConfig:
+    """One target over `tensor_parallel_size` ranks, and the draft that rides ahead of it."""
+
+    target: ModelConfig
+    """The model whose text is served."""
+    draft: ModelConfig | None = None
+    """The model that proposes; None decodes plainly, without a draft worker."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """Bounds of the batch, the cache and the draft."""
+    tensor_parallel_size: int = 1
+    """Ranks that share the target's weights."""
+    target_accelerator_type: str | None = None
+    """Ray's name of the GPU the target needs, such as H100; None takes any."""
+    draft_accelerator_type: str | None = None
+    """Ray's name of the GPU the draft needs; None takes any."""
+    draft_timeout_s: float = 1.0
+    """What a round waits for its drafts, at most, before it goes on without."""
+    verify_timeout_s: float = 60.0
+    """What a round waits for the target before the target counts as lost."""
+    start_timeout_s: float = 600.0
+    """What placing and loading the workers may take."""

@@ -1,0 +1,85 @@
+"""From the configuration to placement bundles, and from a bundle to the options of the actor in it.
+
+Bundle 0 is the Router replica's (Serve pins a replica there, and its `ray_actor_options` must fit in it), then comes the
+draft worker's, if there is a draft, then one per target rank. Serve takes one strategy for all bundles of a replica
+(`placement_group_strategy`) and cannot ask for "these on one node, that one anywhere": PACK puts the target's ranks on
+one node where one has room, and lets the draft go to another. A group whose ranks are apart works, slower, and says so.
+
+CPU shares are bookkeeping, not threads: draft and target take turns on the same cores, so whole cores for each
+would refuse a laptop. A group on CPU counts for less than one core; `num_threads` bounds what it really uses.
+"""
+
+from typing import Any
+
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cluster.config import GroupConfig
+from engine.config import ModelConfig
+
+Bundle = dict[str, float]
+
+REPLICA_CPUS = 0.1
+DRAFT_CPUS = 0.2
+TARGET_CPUS = 0.4
+STRATEGY = "PACK"
+
+_PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+
+
+def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
+    """Return the bundles of one group.
+
+    Args:
+        num_gpus: GPUs of the whole cluster; they decide what the device "auto" means. A single GPU is shared by
+            the draft and a target of one rank.
+    """
+    size = config.tensor_parallel_size
+    target = _on_gpu(config.target, num_gpus)
+    draft = config.draft is not None and _on_gpu(config.draft, num_gpus)
+    share = 0.5 if target and draft and size == 1 and num_gpus == 1 else 1.0
+    bundles = [{"CPU": REPLICA_CPUS}]
+    if config.draft is not None:
+        bundles.append(_bundle(draft, share, DRAFT_CPUS, config.draft_accelerator_type))
+    rank = _bundle(target, share, TARGET_CPUS / size, config.target_accelerator_type)
+    return bundles + [dict(rank) for _ in range(size)]
+
+
+def draft_bundle(_config: GroupConfig) -> int:
+    """Return the index of the draft worker's bundle."""
+    return 1
+
+
+def target_bundle(config: GroupConfig, rank: int) -> int:
+    """Return the index of a target rank's bundle."""
+    return rank + (1 if config.draft is None else 2)
+
+
+def actor_options(group: PlacementGroup, index: int) -> dict[str, Any]:
+    """Return the Ray options of the actor that fills a bundle.
+
+    An idle worker must not spin on cores that the other model needs, hence OpenMP's passive waiting. Actors are never
+    restarted by Ray: a single rank cannot rejoin its world, and the group knows what else must be told.
+    """
+    bundle = group.bundle_specs[index]
+    return {
+        "num_cpus": bundle.get("CPU", 0),
+        "num_gpus": bundle.get("GPU", 0),
+        "max_restarts": 0,
+        "max_concurrency": 4,
+        "runtime_env": {"env_vars": _PASSIVE},
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+    }
+
+
+def _on_gpu(model: ModelConfig, num_gpus: float) -> bool:
+    return model.device == "cuda" or (model.device == "auto" and num_gpus > 0)
+
+
+def _bundle(on_gpu: bool, gpu_share: float, cpus: float, accelerator_type: str | None) -> Bundle:
+    bundle = {"CPU": cpus}
+    if on_gpu:
+        bundle["GPU"] = gpu_share
+    if accelerator_type is not None:
+        bundle[f"accelerator_type:{accelerator_type}"] = 0.001
+    return bundle

@@ -1,0 +1,243 @@
+"""RemoteDrafter and RemoteVerifier: the engine's two protocols over links.
+
+A drafter that fails costs a round its drafts and nothing else: each failure is counted by its reason, and the drafter
+is left alone until it has answered a ping. A verifier that fails raises `TargetError`.
+"""
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from cluster.channel import ChannelError, DeadlineError, Link, PeerGoneError
+from cluster.messages import (
+    AnyReply,
+    Drafts,
+    MalformedMessageError,
+    Ping,
+    Pong,
+    PrefixMissing,
+    Propose,
+    ProposeEntry,
+    Verdicts,
+    Verify,
+    VerifyEntry,
+)
+from cluster.prefix_table import Acknowledged
+from cluster.validation import check_drafts, check_verdicts
+from engine.draft import NO_DRAFT, Draft, ProposeRow, Verdict, VerifyRow
+from engine.errors import TargetError
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 10.0
+_PING_DEADLINE_S = 5.0
+
+
+class RemoteDrafter:
+    """Proposes through a draft worker in another process; never raises for its own failures.
+
+    `fallbacks` counts the rounds that went without drafts, by reason: `absent` (no worker, or it died), `timeout`, `paused`
+    (it failed lately and has not yet answered a ping), `prefix_missing`, `malformed`, `failure` (the worker's own).
+    """
+
+    def __init__(self, *, vocab_size: int, timeout_s: float) -> None:
+        self.fallbacks: Counter[str] = Counter()
+        self.last_compute_s = 0.0
+        self._vocab_size = vocab_size
+        self._timeout_s = timeout_s
+        self._link: Link | None = None
+        self._rounds = itertools.count(1)
+        self._acknowledged = Acknowledged()
+        self._released: set[str] = set()
+        self._pause: asyncio.Task[None] | None = None
+        self._num_failures = 0
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the next round will ask for drafts."""
+        return self._link is not None and self._pause is None
+
+    def connect(self, link: Link) -> None:
+        """Take a new worker, which knows nothing yet."""
+        self._end_pause()
+        self._link = link
+        self._num_failures = 0
+        self._acknowledged.clear()
+        self._released.clear()
+        logger.info("Draft worker connected")
+
+    def disconnect(self, reason: str) -> None:
+        """Go on without a worker until the next `connect`."""
+        if self._link is not None:
+            logger.warning("Draft worker lost, decoding without drafts: %s", reason)
+            self._link.fail(reason)
+            self._link = None
+        self._end_pause()
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        """Return one draft per row; all empty when the worker is away, late or wrong."""
+        self.last_compute_s = 0.0
+        if not any(row.num_draft_tokens for row in rows):
+            return [NO_DRAFT] * len(rows)
+        link = self._link
+        if link is None or self._pause is not None:
+            self.fallbacks["absent" if link is None else "paused"] += 1
+            return [NO_DRAFT] * len(rows)
+        reason, drafts = await self._ask(link, rows)
+        if drafts is None:
+            self.fallbacks[reason] += 1
+            self._begin_pause(link, reason)
+            return [NO_DRAFT] * len(rows)
+        self._num_failures = 0
+        return drafts
+
+    def release(self, request_id: str) -> None:
+        """Tell the worker with the next request that this one has ended."""
+        if request_id in self._acknowledged:
+            self._acknowledged.forget(request_id)
+            self._released.add(request_id)
+
+    async def _ask(self, link: Link, rows: Sequence[ProposeRow]) -> tuple[str, list[Draft] | None]:
+        """Return the drafts, or the reason why there are none."""
+        try:
+            reply = await self._propose(link, rows)
+            if isinstance(reply, PrefixMissing):
+                for request_id in reply.request_ids:
+                    self._acknowledged.forget(request_id)
+                reply = await self._propose(link, rows)
+            if isinstance(reply, Drafts):
+                check_drafts(reply.drafts, rows, self._vocab_size)
+        except DeadlineError:
+            return "timeout", None
+        except PeerGoneError:
+            return "absent", None
+        except MalformedMessageError as error:
+            logger.debug("Malformed: %s", error)
+            return "malformed", None
+        if isinstance(reply, Drafts):
+            self.last_compute_s = reply.compute_s
+            return "", reply.drafts
+        if isinstance(reply, PrefixMissing):
+            return "prefix_missing", None
+        return "failure", None
+
+    async def _propose(self, link: Link, rows: Sequence[ProposeRow]) -> AnyReply:
+        entries = [ProposeEntry(self._acknowledged.delta(row), row.num_draft_tokens) for row in rows]
+        released = list(self._released)
+        reply = await link.call(Propose(next(self._rounds), link.version, self._timeout_s, released, entries))
+        if link is not self._link:
+            raise PeerGoneError("the draft worker was replaced meanwhile")
+        self._released.difference_update(released)
+        if isinstance(reply, Drafts):
+            self._acknowledged.acknowledge(rows)
+        return reply
+
+    def _begin_pause(self, link: Link, reason: str) -> None:
+        if link is not self._link or self._pause is not None:
+            return
+        if self._num_failures == 0:
+            logger.warning("Draft worker failed (%s), decoding without drafts until it answers", reason)
+        pause_s = min(_FIRST_PAUSE_S * 2**self._num_failures, _LONGEST_PAUSE_S)
+        self._num_failures += 1
+        self._pause = asyncio.create_task(self._await_pong(link, pause_s), name="draft worker pause")
+
+    async def _await_pong(self, link: Link, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        while True:
+            try:
+                reply = await link.call(Ping(next(self._rounds), link.version, _PING_DEADLINE_S, []))
+            except DeadlineError:
+                continue
+            except ChannelError:
+                return  # dead: `disconnect` follows, and ends this pause
+            if isinstance(reply, Pong):
+                break
+        self._pause = None
+        logger.info("Draft worker answers again")
+
+    def _end_pause(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+
+
+class RemoteVerifier:
+    """Verifies through the target's ranks: all are sent the same requests in the same order, rank 0 answers."""
+
+    def __init__(self, *, vocab_size: int, timeout_s: float) -> None:
+        self.last_compute_s = 0.0
+        self._vocab_size = vocab_size
+        self._timeout_s = timeout_s
+        self._links: list[Link] = []
+        self._lost = "it has not started"
+        self._round = 0
+        self._acknowledged = Acknowledged()
+        self._released: set[str] = set()
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the target can take a round."""
+        return bool(self._links)
+
+    def connect(self, links: Sequence[Link]) -> None:
+        """Take new ranks, rank 0 first, which know nothing yet."""
+        self._links = list(links)
+        self._round = 0
+        self._acknowledged.clear()
+        self._released.clear()
+
+    def disconnect(self, reason: str) -> None:
+        """Raise TargetError, in the round that is under way and in all others, until the next `connect`."""
+        links, self._links, self._lost = self._links, [], reason
+        for link in links:
+            link.fail(reason)
+
+    async def verify(self, rows: Sequence[VerifyRow]) -> list[Verdict]:
+        """Return one verdict per row.
+
+        Raises:
+            TargetError: a rank is lost, late or wrong; the ranks must be started anew.
+        """
+        self.last_compute_s = 0.0
+        try:
+            reply = await self._verify(rows)
+            if isinstance(reply, PrefixMissing):
+                for request_id in reply.request_ids:
+                    self._acknowledged.forget(request_id)
+                reply = await self._verify(rows)
+            if not isinstance(reply, Verdicts):
+                raise MalformedMessageError(f"the target answered {type(reply).__name__} to a round")
+            check_verdicts(reply.verdicts, rows, self._vocab_size)
+        except (ChannelError, MalformedMessageError) as error:
+            # After a round that not all ranks finished, their next sums would not match.
+            self.disconnect(str(error))
+            raise TargetError(f"the target did not finish a round: {error}") from error
+        self.last_compute_s = reply.compute_s
+        return reply.verdicts
+
+    def release(self, request_id: str) -> None:
+        """Tell the ranks with the next request that this one has ended."""
+        if request_id in self._acknowledged:
+            self._acknowledged.forget(request_id)
+            self._released.add(request_id)
+
+    async def _verify(self, rows: Sequence[VerifyRow]) -> AnyReply:
+        links = self._links
+        if not links:
+            raise PeerGoneError(self._lost)
+        self._round += 1
+        entries = [VerifyEntry(self._acknowledged.delta(row), row.start, row.length, row.draft) for row in rows]
+        released = list(self._released)
+        request = Verify(self._round, links[0].version, self._timeout_s, released, entries)
+        for link in links[1:]:
+            await link.post(request)
+        reply = await links[0].call(request)
+        if links is not self._links:
+            raise PeerGoneError(self._lost)
+        self._released.difference_update(released)
+        if isinstance(reply, Verdicts):
+            self._acknowledged.acknowledge(rows)
+        return reply

@@ -1,0 +1,136 @@
+"""DraftWorker and TargetWorker: the Ray actors. Shells around a responder and a socket.
+
+Each goes through `listen`, `load` and `serve`. `serve` lasts as long as the worker does and runs in its own thread of the
+actor, so that the reference to it is the death notice, while pings are still answered.
+"""
+
+import os
+from dataclasses import dataclass, replace
+
+import ray
+import torch.distributed as dist
+
+from cluster.channel import Endpoint, Server
+from cluster.responder import DraftResponder, TargetResponder
+from cluster.tensor_parallel import StoreAddress, join_store, join_world, open_store
+from engine.config import EngineConfig, ModelConfig
+from engine.drafters.model import ModelDrafter
+from engine.model import CausalLM, ModelInfo, read_config, resolve_device
+from engine.verifier import ModelVerifier
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """Where a worker is and how it is reached."""
+
+    endpoint: Endpoint
+    node_id: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What a worker holds after loading; block 0 is counted in `num_blocks`."""
+
+    info: ModelInfo
+    num_blocks: int
+
+
+class Worker:
+    """What both workers share: a socket, a thread that serves it, and a pulse."""
+
+    def __init__(self, engine: EngineConfig, version: int) -> None:
+        self._engine = engine
+        self._version = version
+        # Running, preempted and just ended requests; what leaves the table too early is sent again.
+        self._capacity = 4 * engine.max_num_seqs
+
+    def listen(self, client_key: bytes) -> Presence:
+        """Open the socket to the one client that holds this key."""
+        self._host = ray.util.get_node_ip_address()
+        self._server = Server(self._host, client_key)
+        return Presence(self._server.endpoint, ray.get_runtime_context().get_node_id(), os.getpid())
+
+    def ping(self) -> None:
+        """Return at once: the process lives."""
+
+
+class DraftWorker(Worker):
+    """Holds the draft's weights and a cache of committed prefixes; decides nothing that reaches a client."""
+
+    def load(self, config: ModelConfig, target: ModelConfig) -> Loaded:
+        """Load the draft; ids beyond the target's vocabulary are never drafted."""
+        model = CausalLM.load(_with_threads(config, sharing=1))
+        limit = read_config(target).get_text_config().vocab_size
+        self._drafter = ModelDrafter(model, self._engine, token_limit=limit)
+        return Loaded(model.info, 0)
+
+    def serve(self) -> None:
+        """Answer proposals for as long as the worker lives."""
+        responder = DraftResponder(self._drafter, capacity=self._capacity, version=self._version)
+        self._server.serve(responder.answer)
+
+
+class TargetWorker(Worker):
+    """One rank of the target: its shard of the weights and of the KV blocks."""
+
+    def __init__(self, engine: EngineConfig, version: int, rank: int, world_size: int) -> None:
+        super().__init__(engine, version)
+        self._rank = rank
+        self._world_size = world_size
+
+    def open_store(self, timeout_s: float) -> StoreAddress:
+        """Open the store of this version's world; rank 0 only."""
+        self._store, address = open_store(self._host, self._world_size, timeout_s)
+        return address
+
+    def load(self, config: ModelConfig, address: StoreAddress | None, timeout_s: float) -> Loaded:
+        """Enter the world, if there is more than one rank, and load this rank's shard.
+
+        Args:
+            address: rank 0's store.
+            timeout_s: what the ranks wait for one another.
+        """
+        config = _with_threads(config, sharing=self._world_size)
+        shard = None
+        if address is not None:
+            store = self._store if self._rank == 0 else join_store(address, self._world_size, timeout_s)
+            shard = join_world(
+                store,
+                rank=self._rank,
+                world_size=self._world_size,
+                device=resolve_device(config.device),
+                host=self._host,
+                timeout_s=timeout_s,
+            )
+        model = CausalLM.load(config, shard=shard)
+        self._verifier = ModelVerifier(model, self._memory_share(model))
+        return Loaded(model.info, self._verifier.num_blocks)
+
+    def serve(self) -> None:
+        """Verify for as long as the worker lives; a failure ends it, because the other ranks cannot go on without."""
+        responder = TargetResponder(self._verifier, rank=self._rank, capacity=self._capacity, version=self._version)
+        try:
+            self._server.serve(responder.answer)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _memory_share(self, model: CausalLM) -> EngineConfig:
+        """Ranks on CPU take their KV blocks from one memory."""
+        if model.device.type == "cuda":
+            return self._engine
+        return replace(self._engine, memory_fraction=self._engine.memory_fraction / self._world_size)
+
+
+def _with_threads(config: ModelConfig, *, sharing: int) -> ModelConfig:
+    """Settle the number of threads: this node's cores, divided by the ranks that compute at the same time.
+
+    Ray would leave a worker one thread, by OMP_NUM_THREADS, whatever the machine has.
+    """
+    if config.num_threads is not None:
+        return config
+    here = ray.get_runtime_context().get_node_id()
+    allotted = next((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["NodeID"] == here), 0)
+    cores = os.cpu_count() or 1
+    return replace(config, num_threads=max(1, int(min(cores, allotted or cores)) // sharing))

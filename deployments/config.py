@@ -1,0 +1,246 @@
+"""AppConfig: everything an operator may set, with defaults for a laptop.
+
+`serve run deployments:app name=value ...` passes flat strings; a Serve config file passes typed, nested `args:`. Both end
+here, and a wrong name or value is refused in one line. The only environment variable of the package is read here.
+"""
+
+import difflib
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import click
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
+
+from cluster.group import GroupConfig
+from engine.config import Device, Dtype, EngineConfig, ModelConfig, Verification
+from engine.llm import BUNDLED_DRAFT, BUNDLED_TARGET
+
+API_KEY_VARIABLE = "PACELINE_API_KEY"
+BUNDLED = "bundled"
+BUNDLED_NAME = "paceline"
+
+
+class ArgumentError(click.UsageError):
+    """An application argument that does not exist or does not fit; one line on the command line."""
+
+
+def _none_from_text(value: object) -> object:
+    """Let the command line, which has strings only, say `none`."""
+    return None if isinstance(value, str) and value.lower() == "none" else value
+
+
+def _object_from_text(value: object) -> object:
+    """Let the command line give a nested setting as JSON."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+OrNone = BeforeValidator(_none_from_text)
+FROZEN = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Limits(BaseModel):
+    """What one request may ask for."""
+
+    model_config = FROZEN
+
+    max_body_bytes: int = Field(4 * 2**20, ge=1024)
+    """Bytes of a request body, sent whole or in chunks."""
+    max_header_bytes: int = Field(16 * 2**10, ge=1024)
+    """Bytes of all request headers together."""
+    max_prompts: int = Field(64, ge=1)
+    """Prompts in one completion request."""
+    max_messages: int = Field(1024, ge=1)
+    """Messages in one chat request."""
+    max_n: int = Field(8, ge=1, le=128)
+    """Choices per prompt."""
+    max_stop: int = Field(4, ge=1)
+    """Stop strings."""
+    max_stop_chars: int = Field(64, ge=1)
+    """Characters of one stop string."""
+    max_stop_token_ids: int = Field(64, ge=1)
+    """Stop token ids."""
+    max_logprobs: int = Field(20, ge=0, le=20)
+    """Alternatives listed per token."""
+    max_logit_bias: int = Field(300, ge=1)
+    """Tokens with a bias."""
+    request_timeout_s: float = Field(600.0, gt=0)
+    """Seconds from a request's arrival to its last token."""
+
+
+class Autoscaling(BaseModel):
+    """How many Router replicas, each with its own speculation group, and when to have more."""
+
+    model_config = FROZEN
+
+    min_replicas: int = Field(1, ge=1)
+    """Replicas that are always there."""
+    max_replicas: int = Field(1, ge=1)
+    """Replicas at most; above min_replicas, their number follows the queue depth."""
+    requests_per_replica: int = Field(24, ge=1)
+    """Requests, waiting and running, that one replica should have."""
+    upscale_delay_s: float = Field(30.0, ge=0)
+    """Seconds of pressure before replicas are added."""
+    downscale_delay_s: float = Field(600.0, ge=0)
+    """Seconds of calm before replicas are removed."""
+
+
+class AppConfig(BaseModel):
+    """The application's settings."""
+
+    model_config = FROZEN
+
+    target_model: str = BUNDLED
+    """The model whose text is served: a directory, a hub name in the local cache, or `bundled`."""
+    draft_model: str = "auto"
+    """The model that proposes; `none` is plain decoding, `auto` the bundled draft for the bundled target, else none."""
+    served_model_name: Annotated[str | None, OrNone] = None
+    """What clients call the model; none takes the last part of target_model."""
+    tensor_parallel_size: int = Field(1, ge=1)
+    """Target ranks that share the target's weights."""
+    dtype: Dtype = "auto"
+    """Number format of both models; auto is bfloat16 where the hardware multiplies it, else float32."""
+    device: Device = "auto"
+    """Where both models run; auto is cuda where there is one."""
+    num_threads: Annotated[int | None, OrNone] = Field(None, ge=1)
+    """CPU threads of one model's forward pass; none leaves it to torch."""
+    target_revision: Annotated[str | None, OrNone] = None
+    """Hub revision of the target."""
+    draft_revision: Annotated[str | None, OrNone] = None
+    """Hub revision of the draft."""
+    num_speculative_tokens: int = Field(4, ge=0, le=64)
+    """Draft tokens per round; 0 is plain decoding."""
+    verification: Verification = "coupled"
+    """The verification rule: coupled (shared noise) or rejection (Leviathan et al.)."""
+    max_num_seqs: int = Field(32, ge=1)
+    """Requests that share a round."""
+    max_num_batched_tokens: int = Field(1024, ge=1)
+    """Tokens of one target forward pass."""
+    max_queued_requests: int = Field(256, ge=1)
+    """Requests that may wait in one replica before new ones get 429."""
+    max_model_len: Annotated[int | None, OrNone] = Field(None, ge=2)
+    """Context length; none takes the target's own."""
+    block_size: int = Field(16, ge=1)
+    """Tokens in one KV block."""
+    num_blocks: Annotated[int | None, OrNone] = Field(None, ge=1)
+    """KV blocks; none sizes them from memory_fraction."""
+    memory_fraction: float = Field(0.5, gt=0, le=1)
+    """Share of the memory that is free after loading which KV blocks may take."""
+    enable_prefix_caching: bool = True
+    """Whether requests share the KV blocks of equal prefixes."""
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
+    """Acceptance figures in every response, in vLLM's format; a request can ask for its own by `speculative.metrics`."""
+    max_recoveries: int = Field(3, ge=0)
+    """Target restarts in a row, without a finished round between them, before clients get an error."""
+    round_timeout_s: float = Field(120.0, gt=0)
+    """Seconds without a finished round, while there is work, after which a replica counts as unhealthy."""
+    drain_timeout_s: float = Field(300.0, gt=0)
+    """Seconds that running streams may take to finish at shutdown or scale-down."""
+    api_keys: tuple[SecretStr, ...] = ()
+    """Keys of which clients must send one; also read from the variable PACELINE_API_KEY. None: open to all."""
+    api_key_file: Annotated[Path | None, OrNone] = None
+    """A file with more keys, one per line."""
+    autoscaling: Annotated[Autoscaling, BeforeValidator(_object_from_text)] = Autoscaling()
+    """Router replicas and when to have more."""
+    limits: Annotated[Limits, BeforeValidator(_object_from_text)] = Limits()
+    """What one request may ask for."""
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """Validate what Serve passes; the error is one line that names the argument.
+
+        Raises:
+            ArgumentError: an unknown argument, or a value that does not fit.
+        """
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise ArgumentError("; ".join(_complaints(cls, error))) from None
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        if self.served_model_name is not None:
+            return self.served_model_name
+        return BUNDLED_NAME if self.target_model == BUNDLED else Path(self.target_model).name
+
+    @property
+    def target_path(self) -> str:
+        """The target's directory or hub name."""
+        return str(BUNDLED_TARGET) if self.target_model == BUNDLED else self.target_model
+
+    @property
+    def draft_path(self) -> str | None:
+        """The draft's directory or hub name; None is plain decoding."""
+        choice = self.draft_model
+        if choice == "auto":
+            choice = BUNDLED if self.target_model == BUNDLED else "none"
+        if choice == "none" or self.num_speculative_tokens == 0:
+            return None
+        return str(BUNDLED_DRAFT) if choice == BUNDLED else choice
+
+
+def group_config(config: AppConfig) -> GroupConfig:
+    """Return what one speculation group is built from."""
+    draft_path = config.draft_path
+    return GroupConfig(
+        target=_model_config(config, config.target_path, config.target_revision),
+        draft=_model_config(config, draft_path, config.draft_revision) if draft_path else None,
+        engine=EngineConfig(
+            num_speculative_tokens=config.num_speculative_tokens if draft_path else 0,
+            verification=config.verification,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_queued_requests=config.max_queued_requests,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks,
+            memory_fraction=config.memory_fraction,
+            enable_prefix_caching=config.enable_prefix_caching,
+        ),
+        tensor_parallel_size=config.tensor_parallel_size,
+    )
+
+
+def api_keys(config: AppConfig) -> tuple[str, ...]:
+    """Return every key that opens the API: configured, from the file, from the environment.
+
+    Raises:
+        ArgumentError: the key file cannot be read, or holds no key.
+    """
+    keys = [key.get_secret_value() for key in config.api_keys]
+    if config.api_key_file is not None:
+        try:
+            lines = config.api_key_file.read_text().split()
+        except OSError as error:
+            raise ArgumentError(f"api_key_file: {error}") from None
+        if not lines:
+            raise ArgumentError(f"api_key_file: {config.api_key_file} holds no key")
+        keys += lines
+    keys += os.environ.get(API_KEY_VARIABLE, "").split()
+    if any(not key.isascii() or not key.isprintable() or not key for key in keys):
+        raise ArgumentError("api_keys: a key is empty or holds characters that no header can carry")
+    return tuple(dict.fromkeys(keys))
+
+
+def _model_config(config: AppConfig, path: str, revision: str | None) -> ModelConfig:
+    return ModelConfig(
+        path=path,
+        dtype=config.dtype,
+        device=config.device,
+        revision=revision,
+        num_threads=config.num_threads,
+    )
+
+
+def _complaints(model: type[BaseModel], error: ValidationError) -> list[str]:
+    lines = []
+    for detail in error.errors(include_url=False, include_context=False):
+        name = ".".join(str(part) for part in detail["loc"])
+        if detail["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(name, model.model_fields, n=1)
+            lines.append(f"unknown argument {name}" + (f"; did you mean {close[0]}?" if close else ""))
+        else:
+            lines.append(f"{name} is {detail['input']!r}: {detail['msg']}")
+    return lines

@@ -1,0 +1,151 @@
+"""Exceptions to HTTP: the one table of status codes, and the one shape of an error body.
+
+`{"error": {"message", "type", "param", "code"}}`, as OpenAI sends it, in a body or, after the first byte, in an event.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from engine.errors import (
+    CapacityError,
+    DrafterError,
+    ModelError,
+    ModelMismatchError,
+    PacelineError,
+    PromptTooLongError,
+    QueueFullError,
+    RequestError,
+    TargetError,
+    UnknownModelError,
+)
+
+RETRY_AFTER_S = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorKind:
+    """How one class of exceptions looks to a client."""
+
+    status: int
+    type: str
+    code: str | None
+    message: str | None = None
+    """Said instead of the exception's own message, where that is no business of the client's."""
+
+
+INTERNAL = ErrorKind(500, "server_error", "internal_error", "internal error")
+_UNAVAILABLE = ErrorKind(503, "server_error", "unavailable")
+_RESTARTING = ErrorKind(503, "server_error", "unavailable", "a worker was lost; try again")
+
+KINDS: Mapping[type[Exception], ErrorKind] = {
+    PacelineError: INTERNAL,
+    RequestError: ErrorKind(400, "invalid_request_error", None),
+    PromptTooLongError: ErrorKind(400, "invalid_request_error", "context_length_exceeded"),
+    UnknownModelError: ErrorKind(404, "invalid_request_error", "model_not_found"),
+    CapacityError: _UNAVAILABLE,
+    QueueFullError: ErrorKind(429, "rate_limit_error", "queue_full"),
+    ModelError: INTERNAL,
+    ModelMismatchError: INTERNAL,
+    DrafterError: INTERNAL,
+    TargetError: _UNAVAILABLE,
+    TimeoutError: ErrorKind(408, "timeout_error", "deadline_exceeded"),
+    BackPressureError: ErrorKind(429, "rate_limit_error", "queue_full", "the queue is full"),
+    DeploymentUnavailableError: _RESTARTING,
+    RayActorError: _RESTARTING,
+}
+
+_STATUS_KINDS: Mapping[int, ErrorKind] = {
+    401: ErrorKind(401, "authentication_error", "invalid_api_key"),
+    404: ErrorKind(404, "invalid_request_error", "route_not_found"),
+    405: ErrorKind(405, "invalid_request_error", "method_not_allowed"),
+    413: ErrorKind(413, "invalid_request_error", "body_too_large"),
+    431: ErrorKind(431, "invalid_request_error", "headers_too_large"),
+}
+
+
+def kind_of(error: Exception) -> ErrorKind:
+    """Return how an exception looks to a client: the entry of its nearest class."""
+    for cls in type(error).__mro__:
+        kind = KINDS.get(cast("type[Exception]", cls))
+        if kind is not None:
+            return kind
+    return INTERNAL
+
+
+def kind_of_status(status: int) -> ErrorKind:
+    """Return the kind for a status that the HTTP layer chose itself."""
+    return _STATUS_KINDS.get(status, ErrorKind(status, "invalid_request_error", None))
+
+
+def error_body(kind: ErrorKind, message: str, param: str | None = None) -> dict[str, Any]:
+    """Return the JSON body; what cannot be encoded (lone surrogates) is escaped."""
+
+    def clean(text: str) -> str:
+        return text.encode("utf-8", "backslashreplace").decode()
+
+    return {
+        "error": {
+            "message": clean(kind.message or message),
+            "type": kind.type,
+            "param": None if param is None else clean(param),
+            "code": kind.code,
+        }
+    }
+
+
+def describe(error: Exception) -> tuple[ErrorKind, dict[str, Any]]:
+    """Return how an exception looks to a client, and the body that says it."""
+    kind = kind_of(error)
+    param = error.param if isinstance(error, RequestError) else None
+    return kind, error_body(kind, str(error), param)
+
+
+def headers_of(kind: ErrorKind) -> dict[str, str]:
+    """Return the headers that go with a kind of error."""
+    if kind.status in (429, 503):
+        return {"Retry-After": str(RETRY_AFTER_S)}
+    return {"WWW-Authenticate": "Bearer"} if kind.status == 401 else {}
+
+
+def validation_message(
+    errors: Sequence[Mapping[str, Any]], body: object
+) -> tuple[str, str | None]:
+    """Return one message and the field's path for pydantic's findings about a body.
+
+    A union complains once per branch; the complaint that went deepest is about the branch that was meant.
+    """
+    error = max(errors, key=lambda item: len(item["loc"]))
+    path = _path_in(body, error["loc"][1:])
+    if error["type"] == "missing":
+        path.append(str(error["loc"][-1]))
+    param = ".".join(path) or None
+    if error["type"] == "json_invalid":
+        return "the body is not valid JSON", None
+    if error["type"] == "extra_forbidden":
+        return f"{param} is not a field of this request, or is not supported", param
+    if param is None or error["type"] == "missing":
+        return f"{param or 'body'}: {error['msg']}", param
+    return f"{param} is {_short(error['input'])}: {error['msg']}", param
+
+
+def _path_in(body: object, loc: Sequence[str | int]) -> list[str]:
+    """Return the parts of a location that are places in the body, leaving out names of union branches."""
+    path, node = [], body
+    for part in loc:
+        if isinstance(node, dict) and part in node:
+            node = node[part]
+        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+            node = node[part]
+        else:
+            continue
+        path.append(str(part))
+    return path
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

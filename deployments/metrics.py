@@ -1,0 +1,186 @@
+"""Prometheus metrics: what a Router counts, and the sum over all Routers that `/metrics` shows.
+
+Names are vLLM's, so that its dashboards and load tools work. The numbers people look for:
+
+    acceptance rate          rate(vllm:spec_decode_num_accepted_tokens_total[1m])
+                               / rate(vllm:spec_decode_num_draft_tokens_total[1m])
+    mean acceptance length   1 + rate(vllm:spec_decode_num_accepted_tokens_total[1m])
+                               / rate(vllm:spec_decode_num_drafts_total[1m])
+    acceptance at position   rate(vllm:spec_decode_num_accepted_tokens_per_pos_total[1m])
+                               / ignoring(position) group_left rate(vllm:spec_decode_num_drafts_total[1m])
+    tokens per second        rate(vllm:generation_tokens_total[1m])
+    overhead of a round      (rate(paceline:round_seconds_total[1m]) - rate(paceline:draft_compute_seconds_total[1m])
+                               - rate(paceline:target_compute_seconds_total[1m])) / rate(paceline:rounds_total[1m])
+    median time to first     histogram_quantile(0.5, rate(vllm:time_to_first_token_seconds_bucket[1m]))
+
+Why not `ray.serve.metrics`: Ray exports those per node, on other ports and with a prefix; clients look at `/metrics`.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.engine import Engine
+
+LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+_MEANS = frozenset({"vllm:kv_cache_usage_perc"})
+"""Gauges that are averaged over replicas; everything else adds up."""
+
+
+class CountsFallbacks(Protocol):
+    """A drafter that counts the drafts it had to do without, by reason."""
+
+    fallbacks: Mapping[str, int]
+
+
+class RouterMetrics:
+    """What one Router replica counts."""
+
+    def __init__(self, model_name: str, engine: Engine, drafter: object) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(model_name, engine, drafter))
+        self._success = Counter(
+            "vllm:request_success",
+            "Finished sequences by reason.",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._recoveries = Counter(
+            "paceline:target_recoveries",
+            "Times the target ranks were restarted.",
+            ["model_name"],
+            registry=self._registry,
+        ).labels(model_name)
+        self._rounds = _counter("paceline:rounds", "Finished rounds.", model_name, self._registry)
+        self._round_s = _counter(
+            "paceline:round_seconds", "Time of rounds, delivery included.", model_name, self._registry
+        )
+        self._draft_s = _counter(
+            "paceline:draft_compute_seconds", "Time the draft worker computed.", model_name, self._registry
+        )
+        self._target_s = _counter(
+            "paceline:target_compute_seconds", "Time the target's first rank computed.", model_name, self._registry
+        )
+        self._first_token = _latency("vllm:time_to_first_token_seconds", "Arrival to first token.", self._registry)
+        self._whole = _latency("vllm:e2e_request_latency_seconds", "Arrival to last token.", self._registry)
+        self._model_name = model_name
+
+    def observe_first_token(self, latency_s: float) -> None:
+        """Count the time to a request's first token."""
+        self._first_token.labels(self._model_name).observe(latency_s)
+
+    def observe_finished(self, reason: str, latency_s: float) -> None:
+        """Count a sequence that ended: stop, length or abort."""
+        self._success.labels(self._model_name, reason).inc()
+        if reason != "abort":
+            self._whole.labels(self._model_name).observe(latency_s)
+
+    def observe_round(self, round_s: float, *, draft_s: float, target_s: float) -> None:
+        """Count a round: how long it took, and how much of that its workers computed."""
+        self._rounds.inc()
+        self._round_s.inc(round_s)
+        self._draft_s.inc(draft_s)
+        self._target_s.inc(target_s)
+
+    def observe_recovery(self) -> None:
+        """Count a restart of the target."""
+        self._recoveries.inc()
+
+    def collect(self) -> list[Metric]:
+        """Return everything counted so far; it can be sent to the Ingress."""
+        return list(self._registry.collect())
+
+
+def _counter(name: str, text: str, model_name: str, registry: CollectorRegistry) -> Counter:
+    return Counter(name, text, ["model_name"], registry=registry).labels(model_name)
+
+
+def _latency(name: str, text: str, registry: CollectorRegistry) -> Histogram:
+    return Histogram(name, text, ["model_name"], registry=registry, buckets=LATENCY_BUCKETS_S)
+
+
+class _EngineCollector(Collector):
+    """Reads the engine's own counters when it is asked."""
+
+    def __init__(self, model_name: str, engine: Engine, drafter: object) -> None:
+        self._model_name = model_name
+        self._engine = engine
+        self._drafter = drafter
+
+    def describe(self) -> Iterable[Metric]:
+        """Return nothing: names are known only when counted."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the engine's counters and gauges."""
+        engine, stats = self._engine, self._engine.stats
+        yield self._counter("spec_decode_num_drafts", "Verified drafts.", stats.num_drafts)
+        yield self._counter("spec_decode_num_draft_tokens", "Verified draft tokens.", stats.num_draft_tokens)
+        yield self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.num_accepted_tokens)
+        yield self._by(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by position in the draft.",
+            "position",
+            {str(position): count for position, count in enumerate(stats.num_accepted_tokens_per_pos)},
+        )
+        yield self._counter("prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens)
+        yield self._counter("generation_tokens", "Generated tokens.", stats.num_generation_tokens)
+        yield self._counter("num_preemptions", "Sequences sent back to the queue.", stats.num_preemptions)
+        yield self._gauge("num_requests_running", "Sequences in the batch.", engine.num_running)
+        yield self._gauge("num_requests_waiting", "Sequences in the queue.", engine.num_waiting)
+        usage = 1 - engine.num_free_blocks / engine.num_blocks
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
+        fallbacks: Mapping[str, int] = getattr(self._drafter, "fallbacks", {})
+        yield self._by("paceline:drafter_fallbacks", "Rounds without a draft, by reason.", "reason", fallbacks)
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _by(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=["model_name", label])
+        for key, value in values.items():
+            family.add_metric([self._model_name, key], value)
+        return family
+
+
+class _Sum(Collector):
+    """The metrics of several Routers as if they were one."""
+
+    def __init__(self, replicas: list[list[Metric]]) -> None:
+        self._replicas = replicas
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield each family once, samples of equal labels added up."""
+        families: dict[str, list[Metric]] = {}
+        for replica in self._replicas:
+            for metric in replica:
+                families.setdefault(metric.name, []).append(metric)
+        for name, metrics in families.items():
+            totals: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+            for sample in (sample for metric in metrics for sample in metric.samples):
+                if not sample.name.endswith("_created"):
+                    key = sample.name, tuple(sample.labels.items())
+                    totals[key] = totals.get(key, 0.0) + sample.value
+            total = Metric(name, metrics[0].documentation, metrics[0].type)
+            share = len(metrics) if name in _MEANS else 1
+            for (sample_name, labels), value in totals.items():
+                total.add_sample(sample_name, dict(labels), value / share)
+            yield total
+
+
+def exposition(replicas: list[list[Metric]]) -> bytes:
+    """Return the text that `/metrics` answers with."""
+    registry = CollectorRegistry()
+    registry.register(_Sum(replicas))
+    return generate_latest(registry)

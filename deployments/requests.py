@@ -1,0 +1,204 @@
+"""Request models of the HTTP API: every field with its type and range; limits that an operator sets come later.
+
+A null stands for a field's default, also for fields this server does not know; any other unknown field is refused by
+name. Types are strict: a number in quotes is an error, as it is at OpenAI.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopString = Annotated[str, Field(min_length=1)]
+Salt = Annotated[str, Field(min_length=1, max_length=256)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+def _allow_null_extras(schema: dict[str, Any]) -> None:
+    schema["additionalProperties"] = {"type": "null"}
+
+
+class RequestModel(BaseModel):
+    """A JSON object from a client."""
+
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        json_schema_extra=_allow_null_extras,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unknown_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value is not None or key in cls.model_fields}
+
+
+class StreamOptions(RequestModel):
+    """What a stream reports besides text."""
+
+    include_usage: bool | None = None
+    """A last chunk with the token counts and no choices."""
+    continuous_usage_stats: bool | None = None
+    """The token counts so far in every chunk."""
+
+
+class Speculation(RequestModel):
+    """Speculation for one request; the text does not depend on it (with the coupled rule)."""
+
+    enabled: bool | None = None
+    """false is plain decoding."""
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
+    """Draft tokens per round, at most the server's own."""
+    metrics: Literal["none", "summary", "detailed"] | None = None
+    """Acceptance figures in the response, as `metrics.speculative_decoding`."""
+
+
+class GenerationRequest(RequestModel):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    """The served model's name; null is the only one."""
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    """Choices per prompt."""
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """Tokens to generate at most."""
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Tokens to generate before any stop condition counts."""
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    """0 is greedy."""
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    """Probability mass to draw from."""
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """Tokens to draw from; 0 and -1 are all."""
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    """Least probability relative to the most likely token."""
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    """Taken off the logit of every token generated before."""
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    """Taken off the logit once per time the token was generated."""
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
+    """Divides the logits of tokens in the prompt or the text so far."""
+    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    """Token id (as a string) to what is added to its logit."""
+    seed: Seed | None = None
+    """The same seed, prompt and parameters give the same text."""
+    stop: StopString | list[StopString] | None = None
+    """Strings that end the text, which does not include them."""
+    stop_token_ids: list[TokenId] | None = None
+    """Tokens that end the text."""
+    include_stop_str_in_output: bool | None = None
+    """Keep the stop string in the text."""
+    ignore_eos: bool | None = None
+    """Go on past the end-of-sequence token."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text (the default)."""
+    stream: bool | None = None
+    """Send server-sent events, one chunk per round."""
+    stream_options: StreamOptions | None = None
+    """What the stream reports besides text; only with stream."""
+    speculative: Speculation | None = None
+    """Speculation for this request."""
+    return_token_ids: bool | None = None
+    """Token ids besides the text."""
+    cache_salt: Salt | None = None
+    """Only requests with the same salt share cached prefixes."""
+    user: str | None = None
+    """Accepted and ignored: it cannot change the text."""
+    metadata: dict[str, str] | None = None
+    """Accepted and ignored: it cannot change the text."""
+    safety_identifier: str | None = None
+    """Accepted and ignored: it cannot change the text."""
+    service_tier: str | None = None
+    """Accepted and ignored: there is one tier."""
+    store: bool | None = None
+    """Accepted and ignored: nothing is stored."""
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    )
+    """Text, token ids, or a list of either."""
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    """Must equal n: nothing is generated to be thrown away."""
+    echo: bool | None = None
+    """Put the prompt before the text."""
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    """Alternatives to list for each token, with the log probabilities of the target."""
+
+
+class TextPart(RequestModel):
+    """A piece of a message's text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(RequestModel):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    """Who speaks; developer is another name for system."""
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    """Text, or parts of text. Other parts (images, audio) are refused."""
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
+    """The speaker's name, for chat templates that show it."""
+
+    def text(self) -> str:
+        """Return the content as one string."""
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class ResponseFormat(RequestModel):
+    """The form of the answer; text is the only one so far."""
+
+    type: Literal["text"]
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    """The conversation."""
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """Tokens to generate at most; the newer name of max_tokens. Without either: all the room that is left."""
+    logprobs: bool | None = None
+    """Log probabilities of the target for each token."""
+    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    """Alternatives to list for each token; only with logprobs."""
+    response_format: ResponseFormat | None = None
+    """The form of the answer."""
+
+
+class TokenizeRequest(RequestModel):
+    """The body of /tokenize: a prompt, or messages to run through the chat template."""
+
+    model: str | None = None
+    """The served model's name; null is the only one."""
+    prompt: str | None = None
+    """Text to tokenize as /v1/completions would."""
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    """A conversation to tokenize as /v1/chat/completions would."""
+    return_token_strs: bool | None = None
+    """The text of each token besides its id."""
+
+
+class DetokenizeRequest(RequestModel):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    """The served model's name; null is the only one."""
+    tokens: list[TokenId]
+    """Token ids."""

@@ -111,9 +111,7 @@ def headers_of(kind: ErrorKind) -> dict[str, str]:
     return {"WWW-Authenticate": "Bearer"} if kind.status == 401 else {}
 
 
-def validation_message(
-    errors: Sequence[Mapping[str, Any]], body: object
-) -> tuple[str, str | None]:
+def validation_message(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str, str | None]:
     """Return one message and the field's path for pydantic's findings about a body.
 
     A union complains once per branch; the complaint that went deepest is about the branch that was meant.
@@ -136,9 +134,9 @@ def _path_in(body: object, loc: Sequence[str | int]) -> list[str]:
     """Return the parts of a location that are places in the body, leaving out names of union branches."""
     path, node = [], body
     for part in loc:
-        if isinstance(node, dict) and part in node:
-            node = node[part]
-        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+        if (isinstance(node, dict) and part in node) or (
+            isinstance(node, list) and isinstance(part, int) and part < len(node)
+        ):
             node = node[part]
         else:
             continue

@@ -42,9 +42,7 @@ class Generation:
         for index in range(self.num_choices):
             prompt, choice = divmod(index, self.params.n)
             params = replace(self.params, n=1, seed=_seed(self.params.seed, choice))
-            sequences.append(
-                SequenceRequest(f"{self.request_id}-{index}", self.prompts[prompt], params)
-            )
+            sequences.append(SequenceRequest(f"{self.request_id}-{index}", self.prompts[prompt], params))
         return sequences
 
 

@@ -67,9 +67,7 @@ def check_token_ids(prompts: Sequence[Sequence[int]], model: ModelLimits, field:
     for prompt in prompts:
         top = max(prompt, default=0)
         if top >= model.vocab_size:
-            raise RequestError(
-                f"{field} holds token id {top}, the model's ids end at {model.vocab_size - 1}", field
-            )
+            raise RequestError(f"{field} holds token id {top}, the model's ids end at {model.vocab_size - 1}", field)
 
 
 def _or(value: T | None, default: T) -> T:
@@ -81,9 +79,7 @@ def _at_most(field: str, value: float, limit: float, what: str = "") -> None:
         raise RequestError(f"{field} is {value:,}{what}, at most {limit:,} are allowed", field)
 
 
-def _check_limits(
-    request: CompletionRequest | ChatCompletionRequest, model: ModelLimits, limits: Limits
-) -> None:
+def _check_limits(request: CompletionRequest | ChatCompletionRequest, model: ModelLimits, limits: Limits) -> None:
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only allowed with stream", "stream_options")
     _at_most("n", _or(request.n, 1), limits.max_n)
@@ -94,9 +90,7 @@ def _check_limits(
         _at_most("messages", len(request.messages), limits.max_messages, " entries")
         return
     if request.best_of is not None and request.best_of != _or(request.n, 1):
-        raise RequestError(
-            f"best_of is {request.best_of}, it must equal n ({_or(request.n, 1)})", "best_of"
-        )
+        raise RequestError(f"best_of is {request.best_of}, it must equal n ({_or(request.n, 1)})", "best_of")
     if request.echo and request.logprobs is not None:
         raise RequestError("echo together with logprobs is not supported", "echo")
 

@@ -62,7 +62,7 @@ class PromptEncoder:
                 # Letters and digits only, so that no template and no normalizer changes it; random, so that no client knows it.
                 stand_in = f"text{secrets.token_hex(16)}"
                 stand_ins[stand_in] = text
-                text = stand_in  # noqa: PLW2901
+                text = stand_in
             role = "system" if message.role == "developer" else message.role
             entry = {"role": role, "content": text}
             conversation.append(entry | ({"name": message.name} if message.name else {}))

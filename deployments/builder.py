@@ -1,0 +1,43 @@
+"""app(config): the only place where deployments are made and bound to one another."""
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from cluster.placement import STRATEGY, placement_bundles
+from deployments.autoscaling import autoscaling_config
+from deployments.config import AppConfig, api_keys, group_config
+from deployments.ingress import Ingress
+from deployments.router import Router
+
+BASE_URL = "http://127.0.0.1:8000"
+STREAMS_PER_INGRESS = 10_000
+
+
+def app(config: AppConfig) -> Application:
+    """Return the application: one Ingress over autoscaled Routers, each with its own speculation group."""
+    api_keys(config)
+    settings = group_config(config)
+    num_gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
+    bundles = placement_bundles(settings, num_gpus=num_gpus)
+    scaling = autoscaling_config(config.autoscaling)
+    router = serve.deployment(
+        Router,
+        name="Router",
+        ray_actor_options={"num_cpus": bundles[0]["CPU"]},
+        placement_group_bundles=bundles,
+        placement_group_strategy=STRATEGY,
+        max_ongoing_requests=config.max_num_seqs + config.max_queued_requests,
+        graceful_shutdown_timeout_s=config.drain_timeout_s,
+        max_constructor_retry_count=1,
+        **({"autoscaling_config": scaling} if scaling else {"num_replicas": config.autoscaling.min_replicas}),
+    )
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        name="Ingress",
+        ray_actor_options={"num_cpus": 0.1},
+        max_ongoing_requests=STREAMS_PER_INGRESS,
+        graceful_shutdown_timeout_s=config.drain_timeout_s,
+        max_constructor_retry_count=1,
+    )
+    return ingress.bind(config, router.bind(config), BASE_URL)

@@ -1,0 +1,86 @@
+"""Guard: the ASGI middleware before every route: header and body limits, and the API key.
+
+Routes that need no key are `OPEN_ROUTES`; everything else does, known or not. The route is read from `scope["path"]`,
+which no header can change.
+"""
+
+import hmac
+import json
+from collections.abc import Iterable, Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.config import Limits
+from deployments.errors import error_body, headers_of, kind_of_status
+
+OPEN_ROUTES = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
+
+
+class Guard:
+    """Refuses what is too large or has no key, before anything reads it."""
+
+    def __init__(self, app: ASGIApp, *, limits: Limits, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._limits = limits
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        size = sum(len(name) + len(value) for name, value in headers)
+        if size > (limit := self._limits.max_header_bytes):
+            await _refuse(send, 431, f"the headers have {size:,} bytes, at most {limit:,} are allowed")
+            return
+        if self._keys and scope["path"] not in OPEN_ROUTES and not self._has_key(headers):
+            await _refuse(send, 401, "no valid API key; send 'Authorization: Bearer <key>'")
+            return
+        messages = await self._read(receive)
+        if messages is None:
+            limit = self._limits.max_body_bytes
+            await _refuse(send, 413, f"the body is larger than {limit:,} bytes")
+            return
+        await self._app(scope, _replay(messages, receive), send)
+
+    def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        sent = [value for name, value in headers if name.lower() == b"authorization"]
+        if len(sent) != 1 or not sent[0].startswith(b"Bearer "):
+            return False
+        # Every key is compared, in constant time each: the answer's delay tells nothing.
+        return any([hmac.compare_digest(sent[0][7:], key) for key in self._keys])
+
+    async def _read(self, receive: Receive) -> list[Message] | None:
+        """Return the whole body's messages; None when it is too large, however it was sent."""
+        messages: list[Message] = []
+        size = 0
+        while True:
+            message = await receive()
+            messages.append(message)
+            size += len(message.get("body", b""))
+            if size > self._limits.max_body_bytes:
+                return None
+            if message["type"] != "http.request" or not message.get("more_body"):
+                return messages
+
+
+def _replay(messages: list[Message], receive: Receive) -> Receive:
+    """Return a receive that hands out what was read, and then waits for the client to leave."""
+    pending = iter(messages)
+
+    async def replay() -> Message:
+        for message in pending:
+            return message
+        return await receive()
+
+    return replay
+
+
+async def _refuse(send: Send, status: int, message: str) -> None:
+    kind = kind_of_status(status)
+    body = json.dumps(error_body(kind, message)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in headers_of(kind).items()]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

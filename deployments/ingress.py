@@ -1,0 +1,294 @@
+"""Ingress: HTTP in, text out. Parses, checks and tokenizes requests, and writes what the Router streams back."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from importlib.metadata import version
+from typing import Any, Protocol
+
+from prometheus_client import Metric
+from starlette.types import ASGIApp
+
+from cluster.config import GroupConfig
+from deployments import responses as r
+from deployments.config import AppConfig, api_keys, group_config
+from deployments.errors import describe
+from deployments.generation import Generation, choice_index
+from deployments.metrics import exposition
+from deployments.parameters import check_token_ids, sampling_params
+from deployments.prompts import PromptEncoder
+from deployments.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deployments.router import Description
+from deployments.routes import make_api
+from deployments.writing import ChatWriter, CompletionWriter
+from engine.errors import RequestError, UnknownModelError
+from engine.sequence import RequestOutput
+from engine.vocabulary import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+HEALTH_TIMEOUT_S = 5.0
+
+
+class RouterHandle(Protocol):
+    """What the Ingress asks of Routers; Serve's handle behind `ServeRouters`, or a fake."""
+
+    def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
+        """Stream a request's rounds."""
+        ...
+
+    async def describe(self) -> Description:
+        """Return what is served."""
+        ...
+
+    async def collect(self) -> list[list[Metric]]:
+        """Return the metrics of every replica."""
+        ...
+
+    async def check_progress(self) -> None:
+        """Raise unless rounds are being finished while there is work."""
+        ...
+
+
+class ServeRouters:
+    """Serve's handle to the Routers; errors come out as what the Router raised."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
+        """Stream a request's rounds from the replica that takes it."""
+        rounds = self._handle.generate.options(stream=True).remote(request)
+        try:
+            async for outputs in rounds:
+                yield outputs
+        except Exception as error:
+            # Ray wraps what a replica raised in a subclass whose text is a traceback.
+            raise getattr(error, "cause", None) or error from None
+        finally:
+            rounds.cancel()
+
+    async def describe(self) -> Description:
+        """Return what is served."""
+        description: Description = await self._handle.describe.remote()
+        return description
+
+    async def collect(self) -> list[list[Metric]]:
+        """Return the metrics of every replica."""
+        return list(await self._handle.broadcast("collect").results_async(timeout_s=HEALTH_TIMEOUT_S))
+
+    async def check_progress(self) -> None:
+        """Raise unless rounds are being finished while there is work."""
+        await self._handle.check_progress.remote()
+
+
+class Ingress:
+    """One HTTP replica: a tokenizer, the limits, and a handle to the Routers."""
+
+    async def __init__(self, config: AppConfig, routers: Any, base_url: str = "") -> None:
+        """Load the tokenizer and wait for the first Router."""
+        self.config = config
+        self._routers: RouterHandle = ServeRouters(routers)
+        self._group: GroupConfig = group_config(config)
+        self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, self._group.target))
+        self._description = await self._routers.describe()
+        self._started = int(time.time())
+        _announce(config, self._description, base_url)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the HTTP application; Serve calls this when the replica starts."""
+        return make_api(self, limits=self.config.limits, keys=api_keys(self.config))
+
+    async def complete(self, request: CompletionRequest) -> "Answer":
+        """Check and queue nothing yet: return the answer to a completion request.
+
+        Raises:
+            RequestError: naming the field, the value and the limit.
+        """
+        self._check_model(request.model)
+        prompts = await self._prompts(request)
+        return self._answer(request, prompts, "cmpl")
+
+    async def chat(self, request: ChatCompletionRequest) -> "Answer":
+        """Return the answer to a chat request.
+
+        Raises:
+            RequestError: naming the field, the value and the limit.
+        """
+        self._check_model(request.model)
+        room = self._description.limits.max_model_len
+        prompt = await self._encoder.run(self._encoder.encode_chat, request.messages, room)
+        return self._answer(request, [prompt], "chatcmpl")
+
+    def models(self) -> r.ModelList:
+        """Return the served model."""
+        card = r.ModelCard(
+            id=self.config.model_name,
+            object="model",
+            created=self._started,
+            owned_by="paceline",
+            root=self.config.target_path,
+            max_model_len=self._description.limits.max_model_len,
+        )
+        return r.ModelList(object="list", data=[card])
+
+    async def tokenize(self, request: TokenizeRequest) -> r.Tokens:
+        """Return the token ids of a text or a conversation.
+
+        Raises:
+            RequestError: neither or both were sent.
+        """
+        self._check_model(request.model)
+        room = self._description.limits.max_model_len
+        if (request.prompt is None) == (request.messages is None):
+            raise RequestError("send either prompt or messages", "prompt")
+        if request.messages is not None:
+            ids = await self._encoder.run(self._encoder.encode_chat, request.messages, room)
+        else:
+            ids = await self._encoder.run(self._encoder.encode, request.prompt, room)
+        extra = {"token_strs": self._encoder.token_texts(ids)} if request.return_token_strs else {}
+        return r.Tokens(count=len(ids), max_model_len=room, tokens=ids, **extra)
+
+    async def detokenize(self, request: DetokenizeRequest) -> r.Text:
+        """Return the text of token ids.
+
+        Raises:
+            RequestError: an id that the model does not have.
+        """
+        self._check_model(request.model)
+        check_token_ids([request.tokens], self._description.limits, "tokens")
+        return r.Text(prompt=await self._encoder.run(self._encoder.decode, request.tokens))
+
+    async def check(self) -> None:
+        """Raise unless a Router makes progress."""
+        async with asyncio.timeout(HEALTH_TIMEOUT_S):
+            await self._routers.check_progress()
+
+    async def metrics(self) -> bytes:
+        """Return the metrics of all Routers, summed."""
+        return exposition(await self._routers.collect())
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self.config.model_name:
+            raise UnknownModelError(f"model is {model[:100]!r}, this server has {self.config.model_name!r}", "model")
+
+    async def _prompts(self, request: CompletionRequest) -> list[list[int]]:
+        """Return the prompts as token ids."""
+        prompt = request.prompt
+        several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+        if len(several) > (limit := self.config.limits.max_prompts):
+            raise RequestError(f"prompt has {len(several)} entries, at most {limit} are allowed", "prompt")
+        room = self._description.limits.max_model_len
+        prompts: list[list[int]] = []
+        for one in several:
+            is_text = isinstance(one, str)
+            prompts.append(await self._encoder.run(self._encoder.encode, one, room) if is_text else list(one))  # type: ignore[arg-type]
+        if any(not ids for ids in prompts):
+            raise RequestError("prompt is empty; it must have at least one token", "prompt")
+        check_token_ids(prompts, self._description.limits, "prompt")
+        return prompts
+
+    def _answer(
+        self, request: CompletionRequest | ChatCompletionRequest, prompts: list[list[int]], kind: str
+    ) -> "Answer":
+        request_id = f"{kind}-{secrets.token_hex(16)}"
+        speculative = request.speculative
+        write = CompletionWriter if isinstance(request, CompletionRequest) else ChatWriter
+        writer = write(
+            id=request_id,
+            model=self.config.model_name,
+            request=request,
+            prompts=prompts,
+            encoder=self._encoder,
+            num_speculative_tokens=self._description.limits.num_speculative_tokens,
+            metrics_level=(speculative and speculative.metrics) or self.config.per_request_spec_decode_metrics,
+        )
+        generation = Generation(
+            request_id=request_id,
+            prompts=prompts,
+            params=sampling_params(request, prompts, self._description.limits, self.config.limits),
+            timeout_s=self.config.limits.request_timeout_s,
+            cache_salt=request.cache_salt,
+        )
+        return Answer(writer, self._routers.generate(generation))
+
+
+class Answer:
+    """One response on its way: whole, or as server-sent events."""
+
+    def __init__(
+        self, writer: CompletionWriter | ChatWriter, rounds: AsyncGenerator[list[RequestOutput], None]
+    ) -> None:
+        self._writer = writer
+        self._rounds = rounds
+
+    async def whole(self) -> str:
+        """Return the body, when all is generated."""
+        try:
+            async for outputs in self._rounds:
+                for output in outputs:
+                    self._writer.choices[choice_index(output.request_id)].append(output)
+        finally:
+            await self._rounds.aclose()
+        return self._writer.whole().to_json()
+
+    async def events(self) -> AsyncIterator[str]:
+        """Wait for the first round, so that a refusal still has a status, then return the events."""
+        first = await anext(self._rounds, [])
+        return self._events(first)
+
+    async def _events(self, outputs: list[RequestOutput]) -> AsyncGenerator[str, None]:
+        writer, options = self._writer, self._writer.request.stream_options
+        try:
+            for chunk in writer.opening():
+                yield _event(chunk.to_json())
+            while outputs:
+                for output in outputs:
+                    choice = writer.choices[choice_index(output.request_id)]
+                    choice.append(output)
+                    yield _event(writer.chunk(choice, output).to_json())
+                outputs = await anext(self._rounds, [])
+            if options is not None and options.include_usage:
+                yield _event(writer.closing().to_json())
+        except Exception as error:
+            kind, body = describe(error)
+            if kind.status == 500:
+                logger.exception("request %s failed", writer.id)
+            yield _event(r.ErrorBody.model_validate(body).model_dump_json())
+        finally:
+            await self._rounds.aclose()
+        yield _event("[DONE]")
+
+
+def _event(data: str) -> str:
+    return f"data: {data}\n\n"
+
+
+def server_version() -> str:
+    """Return the version of the installed package."""
+    return version("paceline")
+
+
+def _announce(config: AppConfig, description: Description, base_url: str) -> None:
+    """Say what is served, where, and how to try it."""
+    target, draft = description.target, description.draft
+    pair = f"target {target.name} ({target.num_parameters / 1e6:.1f} M, {target.dtype}, {target.device})"
+    if config.tensor_parallel_size > 1:
+        pair += f" over {config.tensor_parallel_size} ranks"
+    if draft is None:
+        pair += ", no draft"
+    else:
+        pair += f", draft {draft.name} ({draft.num_parameters / 1e6:.1f} M, {draft.dtype}, {draft.device})"
+    curl = (
+        f"curl -s {base_url}/v1/completions -H 'Content-Type: application/json' "
+        f"""-d '{{"model": "{config.model_name}", "prompt": "This PEP proposes", "max_tokens": 48}}'"""
+    )
+    logger.info(
+        "serving %s; draft length %d; %s\n  %s",
+        pair,
+        description.limits.num_speculative_tokens,
+        base_url,
+        curl,
+    )

@@ -1,0 +1,122 @@
+"""Router: owns the sequences, runs the engine over its own speculation group, streams a chunk per round."""
+
+import logging
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from prometheus_client import Metric
+
+from cluster.group import SpeculationGroup
+from deployments.autoscaling import NUM_REQUESTS
+from deployments.config import AppConfig, group_config
+from deployments.generation import Generation
+from deployments.metrics import RouterMetrics
+from deployments.parameters import ModelLimits
+from deployments.rounds import RoundLoop
+from engine.engine import Engine
+from engine.errors import TargetError
+from engine.model import ModelInfo
+from engine.sequence import RequestOutput
+from engine.vocabulary import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a Router serves, for the Ingress and for people."""
+
+    target: ModelInfo
+    draft: ModelInfo | None
+    limits: ModelLimits
+
+
+class Router:
+    """One replica: one engine, one speculation group."""
+
+    async def __init__(self, config: AppConfig) -> None:
+        """Place and load the group; the replica is ready when this returns.
+
+        Raises:
+            ModelError: a model that cannot be served.
+            TargetError: the workers did not start.
+        """
+        settings = group_config(config)
+        started = time.monotonic()
+        logger.info("loading the target %s and the draft %s", config.target_path, config.draft_path or "(none)")
+        self._group = await SpeculationGroup.start(settings)
+        target = self._group.target_info
+        logger.info("models loaded in %.1f s", time.monotonic() - started)
+        self._engine = Engine(
+            settings.engine,
+            drafter=self._group.drafter,
+            verifier=self._group.verifier,
+            num_blocks=self._group.num_blocks,
+            vocab_size=target.vocab_size,
+            max_model_len=target.max_model_len,
+            eos_token_ids=target.eos_token_ids,
+            tokenizer=load_tokenizer(settings.target),
+        )
+        self._metrics = RouterMetrics(config.model_name, self._engine, self._group.drafter)
+        self._loop = RoundLoop(
+            self._engine,
+            self._group,
+            self._metrics,
+            max_recoveries=config.max_recoveries,
+            round_timeout_s=config.round_timeout_s,
+        )
+        self._description = Description(
+            target=target,
+            draft=self._group.draft_info,
+            limits=ModelLimits(target.vocab_size, self._engine.max_model_len, settings.engine.num_speculative_tokens),
+        )
+
+    async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
+        """Admit a request and yield its tokens, once per round; see `RoundLoop.generate` for what it raises."""
+        started = time.monotonic()
+        is_first = True
+        rounds = self._loop.generate(request)
+        try:
+            async for outputs in rounds:
+                if is_first:
+                    self._metrics.observe_first_token(time.monotonic() - started)
+                    is_first = False
+                yield outputs
+        finally:
+            # Not left to the garbage collector: closing it is what frees the blocks of a client that went away.
+            await rounds.aclose()
+
+    async def describe(self) -> Description:
+        """Return what this replica serves."""
+        return self._description
+
+    async def collect(self) -> list[Metric]:
+        """Return this replica's metrics."""
+        return self._metrics.collect()
+
+    async def check_progress(self) -> None:
+        """Raise unless rounds are being finished while there is work.
+
+        Raises:
+            TargetError: no progress.
+        """
+        self._loop.check()
+
+    async def check_health(self) -> None:
+        """Serve's health check: a replica that cannot bring its target back is replaced."""
+        self._loop.check()
+        try:
+            await self._group.check_health()
+        except TargetError as error:
+            await self._loop.recover_if_idle(error)
+
+    def record_autoscaling_stats(self) -> dict[str, int]:
+        """Report the queue depth to Serve's autoscaler."""
+        return {NUM_REQUESTS: self._engine.num_running + self._engine.num_waiting}
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_loop"):
+            await self._loop.stop()
+        if hasattr(self, "_group"):
+            await self._group.stop()

@@ -1,0 +1,121 @@
+"""The routes: a FastAPI application over an Ingress, and what every error looks like on the way out."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+
+from deployments import responses as r
+from deployments.config import Limits
+from deployments.errors import ErrorKind, describe, error_body, headers_of, kind_of_status, validation_message
+from deployments.guard import Guard
+from deployments.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+
+if TYPE_CHECKING:
+    from deployments.ingress import Answer, Ingress
+
+_STREAM = {"content": {"application/json": {}, "text/event-stream": {}}}
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": r.ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 431, 500, 503)
+}
+
+
+def make_api(ingress: "Ingress", *, limits: Limits, keys: Sequence[str]) -> FastAPI:
+    """Return the HTTP application of one Ingress."""
+    api = FastAPI(title="Paceline", redoc_url=None)
+    _handle_errors(api)
+
+    @api.post("/v1/completions", response_model=None, responses={200: {"model": r.Completion, **_STREAM}, **_ERRORS})
+    async def completions(request: CompletionRequest) -> Response:
+        """Continue a prompt."""
+        return await _respond(await ingress.complete(request), bool(request.stream))
+
+    @api.post(
+        "/v1/chat/completions", response_model=None, responses={200: {"model": r.ChatCompletion, **_STREAM}, **_ERRORS}
+    )
+    async def chat_completions(request: ChatCompletionRequest) -> Response:
+        """Answer a conversation."""
+        return await _respond(await ingress.chat(request), bool(request.stream))
+
+    @api.post("/tokenize", response_model=None, responses={200: {"model": r.Tokens}, **_ERRORS})
+    async def tokenize(request: TokenizeRequest) -> Response:
+        """Return the token ids of a text or a conversation."""
+        return _json(await ingress.tokenize(request))
+
+    @api.post("/detokenize", response_model=None, responses={200: {"model": r.Text}, **_ERRORS})
+    async def detokenize(request: DetokenizeRequest) -> Response:
+        """Return the text of token ids."""
+        return _json(await ingress.detokenize(request))
+
+    @api.get("/v1/models", response_model=None, responses={200: {"model": r.ModelList}, **_ERRORS})
+    async def models() -> Response:
+        """List the served model."""
+        return _json(ingress.models())
+
+    @api.get("/health", response_model=None, responses={200: {"model": r.Health}, **_ERRORS})
+    async def health() -> Response:
+        """Return 200 while rounds are being finished, 503 otherwise."""
+        await ingress.check()
+        return _json(r.Health(status="ok"))
+
+    @api.get("/ready", response_model=None, responses={200: {"model": r.Health}, **_ERRORS})
+    async def ready() -> Response:
+        """Return 200 when models are loaded and requests are taken."""
+        await ingress.check()
+        return _json(r.Health(status="ok"))
+
+    @api.get("/version", response_model=None, responses={200: {"model": r.Version}, **_ERRORS})
+    async def version() -> Response:
+        """Return the server's version."""
+        from deployments.ingress import server_version
+
+        return _json(r.Version(version=server_version()))
+
+    @api.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics() -> Response:
+        """Return Prometheus metrics, summed over all replicas."""
+        return Response(await ingress.metrics(), media_type=CONTENT_TYPE_LATEST)
+
+    api.add_middleware(Guard, limits=limits, api_keys=keys)
+    return api
+
+
+async def _respond(answer: "Answer", is_stream: bool) -> Response:
+    if not is_stream:
+        return Response(await answer.whole(), media_type="application/json")
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(await answer.events(), media_type="text/event-stream", headers=headers)
+
+
+def _json(body: r.ResponseModel) -> Response:
+    return Response(body.to_json(), media_type="application/json")
+
+
+def _handle_errors(api: FastAPI) -> None:
+    @api.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> Response:
+        message, param = validation_message(error.errors(), error.body)
+        return _error(ErrorKind(400, "invalid_request_error", None), error_body(kind_of_status(400), message, param))
+
+    @api.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        kind = kind_of_status(error.status_code)
+        message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
+        return _error(kind, error_body(kind, message))
+
+    async def raised(_: Request, error: Exception) -> Response:
+        return _error(*describe(error))
+
+    from deployments.errors import KINDS
+
+    for known in KINDS:
+        api.add_exception_handler(known, raised)
+    api.add_exception_handler(Exception, raised)
+
+
+def _error(kind: ErrorKind, body: dict[str, Any]) -> Response:
+    return JSONResponse(body, status_code=kind.status, headers=headers_of(kind))

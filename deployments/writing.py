@@ -1,0 +1,253 @@
+"""Writers: from the rounds of a request to OpenAI's bodies and chunks, for completions and for conversations."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from deployments import responses as r
+from deployments.choices import Choice, speculation_metrics, usage
+from deployments.prompts import PromptEncoder
+from deployments.requests import ChatCompletionRequest, CompletionRequest
+from engine.draft import TokenLogprobs
+from engine.sequence import RequestOutput
+
+
+@dataclass(slots=True)
+class Writer:
+    """What both kinds of response share: ids, figures and the state of every choice."""
+
+    id: str
+    model: str
+    request: CompletionRequest | ChatCompletionRequest
+    prompts: list[list[int]]
+    encoder: PromptEncoder
+    num_speculative_tokens: int
+    metrics_level: str
+    created: int = field(default_factory=lambda: int(time.time()))
+    choices: list[Choice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Prepare one choice per sequence."""
+        self.choices = [Choice(i, self.prompts[i // self.n]) for i in range(len(self.prompts) * self.n)]
+
+    @property
+    def n(self) -> int:
+        """Choices per prompt."""
+        return self.request.n or 1
+
+    @property
+    def common(self) -> dict[str, str | int]:
+        """The fields every body and chunk starts with."""
+        return {"id": self.id, "created": self.created, "model": self.model}
+
+    def figures(self) -> dict[str, r.Usage | r.RequestMetrics]:
+        """Return usage, and the acceptance figures if they are wanted."""
+        found: dict[str, r.Usage | r.RequestMetrics] = {"usage": usage(self.choices, self.n)}
+        if self.metrics_level != "none":
+            found["metrics"] = speculation_metrics(self.choices, self.metrics_level, self.num_speculative_tokens)
+        return found
+
+    def ids(self, token_ids: list[int]) -> dict[str, list[int]]:
+        """Return the token ids' field, if it is wanted."""
+        return {"token_ids": token_ids} if self.request.return_token_ids else {}
+
+    def continuous_usage(self) -> dict[str, r.Usage]:
+        """Return the usage so far, if every chunk is to carry it."""
+        options = self.request.stream_options
+        return {"usage": usage(self.choices, self.n)} if options and options.continuous_usage_stats else {}
+
+
+class ResponseWriter(Protocol):
+    """Writes one response, whole or in chunks."""
+
+    choices: list[Choice]
+
+    def opening(self) -> list[r.ResponseModel]:
+        """Return the chunks before the first round."""
+        ...
+
+    def chunk(self, choice: Choice, output: RequestOutput) -> r.ResponseModel:
+        """Return the chunk of one round of one choice."""
+        ...
+
+    def closing(self) -> r.ResponseModel:
+        """Return the chunk with the usage and no choices."""
+        ...
+
+    def whole(self) -> r.ResponseModel:
+        """Return the body of a response that was not streamed."""
+        ...
+
+
+class CompletionWriter(Writer):
+    """Writes text completions."""
+
+    def _echoes(self) -> bool:
+        return isinstance(self.request, CompletionRequest) and bool(self.request.echo)
+
+    def opening(self) -> list[r.ResponseModel]:
+        """Return the prompts, if they are to be echoed."""
+        if not self._echoes():
+            return []
+        return [
+            r.Completion(
+                **self.common,  # type: ignore[arg-type]
+                object="text_completion",
+                choices=[self._choice(choice, self._prompt_text(choice), [], None, None)],
+            )
+            for choice in self.choices
+        ]
+
+    def chunk(self, choice: Choice, output: RequestOutput) -> r.ResponseModel:
+        """Return the chunk of one round of one choice."""
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = self._logprobs(output.token_ids, output.logprobs)
+        piece = self._choice(choice, output.text, output.token_ids, logprobs, output)
+        return r.Completion(
+            **self.common,  # type: ignore[arg-type]
+            object="text_completion",
+            choices=[piece],
+            **self.continuous_usage(),  # type: ignore[arg-type]
+        )
+
+    def closing(self) -> r.ResponseModel:
+        """Return the chunk with the usage and no choices."""
+        return r.Completion(**self.common, object="text_completion", choices=[], **self.figures())  # type: ignore[arg-type]
+
+    def whole(self) -> r.ResponseModel:
+        """Return the body of a response that was not streamed."""
+        choices = []
+        for choice in self.choices:
+            text = self._prompt_text(choice) + choice.text if self._echoes() else choice.text
+            logprobs = self._logprobs(choice.token_ids, choice.logprobs) if choice.logprobs else None
+            choices.append(self._choice(choice, text, choice.token_ids, logprobs, choice))
+        return r.Completion(**self.common, object="text_completion", choices=choices, **self.figures())  # type: ignore[arg-type]
+
+    def _prompt_text(self, choice: Choice) -> str:
+        return self.encoder.decode(choice.prompt_token_ids, skip_special_tokens=True)
+
+    def _choice(
+        self,
+        choice: Choice,
+        text: str,
+        token_ids: list[int],
+        logprobs: r.CompletionLogprobs | None,
+        end: Choice | RequestOutput | None,
+    ) -> r.CompletionChoice:
+        return r.CompletionChoice(
+            index=choice.index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=end.finish_reason if end else None,
+            stop_reason=end.stop_reason if end else None,
+            **self.ids(token_ids),  # type: ignore[arg-type]
+        )
+
+    def _logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> r.CompletionLogprobs:
+        texts = self.encoder.token_texts(token_ids)
+        offsets, offset = [], 0
+        for text in texts:
+            offsets.append(offset)
+            offset += len(text)
+        return r.CompletionLogprobs(
+            text_offset=offsets,
+            token_logprobs=[position.logprob for position in logprobs],
+            tokens=texts,
+            top_logprobs=[
+                dict(zip(self.encoder.token_texts(position.top_ids), position.top_logprobs, strict=True))
+                | {text: position.logprob}
+                for text, position in zip(texts, logprobs, strict=True)
+            ],
+        )
+
+
+class ChatWriter(Writer):
+    """Writes the answers of a conversation."""
+
+    def opening(self) -> list[r.ResponseModel]:
+        """Return the chunk that says who speaks, one per choice."""
+        return [
+            self._chunk(
+                r.ChatChunkChoice(
+                    index=choice.index,
+                    delta=r.Delta(role="assistant", content=""),
+                    logprobs=None,
+                    finish_reason=None,
+                )
+            )
+            for choice in self.choices
+        ]
+
+    def chunk(self, choice: Choice, output: RequestOutput) -> r.ResponseModel:
+        """Return the chunk of one round of one choice."""
+        logprobs = self._logprobs(output.token_ids, output.logprobs) if output.logprobs is not None else None
+        return self._chunk(
+            r.ChatChunkChoice(
+                index=choice.index,
+                delta=r.Delta(content=output.text),
+                logprobs=logprobs,
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+                **self.ids(output.token_ids),  # type: ignore[arg-type]
+            )
+        )
+
+    def closing(self) -> r.ResponseModel:
+        """Return the chunk with the usage and no choices."""
+        return r.ChatCompletionChunk(
+            **self.common,  # type: ignore[arg-type]
+            object="chat.completion.chunk",
+            choices=[],
+            **self.figures(),  # type: ignore[arg-type]
+        )
+
+    def whole(self) -> r.ResponseModel:
+        """Return the body of a response that was not streamed."""
+        choices = [
+            r.ChatChoice(
+                index=choice.index,
+                message=r.AssistantMessage(role="assistant", content=choice.text),
+                logprobs=self._logprobs(choice.token_ids, choice.logprobs) if choice.logprobs else None,
+                finish_reason=choice.finish_reason,
+                stop_reason=choice.stop_reason,
+                **self.ids(choice.token_ids),  # type: ignore[arg-type]
+            )
+            for choice in self.choices
+        ]
+        return r.ChatCompletion(
+            **self.common,  # type: ignore[arg-type]
+            object="chat.completion",
+            choices=choices,
+            **self.figures(),  # type: ignore[arg-type]
+        )
+
+    def _chunk(self, choice: r.ChatChunkChoice) -> r.ChatCompletionChunk:
+        return r.ChatCompletionChunk(
+            **self.common,  # type: ignore[arg-type]
+            object="chat.completion.chunk",
+            choices=[choice],
+            **self.continuous_usage(),  # type: ignore[arg-type]
+        )
+
+    def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> r.ChatLogprobs:
+        texts = self.encoder.token_texts(token_ids)
+        return r.ChatLogprobs(
+            content=[
+                r.TokenLogprob(
+                    **_alternative(text, position.logprob),
+                    top_logprobs=[
+                        r.TopLogprob(**_alternative(top, logprob))
+                        for top, logprob in zip(
+                            self.encoder.token_texts(position.top_ids), position.top_logprobs, strict=True
+                        )
+                    ],
+                )
+                for text, position in zip(texts, logprobs, strict=True)
+            ]
+        )
+
+
+def _alternative(text: str, logprob: float) -> dict[str, object]:
+    return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from engine.errors import PacelineError
+from engine.training import evaluate as evaluation
 from engine.training.distill import DistillOptions, distill
 from engine.training.errors import TrainingError
 from engine.training.loop import Plan
@@ -18,13 +20,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m engine.training", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, add in (("pretrain", _add_pretrain), ("distill", _add_distill)):
+    for name, add in (("pretrain", _add_pretrain), ("distill", _add_distill), ("evaluate", _add_evaluate)):
         add(commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter))
     arguments = parser.parse_args(argv)
     console = Console(stderr=True)
     try:
         return int(arguments.run(arguments, console))
-    except TrainingError as error:
+    except PacelineError as error:
         console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
         return 1
 
@@ -87,6 +89,30 @@ def _run_distill(arguments: argparse.Namespace, console: Console) -> bool:
     plan = Plan(arguments.steps, 60 * arguments.checkpoint_minutes, arguments.reports)
     draft = arguments.draft or Size.parse(arguments.draft_size)
     return not distill(arguments.files, arguments.target, draft, arguments.output, options, plan, console)
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", type=Path, default=evaluation.BUNDLED_TARGET, help="the target's directory")
+    parser.add_argument("--draft", type=Path, default=evaluation.BUNDLED_DRAFT, help="the draft's directory")
+    parser.add_argument("--prompts", type=Path, default=evaluation.BUNDLED_PROMPTS, help="text or JSON lines")
+    parser.add_argument("--corpus", type=Path, nargs="+", default=[], help="measure the held-out loss on these files")
+    parser.add_argument("--k", type=int, default=4, help="draft tokens per round in the acceptance table")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--png", type=Path, default=Path("speedup.png"), help="draw predicted speed-up against k")
+    parser.set_defaults(run=_run_evaluate)
+
+
+def _run_evaluate(arguments: argparse.Namespace, console: Console) -> bool:
+    if arguments.k < 1:
+        raise TrainingError(f"--k is {arguments.k}, it must be at least 1")
+    prompts = evaluation.read_prompts(arguments.prompts)
+    with console.status("measuring"):
+        measured = evaluation.evaluate(arguments.target, arguments.draft, prompts, arguments.corpus)
+    evaluation.show(measured, arguments.k, Console())
+    evaluation.draw_chart(measured, arguments.png)
+    if arguments.json:
+        evaluation.write_json(measured, arguments.k, arguments.json)
+    return False
 
 
 if __name__ == "__main__":

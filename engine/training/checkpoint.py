@@ -4,6 +4,7 @@ A file is written whole under another name and then renamed, so whatever fails, 
 checkpoint stays where it was.
 """
 
+import contextlib
 import io
 import os
 import pickle
@@ -34,7 +35,8 @@ def write_whole(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         kept = "; the last one is kept" if path.exists() else ""
         raise TrainingError(f"cannot write {path}: {error.strerror or error}{kept}") from error
 

@@ -18,13 +18,14 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.training.acceptance import TEMPERATURES, Continuations, continue_prompts
+from engine.config import ModelConfig
+from engine.training.acceptance import CONTINUATION_TOKENS, TEMPERATURES, Continuations, continue_prompts
 from engine.training.checkpoint import Checkpointer, load_tensor, save_model, save_tensor
 from engine.training.corpus import Batches, Corpus, Rows, read_corpus, render, tokenize
 from engine.training.loop import Plan, autocast, train
 from engine.training.models import Size, build_model, count_parameters, load_model
 from engine.training.optimizer import make_optimizers
-from engine.training.tokenizer import check_same_tokens
+from engine.vocabulary import check_same_vocabulary
 
 PROMPT_TOKENS = 64
 HELD_OUT_PROMPTS = 32
@@ -87,7 +88,7 @@ def distill(
     """Distil the target into a draft and write it to `output`; False if interrupted."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target, tokenizer = load_model(target_folder, device)
-    model = load_draft(draft, tokenizer, options.seed).to(device)  # type: ignore[arg-type]
+    model = load_draft(draft, target_folder, tokenizer, options.seed).to(device)  # type: ignore[arg-type]
     corpus = read_corpus(paths)
     tokens = tokenize(render(corpus.training, tokenizer), tokenizer)
     console.log(
@@ -115,12 +116,14 @@ def distill(
     return True
 
 
-def load_draft(draft: Path | Size, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+def load_draft(
+    draft: Path | Size, target_folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int
+) -> PreTrainedModel:
     """Load a draft that shares the target's tokens, or initialise one of a given size."""
     if isinstance(draft, Size):
         return build_model(draft, tokenizer, seed)
-    model, its_tokenizer = load_model(draft)
-    check_same_tokens(tokenizer, its_tokenizer)
+    model, _ = load_model(draft)
+    check_same_vocabulary(ModelConfig(str(target_folder)), ModelConfig(str(draft)))
     return model
 
 
@@ -128,9 +131,11 @@ def continue_held_out(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, corpus: Corpus
 ) -> list[Continuations]:
     """Let the target continue the beginnings of held-out pieces, once per temperature."""
-    encoded = [tokenizer(piece.text)["input_ids"][:PROMPT_TOKENS] for piece in corpus.held_out]
+    context = target.config.max_position_embeddings
+    length, num_new = min(PROMPT_TOKENS, context // 2), min(CONTINUATION_TOKENS, context // 2)
+    encoded = [tokenizer(piece.text, verbose=False)["input_ids"][:length] for piece in corpus.held_out]
     prompts = [row for row in encoded if row][:HELD_OUT_PROMPTS]
-    return [continue_prompts(target, prompts, 2 * PROMPT_TOKENS, t) for t in TEMPERATURES]
+    return [continue_prompts(target, prompts, num_new, t) for t in TEMPERATURES]
 
 
 def show_acceptance(held_out: list[Continuations], draft: PreTrainedModel, when: str, console: Console) -> None:

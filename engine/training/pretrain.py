@@ -1,5 +1,6 @@
 """`pretrain`: a tokenizer and a Llama-architecture model from plain-text files."""
 
+import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,12 +10,14 @@ import torch.nn.functional as F
 from rich.console import Console
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.training.checkpoint import Checkpointer, save_model
+from engine.training.checkpoint import Checkpointer, save_model, write_whole
 from engine.training.corpus import Batches, Corpus, Piece, read_corpus, render, tokenize
 from engine.training.loop import Plan, autocast, train
 from engine.training.models import Size, build_model, count_parameters
 from engine.training.optimizer import make_optimizers
 from engine.training.tokenizer import train_tokenizer
+
+TRAINING_RECORD = "training.json"
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,8 @@ def pretrain(paths: list[Path], output: Path, options: PretrainOptions, plan: Pl
         return False
     loss = held_out_loss(model, tokenizer, corpus.held_out)
     save_model(output, model, tokenizer)
+    record = {"held_out_loss": round(loss, 4), "steps": plan.steps, "options": asdict(options)}
+    write_whole(output / TRAINING_RECORD, (json.dumps(record, indent=2) + "\n").encode())
     console.log(f"held-out loss {loss:.3f} nats/token; wrote {output}")
     return True
 

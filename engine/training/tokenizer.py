@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from engine.training.errors import TrainingError
 
@@ -48,17 +48,3 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, context: int) -> PreT
     )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def check_same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
-    """Raise unless both tokenizers give every token the same id.
-
-    The tokenizers are compared, not `vocab_size`: families pad the latter differently.
-    """
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    if ours != theirs:
-        differing = sum(theirs.get(token) != i for token, i in ours.items())
-        raise TrainingError(
-            f"the draft's tokenizer differs from the target's: {len(theirs):,} tokens against "
-            f"{len(ours):,}, {differing:,} with another id"
-        )

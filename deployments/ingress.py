@@ -27,7 +27,7 @@ from engine.errors import RequestError, UnknownModelError
 from engine.sequence import RequestOutput
 from engine.vocabulary import load_tokenizer
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 HEALTH_TIMEOUT_S = 5.0
 

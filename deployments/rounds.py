@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.errors import TargetError
 from engine.sequence import RequestOutput
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 RECOVERY_PAUSE_S = 1.0
 

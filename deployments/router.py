@@ -20,7 +20,7 @@ from engine.model import ModelInfo
 from engine.sequence import RequestOutput
 from engine.vocabulary import load_tokenizer
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 
 @dataclass(frozen=True, slots=True)

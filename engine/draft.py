@@ -108,7 +108,7 @@ class Drafter(Protocol):
     """Proposes draft tokens; may always answer with empty drafts, and never raises for its own failures."""
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return one draft per row, at most `num_draft_tokens` deep each."""
+        """Return one draft per row, of at most `num_draft_tokens` nodes each."""
         ...
 
     def release(self, request_id: str) -> None:

@@ -1,0 +1,53 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from engine.config import ModelConfig
+from engine.model import CausalLM
+
+VOCAB = 64
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def save_llama(path, *, seed, layers=2, hidden=32):
+    """A random Llama with sharp distributions: weights as initialised would make every token alike."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=hidden // 4,
+        max_position_embeddings=512,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def target_path(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("target"), seed=1)
+
+
+@pytest.fixture(scope="session")
+def target(target_path):
+    return CausalLM.load(ModelConfig(target_path, dtype="float32", device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def draft(tmp_path_factory):
+    path = save_llama(tmp_path_factory.mktemp("draft"), seed=2, layers=1, hidden=16)
+    return CausalLM.load(ModelConfig(path, dtype="float32", device="cpu"))

@@ -1,0 +1,87 @@
+"""Models whose law is known exactly, drafters that misbehave on purpose, and a byte tokenizer."""
+
+import random
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from engine.attention import KVTensors
+from engine.batch import ForwardBatch
+from engine.draft import Draft, Drafter, ProposeRow
+from engine.model import ModelInfo
+
+
+class MarkovModel:
+    """A model in which the next token depends on the last one only: its joint law can be written down."""
+
+    def __init__(self, transitions: torch.Tensor, eos_token_ids: Sequence[int] = ()) -> None:
+        self.transitions = transitions
+        self.device = torch.device("cpu")
+        vocab = transitions.shape[0]
+        self.info = ModelInfo("markov", vocab, 4096, list(eos_token_ids), vocab * vocab, "float32", "cpu")
+
+    def kv_tensors(self, num_blocks: int, block_size: int) -> KVTensors:
+        return KVTensors((1, 1, 1), num_blocks, block_size, torch.empty(0))
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        return self.transitions[batch.token_ids[batch.logit_indices]].log()
+
+
+class ConstantDrafter:
+    """Always proposes the same token: always wrong where the target never draws it."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        return [Draft([self.token] * row.num_draft_tokens, list(range(-1, row.num_draft_tokens - 1))) for row in rows]
+
+    def release(self, request_id: str) -> None:
+        pass
+
+
+class TreeDrafter:
+    """Proposes random trees: siblings, and paths that are no prefix of the nodes."""
+
+    def __init__(self, tokens: Sequence[int], seed: int = 0) -> None:
+        self.tokens = list(tokens)
+        self.random = random.Random(seed)
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        return [self._tree(row.num_draft_tokens) for row in rows]
+
+    def _tree(self, num_nodes: int) -> Draft:
+        parents = [self.random.randrange(-1, node) for node in range(num_nodes)]
+        return Draft([self.random.choice(self.tokens) for _ in parents], parents)
+
+    def release(self, request_id: str) -> None:
+        pass
+
+
+class ForgetfulDrafter:
+    """Passes proposals on, but cuts some short, drops some, and forgets requests."""
+
+    def __init__(self, drafter: Drafter, seed: int = 0) -> None:
+        self.drafter = drafter
+        self.random = random.Random(seed)
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        for row in rows:
+            if self.random.random() < 0.2:
+                self.drafter.release(row.request_id)
+        drafts = await self.drafter.propose(rows)
+        lengths = [self.random.choice([0, 1, 2, 8]) for _ in drafts]
+        return [Draft(d.token_ids[:n], d.parents[:n]) for d, n in zip(drafts, lengths, strict=True)]
+
+    def release(self, request_id: str) -> None:
+        self.drafter.release(request_id)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """One token per byte, so that half characters are common."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

@@ -1,5 +1,7 @@
 """app(config): the only place where deployments are made and bound to one another."""
 
+from typing import Any
+
 import ray
 from ray import serve
 from ray.serve import Application
@@ -21,7 +23,7 @@ def app(config: AppConfig) -> Application:
     num_gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
     bundles = placement_bundles(settings, num_gpus=num_gpus)
     scaling = autoscaling_config(config.autoscaling)
-    router = serve.deployment(
+    router: Any = serve.deployment(
         Router,
         name="Router",
         ray_actor_options={"num_cpus": bundles[0]["CPU"]},
@@ -32,7 +34,7 @@ def app(config: AppConfig) -> Application:
         max_constructor_retry_count=1,
         **({"autoscaling_config": scaling} if scaling else {"num_replicas": config.autoscaling.min_replicas}),
     )
-    ingress = serve.deployment(
+    ingress: Any = serve.deployment(
         serve.ingress()(Ingress),
         name="Ingress",
         ray_actor_options={"num_cpus": 0.1},
@@ -40,4 +42,5 @@ def app(config: AppConfig) -> Application:
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         max_constructor_retry_count=1,
     )
-    return ingress.bind(config, router.bind(config), BASE_URL)
+    application: Application = ingress.bind(config, router.bind(config), BASE_URL)
+    return application

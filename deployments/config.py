@@ -1,7 +1,8 @@
 """AppConfig: everything an operator may set, with defaults for a laptop.
 
-`serve run deployments:app name=value ...` passes flat strings; a Serve config file passes typed, nested `args:`. Both end
-here, and a wrong name or value is refused in one line. The only environment variable of the package is read here.
+`serve run deployments:app name=value ...` passes flat strings; a Serve config file passes typed, nested `args:`.
+Both end here, and a wrong name or value is refused in one line. The only environment variable of the package is
+read here.
 """
 
 import difflib
@@ -130,7 +131,9 @@ class AppConfig(BaseModel):
     enable_prefix_caching: bool = True
     """Whether requests share the KV blocks of equal prefixes."""
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
-    """Acceptance figures in every response, in vLLM's format; a request can ask for its own by `speculative.metrics`."""
+    """Acceptance figures in every response, in vLLM's format; a request can ask for its own by
+    `speculative.metrics`.
+    """
     max_recoveries: int = Field(3, ge=0)
     """Target restarts in a row, without a finished round between them, before clients get an error."""
     round_timeout_s: float = Field(120.0, gt=0)

@@ -137,7 +137,7 @@ def _path_in(body: object, loc: Sequence[str | int]) -> list[str]:
         if (isinstance(node, dict) and part in node) or (
             isinstance(node, list) and isinstance(part, int) and part < len(node)
         ):
-            node = node[part]
+            node = node[part]  # type: ignore[index]
         else:
             continue
         path.append(str(part))

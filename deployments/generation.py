@@ -36,7 +36,8 @@ class Generation:
     def sequences(self) -> list[SequenceRequest]:
         """Return the sequences; choice `i` of the response is the `i`-th.
 
-        Choice j of a prompt draws with the seed plus j, so that each prompt of a batch gets the text it would get alone.
+        Choice j of a prompt draws with the seed plus j, so that each prompt of a batch gets the text it would
+        get alone.
         """
         sequences = []
         for index in range(self.num_choices):

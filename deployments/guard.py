@@ -49,7 +49,8 @@ class Guard:
         if len(sent) != 1 or not sent[0].startswith(b"Bearer "):
             return False
         # Every key is compared, in constant time each: the answer's delay tells nothing.
-        return any([hmac.compare_digest(sent[0][7:], key) for key in self._keys])
+        matches = [hmac.compare_digest(sent[0][7:], key) for key in self._keys]
+        return any(matches)
 
     async def _read(self, receive: Receive) -> list[Message] | None:
         """Return the whole body's messages; None when it is too large, however it was sent."""

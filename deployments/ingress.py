@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from prometheus_client import Metric
 from starlette.types import ASGIApp
 
-from cluster.config import GroupConfig
 from deployments import responses as r
 from deployments.config import AppConfig, api_keys, group_config
 from deployments.errors import describe
@@ -64,7 +63,7 @@ class ServeRouters:
         try:
             async for outputs in rounds:
                 yield outputs
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, it goes on to the caller
             # Ray wraps what a replica raised in a subclass whose text is a traceback.
             raise getattr(error, "cause", None) or error from None
         finally:
@@ -87,12 +86,13 @@ class ServeRouters:
 class Ingress:
     """One HTTP replica: a tokenizer, the limits, and a handle to the Routers."""
 
-    async def __init__(self, config: AppConfig, routers: Any, base_url: str = "") -> None:
+    async def __init__(  # type: ignore[misc]
+        self, config: AppConfig, routers: Any, base_url: str = ""
+    ) -> None:
         """Load the tokenizer and wait for the first Router."""
         self.config = config
         self._routers: RouterHandle = ServeRouters(routers)
-        self._group: GroupConfig = group_config(config)
-        self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, self._group.target))
+        self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, group_config(config).target))
         self._description = await self._routers.describe()
         self._started = int(time.time())
         _announce(config, self._description, base_url)
@@ -236,7 +236,7 @@ class Answer:
 
     async def events(self) -> AsyncIterator[str]:
         """Wait for the first round, so that a refusal still has a status, then return the events."""
-        first = await anext(self._rounds, [])
+        first: list[RequestOutput] = await anext(self._rounds, [])
         return self._events(first)
 
     async def _events(self, outputs: list[RequestOutput]) -> AsyncGenerator[str, None]:

@@ -59,7 +59,8 @@ class PromptEncoder:
         conversation = []
         for message, text in zip(messages, texts, strict=True):
             if self._holds_special_token(text):
-                # Letters and digits only, so that no template and no normalizer changes it; random, so that no client knows it.
+                # Letters and digits only, so that no template and no normalizer changes it; random, so that no
+                # client knows it.
                 stand_in = f"text{secrets.token_hex(16)}"
                 stand_ins[stand_in] = text
                 text = stand_in

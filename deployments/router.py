@@ -35,7 +35,7 @@ class Description:
 class Router:
     """One replica: one engine, one speculation group."""
 
-    async def __init__(self, config: AppConfig) -> None:
+    async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]
         """Place and load the group; the replica is ready when this returns.
 
         Raises:

@@ -18,7 +18,7 @@ from deployments.requests import ChatCompletionRequest, CompletionRequest, Detok
 if TYPE_CHECKING:
     from deployments.ingress import Answer, Ingress
 
-_STREAM = {"content": {"application/json": {}, "text/event-stream": {}}}
+_STREAM: dict[str, Any] = {"content": {"application/json": {}, "text/event-stream": {}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": r.ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 431, 500, 503)
 }

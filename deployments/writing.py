@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from deployments import responses as r
 from deployments.choices import Choice, speculation_metrics, usage
@@ -37,22 +37,22 @@ class Writer:
         return self.request.n or 1
 
     @property
-    def common(self) -> dict[str, str | int]:
+    def common(self) -> dict[str, Any]:
         """The fields every body and chunk starts with."""
         return {"id": self.id, "created": self.created, "model": self.model}
 
-    def figures(self) -> dict[str, r.Usage | r.RequestMetrics]:
+    def figures(self) -> dict[str, Any]:
         """Return usage, and the acceptance figures if they are wanted."""
-        found: dict[str, r.Usage | r.RequestMetrics] = {"usage": usage(self.choices, self.n)}
+        found: dict[str, Any] = {"usage": usage(self.choices, self.n)}
         if self.metrics_level != "none":
             found["metrics"] = speculation_metrics(self.choices, self.metrics_level, self.num_speculative_tokens)
         return found
 
-    def ids(self, token_ids: list[int]) -> dict[str, list[int]]:
+    def ids(self, token_ids: list[int]) -> dict[str, Any]:
         """Return the token ids' field, if it is wanted."""
         return {"token_ids": token_ids} if self.request.return_token_ids else {}
 
-    def continuous_usage(self) -> dict[str, r.Usage]:
+    def continuous_usage(self) -> dict[str, Any]:
         """Return the usage so far, if every chunk is to carry it."""
         options = self.request.stream_options
         return {"usage": usage(self.choices, self.n)} if options and options.continuous_usage_stats else {}
@@ -92,7 +92,7 @@ class CompletionWriter(Writer):
             return []
         return [
             r.Completion(
-                **self.common,  # type: ignore[arg-type]
+                **self.common,
                 object="text_completion",
                 choices=[self._choice(choice, self._prompt_text(choice), [], None, None)],
             )
@@ -106,15 +106,15 @@ class CompletionWriter(Writer):
             logprobs = self._logprobs(output.token_ids, output.logprobs)
         piece = self._choice(choice, output.text, output.token_ids, logprobs, output)
         return r.Completion(
-            **self.common,  # type: ignore[arg-type]
+            **self.common,
             object="text_completion",
             choices=[piece],
-            **self.continuous_usage(),  # type: ignore[arg-type]
+            **self.continuous_usage(),
         )
 
     def closing(self) -> r.ResponseModel:
         """Return the chunk with the usage and no choices."""
-        return r.Completion(**self.common, object="text_completion", choices=[], **self.figures())  # type: ignore[arg-type]
+        return r.Completion(**self.common, object="text_completion", choices=[], **self.figures())
 
     def whole(self) -> r.ResponseModel:
         """Return the body of a response that was not streamed."""
@@ -123,7 +123,7 @@ class CompletionWriter(Writer):
             text = self._prompt_text(choice) + choice.text if self._echoes() else choice.text
             logprobs = self._logprobs(choice.token_ids, choice.logprobs) if choice.logprobs else None
             choices.append(self._choice(choice, text, choice.token_ids, logprobs, choice))
-        return r.Completion(**self.common, object="text_completion", choices=choices, **self.figures())  # type: ignore[arg-type]
+        return r.Completion(**self.common, object="text_completion", choices=choices, **self.figures())
 
     def _prompt_text(self, choice: Choice) -> str:
         return self.encoder.decode(choice.prompt_token_ids, skip_special_tokens=True)
@@ -142,7 +142,7 @@ class CompletionWriter(Writer):
             logprobs=logprobs,
             finish_reason=end.finish_reason if end else None,
             stop_reason=end.stop_reason if end else None,
-            **self.ids(token_ids),  # type: ignore[arg-type]
+            **self.ids(token_ids),
         )
 
     def _logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> r.CompletionLogprobs:
@@ -190,17 +190,17 @@ class ChatWriter(Writer):
                 logprobs=logprobs,
                 finish_reason=output.finish_reason,
                 stop_reason=output.stop_reason,
-                **self.ids(output.token_ids),  # type: ignore[arg-type]
+                **self.ids(output.token_ids),
             )
         )
 
     def closing(self) -> r.ResponseModel:
         """Return the chunk with the usage and no choices."""
         return r.ChatCompletionChunk(
-            **self.common,  # type: ignore[arg-type]
+            **self.common,
             object="chat.completion.chunk",
             choices=[],
-            **self.figures(),  # type: ignore[arg-type]
+            **self.figures(),
         )
 
     def whole(self) -> r.ResponseModel:
@@ -212,23 +212,23 @@ class ChatWriter(Writer):
                 logprobs=self._logprobs(choice.token_ids, choice.logprobs) if choice.logprobs else None,
                 finish_reason=choice.finish_reason,
                 stop_reason=choice.stop_reason,
-                **self.ids(choice.token_ids),  # type: ignore[arg-type]
+                **self.ids(choice.token_ids),
             )
             for choice in self.choices
         ]
         return r.ChatCompletion(
-            **self.common,  # type: ignore[arg-type]
+            **self.common,
             object="chat.completion",
             choices=choices,
-            **self.figures(),  # type: ignore[arg-type]
+            **self.figures(),
         )
 
     def _chunk(self, choice: r.ChatChunkChoice) -> r.ChatCompletionChunk:
         return r.ChatCompletionChunk(
-            **self.common,  # type: ignore[arg-type]
+            **self.common,
             object="chat.completion.chunk",
             choices=[choice],
-            **self.continuous_usage(),  # type: ignore[arg-type]
+            **self.continuous_usage(),
         )
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> r.ChatLogprobs:
@@ -249,5 +249,5 @@ class ChatWriter(Writer):
         )
 
 
-def _alternative(text: str, logprob: float) -> dict[str, object]:
+def _alternative(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(text.encode())}

@@ -23,9 +23,7 @@ _UNDERSTOOD = {"sliding_window", "dropout", "position_ids", "paged", "is_causal"
 class KVTensors:
     """Keys and values of all layers, each [num_blocks, block_size, kv_heads, head_dim]."""
 
-    def __init__(
-        self, shape: tuple[int, int, int], num_blocks: int, block_size: int, like: Tensor
-    ) -> None:
+    def __init__(self, shape: tuple[int, int, int], num_blocks: int, block_size: int, like: Tensor) -> None:
         layers, kv_heads, head_dim = shape
         size = (num_blocks, block_size, kv_heads, head_dim)
         self.block_size = block_size

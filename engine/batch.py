@@ -97,8 +97,8 @@ def _group(
     for row in rows:
         count = len(row.token_ids)
         tokens.append([*row.token_ids, *[0] * (length - count)])
-        table = row.block_ids[:num_blocks]
-        tables.append([*table, *[0] * (num_blocks - len(table))])
+        blocks = row.block_ids[:num_blocks]
+        tables.append([*blocks, *[0] * (num_blocks - len(blocks))])
         places.append(row.start)
         lengths.append(count)
     ids = torch.tensor(tokens, dtype=torch.int64, device=device)
@@ -179,6 +179,8 @@ def next_tokens(tables: Sequence[Sequence[int]], positions: Tensor, steps: int, 
     width = max(len(table) for table in tables) + 1
     table = torch.tensor([[*row, *[0] * (width - len(row))] for row in tables], dtype=torch.int64, device=device)
     places = positions + torch.arange(steps, device=device).unsqueeze(-1)
-    slots = table.gather(1, (places.T // kv.block_size).clamp_(max=width - 1)).T * kv.block_size + places % kv.block_size
+    slots = (
+        table.gather(1, (places.T // kv.block_size).clamp_(max=width - 1)).T * kv.block_size + places % kv.block_size
+    )
     groups = [Group(0, len(tables), 1, table[:, :-1].flatten(), row.unsqueeze(-1), None, False) for row in places]
     return NextTokens(kv, places, slots, groups, torch.arange(len(tables), device=device))

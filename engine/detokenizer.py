@@ -14,7 +14,12 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], *, stop: Sequence[str] = (), skip_special: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        skip_special: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special

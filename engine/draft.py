@@ -4,8 +4,8 @@ Words: *draft tokens* are proposed and not yet verified; *accepted* ones were ke
 puts in place of the first rejected one; *bonus* is the token after a fully accepted draft; *committed* tokens (accepted
 plus the recovered or bonus one) are final and visible.
 
-A draft is a tree: `parents[i]` is the index of node i's parent, -1 the committed tip, and `parents[i] < i`. A chain is the
-tree in which `parents[i] == i - 1`. An empty draft is ordinary decoding, on the same path.
+A draft is a tree: `parents[i]` is the index of node i's parent, -1 the committed tip, and `parents[i] < i`. A
+chain is the tree in which `parents[i] == i - 1`. An empty draft is ordinary decoding, on the same path.
 """
 
 from collections.abc import Sequence
@@ -90,8 +90,8 @@ class TokenLogprobs:
 class Verdict:
     """The tokens one request commits in a round: `num_accepted` draft tokens and one of the target's own.
 
-    `path` holds the draft nodes accepted, root first: their KV entries are the ones to keep. Empty `token_ids` mean that
-    the row was an unfinished prefill.
+    `path` holds the draft nodes accepted, root first: their KV entries are the ones to keep. Empty `token_ids`
+    mean that the row was an unfinished prefill.
     """
 
     token_ids: list[int] = field(default_factory=list)

@@ -155,7 +155,7 @@ class Engine:
             ("stop_token_ids", params.stop_token_ids),
             ("logit_bias", list(params.logit_bias)),
         ):
-            if ids and not (0 <= min(ids) and max(ids) < self.vocab_size):
+            if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
                 bad = next(i for i in ids if not 0 <= i < self.vocab_size)
                 raise RequestError(f"{name} holds token id {bad}, ids are 0 to {self.vocab_size - 1}", name)
         seed = secrets.randbits(63) if params.seed is None else params.seed

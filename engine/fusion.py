@@ -18,15 +18,16 @@ class FusedLinear(nn.Module):
     def __init__(self, linears: list[nn.Linear]) -> None:
         super().__init__()
         self.sizes = [linear.out_features for linear in linears]
-        self.weight = nn.Parameter(torch.cat([linear.weight for linear in linears]), requires_grad=False)
+        self.weight = nn.Parameter(torch.cat(tuple(linear.weight for linear in linears)), requires_grad=False)
         biases = [linear.bias for linear in linears]
         self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases[0] is not None else None
         self.pending: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the first projection of `x` and keep the others."""
-        first, *self.pending = F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)
-        return first
+        parts: tuple[Tensor, ...] = F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)  # type: ignore[no-untyped-call]
+        self.pending = list(parts[1:])
+        return parts[0]
 
 
 class FusedSibling(nn.Module):

@@ -1,8 +1,9 @@
 """BlockPool: which KV block belongs to whom; blocks of equal prefixes are shared. Ids only, no tensors.
 
 A block's content is named by the digest of all tokens up to its end, so two requests that start alike find the same
-block. A digest is given only to a full block of *committed, computed* tokens: what a rejected draft token left in a block
-is never named, and always overwritten before it can be attended to. Block 0 belongs to nobody: padding writes there.
+block. A digest is given only to a full block of *committed, computed* tokens: what a rejected draft token left
+in a block is never named, and always overwritten before it can be attended to. Block 0 belongs to nobody:
+padding writes there.
 """
 
 import hashlib

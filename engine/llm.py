@@ -179,7 +179,10 @@ class LLM:
 
 
 def run_in_process(coroutine: Coroutine[object, None, T]) -> T:
-    """Run a coroutine that never waits. Unlike `asyncio.run` this also works where a loop is running, as in a notebook."""
+    """Run a coroutine that never waits.
+
+    Unlike `asyncio.run` this also works where a loop is running, as in a notebook.
+    """
     try:
         coroutine.send(None)
     except StopIteration as stop:

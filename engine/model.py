@@ -173,7 +173,9 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
         raise ModelError(f"{config.path} is {kind}, an encoder-decoder; only decoder-only models are served")
     layer_types = set(getattr(text, "layer_types", None) or [])
     if strange := layer_types - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"{config.path} is {kind} with {', '.join(sorted(strange))} layers, whose state cannot roll back")
+        raise ModelError(
+            f"{config.path} is {kind} with {', '.join(sorted(strange))} layers, whose state cannot roll back"
+        )
     if type(model_config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"{config.path} is {kind}, which has no causal language model in transformers")
     architecture = AutoModelForCausalLM._model_mapping[type(model_config)]
@@ -185,16 +187,16 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
 def eos_token_ids(config: ModelConfig, model_config: PreTrainedConfig) -> list[int]:
     """Return every id that ends a generation, from the model's generation settings or its configuration."""
     try:
-        eos: Any = GenerationConfig.from_pretrained(config.path, revision=config.revision).eos_token_id
+        eos: Any = GenerationConfig.from_pretrained(config.path, revision=config.revision or "main").eos_token_id
     except OSError:
         eos = model_config.get_text_config().eos_token_id
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 def _load_whole(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        module = AutoModelForCausalLM.from_pretrained(
+        module: nn.Module = AutoModelForCausalLM.from_pretrained(
             config.path,
             revision=config.revision,
             dtype=dtype,
@@ -204,5 +206,4 @@ def _load_whole(config: ModelConfig, dtype: torch.dtype, device: torch.device) -
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot load {config.path}: {error}") from error
-    assert isinstance(module, nn.Module)
     return module.to(device)

@@ -61,9 +61,7 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Whether a token's logit depends on the tokens before it by counting."""
-        return (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 _RANGES: tuple[tuple[str, float, float], ...] = (

@@ -1,8 +1,8 @@
 """Scheduler: which requests share the next round, who waits, who is preempted, who is finished.
 
-Continuous batching with chunked prefill under one token budget: every running request gets its tip and its draft, what is
-left goes to prompts. When blocks run out, the youngest running request gives up its own and computes them again
-later: nothing that was committed is lost.
+Continuous batching with chunked prefill under one token budget: every running request gets its tip and its
+draft, what is left goes to prompts. When blocks run out, the youngest running request gives up its own and
+computes them again later: nothing that was committed is lost.
 """
 
 from collections import deque
@@ -43,7 +43,9 @@ class Scheduler:
             QueueFullError: max_queued_requests already wait.
         """
         if len(self.waiting) >= self.config.max_queued_requests:
-            raise QueueFullError(f"{len(self.waiting)} requests are waiting, the limit is {self.config.max_queued_requests}")
+            raise QueueFullError(
+                f"{len(self.waiting)} requests are waiting, the limit is {self.config.max_queued_requests}"
+            )
         self.waiting.append(sequence)
 
     def abort(self, request_id: str) -> None:
@@ -54,7 +56,7 @@ class Scheduler:
                 self._free(sequence)
 
     def reset(self) -> None:
-        """Send every running request back to waiting with its committed tokens: the memory behind the blocks is gone."""
+        """Send every running request back to waiting: the memory behind the blocks is gone, the tokens are not."""
         for sequence in reversed(self.running):
             self._free(sequence)
             self.waiting.appendleft(sequence)
@@ -115,7 +117,7 @@ class Scheduler:
         return ScheduledRow(sequence, length, max(0, min(wanted, room)))
 
     def _reserve(self, row: ScheduledRow, rows: list[ScheduledRow]) -> bool:
-        """Give the row's sequence the blocks it needs, preempting the youngest others; False if it was preempted itself."""
+        """Give the row its blocks, preempting the youngest others; False if it was preempted itself."""
         sequence = row.sequence
         while not self._grow(sequence, sequence.num_computed + row.length + row.num_draft_tokens):
             victim = self.running[-1]

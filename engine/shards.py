@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 
 from engine.attention import ATTENTION_NAME
 from engine.config import ModelConfig
@@ -47,7 +47,7 @@ def load_shard(
     """
     plan = _plan(config.path, model_config, shard.world_size)
     with torch.device("meta"):
-        module: nn.Module = AutoModelForCausalLM.from_config(
+        module: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             model_config, attn_implementation=ATTENTION_NAME, dtype=dtype
         )
     styles = {name: style for name, child in module.named_modules() if (style := _style(plan, name, child))}
@@ -123,7 +123,7 @@ def _read(config: ModelConfig, module: nn.Module, styles: dict[str, str], shard:
 def _slice(weight: "object", style: str | None, kind: str, shard: "Shard") -> Tensor:
     """Return this rank's part of one tensor in a file."""
     shape = weight.get_shape()  # type: ignore[attr-defined]
-    axis = {"colwise": 0, "rowwise": 1}.get(style or "", None)
+    axis = {"colwise": 0, "rowwise": 1}.get(style or "")
     if axis is None or (kind == "bias" and style == "rowwise"):
         return weight[:]  # type: ignore[index, no-any-return]
     part = shape[axis] // shard.world_size

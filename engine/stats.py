@@ -1,7 +1,7 @@
 """SpeculationStats: what the drafts were worth, in vLLM's counting.
 
-Acceptance rate = num_accepted_tokens / num_draft_tokens; mean acceptance length = 1 + num_accepted_tokens / num_drafts (bonus
-included); acceptance at position i = num_accepted_tokens_per_pos[i] / num_drafts.
+Acceptance rate = num_accepted_tokens / num_draft_tokens; mean acceptance length = 1 + num_accepted_tokens /
+num_drafts (bonus included); acceptance at position i = num_accepted_tokens_per_pos[i] / num_drafts.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """Whether a draft and a target mean the same by a token id.
 
-Compared are the tokenizers, not `vocab_size`: families pad their embeddings differently (Qwen2.5 does), and a model pair with
-equal sizes can still disagree, which would corrupt nothing but the acceptance rate, silently.
+Compared are the tokenizers, not `vocab_size`: families pad their embeddings differently (Qwen2.5 does), and a
+model pair with equal sizes can still disagree, which would corrupt nothing but the acceptance rate, silently.
 """
 
 from typing import Any
@@ -19,9 +19,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
         ModelError: there is none, or only a slow one.
     """
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            config.path, revision=config.revision, trust_remote_code=False
-        )
+        tokenizer: Any = AutoTokenizer.from_pretrained(config.path, revision=config.revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load a tokenizer from {config.path}: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

@@ -42,11 +42,7 @@ def test_a_room_imports_only_what_it_may_know(package: str) -> None:
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_no_file_postpones_its_annotations(package: str) -> None:
     """Ray Serve would hand the builder a raw dict instead of its config model, silently."""
-    offences = [
-        str(path.relative_to(ROOT))
-        for path in source_files(package)
-        if "__future__" in imported_modules(path)
-    ]
+    offences = [str(path.relative_to(ROOT)) for path in source_files(package) if "__future__" in imported_modules(path)]
     assert offences == []
 
 

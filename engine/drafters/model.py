@@ -1,8 +1,8 @@
 """ModelDrafter: a small model drafts a chain for every request of a batch, k forward passes for k tokens.
 
-It keeps the keys and values of the prefixes it has seen, as a cache: each proposal brings the committed tokens, the drafter
-keeps the longest common prefix of them and what it holds, and computes the rest. A rejected draft token, a request it
-never saw and a request it forgot are the same case.
+It keeps the keys and values of the prefixes it has seen, as a cache: each proposal brings the committed tokens,
+the drafter keeps the longest common prefix of them and what it holds, and computes the rest. A rejected draft
+token, a request it never saw and a request it forgot are the same case.
 """
 
 from collections import OrderedDict
@@ -40,7 +40,8 @@ class ModelDrafter:
         """Make the draft's KV cache.
 
         Args:
-            token_limit: ids from here on are never drafted; for a draft whose vocabulary is padded further than the target's.
+            token_limit: ids from here on are never drafted; for a draft whose vocabulary is padded further than
+            the target's.
         """
         self.model = model
         self._token_limit = min(token_limit or model.info.vocab_size, model.info.vocab_size)

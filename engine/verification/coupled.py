@@ -1,8 +1,9 @@
 """The coupled rule: the target draws its own token at every node, and the walk descends while a child equals it.
 
-Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding". Every emitted token is
-the target's own draw, made with noise that depends on (seed, position, token) alone, so the text does not depend on
-the draft at all. Exact for any draft, chain or tree, at any temperature, and only token ids travel.
+Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding". Every
+emitted token is the target's own draw, made with noise that depends on (seed, position, token) alone, so the
+text does not depend on the draft at all. Exact for any draft, chain or tree, at any temperature, and only token
+ids travel.
 """
 
 from collections.abc import Sequence
@@ -38,7 +39,8 @@ def walk(draft: Draft, drawn: Sequence[int]) -> tuple[list[int], list[int]]:
         drawn: [nodes + 1] the target's draws: at the tip, then after each node.
     """
     children = {
-        (parent, token): node for node, (token, parent) in reversed(list(enumerate(zip(draft.token_ids, draft.parents, strict=True))))
+        (parent, token): node
+        for node, (token, parent) in reversed(list(enumerate(zip(draft.token_ids, draft.parents, strict=True))))
     }
     node, token = -1, drawn[0]
     tokens, path = [token], []

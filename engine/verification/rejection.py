@@ -1,9 +1,10 @@
 """The rejection rule of Leviathan et al. (2211.17192) and Chen et al. (2302.01318), with sparse draft rows.
 
-A draft token x is accepted with probability min(1, target_probs[x] / draft_probs[x]). At the first rejection the recovered
-token is drawn from norm([target_probs - draft_probs]+); after a full acceptance the bonus token is drawn from the
-target. The emitted law is the target's for *any* draft_probs, provided the token was sampled from exactly them: the
-drafter samples from its top m tokens only and sends that row. A draft without rows is taken as certain (one-hot).
+A draft token x is accepted with probability min(1, target_probs[x] / draft_probs[x]). At the first rejection the
+recovered token is drawn from norm([target_probs - draft_probs]+); after a full acceptance the bonus token is
+drawn from the target. The emitted law is the target's for *any* draft_probs, provided the token was sampled from
+exactly them: the drafter samples from its top m tokens only and sends that row. A draft without rows is taken as
+certain (one-hot).
 """
 
 from collections.abc import Sequence

@@ -91,7 +91,7 @@ class Link:
         if self._gone is not None:
             raise PeerGoneError(self._gone)
         payload = encode(request)
-        reply = asyncio.get_running_loop().create_future()
+        reply: asyncio.Future[AnyReply] = asyncio.get_running_loop().create_future()
         self._calls[request.round] = reply
         try:
             async with asyncio.timeout(request.deadline_s):
@@ -186,7 +186,7 @@ class Channel(Link):
 
     def _on_event(self) -> None:
         # The descriptor tells only of changes: every event there is has to be taken, after each send too.
-        while not self._socket.closed and (events := self._socket.EVENTS):
+        while not self._socket.closed and (events := int(self._socket.getsockopt(zmq.EVENTS))):
             if events & zmq.POLLOUT:
                 self._writable.set()
             if not events & zmq.POLLIN:

@@ -12,7 +12,7 @@ from ray.util.placement_group import PlacementGroup
 
 from cluster.channel import Channel, KeyPair
 from cluster.config import GroupConfig
-from cluster.placement import actor_options, draft_bundle, target_bundle
+from cluster.placement import DRAFT_BUNDLE, actor_options, target_bundle
 from cluster.workers import DraftWorker, Loaded, Presence, TargetWorker
 from engine.errors import ModelError, TargetError
 
@@ -69,7 +69,7 @@ async def start_draft(
         TargetError: the worker died.
     """
     assert config.draft is not None
-    actor_class = ray.remote(DraftWorker).options(**actor_options(placement, draft_bundle(config)))
+    actor_class = ray.remote(DraftWorker).options(**actor_options(placement, DRAFT_BUNDLE))
     crew = Crew("draft worker", [actor_class.remote(config.engine, version)])
     try:
         [actor] = crew.actors
@@ -117,11 +117,12 @@ async def start_target(
 
 
 def _warn_if_apart(presences: list[Presence]) -> None:
-    if num_nodes := len({presence.node_id for presence in presences}) - 1:
+    num_nodes = len({presence.node_id for presence in presences})
+    if num_nodes > 1:
         logger.warning(
             "The target's %d ranks are on %d nodes; every layer waits for the network between them",
             len(presences),
-            num_nodes + 1,
+            num_nodes,
         )
 
 

@@ -66,9 +66,7 @@ class SpeculationGroup:
         if config.draft is not None:
             await asyncio.to_thread(check_same_vocabulary, config.target, config.draft)
         current = ray.util.get_current_placement_group()
-        placement = current or ray.util.placement_group(
-            placement_bundles(config, num_gpus=ray.cluster_resources().get("GPU", 0)), strategy=STRATEGY
-        )
+        placement = current or _make_placement(config)
         group = cls(config, placement, owns_placement=current is None)
         try:
             async with asyncio.timeout(config.start_timeout_s):
@@ -207,3 +205,10 @@ class SpeculationGroup:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _make_placement(config: GroupConfig) -> PlacementGroup:
+    resources: dict[str, float] = ray.cluster_resources()
+    bundles = placement_bundles(config, num_gpus=resources.get("GPU", 0))
+    placement: PlacementGroup = ray.util.placement_group(bundles, strategy=STRATEGY)
+    return placement

@@ -1,7 +1,7 @@
 """From the configuration to placement bundles, and from a bundle to the options of the actor in it.
 
-Bundle 0 is the Router replica's (Serve pins a replica there, and its `ray_actor_options` must fit in it), then comes the
-draft worker's, if there is a draft, then one per target rank. Serve takes one strategy for all bundles of a replica
+Bundle 0 is the Router replica's (Serve pins a replica there, and its `ray_actor_options` must fit in it), then comes
+the draft worker's, if there is a draft, then one per target rank. Serve takes one strategy for all bundles of a replica
 (`placement_group_strategy`) and cannot ask for "these on one node, that one anywhere": PACK puts the target's ranks on
 one node where one has room, and lets the draft go to another. A group whose ranks are apart works, slower, and says so.
 
@@ -19,6 +19,8 @@ from engine.config import ModelConfig
 
 Bundle = dict[str, float]
 
+DRAFT_BUNDLE = 1
+
 REPLICA_CPUS = 0.1
 DRAFT_CPUS = 0.2
 TARGET_CPUS = 0.4
@@ -28,11 +30,9 @@ _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 
 
 def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
-    """Return the bundles of one group.
+    """Return the bundles of one group on a cluster with `num_gpus` GPUs, which decide what the device "auto" means.
 
-    Args:
-        num_gpus: GPUs of the whole cluster; they decide what the device "auto" means. A single GPU is shared by
-            the draft and a target of one rank.
+    A single GPU is shared by the draft and a target of one rank.
     """
     size = config.tensor_parallel_size
     target = _on_gpu(config.target, num_gpus)
@@ -43,11 +43,6 @@ def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
         bundles.append(_bundle(draft, share, DRAFT_CPUS, config.draft_accelerator_type))
     rank = _bundle(target, share, TARGET_CPUS / size, config.target_accelerator_type)
     return bundles + [dict(rank) for _ in range(size)]
-
-
-def draft_bundle(_config: GroupConfig) -> int:
-    """Return the index of the draft worker's bundle."""
-    return 1
 
 
 def target_bundle(config: GroupConfig, rank: int) -> int:

@@ -53,8 +53,7 @@ class PrefixTable:
         for delta in deltas:
             self._apply(delta)
         excess = len(self._prefixes) - max(self._capacity, len(deltas))
-        evicted = [self._prefixes.popitem(last=False)[0] for _ in range(excess)]
-        return evicted
+        return [self._prefixes.popitem(last=False)[0] for _ in range(excess)]
 
     def release(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""

@@ -39,8 +39,8 @@ _PING_DEADLINE_S = 5.0
 class RemoteDrafter:
     """Proposes through a draft worker in another process; never raises for its own failures.
 
-    `fallbacks` counts the rounds that went without drafts, by reason: `absent` (no worker, or it died), `timeout`, `paused`
-    (it failed lately and has not yet answered a ping), `prefix_missing`, `malformed`, `failure` (the worker's own).
+    `fallbacks` counts the rounds that went without drafts, by reason: `absent` (no worker, or it died), `timeout`,
+    `paused` (it failed lately and has not yet answered a ping), `prefix_missing`, `malformed`, `failure` (its own).
     """
 
     def __init__(self, *, vocab_size: int, timeout_s: float) -> None:

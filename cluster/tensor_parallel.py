@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
 from engine.model import Shard
 
@@ -22,13 +23,13 @@ class StoreAddress(NamedTuple):
     port: int
 
 
-def open_store(host: str, world_size: int, timeout_s: float) -> tuple[dist.TCPStore, StoreAddress]:
+def open_store(host: str, world_size: int, timeout_s: float) -> tuple[TCPStore, StoreAddress]:
     """Open the store of a new world, on a free port of `host` and no other address. Only rank 0 does this."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.bind((host, 0))
     listener.listen(world_size)
     port = listener.getsockname()[1]
-    store = dist.TCPStore(
+    store = TCPStore(
         host,
         port,
         world_size,
@@ -40,9 +41,9 @@ def open_store(host: str, world_size: int, timeout_s: float) -> tuple[dist.TCPSt
     return store, StoreAddress(host, port)
 
 
-def join_store(address: StoreAddress, world_size: int, timeout_s: float) -> dist.TCPStore:
+def join_store(address: StoreAddress, world_size: int, timeout_s: float) -> TCPStore:
     """Connect to rank 0's store."""
-    return dist.TCPStore(
+    return TCPStore(
         address.host,
         address.port,
         world_size,
@@ -53,13 +54,11 @@ def join_store(address: StoreAddress, world_size: int, timeout_s: float) -> dist
 
 
 def join_world(
-    store: dist.TCPStore, *, rank: int, world_size: int, device: torch.device, host: str, timeout_s: float
+    store: TCPStore, *, rank: int, world_size: int, device: torch.device, host: str, timeout_s: float
 ) -> Shard:
     """Enter the world and return this rank's shard of the model.
 
-    Args:
-        host: this node's own address, on which gloo listens.
-        timeout_s: what one sum may wait for the other ranks.
+    gloo listens on `host`, this node's own address; a sum waits at most `timeout_s` for the other ranks.
     """
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
@@ -67,8 +66,8 @@ def join_world(
             "nccl", store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
         )
     else:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timeout
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, pg_options=options)
     return Shard(rank, world_size, all_reduce)

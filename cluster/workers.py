@@ -1,11 +1,12 @@
 """DraftWorker and TargetWorker: the Ray actors. Shells around a responder and a socket.
 
-Each goes through `listen`, `load` and `serve`. `serve` lasts as long as the worker does and runs in its own thread of the
-actor, so that the reference to it is the death notice, while pings are still answered.
+Each goes through `listen`, `load` and `serve`. `serve` lasts as long as the worker does and runs in its own thread of
+the actor, so that the reference to it is the death notice, while pings are still answered.
 """
 
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 import torch.distributed as dist
@@ -85,12 +86,7 @@ class TargetWorker(Worker):
         return address
 
     def load(self, config: ModelConfig, address: StoreAddress | None, timeout_s: float) -> Loaded:
-        """Enter the world, if there is more than one rank, and load this rank's shard.
-
-        Args:
-            address: rank 0's store.
-            timeout_s: what the ranks wait for one another.
-        """
+        """Load this rank's shard; with more than one rank, enter the world whose store is at `address` first."""
         config = _with_threads(config, sharing=self._world_size)
         shard = None
         if address is not None:
@@ -131,6 +127,7 @@ def _with_threads(config: ModelConfig, *, sharing: int) -> ModelConfig:
     if config.num_threads is not None:
         return config
     here = ray.get_runtime_context().get_node_id()
-    allotted = next((node["Resources"].get("CPU", 0) for node in ray.nodes() if node["NodeID"] == here), 0)
+    nodes: list[dict[str, Any]] = ray.nodes()
+    allotted = next((node["Resources"].get("CPU", 0) for node in nodes if node["NodeID"] == here), 0)
     cores = os.cpu_count() or 1
     return replace(config, num_threads=max(1, int(min(cores, allotted or cores)) // sharing))

@@ -100,7 +100,8 @@ def _restore_buffers(module: nn.Module, config: PreTrainedConfig, device: torch.
     """Recompute what no file holds (rotary frequencies): building on the meta device left it empty."""
     for child in module.modules():
         if "rotary" in type(child).__name__.lower():
-            child.__init__(config, device=device)  # type: ignore[misc]
+            with device:  # not every release takes a device argument
+                child.__init__(config)  # type: ignore[misc]
 
 
 def _read(config: ModelConfig, module: nn.Module, styles: dict[str, str], shard: "Shard") -> None:

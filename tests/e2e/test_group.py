@@ -1,0 +1,219 @@
+"""A speculation group of real processes on a local Ray cluster: the engine's text does not depend on who lives."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+
+from cluster.group import GroupConfig, SpeculationGroup
+from engine.config import EngineConfig, ModelConfig
+from engine.draft import NoDrafter
+from engine.engine import Engine
+from engine.errors import ModelMismatchError, TargetError
+from engine.model import CausalLM
+from engine.sampling import SamplingParams
+from engine.verifier import ModelVerifier
+from tests.cluster.models import save_llama
+
+pytestmark = pytest.mark.e2e
+
+ENGINE = EngineConfig(num_speculative_tokens=3, max_num_seqs=4, num_blocks=64)
+PROMPTS = [[5, 9, 2], [7] * 20, list(range(2, 40))]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=11, max_tokens=60, ignore_eos=True),
+    SamplingParams(temperature=1.0, top_p=0.9, presence_penalty=0.5, seed=3, max_tokens=60, ignore_eos=True),
+]
+
+Text = dict[str, list[int]]
+
+
+@dataclass
+class Generation:
+    """One engine, its requests, and what it has committed."""
+
+    engine: Engine
+    text: Text
+
+    async def step(self) -> None:
+        for output in await self.engine.step():
+            self.text[output.request_id] += output.token_ids
+
+    async def run(self, until: Callable[[], bool] = lambda: False) -> None:
+        while self.engine.has_work and not until():
+            await self.step()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.text.values()))
+
+
+def submit(engine: Engine) -> Generation:
+    for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
+        engine.add(str(i), prompt, params)
+    return Generation(engine, {str(i): [] for i in range(len(PROMPTS))})
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> GroupConfig:
+    folder = tmp_path_factory.mktemp("models")
+    return GroupConfig(
+        target=model_config(save_llama(folder / "target", seed=1)),
+        draft=model_config(save_llama(folder / "draft", seed=1, noise=0.02)),
+        engine=ENGINE,
+        verify_timeout_s=30,
+        start_timeout_s=120,
+    )
+
+
+def model_config(path: Path) -> ModelConfig:
+    return ModelConfig(str(path), dtype="float32", device="cpu", num_threads=1)
+
+
+@pytest.fixture(scope="module")
+async def expected(config: GroupConfig) -> Text:
+    """The target's own text, in one process and without drafts."""
+    torch.set_num_threads(1)
+    model = CausalLM.load(config.target)
+    verifier = ModelVerifier(model, ENGINE)
+    generation = submit(
+        Engine(
+            ENGINE,
+            drafter=NoDrafter(),
+            verifier=verifier,
+            num_blocks=verifier.num_blocks,
+            vocab_size=model.info.vocab_size,
+            max_model_len=model.info.max_model_len,
+        )
+    )
+    await generation.run()
+    return generation.text
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    ray.init(
+        address="local",
+        num_cpus=2,
+        include_dashboard=False,
+        object_store_memory=80 * 2**20,
+        logging_level="WARNING",
+    )
+    yield
+    ray.shutdown()
+
+
+@asynccontextmanager
+async def running(config: GroupConfig) -> AsyncIterator[tuple[SpeculationGroup, Generation]]:
+    group = await SpeculationGroup.start(config)
+    try:
+        engine = Engine(
+            ENGINE,
+            drafter=group.drafter,
+            verifier=group.verifier,
+            num_blocks=group.num_blocks,
+            vocab_size=group.target_info.vocab_size,
+            max_model_len=group.target_info.max_model_len,
+        )
+        yield group, submit(engine)
+    finally:
+        pids = group.process_ids.values()
+        await group.stop()
+        await wait_for(lambda: not any(map(is_alive, pids)))
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1][0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+async def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+async def test_any_number_of_ranks_writes_the_text_of_one_process(
+    config: GroupConfig, expected: Text, size: int
+) -> None:
+    async with running(replace(config, tensor_parallel_size=size)) as (group, generation):
+        await group.check_health()
+        await generation.run()
+        assert generation.text == expected
+        assert generation.engine.stats.num_accepted_tokens > 0
+        assert group.target_info.num_parameters > 0
+        assert set(group.process_ids) == {"draft", *(f"target-{rank}" for rank in range(size))}
+
+
+async def test_a_killed_draft_leaves_the_text_alone_and_comes_back(config: GroupConfig, expected: Text) -> None:
+    async with running(config) as (group, generation):
+        await generation.run(until=lambda: generation.num_tokens > 60)
+        first = group.process_ids["draft"]
+        os.kill(first, signal.SIGKILL)
+        await generation.run()
+        assert generation.text == expected
+        assert sum(group.drafter.fallbacks.values()) > 0
+        await wait_for(lambda: group.process_ids.get("draft", first) != first)
+        again = submit(generation.engine)
+        num_drafts = generation.engine.stats.num_drafts
+        await again.run()
+        assert again.text == expected
+        assert generation.engine.stats.num_drafts > num_drafts
+
+
+async def test_a_stopped_draft_costs_one_deadline_and_comes_back(config: GroupConfig, expected: Text) -> None:
+    async with running(replace(config, draft_timeout_s=0.3)) as (group, generation):
+        await generation.run(until=lambda: generation.num_tokens > 60)
+        os.kill(group.process_ids["draft"], signal.SIGSTOP)
+        try:
+            await generation.run()
+        finally:
+            os.kill(group.process_ids["draft"], signal.SIGCONT)
+        assert generation.text == expected
+        assert group.drafter.fallbacks["timeout"] == 1
+        await wait_for(lambda: group.drafter.is_available)
+
+
+@pytest.mark.parametrize("victim", ["target-0", "target-1"])
+async def test_a_killed_rank_fails_the_round_and_recovery_goes_on_with_the_text(
+    config: GroupConfig, expected: Text, victim: str
+) -> None:
+    async with running(replace(config, tensor_parallel_size=2)) as (group, generation):
+        await generation.run(until=lambda: generation.num_tokens > 60)
+        before = group.process_ids
+        os.kill(before[victim], signal.SIGKILL)
+        with pytest.raises(TargetError):
+            await generation.run()
+        with pytest.raises(TargetError):
+            await group.check_health()
+        generation.engine.reset()
+        await group.recover()
+        await group.check_health()
+        await generation.run()
+        assert generation.text == expected
+        assert not is_alive(before["target-0"])
+        assert not is_alive(before["target-1"])
+
+
+async def test_models_that_do_not_share_a_vocabulary_are_refused(config: GroupConfig, tmp_path: Path) -> None:
+    other = model_config(save_llama(tmp_path / "other", seed=4, vocab_size=70))
+    with pytest.raises(ModelMismatchError):
+        await SpeculationGroup.start(replace(config, draft=other))
+
+
+async def test_without_a_draft_there_is_no_draft_worker(config: GroupConfig, expected: Text) -> None:
+    async with running(replace(config, draft=None)) as (group, generation):
+        await generation.run()
+        assert generation.text == expected
+        assert set(group.process_ids) == {"target-0"}

@@ -49,9 +49,9 @@ class LanguageModelling:
 
 @torch.inference_mode()
 def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pieces: list[Piece]) -> float:
-    """Mean loss over held-out text in windows of 1,024 tokens, in nats per token."""
+    """Mean loss over held-out text in windows of 512 tokens, in nats per token."""
     tokens = tokenize((piece.text + "\n\n" for piece in pieces), tokenizer)
-    length = min(1024, len(tokens) - 1, model.config.max_position_embeddings)
+    length = min(512, len(tokens) - 1, model.config.max_position_embeddings)
     windows = [tokens[i : i + length + 1] for i in range(0, len(tokens) - 1, length)]
     total = 0.0
     for window in windows:

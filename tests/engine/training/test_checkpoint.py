@@ -23,7 +23,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pyte
     def full(_descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(TrainingError, match="No space left on device; the last one is kept"):
         checkpointer.save(8)
     assert make(tmp_path).restore() == 7

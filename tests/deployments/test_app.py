@@ -1,0 +1,221 @@
+"""The whole path with real processes: HTTP, Serve, Ray actors, sockets, and a SIGKILL."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import ray
+import torch
+from ray import serve
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+
+from deployments.builder import app
+from deployments.config import AppConfig
+from engine.llm import LLM
+from engine.sampling import SamplingParams
+from tests.fakes import byte_tokenizer
+
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
+
+PROMPT = "A draft is a guess. "
+
+
+def save_model(path, *, seed, layers, hidden):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=0,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    model.save_pretrained(path)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer())
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    target = save_model(tmp_path_factory.mktemp("target"), seed=1, layers=2, hidden=32)
+    return target, save_model(tmp_path_factory.mktemp("draft"), seed=2, layers=1, hidden=16)
+
+
+@pytest.fixture(scope="module")
+def url(pair):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    root = str(Path(__file__).parents[2])
+    ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": root}})
+    try:
+        serve.start(http_options={"port": port})
+        serve.run(app(AppConfig(target_model=pair[0], draft_model=pair[1], served_model_name="tiny", dtype="float32")))
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def expected(pair):
+    """What the target alone writes, in this process."""
+    llm = LLM(pair[0], None, dtype="float32")
+
+    def text(**params):
+        return llm.generate([PROMPT], SamplingParams(**params))[0].outputs[0].text
+
+    return text
+
+
+def gauge(url, name):
+    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}"))
+
+
+def children(pid):
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                title = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == pid:
+                found += [(int(entry.name), title), *children(int(entry.name))]
+    return found
+
+
+def worker(name):
+    return next(pid for pid, title in children(os.getpid()) if title.startswith(f"ray::{name}"))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_text_is_the_targets_own(client, expected, temperature):
+    wanted = expected(temperature=temperature, seed=5, max_tokens=40, ignore_eos=True)
+    request = {
+        "model": "tiny",
+        "prompt": PROMPT,
+        "max_tokens": 40,
+        "temperature": temperature,
+        "seed": 5,
+        "extra_body": {"ignore_eos": True},
+    }
+    assert client.completions.create(**request).choices[0].text == wanted
+    chunks = list(client.completions.create(**request, stream=True))
+    assert "".join(chunk.choices[0].text for chunk in chunks) == wanted
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
+    plain = client.completions.create(
+        **{**request, "extra_body": {"ignore_eos": True, "speculative": {"enabled": False}}}
+    )
+    assert plain.choices[0].text == wanted
+
+
+def test_a_conversation_streams_role_text_and_usage(client):
+    request = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 10, "seed": 1}
+    chunks = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert not chunks[-1].choices
+    assert chunks[-1].usage.completion_tokens <= 10
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
+    assert text == client.chat.completions.create(**request).choices[0].message.content
+
+
+def test_the_async_client_gets_several_choices(url):
+    async def ask():
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        return await client.completions.create(model="tiny", prompt=[PROMPT, "Else"], n=2, max_tokens=4, logprobs=2)
+
+    response = asyncio.run(ask())
+    assert [choice.index for choice in response.choices] == [0, 1, 2, 3]
+    assert all(len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) for choice in response.choices)
+
+
+def test_a_stream_is_server_sent_events_that_end_in_done(url):
+    body = {"prompt": PROMPT, "max_tokens": 6, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = [line for line in response.iter_lines() if line]
+    assert all(event.startswith("data: ") for event in events)
+    assert events[-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"prompt": "a", "temperature": "hot"}, 400, "temperature"),
+        ({"prompt": "a", "top_p": 0}, 400, "top_p"),
+        ({"prompt": "a", "unknown": 1}, 400, "unknown"),
+        ({"prompt": "a", "max_tokens": 10**6}, 400, "max_tokens"),
+        ({"prompt": [300]}, 400, "prompt"),
+        ({"prompt": ""}, 400, "prompt"),
+        ({"prompt": "a", "min_tokens": 9, "max_tokens": 3}, 400, "min_tokens"),
+        ({"prompt": "a", "model": "other"}, 404, "model"),
+        ({}, 400, "prompt"),
+    ],
+)
+def test_bad_input_is_refused_by_name(url, body, status, param):
+    response = httpx.post(f"{url}/v1/completions", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param)
+    assert error["message"]
+
+
+def test_a_body_over_the_limit_is_refused_chunked_or_not(url):
+    def pieces():
+        for _ in range(6):
+            yield b"x" * 2**20
+
+    for content in (b"x" * (5 * 2**20), pieces()):
+        assert httpx.post(f"{url}/v1/completions", content=content).status_code == 413
+
+
+def test_a_client_that_leaves_frees_its_blocks(client, url):
+    stream = client.completions.create(
+        model="tiny", prompt="x", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert gauge(url, "num_requests_running") == 1
+    stream.close()
+    deadline = time.monotonic() + 10
+    while gauge(url, "num_requests_running") and time.monotonic() < deadline:
+        pass
+    assert gauge(url, "num_requests_running") == 0
+    assert gauge(url, "kv_cache_usage_perc") == 0
+
+
+@pytest.mark.parametrize("name", ["DraftWorker", "TargetWorker"])
+def test_a_worker_killed_in_mid_stream_does_not_change_the_text(client, expected, url, name):
+    params = {"temperature": 0.8, "seed": 11, "max_tokens": 200}
+    wanted = expected(ignore_eos=True, **params)
+    stream = iter(
+        client.completions.create(model="tiny", prompt=PROMPT, stream=True, extra_body={"ignore_eos": True}, **params)
+    )
+    text = "".join(next(stream).choices[0].text for _ in range(3))
+    os.kill(worker(name), signal.SIGKILL)
+    text += "".join(chunk.choices[0].text for chunk in stream)
+    assert text == wanted
+    assert httpx.get(f"{url}/health").status_code == 200

@@ -31,11 +31,11 @@ def main(argv: list[str] | None = None) -> int:
         return 1
 
 
-def _add_training(parser: argparse.ArgumentParser, steps: int) -> None:
+def _add_training(parser: argparse.ArgumentParser, steps: int, batch_tokens: int) -> None:
     parser.add_argument("files", nargs="+", type=Path, help="text files, .gz allowed, or folders of them")
     parser.add_argument("--output", type=Path, required=True, help="where the checkpoint and the model go")
     parser.add_argument("--steps", type=int, default=steps, help="may change when a run is resumed")
-    parser.add_argument("--batch-tokens", type=int, default=6144, help="tokens per step")
+    parser.add_argument("--batch-tokens", type=int, default=batch_tokens, help="tokens per step")
     parser.add_argument("--checkpoint-minutes", type=float, default=3.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -47,7 +47,7 @@ def _add_training(parser: argparse.ArgumentParser, steps: int) -> None:
 
 
 def _add_pretrain(parser: argparse.ArgumentParser) -> None:
-    _add_training(parser, steps=2000)
+    _add_training(parser, steps=2000, batch_tokens=6144)
     parser.add_argument("--size", default="12x192", help="LAYERSxHIDDEN")
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--context", type=int, default=2048)
@@ -67,7 +67,7 @@ def _run_pretrain(arguments: argparse.Namespace, console: Console) -> bool:
 
 
 def _add_distill(parser: argparse.ArgumentParser) -> None:
-    _add_training(parser, steps=1500)
+    _add_training(parser, steps=1500, batch_tokens=4096)
     parser.add_argument("--target", type=Path, required=True, help="the target's directory")
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--draft", type=Path, help="the draft's directory to start from")

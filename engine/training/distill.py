@@ -36,9 +36,9 @@ _GENERATION_BATCH = 64
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """What `distill` is told on the command line; each decides the result."""
+    """What decides the result of `distill`, besides the models and the corpus."""
 
-    batch_tokens: int = 8192
+    batch_tokens: int = 4096
     length: int = 256
     long_every: int = 16
     continuations: int = 2048

@@ -20,6 +20,7 @@ from rich.progress import (
 )
 
 from engine.training.checkpoint import Checkpointer
+from engine.training.errors import TrainingError
 from engine.training.optimizer import lr_factor, set_lr
 
 MICRO_BATCH_TOKENS = 2048
@@ -47,6 +48,10 @@ class Plan:
     reports: int = 0
     lr_warmup: int = 40
     lr_cooldown: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise TrainingError(f"{self.steps} steps are none")
 
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -86,7 +91,6 @@ def train(
         console.log(f"resuming after step {step:,}")
     report_at = {plan.steps * i // (plan.reports + 1) for i in range(1, plan.reports + 1)}
     saved_at = logged_at = time.monotonic()
-    seen = 0
     with _progress(console) as progress, interruptible() as is_stopped:
         bar = progress.add_task("training", total=plan.steps, completed=step, rate="", loss="")
         while step < plan.steps and not is_stopped():
@@ -100,7 +104,6 @@ def train(
             model.zero_grad(set_to_none=True)
             step += 1
             now = time.monotonic()
-            seen += batch[:, 1:].numel()
             rate = f"{batch[:, 1:].numel() / (now - began):,.0f} tokens/s"
             progress.update(bar, advance=1, loss=f"loss {loss:.3f}", rate=rate)
             if not console.is_terminal and now - logged_at > LOG_EVERY_S:

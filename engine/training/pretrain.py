@@ -22,11 +22,11 @@ TRAINING_RECORD = "training.json"
 
 @dataclass(frozen=True)
 class PretrainOptions:
-    """What `pretrain` is told on the command line; each decides the result."""
+    """What decides the result of `pretrain`, besides the corpus."""
 
     size: Size
     vocab_size: int = 4096
-    batch_tokens: int = 8192
+    batch_tokens: int = 6144
     length: int = 256
     long_fraction: float = 0.1
     seed: int = 0

@@ -64,6 +64,7 @@ class RoundLoop:
         self._round_timeout_s = round_timeout_s
         self._streams: dict[str, Stream] = {}
         self._wake = asyncio.Event()
+        self._lost: TargetError | None = None
         self._num_failures = 0
         self._last_progress = time.monotonic()
         self._task = asyncio.create_task(self._run(), name="rounds")
@@ -78,6 +79,7 @@ class RoundLoop:
             TargetError: the target could not be brought back.
             TimeoutError: the request's deadline has passed.
         """
+        self.check()
         started = time.monotonic()
         deadline = asyncio.get_running_loop().time() + request.timeout_s
         stream = Stream()
@@ -95,14 +97,15 @@ class RoundLoop:
             raise TimeoutError(f"the request took longer than {request.timeout_s:g} s") from None
         finally:
             for request_id in unfinished:
-                del self._streams[request_id]
+                # One that has finished in a round nobody took any more is not there.
+                self._streams.pop(request_id, None)
                 self._engine.abort(request_id)
                 self._metrics.observe_finished("abort", time.monotonic() - started)
 
-    async def recover_if_idle(self, error: TargetError) -> None:
-        """Bring the target back when it died while no round was there to notice."""
-        if not self._engine.has_work and not self._task.done():
-            await self._recover(error)
+    def report_loss(self, error: TargetError) -> None:
+        """Have the target brought back although no round is there to notice that it died."""
+        self._lost = error
+        self._wake.set()
 
     def check(self) -> None:
         """Raise unless rounds are being finished while there is work.
@@ -148,6 +151,10 @@ class RoundLoop:
             if not self._engine.has_work:
                 self._wake.clear()
                 await self._wake.wait()
+            if self._lost is not None:
+                lost, self._lost = self._lost, None
+                await self._recover(lost)
+                continue
             started = time.perf_counter()
             try:
                 outputs = await self._engine.step()
@@ -179,7 +186,10 @@ class RoundLoop:
             stream.put(part)
 
     async def _recover(self, error: TargetError) -> None:
-        """Restart the target and go on from the committed tokens; give up after too many times in a row."""
+        """Restart the target and go on from the committed tokens; give up after too many times in a row.
+
+        Only the loop's own task calls this: a reset must never happen while a step is under way.
+        """
         self._num_failures += 1
         logger.warning("target lost (%s); recovery %d of %d", error, self._num_failures, self._max_recoveries)
         if self._num_failures > self._max_recoveries:

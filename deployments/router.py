@@ -106,10 +106,12 @@ class Router:
     async def check_health(self) -> None:
         """Serve's health check: a replica that cannot bring its target back is replaced."""
         self._loop.check()
+        if self._engine.has_work:
+            return  # a round notices by itself
         try:
             await self._group.check_health()
         except TargetError as error:
-            await self._loop.recover_if_idle(error)
+            self._loop.report_loss(error)
 
     def record_autoscaling_stats(self) -> dict[str, int]:
         """Report the queue depth to Serve's autoscaler."""

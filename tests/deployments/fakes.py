@@ -1,0 +1,130 @@
+"""An engine over a model with a known law, a target that is lost on demand, and Routers without Ray."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+import torch
+from prometheus_client import Metric
+
+from deployments.generation import Generation
+from deployments.metrics import RouterMetrics
+from deployments.parameters import ModelLimits
+from deployments.rounds import RoundLoop
+from deployments.router import Description
+from engine.config import EngineConfig
+from engine.draft import Drafter, NoDrafter, Verdict, Verifier, VerifyRow
+from engine.engine import Engine
+from engine.errors import TargetError
+from engine.model import ModelInfo
+from engine.sampling import SamplingParams
+from engine.sequence import RequestOutput
+from engine.verifier import ModelVerifier
+from tests.fakes import MarkovModel, byte_tokenizer
+
+VOCAB_SIZE = 256
+MAX_MODEL_LEN = 512
+
+
+class LosableVerifier:
+    """Verifies with a verifier in this process until it is lost; counts rounds, and can hold one up."""
+
+    def __init__(self, verifier: Verifier) -> None:
+        self._verifier = verifier
+        self.is_lost = False
+        self.lose_after: int | None = None
+        self.num_rounds = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def verify(self, rows: Sequence[VerifyRow]) -> list[Verdict]:
+        await self.gate.wait()
+        if self.num_rounds == self.lose_after:
+            self.is_lost, self.lose_after = True, None
+        if self.is_lost:
+            raise TargetError("lost on demand")
+        self.num_rounds += 1
+        return await self._verifier.verify(rows)
+
+    def release(self, request_id: str) -> None:
+        self._verifier.release(request_id)
+
+
+class Group:
+    """Brings its verifier back, a given number of failures later."""
+
+    def __init__(self, verifier: LosableVerifier, num_failures: int = 0) -> None:
+        self._verifier = verifier
+        self.num_failures = num_failures
+        self.num_recoveries = 0
+
+    async def recover(self) -> None:
+        if self.num_failures > 0:
+            self.num_failures -= 1
+            raise TargetError("not this time")
+        self.num_recoveries += 1
+        self._verifier.is_lost = False
+
+
+class Rig:
+    """A round loop over an engine of bytes whose next token is a fixed permutation of the last one."""
+
+    def __init__(
+        self, *, drafter: Drafter | None = None, max_queued_requests: int = 64, max_recoveries: int = 3
+    ) -> None:
+        transitions = torch.full((VOCAB_SIZE, VOCAB_SIZE), 1e-9)
+        transitions[torch.arange(VOCAB_SIZE), (torch.arange(VOCAB_SIZE) * 5 + 7) % 94] = 1.0
+        model = MarkovModel(transitions / transitions.sum(-1, keepdim=True))
+        config = EngineConfig(
+            max_num_seqs=8, max_queued_requests=max_queued_requests, num_blocks=256, max_model_len=MAX_MODEL_LEN
+        )
+        verifier = ModelVerifier(model, config)  # type: ignore[arg-type]
+        self.verifier = LosableVerifier(verifier)
+        self.group = Group(self.verifier)
+        self.engine = Engine(
+            config,
+            drafter=drafter or NoDrafter(),
+            verifier=self.verifier,
+            num_blocks=verifier.num_blocks,
+            vocab_size=VOCAB_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+            tokenizer=byte_tokenizer(),
+        )
+        self.metrics = RouterMetrics("tiny", self.engine, self.engine.drafter)
+        self.loop = RoundLoop(
+            self.engine, self.group, self.metrics, max_recoveries=max_recoveries, round_timeout_s=60.0
+        )
+
+
+class LocalRouters:
+    """The Routers as an Ingress sees them: one round loop in this process, and the last request that came."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._rig = rig
+        self.error: Exception | None = None
+        self.last: Generation | None = None
+
+    async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
+        self.last = request
+        rounds = self._rig.loop.generate(request)
+        try:
+            async for outputs in rounds:
+                yield outputs
+                if self.error is not None:
+                    raise self.error
+        finally:
+            await rounds.aclose()
+
+    async def describe(self) -> Description:
+        info = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, [], 1000, "float32", "cpu")
+        return Description(info, None, ModelLimits(VOCAB_SIZE, MAX_MODEL_LEN, 4))
+
+    async def collect(self) -> list[list[Metric]]:
+        return [self._rig.metrics.collect()]
+
+    async def check_progress(self) -> None:
+        self._rig.loop.check()
+
+
+def generation(*, n: int = 1, num_prompts: int = 1, timeout_s: float = 60.0, **params: object) -> Generation:
+    settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "n": n, **params})  # type: ignore[arg-type]
+    return Generation("request", [[1, 2, 3]] * num_prompts, settings, timeout_s)

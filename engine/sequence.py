@@ -29,9 +29,9 @@ class RequestOutput:
     num_accepted_tokens: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
-    """A request inside the engine.
+    """A request inside the engine; compared by identity, because queues are searched for it every round.
 
     Attributes:
         token_ids: prompt and committed output; the only truth about the request.

@@ -7,6 +7,7 @@ exactly them: the drafter samples from its top m tokens only and sends that row.
 certain (one-hot).
 """
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +19,7 @@ from engine.logits import Run, gumbel_rows, probabilities
 
 
 def rejection(shaped: Tensor, runs: Sequence[Run], drafts: Sequence[Draft]) -> list[tuple[list[int], list[int]]]:
-    """Decide a batch of chains.
+    """Decide a batch of chains; of a tree only the chain it begins with is looked at.
 
     Args:
         shaped: [n, vocab] from `logits.shape`; per request the tip's row, then one row per draft token.
@@ -26,19 +27,7 @@ def rejection(shaped: Tensor, runs: Sequence[Run], drafts: Sequence[Draft]) -> l
     Returns:
         Per request, the tokens to commit and the path of accepted nodes.
     """
-    target_probs = probabilities(shaped, runs)
-    coins = _coins(runs, shaped.device)
-    starts, accepted = [], []
-    start = 0
-    for draft in drafts:
-        starts.append(start)
-        accepted.append(_num_accepted(draft, target_probs[start:], coins[start:]))
-        start += 1 + len(draft.token_ids)
-    last = [start + count for start, count in zip(starts, accepted, strict=True)]
-    law = target_probs[torch.tensor(last, device=shaped.device)]
-    for row, (draft, count) in enumerate(zip(drafts, accepted, strict=True)):
-        if count < len(draft.token_ids):
-            _subtract_draft(law[row], draft, count)
+    accepted, law = decide(probabilities(shaped, runs), _coins(runs, shaped.device), drafts)
     ends = [
         Run(run.params, run.token_ids, run.prompt_length, [run.depths[count]])
         for run, count in zip(runs, accepted, strict=True)
@@ -50,6 +39,41 @@ def rejection(shaped: Tensor, runs: Sequence[Run], drafts: Sequence[Draft]) -> l
     ]
 
 
+def decide(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tuple[list[int], Tensor]:
+    """Keep each draft up to its first rejected token: the rule itself, a function of the coins alone.
+
+    Args:
+        target_probs: [n, vocab] per request the tip's row, then one row per draft token.
+        coins: [n] uniform numbers; the one of a request's last row is not looked at.
+
+    Returns:
+        Per request how many tokens stay, and [requests, vocab] the weights of the token after them, which need not
+        sum to 1.
+    """
+    device = target_probs.device
+    lengths = [_chain_length(draft) for draft in drafts]
+    starts = list(itertools.accumulate((1 + len(draft.token_ids) for draft in drafts), initial=0))[:-1]
+    rows = [start + i for start, length in zip(starts, lengths, strict=True) for i in range(length)]
+    tokens = [token for draft, length in zip(drafts, lengths, strict=True) for token in draft.token_ids[:length]]
+    sampled = [_draft_prob(draft, i) for draft, length in zip(drafts, lengths, strict=True) for i in range(length)]
+    index = torch.tensor([rows, tokens], dtype=torch.int64, device=device)
+    draft_probs = torch.tensor(sampled, dtype=target_probs.dtype, device=device)
+    # u * draft < target, not u < target / draft: no division, and a token the target never draws is never accepted.
+    kept: list[bool] = (coins[index[0]] * draft_probs < target_probs[index[0], index[1]]).tolist()
+    accepted, first = [], 0
+    for length in lengths:
+        accepted.append([*kept[first : first + length], False].index(False))
+        first += length
+    law = target_probs[torch.tensor([starts, accepted], dtype=torch.int64, device=device).sum(0)]
+    rejected = [
+        (row, token, prob)
+        for row, (draft, count, length) in enumerate(zip(drafts, accepted, lengths, strict=True))
+        if count < length
+        for token, prob in zip(*_draft_row(draft, count), strict=True)
+    ]
+    return accepted, _residual(law, rejected) if rejected else law
+
+
 def _coins(runs: Sequence[Run], device: torch.device) -> Tensor:
     """Return one uniform number per row, [n]."""
     positions = [position for run in runs for position in run.positions]
@@ -58,37 +82,32 @@ def _coins(runs: Sequence[Run], device: torch.device) -> Tensor:
     return noise.uniform(keys, torch.zeros(1, dtype=torch.int32, device=device)).squeeze(-1)
 
 
-def _num_accepted(draft: Draft, target_probs: Tensor, coins: Tensor) -> int:
-    """Return how many draft tokens stay: all before the first rejection."""
-    count = len(draft.token_ids)
-    if count == 0:
-        return 0
-    ids = torch.tensor(draft.token_ids, device=target_probs.device)
-    target = target_probs[:count].gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    # u * draft < target, not u < target / draft: no division, and a token the target never draws is never accepted.
-    kept = coins[:count] * _draft_probs(draft, target.device) < target
-    return int(kept.long().cumprod(0).sum())
+def _chain_length(draft: Draft) -> int:
+    """Return how many nodes come before the first that does not follow the one before it."""
+    return next((i for i, parent in enumerate(draft.parents) if parent != i - 1), len(draft.parents))
 
 
-def _draft_probs(draft: Draft, device: torch.device) -> Tensor:
-    """Return the probability each draft token was sampled with, [k]."""
+def _draft_row(draft: Draft, position: int) -> tuple[list[int], list[float]]:
+    """Return the ids and probabilities that a draft token was sampled from."""
     if draft.top_ids is None or draft.top_probs is None:
-        return torch.ones(len(draft.token_ids), device=device)
-    sampled = [
-        sum(prob for top, prob in zip(ids, probs, strict=True) if top == token)
-        for token, ids, probs in zip(draft.token_ids, draft.top_ids, draft.top_probs, strict=True)
-    ]
-    return torch.tensor(sampled, device=device)
+        return [draft.token_ids[position]], [1.0]
+    return draft.top_ids[position], draft.top_probs[position]
 
 
-def _subtract_draft(law: Tensor, draft: Draft, position: int) -> None:
-    """Turn the target's row into the residual, in place. An empty residual (rounding only) leaves the target's row."""
-    if draft.top_ids is None or draft.top_probs is None:
-        ids, probs = [draft.token_ids[position]], [1.0]
-    else:
-        ids, probs = draft.top_ids[position], draft.top_probs[position]
-    residual = law.clone()
-    residual.index_add_(0, torch.tensor(ids, device=law.device), -torch.tensor(probs, device=law.device))
-    residual.clamp_(min=0)
-    if residual.sum() > 0:
-        law.copy_(residual)
+def _draft_prob(draft: Draft, position: int) -> float:
+    """Return the probability the token at `position` was sampled with."""
+    ids, probs = _draft_row(draft, position)
+    return sum(prob for top, prob in zip(ids, probs, strict=True) if top == draft.token_ids[position])
+
+
+def _residual(law: Tensor, draft_probs: Sequence[tuple[int, int, float]]) -> Tensor:
+    """Return [law - draft]+ [requests, vocab], not normalised; an empty one (rounding only) stays the target's row.
+
+    Args:
+        draft_probs: the entries to subtract, as (row, token, probability).
+    """
+    rows, tokens, probs = zip(*draft_probs, strict=True)
+    values = torch.tensor(probs, dtype=law.dtype, device=law.device)
+    index = torch.tensor([rows, tokens], dtype=torch.int64, device=law.device)
+    residual = law.index_put((index[0], index[1]), -values, accumulate=True).clamp_(min=0)
+    return torch.where(residual.sum(-1, keepdim=True) > 0, residual, law)

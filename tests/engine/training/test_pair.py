@@ -1,0 +1,38 @@
+"""The bundled pair, against the figures its card gives."""
+
+import json
+
+import pytest
+
+from engine.training.acceptance import CONTINUATION_TOKENS, continue_prompts
+from engine.training.evaluate import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET, PAIR, read_prompts
+from engine.training.models import count_parameters, load_model
+
+CARD = json.loads((PAIR / "figures.json").read_text())
+
+
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_the_pair_accepts_what_its_card_says(temperature: str) -> None:
+    target, tokenizer = load_model(BUNDLED_TARGET)
+    draft, _ = load_model(BUNDLED_DRAFT)
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in read_prompts(BUNDLED_PROMPTS)]
+    acceptance = continue_prompts(target, prompts, CONTINUATION_TOKENS, float(temperature)).acceptance(draft)
+    card = CARD["temperatures"][temperature]
+    assert acceptance.per_position(4) == pytest.approx(card["acceptance_per_position"], abs=0.05)
+    assert acceptance.mean_acceptance_length(4) == pytest.approx(card["mean_acceptance_length"], abs=0.05)
+
+
+def test_the_card_prints_the_figures() -> None:
+    card = (PAIR / "README.md").read_text()
+    for figures in CARD["temperatures"].values():
+        cells = [f"{rate:.3f}" for rate in figures["acceptance_per_position"]]
+        assert " | ".join([*cells, f"{figures['mean_acceptance_length']:.2f}"]) in card
+
+
+def test_the_pair_is_as_small_as_promised() -> None:
+    target, draft = (load_model(folder)[0] for folder in (BUNDLED_TARGET, BUNDLED_DRAFT))
+    assert count_parameters(target) <= 12e6
+    assert count_parameters(draft) <= 1.5e6
+    assert draft.config.num_hidden_layers <= 2
+    assert target.config.max_position_embeddings >= 2048
+    assert sum(file.stat().st_size for file in PAIR.rglob("*") if file.is_file()) <= 28e6

@@ -122,6 +122,7 @@ class RemoteDrafter:
             return "", reply.drafts
         if isinstance(reply, PrefixMissing):
             return "prefix_missing", None
+        logger.debug("The draft worker answered %s", reply)
         return "failure", None
 
     async def _propose(self, link: Link, rows: Sequence[ProposeRow]) -> AnyReply:
@@ -209,7 +210,7 @@ class RemoteVerifier:
                     self._acknowledged.forget(request_id)
                 reply = await self._verify(rows)
             if not isinstance(reply, Verdicts):
-                raise MalformedMessageError(f"the target answered {type(reply).__name__} to a round")
+                raise MalformedMessageError(f"it answered {reply}")
             check_verdicts(reply.verdicts, rows, self._vocab_size)
         except (ChannelError, MalformedMessageError) as error:
             # After a round that not all ranks finished, their next sums would not match.

@@ -1,0 +1,107 @@
+"""FakeLink: a link to a responder in this process that counts, drops, delays, repeats, reorders and dies on demand."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from cluster.channel import Link
+from cluster.messages import AnyReply, AnyRequest, decode_request, encode
+from engine.draft import Draft, ProposeRow, Verdict, VerifyRow, chain
+from engine.sampling import SamplingParams
+
+Answer = Callable[[AnyRequest], AnyReply | None]
+
+
+class FakeLink(Link):
+    """Everything goes through the real encoding, and replies through the real matching.
+
+    `faults` holds what befalls the coming requests, one entry each: "lose" (the request never arrives), "lose reply",
+    "repeat" (the reply comes twice), "late" (the reply comes with the next one), "garbage", or None.
+    """
+
+    def __init__(self, answer: Answer, *, version: int = 1) -> None:
+        super().__init__(version)
+        self.answer = answer
+        self.faults: list[str | None] = []
+        self.requests: list[AnyRequest] = []
+        self._late: list[bytes] = []
+
+    async def _send(self, payload: bytes) -> None:
+        request = decode_request(payload)
+        self.requests.append(request)
+        fault = self.faults.pop(0) if self.faults else None
+        if fault == "lose":
+            return
+        reply = self.answer(request)
+        if reply is None:
+            return
+        asyncio.get_running_loop().call_soon(self._arrive, fault, encode(reply))
+
+    def _arrive(self, fault: str | None, payload: bytes) -> None:
+        if fault == "lose reply":
+            return
+        if fault == "late":
+            self._late.append(payload)
+            return
+        if fault == "garbage":
+            self.deliver(b"\xc1 no message")
+            return
+        late, self._late = self._late, []
+        for one in [*late, payload] + [payload] * (fault == "repeat"):
+            self.deliver(one)
+
+
+class EchoDrafter:
+    """Drafts the last committed tokens again, so that a draft tells what the worker believes was committed."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[ProposeRow]] = []
+        self.released: list[str] = []
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        self.seen.append([snapshot(row) for row in rows])
+        return [chain(list(row.token_ids[-row.num_draft_tokens :])) for row in rows]
+
+    def release(self, request_id: str) -> None:
+        self.released.append(request_id)
+
+
+class SumVerifier:
+    """Commits the sum of all tokens, modulo the vocabulary: every committed token has a say in it."""
+
+    def __init__(self, vocab_size: int = 1000) -> None:
+        self.vocab_size = vocab_size
+        self.seen: list[list[VerifyRow]] = []
+        self.released: list[str] = []
+        self.decided: list[bool] = []
+
+    async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
+        self.decided.append(decides)
+        self.seen.append([VerifyRow(**{name: copied(row, name) for name in VerifyRow.__slots__}) for row in rows])
+        if not decides:
+            return []
+        return [Verdict([sum(row.token_ids) % self.vocab_size]) if row.reaches_tip else Verdict() for row in rows]
+
+    def release(self, request_id: str) -> None:
+        self.released.append(request_id)
+
+
+def copied(row: object, name: str) -> object:
+    value = getattr(row, name)
+    return list(value) if isinstance(value, list) else value
+
+
+def snapshot(row: ProposeRow) -> ProposeRow:
+    return ProposeRow(row.request_id, list(row.token_ids), row.prompt_length, row.params, row.num_draft_tokens)
+
+
+def propose_row(request_id: str, token_ids: Sequence[int], *, k: int = 3) -> ProposeRow:
+    return ProposeRow(request_id, list(token_ids), 2, SamplingParams(seed=5), k)
+
+
+def verify_row(
+    request_id: str, token_ids: Sequence[int], *, block_ids: Sequence[int] = (1,), draft: Sequence[int] = ()
+) -> VerifyRow:
+    length = len(token_ids)
+    return VerifyRow(
+        request_id, list(token_ids), 2, SamplingParams(seed=5), length - 1, 1, list(block_ids), chain(list(draft))
+    )

@@ -1,0 +1,330 @@
+"""The engine's two protocols over a link that misbehaves.
+
+Five mutants of the draft protocol, each tried by hand, and the test that catches it:
+
+- `Acknowledged.delta` starts one token too late (`offset + 1`): test_every_round_reaches_the_worker_whole
+- `Link.deliver` takes a reply of any round: test_a_late_reply_is_not_taken_for_the_next_one
+- `Link.deliver` does not compare versions: test_a_reply_of_another_version_is_not_taken
+- `RemoteDrafter` treats `PrefixMissing` as a failure: test_a_drafter_that_forgets_is_told_again
+- `PrefixTable` appends the delta instead of putting it at its offset: test_a_lost_reply_does_not_double_tokens
+"""
+
+import asyncio
+import logging
+
+import pytest
+
+from cluster import remote
+from cluster.messages import AnyRequest, Drafts, Failure, Ping, Pong, PrefixMissing, Propose, Verdicts, Verify
+from cluster.remote import RemoteDrafter, RemoteVerifier
+from cluster.responder import DraftResponder, TargetResponder
+from engine.draft import NO_DRAFT, Draft, Verdict, chain
+from engine.errors import TargetError
+from tests.cluster.fakes import EchoDrafter, FakeLink, SumVerifier, propose_row, verify_row
+
+VOCAB = 1000
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(remote, "_PING_DEADLINE_S", 0.05)
+
+
+class DraftSide:
+    """A RemoteDrafter, a link, and a worker that can be replaced by one that knows nothing."""
+
+    def __init__(self, *, capacity: int = 8) -> None:
+        self.echo = EchoDrafter()
+        self.capacity = capacity
+        self.link = FakeLink(DraftResponder(self.echo, capacity=capacity, version=1).answer)
+        self.drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=0.1)
+        self.drafter.connect(self.link)
+
+    def forget(self) -> None:
+        self.link.answer = DraftResponder(self.echo, capacity=self.capacity, version=1).answer
+
+    async def propose(self, *rows) -> list[list[int]]:
+        return [draft.token_ids for draft in await self.drafter.propose(rows)]
+
+    async def recover(self) -> None:
+        async with asyncio.timeout(5):
+            while not self.drafter.is_available:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+
+
+def answering(make):
+    """Return a link whose peer answers pings, and everything else with what `make` returns."""
+
+    def answer(request: AnyRequest):
+        if isinstance(request, Ping):
+            return Pong(request.round, request.version, 0.0)
+        return make(request)
+
+    return FakeLink(answer)
+
+
+async def test_every_round_reaches_the_worker_whole():
+    side = DraftSide()
+    tokens = {"a": [1, 2, 3], "b": [4]}
+    for i in range(5):
+        rows = [propose_row(name, ids) for name, ids in tokens.items()]
+        assert await side.propose(*rows) == [ids[-3:] for ids in tokens.values()]
+        assert [row.token_ids for row in side.echo.seen[-1]] == list(tokens.values())
+        tokens["a"] += [10 + i, 20 + i]
+        tokens["b"] += [30 + i]
+    assert not side.drafter.fallbacks
+    assert side.drafter.last_compute_s > 0
+
+
+async def test_only_what_is_new_travels():
+    side = DraftSide()
+    await side.propose(propose_row("a", range(100)))
+    await side.propose(propose_row("a", range(102)))
+    last = side.link.requests[-1]
+    assert isinstance(last, Propose)
+    assert last.rows[0].prefix.token_ids == [100, 101]
+    assert last.rows[0].prefix.params is None
+
+
+async def test_no_drafts_asked_is_no_message():
+    side = DraftSide()
+    assert await side.propose(propose_row("a", [1], k=0)) == [[]]
+    assert side.link.requests == []
+
+
+async def test_a_drafter_that_forgets_is_told_again():
+    side = DraftSide()
+    await side.propose(propose_row("a", [1, 2, 3]), propose_row("b", [4]))
+    side.forget()
+    assert await side.propose(propose_row("a", [1, 2, 3, 5])) == [[2, 3, 5]]
+    assert await side.propose(propose_row("a", [1, 2, 3, 5]), propose_row("b", [4, 6])) == [[2, 3, 5], [4, 6]]
+    assert not side.drafter.fallbacks
+
+
+async def test_a_drafter_that_evicts_is_told_again():
+    side = DraftSide(capacity=1)
+    for i in range(3):
+        assert await side.propose(propose_row("a", [1, 2, i])) == [[1, 2, i]]
+        assert await side.propose(propose_row("b", [3, 4, i])) == [[3, 4, i]]
+    assert "a" in side.echo.released
+    assert not side.drafter.fallbacks
+
+
+@pytest.mark.parametrize("fault", ["lose", "lose reply"])
+async def test_a_lost_message_costs_one_draft(fault):
+    side = DraftSide()
+    await side.propose(propose_row("a", [1, 2, 3]))
+    side.link.faults = [fault]
+    assert await side.propose(propose_row("a", [1, 2, 3, 4])) == [[]]
+    assert side.drafter.fallbacks == {"timeout": 1}
+    await side.recover()
+    assert await side.propose(propose_row("a", [1, 2, 3, 4, 5])) == [[3, 4, 5]]
+
+
+async def test_a_lost_reply_does_not_double_tokens():
+    side = DraftSide()
+    await side.propose(propose_row("a", [1, 2, 3]))
+    side.link.faults = ["lose reply"]
+    await side.propose(propose_row("a", [1, 2, 3, 4]))
+    await side.recover()
+    await side.propose(propose_row("a", [1, 2, 3, 4, 5]))
+    assert side.echo.seen[-1][0].token_ids == [1, 2, 3, 4, 5]
+
+
+async def test_a_late_reply_is_not_taken_for_the_next_one():
+    side = DraftSide()
+    side.link.faults = ["late"]
+    assert await side.propose(propose_row("a", [1, 2, 3])) == [[]]
+    await side.recover()
+    assert await side.propose(propose_row("a", [1, 2, 3, 4])) == [[2, 3, 4]]
+    assert side.link.dropped == {"late": 1}
+
+
+async def test_a_repeated_reply_is_dropped():
+    side = DraftSide()
+    side.link.faults = ["repeat"]
+    assert await side.propose(propose_row("a", [1, 2])) == [[1, 2]]
+    assert await side.propose(propose_row("a", [1, 2, 3])) == [[1, 2, 3]]
+    assert side.link.dropped == {"late": 1}
+
+
+async def test_a_reply_of_another_version_is_not_taken():
+    link = answering(lambda request: Drafts(request.round, 2, 0.0, [chain([9])]))
+    drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=0.05)
+    drafter.connect(link)
+    assert await drafter.propose([propose_row("a", [1])]) == [NO_DRAFT]
+    assert link.dropped["version"] == 1
+    drafter.disconnect("done")
+
+
+async def test_a_drafter_that_fails_is_left_alone_until_it_answers(caplog):
+    caplog.set_level(logging.INFO, "cluster.remote")
+    side = DraftSide()
+    side.link.faults = ["lose"] * 3
+    for _ in range(5):
+        assert await side.propose(propose_row("a", [1])) == [[]]
+    assert side.drafter.fallbacks == {"timeout": 1, "paused": 4}
+    await side.recover()
+    assert await side.propose(propose_row("a", [1])) == [[1]]
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING", "INFO"]
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda r: PrefixMissing(r.round, 1, 0.0, ["a"]), "prefix_missing"),
+        (lambda r: Failure(r.round, 1, 0.0, "no memory"), "failure"),
+        (lambda r: Pong(r.round, 1, 0.0), "failure"),
+        (lambda r: Drafts(r.round, 1, 0.0, []), "malformed"),
+        (lambda r: Drafts(r.round, 1, 0.0, [chain([1, 2, 3, 4])]), "malformed"),
+        (lambda r: Drafts(r.round, 1, 0.0, [chain([VOCAB])]), "malformed"),
+        (lambda r: Drafts(r.round, 1, 0.0, [Draft([1, 2], [-1, 1])]), "malformed"),
+    ],
+    ids=["prefix missing twice", "failure", "wrong kind", "no row", "too long", "no token", "own parent"],
+)
+async def test_a_wrong_reply_becomes_an_empty_draft(make, reason):
+    drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=1.0)
+    drafter.connect(answering(make))
+    assert await drafter.propose([propose_row("a", [1])]) == [NO_DRAFT]
+    assert drafter.fallbacks == {reason: 1}
+    drafter.disconnect("done")
+
+
+async def test_a_drafter_that_raises_is_a_failure_and_goes_on(caplog):
+    side = DraftSide()
+    side.echo.propose = None
+    assert await side.propose(propose_row("a", [1])) == [[]]
+    assert side.drafter.fallbacks == {"failure": 1}
+    del side.echo.propose
+    await side.recover()
+    assert await side.propose(propose_row("a", [1])) == [[1]]
+
+
+async def test_a_dead_drafter_is_absent_at_once_and_a_new_one_knows_nothing():
+    side = DraftSide()
+    await side.propose(propose_row("a", [1, 2]))
+    side.link.faults = ["lose"]
+    waiting = asyncio.create_task(side.propose(propose_row("a", [1, 2, 3])))
+    await asyncio.sleep(0)
+    side.drafter.disconnect("killed")
+    assert await waiting == [[]]
+    assert await side.propose(propose_row("a", [1, 2, 3])) == [[]]
+    assert side.drafter.fallbacks == {"absent": 2}
+    side.link = FakeLink(DraftResponder(side.echo, capacity=8, version=2).answer, version=2)
+    side.drafter.connect(side.link)
+    assert await side.propose(propose_row("a", [1, 2, 3, 4])) == [[2, 3, 4]]
+    assert len(side.link.requests) == 1
+
+
+async def test_a_release_travels_until_it_is_answered_for():
+    side = DraftSide()
+    await side.propose(propose_row("a", [1]), propose_row("b", [1]))
+    side.drafter.release("a")
+    side.drafter.release("unknown")
+    side.link.faults = ["lose"]
+    await side.propose(propose_row("b", [1]))
+    await side.recover()
+    await side.propose(propose_row("b", [1]))
+    await side.propose(propose_row("b", [1]))
+    sent = [request.released for request in side.link.requests if isinstance(request, Propose)]
+    assert sent == [[], ["a"], ["a"], []]
+    assert side.echo.released == ["a"]
+
+
+async def test_an_id_may_be_used_again_after_its_release():
+    side = DraftSide()
+    await side.propose(propose_row("a", [1, 2, 3]))
+    side.drafter.release("a")
+    assert await side.propose(propose_row("a", [7, 8])) == [[7, 8]]
+
+
+class TargetSide:
+    """A RemoteVerifier over two ranks."""
+
+    def __init__(self) -> None:
+        self.verifiers = [SumVerifier(), SumVerifier()]
+        self.verifier = RemoteVerifier(vocab_size=VOCAB, timeout_s=0.1)
+        self.connect(1)
+
+    def connect(self, version: int) -> None:
+        self.links = [
+            FakeLink(TargetResponder(one, rank=rank, capacity=4, version=version).answer, version=version)
+            for rank, one in enumerate(self.verifiers)
+        ]
+        self.verifier.connect(self.links)
+
+
+async def test_every_rank_runs_every_round_and_rank_0_decides():
+    side = TargetSide()
+    tokens = [1, 2, 3]
+    for _ in range(4):
+        [verdict] = await side.verifier.verify([verify_row("a", tokens)])
+        assert verdict.token_ids == [sum(tokens) % VOCAB]
+        tokens += verdict.token_ids
+    assert side.verifiers[0].seen == side.verifiers[1].seen
+    assert [one.decided for one in side.verifiers] == [[True] * 4, [False] * 4]
+    assert side.links[0].requests == side.links[1].requests
+    assert side.verifier.last_compute_s > 0
+
+
+async def test_ranks_that_evicted_a_prefix_are_told_again():
+    side = TargetSide()
+    for i in range(3):
+        rows = [verify_row(name, [1, 2, i], block_ids=[i, 5]) for name in "abcdef"]
+        for row in rows:
+            [verdict] = await side.verifier.verify([row])
+            assert verdict.token_ids == [3 + i]
+            assert side.verifiers[1].seen[-1][0].block_ids == [i, 5]
+
+
+async def test_a_lost_target_raises_until_it_is_connected_again():
+    side = TargetSide()
+    await side.verifier.verify([verify_row("a", [1, 2])])
+    side.links[0].faults = ["lose reply"]
+    with pytest.raises(TargetError, match="no reply to round 2"):
+        await side.verifier.verify([verify_row("a", [1, 2, 3])])
+    with pytest.raises(TargetError):
+        await side.verifier.verify([verify_row("a", [1, 2, 3])])
+    side.connect(2)
+    [verdict] = await side.verifier.verify([verify_row("a", [1, 2, 3])])
+    assert verdict.token_ids == [6]
+
+
+async def test_a_death_notice_ends_the_round():
+    side = TargetSide()
+    side.links[0].faults = ["lose"]
+    side.verifier._timeout_s = 60
+    waiting = asyncio.create_task(side.verifier.verify([verify_row("a", [1])]))
+    await asyncio.sleep(0)
+    side.verifier.disconnect("rank 1 died")
+    with pytest.raises(TargetError, match="rank 1 died"):
+        await waiting
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda r: Verdicts(r.round, 1, 0.0, []), "0 verdicts for 1 rows"),
+        (lambda r: Verdicts(r.round, 1, 0.0, [Verdict([VOCAB])]), "outside"),
+        (lambda r: Verdicts(r.round, 1, 0.0, [Verdict([])]), "0 tokens"),
+        (lambda r: PrefixMissing(r.round, 1, 0.0, ["a"]), "PrefixMissing"),
+        (lambda r: Failure(r.round, 1, 0.0, "no memory"), "no memory"),
+    ],
+    ids=["no row", "no token", "nothing", "prefix missing twice", "failure"],
+)
+async def test_a_wrong_verdict_is_a_target_error(make, message):
+    verifier = RemoteVerifier(vocab_size=VOCAB, timeout_s=1.0)
+    verifier.connect([answering(make)])
+    with pytest.raises(TargetError, match=message):
+        await verifier.verify([verify_row("a", [1, 2])])
+    assert not verifier.is_available
+
+
+async def test_the_ranks_forget_what_has_ended():
+    side = TargetSide()
+    await side.verifier.verify([verify_row("a", [1]), verify_row("b", [1])])
+    side.verifier.release("a")
+    await side.verifier.verify([verify_row("b", [1])])
+    assert [one.released for one in side.verifiers] == [["a"], ["a"]]
+    assert all(isinstance(request, Verify) for request in side.links[0].requests)

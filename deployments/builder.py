@@ -3,6 +3,7 @@
 from typing import Any
 
 import ray
+import torch
 from ray import serve
 from ray.serve import Application
 
@@ -18,10 +19,9 @@ STREAMS_PER_INGRESS = 10_000
 
 def app(config: AppConfig) -> Application:
     """Return the application: one Ingress over autoscaled Routers, each with its own speculation group."""
-    api_keys(config)
-    settings = group_config(config)
-    num_gpus = ray.cluster_resources().get("GPU", 0) if ray.is_initialized() else 0
-    bundles = placement_bundles(settings, num_gpus=num_gpus)
+    # Read here and handed on: the processes of a cluster that is already there do not have the caller's environment.
+    keys = api_keys(config)
+    bundles = placement_bundles(group_config(config), num_gpus=_count_gpus())
     scaling = autoscaling_config(config.autoscaling)
     router: Any = serve.deployment(
         Router,
@@ -29,7 +29,8 @@ def app(config: AppConfig) -> Application:
         ray_actor_options={"num_cpus": bundles[0]["CPU"]},
         placement_group_bundles=bundles,
         placement_group_strategy=STRATEGY,
-        max_ongoing_requests=config.max_num_seqs + config.max_queued_requests,
+        # Above what the engine admits, so that its queue refuses (429) and Serve's, which would wait, stays empty.
+        max_ongoing_requests=2 * (config.max_num_seqs + config.max_queued_requests),
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         max_constructor_retry_count=1,
         **({"autoscaling_config": scaling} if scaling else {"num_replicas": config.autoscaling.min_replicas}),
@@ -42,5 +43,12 @@ def app(config: AppConfig) -> Application:
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         max_constructor_retry_count=1,
     )
-    application: Application = ingress.bind(config, router.bind(config), BASE_URL)
+    application: Application = ingress.bind(config, router.bind(config), keys=keys, base_url=BASE_URL)
     return application
+
+
+def _count_gpus() -> float:
+    """Return the GPUs of the cluster; `serve run` asks before it starts one, which will then be this machine."""
+    if ray.is_initialized():
+        return float(ray.cluster_resources().get("GPU", 0))
+    return float(torch.cuda.device_count())

@@ -1,9 +1,14 @@
-"""Guard: the ASGI middleware before every route: header and body limits, and the API key.
+"""Guard: the ASGI middleware before every route: header and body limits, the API key, and clients that leave.
 
 Routes that need no key are `OPEN_ROUTES`; everything else does, known or not. The route is read from `scope["path"]`,
 which no header can change.
+
+Serve's proxy obeys headers by which a client can switch off its deadline and its disconnect detection, and name its
+request. The proxy reads them before us, so nothing here relies on it: deadlines are the Router's, request ids are our
+own, a client that leaves is noticed here, and the headers end here.
 """
 
+import asyncio
 import hmac
 import json
 from collections.abc import Iterable, Sequence
@@ -13,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.config import Limits
 from deployments.errors import error_body, headers_of, kind_of_status
 
+SERVE_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"x-request-id"})
 OPEN_ROUTES = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 
 
@@ -42,7 +48,8 @@ class Guard:
             limit = self._limits.max_body_bytes
             await _refuse(send, 413, f"the body is larger than {limit:,} bytes")
             return
-        await self._app(scope, _replay(messages, receive), send)
+        headers = [(name, value) for name, value in headers if name.lower() not in SERVE_HEADERS]
+        await _run_while_connected(self._app, {**scope, "headers": headers}, messages, receive, send)
 
     def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         sent = [value for name, value in headers if name.lower() == b"authorization"]
@@ -66,16 +73,36 @@ class Guard:
                 return messages
 
 
-def _replay(messages: list[Message], receive: Receive) -> Receive:
-    """Return a receive that hands out what was read, and then waits for the client to leave."""
-    pending = iter(messages)
+async def _run_while_connected(
+    app: ASGIApp, scope: Scope, messages: list[Message], receive: Receive, send: Send
+) -> None:
+    """Run a route over a body that was read already; cancel it when the client leaves, streaming or not."""
+    body = b"".join(message.get("body", b"") for message in messages)
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    left = asyncio.Event()
 
     async def replay() -> Message:
-        for message in pending:
-            return message
-        return await receive()
+        if pending:
+            return pending.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
 
-    return replay
+    async def watch() -> None:
+        if messages[-1]["type"] != "http.disconnect":
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        left.set()
+
+    route = asyncio.ensure_future(app(scope, replay, send))
+    watcher = asyncio.create_task(watch())
+    try:
+        await asyncio.wait([route, watcher], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
+        route.cancel()
+        await asyncio.wait([route, watcher])
+    if not route.cancelled():
+        route.result()
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:

@@ -5,19 +5,19 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from importlib.metadata import version
-from typing import Any, Protocol
+from typing import Any
 
-from prometheus_client import Metric
+from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from deployments import responses as r
-from deployments.config import AppConfig, api_keys, group_config
+from deployments.config import AppConfig, group_config
 from deployments.errors import describe
 from deployments.generation import Generation, choice_index
 from deployments.metrics import exposition
 from deployments.parameters import check_token_ids, sampling_params
 from deployments.prompts import PromptEncoder
+from deployments.replicas import RouterHandle, ServeRouters
 from deployments.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deployments.router import Description
 from deployments.routes import make_api
@@ -28,70 +28,22 @@ from engine.vocabulary import load_tokenizer
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
-HEALTH_TIMEOUT_S = 5.0
-
-
-class RouterHandle(Protocol):
-    """What the Ingress asks of Routers; Serve's handle behind `ServeRouters`, or a fake."""
-
-    def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
-        """Stream a request's rounds."""
-        ...
-
-    async def describe(self) -> Description:
-        """Return what is served."""
-        ...
-
-    async def collect(self) -> list[list[Metric]]:
-        """Return the metrics of every replica."""
-        ...
-
-    async def check_progress(self) -> None:
-        """Raise unless rounds are being finished while there is work."""
-        ...
-
-
-class ServeRouters:
-    """Serve's handle to the Routers; errors come out as what the Router raised."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
-        """Stream a request's rounds from the replica that takes it."""
-        rounds = self._handle.generate.options(stream=True).remote(request)
-        try:
-            async for outputs in rounds:
-                yield outputs
-        except Exception as error:  # noqa: BLE001 - whatever it is, it goes on to the caller
-            # Ray wraps what a replica raised in a subclass whose text is a traceback.
-            raise getattr(error, "cause", None) or error from None
-        finally:
-            rounds.cancel()
-
-    async def describe(self) -> Description:
-        """Return what is served."""
-        description: Description = await self._handle.describe.remote()
-        return description
-
-    async def collect(self) -> list[list[Metric]]:
-        """Return the metrics of every replica."""
-        return list(await self._handle.broadcast("collect").results_async(timeout_s=HEALTH_TIMEOUT_S))
-
-    async def check_progress(self) -> None:
-        """Raise unless rounds are being finished while there is work."""
-        await self._handle.check_progress.remote()
-
 
 class Ingress:
     """One HTTP replica: a tokenizer, the limits, and a handle to the Routers."""
 
     async def __init__(  # type: ignore[misc]
-        self, config: AppConfig, routers: Any, base_url: str = ""
+        self,
+        config: AppConfig,
+        routers: DeploymentHandle[Any] | RouterHandle,
+        *,
+        keys: tuple[str, ...] = (),
+        base_url: str = "",
     ) -> None:
         """Load the tokenizer and wait for the first Router."""
         self.config = config
-        self._routers: RouterHandle = ServeRouters(routers)
+        self._keys = keys
+        self._routers: RouterHandle = ServeRouters(routers) if isinstance(routers, DeploymentHandle) else routers
         self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, group_config(config).target))
         self._description = await self._routers.describe()
         self._started = int(time.time())
@@ -99,7 +51,7 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP application; Serve calls this when the replica starts."""
-        return make_api(self, limits=self.config.limits, keys=api_keys(self.config))
+        return make_api(self, limits=self.config.limits, keys=self._keys)
 
     async def complete(self, request: CompletionRequest) -> "Answer":
         """Check and queue nothing yet: return the answer to a completion request.
@@ -163,8 +115,7 @@ class Ingress:
 
     async def check(self) -> None:
         """Raise unless a Router makes progress."""
-        async with asyncio.timeout(HEALTH_TIMEOUT_S):
-            await self._routers.check_progress()
+        await self._routers.check_progress()
 
     async def metrics(self) -> bytes:
         """Return the metrics of all Routers, summed."""
@@ -264,11 +215,6 @@ class Answer:
 
 def _event(data: str) -> str:
     return f"data: {data}\n\n"
-
-
-def server_version() -> str:
-    """Return the version of the installed package."""
-    return version("paceline")
 
 
 def _announce(config: AppConfig, description: Description, base_url: str) -> None:

@@ -6,12 +6,23 @@ name. Types are strict: a number in quotes is an error, as it is at OpenAI.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+
+def _check_unicode(text: str) -> str:
+    """Refuse half a surrogate pair: JSON can hold it, no tokenizer and no response can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("it holds half a surrogate pair, which is not Unicode text") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-StopString = Annotated[str, Field(min_length=1)]
-Salt = Annotated[str, Field(min_length=1, max_length=256)]
+StopString = Annotated[Text, Field(min_length=1)]
+Salt = Annotated[Text, Field(min_length=1, max_length=256)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
@@ -107,13 +118,13 @@ class GenerationRequest(RequestModel):
     """Token ids besides the text."""
     cache_salt: Salt | None = None
     """Only requests with the same salt share cached prefixes."""
-    user: str | None = None
+    user: Text | None = None
     """Accepted and ignored: it cannot change the text."""
-    metadata: dict[str, str] | None = None
+    metadata: dict[Text, Text] | None = None
     """Accepted and ignored: it cannot change the text."""
-    safety_identifier: str | None = None
+    safety_identifier: Text | None = None
     """Accepted and ignored: it cannot change the text."""
-    service_tier: str | None = None
+    service_tier: Text | None = None
     """Accepted and ignored: there is one tier."""
     store: bool | None = None
     """Accepted and ignored: nothing is stored."""
@@ -123,9 +134,9 @@ class CompletionRequest(GenerationRequest):
     """The body of /v1/completions."""
 
     prompt: (
-        str
+        Text
         | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
     """Text, token ids, or a list of either."""
@@ -141,7 +152,7 @@ class TextPart(RequestModel):
     """A piece of a message's text."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class ChatMessage(RequestModel):
@@ -149,7 +160,7 @@ class ChatMessage(RequestModel):
 
     role: Literal["system", "developer", "user", "assistant"]
     """Who speaks; developer is another name for system."""
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: Text | Annotated[list[TextPart], Field(min_length=1)]
     """Text, or parts of text. Other parts (images, audio) are refused."""
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     """The speaker's name, for chat templates that show it."""
@@ -187,7 +198,7 @@ class TokenizeRequest(RequestModel):
 
     model: str | None = None
     """The served model's name; null is the only one."""
-    prompt: str | None = None
+    prompt: Text | None = None
     """Text to tokenize as /v1/completions would."""
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     """A conversation to tokenize as /v1/chat/completions would."""

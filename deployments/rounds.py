@@ -84,10 +84,14 @@ class RoundLoop:
         deadline = asyncio.get_running_loop().time() + request.timeout_s
         stream = Stream()
         unfinished = self._admit(request, stream)
+        is_first = True
         try:
             while unfinished:
                 async with asyncio.timeout_at(deadline):
                     outputs = await stream.next()
+                if is_first:
+                    self._metrics.observe_first_token(time.monotonic() - started)
+                    is_first = False
                 for output in outputs:
                     if output.finish_reason is not None:
                         unfinished.discard(output.request_id)

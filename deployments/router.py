@@ -74,14 +74,9 @@ class Router:
 
     async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
         """Admit a request and yield its tokens, once per round; see `RoundLoop.generate` for what it raises."""
-        started = time.monotonic()
-        is_first = True
         rounds = self._loop.generate(request)
         try:
             async for outputs in rounds:
-                if is_first:
-                    self._metrics.observe_first_token(time.monotonic() - started)
-                    is_first = False
                 yield outputs
         finally:
             # Not left to the garbage collector: closing it is what frees the blocks of a client that went away.

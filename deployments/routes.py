@@ -1,6 +1,7 @@
 """The routes: a FastAPI application over an Ingress, and what every error looks like on the way out."""
 
 from collections.abc import Sequence
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -11,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 from deployments import responses as r
 from deployments.config import Limits
-from deployments.errors import ErrorKind, describe, error_body, headers_of, kind_of_status, validation_message
+from deployments.errors import KINDS, ErrorKind, describe, error_body, headers_of, kind_of_status, validation_message
 from deployments.guard import Guard
 from deployments.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
@@ -71,17 +72,40 @@ def make_api(ingress: "Ingress", *, limits: Limits, keys: Sequence[str]) -> Fast
     @api.get("/version", response_model=None, responses={200: {"model": r.Version}, **_ERRORS})
     async def version() -> Response:
         """Return the server's version."""
-        from deployments.ingress import server_version
-
-        return _json(r.Version(version=server_version()))
+        return _json(r.Version(version=_installed_version()))
 
     @api.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Return Prometheus metrics, summed over all replicas."""
         return Response(await ingress.metrics(), media_type=CONTENT_TYPE_LATEST)
 
+    _document(api)
     api.add_middleware(Guard, limits=limits, api_keys=keys)
     return api
+
+
+def _document(api: FastAPI) -> None:
+    """Have /openapi.json say what is sent: validation errors are 400, never FastAPI's own 422."""
+    generate = api.openapi
+
+    def openapi() -> dict[str, Any]:
+        if api.openapi_schema is None:
+            schema = generate()
+            for path in schema["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                schema["components"]["schemas"].pop(name, None)
+        return api.openapi_schema or {}
+
+    api.openapi = openapi  # type: ignore[method-assign]
+
+
+def _installed_version() -> str:
+    try:
+        return metadata.version("paceline")
+    except metadata.PackageNotFoundError:
+        return "unknown"  # a checkout that was not installed
 
 
 async def _respond(answer: "Answer", is_stream: bool) -> Response:
@@ -109,8 +133,6 @@ def _handle_errors(api: FastAPI) -> None:
 
     async def raised(_: Request, error: Exception) -> Response:
         return _error(*describe(error))
-
-    from deployments.errors import KINDS
 
     for known in KINDS:
         api.add_exception_handler(known, raised)

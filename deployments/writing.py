@@ -52,10 +52,18 @@ class Writer:
         """Return the token ids' field, if it is wanted."""
         return {"token_ids": token_ids} if self.request.return_token_ids else {}
 
-    def continuous_usage(self) -> dict[str, Any]:
-        """Return the usage so far, if every chunk is to carry it."""
+    def prompt_ids(self, choice: Choice) -> dict[str, Any]:
+        """Return the prompt's token ids' field, if it is wanted."""
+        return {"prompt_token_ids": choice.prompt_token_ids} if self.request.return_token_ids else {}
+
+    def chunk_usage(self) -> dict[str, Any]:
+        """Return a chunk's usage: so far, if every chunk is to carry it; null, if only the last one does; else none."""
         options = self.request.stream_options
-        return {"usage": usage(self.choices, self.n)} if options and options.continuous_usage_stats else {}
+        if options is None:
+            return {}
+        if options.continuous_usage_stats:
+            return {"usage": usage(self.choices, self.n)}
+        return {"usage": None} if options.include_usage else {}
 
 
 class ResponseWriter(Protocol):
@@ -95,6 +103,7 @@ class CompletionWriter(Writer):
                 **self.common,
                 object="text_completion",
                 choices=[self._choice(choice, self._prompt_text(choice), [], None, None)],
+                **self.chunk_usage(),
             )
             for choice in self.choices
         ]
@@ -103,13 +112,15 @@ class CompletionWriter(Writer):
         """Return the chunk of one round of one choice."""
         logprobs = None
         if output.logprobs is not None:
-            logprobs = self._logprobs(output.token_ids, output.logprobs)
+            logprobs = self._logprobs(choice, output.token_ids, output.logprobs)
         piece = self._choice(choice, output.text, output.token_ids, logprobs, output)
+        if len(choice.token_ids) == len(output.token_ids):
+            piece = piece.model_copy(update=self.prompt_ids(choice))
         return r.Completion(
             **self.common,
             object="text_completion",
             choices=[piece],
-            **self.continuous_usage(),
+            **self.chunk_usage(),
         )
 
     def closing(self) -> r.ResponseModel:
@@ -121,8 +132,9 @@ class CompletionWriter(Writer):
         choices = []
         for choice in self.choices:
             text = self._prompt_text(choice) + choice.text if self._echoes() else choice.text
-            logprobs = self._logprobs(choice.token_ids, choice.logprobs) if choice.logprobs else None
-            choices.append(self._choice(choice, text, choice.token_ids, logprobs, choice))
+            logprobs = self._logprobs(choice, choice.token_ids, choice.logprobs) if choice.logprobs else None
+            piece = self._choice(choice, text, choice.token_ids, logprobs, choice)
+            choices.append(piece.model_copy(update=self.prompt_ids(choice)))
         return r.Completion(**self.common, object="text_completion", choices=choices, **self.figures())
 
     def _prompt_text(self, choice: Choice) -> str:
@@ -145,12 +157,12 @@ class CompletionWriter(Writer):
             **self.ids(token_ids),
         )
 
-    def _logprobs(self, token_ids: list[int], logprobs: list[TokenLogprobs]) -> r.CompletionLogprobs:
+    def _logprobs(self, choice: Choice, token_ids: list[int], logprobs: list[TokenLogprobs]) -> r.CompletionLogprobs:
         texts = self.encoder.token_texts(token_ids)
-        offsets, offset = [], 0
+        offsets = []
         for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+            offsets.append(choice.num_logprob_chars)
+            choice.num_logprob_chars += len(text)
         return r.CompletionLogprobs(
             text_offset=offsets,
             token_logprobs=[position.logprob for position in logprobs],
@@ -175,7 +187,8 @@ class ChatWriter(Writer):
                     delta=r.Delta(role="assistant", content=""),
                     logprobs=None,
                     finish_reason=None,
-                )
+                ),
+                **(self.prompt_ids(choice) if choice.index == 0 else {}),
             )
             for choice in self.choices
         ]
@@ -220,15 +233,17 @@ class ChatWriter(Writer):
             **self.common,
             object="chat.completion",
             choices=choices,
+            **self.prompt_ids(self.choices[0]),
             **self.figures(),
         )
 
-    def _chunk(self, choice: r.ChatChunkChoice) -> r.ChatCompletionChunk:
+    def _chunk(self, choice: r.ChatChunkChoice, **extra: Any) -> r.ChatCompletionChunk:
         return r.ChatCompletionChunk(
             **self.common,
             object="chat.completion.chunk",
             choices=[choice],
-            **self.continuous_usage(),
+            **self.chunk_usage(),
+            **extra,
         )
 
     def _logprobs(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs]) -> r.ChatLogprobs:

@@ -21,7 +21,7 @@ from engine.sequence import RequestOutput
 from engine.verifier import ModelVerifier
 from tests.fakes import MarkovModel, byte_tokenizer
 
-VOCAB_SIZE = 256
+VOCAB_SIZE = 259  # bytes and three special tokens
 MAX_MODEL_LEN = 512
 
 

@@ -1,0 +1,76 @@
+"""The Routers as an Ingress sees them: all replicas, over Serve's handle; what they raise arrives as they raised it."""
+
+from collections.abc import AsyncGenerator
+from typing import Any, Protocol
+
+from prometheus_client import Metric
+
+from deployments.generation import Generation
+from deployments.router import Description
+from engine.errors import CapacityError
+from engine.sequence import RequestOutput
+
+ANSWER_TIMEOUT_S = 5.0
+
+
+class RouterHandle(Protocol):
+    """What the Ingress asks of Routers; Serve's handle behind `ServeRouters`, or a fake."""
+
+    def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
+        """Stream a request's rounds."""
+        ...
+
+    async def describe(self) -> Description:
+        """Return what is served."""
+        ...
+
+    async def collect(self) -> list[list[Metric]]:
+        """Return the metrics of every replica."""
+        ...
+
+    async def check_progress(self) -> None:
+        """Raise unless rounds are being finished while there is work."""
+        ...
+
+
+class ServeRouters:
+    """Serve's handle to the Routers; errors come out as what the Router raised."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
+        """Stream a request's rounds from the replica that takes it."""
+        rounds = self._handle.generate.options(stream=True).remote(request)
+        try:
+            async for outputs in rounds:
+                yield outputs
+        except Exception as error:  # noqa: BLE001 - whatever it is, it goes on to the caller
+            # Ray wraps what a replica raised in a subclass whose text is a traceback.
+            raise getattr(error, "cause", None) or error from None
+        finally:
+            rounds.cancel()
+
+    async def describe(self) -> Description:
+        """Return what is served."""
+        description: Description = await self._handle.describe.remote()
+        return description
+
+    async def collect(self) -> list[list[Metric]]:
+        """Return the metrics of every replica that answers."""
+        return [found for found in await self._ask_all("collect") if not isinstance(found, Exception)]
+
+    async def check_progress(self) -> None:
+        """Raise unless some replica finishes rounds while there is work."""
+        answers = await self._ask_all("check_progress")
+        errors = [answer for answer in answers if isinstance(answer, Exception)]
+        if len(errors) == len(answers):
+            raise getattr(errors[-1], "cause", None) or errors[-1]
+
+    async def _ask_all(self, method: str) -> list[Any]:
+        """Ask every replica, past its queue: one that is full must still be able to say that it is well."""
+        try:
+            response = self._handle.broadcast(method)
+            return list(await response.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True))
+        except TimeoutError:
+            raise CapacityError(f"no Router answered within {ANSWER_TIMEOUT_S:g} s") from None

@@ -1,0 +1,68 @@
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.types import ASGIApp
+from transformers import PreTrainedTokenizerFast
+
+from deployments.config import AppConfig
+from deployments.ingress import Ingress
+from tests.deployments.fakes import LocalRouters, Rig
+from tests.fakes import byte_tokenizer
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' and loop.first %}{{ raise_exception('assistant first') }}"
+    "{% endif %}<|start|>{{ m.role }}\n{{ m.content | trim }}<|end|>\n{% endfor %}<|start|>assistant\n"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer(), eos_token="</s>", additional_special_tokens=["<|start|>", "<|end|>"]
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def model_dir(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny")
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    yield rig
+    await rig.loop.stop()
+
+
+@pytest.fixture
+def routers(rig: Rig) -> LocalRouters:
+    return LocalRouters(rig)
+
+
+async def make_app(config: AppConfig, routers: LocalRouters, *, keys: tuple[str, ...] = ()) -> ASGIApp:
+    ingress = object.__new__(Ingress)
+    await ingress.__init__(config, routers, keys=keys)  # as Serve does it
+    return ingress.__serve_build_asgi_app__()
+
+
+def make_client(app: ASGIApp) -> httpx.AsyncClient:
+    # As over a real connection: an error in the application is a response, not an exception in the client.
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://paceline")
+
+
+@pytest.fixture
+def config(model_dir: Path) -> AppConfig:
+    return AppConfig(target_model=str(model_dir), served_model_name="tiny")
+
+
+@pytest.fixture
+async def client(config: AppConfig, routers: LocalRouters) -> AsyncIterator[httpx.AsyncClient]:
+    async with make_client(await make_app(config, routers)) as client:
+        yield client

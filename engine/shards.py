@@ -54,7 +54,8 @@ def load_shard(
     for name, style in styles.items():
         _narrow(module, name, style, shard)
     module.to_empty(device=device)
-    _restore_buffers(module, model_config, device)
+    _restore_buffers(module)
+    module.tie_weights()  # type: ignore[operator]
     _read(config, module, styles, shard)
     return module
 
@@ -96,18 +97,17 @@ def _narrow(module: nn.Module, name: str, style: str, shard: "Shard") -> None:
     setattr(parent, name.rpartition(".")[2], part)
 
 
-def _restore_buffers(module: nn.Module, config: PreTrainedConfig, device: torch.device) -> None:
-    """Recompute what no file holds (rotary frequencies): building on the meta device left it empty."""
+def _restore_buffers(module: nn.Module) -> None:
+    """Let transformers recompute what no file holds (rotary frequencies, scales): the meta device left it empty."""
     for child in module.modules():
-        if "rotary" in type(child).__name__.lower():
-            with device:  # not every release takes a device argument
-                child.__init__(config)  # type: ignore[misc]
+        if child._non_persistent_buffers_set:
+            module._init_weights(child)  # type: ignore[operator]
 
 
 def _read(config: ModelConfig, module: nn.Module, styles: dict[str, str], shard: "Shard") -> None:
-    """Copy this rank's slice of every weight from the files into the model."""
-    wanted = dict(module.named_parameters())
-    missing = set(wanted)
+    """Copy this rank's slice of every weight from the files into the model; tied names are one tensor."""
+    wanted = module.state_dict(keep_vars=True)
+    found = set()
     for file in _weight_files(config):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - not a dict
@@ -115,9 +115,8 @@ def _read(config: ModelConfig, module: nn.Module, styles: dict[str, str], shard:
                     continue
                 owner, _, kind = name.rpartition(".")
                 wanted[name].data.copy_(_slice(weights.get_slice(name), styles.get(owner), kind, shard))
-                missing.discard(name)
-    module.tie_weights()  # type: ignore[operator]
-    if missing:
+                found.add(id(wanted[name]))
+    if missing := [name for name, tensor in wanted.items() if id(tensor) not in found]:
         raise ModelError(f"{config.path} lacks the weights {', '.join(sorted(missing)[:3])}")
 
 

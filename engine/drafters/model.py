@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine import noise
@@ -40,11 +41,11 @@ class ModelDrafter:
         """Make the draft's KV cache.
 
         Args:
-            token_limit: ids from here on are never drafted; for a draft whose vocabulary is padded further than
-            the target's.
+            token_limit: the target's vocabulary size, where it differs from the draft's: families pad theirs
+                differently. Ids beyond it are never drafted; the target's further ids are never likely.
         """
         self.model = model
-        self._token_limit = min(token_limit or model.info.vocab_size, model.info.vocab_size)
+        self._vocab_size = token_limit or model.info.vocab_size
         num_blocks = count_blocks(model, config)
         self._pool = BlockPool(num_blocks, config.block_size, share=False)
         self._kv = model.kv_tensors(num_blocks, config.block_size)
@@ -81,6 +82,8 @@ class ModelDrafter:
         self._prefixes.move_to_end(row.request_id)
         # The tip's logits are needed again, so its entry never counts as computed.
         del prefix.token_ids[common_length(prefix.token_ids, row.token_ids[:-1]) :]
+        if max(row.token_ids[len(prefix.token_ids) :]) >= self.model.info.vocab_size:
+            return False
         missing = self._pool.blocks_for(length) - len(prefix.block_ids)
         blocks = self._pool.allocate(max(missing, 0))
         while blocks is None:
@@ -102,7 +105,7 @@ class ModelDrafter:
         tops: list[tuple[Tensor, Tensor]] = []
         for step in range(depth):
             runs = self._runs(rows, drawn)
-            shaped = shape(logits[:, : self._token_limit], runs)
+            shaped = shape(self._in_target_ids(logits), runs)
             if self._sends_rows:
                 tokens, top = self._sample_sparse(shaped, runs)
                 tops.append(top)
@@ -113,7 +116,8 @@ class ModelDrafter:
                 logits = self.model.forward(steps.at(step, tokens))
         chains: list[list[int]] = torch.stack(drawn, -1).tolist()
         for row, prefix, tokens_drawn in zip(rows, prefixes, chains, strict=True):
-            prefix.token_ids = [*row.token_ids, *tokens_drawn[:-1]]
+            # The last draft token was not computed, and what a row drew beyond its own draft may have no block.
+            prefix.token_ids = [*row.token_ids, *tokens_drawn[: min(row.num_draft_tokens, depth - 1)]]
         return self._assemble(rows, chains, tops)
 
     def _catch_up(self, rows: Sequence[ProposeRow], prefixes: Sequence[Prefix]) -> Tensor:
@@ -142,6 +146,11 @@ class ModelDrafter:
             for row, start, prefix in zip(rows, done, prefixes, strict=True)
         ]
         return self.model.forward(build(tips, self._kv))
+
+    def _in_target_ids(self, logits: Tensor) -> Tensor:
+        """Cut or widen logits [rows, own vocab] to the target's vocabulary."""
+        missing = self._vocab_size - logits.shape[-1]
+        return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def _runs(self, rows: Sequence[ProposeRow], drawn: Sequence[Tensor]) -> list[Run]:
         """Return one logit row per request, after the tokens drawn so far."""

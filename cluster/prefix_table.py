@@ -85,17 +85,55 @@ class Acknowledged:
     """Router side: what one peer has answered for, from which the next deltas are made.
 
     Token ids are committed and only ever grow, so their length is enough; a block table may change altogether.
+    Ids that have ended are told with every request until one is answered.
     """
 
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
         self._block_ids: dict[str, list[int]] = {}
+        self._asked: set[str] = set()
+        self._released: set[str] = set()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._lengths
 
-    def delta(self, row: ProposeRow | VerifyRow) -> PrefixDelta:
-        """Return what the peer must be told before it can compute `row`."""
+    def ask(self, rows: Sequence[ProposeRow | VerifyRow]) -> tuple[list[PrefixDelta], list[str]]:
+        """Return what the peer must be told before it can compute `rows`, and the ids that have ended."""
+        self._asked = {row.request_id for row in rows}
+        return [self._delta(row) for row in rows], list(self._released)
+
+    def answered(self, released: Iterable[str]) -> None:
+        """Record that the peer knows that these ids have ended."""
+        self._released.difference_update(released)
+
+    def acknowledge(self, rows: Iterable[ProposeRow | VerifyRow]) -> None:
+        """Record that the peer has answered for these rows."""
+        for row in rows:
+            if row.request_id in self._released:
+                continue
+            self._lengths[row.request_id] = len(row.token_ids)
+            if isinstance(row, VerifyRow):
+                self._block_ids[row.request_id] = list(row.block_ids)
+
+    def release(self, request_id: str) -> None:
+        """Forget a request that has ended, and tell the peer if it knows of it."""
+        if request_id in self._lengths or request_id in self._asked:
+            self._released.add(request_id)
+        self.forget(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Take a request as unknown to the peer."""
+        self._lengths.pop(request_id, None)
+        self._block_ids.pop(request_id, None)
+
+    def clear(self) -> None:
+        """Take everything as unknown: the peer is a new one."""
+        self._lengths.clear()
+        self._block_ids.clear()
+        self._asked.clear()
+        self._released.clear()
+
+    def _delta(self, row: ProposeRow | VerifyRow) -> PrefixDelta:
         offset = min(self._lengths.get(row.request_id, 0), len(row.token_ids))
         block_ids = row.block_ids if isinstance(row, VerifyRow) else ()
         known = self._block_ids.get(row.request_id, []) if offset else []
@@ -109,23 +147,6 @@ class Acknowledged:
             block_offset=block_offset,
             block_ids=list(block_ids[block_offset:]),
         )
-
-    def acknowledge(self, rows: Iterable[ProposeRow | VerifyRow]) -> None:
-        """Record that the peer has answered for these rows."""
-        for row in rows:
-            self._lengths[row.request_id] = len(row.token_ids)
-            if isinstance(row, VerifyRow):
-                self._block_ids[row.request_id] = list(row.block_ids)
-
-    def forget(self, request_id: str) -> None:
-        """Take a request as unknown to the peer."""
-        self._lengths.pop(request_id, None)
-        self._block_ids.pop(request_id, None)
-
-    def clear(self) -> None:
-        """Take every request as unknown: the peer is a new one."""
-        self._lengths.clear()
-        self._block_ids.clear()
 
 
 def _common_length(known: Sequence[int], new: Sequence[int]) -> int:

@@ -51,7 +51,6 @@ class RemoteDrafter:
         self._link: Link | None = None
         self._rounds = itertools.count(1)
         self._acknowledged = Acknowledged()
-        self._released: set[str] = set()
         self._pause: asyncio.Task[None] | None = None
         self._num_failures = 0
 
@@ -66,7 +65,6 @@ class RemoteDrafter:
         self._link = link
         self._num_failures = 0
         self._acknowledged.clear()
-        self._released.clear()
         logger.info("Draft worker connected")
 
     def disconnect(self, reason: str) -> None:
@@ -96,9 +94,7 @@ class RemoteDrafter:
 
     def release(self, request_id: str) -> None:
         """Tell the worker with the next request that this one has ended."""
-        if request_id in self._acknowledged:
-            self._acknowledged.forget(request_id)
-            self._released.add(request_id)
+        self._acknowledged.release(request_id)
 
     async def _ask(self, link: Link, rows: Sequence[ProposeRow]) -> tuple[str, list[Draft] | None]:
         """Return the drafts, or the reason why there are none."""
@@ -126,12 +122,12 @@ class RemoteDrafter:
         return "failure", None
 
     async def _propose(self, link: Link, rows: Sequence[ProposeRow]) -> AnyReply:
-        entries = [ProposeEntry(self._acknowledged.delta(row), row.num_draft_tokens) for row in rows]
-        released = list(self._released)
+        deltas, released = self._acknowledged.ask(rows)
+        entries = [ProposeEntry(delta, row.num_draft_tokens) for delta, row in zip(deltas, rows, strict=True)]
         reply = await link.call(Propose(next(self._rounds), link.version, self._timeout_s, released, entries))
         if link is not self._link:
             raise PeerGoneError("the draft worker was replaced meanwhile")
-        self._released.difference_update(released)
+        self._acknowledged.answered(released)
         if isinstance(reply, Drafts):
             self._acknowledged.acknowledge(rows)
         return reply
@@ -176,7 +172,6 @@ class RemoteVerifier:
         self._lost = "it has not started"
         self._round = 0
         self._acknowledged = Acknowledged()
-        self._released: set[str] = set()
 
     @property
     def is_available(self) -> bool:
@@ -188,7 +183,6 @@ class RemoteVerifier:
         self._links = list(links)
         self._round = 0
         self._acknowledged.clear()
-        self._released.clear()
 
     def disconnect(self, reason: str) -> None:
         """Raise TargetError, in the round that is under way and in all others, until the next `connect`."""
@@ -221,24 +215,24 @@ class RemoteVerifier:
 
     def release(self, request_id: str) -> None:
         """Tell the ranks with the next request that this one has ended."""
-        if request_id in self._acknowledged:
-            self._acknowledged.forget(request_id)
-            self._released.add(request_id)
+        self._acknowledged.release(request_id)
 
     async def _verify(self, rows: Sequence[VerifyRow]) -> AnyReply:
         links = self._links
         if not links:
             raise PeerGoneError(self._lost)
         self._round += 1
-        entries = [VerifyEntry(self._acknowledged.delta(row), row.start, row.length, row.draft) for row in rows]
-        released = list(self._released)
+        deltas, released = self._acknowledged.ask(rows)
+        entries = [
+            VerifyEntry(delta, row.start, row.length, row.draft) for delta, row in zip(deltas, rows, strict=True)
+        ]
         request = Verify(self._round, links[0].version, self._timeout_s, released, entries)
         for link in links[1:]:
             await link.post(request)
         reply = await links[0].call(request)
         if links is not self._links:
             raise PeerGoneError(self._lost)
-        self._released.difference_update(released)
+        self._acknowledged.answered(released)
         if isinstance(reply, Verdicts):
             self._acknowledged.acknowledge(rows)
         return reply

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from cluster.channel import Link
-from cluster.messages import AnyReply, AnyRequest, decode_request, encode
+from cluster.messages import AnyReply, AnyRequest, Ping, decode_request, encode
 from engine.draft import Draft, ProposeRow, Verdict, VerifyRow, chain
 from engine.sampling import SamplingParams
 
@@ -15,7 +15,8 @@ class FakeLink(Link):
     """Everything goes through the real encoding, and replies through the real matching.
 
     `faults` holds what befalls the coming requests, one entry each: "lose" (the request never arrives), "lose reply",
-    "repeat" (the reply comes twice), "late" (the reply comes with the next one), "garbage", or None.
+    "repeat" (the reply comes twice), "late" (the reply comes with that of the next
+    request that is no ping), or None.
     """
 
     def __init__(self, answer: Answer, *, version: int = 1) -> None:
@@ -34,20 +35,19 @@ class FakeLink(Link):
         reply = self.answer(request)
         if reply is None:
             return
-        asyncio.get_running_loop().call_soon(self._arrive, fault, encode(reply))
+        asyncio.get_running_loop().call_soon(self._arrive, fault, request, encode(reply))
 
-    def _arrive(self, fault: str | None, payload: bytes) -> None:
+    def _arrive(self, fault: str | None, request: AnyRequest, payload: bytes) -> None:
         if fault == "lose reply":
             return
         if fault == "late":
             self._late.append(payload)
             return
-        if fault == "garbage":
-            self.deliver(b"\xc1 no message")
-            return
-        late, self._late = self._late, []
-        for one in [*late, payload] + [payload] * (fault == "repeat"):
-            self.deliver(one)
+        if not isinstance(request, Ping):
+            while self._late:
+                self.deliver(self._late.pop(0))
+        for _ in range(2 if fault == "repeat" else 1):
+            self.deliver(payload)
 
 
 class EchoDrafter:

@@ -1,12 +1,15 @@
 """The engine's two protocols over a link that misbehaves.
 
-Five mutants of the draft protocol, each tried by hand, and the test that catches it:
+Seven mutants of the draft protocol, each tried by hand, and the test that catches it:
 
 - `Acknowledged.delta` starts one token too late (`offset + 1`): test_every_round_reaches_the_worker_whole
 - `Link.deliver` takes a reply of any round: test_a_late_reply_is_not_taken_for_the_next_one
 - `Link.deliver` does not compare versions: test_a_reply_of_another_version_is_not_taken
 - `RemoteDrafter` treats `PrefixMissing` as a failure: test_a_drafter_that_forgets_is_told_again
 - `PrefixTable` appends the delta instead of putting it at its offset: test_a_lost_reply_does_not_double_tokens
+- `RemoteDrafter` acknowledges on any reply: test_one_evicted_row_does_not_spoil_the_others_of_its_batch
+- `RemoteDrafter.connect` keeps what the last worker knew:
+  test_a_dead_drafter_is_absent_at_once_and_a_new_one_knows_nothing
 """
 
 import asyncio
@@ -49,7 +52,7 @@ class DraftSide:
 
     async def recover(self) -> None:
         async with asyncio.timeout(5):
-            while not self.drafter.is_available:  # noqa: ASYNC110
+            while not self.drafter.is_available:
                 await asyncio.sleep(0.001)
 
 
@@ -108,6 +111,14 @@ async def test_a_drafter_that_evicts_is_told_again():
         assert await side.propose(propose_row("a", [1, 2, i])) == [[1, 2, i]]
         assert await side.propose(propose_row("b", [3, 4, i])) == [[3, 4, i]]
     assert "a" in side.echo.released
+    assert not side.drafter.fallbacks
+
+
+async def test_one_evicted_row_does_not_spoil_the_others_of_its_batch():
+    side = DraftSide(capacity=2)
+    await side.propose(propose_row("a", [1, 2, 3]), propose_row("b", [4]))
+    await side.propose(propose_row("c", [5]))
+    assert await side.propose(propose_row("b", [4, 6, 7]), propose_row("a", [1, 2, 3, 8])) == [[4, 6, 7], [2, 3, 8]]
     assert not side.drafter.fallbacks
 
 
@@ -230,6 +241,17 @@ async def test_a_release_travels_until_it_is_answered_for():
     sent = [request.released for request in side.link.requests if isinstance(request, Propose)]
     assert sent == [[], ["a"], ["a"], []]
     assert side.echo.released == ["a"]
+
+
+async def test_a_request_aborted_within_a_round_is_released_with_the_next():
+    side = DraftSide()
+    round_under_way = asyncio.create_task(side.propose(propose_row("a", [1, 2])))
+    await asyncio.sleep(0)
+    side.drafter.release("a")
+    await round_under_way
+    await side.propose(propose_row("b", [1]))
+    assert side.echo.released == ["a"]
+    assert "a" not in side.drafter._acknowledged
 
 
 async def test_an_id_may_be_used_again_after_its_release():

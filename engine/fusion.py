@@ -20,7 +20,7 @@ class FusedLinear(nn.Module):
         self.sizes = [linear.out_features for linear in linears]
         self.weight = nn.Parameter(torch.cat(tuple(linear.weight for linear in linears)), requires_grad=False)
         biases = [linear.bias for linear in linears]
-        self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases[0] is not None else None
+        self.bias = nn.Parameter(torch.cat(tuple(biases)), requires_grad=False) if biases[0] is not None else None
         self.pending: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:

@@ -15,18 +15,21 @@ from deployments.config import AppConfig, group_config
 from deployments.errors import describe
 from deployments.generation import Generation, choice_index
 from deployments.metrics import exposition
-from deployments.parameters import check_token_ids, sampling_params
+from deployments.parameters import ModelLimits, check_token_ids, sampling_params
 from deployments.prompts import PromptEncoder
 from deployments.replicas import RouterHandle, ServeRouters
 from deployments.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from deployments.router import Description
 from deployments.routes import make_api
 from deployments.writing import ChatWriter, CompletionWriter
-from engine.errors import RequestError, UnknownModelError
+from engine.errors import CapacityError, RequestError, UnknownModelError
 from engine.sequence import RequestOutput
 from engine.vocabulary import load_tokenizer
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
+
+START_GRACE_S = 1.0
+"""How long a request may wait for the models before it gets 503."""
 
 
 class Ingress:
@@ -40,18 +43,33 @@ class Ingress:
         keys: tuple[str, ...] = (),
         base_url: str = "",
     ) -> None:
-        """Load the tokenizer and wait for the first Router."""
+        """Load the tokenizer; requests get 503 until the first Router has loaded its models."""
         self.config = config
         self._keys = keys
         self._routers: RouterHandle = ServeRouters(routers) if isinstance(routers, DeploymentHandle) else routers
         self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, group_config(config).target))
-        self._description = await self._routers.describe()
         self._started = int(time.time())
-        _announce(config, self._description, base_url)
+        self._serving = asyncio.create_task(self._wait_for_routers(base_url), name="waiting for Routers")
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP application; Serve calls this when the replica starts."""
         return make_api(self, limits=self.config.limits, keys=self._keys)
+
+    async def _wait_for_routers(self, base_url: str) -> Description:
+        description = await self._routers.describe()
+        _announce(self.config, description, base_url)
+        return description
+
+    async def _describe(self) -> Description:
+        """Return what is served.
+
+        Raises:
+            CapacityError: the models are still being loaded.
+        """
+        await asyncio.wait([self._serving], timeout=START_GRACE_S)
+        if not self._serving.done():
+            raise CapacityError("the models are still being loaded")
+        return self._serving.result()
 
     async def complete(self, request: CompletionRequest) -> "Answer":
         """Check and queue nothing yet: return the answer to a completion request.
@@ -59,9 +77,10 @@ class Ingress:
         Raises:
             RequestError: naming the field, the value and the limit.
         """
+        served = await self._describe()
         self._check_model(request.model)
-        prompts = await self._prompts(request)
-        return self._answer(request, prompts, "cmpl")
+        prompts = await self._prompts(request, served.limits)
+        return self._answer(request, prompts, "cmpl", served.limits)
 
     async def chat(self, request: ChatCompletionRequest) -> "Answer":
         """Return the answer to a chat request.
@@ -69,12 +88,13 @@ class Ingress:
         Raises:
             RequestError: naming the field, the value and the limit.
         """
+        served = await self._describe()
         self._check_model(request.model)
-        room = self._description.limits.max_model_len
+        room = served.limits.max_model_len
         prompt = await self._encoder.run(self._encoder.encode_chat, request.messages, room)
-        return self._answer(request, [prompt], "chatcmpl")
+        return self._answer(request, [prompt], "chatcmpl", served.limits)
 
-    def models(self) -> r.ModelList:
+    async def models(self) -> r.ModelList:
         """Return the served model."""
         card = r.ModelCard(
             id=self.config.model_name,
@@ -82,7 +102,7 @@ class Ingress:
             created=self._started,
             owned_by="paceline",
             root=self.config.target_path,
-            max_model_len=self._description.limits.max_model_len,
+            max_model_len=(await self._describe()).limits.max_model_len,
         )
         return r.ModelList(object="list", data=[card])
 
@@ -92,8 +112,8 @@ class Ingress:
         Raises:
             RequestError: neither or both were sent.
         """
+        room = (await self._describe()).limits.max_model_len
         self._check_model(request.model)
-        room = self._description.limits.max_model_len
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("send either prompt or messages", "prompt")
         if request.messages is not None:
@@ -109,12 +129,14 @@ class Ingress:
         Raises:
             RequestError: an id that the model does not have.
         """
+        served = await self._describe()
         self._check_model(request.model)
-        check_token_ids([request.tokens], self._description.limits, "tokens")
+        check_token_ids([request.tokens], served.limits, "tokens")
         return r.Text(prompt=await self._encoder.run(self._encoder.decode, request.tokens))
 
     async def check(self) -> None:
         """Raise unless a Router makes progress."""
+        await self._describe()
         await self._routers.check_progress()
 
     async def metrics(self) -> bytes:
@@ -125,24 +147,28 @@ class Ingress:
         if model is not None and model != self.config.model_name:
             raise UnknownModelError(f"model is {model[:100]!r}, this server has {self.config.model_name!r}", "model")
 
-    async def _prompts(self, request: CompletionRequest) -> list[list[int]]:
+    async def _prompts(self, request: CompletionRequest, model: ModelLimits) -> list[list[int]]:
         """Return the prompts as token ids."""
         prompt = request.prompt
         several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
         if len(several) > (limit := self.config.limits.max_prompts):
             raise RequestError(f"prompt has {len(several)} entries, at most {limit} are allowed", "prompt")
-        room = self._description.limits.max_model_len
+        room = model.max_model_len
         prompts: list[list[int]] = []
         for one in several:
             is_text = isinstance(one, str)
             prompts.append(await self._encoder.run(self._encoder.encode, one, room) if is_text else list(one))  # type: ignore[arg-type]
         if any(not ids for ids in prompts):
             raise RequestError("prompt is empty; it must have at least one token", "prompt")
-        check_token_ids(prompts, self._description.limits, "prompt")
+        check_token_ids(prompts, model, "prompt")
         return prompts
 
     def _answer(
-        self, request: CompletionRequest | ChatCompletionRequest, prompts: list[list[int]], kind: str
+        self,
+        request: CompletionRequest | ChatCompletionRequest,
+        prompts: list[list[int]],
+        kind: str,
+        model: ModelLimits,
     ) -> "Answer":
         request_id = f"{kind}-{secrets.token_hex(16)}"
         speculative = request.speculative
@@ -153,13 +179,13 @@ class Ingress:
             request=request,
             prompts=prompts,
             encoder=self._encoder,
-            num_speculative_tokens=self._description.limits.num_speculative_tokens,
+            num_speculative_tokens=model.num_speculative_tokens,
             metrics_level=(speculative and speculative.metrics) or self.config.per_request_spec_decode_metrics,
         )
         generation = Generation(
             request_id=request_id,
             prompts=prompts,
-            params=sampling_params(request, prompts, self._description.limits, self.config.limits),
+            params=sampling_params(request, prompts, model, self.config.limits),
             timeout_s=self.config.limits.request_timeout_s,
             cache_salt=request.cache_salt,
         )

@@ -1,16 +1,23 @@
 """The Routers as an Ingress sees them: all replicas, over Serve's handle; what they raise arrives as they raised it."""
 
+import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from prometheus_client import Metric
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.generation import Generation
 from deployments.router import Description
 from engine.errors import CapacityError
 from engine.sequence import RequestOutput
 
+logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
+
 ANSWER_TIMEOUT_S = 5.0
+RETRY_PAUSE_S = 2.0
 
 
 class RouterHandle(Protocol):
@@ -52,9 +59,15 @@ class ServeRouters:
             rounds.cancel()
 
     async def describe(self) -> Description:
-        """Return what is served."""
-        description: Description = await self._handle.describe.remote()
-        return description
+        """Return what is served, as soon as a replica serves it."""
+        while True:
+            try:
+                description: Description = await self._handle.describe.remote()
+            except (RayActorError, DeploymentUnavailableError) as error:
+                logger.warning("no Router yet: %s", error)
+                await asyncio.sleep(RETRY_PAUSE_S)
+            else:
+                return description
 
     async def collect(self) -> list[list[Metric]]:
         """Return the metrics of every replica that answers."""

@@ -55,7 +55,7 @@ def make_api(ingress: "Ingress", *, limits: Limits, keys: Sequence[str]) -> Fast
     @api.get("/v1/models", response_model=None, responses={200: {"model": r.ModelList}, **_ERRORS})
     async def models() -> Response:
         """List the served model."""
-        return _json(ingress.models())
+        return _json(await ingress.models())
 
     @api.get("/health", response_model=None, responses={200: {"model": r.Health}, **_ERRORS})
     async def health() -> Response:

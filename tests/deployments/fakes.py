@@ -101,6 +101,8 @@ class LocalRouters:
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
         self.error: Exception | None = None
+        self.has_loaded = asyncio.Event()
+        self.has_loaded.set()
         self.last: Generation | None = None
 
     async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
@@ -115,6 +117,7 @@ class LocalRouters:
             await rounds.aclose()
 
     async def describe(self) -> Description:
+        await self.has_loaded.wait()
         info = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, [], 1000, "float32", "cpu")
         return Description(info, None, ModelLimits(VOCAB_SIZE, MAX_MODEL_LEN, 4))
 

@@ -328,6 +328,20 @@ async def test_health_is_503_without_progress(client: httpx.AsyncClient, rig: Ri
     assert (await client.get("/health")).status_code == 503
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models"])
+async def test_everything_is_503_until_the_models_are_loaded(
+    config: AppConfig, routers: LocalRouters, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr("deployments.ingress.START_GRACE_S", 0.0)
+    routers.has_loaded.clear()
+    async with make_client(await make_app(config, routers)) as client:
+        response = await client.get(path)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        routers.has_loaded.set()
+        monkeypatch.setattr("deployments.ingress.START_GRACE_S", 1.0)
+        assert (await client.get(path)).status_code == 200
+
+
 async def test_metrics_show_the_rounds(client: httpx.AsyncClient) -> None:
     await complete(client)
     text = (await client.get("/metrics")).text

@@ -1,0 +1,61 @@
+import pickle
+
+import pytest
+
+from deployments.errors import INTERNAL, KINDS, describe, error_body, headers_of, kind_of, kind_of_status
+from engine.errors import PacelineError, PromptTooLongError, QueueFullError, RequestError, TargetError
+
+
+def tree(cls: type[PacelineError]) -> list[type[PacelineError]]:
+    return [cls, *(found for child in cls.__subclasses__() for found in tree(child))]
+
+
+@pytest.mark.parametrize("cls", [cls for cls in tree(PacelineError) if cls.__module__ == "engine.errors"])
+def test_the_table_covers_the_whole_tree(cls: type[PacelineError]) -> None:
+    assert cls in KINDS
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RequestError("x"), 400),
+        (PromptTooLongError("x"), 400),
+        (QueueFullError("x"), 429),
+        (TargetError("x"), 503),
+        (TimeoutError("x"), 408),
+        (ValueError("x"), 500),
+    ],
+)
+def test_errors_have_their_status(error: Exception, status: int) -> None:
+    assert kind_of(error).status == status
+
+
+def test_a_subclass_made_by_ray_counts_as_what_it_wraps() -> None:
+    wrapper = type("RayTaskError(QueueFullError)", (QueueFullError,), {})
+    assert kind_of(wrapper("x")).status == 429
+
+
+def test_the_field_is_named_also_after_a_journey_between_processes() -> None:
+    error = pickle.loads(pickle.dumps(RequestError("n is 9, at most 8 are allowed", "n")))
+    _, body = describe(error)
+    assert body["error"] == {
+        "message": "n is 9, at most 8 are allowed",
+        "type": "invalid_request_error",
+        "param": "n",
+        "code": None,
+    }
+
+
+def test_an_internal_error_keeps_its_secrets() -> None:
+    kind, body = describe(ValueError("password"))
+    assert kind is INTERNAL
+    assert "password" not in str(body)
+
+
+def test_what_cannot_be_encoded_is_escaped() -> None:
+    assert error_body(INTERNAL, "x", "\ud800")["error"]["param"] == "\\ud800"
+
+
+@pytest.mark.parametrize(("status", "header"), [(429, "Retry-After"), (503, "Retry-After"), (401, "WWW-Authenticate")])
+def test_headers_go_with_the_status(status: int, header: str) -> None:
+    assert header in headers_of(kind_of_status(status))

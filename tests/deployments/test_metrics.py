@@ -1,0 +1,64 @@
+from prometheus_client.parser import text_string_to_metric_families
+
+from deployments.metrics import exposition
+from tests.deployments.fakes import Rig, generation
+
+
+def values(text: bytes) -> dict[tuple[str, str], float]:
+    return {
+        (sample.name, sample.labels.get("position") or sample.labels.get("finished_reason") or ""): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+        if "bucket" not in sample.name
+    }
+
+
+async def test_replicas_add_up_and_shares_are_averaged() -> None:
+    rigs = [Rig(), Rig()]
+    for rig in rigs:
+        async for _ in rig.loop.generate(generation()):
+            pass
+        rig.engine.stats.observe_draft(3, 2)
+    rigs[0].engine.add("held", [1, 2, 3], generation().params)
+    await rigs[0].engine.step()
+    found = values(exposition([rig.metrics.collect() for rig in rigs]))
+    assert found["vllm:generation_tokens_total", ""] == 17
+    assert found["vllm:request_success_total", "length"] == 2
+    assert found["vllm:num_requests_running", ""] == 1
+    assert found["vllm:spec_decode_num_draft_tokens_total", ""] == 6
+    assert [found["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(i)] for i in range(3)] == [2, 2, 0]
+    assert found["vllm:kv_cache_usage_perc", ""] == 0.5 / rigs[0].engine.num_blocks
+    assert found["vllm:e2e_request_latency_seconds_count", ""] == 2
+    for rig in rigs:
+        await rig.loop.stop()
+
+
+async def test_a_client_that_left_is_counted_but_not_timed() -> None:
+    rig = Rig()
+    stream = rig.loop.generate(generation(max_tokens=100))
+    await anext(stream)
+    await stream.aclose()
+    found = values(exposition([rig.metrics.collect()]))
+    assert found["vllm:request_success_total", "abort"] == 1
+    assert ("vllm:e2e_request_latency_seconds_count", "") not in found
+    await rig.loop.stop()
+
+
+async def test_fallbacks_are_counted_by_reason() -> None:
+    class Absent:
+        fallbacks = {"absent": 3}  # noqa: RUF012
+
+        async def propose(self, rows):
+            return []
+
+        def release(self, request_id):
+            pass
+
+    rig = Rig(drafter=Absent())
+    text = exposition([rig.metrics.collect()]).decode()
+    assert 'paceline:drafter_fallbacks_total{model_name="tiny",reason="absent"} 3.0' in text
+    await rig.loop.stop()
+
+
+def test_no_replica_is_no_metric() -> None:
+    assert exposition([]) == b""

@@ -188,6 +188,7 @@ class SpeculationGroup:
     async def _watch_draft(self, crew: Crew) -> None:
         reason = await crew.ended()
         self._draft = None
+        logger.warning("Draft worker lost, decoding without drafts: %s", reason)
         self._remote_drafter.disconnect(reason)
         crew.dismiss()
         pause_s = _FIRST_RETRY_S

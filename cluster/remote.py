@@ -70,7 +70,6 @@ class RemoteDrafter:
     def disconnect(self, reason: str) -> None:
         """Go on without a worker until the next `connect`."""
         if self._link is not None:
-            logger.warning("Draft worker lost, decoding without drafts: %s", reason)
             self._link.fail(reason)
             self._link = None
         self._end_pause()

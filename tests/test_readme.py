@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from deployments.config import AppConfig
 
 ROOT = Path(__file__).parents[1]
@@ -14,7 +16,7 @@ def configuration_table():
     rows = ["| argument | default | meaning |", "|---|---|---|"]
     for name, field in AppConfig.model_fields.items():
         default = field.default
-        shown = "see `config.py`" if hasattr(default, "model_fields") else f"`{default}`"
+        shown = "see `config.py`" if isinstance(default, BaseModel) else f"`{default}`"
         rows.append(f"| `{name}` | {shown} | {' '.join((field.description or '').split())} |")
     return "\n".join(rows)
 

@@ -5,6 +5,7 @@ logit_bias and min_tokens, penalties, temperature, min_p, top_k, top_p. Penaltie
 committed ones and the draft's own path above it.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -59,8 +60,8 @@ def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
             rows[:, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
         if params.min_tokens:
             _forbid_the_end(rows, run)
-        if params.has_penalties:
-            _penalise(rows, run)
+    if any(run.params.has_penalties for run in runs):
+        _penalise(logits, runs)
     if any(0 < run.params.temperature != 1 for run in runs):
         logits.div_(_column(runs, logits, lambda params: params.temperature or 1.0))
     if any(run.params.min_p > 0 for run in runs):
@@ -120,22 +121,39 @@ def _forbid_the_end(rows: Tensor, run: Run) -> None:
         rows[torch.tensor(early, device=rows.device).unsqueeze(-1), ends] = float("-inf")
 
 
-def _penalise(rows: Tensor, run: Run) -> None:
+def _penalise(logits: Tensor, runs: Sequence[Run]) -> None:
     """Repetition counts prompt and output, presence and frequency the output only, as in vLLM."""
-    params, vocab = run.params, rows.shape[-1]
-    tokens = torch.tensor(run.token_ids, device=rows.device)
-    in_prompt = torch.bincount(tokens[: run.prompt_length], minlength=vocab) > 0
-    output = torch.bincount(tokens[run.prompt_length :], minlength=vocab)
-    counts = output.repeat(rows.shape[0], 1)
-    drafted = [(i, token) for i, path in enumerate(run.paths) for token in path]
-    if drafted:
-        index = torch.tensor(drafted, device=rows.device).T
-        counts.index_put_((index[0], index[1]), torch.ones_like(index[0]), accumulate=True)
-    if params.repetition_penalty != 1:
-        seen = in_prompt | (counts > 0)
-        factor = torch.where(rows > 0, 1 / params.repetition_penalty, params.repetition_penalty)
-        rows.copy_(torch.where(seen, rows * factor, rows))
-    rows -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+    ends = list(itertools.accumulate(len(run.depths) for run in runs))
+    penalised = [
+        (run, list(range(end - len(run.depths), end)))
+        for run, end in zip(runs, ends, strict=True)
+        if run.params.has_penalties
+    ]
+    chosen = [run for run, _ in penalised]
+    device, vocab = logits.device, logits.shape[-1]
+    rows = torch.tensor([row for _, own in penalised for row in own], device=device)
+    run_of_row = torch.tensor([i for i, (_, own) in enumerate(penalised) for _ in own], device=device)
+    in_prompt = _count([run.token_ids[: run.prompt_length] for run in chosen], vocab, device) > 0
+    counts = _count([run.token_ids[run.prompt_length :] for run in chosen], vocab, device)[run_of_row]
+    if any(run.paths for run in chosen):
+        counts += _count([path for run in chosen for path in run.paths or [()] * len(run.depths)], vocab, device)
+    seen = in_prompt[run_of_row] | (counts > 0)
+    own_logits = logits[rows]
+    repetition = _column(chosen, logits, lambda params: params.repetition_penalty)
+    penalised_logits = torch.where(own_logits > 0, own_logits / repetition, own_logits * repetition)
+    own_logits = torch.where(seen, penalised_logits, own_logits)
+    own_logits -= _column(chosen, logits, lambda params: params.frequency_penalty) * counts
+    own_logits -= _column(chosen, logits, lambda params: params.presence_penalty) * (counts > 0)
+    logits[rows] = own_logits
+
+
+def _count(texts: Sequence[Sequence[int]], vocab: int, device: torch.device) -> Tensor:
+    """Return how often each token occurs in each text, [texts, vocab] int32."""
+    tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64, device=device)
+    lengths = torch.tensor([len(text) for text in texts], device=device)
+    owner = torch.arange(len(texts), device=device).repeat_interleave(lengths, output_size=len(tokens))
+    counts = torch.zeros(len(texts), vocab, dtype=torch.int32, device=device)
+    return counts.index_put_((owner, tokens), torch.ones_like(owner, dtype=torch.int32), accumulate=True)
 
 
 def _keep_top(logits: Tensor, runs: Sequence[Run]) -> Tensor:

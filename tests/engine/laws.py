@@ -1,6 +1,7 @@
 """Laws that can be written down: random tables over contexts, their joint law, and how far two laws are apart."""
 
 import itertools
+import math
 
 import torch
 from scipy.stats import chi2
@@ -47,6 +48,36 @@ def completed(heads, tables):
 
 def total_variation(p, q):
     return sum(abs(p[tokens] - q[tokens]) for tokens in p) / 2
+
+
+def shaped_law(logits, params, committed, prompt_length, end_ids=()):
+    """The law of the next token after `committed`, written down again without tensors, in double precision."""
+    logits, output = list(logits), committed[prompt_length:]
+    for token, bias in params.logit_bias.items():
+        logits[token] += bias
+    if len(output) < params.min_tokens:
+        logits = [-math.inf if token in end_ids else logit for token, logit in enumerate(logits)]
+    for token in range(len(logits)):
+        if token in committed:
+            factor = params.repetition_penalty
+            logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
+        count = output.count(token)
+        logits[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
+    highest = max(logits)
+    if params.temperature == 0:
+        first = logits.index(highest)
+        return [float(token == first) for token in range(len(logits))]
+    weights = [math.exp((logit - highest) / params.temperature) for logit in logits]
+    weights = [w if w >= params.min_p else 0.0 for w in weights]
+    order = sorted(range(len(weights)), key=lambda token: -weights[token])
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    total, before, kept = sum(weights[token] for token in order), 0.0, [0.0] * len(weights)
+    for token in order:
+        if before < params.top_p:
+            kept[token] = weights[token]
+        before += weights[token] / total
+    return [w / sum(kept) for w in kept]
 
 
 def p_value(counts, law):

@@ -28,6 +28,46 @@ class MarkovModel:
         return self.transitions[batch.token_ids[batch.logit_indices]].log()
 
 
+class ContextModel:
+    """A model in which the next token depends on every token that attention lets it see, and on where each stands.
+
+    What it reads comes out of the KV blocks, through the batch's own masks: an entry that is missing, stale or somebody
+    else's changes the state, and with it the law. Integers only, so no rounding stands between two runs.
+    """
+
+    def __init__(self, laws: torch.Tensor, eos_token_ids: Sequence[int] = ()) -> None:
+        """Make a model of `laws` [states, vocab]."""
+        self.laws = laws
+        self.device = torch.device("cpu")
+        states, vocab = laws.shape
+        self.info = ModelInfo("context", vocab, 4096, list(eos_token_ids), states * vocab, "float32", "cpu")
+
+    def kv_tensors(self, num_blocks: int, block_size: int) -> KVTensors:
+        return KVTensors((1, 1, 1), num_blocks, block_size, torch.empty(0, dtype=torch.int64))
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        return 16 * block_size
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        paged = batch.paged
+        (entries,) = paged.kv.keys
+        entries.view(-1)[paged.slots] = self._entry(batch.token_ids, batch.positions)
+        states = []
+        for group in paged.groups:
+            context = entries.index_select(0, group.blocks).view(group.rows, 1, -1)
+            visible = group.mask(None, 1, torch.empty(0), paged.kv.block_size).squeeze(1) == 0
+            states.append((visible * context).sum(-1).flatten() % len(self.laws))
+        return self.laws[torch.cat(states)[batch.logit_indices]].log()
+
+    def law(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Return the law of the token after `token_ids`, [vocab]."""
+        tokens = torch.tensor(token_ids)
+        return self.laws[self._entry(tokens, torch.arange(len(tokens))).sum() % len(self.laws)]
+
+    def _entry(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return (token_ids + 1) * (3 * positions**2 + 1)
+
+
 class ConstantDrafter:
     """Always proposes the same token: always wrong where the target never draws it."""
 
@@ -73,6 +113,26 @@ class ForgetfulDrafter:
         drafts = await self.drafter.propose(rows)
         lengths = [self.random.choice([0, 1, 2, 8]) for _ in drafts]
         return [Draft(d.token_ids[:n], d.parents[:n]) for d, n in zip(drafts, lengths, strict=True)]
+
+    def release(self, request_id: str) -> None:
+        self.drafter.release(request_id)
+
+
+class CuttingDrafter:
+    """Cuts proposals to any length, with the rows they were sampled from."""
+
+    def __init__(self, drafter: Drafter, seed: int = 0) -> None:
+        self.drafter = drafter
+        self.random = random.Random(seed)
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        return [self._cut(draft) for draft in await self.drafter.propose(rows)]
+
+    def _cut(self, draft: Draft) -> Draft:
+        n = self.random.randrange(len(draft.token_ids) + 1)
+        ids = None if draft.top_ids is None else draft.top_ids[:n]
+        probs = None if draft.top_probs is None else draft.top_probs[:n]
+        return Draft(draft.token_ids[:n], draft.parents[:n], ids, probs)
 
     def release(self, request_id: str) -> None:
         self.drafter.release(request_id)

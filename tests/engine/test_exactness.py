@@ -19,52 +19,17 @@ Mutants of the verification rules and the draft protocol, and the test that fail
 """
 
 import itertools
-import math
+from dataclasses import replace
 
 import pytest
 import torch
-from scipy.stats import chi2
 
-from engine.config import EngineConfig
-from engine.draft import NoDrafter
 from engine.drafters.model import ModelDrafter
-from engine.engine import Engine
-from engine.llm import run_in_process
 from engine.sampling import SamplingParams
-from engine.verifier import ModelVerifier
 from tests.engine.conftest import VOCAB
-from tests.fakes import ConstantDrafter, ForgetfulDrafter, MarkovModel, TreeDrafter
-
-
-def make_engine(model, drafter=None, **settings):
-    config = EngineConfig(**{"num_blocks": 3000, "max_num_seqs": 64, "max_queued_requests": 10**6, **settings})
-    verifier = ModelVerifier(model, config)
-    return Engine(
-        config,
-        drafter=NoDrafter() if drafter is None else drafter(config),
-        verifier=verifier,
-        num_blocks=verifier.num_blocks,
-        vocab_size=model.info.vocab_size,
-        max_model_len=model.info.max_model_len,
-        eos_token_ids=model.info.eos_token_ids,
-    )
-
-
-def run(engine, requests, *, between=None):
-    """Generate everything; returns the tokens per request."""
-    for i, (prompt, params) in enumerate(requests):
-        engine.add(str(i), prompt, params)
-    tokens = {str(i): [] for i in range(len(requests))}
-    for rounds in itertools.count():
-        if not engine.has_work:
-            break
-        for output in run_in_process(engine.step()):
-            tokens[output.request_id] += output.token_ids
-        if between is not None:
-            between(engine, rounds)
-    assert engine.num_free_blocks == engine.num_blocks
-    return tokens
-
+from tests.engine.laws import p_value, shaped_law
+from tests.engine.running import make_engine, run
+from tests.fakes import ConstantDrafter, ContextModel, CuttingDrafter, ForgetfulDrafter, TreeDrafter
 
 # --- Equality: the coupled rule -------------------------------------------------------------------------------------
 
@@ -191,120 +156,80 @@ def test_what_a_rejected_token_left_behind_is_never_read(target, requests, plain
 
 # --- Law: both rules ------------------------------------------------------------------------------------------------
 
-TRANSITIONS = torch.tensor(
-    [
-        [0.50, 0.20, 0.15, 0.10, 0.05],
-        [0.05, 0.45, 0.10, 0.25, 0.15],
-        [0.30, 0.05, 0.35, 0.10, 0.20],
-        [0.20, 0.20, 0.20, 0.30, 0.10],
-        [0.02, 0.28, 0.30, 0.05, 0.35],
-    ]
-)
-UNLIKE = TRANSITIONS.flip(1)
+
+def context_model(seed):
+    """Nine laws over five tokens; which one holds depends on every token before."""
+    weights = torch.randn(9, 5, generator=torch.Generator().manual_seed(seed))
+    return ContextModel(weights.softmax(-1))
+
+
+TARGET, UNLIKE = context_model(1), context_model(2)
 LAWS = {
-    "plain": SamplingParams(max_tokens=4),
-    "warm": SamplingParams(max_tokens=4, temperature=0.6),
-    "top_p": SamplingParams(max_tokens=4, top_p=0.72),
-    "top_k": SamplingParams(max_tokens=4, top_k=3, temperature=1.4),
-    "penalties": SamplingParams(max_tokens=4, repetition_penalty=1.5, presence_penalty=0.6, frequency_penalty=0.5),
-    "min_p and bias": SamplingParams(max_tokens=4, min_p=0.3, logit_bias={2: 1.0}),
+    "plain": SamplingParams(),
+    "warm": SamplingParams(temperature=0.6),
+    "top_p": SamplingParams(top_p=0.72),
+    "top_k": SamplingParams(top_k=3, temperature=1.4),
+    "penalties": SamplingParams(repetition_penalty=1.5, presence_penalty=0.6, frequency_penalty=0.5),
+    "min_p and bias": SamplingParams(min_p=0.3, logit_bias={2: 1.0}),
 }
-# One token, so that the first round already verifies a draft of three.
-PROMPT = [1]
+DRAFTS = {
+    "itself": lambda config: ModelDrafter(TARGET, config),
+    "unlike": lambda config: ModelDrafter(UNLIKE, config),
+    "mixed": lambda config: CuttingDrafter(ModelDrafter(TARGET, config)),
+}
+PROMPT = [3, 1, 4, 1, 0, 2, 2]
 SAMPLES = 3000
-
-
-def next_law(tokens, params):
-    """The law of the next token, written down again without tensors."""
-    logits = [math.log(p) for p in TRANSITIONS[tokens[-1]].tolist()]
-    output = tokens[len(PROMPT) :]
-    for token, bias in params.logit_bias.items():
-        logits[token] += bias
-    for token in range(5):
-        if token in tokens and params.repetition_penalty != 1:
-            factor = params.repetition_penalty
-            logits[token] = logits[token] / factor if logits[token] > 0 else logits[token] * factor
-        count = output.count(token)
-        logits[token] -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
-    weights = [math.exp(logit / params.temperature) for logit in logits]
-    weights = [w if w >= params.min_p * max(weights) else 0.0 for w in weights]
-    order = sorted(range(5), key=lambda token: -weights[token])
-    if params.top_k:
-        weights = [w if token in order[: params.top_k] else 0.0 for token, w in enumerate(weights)]
-    total, before, kept = sum(weights), 0.0, [0.0] * 5
-    for token in order:
-        if before < params.top_p:
-            kept[token] = weights[token]
-        before += weights[token] / total
-    return [w / sum(kept) for w in kept]
+LENGTH = 3
 
 
 def joint_law(params):
-    law = {}
-    for tokens in itertools.product(range(5), repeat=3):
-        prob = 1.0
-        for i, token in enumerate(tokens):
-            prob *= next_law([*PROMPT, *tokens[:i]], params)[token]
-        law[tokens] = prob
+    """The law of the first three tokens, by the model's own tables."""
+    law = {(): 1.0}
+    for _ in range(LENGTH):
+        longer = {}
+        for tokens, weight in law.items():
+            committed = [*PROMPT, *tokens]
+            next_law = shaped_law(TARGET.law(committed).log().tolist(), params, committed, len(PROMPT))
+            longer |= {(*tokens, token): weight * prob for token, prob in enumerate(next_law)}
+        law = longer
     return law
 
 
-def p_value(counts, law, samples):
-    """Chi-square with rare outcomes put together; an impossible one is a failure by itself."""
-    assert all(law[tokens] > 0 for tokens in counts)
-    rare = [tokens for tokens, prob in law.items() if prob * samples < 5]
-    cells = [(counts.get(t, 0), p * samples) for t, p in law.items() if t not in rare]
-    expected = sum(law[t] for t in rare) * samples
-    if expected > 1:
-        cells.append((sum(counts.get(t, 0) for t in rare), expected))
-    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
-    return chi2.sf(statistic, len(cells) - 1)
-
-
 @pytest.mark.parametrize("verification", ["coupled", "rejection"])
-@pytest.mark.parametrize("draft", ["itself", "unlike", "forgetful"])
+@pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", LAWS)
 def test_three_tokens_have_the_targets_joint_law(name, draft, verification):
-    """36 tests of 3,000 samples, 108,000 in all; at 1e-5 each, a false alarm has probability below 4e-4."""
-    target = MarkovModel(TRANSITIONS)
-    drafter_model = target if draft == "itself" else MarkovModel(UNLIKE)
+    """36 tests of 3,000 samples, 108,000 in all; at 1e-5 each, a false alarm has probability below 4e-4.
 
-    def make(config):
-        drafter = ModelDrafter(drafter_model, config)
-        # Rows of a batch get drafts of different lengths, none included.
-        return Cutting(drafter) if draft == "forgetful" else drafter
-
+    "itself" has every token accepted, "unlike" few; "mixed" batches hold drafts of every length, none included.
+    """
     engine = make_engine(
-        target,
-        make,
+        TARGET,
+        DRAFTS[draft],
         verification=verification,
         num_speculative_tokens=3,
-        max_num_seqs=1000,
+        max_num_seqs=1500,
         max_num_batched_tokens=10**6,
-        num_blocks=1100,
+        num_blocks=6000,
+        block_size=4,
     )
-    params = LAWS[name]
-    requests = [(PROMPT, SamplingParams(**{**as_dict(params), "seed": seed})) for seed in range(SAMPLES)]
+    params = replace(LAWS[name], max_tokens=LENGTH)
+    tokens = run(engine, [(PROMPT, replace(params, seed=seed)) for seed in range(SAMPLES)])
     counts = {}
-    for tokens in run(engine, requests).values():
-        first = tuple(tokens[:3])
-        counts[first] = counts.get(first, 0) + 1
-    assert p_value(counts, joint_law(params), SAMPLES) > 1e-5
+    for found in tokens.values():
+        counts[tuple(found)] = counts.get(tuple(found), 0) + 1
+    assert p_value(counts, joint_law(params)) > 1e-5
+    if draft == "itself":
+        assert engine.stats.acceptance_rate == 1.0
 
 
-class Cutting(ForgetfulDrafter):
-    """Cuts sparse rows too."""
-
-    async def propose(self, rows):
-        drafts = await self.drafter.propose(rows)
-        cut = []
-        for draft in drafts:
-            n = self.random.choice([0, 1, 2, 8])
-            ids = None if draft.top_ids is None else draft.top_ids[:n]
-            probs = None if draft.top_probs is None else draft.top_probs[:n]
-            cut.append(type(draft)(draft.token_ids[:n], draft.parents[:n], ids, probs))
-        return cut
-
-
-def as_dict(params):
-    return {name: getattr(params, name) for name in SamplingParams.__slots__}
+def test_the_laws_differ_enough_to_be_told_apart():
+    """The power of the tests above: an engine that followed the other model would fail each of them."""
+    joint = joint_law(SamplingParams())
+    wrong = {}
+    for tokens in itertools.product(range(5), repeat=LENGTH):
+        prob = 1.0
+        for i, token in enumerate(tokens):
+            prob *= float(UNLIKE.law([*PROMPT, *tokens[:i]])[token])
+        wrong[tokens] = round(prob * SAMPLES)
+    assert p_value(wrong, joint) < 1e-30

@@ -1,0 +1,77 @@
+"""Engines over any model, and loops that run them to the end."""
+
+import itertools
+from dataclasses import replace
+
+from engine.config import EngineConfig
+from engine.draft import NoDrafter
+from engine.engine import Engine
+from engine.llm import run_in_process
+from engine.logits import Run, draw, shape
+from engine.verifier import ModelVerifier
+
+
+def make_engine(model, drafter=None, *, tokenizer=None, **settings):
+    """An engine; `drafter` is a function of its configuration."""
+    config = EngineConfig(**{"num_blocks": 3000, "max_num_seqs": 64, "max_queued_requests": 10**6, **settings})
+    verifier = ModelVerifier(model, config)
+    return Engine(
+        config,
+        drafter=NoDrafter() if drafter is None else drafter(config),
+        verifier=verifier,
+        num_blocks=verifier.num_blocks,
+        vocab_size=model.info.vocab_size,
+        max_model_len=model.info.max_model_len,
+        eos_token_ids=model.info.eos_token_ids,
+        tokenizer=tokenizer,
+    )
+
+
+def step(engine):
+    return run_in_process(engine.step())
+
+
+def run_outputs(engine, requests, *, between=None, late=()):
+    """Generate everything and return every round's outputs per request.
+
+    Args:
+        between: called with the engine and the round after each one.
+        late: requests that arrive one a round.
+    """
+    for i, (prompt, params) in enumerate(requests):
+        engine.add(str(i), prompt, params)
+    waiting = list(enumerate(late, start=len(requests)))
+    outputs = {str(i): [] for i in range(len(requests) + len(waiting))}
+    for rounds in itertools.count():
+        if waiting:
+            i, (prompt, params) = waiting.pop(0)
+            engine.add(str(i), prompt, params)
+        if not engine.has_work:
+            break
+        for output in step(engine):
+            outputs[output.request_id].append(output)
+        if between is not None:
+            between(engine, rounds)
+    assert engine.num_free_blocks == engine.num_blocks
+    return outputs
+
+
+def run(engine, requests, **options):
+    """Generate everything; returns the tokens per request."""
+    outputs = run_outputs(engine, requests, **options)
+    return {name: [token for output in rounds for token in output.token_ids] for name, rounds in outputs.items()}
+
+
+def expected_tokens(model, prompt, params):
+    """The text of a request by itself: one token after the other, no cache, no batch. `model` knows its `law`."""
+    tokens = list(prompt)
+    params = replace(params, seed=params.seed or 0)
+    ends = set() if params.ignore_eos else set(model.info.eos_token_ids)
+    while len(tokens) - len(prompt) < params.max_tokens:
+        end_ids = (*model.info.eos_token_ids, *params.stop_token_ids)
+        one = [Run(params, tokens, len(prompt), [0], [[]], end_ids)]
+        token = int(draw(shape(model.law(tokens).log().unsqueeze(0), one), one))
+        tokens.append(token)
+        if token in ends | set(params.stop_token_ids) and len(tokens) - len(prompt) >= params.min_tokens:
+            break
+    return tokens[len(prompt) :]

@@ -1,0 +1,171 @@
+"""The engine over a model that reads its whole context out of the blocks: any slip in them changes the text."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.drafters.model import ModelDrafter
+from engine.errors import TargetError
+from engine.sampling import SamplingParams
+from tests.engine.running import expected_tokens, make_engine, step
+from tests.fakes import ContextModel, ForgetfulDrafter, TreeDrafter
+
+STATES, VOCAB, EOS = 13, 7, 6
+
+
+def context_model(seed=0, *, sharpness=2.5):
+    weights = torch.randn(STATES, VOCAB, generator=torch.Generator().manual_seed(seed)) * sharpness
+    return ContextModel(weights.softmax(-1), [EOS])
+
+
+MODEL = context_model()
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.7, 1.0]),
+    seed=st.integers(0, 5),
+    max_tokens=st.integers(1, 20),
+    top_p=st.sampled_from([1.0, 0.8]),
+    presence_penalty=st.sampled_from([0.0, 0.6]),
+    stop_token_ids=st.sampled_from([[], [3]]),
+    min_tokens=st.sampled_from([0, 1]),
+    ignore_eos=st.booleans(),
+    num_speculative_tokens=st.sampled_from([None, 0, 2]),
+)
+PROMPTS = st.builds(
+    lambda prefix, rest: [*prefix, *rest],
+    st.sampled_from([[], [1, 2, 3, 4], [1, 2, 3, 4, 5, 0, 1, 2, 2]]),
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9),
+)
+
+
+class FailingVerifier:
+    """Passes rounds on, and loses one when told to: before it computes, or after, when the reply does not arrive."""
+
+    def __init__(self, verifier):
+        self.verifier = verifier
+        self.fail = None
+
+    async def verify(self, rows):
+        fail, self.fail = self.fail, None
+        if fail == "before":
+            raise TargetError("lost")
+        verdicts = await self.verifier.verify(rows)
+        if fail == "after":
+            raise TargetError("lost")
+        return verdicts
+
+    def release(self, request_id):
+        self.verifier.release(request_id)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """Requests come, go, and lose their memory; what is committed is always the beginning of the request's own text."""
+
+    @initialize(
+        draft=st.sampled_from(["none", "itself", "other", "forgetful", "trees"]),
+        num_blocks=st.sampled_from([8, 11, 40]),
+        budget=st.sampled_from([3, 9, 64]),
+        sharing=st.booleans(),
+        k=st.integers(1, 5),
+    )
+    def start(self, draft, num_blocks, budget, sharing, k):
+        drafters = {
+            "none": None,
+            "itself": lambda config: ModelDrafter(MODEL, config),
+            "other": lambda config: ModelDrafter(context_model(1), config),
+            "forgetful": lambda config: ForgetfulDrafter(ModelDrafter(MODEL, config)),
+            "trees": lambda _: TreeDrafter(range(VOCAB)),
+        }
+        self.engine = make_engine(
+            MODEL,
+            drafters[draft],
+            num_blocks=num_blocks,
+            block_size=4,
+            max_num_batched_tokens=budget,
+            max_num_seqs=4,
+            enable_prefix_caching=sharing,
+            num_speculative_tokens=k,
+        )
+        self.engine.verifier = FailingVerifier(self.engine.verifier)
+        self.expected, self.seen, self.ended = {}, {}, set()
+
+    @rule(prompt=PROMPTS, params=PARAMS, salt=st.sampled_from([None, "a", "b"]))
+    def add(self, prompt, params, salt):
+        name = str(len(self.expected))
+        room = self.engine.num_blocks * 4 - len(prompt)
+        self.engine.add(name, prompt, params, cache_salt=salt)
+        self.expected[name] = expected_tokens(MODEL, prompt, params)[:room]
+        self.seen[name] = []
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count):
+        for _ in range(count):
+            self._note(step(self.engine))
+
+    @precondition(lambda self: self.expected)
+    @rule(data=st.data())
+    def abort(self, data):
+        name = data.draw(st.sampled_from(sorted(self.expected)))
+        self.engine.abort(name)
+        self.ended.add(name)
+
+    @rule()
+    def lose_the_targets_memory(self):
+        for cache in (*self.engine.verifier.verifier._kv.keys, *self.engine.verifier.verifier._kv.values):
+            cache.fill_(5)
+        self.engine.reset()
+
+    @precondition(lambda self: self.engine.has_work)
+    @rule(when=st.sampled_from(["before", "after"]), reset=st.booleans())
+    def lose_a_round(self, when, reset):
+        self.engine.verifier.fail = when
+        with pytest.raises(TargetError):
+            step(self.engine)
+        if reset:
+            self.lose_the_targets_memory()
+
+    def _note(self, outputs):
+        for output in outputs:
+            assert output.request_id not in self.ended
+            self.seen[output.request_id] += output.token_ids
+            if output.finish_reason is not None:
+                assert self.seen[output.request_id] == self.expected[output.request_id]
+                self.ended.add(output.request_id)
+
+    @invariant()
+    def committed_tokens_begin_the_requests_own_text(self):
+        for name in getattr(self, "seen", {}):
+            assert self.seen[name] == self.expected[name][: len(self.seen[name])]
+
+    @invariant()
+    def every_block_is_free_or_owned(self):
+        if not hasattr(self, "engine"):
+            return
+        scheduler = self.engine.scheduler
+        owned = {block for sequence in scheduler.running for block in sequence.block_ids}
+        assert self.engine.num_free_blocks == self.engine.num_blocks - len(owned)
+        assert 0 not in owned
+        assert all(not sequence.block_ids for sequence in scheduler.waiting)
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(3000):
+            if not self.engine.has_work:
+                break
+            self._note(step(self.engine))
+        assert not self.engine.has_work
+        assert self.ended == set(self.expected)
+        assert self.engine.num_free_blocks == self.engine.num_blocks
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(
+    max_examples=60,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)

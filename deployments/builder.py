@@ -13,7 +13,6 @@ from deployments.config import AppConfig, api_keys, group_config
 from deployments.ingress import Ingress
 from deployments.router import Router
 
-BASE_URL = "http://127.0.0.1:8000"
 STREAMS_PER_INGRESS = 10_000
 
 
@@ -43,7 +42,7 @@ def app(config: AppConfig) -> Application:
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         max_constructor_retry_count=1,
     )
-    application: Application = ingress.bind(config, router.bind(config), keys=keys, base_url=BASE_URL)
+    application: Application = ingress.bind(config, router.bind(config), keys=keys)
     return application
 
 

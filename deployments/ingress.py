@@ -41,7 +41,6 @@ class Ingress:
         routers: DeploymentHandle[Any] | RouterHandle,
         *,
         keys: tuple[str, ...] = (),
-        base_url: str = "",
     ) -> None:
         """Load the tokenizer; requests get 503 until the first Router has loaded its models."""
         self.config = config
@@ -49,15 +48,15 @@ class Ingress:
         self._routers: RouterHandle = ServeRouters(routers) if isinstance(routers, DeploymentHandle) else routers
         self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, group_config(config).target))
         self._started = int(time.time())
-        self._serving = asyncio.create_task(self._wait_for_routers(base_url), name="waiting for Routers")
+        self._serving = asyncio.create_task(self._wait_for_routers(), name="waiting for Routers")
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP application; Serve calls this when the replica starts."""
         return make_api(self, limits=self.config.limits, keys=self._keys)
 
-    async def _wait_for_routers(self, base_url: str) -> Description:
+    async def _wait_for_routers(self) -> Description:
         description = await self._routers.describe()
-        _announce(self.config, description, base_url)
+        _announce(self.config, description, await self._routers.base_url())
         return description
 
     async def _describe(self) -> Description:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from prometheus_client import Metric
 from ray.exceptions import RayActorError
+from ray.serve.context import _get_global_client
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.generation import Generation
@@ -37,6 +38,10 @@ class RouterHandle(Protocol):
 
     async def check_progress(self) -> None:
         """Raise unless rounds are being finished while there is work."""
+        ...
+
+    async def base_url(self) -> str:
+        """Return where clients reach this application."""
         ...
 
 
@@ -79,6 +84,11 @@ class ServeRouters:
         errors = [answer for answer in answers if isinstance(answer, Exception)]
         if len(errors) == len(answers):
             raise getattr(errors[-1], "cause", None) or errors[-1]
+
+    async def base_url(self) -> str:
+        """Return where Serve listens; it has no public way to tell."""
+        client = await asyncio.to_thread(_get_global_client)
+        return "" if client is None else client.root_url
 
     async def _ask_all(self, method: str) -> list[Any]:
         """Ask every replica, past its queue: one that is full must still be able to say that it is well."""

@@ -24,9 +24,14 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._stop = tuple(stop)
-        # A token's text can depend on the few before it (spaces, bytes), so decoding starts a little earlier.
-        self._ids = list(prompt_token_ids[-6:])
-        self._decoded = self._decode()
+        # A token's text can depend on the few before it (spaces, bytes), so decoding starts a little earlier; but never
+        # inside a character: some decoders give up a whole run of bytes for one that is cut.
+        for count in (6, 12, 24, 48):
+            self._ids = list(prompt_token_ids[-count:])
+            self._decoded = self._decode()
+            if not self._decoded.startswith(_UNFINISHED):
+                break
+        self._num_decoded = len(self._ids)
         self._held = ""
 
     def append(self, token_ids: Sequence[int], *, may_stop: bool = True) -> tuple[str, str | None]:
@@ -43,8 +48,11 @@ class Detokenizer:
         if text.endswith(_UNFINISHED):
             return "", None
         new = self._held + text[len(self._decoded) :]
-        self._ids = self._ids[-6:]
-        self._decoded = self._decode()
+        if len(text) > len(self._decoded):
+            # What was just written begins and ends with whole characters: it is where decoding starts next time.
+            del self._ids[: self._num_decoded]
+            self._num_decoded = len(self._ids)
+            self._decoded = self._decode()
         if not may_stop:
             self._held = ""
             return new, None

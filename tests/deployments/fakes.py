@@ -127,6 +127,9 @@ class LocalRouters:
     async def check_progress(self) -> None:
         self._rig.loop.check()
 
+    async def base_url(self) -> str:
+        return "http://paceline"
+
 
 def generation(*, n: int = 1, num_prompts: int = 1, timeout_s: float = 60.0, **params: object) -> Generation:
     settings = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "n": n, **params})  # type: ignore[arg-type]

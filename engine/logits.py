@@ -86,6 +86,22 @@ def draw(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM)
     return (shaped + gumbel_rows(runs, shaped, stream)).argmax(-1)
 
 
+def rank(shaped: Tensor, runs: Sequence[Run], count: int, stream: int = noise.TARGET_STREAM) -> Tensor:
+    """Return the tokens that `draw` would draw, and those it would draw if they were forbidden one after the other.
+
+    Args:
+        shaped: [n, vocab], from `shape`.
+
+    Returns:
+        [n, count] int64, the one drawn first; -1 where no token is left.
+    """
+    scores = shaped
+    if any(run.params.temperature > 0 for run in runs):
+        scores = shaped + gumbel_rows(runs, shaped, stream)
+    best, ids = scores.topk(min(count, scores.shape[-1]), -1)
+    return ids.masked_fill_(best == float("-inf"), -1)
+
+
 def gumbel_rows(runs: Sequence[Run], like: Tensor, stream: int) -> Tensor:
     """Return the noise of every row, [n, vocab]; 0 where the request is greedy."""
     positions = [position for run in runs for position in run.positions]

@@ -6,7 +6,7 @@ token, a request it never saw and a request it forgot are the same case.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 from engine import noise
 from engine.batch import ForwardRow, build, next_tokens
 from engine.config import EngineConfig
-from engine.draft import NO_DRAFT, Draft, ProposeRow, chain
+from engine.draft import NO_DRAFT, Draft, ProposeRow
+from engine.drafters.chain import Chain, Drawn, extend
 from engine.kv_cache import BlockPool
-from engine.logits import Run, draw, shape
+from engine.logits import Run, draw, rank, shape
 from engine.memory import count_blocks
 from engine.model import CausalLM
 
@@ -37,12 +38,15 @@ class Prefix:
 class ModelDrafter:
     """Drafts with a model in this process."""
 
-    def __init__(self, model: CausalLM, config: EngineConfig, *, token_limit: int | None = None) -> None:
+    def __init__(
+        self, model: CausalLM, config: EngineConfig, *, token_limit: int | None = None, num_candidates: int = 0
+    ) -> None:
         """Make the draft's KV cache.
 
         Args:
             token_limit: the target's vocabulary size, where it differs from the draft's: families pad theirs
                 differently. Ids beyond it are never drafted; the target's further ids are never likely.
+            num_candidates: likeliest next tokens to note at every draw, for running ahead.
         """
         self.model = model
         self._vocab_size = token_limit or model.info.vocab_size
@@ -50,6 +54,7 @@ class ModelDrafter:
         self._pool = BlockPool(num_blocks, config.block_size, share=False)
         self._kv = model.kv_tensors(num_blocks, config.block_size)
         self._sends_rows = config.verification == "rejection"
+        self._num_candidates = num_candidates
         self._chunk = config.max_num_batched_tokens
         self._prefixes: OrderedDict[str, Prefix] = OrderedDict()
 
@@ -66,23 +71,31 @@ class ModelDrafter:
     def _propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         drafts = [NO_DRAFT] * len(rows)
         current = {row.request_id for row in rows}
-        able = [i for i, row in enumerate(rows) if row.num_draft_tokens and self._make_room(row, current)]
+        able = [
+            i for i, row in enumerate(rows) if row.num_draft_tokens and self._make_room(row, row.token_ids, current)
+        ]
         if able:
-            chosen = [rows[i] for i in able]
-            for i, draft in zip(able, self._draft(chosen), strict=True):
-                drafts[i] = draft
+            chains = [Chain() for _ in able]
+            self._draft([rows[i] for i in able], chains)
+            for i, drawn in zip(able, chains, strict=True):
+                drafts[i] = drawn.draft()
         return drafts
 
-    def _make_room(self, row: ProposeRow, current: set[str]) -> bool:
-        """Bring the row's prefix down to what is still committed, and reserve blocks for the draft."""
+    def _make_room(self, row: ProposeRow, text: Sequence[int], current: Container[str]) -> bool:
+        """Bring the row's prefix down to what still stands, and reserve blocks for its draft.
+
+        Args:
+            text: the committed tokens and the draft tokens already drawn after them.
+            current: requests whose prefixes may not be evicted for this one.
+        """
         length = len(row.token_ids) + row.num_draft_tokens
         if length > self.model.info.max_model_len:
             return False
         prefix = self._prefixes.setdefault(row.request_id, Prefix())
         self._prefixes.move_to_end(row.request_id)
-        # The tip's logits are needed again, so its entry never counts as computed.
-        del prefix.token_ids[common_length(prefix.token_ids, row.token_ids[:-1]) :]
-        if max(row.token_ids[len(prefix.token_ids) :]) >= self.model.info.vocab_size:
+        # The last token's logits are needed again, so its entry never counts as computed.
+        del prefix.token_ids[common_length(prefix.token_ids, text[:-1]) :]
+        if max(text[len(prefix.token_ids) :]) >= self.model.info.vocab_size:
             return False
         missing = self._pool.blocks_for(length) - len(prefix.block_ids)
         blocks = self._pool.allocate(max(missing, 0))
@@ -95,79 +108,92 @@ class ModelDrafter:
         prefix.block_ids += blocks
         return True
 
-    def _draft(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+    def _draft(self, rows: Sequence[ProposeRow], chains: Sequence[Chain]) -> None:
+        """Draw until every row's chain has `num_draft_tokens` tokens; at least one is missing in each."""
         prefixes = [self._prefixes[row.request_id] for row in rows]
-        logits = self._catch_up(rows, prefixes)
-        depth = max(row.num_draft_tokens for row in rows)
-        positions = torch.tensor([len(row.token_ids) for row in rows], device=self.model.device)
+        heads = [len(chain.token_ids) for chain in chains]
+        texts = [[*row.token_ids, *chain.token_ids] for row, chain in zip(rows, chains, strict=True)]
+        counts = [row.num_draft_tokens - head for row, head in zip(rows, heads, strict=True)]
+        depth = max(counts)
+        logits = finish(self._catch_up(texts, prefixes))
+        positions = torch.tensor([len(text) for text in texts], device=self.model.device)
         steps = next_tokens([prefix.block_ids for prefix in prefixes], positions, depth - 1, self._kv)
-        drawn: list[Tensor] = []
-        tops: list[tuple[Tensor, Tensor]] = []
+        drawn: list[Drawn] = []
         for step in range(depth):
-            runs = self._runs(rows, drawn)
-            shaped = shape(self._in_target_ids(logits), runs)
-            if self._sends_rows:
-                tokens, top = self._sample_sparse(shaped, runs)
-                tops.append(top)
-            else:
-                tokens = draw(shaped, runs)
-            drawn.append(tokens)
+            depths = [[head + step] for head in heads]
+            runs = self._runs(rows, depths, lambda: self._paths(chains, drawn))
+            drawn.append(self._draw(logits, runs))
             if step + 1 < depth:
-                logits = self.model.forward(steps.at(step, tokens))
-        chains: list[list[int]] = torch.stack(drawn, -1).tolist()
-        for row, prefix, tokens_drawn in zip(rows, prefixes, chains, strict=True):
+                logits = self.model.forward(steps.at(step, drawn[-1].tokens))
+        extend(chains, drawn, counts)
+        for text, prefix, chain, head, count in zip(texts, prefixes, chains, heads, counts, strict=True):
             # The last draft token was not computed, and what a row drew beyond its own draft may have no block.
-            prefix.token_ids = [*row.token_ids, *tokens_drawn[: min(row.num_draft_tokens, depth - 1)]]
-        return self._assemble(rows, chains, tops)
+            prefix.token_ids = [*text, *chain.token_ids[head : head + min(count, depth - 1)]]
 
-    def _catch_up(self, rows: Sequence[ProposeRow], prefixes: Sequence[Prefix]) -> Tensor:
-        """Compute every row up to its tip. Returns the logits at the tips, [rows, vocab]."""
-        done = [len(prefix.token_ids) for prefix in prefixes]
+    def _catch_up(self, texts: Sequence[list[int]], prefixes: Sequence[Prefix]) -> Generator[None, None, Tensor]:
+        """Compute every row up to its last token, all last tokens in one pass; stops after every pass but that.
+
+        Returns:
+            The logits at the last tokens, [rows, vocab].
+        """
         while True:
             room = self._chunk
             parts = []
-            for i, row in enumerate(rows):
-                # Each row keeps a token for the last pass, so that all tips are computed in one.
-                count = min(len(row.token_ids) - done[i] - 1, room)
+            for text, prefix in zip(texts, prefixes, strict=True):
+                start = len(prefix.token_ids)
+                count = min(len(text) - start - 1, room)
                 if count > MAX_TAIL and room:
-                    parts.append((i, count))
+                    parts.append((prefix, ForwardRow(text[start : start + count], start, prefix.block_ids, 0)))
                     room -= count
             if not parts:
                 break
-            chunk = [
-                ForwardRow(rows[i].token_ids[done[i] : done[i] + count], done[i], prefixes[i].block_ids, 0)
-                for i, count in parts
-            ]
-            self.model.forward(build(chunk, self._kv))
-            for i, count in parts:
-                done[i] += count
+            self.model.forward(build([part for _, part in parts], self._kv))
+            for prefix, part in parts:
+                prefix.token_ids += part.token_ids
+            yield
         tips = [
-            ForwardRow(row.token_ids[start:], start, prefix.block_ids, 1)
-            for row, start, prefix in zip(rows, done, prefixes, strict=True)
+            ForwardRow(text[len(prefix.token_ids) :], len(prefix.token_ids), prefix.block_ids, 1)
+            for text, prefix in zip(texts, prefixes, strict=True)
         ]
-        return self.model.forward(build(tips, self._kv))
+        logits = self.model.forward(build(tips, self._kv))
+        for text, prefix in zip(texts, prefixes, strict=True):
+            prefix.token_ids = list(text)
+        return logits
 
     def _in_target_ids(self, logits: Tensor) -> Tensor:
         """Cut or widen logits [rows, own vocab] to the target's vocabulary."""
         missing = self._vocab_size - logits.shape[-1]
         return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
-    def _runs(self, rows: Sequence[ProposeRow], drawn: Sequence[Tensor]) -> list[Run]:
-        """Return one logit row per request, after the tokens drawn so far."""
-        paths: list[list[int]] = [[] for _ in rows]
-        if drawn and any(row.params.has_penalties for row in rows):
-            paths = torch.stack(list(drawn), -1).tolist()
+    def _runs(
+        self, rows: Sequence[ProposeRow], depths: Sequence[list[int]], paths: Callable[[], list[list[list[int]]]]
+    ) -> list[Run]:
+        """Return every request's logit rows; `paths`, the tokens drawn above each, are fetched only if they count."""
+        counted = any(row.params.has_penalties for row in rows)
+        above: Sequence[Sequence[list[int]]] = paths() if counted else [()] * len(rows)
+        eos = self.model.info.eos_token_ids
         return [
-            Run(
-                row.params,
-                row.token_ids,
-                row.prompt_length,
-                [len(drawn)],
-                [path],
-                (*self.model.info.eos_token_ids, *row.params.stop_token_ids),
-            )
-            for row, path in zip(rows, paths, strict=True)
+            Run(row.params, row.token_ids, row.prompt_length, own, path, (*eos, *row.params.stop_token_ids))
+            for row, own, path in zip(rows, depths, above, strict=True)
         ]
+
+    @staticmethod
+    def _paths(chains: Sequence[Chain], drawn: Sequence[Drawn]) -> list[list[list[int]]]:
+        new = torch.stack([one.tokens for one in drawn], -1).tolist() if drawn else [[]] * len(chains)
+        return [[[*chain.token_ids, *tokens]] for chain, tokens in zip(chains, new, strict=True)]
+
+    def _draw(self, logits: Tensor, runs: Sequence[Run]) -> Drawn:
+        """Draw the next draft token of every row of `logits` [n, own vocab]."""
+        shaped = shape(self._in_target_ids(logits), runs)
+        if self._sends_rows:
+            tokens, top = self._sample_sparse(shaped, runs)
+            # What follows a rejection is drawn with the verifier's noise for it.
+            ranked = rank(shaped, runs, self._num_candidates, noise.RESIDUAL_STREAM) if self._num_candidates else None
+            return Drawn(tokens, top, ranked)
+        if not self._num_candidates:
+            return Drawn(draw(shaped, runs))
+        ranked = rank(shaped, runs, self._num_candidates)
+        return Drawn(ranked[:, 0], None, ranked)
 
     def _sample_sparse(self, shaped: Tensor, runs: Sequence[Run]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Sample from the top m tokens; returns the tokens [rows] and the rows they came from, [rows, m] each."""
@@ -178,19 +204,6 @@ class ModelDrafter:
         greedy = torch.tensor([run.params.temperature == 0 for run in runs], device=shaped.device)
         certain = (ids == tokens.unsqueeze(-1)).to(probs.dtype)
         return tokens, (ids, torch.where(greedy.unsqueeze(-1), certain, probs))
-
-    def _assemble(
-        self, rows: Sequence[ProposeRow], chains: list[list[int]], tops: list[tuple[Tensor, Tensor]]
-    ) -> list[Draft]:
-        drafts = [chain(tokens[: row.num_draft_tokens]) for row, tokens in zip(rows, chains, strict=True)]
-        if not tops:
-            return drafts
-        ids = torch.stack([top[0] for top in tops], 1).tolist()
-        probs = torch.stack([top[1] for top in tops], 1).tolist()
-        return [
-            Draft(draft.token_ids, draft.parents, row_ids[: len(draft.token_ids)], row_probs[: len(draft.token_ids)])
-            for draft, row_ids, row_probs in zip(drafts, ids, probs, strict=True)
-        ]
 
 
 MAX_TAIL = 8
@@ -206,3 +219,13 @@ def common_length(known: Sequence[int], wanted: Sequence[int]) -> int:
             return next(i for i in range(low, length) if known[i] != wanted[i])
         length = low
     return length
+
+
+def finish(work: Generator[None, None, Tensor]) -> Tensor:
+    """Do work that could stop between passes without stopping."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: Tensor = end.value
+            return result

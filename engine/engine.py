@@ -11,7 +11,7 @@ from engine.detokenizer import Detokenizer
 from engine.draft import NO_DRAFT, Draft, Drafter, ProposeRow, Verifier, VerifyRow
 from engine.errors import PromptTooLongError, RequestError
 from engine.sampling import SamplingParams
-from engine.scheduler import Scheduler
+from engine.scheduler import ScheduledRow, Scheduler
 from engine.sequence import RequestOutput, Sequence
 from engine.stats import SpeculationStats
 
@@ -122,9 +122,11 @@ class Engine:
         rows = self.scheduler.next_batch(self.config.num_speculative_tokens)
         if not rows:
             return []
-        asked = [row for row in rows if row.num_draft_tokens > 0]
-        proposed = iter(await self.drafter.propose([_propose_row(row.sequence, row.num_draft_tokens) for row in asked]))
-        drafts = [next(proposed) if row.num_draft_tokens > 0 else NO_DRAFT for row in rows]
+        # A prompt that is still being computed wants no draft yet, but a drafter that runs ahead can prepare one.
+        asked = [row for row in rows if row.num_draft_tokens > 0 or self._will_speculate(row)]
+        proposed = await self.drafter.propose([_propose_row(row.sequence, row.num_draft_tokens) for row in asked])
+        found = {id(row): draft for row, draft in zip(asked, proposed, strict=True)}
+        drafts = [found.get(id(row), NO_DRAFT) for row in rows]
         verdicts = await self.verifier.verify(
             [_verify_row(row.sequence, row.length, draft) for row, draft in zip(rows, drafts, strict=True)]
         )
@@ -133,6 +135,9 @@ class Engine:
             if output.finish_reason is not None:
                 self._release(output.request_id)
         return outputs
+
+    def _will_speculate(self, row: ScheduledRow) -> bool:
+        return self.config.num_speculative_tokens > 0 and row.sequence.params.num_speculative_tokens != 0
 
     def _fit(self, prompt_token_ids: Ids[int], params: SamplingParams) -> SamplingParams:
         """Check a request against the model and fill in what it left open: its seed and the room it has."""

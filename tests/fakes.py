@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from engine.attention import KVTensors
 from engine.batch import ForwardBatch
 from engine.draft import Draft, Drafter, ProposeRow
+from engine.drafters.run_ahead import RunAheadDrafter
 from engine.model import ModelInfo
 
 
@@ -113,6 +114,24 @@ class ForgetfulDrafter:
         drafts = await self.drafter.propose(rows)
         lengths = [self.random.choice([0, 1, 2, 8]) for _ in drafts]
         return [Draft(d.token_ids[:n], d.parents[:n]) for d, n in zip(drafts, lengths, strict=True)]
+
+    def release(self, request_id: str) -> None:
+        self.drafter.release(request_id)
+
+
+class InterruptedDrafter:
+    """Lets a drafter run ahead for some passes after each proposal: none, a few, or as many as there are."""
+
+    def __init__(self, drafter: RunAheadDrafter, seed: int = 0) -> None:
+        self.drafter = drafter
+        self.random = random.Random(seed)
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        drafts = await self.drafter.propose(rows)
+        for _ in range(self.random.choice([0, 1, 2, 3, 5, 1000])):
+            if not self.drafter.advance():
+                break
+        return drafts
 
     def release(self, request_id: str) -> None:
         self.drafter.release(request_id)

@@ -201,7 +201,8 @@ class ModelDrafter:
         sparse = torch.full_like(shaped, float("-inf")).scatter_(-1, ids, top)
         tokens = draw(sparse, runs, noise.DRAFT_STREAM)
         probs = top.softmax(-1)
-        greedy = torch.tensor([run.params.temperature == 0 for run in runs], device=shaped.device)
+        flags = [run.params.temperature == 0 for run in runs for _ in run.depths]
+        greedy = torch.tensor(flags, device=shaped.device)
         certain = (ids == tokens.unsqueeze(-1)).to(probs.dtype)
         return tokens, (ids, torch.where(greedy.unsqueeze(-1), certain, probs))
 

@@ -25,11 +25,12 @@ import pytest
 import torch
 
 from engine.drafters.model import ModelDrafter
+from engine.drafters.run_ahead import RunAheadDrafter
 from engine.sampling import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.laws import p_value, shaped_law
 from tests.engine.running import make_engine, run
-from tests.fakes import ConstantDrafter, ContextModel, CuttingDrafter, ForgetfulDrafter, TreeDrafter
+from tests.fakes import ConstantDrafter, ContextModel, CuttingDrafter, ForgetfulDrafter, InterruptedDrafter, TreeDrafter
 
 # --- Equality: the coupled rule -------------------------------------------------------------------------------------
 
@@ -78,6 +79,8 @@ DRAFTERS = {
     "a random draft": lambda _, draft: lambda config: ModelDrafter(draft, config),
     "always wrong": lambda *_: lambda _: ConstantDrafter(0),
     "trees": lambda *_: lambda _: TreeDrafter(range(2, 20)),
+    "running ahead": lambda target, _: lambda config: InterruptedDrafter(RunAheadDrafter(target, config)),
+    "running ahead, a random draft": lambda _, draft: lambda config: InterruptedDrafter(RunAheadDrafter(draft, config)),
     "forgetful": lambda target, _: lambda config: ForgetfulDrafter(ModelDrafter(target, config)),
 }
 

@@ -1,0 +1,156 @@
+"""Trunk and Branches: what a drafter prepares for while the target verifies what it proposed.
+
+A trunk is one request's committed tokens and the draft that was sent for them. A branch is a guess at the verdict (so
+many accepted, then this token) with the draft that would follow. The branches of all trunks grow together, one token
+per forward pass: every branch sees its trunk up to where it leaves it, and its own tokens. Their keys and values lie in
+scratch places behind the trunk; those of the branch that comes true are moved to where they belong.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.attention import Group, KVTensors, PagedContext
+from engine.batch import ForwardBatch
+from engine.draft import ProposeRow
+from engine.drafters.chain import Chain, Drawn, extend
+
+
+@dataclass(slots=True, eq=False)
+class Trunk:
+    """One request as it was last proposed for.
+
+    Attributes:
+        base: how many tokens were committed then.
+        chain: the draft that was sent.
+        roots: per branch, the verdict it bets on: how many accepted, and the token after them.
+    """
+
+    row: ProposeRow
+    base: int
+    chain: Chain
+    roots: list[tuple[int, int]] = field(default_factory=list)
+
+    def verdict(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """Return the verdict that leads to these committed tokens: how many accepted, and the token after them.
+
+        None if it takes none or more than one.
+        """
+        accepted = len(token_ids) - self.base - 1
+        if not 0 <= accepted <= len(self.chain.token_ids):
+            return None
+        if list(token_ids[self.base : -1]) != self.chain.token_ids[:accepted]:
+            return None
+        return accepted, token_ids[-1]
+
+    def choose_roots(self, counts: Sequence[int], candidates: Sequence[Sequence[int]], end_ids: frozenset[int]) -> None:
+        """Bet on the likeliest tokens after each accepted length.
+
+        Args:
+            counts: [length + 1] how many to bet on.
+            candidates: [length + 1] tokens, the likeliest first.
+            end_ids: tokens after which nothing is drafted.
+        """
+        for accepted, (count, tokens) in enumerate(zip(counts, candidates, strict=True)):
+            # What was drafted there is not what comes instead of it.
+            drafted = self.chain.token_ids[accepted : accepted + 1]
+            able = [token for token in tokens if token >= 0 and token not in drafted and token not in end_ids]
+            self.roots += [(accepted, token) for token in able[:count]]
+
+
+class Branches:
+    """The branches of some trunks, padded to the same number per trunk, as they grow.
+
+    Branch b's entry of step s lies `s * width + b` places behind its trunk.
+
+    Attributes:
+        roots: [trunks * width] the tokens the branches begin with.
+        num_computed: tokens computed of each branch, its root included.
+        chains: [trunks * width] the drafts, as far as `collect` has fetched them.
+    """
+
+    def __init__(self, trunks: Sequence[Trunk], width: int, tables: Sequence[Sequence[int]], kv: KVTensors) -> None:
+        """Lay out the branches.
+
+        Args:
+            width: branches per trunk, padding included.
+            tables: the trunks' block tables, scratch places included.
+        """
+        self.trunks = list(trunks)
+        self.num_computed = 0
+        self._width = width
+        self.chains: list[Chain] = []
+        self._kv = kv
+        self._drawn: list[Drawn] = []
+        device = kv.keys[0].device
+        # A trunk with fewer branches computes its last one again.
+        self._bets = [(trunk.roots + trunk.roots[-1:] * width)[:width] for trunk in trunks]
+        self.roots = torch.tensor([[token for _, token in bets] for bets in self._bets], device=device).flatten()
+        accepted = torch.tensor([[count for count, _ in bets] for bets in self._bets], device=device)
+        blocks = max(len(table) for table in tables)
+        self._table = torch.tensor([[*table, *[0] * (blocks - len(table))] for table in tables], device=device)
+        self._first = torch.tensor([trunk.base for trunk in trunks], device=device).unsqueeze(-1) + accepted
+        self._places = torch.tensor(
+            [trunk.base + len(trunk.chain.token_ids) for trunk in trunks], device=device
+        ).unsqueeze(-1) + torch.arange(width, device=device)
+        context = torch.arange(blocks * kv.block_size, device=device)
+        self._visible = context < self._first.unsqueeze(-1)
+        self._indices = torch.arange(self.roots.numel(), device=device)
+
+    def next_pass(self, tokens: Tensor) -> ForwardBatch:
+        """Return the pass that computes every branch's next token, `tokens` [trunks * width]."""
+        step, size = self.num_computed, self._kv.block_size
+        places = self._places + step * self._width
+        slots = self._table.gather(1, places // size) * size + places % size
+        self._visible.scatter_(-1, places.unsqueeze(-1), True)
+        positions = self._first + step
+        group = Group(
+            start=0,
+            rows=len(self.trunks),
+            length=self._width,
+            blocks=self._table.flatten(),
+            positions=positions,
+            visible=self._visible,
+            is_prompt_start=False,
+        )
+        return ForwardBatch(
+            tokens, positions.flatten(), self._indices, PagedContext(self._kv, slots.flatten(), [group])
+        )
+
+    def add(self, drawn: Drawn) -> None:
+        """Take what was drawn after the pass."""
+        self.num_computed += 1
+        self._drawn.append(drawn)
+
+    def depths(self) -> list[list[int]]:
+        """Return, per trunk and branch, how many tokens stand between the tip and the next draw."""
+        return [[accepted + 1 + self.num_computed for accepted, _ in bets] for bets in self._bets]
+
+    def paths(self) -> list[list[list[int]]]:
+        """Return, per trunk and branch, the tokens between the tip and the next draw."""
+        self.collect()
+        chains = iter(self.chains)
+        return [
+            [[*trunk.chain.token_ids[:accepted], token, *next(chains).token_ids] for accepted, token in bets]
+            for trunk, bets in zip(self.trunks, self._bets, strict=True)
+        ]
+
+    def collect(self) -> None:
+        """Bring what was drawn to the host."""
+        self.chains = self.chains or [Chain() for _ in range(self.roots.numel())]
+        extend(self.chains, self._drawn, [len(self._drawn)] * len(self.chains))
+        self._drawn.clear()
+
+    def chain(self, trunk: Trunk, branch: int) -> Chain:
+        """Return the draft that a branch got so far."""
+        self.collect()
+        return self.chains[self.trunks.index(trunk) * self._width + branch]
+
+    def entries(self, trunk: Trunk, branch: int) -> tuple[list[int], list[int]]:
+        """Return the places of a branch's computed tokens, and where they belong if it came true."""
+        scratch = trunk.base + len(trunk.chain.token_ids) + branch
+        first = trunk.base + trunk.roots[branch][0]
+        steps = range(self.num_computed)
+        return [scratch + step * self._width for step in steps], [first + step for step in steps]

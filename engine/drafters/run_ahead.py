@@ -1,0 +1,294 @@
+"""RunAheadDrafter: after it has answered, a drafter goes on drafting for the likeliest verdicts.
+
+Speculative Speculative Decoding (Kumar, Dao, May, 2603.03251), inside the drafter: the next request brings the verdict,
+and if it was among the guesses its draft is there at once. Guesses come from the draft's own logits with the noise that
+the target will draw with, so they are good at any temperature. Nothing here can change a text: a prepared draft
+is a draft like any other.
+
+Work is done pass by pass through `advance`, so that whoever owns the drafter can look for the next request in between.
+A request that comes early finds shorter drafts, and the missing tokens are drawn then.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.config import EngineConfig
+from engine.draft import Draft, ProposeRow
+from engine.drafters.branches import Branches, Trunk
+from engine.drafters.chain import Chain
+from engine.drafters.fan_out import AcceptedLengths, fan_out
+from engine.drafters.model import ModelDrafter
+from engine.model import CausalLM
+
+NUM_CANDIDATES = 10
+WIDTHS = (4, 8, 12, 16, 24)
+_SMOOTHING = 0.9
+_LONGEST_ROUND_S = 1.0
+
+
+@dataclass(slots=True)
+class RunAheadStats:
+    """Counters since the start; they only grow.
+
+    Attributes:
+        hits: drafts that were prepared, at least in part, when they were asked for.
+        misses: drafts that were not, by reason. `token`: another token followed. `unprepared`: there was no time or
+            no room to prepare any. `stale`: the request has moved on by more than one verdict, or is new.
+        num_forwards: forward passes spent ahead of a request.
+        num_wasted: those of them that prepared nothing that was used.
+    """
+
+    hits: int = 0
+    misses: Counter[str] = field(default_factory=Counter)
+    num_forwards: int = 0
+    num_wasted: int = 0
+
+
+class RunAheadDrafter(ModelDrafter):
+    """A model drafter that prepares for the next request; without calls of `advance` it is an ordinary one."""
+
+    def __init__(self, model: CausalLM, config: EngineConfig, *, token_limit: int | None = None) -> None:
+        super().__init__(model, config, token_limit=token_limit, num_candidates=NUM_CANDIDATES)
+        self.stats = RunAheadStats()
+        self._depth = max(1, config.num_speculative_tokens)
+        self._accepted = AcceptedLengths(self._depth)
+        self._trunks: dict[str, Trunk] = {}
+        self._branches: Branches | None = None
+        self._work: Generator[None, None, None] | None = None
+        self._num_passes = 0
+        self._pace = Pace()
+
+    def advance(self) -> bool:
+        """Do one forward pass of what is left to prepare; return whether there is more."""
+        if self._work is None:
+            return False
+        try:
+            with torch.inference_mode():
+                next(self._work)
+        except StopIteration:
+            self._work = None
+            self._pace.finished()
+        return self._work is not None
+
+    def release(self, request_id: str) -> None:
+        """Free a request's blocks; what was being prepared for the others is dropped with it."""
+        if request_id in self._trunks:
+            self._stop()
+        super().release(request_id)
+
+    def _stop(self) -> None:
+        self._trunks = {}
+        self._branches = self._work = None
+
+    def _propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        self._pace.asked(was_busy=self._work is not None)
+        self._work = None
+        chains = self._take_prepared(rows)
+        current = {row.request_id for row in rows}
+        for name in self._trunks.keys() - current:
+            self._trim(name, len(self._prefixes[name].token_ids))
+        self._stop()
+        able = [i for i, row in enumerate(rows) if self._is_able(row, chains[i], current)]
+        missing = {i: rows[i].num_draft_tokens - len(chains[i].token_ids) for i in able}
+        lacking = [i for i in able if missing[i]]
+        if lacking and self._is_worth_waiting([rows[i] for i in able], [chains[i] for i in able]):
+            started = time.perf_counter()
+            self._draft([rows[i] for i in lacking], [chains[i] for i in lacking])
+            self._pace.drafted(time.perf_counter() - started, max(missing.values()))
+        self._work = self._prepare([(rows[i], chains[i]) for i in able])
+        self._pace.answered()
+        return [chain.draft() for chain in chains]
+
+    def _is_able(self, row: ProposeRow, chain: Chain, current: set[str]) -> bool:
+        """Fit a row and what is prepared for it into the cache; an unable row gets no draft."""
+        chain.cut(row.num_draft_tokens)
+        if not self._make_room(row, [*row.token_ids, *chain.token_ids], current):
+            chain.cut(0)
+            return False
+        self._trim(row.request_id, len(row.token_ids) + row.num_draft_tokens)
+        return True
+
+    def _take_prepared(self, rows: Sequence[ProposeRow]) -> list[Chain]:
+        """Return what is prepared for each row, with its keys and values moved to where they belong."""
+        chains = []
+        sources: list[int] = []
+        targets: list[int] = []
+        for row in rows:
+            found = self._find_prepared(row)
+            if isinstance(found, str):
+                if row.num_draft_tokens:
+                    self.stats.misses[found] += 1
+                chains.append(Chain())
+                continue
+            self.stats.hits += row.num_draft_tokens > 0
+            prepared, entries = found
+            chains.append(prepared)
+            block_ids = self._prefixes[row.request_id].block_ids
+            for places, slots in zip(entries, (sources, targets), strict=True):
+                slots += [self._slot(block_ids, place) for place in places]
+        if sources:
+            device = self.model.device
+            self._kv.move(torch.tensor(sources, device=device), torch.tensor(targets, device=device))
+        else:
+            self.stats.num_wasted += self._num_passes
+        self._num_passes = 0
+        for row, chain in zip(rows, chains, strict=True):
+            if chain.token_ids:
+                self._prefixes[row.request_id].token_ids = [*row.token_ids, *chain.token_ids[:-1]]
+        return chains
+
+    def _find_prepared(self, row: ProposeRow) -> tuple[Chain, tuple[list[int], list[int]]] | str:
+        """Return a row's prepared draft with the places of its entries, or the reason why there is none."""
+        trunk, branches = self._trunks.get(row.request_id), self._branches
+        verdict = None if trunk is None else trunk.verdict(row.token_ids)
+        if trunk is None or verdict is None:
+            return "stale"
+        if trunk.chain.token_ids:
+            self._accepted.observe(verdict[0], len(trunk.chain.token_ids))
+        if branches is None or not branches.num_computed or not trunk.roots:
+            return "unprepared"
+        if verdict not in trunk.roots:
+            return "token"
+        branch = trunk.roots.index(verdict)
+        return branches.chain(trunk, branch), branches.entries(trunk, branch)
+
+    def _slot(self, block_ids: Sequence[int], place: int) -> int:
+        size = self._kv.block_size
+        return block_ids[place // size] * size + place % size
+
+    def _trim(self, request_id: str, length: int) -> None:
+        """Give back a request's blocks beyond `length` tokens: only branches needed them."""
+        prefix = self._prefixes[request_id]
+        kept = self._pool.blocks_for(length)
+        self._pool.free(prefix.block_ids[kept:])
+        del prefix.block_ids[kept:]
+
+    def _is_worth_waiting(self, rows: Sequence[ProposeRow], chains: Sequence[Chain]) -> bool:
+        """Decide whether the whole batch waits until the drafts that are missing are drawn.
+
+        It does if that commits more tokens per second: the target's time is what it took lately.
+        """
+        if not any(chain.token_ids for chain in chains):
+            return True
+        now = sum(1 + self._accepted.expected(len(chain.token_ids)) for chain in chains)
+        later = sum(1 + self._accepted.expected(row.num_draft_tokens) for row in rows)
+        missing = max(row.num_draft_tokens - len(chain.token_ids) for row, chain in zip(rows, chains, strict=True))
+        return self._pace.slowdown(missing) < later / now
+
+    def _prepare(self, drafted: Sequence[tuple[ProposeRow, Chain]]) -> Generator[None, None, None]:
+        """Draft for the likeliest verdicts on what was just proposed, stopping after every forward pass."""
+        self._depth = max((row.num_draft_tokens for row, _ in drafted), default=0) or self._depth
+        trunks = [Trunk(row, len(row.token_ids), chain) for row, chain in drafted]
+        self._trunks = {trunk.row.request_id: trunk for trunk in trunks}
+        width = WIDTHS[self._pace.width]
+        trunks = [trunk for trunk in trunks if self._make_scratch(trunk, width)]
+        if not trunks:
+            return
+        yield from self._find_roots(trunks, width)
+        trunks = [trunk for trunk in trunks if trunk.roots]
+        if not trunks:
+            return
+        tables = [self._prefixes[trunk.row.request_id].block_ids for trunk in trunks]
+        branches = self._branches = Branches(trunks, width, tables, self._kv)
+        rows = [trunk.row for trunk in trunks]
+        tokens = branches.roots
+        for _ in range(self._depth):
+            logits = self.model.forward(branches.next_pass(tokens))
+            drawn = self._draw(logits, self._runs(rows, branches.depths(), branches.paths))
+            branches.add(drawn)
+            tokens = drawn.tokens
+            self._passed()
+            yield
+
+    def _make_scratch(self, trunk: Trunk, width: int) -> bool:
+        """Reserve places for a trunk's branches, from blocks that nobody else uses."""
+        length = trunk.base + len(trunk.chain.token_ids)
+        if length + 1 + self._depth > self.model.info.max_model_len:
+            return False
+        prefix = self._prefixes[trunk.row.request_id]
+        blocks = self._pool.allocate(self._pool.blocks_for(length + width * self._depth) - len(prefix.block_ids))
+        if blocks is None:
+            return False
+        prefix.block_ids += blocks
+        return True
+
+    def _find_roots(self, trunks: Sequence[Trunk], width: int) -> Generator[None, None, None]:
+        """Compute every trunk to its end, and bet on verdicts by what the draft would have drawn."""
+        texts = [[*trunk.row.token_ids, *trunk.chain.token_ids] for trunk in trunks]
+        prefixes = [self._prefixes[trunk.row.request_id] for trunk in trunks]
+        catching_up = self._catch_up(texts, prefixes)
+        while True:
+            try:
+                next(catching_up)
+            except StopIteration as end:
+                logits = end.value
+                break
+            self._passed()
+            yield
+        rows = [trunk.row for trunk in trunks]
+        depths = [[len(trunk.chain.token_ids)] for trunk in trunks]
+        drawn = self._draw(logits, self._runs(rows, depths, lambda: [[trunk.chain.token_ids] for trunk in trunks]))
+        assert drawn.candidates is not None
+        for trunk, last in zip(trunks, drawn.candidates.tolist(), strict=True):
+            row = trunk.row
+            end_ids = () if row.params.ignore_eos else self.model.info.eos_token_ids
+            counts = fan_out(self._accepted.probabilities(len(trunk.chain.token_ids)), width)
+            trunk.choose_roots(
+                counts, [*trunk.chain.candidates, last], frozenset({*end_ids, *row.params.stop_token_ids})
+            )
+        self._passed()
+        yield
+
+    def _passed(self) -> None:
+        self._num_passes += 1
+        self.stats.num_forwards += 1
+
+
+class Pace:
+    """Measured times of the drafter and of whoever it waits for, in seconds, and how many branches fit between."""
+
+    def __init__(self) -> None:
+        self.width = 1
+        self._step_s: float | None = None
+        self._gap_s: float | None = None
+        self._answered = self._finished = 0.0
+
+    def asked(self, *, was_busy: bool) -> None:
+        """Take the time between an answer and the next request; narrow or widen what is prepared."""
+        now = time.perf_counter()
+        if not self._answered:
+            return
+        gap = now - self._answered
+        if gap > _LONGEST_ROUND_S:
+            return  # nobody was waiting
+        self._gap_s = _smooth(self._gap_s, gap)
+        if was_busy:
+            self.width = max(0, self.width - 1)
+        elif self._finished > self._answered and self._finished - self._answered < gap / 2:
+            self.width = min(len(WIDTHS) - 1, self.width + 1)
+
+    def answered(self) -> None:
+        """Note that an answer leaves now."""
+        self._answered = time.perf_counter()
+
+    def finished(self) -> None:
+        """Note that everything is prepared."""
+        self._finished = time.perf_counter()
+
+    def drafted(self, seconds: float, num_steps: int) -> None:
+        """Take what drafting so many tokens took while the target waited."""
+        self._step_s = _smooth(self._step_s, seconds / num_steps)
+
+    def slowdown(self, num_steps: int) -> float:
+        """Return a round's time with so many draft steps before it, over its time without; 1 until it is known."""
+        if self._step_s is None or not self._gap_s:
+            return 1.0
+        return 1 + num_steps * self._step_s / self._gap_s
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else _SMOOTHING * old + (1 - _SMOOTHING) * new

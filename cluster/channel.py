@@ -216,15 +216,22 @@ class Server:
         """Return whether a message waits, after at most `timeout_s`."""
         return bool(self._socket.poll(int(timeout_s * 1000)))
 
-    def serve(self, answer: Callable[[AnyRequest], AnyReply | None]) -> None:
+    def serve(self, answer: Callable[[AnyRequest], AnyReply | None], work: Callable[[], bool] = lambda: False) -> None:
         """Answer requests, one at a time and in their order, until `stop` is called from another thread.
 
         A malformed message is dropped and counted. So is a reply that took longer than its caller waits.
+
+        Args:
+            work: called over and over while no request waits, as long as it returns True.
         """
+        is_working = False
         try:
             while not self._stopping.is_set():
-                if self._socket.poll(_STOP_CHECK_MS):
+                if self._socket.poll(0 if is_working else _STOP_CHECK_MS):
                     self._serve_one(answer)
+                    is_working = True
+                elif is_working:
+                    is_working = work()
         finally:
             self._socket.close()
             self._authenticator.stop()

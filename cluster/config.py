@@ -1,8 +1,11 @@
 """GroupConfig: what one speculation group is made of; frozen, complete before anything is started."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.config import EngineConfig, ModelConfig
+
+RunAhead = Literal["auto", "on", "off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +18,9 @@ class GroupConfig:
     """The model that proposes; None decodes plainly, without a draft worker."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Bounds of the batch, the cache and the draft."""
+    run_ahead: RunAhead = "auto"
+    """Whether the draft worker drafts for the likeliest verdicts while the target verifies; auto: where both compute on
+    devices or cores of their own."""
     tensor_parallel_size: int = 1
     """Ranks that share the target's weights."""
     target_accelerator_type: str | None = None

@@ -74,7 +74,9 @@ async def start_draft(
     try:
         [actor] = crew.actors
         crew.presences = await _results([actor.listen.remote(keys.public)])
-        crew.loaded = await _results([actor.load.remote(config.draft, config.target)])
+        crew.loaded = await _results(
+            [actor.load.remote(config.draft, config.target, run_ahead=config.run_ahead == "on")]
+        )
         crew.serve(keys, version, context)
     except BaseException:
         crew.dismiss()

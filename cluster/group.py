@@ -12,8 +12,9 @@ from ray.util.placement_group import PlacementGroup
 
 from cluster.channel import KeyPair, make_keys
 from cluster.config import GroupConfig as GroupConfig
+from cluster.cores import count_cores
 from cluster.crew import Context, Crew, start_draft, start_target
-from cluster.placement import STRATEGY, placement_bundles
+from cluster.placement import STRATEGY, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from engine.draft import Drafter, NoDrafter, Verifier
 from engine.errors import ModelError, TargetError
@@ -51,7 +52,9 @@ class SpeculationGroup:
         self._recovering = asyncio.Lock()
         vocab_size = read_config(config.target).get_text_config().vocab_size
         self._remote_verifier = RemoteVerifier(vocab_size=vocab_size, timeout_s=config.verify_timeout_s)
-        self._remote_drafter = RemoteDrafter(vocab_size=vocab_size, timeout_s=config.draft_timeout_s)
+        self._remote_drafter = RemoteDrafter(
+            vocab_size=vocab_size, timeout_s=config.draft_timeout_s, prepares=config.run_ahead == "on"
+        )
         self.verifier: Verifier = self._remote_verifier
         self.drafter: Drafter = NoDrafter() if config.draft is None else self._remote_drafter
 
@@ -67,6 +70,8 @@ class SpeculationGroup:
             await asyncio.to_thread(check_same_vocabulary, config.target, config.draft)
         current = ray.util.get_current_placement_group()
         placement = current or _make_placement(config)
+        num_cores = count_cores(ray.get_runtime_context().get_node_id())
+        config = settle(config, placement.bundle_specs, num_cores=num_cores)
         group = cls(config, placement, owns_placement=current is None)
         try:
             async with asyncio.timeout(config.start_timeout_s):

@@ -8,6 +8,7 @@ in one idempotent line, so a request may be lost, repeated or arrive late withou
 import msgspec
 
 from engine.draft import Draft, Verdict
+from engine.drafters.run_ahead import RunAheadStats
 from engine.errors import PacelineError, RequestError
 from engine.sampling import SamplingParams
 
@@ -80,9 +81,10 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Drafts(Reply, tag="drafts", frozen=True):
-    """One draft per row."""
+    """One draft per row; from a drafter that runs ahead also what that was worth so far."""
 
     drafts: list[Draft]
+    run_ahead: RunAheadStats | None = None
 
 
 class Verdicts(Reply, tag="verdicts", frozen=True):

@@ -9,6 +9,8 @@ CPU shares are bookkeeping, not threads: draft and target take turns on the same
 would refuse a laptop. A group on CPU counts for less than one core; `num_threads` bounds what it really uses.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup
@@ -25,6 +27,8 @@ REPLICA_CPUS = 0.1
 DRAFT_CPUS = 0.2
 TARGET_CPUS = 0.4
 STRATEGY = "PACK"
+DRAFT_CORES_OF = 4
+"""Of so many cores the draft gets one, where it computes at the same time as the target."""
 
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 
@@ -43,6 +47,32 @@ def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
         bundles.append(_bundle(draft, share, DRAFT_CPUS, config.draft_accelerator_type))
     rank = _bundle(target, share, TARGET_CPUS / size, config.target_accelerator_type)
     return bundles + [dict(rank) for _ in range(size)]
+
+
+def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_cores: int) -> GroupConfig:
+    """Decide what `run_ahead` "auto" means on these bundles; share out the cores where both models compute at once.
+
+    Args:
+        num_cores: cores of the node that the group is on, as far as Ray may use them.
+    """
+    draft = config.draft
+    if draft is None:
+        return replace(config, run_ahead="off")
+    draft_gpus, target_gpus = bundles[DRAFT_BUNDLE].get("GPU", 0), bundles[target_bundle(config, 0)].get("GPU", 0)
+    on_cores = not draft_gpus and not target_gpus
+    shares_gpu = 0 < draft_gpus < 1
+    is_apart = num_cores > config.tensor_parallel_size if on_cores else not shares_gpu
+    run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_apart)
+    config = replace(config, run_ahead="on" if run_ahead else "off")
+    if not (run_ahead and on_cores):
+        return config
+    draft_cores = max(1, num_cores // DRAFT_CORES_OF)
+    target_cores = max(1, (num_cores - draft_cores) // config.tensor_parallel_size)
+    return replace(
+        config,
+        draft=replace(draft, num_threads=draft.num_threads or draft_cores),
+        target=replace(config.target, num_threads=config.target.num_threads or target_cores),
+    )
 
 
 def target_bundle(config: GroupConfig, rank: int) -> int:

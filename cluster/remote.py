@@ -7,8 +7,10 @@ is left alone until it has answered a ping. A verifier that fails raises `Target
 import asyncio
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from cluster.channel import ChannelError, DeadlineError, Link, PeerGoneError
 from cluster.messages import (
@@ -29,6 +31,9 @@ from cluster.validation import check_drafts, check_verdicts
 from engine.draft import NO_DRAFT, Draft, ProposeRow, Verdict, VerifyRow
 from engine.errors import TargetError
 
+if TYPE_CHECKING:
+    from engine.drafters.run_ahead import RunAheadStats
+
 logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.1
@@ -43,9 +48,16 @@ class RemoteDrafter:
     `paused` (it failed lately and has not yet answered a ping), `prefix_missing`, `malformed`, `failure` (its own).
     """
 
-    def __init__(self, *, vocab_size: int, timeout_s: float) -> None:
+    def __init__(self, *, vocab_size: int, timeout_s: float, prepares: bool = False) -> None:
+        """Make a drafter without a worker.
+
+        Args:
+            prepares: the worker runs ahead, so it is told of requests before they want drafts.
+        """
         self.fallbacks: Counter[str] = Counter()
-        self.last_compute_s = 0.0
+        self.last_compute_s = self.last_wait_s = 0.0
+        self.run_ahead: RunAheadStats | None = None
+        self._prepares = prepares
         self._vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._link: Link | None = None
@@ -76,14 +88,16 @@ class RemoteDrafter:
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return one draft per row; all empty when the worker is away, late or wrong."""
-        self.last_compute_s = 0.0
-        if not any(row.num_draft_tokens for row in rows):
+        self.last_compute_s = self.last_wait_s = 0.0
+        if not any(self._prepares or row.num_draft_tokens for row in rows):
             return [NO_DRAFT] * len(rows)
         link = self._link
         if link is None or self._pause is not None:
             self.fallbacks["absent" if link is None else "paused"] += 1
             return [NO_DRAFT] * len(rows)
+        started = time.perf_counter()
         reason, drafts = await self._ask(link, rows)
+        self.last_wait_s = time.perf_counter() - started
         if drafts is None:
             self.fallbacks[reason] += 1
             self._begin_pause(link, reason)
@@ -114,6 +128,7 @@ class RemoteDrafter:
             return "malformed", None
         if isinstance(reply, Drafts):
             self.last_compute_s = reply.compute_s
+            self.run_ahead = reply.run_ahead
             return "", reply.drafts
         if isinstance(reply, PrefixMissing):
             return "prefix_missing", None

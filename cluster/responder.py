@@ -21,6 +21,7 @@ from cluster.messages import (
 )
 from cluster.prefix_table import PrefixTable
 from engine.draft import Drafter, ProposeRow, Verdict, VerifyRow
+from engine.drafters.run_ahead import RunAheadDrafter
 from engine.errors import TargetError
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class DraftResponder:
 
     def __init__(self, drafter: Drafter, *, capacity: int, version: int) -> None:
         self._drafter = drafter
+        self._ahead = drafter if isinstance(drafter, RunAheadDrafter) else None
         self._table = PrefixTable(capacity)
         self._version = version
 
@@ -58,6 +60,17 @@ class DraftResponder:
         except Exception as error:  # the drafter's failures cost the Router one draft, not this process
             logger.exception("Round %d failed", request.round)
             return Failure(request.round, self._version, _since(started), f"{type(error).__name__}: {error}")
+
+    def work(self) -> bool:
+        """Prepare for the next request, one forward pass; return whether there is more to do."""
+        if self._ahead is None:
+            return False
+        try:
+            return self._ahead.advance()
+        except Exception:  # as above: it costs what was prepared
+            logger.exception("Running ahead failed")
+            self._ahead.stop()
+            return False
 
     def _answer(self, request: AnyRequest, started: float) -> AnyReply:
         for request_id in request.released:
@@ -74,7 +87,8 @@ class DraftResponder:
             self._drafter.release(request_id)
         rows = [self._row(entry.prefix, entry.num_draft_tokens) for entry in request.rows]
         drafts = finish(self._drafter.propose(rows))
-        return Drafts(request.round, self._version, _since(started), drafts)
+        stats = None if self._ahead is None else self._ahead.stats
+        return Drafts(request.round, self._version, _since(started), drafts, stats)
 
     def _row(self, delta: PrefixDelta, num_draft_tokens: int) -> ProposeRow:
         prefix = self._table[delta.request_id]

@@ -6,16 +6,17 @@ the actor, so that the reference to it is the death notice, while pings are stil
 
 import os
 from dataclasses import dataclass, replace
-from typing import Any
 
 import ray
 import torch.distributed as dist
 
 from cluster.channel import Endpoint, Server
+from cluster.cores import count_cores
 from cluster.responder import DraftResponder, TargetResponder
 from cluster.tensor_parallel import StoreAddress, join_store, join_world, open_store
 from engine.config import EngineConfig, ModelConfig
 from engine.drafters.model import ModelDrafter
+from engine.drafters.run_ahead import RunAheadDrafter
 from engine.model import CausalLM, ModelInfo, read_config, resolve_device
 from engine.verifier import ModelVerifier
 
@@ -59,17 +60,18 @@ class Worker:
 class DraftWorker(Worker):
     """Holds the draft's weights and a cache of committed prefixes; decides nothing that reaches a client."""
 
-    def load(self, config: ModelConfig, target: ModelConfig) -> Loaded:
+    def load(self, config: ModelConfig, target: ModelConfig, *, run_ahead: bool) -> Loaded:
         """Load the draft; ids beyond the target's vocabulary are never drafted."""
         model = CausalLM.load(_with_threads(config, sharing=1))
         limit = read_config(target).get_text_config().vocab_size
-        self._drafter = ModelDrafter(model, self._engine, token_limit=limit)
+        drafter_class = RunAheadDrafter if run_ahead else ModelDrafter
+        self._drafter = drafter_class(model, self._engine, token_limit=limit)
         return Loaded(model.info, 0)
 
     def serve(self) -> None:
         """Answer proposals for as long as the worker lives."""
         responder = DraftResponder(self._drafter, capacity=self._capacity, version=self._version)
-        self._server.serve(responder.answer)
+        self._server.serve(responder.answer, responder.work)
 
 
 class TargetWorker(Worker):
@@ -126,8 +128,5 @@ def _with_threads(config: ModelConfig, *, sharing: int) -> ModelConfig:
     """
     if config.num_threads is not None:
         return config
-    here = ray.get_runtime_context().get_node_id()
-    nodes: list[dict[str, Any]] = ray.nodes()
-    allotted = next((node["Resources"].get("CPU", 0) for node in nodes if node["NodeID"] == here), 0)
-    cores = os.cpu_count() or 1
-    return replace(config, num_threads=max(1, int(min(cores, allotted or cores)) // sharing))
+    cores = count_cores(ray.get_runtime_context().get_node_id())
+    return replace(config, num_threads=max(1, cores // sharing))

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 import click
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
-from cluster.group import GroupConfig
+from cluster.config import GroupConfig, RunAhead
 from engine.config import Device, Dtype, EngineConfig, ModelConfig, Verification
 from engine.llm import BUNDLED_DRAFT, BUNDLED_TARGET
 
@@ -110,6 +110,9 @@ class AppConfig(BaseModel):
     """Hub revision of the target."""
     draft_revision: Annotated[str | None, OrNone] = None
     """Hub revision of the draft."""
+    run_ahead: RunAhead = "auto"
+    """Whether the draft drafts for the likeliest verdicts while the target verifies: auto, on or off. auto is on where
+    both have devices or cores of their own."""
     num_speculative_tokens: int = Field(4, ge=0, le=64)
     """Draft tokens per round; 0 is plain decoding."""
     verification: Verification = "coupled"
@@ -203,6 +206,7 @@ def group_config(config: AppConfig) -> GroupConfig:
             enable_prefix_caching=config.enable_prefix_caching,
         ),
         tensor_parallel_size=config.tensor_parallel_size,
+        run_ahead=config.run_ahead,
     )
 
 

@@ -17,13 +17,16 @@ Why not `ray.serve.metrics`: Ray exports those per node, on other ports and with
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.engine import Engine
+
+if TYPE_CHECKING:
+    from engine.drafters.run_ahead import RunAheadStats
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -62,6 +65,9 @@ class RouterMetrics:
         self._draft_s = _counter(
             "paceline:draft_compute_seconds", "Time the draft worker computed.", model_name, self._registry
         )
+        self._wait_s = _counter(
+            "paceline:draft_wait_seconds", "Time rounds waited for their drafts.", model_name, self._registry
+        )
         self._target_s = _counter(
             "paceline:target_compute_seconds", "Time the target's first rank computed.", model_name, self._registry
         )
@@ -79,10 +85,11 @@ class RouterMetrics:
         if reason != "abort":
             self._whole.labels(self._model_name).observe(latency_s)
 
-    def observe_round(self, round_s: float, *, draft_s: float, target_s: float) -> None:
-        """Count a round: how long it took, and how much of that its workers computed."""
+    def observe_round(self, round_s: float, *, wait_s: float, draft_s: float, target_s: float) -> None:
+        """Count a round: how long it took, how long it waited for drafts, and how much of that its workers computed."""
         self._rounds.inc()
         self._round_s.inc(round_s)
+        self._wait_s.inc(wait_s)
         self._draft_s.inc(draft_s)
         self._target_s.inc(target_s)
 
@@ -136,9 +143,19 @@ class _EngineCollector(Collector):
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
         fallbacks: Mapping[str, int] = getattr(self._drafter, "fallbacks", {})
         yield self._by("paceline:drafter_fallbacks", "Rounds without a draft, by reason.", "reason", fallbacks)
+        ahead: RunAheadStats | None = getattr(self._drafter, "run_ahead", None)
+        if ahead is not None:
+            yield self._own("verdict_cache_hits", "Drafts that were prepared when they were wanted.", ahead.hits)
+            misses = "Drafts that were not prepared, by reason."
+            yield self._by("paceline:verdict_cache_misses", misses, "reason", ahead.misses)
+            yield self._own("run_ahead_forwards", "Draft passes spent on preparing.", ahead.num_forwards)
+            yield self._own("run_ahead_forwards_wasted", "Of those, passes of no use.", ahead.num_wasted)
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+    def _own(self, name: str, text: str, value: float) -> Metric:
+        return self._counter(name, text, value, prefix="paceline")
+
+    def _counter(self, name: str, text: str, value: float, *, prefix: str = "vllm") -> Metric:
+        family = CounterMetricFamily(f"{prefix}:{name}", text, labels=["model_name"])
         family.add_metric([self._model_name], value)
         return family
 

@@ -172,6 +172,7 @@ class RoundLoop:
             await asyncio.sleep(0)
             self._metrics.observe_round(
                 time.perf_counter() - started,
+                wait_s=getattr(self._engine.drafter, "last_wait_s", 0.0),
                 draft_s=getattr(self._engine.drafter, "last_compute_s", 0.0),
                 target_s=getattr(self._engine.verifier, "last_compute_s", 0.0),
             )

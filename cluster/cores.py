@@ -1,0 +1,14 @@
+"""Cores: how many of a node's Ray may use."""
+
+import os
+from typing import Any
+
+import ray
+
+
+def count_cores(node_id: str) -> int:
+    """Return how many cores of a node Ray may use; of this machine, if Ray does not know the node."""
+    nodes: list[dict[str, Any]] = ray.nodes()
+    allotted = next((node["Resources"].get("CPU", 0) for node in nodes if node["NodeID"] == node_id), 0)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cores, allotted or cores)))

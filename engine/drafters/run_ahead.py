@@ -10,7 +10,6 @@ A request that comes early finds shorter drafts, and the missing tokens are draw
 """
 
 import time
-from collections import Counter
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
@@ -43,7 +42,7 @@ class RunAheadStats:
     """
 
     hits: int = 0
-    misses: Counter[str] = field(default_factory=Counter)
+    misses: dict[str, int] = field(default_factory=dict)
     num_forwards: int = 0
     num_wasted: int = 0
 
@@ -77,10 +76,11 @@ class RunAheadDrafter(ModelDrafter):
     def release(self, request_id: str) -> None:
         """Free a request's blocks; what was being prepared for the others is dropped with it."""
         if request_id in self._trunks:
-            self._stop()
+            self.stop()
         super().release(request_id)
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
+        """Drop what is prepared."""
         self._trunks = {}
         self._branches = self._work = None
 
@@ -91,7 +91,7 @@ class RunAheadDrafter(ModelDrafter):
         current = {row.request_id for row in rows}
         for name in self._trunks.keys() - current:
             self._trim(name, len(self._prefixes[name].token_ids))
-        self._stop()
+        self.stop()
         able = [i for i, row in enumerate(rows) if self._is_able(row, chains[i], current)]
         missing = {i: rows[i].num_draft_tokens - len(chains[i].token_ids) for i in able}
         lacking = [i for i in able if missing[i]]
@@ -121,7 +121,7 @@ class RunAheadDrafter(ModelDrafter):
             found = self._find_prepared(row)
             if isinstance(found, str):
                 if row.num_draft_tokens:
-                    self.stats.misses[found] += 1
+                    self.stats.misses[found] = self.stats.misses.get(found, 0) + 1
                 chains.append(Chain())
                 continue
             self.stats.hits += row.num_draft_tokens > 0

@@ -63,7 +63,7 @@ class DraftResponder:
 
     def work(self) -> bool:
         """Prepare for the next request, one forward pass; return whether there is more to do."""
-        if self._ahead is None:
+        if self._ahead is None or not self._ahead.has_time:
             return False
         try:
             return self._ahead.advance()

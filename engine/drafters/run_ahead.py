@@ -24,9 +24,10 @@ from engine.drafters.model import ModelDrafter
 from engine.model import CausalLM
 
 NUM_CANDIDATES = 10
-WIDTHS = (4, 8, 12, 16, 24)
+WIDTHS = (6, 8, 12, 16, 20, 24)
 _SMOOTHING = 0.9
 _LONGEST_ROUND_S = 1.0
+_SLACK = 0.8
 
 
 @dataclass(slots=True)
@@ -61,13 +62,20 @@ class RunAheadDrafter(ModelDrafter):
         self._num_passes = 0
         self._pace = Pace()
 
+    @property
+    def has_time(self) -> bool:
+        """Whether half of another forward pass, at least, is likely to fit before the next request."""
+        return self._pace.has_time
+
     def advance(self) -> bool:
         """Do one forward pass of what is left to prepare; return whether there is more."""
         if self._work is None:
             return False
+        started = time.perf_counter()
         try:
             with torch.inference_mode():
                 next(self._work)
+            self._pace.passed(time.perf_counter() - started)
         except StopIteration:
             self._work = None
             self._pace.finished()
@@ -85,7 +93,7 @@ class RunAheadDrafter(ModelDrafter):
         self._branches = self._work = None
 
     def _propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        self._pace.asked(was_busy=self._work is not None)
+        self._pace.asked(num_missing=0 if self._work is None else self._depth - self._num_grown())
         self._work = None
         chains = self._take_prepared(rows)
         current = {row.request_id for row in rows}
@@ -102,6 +110,9 @@ class RunAheadDrafter(ModelDrafter):
         self._work = self._prepare([(rows[i], chains[i]) for i in able])
         self._pace.answered()
         return [chain.draft() for chain in chains]
+
+    def _num_grown(self) -> int:
+        return 0 if self._branches is None else self._branches.num_computed
 
     def _is_able(self, row: ProposeRow, chain: Chain, current: set[str]) -> bool:
         """Fit a row and what is prepared for it into the cache; an unable row gets no draft."""
@@ -252,13 +263,18 @@ class Pace:
     """Measured times of the drafter and of whoever it waits for, in seconds, and how many branches fit between."""
 
     def __init__(self) -> None:
-        self.width = 1
+        self.width = WIDTHS.index(16)
         self._step_s: float | None = None
+        self._pass_s = 0.0
         self._gap_s: float | None = None
         self._answered = self._finished = 0.0
 
-    def asked(self, *, was_busy: bool) -> None:
-        """Take the time between an answer and the next request; narrow or widen what is prepared."""
+    def asked(self, *, num_missing: int) -> None:
+        """Take the time between an answer and the next request; narrow or widen what is prepared.
+
+        Args:
+            num_missing: steps that the branches still lacked. A single one is cheaper to draw late than to guess less.
+        """
         now = time.perf_counter()
         if not self._answered:
             return
@@ -266,9 +282,9 @@ class Pace:
         if gap > _LONGEST_ROUND_S:
             return  # nobody was waiting
         self._gap_s = _smooth(self._gap_s, gap)
-        if was_busy:
+        if num_missing > 1:
             self.width = max(0, self.width - 1)
-        elif self._finished > self._answered and self._finished - self._answered < gap / 2:
+        elif self._answered < self._finished < self._answered + _SLACK * gap:
             self.width = min(len(WIDTHS) - 1, self.width + 1)
 
     def answered(self) -> None:
@@ -278,6 +294,17 @@ class Pace:
     def finished(self) -> None:
         """Note that everything is prepared."""
         self._finished = time.perf_counter()
+
+    @property
+    def has_time(self) -> bool:
+        """Whether at least half of a pass is likely to fit before the next request."""
+        if self._gap_s is None:
+            return True
+        return time.perf_counter() - self._answered + self._pass_s / 2 < self._gap_s
+
+    def passed(self, seconds: float) -> None:
+        """Take what a pass ahead of the next request took."""
+        self._pass_s = _smooth(self._pass_s or None, seconds)
 
     def drafted(self, seconds: float, num_steps: int) -> None:
         """Take what drafting so many tokens took while the target waited."""

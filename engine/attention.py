@@ -61,6 +61,11 @@ class Group:
     is_prompt_start: bool
     _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
+    @property
+    def windows(self) -> list[int | None]:
+        """The attention windows that layers have asked for, None first."""
+        return sorted({window for window, _ in self._masks}, key=lambda window: window or 0)
+
     def mask(self, window: int | None, copies: int, like: Tensor, block_size: int) -> Tensor:
         """Return the additive mask [rows, 1, copies * length, context], built once per window and forward pass."""
         key = (window, copies)
@@ -84,6 +89,22 @@ class PagedContext:
     kv: KVTensors
     slots: Tensor
     groups: list[Group]
+
+
+@dataclass(slots=True)
+class TracedContext:
+    """What the attention function needs while it is traced for compiling: one group, as tensors only.
+
+    Attributes:
+        slots: [rows * length]; blocks: [rows, blocks].
+        masks: [rows, 1, length, context] additive, by window.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    slots: Tensor
+    blocks: Tensor
+    masks: dict[int | None, Tensor]
 
 
 def paged_attention(
@@ -110,9 +131,11 @@ def paged_attention(
     strange = sorted(name for name in kwargs.keys() - _UNDERSTOOD if kwargs[name] is not None)
     if strange or attention_mask is not None or kwargs.get("dropout"):
         raise ModelError(f"attention with {', '.join(strange) or 'a mask or dropout'} is not supported")
-    paged: PagedContext = kwargs["paged"]
+    paged: PagedContext | TracedContext = kwargs["paged"]
     window: int | None = kwargs.get("sliding_window")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if isinstance(paged, TracedContext):
+        return _traced_attention(paged, layer, query, key, value, window, scaling), None
     keys, values = paged.kv.keys[layer], paged.kv.values[layer]
     keys.view(-1, *keys.shape[2:]).index_copy_(0, paged.slots, key[0].transpose(0, 1))
     values.view(-1, *values.shape[2:]).index_copy_(0, paged.slots, value[0].transpose(0, 1))
@@ -129,6 +152,24 @@ def paged_attention(
     return output.unsqueeze(0), None
 
 
+def _traced_attention(
+    context: TracedContext,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    window: int | None,
+    scaling: float | None,
+) -> Tensor:
+    """Do the same for one group, without a decision that depends on a number. Returns [1, tokens, heads, d]."""
+    keys, values = context.keys[layer], context.values[layer]
+    keys.view(-1, *keys.shape[2:]).index_copy_(0, context.slots, key[0].transpose(0, 1))
+    values.view(-1, *values.shape[2:]).index_copy_(0, context.slots, value[0].transpose(0, 1))
+    mask = context.masks[window]
+    rows, _, length, _ = mask.shape
+    return _attend(rows, length, context.blocks.flatten(), query[0], keys, values, mask, scaling).unsqueeze(0)
+
+
 def _attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Causal attention of a prompt's first chunk: nothing to gather. [heads, n, d] -> [n, heads, d]."""
     copies = query.shape[0] // key.shape[0]
@@ -141,19 +182,35 @@ def _attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | 
 def _attend_to_blocks(
     group: Group, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float | None
 ) -> Tensor:
-    """Attention over the gathered blocks. [heads, rows * length, d] -> [rows * length, heads, d]."""
-    rows, length = group.rows, group.length
+    """Attention over a group's blocks. [heads, rows * length, d] -> [rows * length, heads, d]."""
+    copies = query.shape[0] // keys.shape[2]
+    mask = group.mask(window, copies, query, keys.shape[1])
+    return _attend(group.rows, group.length, group.blocks, query, keys, values, mask, scaling)
+
+
+def _attend(
+    rows: int,
+    length: int,
+    blocks: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+) -> Tensor:
+    """Attention over the gathered blocks; `mask` is [rows, 1, length or copies * length, context]."""
     heads, _, head_dim = query.shape
     kv_heads = keys.shape[2]
     copies = heads // kv_heads
     gathered = (rows, -1, kv_heads, head_dim)
-    key = keys.index_select(0, group.blocks).view(gathered).transpose(1, 2)
-    value = values.index_select(0, group.blocks).view(gathered).transpose(1, 2)
+    key = keys.index_select(0, blocks).view(gathered).transpose(1, 2)
+    value = values.index_select(0, blocks).view(gathered).transpose(1, 2)
     # The query heads of one kv head become more queries: grouped-query attention without copying keys.
     # [kv_heads, copies, rows, length, d] -> [rows, kv_heads, copies * length, d]
     query = query.view(kv_heads, copies, rows, length, head_dim).permute(2, 0, 1, 3, 4)
     query = query.reshape(rows, kv_heads, copies * length, head_dim)
-    mask = group.mask(window, copies, query, keys.shape[1])
+    if mask.shape[2] == length:
+        mask = mask.repeat(1, 1, copies, 1)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     output = output.view(rows, kv_heads, copies, length, head_dim).permute(0, 3, 1, 2, 4)
     return output.reshape(rows * length, heads, head_dim)

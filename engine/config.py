@@ -5,6 +5,7 @@ from typing import Literal
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Compile = Literal["auto", "off"]
 Verification = Literal["coupled", "rejection"]
 
 
@@ -20,6 +21,8 @@ class ModelConfig:
     """auto: cuda where there is one, else cpu."""
     revision: str | None = None
     """A hub revision to pin."""
+    compile: Compile = "off"
+    """auto: decode steps run compiled where that pays, as soon as a process in the background has compiled them."""
     num_threads: int | None = None
     """CPU threads of a forward pass; None leaves torch's own choice."""
 

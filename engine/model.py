@@ -4,6 +4,7 @@ Definitions, configs and weight names are transformers' own; ours are the attent
 under tensor parallelism, the slicing. What cannot be served exactly is refused while loading, with the reason.
 """
 
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +18,14 @@ from transformers.utils import logging as transformers_logging
 
 from engine.attention import ATTENTION_NAME, KVTensors
 from engine.batch import ForwardBatch, ForwardRow, build
+from engine.compilation import MAX_BYTES, Compiling, compile_once, has_compiler, package_path
+from engine.compiled import CompiledForward, CompileError, can_run
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.fusion import fuse_projections
 from engine.shards import load_shard
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,8 @@ class CausalLM:
         self.shard = shard
         parameter = next(module.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        self._windows: list[int | None] = []
+        self._compiled: CompiledForward | None = None
 
     @classmethod
     def load(cls, config: ModelConfig, *, shard: Shard | None = None) -> "CausalLM":
@@ -88,6 +95,8 @@ class CausalLM:
         )
         model = cls(module, model_config, info, shard)
         model._probe()
+        if config.compile == "auto":
+            model._compile_in_background(config)
         return model
 
     @property
@@ -115,6 +124,68 @@ class CausalLM:
         Returns:
             [n, vocab] float32 logits at `batch.logit_indices`; [0, vocab] when none are wanted.
         """
+        if self._compiled is not None and can_run(batch):
+            return self._compiled(batch).float()
+        return self._forward_eagerly(batch)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether short rows run compiled."""
+        return self._compiled is not None
+
+    def compile(self) -> None:
+        """Run short rows compiled from now on; takes a minute where it was never done before.
+
+        Raises:
+            CompileError: this model cannot be compiled here, or would compute something else.
+        """
+        kv = self.kv_tensors(16, 16)
+        path = package_path(self.module, self.config)
+        with torch.inference_mode():
+            compile_once(self.module, self._windows, _example(kv), path)
+        self._adopt(path)
+
+    def _compile_in_background(self, config: ModelConfig) -> None:
+        """Run short rows compiled, now if that was done before, else as soon as a process of its own has done it."""
+        if (reason := self._reason_not_to_compile()) is not None:
+            logger.info("%s runs eagerly: %s", config.path, reason)
+            return
+        path = package_path(self.module, self.config)
+        if path.exists():
+            self._try_to_adopt(path)
+        else:
+            logger.info("%s runs eagerly until it is compiled, in about a minute", config.path)
+            Compiling(config, self.info.dtype, path, lambda: self._try_to_adopt(path))
+
+    def _reason_not_to_compile(self) -> str | None:
+        if self.device.type != "cpu":
+            return "it is not on a CPU"
+        if self.shard is not None and self.shard.world_size > 1:
+            return "it is one of several ranks"
+        if sum(p.numel() * p.element_size() for p in self.module.parameters()) > MAX_BYTES:
+            return "it is bound by memory, not by calls"
+        if not has_compiler():
+            return "there is no C++ compiler"
+        return None
+
+    def _try_to_adopt(self, path: Path) -> None:
+        try:
+            self._adopt(path)
+        except (CompileError, RuntimeError) as error:
+            logger.warning("%s runs eagerly: %s", self.info.name, error)
+
+    @torch.inference_mode()
+    def _adopt(self, path: Path) -> None:
+        """Take a package, after comparing it with the eager pass on batches of several shapes."""
+        candidate = CompiledForward(path, self.module, self._windows)
+        kv = self.kv_tensors(16, 16)
+        for rows in _samples():
+            batch = build(rows, kv)
+            candidate.check(batch, self._forward_eagerly(batch))
+        self._compiled = candidate
+        logger.info("%s runs compiled", self.info.name)
+
+    def _forward_eagerly(self, batch: ForwardBatch) -> Tensor:
         hidden = self.module.model(  # type: ignore[operator]
             input_ids=batch.token_ids.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
@@ -128,7 +199,22 @@ class CausalLM:
         """Run two tokens through every layer: unknown attention features raise here, not in a round."""
         kv = self.kv_tensors(2, 16)
         self.forward(build([ForwardRow([0, 0], 0, [1], 1)], kv))
-        self.forward(build([ForwardRow([0], 2, [1], 1)], kv))
+        step = build([ForwardRow([0], 2, [1], 1)], kv)
+        self.forward(step)
+        self._windows = step.paged.groups[0].windows
+
+
+def _example(kv: KVTensors) -> ForwardBatch:
+    """Return a batch to trace: two rows of five tokens in three blocks, seven logits."""
+    rows = [ForwardRow([1] * 5, 40, [1, 2, 3], 5), ForwardRow([2] * 5, 36, [4, 5, 6], 2)]
+    return build(rows, kv)
+
+
+def _samples() -> list[list[ForwardRow]]:
+    """Return rows of the shapes that rounds have: one and several, long and short, chains and a tree."""
+    one, five = ForwardRow([1], 20, [1, 2], 1), ForwardRow([1, 2, 3, 4, 5], 17, [3, 4], 5)
+    tree = ForwardRow([1, 2, 3, 4], 9, [5], 4, parents=[-1, -1, 0])
+    return [[one], [five], [tree], [one, five, tree], [ForwardRow([i], 0, [1 + i], 1) for i in range(9)]]
 
 
 def resolve_device(device: str) -> torch.device:

@@ -1,0 +1,184 @@
+"""Compilation: making the packages that `CompiledForward` runs, and keeping them.
+
+Compiling takes about a minute. It happens in a process of its own while the model is already served eagerly, and its
+result stays in the cache folder for later starts. A package belongs to a configuration, not to weights. By hand:
+
+    python -m engine.compilation MODEL_DIRECTORY...
+"""
+
+import argparse
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+from engine import attention, compiled, fusion
+from engine.batch import ForwardBatch
+from engine.compiled import CompileError, Step, arguments
+from engine.config import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "PACELINE_CACHE_DIR"
+MAX_BYTES = 2 * 2**30
+"""Larger models spend their time reading weights; and compiling holds a second copy of them."""
+_OPTIONS = {
+    "aot_inductor.package_constants_in_so": False,
+    # What lies between the products is too little for more than one thread.
+    "cpp.threads": 1,
+}
+
+
+def package_path(module: nn.Module, config: Any) -> Path:
+    """Return where the package of such a model is kept on such a machine."""
+    parameter = next(module.parameters())
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")] if cpuinfo.exists() else []
+    sources = [Path(part.__file__ or "").read_bytes() for part in (attention, compiled, fusion, sys.modules[__name__])]
+    parts = (
+        torch.__version__,
+        transformers.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        flags[:1],
+        json.dumps(config.to_dict(), sort_keys=True, default=str),
+        [(name, list(tensor.shape)) for name, tensor in module.named_parameters()],
+        str(parameter.dtype),
+        [hashlib.sha256(source).hexdigest() for source in sources],
+    )
+    root = os.environ.get(CACHE_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "paceline"
+    return Path(root).expanduser() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.pt2"
+
+
+def compile_step(module: nn.Module, windows: list[int | None], example: ForwardBatch, path: Path) -> None:
+    """Compile a model's pass to a package.
+
+    Args:
+        example: a batch whose rows, tokens, context and logits are all different numbers, none of them 1.
+
+    Raises:
+        CompileError: it cannot be compiled for batches of every shape.
+    """
+    inputs = arguments(example, windows)
+    any_size = torch.export.Dim.AUTO
+    num_layers = len(example.paged.kv.keys)
+    shapes = (
+        {0: any_size},
+        {0: any_size},
+        {0: any_size},
+        {0: any_size, 1: any_size},
+        [{0: any_size, 2: any_size, 3: any_size} for _ in windows],
+        {0: any_size},
+        [{0: any_size, 1: any_size} for _ in range(num_layers)],
+        [{0: any_size, 1: any_size} for _ in range(num_layers)],
+    )
+    try:
+        with torch.no_grad():
+            program = torch.export.export(Step(module, windows).eval(), inputs, dynamic_shapes=shapes, strict=False)
+        _check_symbolic(program, shapes)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            package = Path(folder) / "package.pt2"
+            torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=_OPTIONS)
+            package.replace(path)
+    except CompileError:
+        raise
+    except Exception as error:  # whatever tracing or the C++ compiler finds; eager serving goes on
+        raise CompileError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _check_symbolic(program: torch.export.ExportedProgram, shapes: tuple[Any, ...]) -> None:
+    """Raise unless every size that may vary is symbolic: a package does not check the sizes it is given."""
+    wanted = torch.utils._pytree.tree_leaves(shapes, is_leaf=lambda part: isinstance(part, dict))
+    names = set(program.graph_signature.user_inputs)
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    for node, dims in zip(inputs, wanted, strict=True):
+        fixed = [dim for dim in dims if isinstance(node.meta["val"].shape[dim], int)]
+        if fixed:
+            raise CompileError(f"dimension {fixed[0]} of {node.name} is not symbolic")
+
+
+class Compiling:
+    """A process that compiles a package, and a thread that waits for it."""
+
+    def __init__(self, config: ModelConfig, dtype: str, path: Path, ready: Callable[[], None]) -> None:
+        """Start; `ready` is called from a thread when the package is there. A failure is logged."""
+        command = [sys.executable, "-m", "engine.compilation", config.path, "--dtype", dtype]
+        self._path = path
+        self._ready = ready
+        self._process = subprocess.Popen(
+            command + (["--revision", config.revision] if config.revision else []),
+            cwd=Path(__file__).parents[1],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, 10)
+        threading.Thread(target=self._wait, daemon=True, name="compiling").start()
+
+    def _wait(self) -> None:
+        started = time.monotonic()
+        _, errors = self._process.communicate()
+        if self._process.returncode or not self._path.exists():
+            reason = (errors.strip().splitlines() or [f"exit status {self._process.returncode}"])[-1]
+            logger.warning("Serving eagerly, compiling failed: %s", reason)
+            return
+        logger.info("Compiled in %.0f s", time.monotonic() - started)
+        self._ready()
+
+
+def has_compiler() -> bool:
+    """Return whether this machine can compile C++."""
+    try:
+        return bool(torch._inductor.cpp_builder.get_cpp_compiler())
+    except torch._inductor.exc.InvalidCxxCompiler:
+        return False
+
+
+def compile_once(module: nn.Module, windows: list[int | None], example: ForwardBatch, path: Path) -> None:
+    """Compile a package unless it is there; of several processes one compiles and the others wait.
+
+    Raises:
+        CompileError: it cannot be compiled.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            compile_step(module, windows, example, path)
+
+
+def main() -> None:
+    """Compile the given models, as far as that was not done before."""
+    from engine.model import CausalLM  # which imports this module
+
+    parser = argparse.ArgumentParser(prog="python -m engine.compiled", description=main.__doc__)
+    parser.add_argument("models", nargs="+", metavar="MODEL_DIRECTORY")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--revision")
+    options = parser.parse_args()
+    for path in options.models:
+        config = ModelConfig(path, dtype=options.dtype, device="cpu", revision=options.revision)
+        try:
+            CausalLM.load(config).compile()
+        except CompileError as error:
+            sys.exit(f"{path}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""CompiledForward: a model's forward pass for short rows, compiled ahead of time, so that a pass costs its arithmetic.
+
+A small model on a CPU is bound by what calling an operator costs: most of an eager pass is spent between the products.
+AOTInductor turns the pass into one call. One package serves every batch, because rows, tokens and context are symbolic.
+It holds code only; the weights stay the loaded model's.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.attention import TracedContext
+from engine.batch import ForwardBatch
+from engine.errors import PacelineError
+
+MAX_LENGTH = 64
+"""Longer rows are prompts: their passes cost arithmetic."""
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class CompileError(PacelineError):
+    """A model's forward pass cannot be compiled, or computes something else when it is."""
+
+
+class Step(nn.Module):
+    """What is compiled: tokens and where they stand in, logits out; keys and values are written on the way."""
+
+    def __init__(self, module: nn.Module, windows: list[int | None]) -> None:
+        super().__init__()
+        self.module = module
+        self.windows = windows
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        blocks: Tensor,
+        masks: list[Tensor],
+        wanted: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> Tensor:
+        """Compute [n, vocab] logits at `wanted`; the arguments are what `arguments` returns."""
+        context = TracedContext(keys, values, slots, blocks, dict(zip(self.windows, masks, strict=True)))
+        hidden = self.module.model(  # type: ignore[operator]
+            input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, paged=context
+        )[0]
+        logits: Tensor = self.module.lm_head(hidden[0, wanted])  # type: ignore[operator]
+        return logits
+
+
+def can_run(batch: ForwardBatch) -> bool:
+    """Return whether a batch is of the kind that is compiled: one group of short rows that read from blocks."""
+    groups = batch.paged.groups
+    return len(groups) == 1 and not groups[0].is_prompt_start and groups[0].length <= MAX_LENGTH
+
+
+def arguments(batch: ForwardBatch, windows: list[int | None]) -> tuple[Any, ...]:
+    """Return what `Step.forward` takes."""
+    paged, (group,) = batch.paged, batch.paged.groups
+    kv = paged.kv
+    masks = [group.mask(window, 1, kv.keys[0], kv.block_size) for window in windows]
+    blocks = group.blocks.view(group.rows, -1)
+    return batch.token_ids, batch.positions, paged.slots, blocks, masks, batch.logit_indices, kv.keys, kv.values
+
+
+class CompiledForward:
+    """Runs a loaded package with a loaded model's weights."""
+
+    def __init__(self, path: Path, module: nn.Module, windows: list[int | None]) -> None:
+        self._windows = windows
+        self._call: Any = torch._inductor.aoti_load_package(str(path))
+        step = Step(module, windows)
+        weights = dict(step.named_parameters(remove_duplicate=False)) | dict(step.named_buffers(remove_duplicate=False))
+        names: list[str] = self._call.get_constant_fqns()
+        self._call.load_constants(
+            {name: weights[name].detach() for name in names}, check_full_update=True, user_managed=True
+        )
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        """Compute a batch for which `can_run` holds; returns [n, vocab] logits."""
+        logits: Tensor = self._call(*arguments(batch, self._windows))
+        return logits
+
+    def check(self, batch: ForwardBatch, expected: Tensor) -> None:
+        """Compare with the logits of the eager pass.
+
+        Raises:
+            CompileError: they differ.
+        """
+        difference = float((expected - self(batch).float()).abs().amax() / expected.abs().amax().clamp_min(1.0))
+        if not difference < _TOLERANCE[batch.paged.kv.keys[0].dtype]:
+            raise CompileError(f"the compiled pass differs from the eager one by {difference:.1e}")

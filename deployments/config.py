@@ -15,7 +15,7 @@ import click
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from cluster.config import GroupConfig, RunAhead
-from engine.config import Device, Dtype, EngineConfig, ModelConfig, Verification
+from engine.config import Compile, Device, Dtype, EngineConfig, ModelConfig, Verification
 from engine.llm import BUNDLED_DRAFT, BUNDLED_TARGET
 
 API_KEY_VARIABLE = "PACELINE_API_KEY"
@@ -104,6 +104,8 @@ class AppConfig(BaseModel):
     """Number format of both models; auto is bfloat16 where the hardware multiplies it, else float32."""
     device: Device = "auto"
     """Where both models run; auto is cuda where there is one."""
+    compile: Compile = "auto"
+    """auto: on a CPU, decode steps run compiled as soon as a process in the background has done so; off: never."""
     num_threads: Annotated[int | None, OrNone] = Field(None, ge=1)
     """CPU threads of one model's forward pass; none leaves it to torch."""
     target_revision: Annotated[str | None, OrNone] = None
@@ -236,6 +238,7 @@ def _model_config(config: AppConfig, path: str, revision: str | None) -> ModelCo
         path=path,
         dtype=config.dtype,
         device=config.device,
+        compile=config.compile,
         revision=revision,
         num_threads=config.num_threads,
     )

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.config import Device, Dtype, EngineConfig, ModelConfig, Verification
+from engine.config import Compile, Device, Dtype, EngineConfig, ModelConfig, Verification
 from engine.draft import Drafter, NoDrafter, TokenLogprobs
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
@@ -63,6 +63,7 @@ class LLM:
         model: a transformers directory; the default is the bundled target.
         draft_model: likewise; None decodes without speculation. "bundled" is the bundled draft, and only goes with the
             bundled target.
+        compile: "auto" compiles decode steps on a CPU, in the background and once per machine; "off" does not.
         seed: requests without a seed derive theirs from it, so that a run can be repeated.
 
     Raises:
@@ -79,6 +80,7 @@ class LLM:
         verification: Verification = "coupled",
         dtype: Dtype = "auto",
         device: Device = "auto",
+        compile: Compile = "auto",
         seed: int = 0,
         engine_config: EngineConfig | None = None,
     ) -> None:
@@ -89,13 +91,13 @@ class LLM:
         config = replace(
             engine_config or EngineConfig(), num_speculative_tokens=num_speculative_tokens, verification=verification
         )
-        target_config = ModelConfig(str(model), dtype=dtype, device=device)
+        target_config = ModelConfig(str(model), dtype=dtype, device=device, compile=compile)
         self.tokenizer = load_tokenizer(target_config)
         target = CausalLM.load(target_config)
         verifier = ModelVerifier(target, config)
         drafter: Drafter = NoDrafter()
         if draft_model is not None and num_speculative_tokens > 0:
-            draft_config = ModelConfig(str(draft_model), dtype=dtype, device=device)
+            draft_config = ModelConfig(str(draft_model), dtype=dtype, device=device, compile=compile)
             check_same_vocabulary(target_config, draft_config)
             drafter = ModelDrafter(CausalLM.load(draft_config), config, token_limit=target.info.vocab_size)
         elif num_speculative_tokens > 0:

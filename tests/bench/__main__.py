@@ -15,12 +15,14 @@ generation both with its own draft length and with ours, the faster one counts).
 
 import argparse
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
 from engine.llm import BUNDLED_DRAFT, BUNDLED_TARGET
+from engine.model import resolve_device
 from tests.bench.compare import CELLS, NAMES, collect, show, write
 from tests.bench.curves import batch_curve, load_curve
 from tests.bench.profile import profile
@@ -36,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
         draft=str(options.draft),
         dtype=options.dtype,
         device=options.device,
+        compile=options.compile,
         num_threads=options.threads,
         prompts=read_prompts(str(options.target)),
         cells=CELLS,
@@ -48,6 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, workload: Workload, console: Console) -> list[str]:
+    if workload.compile == "auto" and resolve_device(workload.device).type == "cpu":
+        with console.status("compiling, where that was not done before"):
+            command = [sys.executable, "-m", "engine.compilation", workload.target, workload.draft]
+            subprocess.run([*command, "--dtype", workload.dtype], check=True, capture_output=True)
     if options.command == "profile":
         profile(workload, console)
         return []
@@ -76,6 +83,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="batch, load: where the plot goes (default: batch.png, load.png)")
     parser.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="a transformers directory")
     parser.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="a transformers directory")
+    parser.add_argument("--compile", choices=("auto", "off"), default="auto", help="before anything is measured")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads in process")

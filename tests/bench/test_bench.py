@@ -55,6 +55,7 @@ def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
         draft=str(folder / "draft"),
         dtype="float32",
         device="cpu",
+        compile="off",
         num_threads=torch.get_num_threads(),
         prompts=[[5, 6, 7], [8, 9], [10, 11, 12, 13]],
         cells=[Cell(1, 0.0), Cell(2, 0.7)],

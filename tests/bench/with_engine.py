@@ -82,6 +82,7 @@ def load(workload: Workload, num_speculative_tokens: int) -> LLM:
         num_speculative_tokens=num_speculative_tokens,
         dtype=workload.dtype,
         device=workload.device,
+        compile=workload.compile,
         engine_config=EngineConfig(enable_prefix_caching=False),
     )
 

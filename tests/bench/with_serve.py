@@ -142,6 +142,7 @@ def _serve_config(workload: Workload, num_speculative_tokens: int, port: int) ->
                     "num_speculative_tokens": num_speculative_tokens,
                     "dtype": workload.dtype,
                     "device": workload.device,
+                    "compile": workload.compile,
                     "enable_prefix_caching": False,
                 },
             }

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import Device, Dtype, ModelConfig
+from engine.config import Compile, Device, Dtype, ModelConfig
 from engine.vocabulary import load_tokenizer
 
 SHARED_PROMPTS = Path(__file__).parents[3] / "shared" / "data" / "prompts"
@@ -43,6 +43,7 @@ class Workload:
     draft: str
     dtype: Dtype
     device: Device
+    compile: Compile
     num_threads: int
     prompts: list[list[int]]
     cells: list[Cell]

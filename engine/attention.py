@@ -76,9 +76,8 @@ class Group:
             visible = places <= queries if self.visible is None else self.visible
             if window is not None:
                 visible = visible & (places > queries - window)
-            mask = torch.zeros(visible.shape, dtype=like.dtype, device=like.device)
-            mask.masked_fill_(~visible, float("-inf"))
-            self._masks[key] = mask.unsqueeze(1).repeat(1, 1, copies, 1)
+            mask = torch.where(visible, 0.0, float("-inf")).to(like.dtype).unsqueeze(1)
+            self._masks[key] = mask if copies == 1 else mask.repeat(1, 1, copies, 1)
         return self._masks[key]
 
 

@@ -19,15 +19,16 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 
-from engine import attention, compiled, fusion
+from engine import attention, compiled, fusion, noise
 from engine.batch import ForwardBatch
-from engine.compiled import CompileError, Step, arguments
+from engine.compiled import CompileError, GumbelNoise, Step, arguments
 from engine.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -44,22 +45,33 @@ _OPTIONS = {
 
 def package_path(module: nn.Module, config: Any) -> Path:
     """Return where the package of such a model is kept on such a machine."""
-    parameter = next(module.parameters())
+    settings = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+    parts = (
+        json.dumps(settings, sort_keys=True, default=str),
+        [(name, list(tensor.shape)) for name, tensor in module.named_parameters()],
+        str(next(module.parameters()).dtype),
+        _digest(attention, compiled, fusion),
+    )
+    return _cached(parts)
+
+
+def noise_path() -> Path:
+    """Return where the package of the noise is kept."""
+    return _cached(_digest(noise, compiled))
+
+
+def _digest(*modules: ModuleType) -> list[str]:
+    sources = (Path(module.__file__ or "").read_bytes() for module in (*modules, sys.modules[__name__]))
+    return [hashlib.sha256(source).hexdigest() for source in sources]
+
+
+def _cached(parts: object) -> Path:
+    """Return the path of a package that depends on `parts`, on the libraries and on this machine."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")] if cpuinfo.exists() else []
-    sources = [Path(part.__file__ or "").read_bytes() for part in (attention, compiled, fusion, sys.modules[__name__])]
-    parts = (
-        torch.__version__,
-        transformers.__version__,
-        torch.backends.cpu.get_cpu_capability(),
-        flags[:1],
-        json.dumps(config.to_dict(), sort_keys=True, default=str),
-        [(name, list(tensor.shape)) for name, tensor in module.named_parameters()],
-        str(parameter.dtype),
-        [hashlib.sha256(source).hexdigest() for source in sources],
-    )
+    machine = (torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), flags[:1])
     root = os.environ.get(CACHE_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "paceline"
-    return Path(root).expanduser() / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:24]}.pt2"
+    return Path(root).expanduser() / f"{hashlib.sha256(repr((parts, machine)).encode()).hexdigest()[:24]}.pt2"
 
 
 def compile_step(module: nn.Module, windows: list[int | None], example: ForwardBatch, path: Path) -> None:
@@ -84,9 +96,24 @@ def compile_step(module: nn.Module, windows: list[int | None], example: ForwardB
         [{0: any_size, 1: any_size} for _ in range(num_layers)],
         [{0: any_size, 1: any_size} for _ in range(num_layers)],
     )
+    _compile(Step(module, windows).eval(), inputs, shapes, path)
+
+
+def compile_noise(path: Path) -> None:
+    """Compile the noise, which costs as much as a small draft's pass when it is computed operator by operator.
+
+    Raises:
+        CompileError: it cannot be compiled.
+    """
+    keys = noise.keys([1, 2, 3], [4, 5, 6], noise.TARGET_STREAM, torch.device("cpu"))
+    any_size = {0: torch.export.Dim.AUTO}
+    _compile(GumbelNoise(), (keys, torch.arange(50, dtype=torch.int32)), (any_size, any_size), path)
+
+
+def _compile(module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], path: Path) -> None:
     try:
         with torch.no_grad():
-            program = torch.export.export(Step(module, windows).eval(), inputs, dynamic_shapes=shapes, strict=False)
+            program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
         _check_symbolic(program, shapes)
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -113,10 +140,9 @@ def _check_symbolic(program: torch.export.ExportedProgram, shapes: tuple[Any, ..
 class Compiling:
     """A process that compiles a package, and a thread that waits for it."""
 
-    def __init__(self, config: ModelConfig, dtype: str, path: Path, ready: Callable[[], None]) -> None:
-        """Start; `ready` is called from a thread when the package is there. A failure is logged."""
+    def __init__(self, config: ModelConfig, dtype: str, ready: Callable[[], None]) -> None:
+        """Start; `ready` is called from a thread when the packages are there. A failure is logged."""
         command = [sys.executable, "-m", "engine.compilation", config.path, "--dtype", dtype]
-        self._path = path
         self._ready = ready
         self._process = subprocess.Popen(
             command + (["--revision", config.revision] if config.revision else []),
@@ -134,7 +160,7 @@ class Compiling:
     def _wait(self) -> None:
         started = time.monotonic()
         _, errors = self._process.communicate()
-        if self._process.returncode or not self._path.exists():
+        if self._process.returncode:
             reason = (errors.strip().splitlines() or [f"exit status {self._process.returncode}"])[-1]
             logger.warning("Serving eagerly, compiling failed: %s", reason)
             return
@@ -150,8 +176,8 @@ def has_compiler() -> bool:
         return False
 
 
-def compile_once(module: nn.Module, windows: list[int | None], example: ForwardBatch, path: Path) -> None:
-    """Compile a package unless it is there; of several processes one compiles and the others wait.
+def compile_once(path: Path, compile_to: Callable[[Path], None]) -> None:
+    """Make a package unless it is there; of several processes one compiles and the others wait.
 
     Raises:
         CompileError: it cannot be compiled.
@@ -160,7 +186,7 @@ def compile_once(module: nn.Module, windows: list[int | None], example: ForwardB
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            compile_step(module, windows, example, path)
+            compile_to(path)
 
 
 def main() -> None:

@@ -6,17 +6,22 @@ It holds code only; the weights stay the loaded model's.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from engine.attention import TracedContext
-from engine.batch import ForwardBatch
+from engine import noise
+from engine.attention import KVTensors, TracedContext
+from engine.batch import ForwardBatch, ForwardRow, build
 from engine.errors import PacelineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MAX_LENGTH = 64
 """Longer rows are prompts: their passes cost arithmetic."""
+_NOISE_TOLERANCE = 1e-4
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
@@ -72,18 +77,19 @@ class CompiledForward:
 
     def __init__(self, path: Path, module: nn.Module, windows: list[int | None]) -> None:
         self._windows = windows
-        self._call: Any = torch._inductor.aoti_load_package(str(path))
+        package = torch._inductor.aoti_load_package(str(path))
         step = Step(module, windows)
         weights = dict(step.named_parameters(remove_duplicate=False)) | dict(step.named_buffers(remove_duplicate=False))
-        names: list[str] = self._call.get_constant_fqns()
-        self._call.load_constants(
-            {name: weights[name].detach() for name in names}, check_full_update=True, user_managed=True
-        )
+        # The package keeps pointers to them, so they must stay.
+        self._weights = {name: weights[name].detach() for name in package.loader.get_constant_fqns()}
+        package.load_constants(self._weights, check_full_update=True, user_managed=True)
+        # Its own call reads a description of the arguments anew each time, which takes longer than a small layer.
+        self._run: Callable[[list[Tensor]], list[Tensor]] = package.loader.boxed_run
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """Compute a batch for which `can_run` holds; returns [n, vocab] logits."""
-        logits: Tensor = self._call(*arguments(batch, self._windows))
-        return logits
+        token_ids, positions, slots, blocks, masks, wanted, keys, values = arguments(batch, self._windows)
+        return self._run([token_ids, positions, slots, blocks, *masks, wanted, *keys, *values])[0]
 
     def check(self, batch: ForwardBatch, expected: Tensor) -> None:
         """Compare with the logits of the eager pass.
@@ -94,3 +100,40 @@ class CompiledForward:
         difference = float((expected - self(batch).float()).abs().amax() / expected.abs().amax().clamp_min(1.0))
         if not difference < _TOLERANCE[batch.paged.kv.keys[0].dtype]:
             raise CompileError(f"the compiled pass differs from the eager one by {difference:.1e}")
+
+
+def example(kv: KVTensors) -> ForwardBatch:
+    """Return a batch to trace: two rows of five tokens in three blocks, seven logits."""
+    rows = [ForwardRow([1] * 5, 40, [1, 2, 3], 5), ForwardRow([2] * 5, 36, [4, 5, 6], 2)]
+    return build(rows, kv)
+
+
+def samples() -> list[list[ForwardRow]]:
+    """Return rows of the shapes that rounds have: one and several, long and short, chains and a tree."""
+    one, five = ForwardRow([1], 20, [1, 2], 1), ForwardRow([1, 2, 3, 4, 5], 17, [3, 4], 5)
+    tree = ForwardRow([1, 2, 3, 4], 9, [5], 4, parents=[-1, -1, 0])
+    return [[one], [five], [tree], [one, five, tree], [ForwardRow([i], 0, [1 + i], 1) for i in range(9)]]
+
+
+class GumbelNoise(nn.Module):
+    """`noise.gumbel`, as a module that can be compiled."""
+
+    def forward(self, keys: Tensor, token_ids: Tensor) -> Tensor:
+        """Return [n, vocab] noise."""
+        return noise.gumbel(keys, token_ids)
+
+
+def load_noise(path: Path) -> None:
+    """Draw noise with a package from now on.
+
+    Raises:
+        CompileError: its noise is other noise.
+    """
+    run: Callable[[list[Tensor]], list[Tensor]] = torch._inductor.aoti_load_package(str(path)).loader.boxed_run
+    for count, vocab in ((1, 4096), (7, 1000)):
+        keys = noise.keys(range(count), range(count), noise.TARGET_STREAM, torch.device("cpu"))
+        token_ids = torch.arange(vocab, dtype=torch.int32)
+        difference = float((run([keys, token_ids])[0] - noise.gumbel(keys, token_ids)).abs().amax())
+        if not difference < _NOISE_TOLERANCE:
+            raise CompileError(f"the compiled noise differs from the eager one by {difference:.1e}")
+    noise.use(lambda keys, token_ids: run([keys, token_ids])[0])

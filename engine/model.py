@@ -18,8 +18,17 @@ from transformers.utils import logging as transformers_logging
 
 from engine.attention import ATTENTION_NAME, KVTensors
 from engine.batch import ForwardBatch, ForwardRow, build
-from engine.compilation import MAX_BYTES, Compiling, compile_once, has_compiler, package_path
-from engine.compiled import CompiledForward, CompileError, can_run
+from engine.compilation import (
+    MAX_BYTES,
+    Compiling,
+    compile_noise,
+    compile_once,
+    compile_step,
+    has_compiler,
+    noise_path,
+    package_path,
+)
+from engine.compiled import CompiledForward, CompileError, can_run, example, load_noise, samples
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.fusion import fuse_projections
@@ -142,7 +151,8 @@ class CausalLM:
         kv = self.kv_tensors(16, 16)
         path = package_path(self.module, self.config)
         with torch.inference_mode():
-            compile_once(self.module, self._windows, _example(kv), path)
+            compile_once(path, lambda to: compile_step(self.module, self._windows, example(kv), to))
+        compile_once(noise_path(), compile_noise)
         self._adopt(path)
 
     def _compile_in_background(self, config: ModelConfig) -> None:
@@ -151,11 +161,11 @@ class CausalLM:
             logger.info("%s runs eagerly: %s", config.path, reason)
             return
         path = package_path(self.module, self.config)
-        if path.exists():
+        if path.exists() and noise_path().exists():
             self._try_to_adopt(path)
         else:
             logger.info("%s runs eagerly until it is compiled, in about a minute", config.path)
-            Compiling(config, self.info.dtype, path, lambda: self._try_to_adopt(path))
+            Compiling(config, self.info.dtype, lambda: self._try_to_adopt(path))
 
     def _reason_not_to_compile(self) -> str | None:
         if self.device.type != "cpu":
@@ -179,9 +189,10 @@ class CausalLM:
         """Take a package, after comparing it with the eager pass on batches of several shapes."""
         candidate = CompiledForward(path, self.module, self._windows)
         kv = self.kv_tensors(16, 16)
-        for rows in _samples():
+        for rows in samples():
             batch = build(rows, kv)
             candidate.check(batch, self._forward_eagerly(batch))
+        load_noise(noise_path())
         self._compiled = candidate
         logger.info("%s runs compiled", self.info.name)
 
@@ -202,19 +213,6 @@ class CausalLM:
         step = build([ForwardRow([0], 2, [1], 1)], kv)
         self.forward(step)
         self._windows = step.paged.groups[0].windows
-
-
-def _example(kv: KVTensors) -> ForwardBatch:
-    """Return a batch to trace: two rows of five tokens in three blocks, seven logits."""
-    rows = [ForwardRow([1] * 5, 40, [1, 2, 3], 5), ForwardRow([2] * 5, 36, [4, 5, 6], 2)]
-    return build(rows, kv)
-
-
-def _samples() -> list[list[ForwardRow]]:
-    """Return rows of the shapes that rounds have: one and several, long and short, chains and a tree."""
-    one, five = ForwardRow([1], 20, [1, 2], 1), ForwardRow([1, 2, 3, 4, 5], 17, [3, 4], 5)
-    tree = ForwardRow([1, 2, 3, 4], 9, [5], 4, parents=[-1, -1, 0])
-    return [[one], [five], [tree], [one, five, tree], [ForwardRow([i], 0, [1 + i], 1) for i in range(9)]]
 
 
 def resolve_device(device: str) -> torch.device:

@@ -8,7 +8,7 @@ that is lost, repeated or split over other batches draws the same numbers.
 The integer hash is exact everywhere. Its last step, two logarithms, may differ by an ulp between devices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ ACCEPT_STREAM = 2
 RESIDUAL_STREAM = 3
 """The rejection rule's recovered and bonus tokens."""
 
+_compiled: Callable[[Tensor, Tensor], Tensor] | None = None
 _MASK64 = (1 << 64) - 1
 
 
@@ -45,7 +46,15 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     Returns:
         [n, vocab] or [n, m].
     """
+    if _compiled is not None and token_ids.dim() == 1 and keys.device.type == "cpu":
+        return _compiled(keys, token_ids)
     return -torch.log(-torch.log1p(-uniform(keys, token_ids)))
+
+
+def use(compiled: Callable[[Tensor, Tensor], Tensor] | None) -> None:
+    """Compute `gumbel` on CPUs with this function from now on; it must be the same function. None is the one above."""
+    global _compiled
+    _compiled = compiled
 
 
 def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:

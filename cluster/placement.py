@@ -61,7 +61,8 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
     draft_gpus, target_gpus = bundles[DRAFT_BUNDLE].get("GPU", 0), bundles[target_bundle(config, 0)].get("GPU", 0)
     on_cores = not draft_gpus and not target_gpus
     shares_gpu = 0 < draft_gpus < 1
-    is_apart = num_cores > config.tensor_parallel_size if on_cores else not shares_gpu
+    # Besides the workers, the Router and the Ingress compute in every round.
+    is_apart = num_cores >= config.tensor_parallel_size + 2 if on_cores else not shares_gpu
     run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_apart)
     config = replace(config, run_ahead="on" if run_ahead else "off")
     if not (run_ahead and on_cores):

@@ -4,6 +4,7 @@ Each goes through `listen`, `load` and `serve`. `serve` lasts as long as the wor
 the actor, so that the reference to it is the death notice, while pings are still answered.
 """
 
+import logging
 import os
 from dataclasses import dataclass, replace
 
@@ -17,8 +18,11 @@ from cluster.tensor_parallel import StoreAddress, join_store, join_world, open_s
 from engine.config import EngineConfig, ModelConfig
 from engine.drafters.model import ModelDrafter
 from engine.drafters.run_ahead import RunAheadDrafter
-from engine.model import CausalLM, ModelInfo, read_config, resolve_device
+from engine.model import CausalLM, ModelInfo, Shard, read_config, resolve_device
+from engine.threads import fit_threads
 from engine.verifier import ModelVerifier
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class DraftWorker(Worker):
 
     def load(self, config: ModelConfig, target: ModelConfig, *, run_ahead: bool) -> Loaded:
         """Load the draft; ids beyond the target's vocabulary are never drafted."""
-        model = CausalLM.load(_with_threads(config, sharing=1))
+        model = _load(config)
         limit = read_config(target).get_text_config().vocab_size
         drafter_class = RunAheadDrafter if run_ahead else ModelDrafter
         self._drafter = drafter_class(model, self._engine, token_limit=limit)
@@ -89,7 +93,6 @@ class TargetWorker(Worker):
 
     def load(self, config: ModelConfig, address: StoreAddress | None, timeout_s: float) -> Loaded:
         """Load this rank's shard; with more than one rank, enter the world whose store is at `address` first."""
-        config = _with_threads(config, sharing=self._world_size)
         shard = None
         if address is not None:
             store = self._store if self._rank == 0 else join_store(address, self._world_size, timeout_s)
@@ -101,7 +104,7 @@ class TargetWorker(Worker):
                 host=self._host,
                 timeout_s=timeout_s,
             )
-        model = CausalLM.load(config, shard=shard)
+        model = _load(config, shard=shard)
         self._verifier = ModelVerifier(model, self._memory_share(model))
         return Loaded(model.info, self._verifier.num_blocks)
 
@@ -121,12 +124,14 @@ class TargetWorker(Worker):
         return replace(self._engine, memory_fraction=self._engine.memory_fraction / self._world_size)
 
 
-def _with_threads(config: ModelConfig, *, sharing: int) -> ModelConfig:
-    """Settle the number of threads: this node's cores, divided by the ranks that compute at the same time.
+def _load(config: ModelConfig, *, shard: Shard | None = None) -> CausalLM:
+    """Load a model and settle its number of threads, within the cores that its share of the ranks leaves it.
 
     Ray would leave a worker one thread, by OMP_NUM_THREADS, whatever the machine has.
     """
-    if config.num_threads is not None:
-        return config
-    cores = count_cores(ray.get_runtime_context().get_node_id())
-    return replace(config, num_threads=max(1, cores // sharing))
+    cores = count_cores(ray.get_runtime_context().get_node_id()) // (shard.world_size if shard else 1)
+    model = CausalLM.load(replace(config, num_threads=config.num_threads or max(1, cores)), shard=shard)
+    # Several ranks run their passes together, so they cannot try different numbers of them.
+    if config.num_threads is None and model.device.type == "cpu" and cores > 1 and shard is None:
+        logger.info("%s runs with %d threads", config.path, fit_threads(model, cores))
+    return model

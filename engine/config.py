@@ -24,7 +24,7 @@ class ModelConfig:
     compile: Compile = "off"
     """auto: decode steps run compiled where that pays, as soon as a process in the background has compiled them."""
     num_threads: int | None = None
-    """CPU threads of a forward pass; None leaves torch's own choice."""
+    """CPU threads of a forward pass; None leaves torch's own choice, or a worker's, which tries some."""
 
 
 @dataclass(frozen=True, slots=True)

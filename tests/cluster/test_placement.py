@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.config import GroupConfig
-from cluster.placement import DRAFT_BUNDLE, placement_bundles, target_bundle
+from cluster.placement import DRAFT_BUNDLE, placement_bundles, settle, target_bundle
 from engine.config import ModelConfig
 
 AUTO = GroupConfig(ModelConfig("target"), ModelConfig("draft"))
@@ -45,3 +45,28 @@ def test_the_indices_name_the_bundles():
     assert [DRAFT_BUNDLE, target_bundle(config, 0), target_bundle(config, 1)] == [1, 2, 3]
     assert target_bundle(replace(config, draft=None), 0) == 1
     assert len(placement_bundles(replace(config, draft=None), num_gpus=0)) == 3
+
+
+@pytest.mark.parametrize(
+    ("size", "num_gpus", "num_cores", "expected"),
+    [(1, 0, 2, "off"), (1, 0, 3, "on"), (4, 0, 5, "off"), (4, 0, 6, "on"), (1, 1, 64, "off"), (1, 2, 2, "on")],
+    ids=["two cores", "three", "ranks on five", "ranks on six", "one GPU", "two GPUs"],
+)
+def test_the_draft_runs_ahead_where_it_takes_nothing_from_the_target(size, num_gpus, num_cores, expected):
+    config = replace(AUTO, tensor_parallel_size=size)
+    bundles = placement_bundles(config, num_gpus=num_gpus)
+    assert settle(config, bundles, num_cores=num_cores).run_ahead == expected
+    assert settle(replace(config, run_ahead="off"), bundles, num_cores=num_cores).run_ahead == "off"
+    assert settle(replace(config, run_ahead="on"), bundles, num_cores=num_cores).run_ahead == "on"
+    assert settle(replace(config, draft=None), bundles, num_cores=num_cores).run_ahead == "off"
+
+
+def test_models_that_compute_at_once_share_out_the_cores():
+    config = replace(AUTO, tensor_parallel_size=2)
+    bundles = placement_bundles(config, num_gpus=0)
+    settled = settle(config, bundles, num_cores=8)
+    assert settled.draft is not None
+    assert (settled.draft.num_threads, settled.target.num_threads) == (2, 3)
+    own = replace(config, target=ModelConfig("target", num_threads=5))
+    assert settle(own, bundles, num_cores=8).target.num_threads == 5
+    assert settle(replace(config, run_ahead="off"), bundles, num_cores=8).target.num_threads is None

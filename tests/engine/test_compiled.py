@@ -1,0 +1,117 @@
+"""Compiled passes: the same logits as the eager ones, the same text with and without speculation, eager where not."""
+
+import logging
+
+import pytest
+import torch
+from transformers import MistralConfig
+
+from engine import compilation, noise
+from engine.batch import ForwardRow, build
+from engine.compiled import CompiledForward, CompileError, can_run, example, samples
+from engine.config import ModelConfig
+from engine.drafters.model import ModelDrafter
+from engine.drafters.run_ahead import RunAheadDrafter
+from engine.model import CausalLM
+from engine.sampling import SamplingParams
+from tests.engine.conftest import VOCAB, save_llama
+from tests.engine.running import make_engine, run
+from tests.engine.tiny import SIZES, save
+from tests.fakes import InterruptedDrafter, TreeDrafter
+
+# torch's exporter warns of parts of itself.
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")]
+needs_compiler = pytest.mark.skipif(not compilation.has_compiler(), reason="there is no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.getbasetemp() / "compiled"  # one for the session: compiling takes time
+    monkeypatch.setenv(compilation.CACHE_VARIABLE, str(folder))
+    yield
+    noise.use(None)
+
+
+def load(path):
+    return CausalLM.load(ModelConfig(path, dtype="float32", device="cpu"))
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_compiled_text_does_not_depend_on_the_draft(target_path):
+    model = load(target_path)
+    model.compile()
+    assert model.is_compiled
+    generator = torch.Generator().manual_seed(0)
+    requests = []
+    for i in range(60):
+        prompt = torch.randint(2, VOCAB, (3 + i % 40,), generator=generator).tolist()
+        temperature = (0.0, 0.7, 1.0)[i % 3]
+        requests.append((prompt, SamplingParams(temperature=temperature, seed=i, max_tokens=24, ignore_eos=True)))
+    plain = run(make_engine(model, num_speculative_tokens=0), requests)
+    for drafter in (
+        lambda config: ModelDrafter(model, config),
+        lambda config: InterruptedDrafter(RunAheadDrafter(model, config)),
+        lambda _: TreeDrafter(range(2, 20)),
+    ):
+        engine = make_engine(model, drafter, num_speculative_tokens=4)
+        assert run(engine, requests) == plain
+        assert engine.stats.num_accepted_tokens > 0
+    noise.use(None)
+    eager = run(make_engine(load(target_path), num_speculative_tokens=0), requests)
+    assert sum(eager[name] == plain[name] for name in plain) >= 58  # a rounding may tip a near-tie
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_windows_compile(tmp_path):
+    save(MistralConfig(**SIZES, sliding_window=24), tmp_path)
+    model = load(str(tmp_path))
+    model.compile()  # compares with the eager pass itself
+    kv, others = model.kv_tensors(16, 16), model.kv_tensors(16, 16)
+    rows = [ForwardRow(list(range(2, 2 + n)), 20 + n, [2 * n, 2 * n + 1, 15], n) for n in (1, 2, 5)]
+    for cache, other in zip((*kv.keys, *kv.values), (*others.keys, *others.values), strict=True):
+        other.copy_(cache.normal_())
+    with torch.inference_mode():
+        found, expected = model.forward(build(rows, kv)), model._forward_eagerly(build(rows, others))
+    assert (found - expected).abs().max() < 1e-4
+    for cache, other in zip((*kv.keys, *kv.values), (*others.keys, *others.values), strict=True):
+        assert torch.allclose(cache, other, atol=1e-5)  # what was written counts as much as what was returned
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_other_weights_use_the_same_package_and_a_wrong_package_is_refused(target_path, tmp_path, caplog):
+    model = load(target_path)
+    model.compile()
+    path = compilation.package_path(model.module, model.config)
+    before = path.stat().st_mtime_ns
+    other = load(save_llama(tmp_path / "other", seed=9))
+    other.compile()
+    assert path.stat().st_mtime_ns == before
+    candidate = CompiledForward(path, other.module, other._windows)
+    batch = build(samples()[0], other.kv_tensors(16, 16))
+    with torch.inference_mode(), pytest.raises(CompileError, match="differs from the eager one"):
+        candidate.check(batch, model._forward_eagerly(batch))
+    path.write_bytes(b"no package")
+    with caplog.at_level(logging.WARNING):
+        again = CausalLM.load(ModelConfig(target_path, dtype="float32", device="cpu", compile="auto"))
+    assert not again.is_compiled
+    assert "runs eagerly" in caplog.text
+    path.unlink()
+
+
+def test_without_a_compiler_it_runs_eagerly(target_path, monkeypatch, caplog):
+    monkeypatch.setattr("engine.model.has_compiler", lambda: False)
+    with caplog.at_level(logging.INFO):
+        model = CausalLM.load(ModelConfig(target_path, dtype="float32", device="cpu", compile="auto"))
+    assert not model.is_compiled
+    assert "there is no C++ compiler" in caplog.text
+
+
+def test_prompts_run_eagerly(target):
+    kv = target.kv_tensors(16, 16)
+    assert can_run(example(kv))
+    assert not can_run(build([ForwardRow([3] * 20, 0, [1, 2], 1)], kv))
+    assert not can_run(build([ForwardRow([3] * 80, 16, [1, 2, 3, 4, 5, 6], 1)], kv))
+    assert not can_run(build([ForwardRow([3], 5, [1], 1), ForwardRow([3] * 20, 0, [1, 2], 1)], kv))

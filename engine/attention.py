@@ -17,7 +17,16 @@ from transformers import AttentionInterface
 from engine.errors import ModelError
 
 ATTENTION_NAME = "paceline"
-_UNDERSTOOD = {"sliding_window", "dropout", "position_ids", "paged", "is_causal", "use_cache", "output_attentions"}
+_UNDERSTOOD = {
+    "sliding_window",
+    "dropout",
+    "position_ids",
+    "paged",
+    "is_causal",
+    "use_cache",
+    "output_attentions",
+    "output_router_logits",
+}
 
 
 class KVTensors:

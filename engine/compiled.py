@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import noise
-from engine.attention import KVTensors, TracedContext
+from engine.attention import KVTensors, PagedContext, TracedContext
 from engine.batch import ForwardBatch, ForwardRow, build
 from engine.errors import PacelineError
 
@@ -27,6 +27,20 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 class CompileError(PacelineError):
     """A model's forward pass cannot be compiled, or computes something else when it is."""
+
+
+def call(
+    module: nn.Module, token_ids: Tensor, positions: Tensor, wanted: Tensor, context: PagedContext | TracedContext
+) -> Tensor:
+    """Run a model's own forward, whatever it does behind its head included; returns [n, vocab] logits at `wanted`."""
+    logits: Tensor = module(
+        input_ids=token_ids.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        use_cache=False,
+        logits_to_keep=wanted,
+        paged=context,
+    ).logits
+    return logits[0]
 
 
 class Step(nn.Module):
@@ -50,11 +64,7 @@ class Step(nn.Module):
     ) -> Tensor:
         """Compute [n, vocab] logits at `wanted`; the arguments are what `arguments` returns."""
         context = TracedContext(keys, values, slots, blocks, dict(zip(self.windows, masks, strict=True)))
-        hidden = self.module.model(  # type: ignore[operator]
-            input_ids=token_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, paged=context
-        )[0]
-        logits: Tensor = self.module.lm_head(hidden[0, wanted])  # type: ignore[operator]
-        return logits
+        return call(self.module, token_ids, positions, wanted, context)
 
 
 def can_run(batch: ForwardBatch) -> bool:

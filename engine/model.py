@@ -28,7 +28,7 @@ from engine.compilation import (
     noise_path,
     package_path,
 )
-from engine.compiled import CompiledForward, CompileError, can_run, example, load_noise, samples
+from engine.compiled import CompiledForward, CompileError, call, can_run, example, load_noise, samples
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.fusion import fuse_projections
@@ -197,21 +197,18 @@ class CausalLM:
         logger.info("%s runs compiled", self.info.name)
 
     def _forward_eagerly(self, batch: ForwardBatch) -> Tensor:
-        hidden = self.module.model(  # type: ignore[operator]
-            input_ids=batch.token_ids.unsqueeze(0),
-            position_ids=batch.positions.unsqueeze(0),
-            use_cache=False,
-            paged=batch.paged,
-        )[0]
-        logits: Tensor = self.module.lm_head(hidden[0, batch.logit_indices])  # type: ignore[operator]
-        return logits.float()
+        return call(self.module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged).float()
 
     def _probe(self) -> None:
         """Run two tokens through every layer: unknown attention features raise here, not in a round."""
-        kv = self.kv_tensors(2, 16)
-        self.forward(build([ForwardRow([0, 0], 0, [1], 1)], kv))
-        step = build([ForwardRow([0], 2, [1], 1)], kv)
-        self.forward(step)
+        kind = type(self.module).__name__
+        try:
+            kv = self.kv_tensors(2, 16)
+            self.forward(build([ForwardRow([0, 0], 0, [1], 1)], kv))
+            step = build([ForwardRow([0], 2, [1], 1)], kv)
+            self.forward(step)
+        except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+            raise ModelError(f"{kind} is not built like the models served here: {error}") from error
         self._windows = step.paged.groups[0].windows
 
 

@@ -155,17 +155,24 @@ class CausalLM:
         compile_once(noise_path(), compile_noise)
         self._adopt(path)
 
+    def use_compiled(self) -> bool:
+        """Run short rows compiled if they were compiled before; return whether they do."""
+        path = package_path(self.module, self.config)
+        if self._reason_not_to_compile() is None and path.exists() and noise_path().exists():
+            self._try_to_adopt(path)
+        return self.is_compiled
+
     def _compile_in_background(self, config: ModelConfig) -> None:
         """Run short rows compiled, now if that was done before, else as soon as a process of its own has done it."""
         if (reason := self._reason_not_to_compile()) is not None:
             logger.info("%s runs eagerly: %s", config.path, reason)
             return
         path = package_path(self.module, self.config)
-        if path.exists() and noise_path().exists():
-            self._try_to_adopt(path)
-        else:
+        if not path.exists() or not noise_path().exists():
             logger.info("%s runs eagerly until it is compiled, in about a minute", config.path)
             Compiling(config, self.info.dtype, lambda: self._try_to_adopt(path))
+        else:
+            self._try_to_adopt(path)
 
     def _reason_not_to_compile(self) -> str | None:
         if self.device.type != "cpu":

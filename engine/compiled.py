@@ -99,7 +99,9 @@ class CompiledForward:
     def __call__(self, batch: ForwardBatch) -> Tensor:
         """Compute a batch for which `can_run` holds; returns [n, vocab] logits."""
         token_ids, positions, slots, blocks, masks, wanted, keys, values = arguments(batch, self._windows)
-        return self._run([token_ids, positions, slots, blocks, *masks, wanted, *keys, *values])[0]
+        # A package takes memory as it comes and does not look at strides.
+        small = [part.contiguous() for part in (token_ids, positions, slots, blocks, *masks, wanted)]
+        return self._run([*small, *keys, *values])[0]
 
     def check(self, batch: ForwardBatch, expected: Tensor) -> None:
         """Compare with the logits of the eager pass.

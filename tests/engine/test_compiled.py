@@ -56,7 +56,7 @@ def test_compiled_text_does_not_depend_on_the_draft(target_path):
     ):
         engine = make_engine(model, drafter, num_speculative_tokens=4)
         assert run(engine, requests) == plain
-        assert engine.stats.num_accepted_tokens > 0
+        assert engine.stats.acceptance_rate > (0.98 if type(engine.drafter) is not TreeDrafter else 0)
     noise.use(None)
     eager = run(make_engine(load(target_path), num_speculative_tokens=0), requests)
     assert sum(eager[name] == plain[name] for name in plain) >= 58  # a rounding may tip a near-tie

@@ -175,7 +175,9 @@ def _traced_attention(
     values.view(-1, *values.shape[2:]).index_copy_(0, context.slots, value[0].transpose(0, 1))
     mask = context.masks[window]
     rows, _, length, _ = mask.shape
-    return _attend(rows, length, context.blocks.flatten(), query[0], keys, values, mask, scaling).unsqueeze(0)
+    # By rows of blocks, not flat: the compiler would divide to find each number's row again.
+    read = (keys[context.blocks], values[context.blocks])
+    return _attend(rows, length, query[0], *read, mask, scaling).unsqueeze(0)
 
 
 def _attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -193,26 +195,25 @@ def _attend_to_blocks(
     """Attention over a group's blocks. [heads, rows * length, d] -> [rows * length, heads, d]."""
     copies = query.shape[0] // keys.shape[2]
     mask = group.mask(window, copies, query, keys.shape[1])
-    return _attend(group.rows, group.length, group.blocks, query, keys, values, mask, scaling)
+    key, value = keys.index_select(0, group.blocks), values.index_select(0, group.blocks)
+    return _attend(group.rows, group.length, query, key, value, mask, scaling)
 
 
 def _attend(
-    rows: int,
-    length: int,
-    blocks: Tensor,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    scaling: float | None,
+    rows: int, length: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
 ) -> Tensor:
-    """Attention over the gathered blocks; `mask` is [rows, 1, length or copies * length, context]."""
+    """Attention over gathered blocks.
+
+    Args:
+        query: [heads, rows * length, d].
+        key, value: the rows' blocks one after the other, [..., kv_heads, d].
+        mask: [rows, 1, length or copies * length, context].
+    """
     heads, _, head_dim = query.shape
-    kv_heads = keys.shape[2]
+    kv_heads = key.shape[-2]
     copies = heads // kv_heads
-    gathered = (rows, -1, kv_heads, head_dim)
-    key = keys.index_select(0, blocks).view(gathered).transpose(1, 2)
-    value = values.index_select(0, blocks).view(gathered).transpose(1, 2)
+    context = (rows, mask.shape[-1], kv_heads, head_dim)
+    key, value = key.view(context).transpose(1, 2), value.view(context).transpose(1, 2)
     # The query heads of one kv head become more queries: grouped-query attention without copying keys.
     # [kv_heads, copies, rows, length, d] -> [rows, kv_heads, copies * length, d]
     query = query.view(kv_heads, copies, rows, length, head_dim).permute(2, 0, 1, 3, 4)

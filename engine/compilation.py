@@ -26,7 +26,7 @@ import torch
 import transformers
 from torch import nn
 
-from engine import attention, compiled, fusion, noise
+from engine import attention, compiled, fusion, half_weights, noise
 from engine.batch import ForwardBatch
 from engine.compiled import CompileError, GumbelNoise, Step, arguments
 from engine.config import ModelConfig
@@ -38,19 +38,22 @@ MAX_BYTES = 2 * 2**30
 """Larger models spend their time reading weights; and compiling holds a second copy of them."""
 _OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
+    # Small ones would become part of the code, but they are weights too.
+    "always_keep_tensor_constants": True,
+    # Rotary sines are computed once, not in every layer and head.
+    "realize_opcount_threshold": 5,
     # What lies between the products is too little for more than one thread.
     "cpp.threads": 1,
 }
 
 
-def package_path(module: nn.Module, config: Any) -> Path:
+def package_path(step: Step, config: Any) -> Path:
     """Return where the package of such a model is kept on such a machine."""
     settings = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
     parts = (
         json.dumps(settings, sort_keys=True, default=str),
-        [(name, list(tensor.shape)) for name, tensor in module.named_parameters()],
-        str(next(module.parameters()).dtype),
-        _digest(attention, compiled, fusion),
+        [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in step.tensors.items()],
+        _digest(attention, compiled, fusion, half_weights),
     )
     return _cached(parts)
 
@@ -74,7 +77,7 @@ def _cached(parts: object) -> Path:
     return Path(root).expanduser() / f"{hashlib.sha256(repr((parts, machine)).encode()).hexdigest()[:24]}.pt2"
 
 
-def compile_step(module: nn.Module, windows: list[int | None], example: ForwardBatch, path: Path) -> None:
+def compile_step(step: Step, example: ForwardBatch, path: Path) -> None:
     """Compile a model's pass to a package.
 
     Args:
@@ -83,7 +86,7 @@ def compile_step(module: nn.Module, windows: list[int | None], example: ForwardB
     Raises:
         CompileError: it cannot be compiled for batches of every shape.
     """
-    inputs = arguments(example, windows)
+    inputs = arguments(example, step.windows)
     any_size = torch.export.Dim.AUTO
     num_layers = len(example.paged.kv.keys)
     shapes = (
@@ -91,12 +94,12 @@ def compile_step(module: nn.Module, windows: list[int | None], example: ForwardB
         {0: any_size},
         {0: any_size},
         {0: any_size, 1: any_size},
-        [{0: any_size, 2: any_size, 3: any_size} for _ in windows],
+        [{0: any_size, 2: any_size, 3: any_size} for _ in step.windows],
         {0: any_size},
         [{0: any_size, 1: any_size} for _ in range(num_layers)],
         [{0: any_size, 1: any_size} for _ in range(num_layers)],
     )
-    _compile(Step(module, windows).eval(), inputs, shapes, path)
+    _compile(step.eval(), inputs, shapes, path)
 
 
 def compile_noise(path: Path) -> None:

@@ -15,6 +15,7 @@ from engine import noise
 from engine.attention import KVTensors, PagedContext, TracedContext
 from engine.batch import ForwardBatch, ForwardRow, build
 from engine.errors import PacelineError
+from engine.half_weights import with_half_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,8 +49,13 @@ class Step(nn.Module):
 
     def __init__(self, module: nn.Module, windows: list[int | None]) -> None:
         super().__init__()
-        self.module = module
+        self.module = with_half_weights(module)
         self.windows = windows
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every weight by its name in a package."""
+        return dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
 
     def forward(
         self,
@@ -85,11 +91,10 @@ def arguments(batch: ForwardBatch, windows: list[int | None]) -> tuple[Any, ...]
 class CompiledForward:
     """Runs a loaded package with a loaded model's weights."""
 
-    def __init__(self, path: Path, module: nn.Module, windows: list[int | None]) -> None:
-        self._windows = windows
+    def __init__(self, path: Path, step: Step) -> None:
+        self._windows = step.windows
         package = torch._inductor.aoti_load_package(str(path))
-        step = Step(module, windows)
-        weights = dict(step.named_parameters(remove_duplicate=False)) | dict(step.named_buffers(remove_duplicate=False))
+        weights = step.tensors
         # The package keeps pointers to them, so they must stay.
         self._weights = {name: weights[name].detach() for name in package.loader.get_constant_fqns()}
         package.load_constants(self._weights, check_full_update=True, user_managed=True)

@@ -6,7 +6,6 @@ it cannot concatenate parameters.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 _RUNS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -18,14 +17,18 @@ class FusedLinear(nn.Module):
     def __init__(self, linears: list[nn.Linear]) -> None:
         super().__init__()
         self.sizes = [linear.out_features for linear in linears]
-        self.weight = nn.Parameter(torch.cat(tuple(linear.weight for linear in linears)), requires_grad=False)
+        weight = torch.cat(tuple(linear.weight for linear in linears))
         biases = [linear.bias for linear in linears]
-        self.bias = nn.Parameter(torch.cat(tuple(biases)), requires_grad=False) if biases[0] is not None else None
+        with torch.device("meta"):
+            self.linear = nn.Linear(weight.shape[1], weight.shape[0], bias=biases[0] is not None)
+        self.linear.weight = nn.Parameter(weight, requires_grad=False)
+        if biases[0] is not None:
+            self.linear.bias = nn.Parameter(torch.cat(tuple(biases)), requires_grad=False)
         self.pending: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the first projection of `x` and keep the others."""
-        parts: tuple[Tensor, ...] = F.linear(x, self.weight, self.bias).split(self.sizes, dim=-1)  # type: ignore[no-untyped-call]
+        parts: tuple[Tensor, ...] = self.linear(x).split(self.sizes, dim=-1)
         self.pending = list(parts[1:])
         return parts[0]
 

@@ -4,6 +4,7 @@ Definitions, configs and weight names are transformers' own; ours are the attent
 under tensor parallelism, the slicing. What cannot be served exactly is refused while loading, with the reason.
 """
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -16,19 +17,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
+from engine import compilation
 from engine.attention import ATTENTION_NAME, KVTensors
 from engine.batch import ForwardBatch, ForwardRow, build
-from engine.compilation import (
-    MAX_BYTES,
-    Compiling,
-    compile_noise,
-    compile_once,
-    compile_step,
-    has_compiler,
-    noise_path,
-    package_path,
-)
-from engine.compiled import CompiledForward, CompileError, call, can_run, example, load_noise, samples
+from engine.compiled import CompiledForward, CompileError, Step, call, can_run, example, load_noise, samples
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.fusion import fuse_projections
@@ -148,18 +140,16 @@ class CausalLM:
         Raises:
             CompileError: this model cannot be compiled here, or would compute something else.
         """
-        kv = self.kv_tensors(16, 16)
-        path = package_path(self.module, self.config)
+        kv, step = self.kv_tensors(16, 16), self._step
         with torch.inference_mode():
-            compile_once(path, lambda to: compile_step(self.module, self._windows, example(kv), to))
-        compile_once(noise_path(), compile_noise)
-        self._adopt(path)
+            compilation.compile_once(self._package, lambda to: compilation.compile_step(step, example(kv), to))
+        compilation.compile_once(compilation.noise_path(), compilation.compile_noise)
+        self._adopt()
 
     def use_compiled(self) -> bool:
         """Run short rows compiled if they were compiled before; return whether they do."""
-        path = package_path(self.module, self.config)
-        if self._reason_not_to_compile() is None and path.exists() and noise_path().exists():
-            self._try_to_adopt(path)
+        if self._reason_not_to_compile() is None and self._was_compiled():
+            self._try_to_adopt()
         return self.is_compiled
 
     def _compile_in_background(self, config: ModelConfig) -> None:
@@ -167,39 +157,49 @@ class CausalLM:
         if (reason := self._reason_not_to_compile()) is not None:
             logger.info("%s runs eagerly: %s", config.path, reason)
             return
-        path = package_path(self.module, self.config)
-        if not path.exists() or not noise_path().exists():
-            logger.info("%s runs eagerly until it is compiled, in about a minute", config.path)
-            Compiling(config, self.info.dtype, lambda: self._try_to_adopt(path))
+        if self._was_compiled():
+            self._try_to_adopt()
         else:
-            self._try_to_adopt(path)
+            logger.info("%s runs eagerly until it is compiled, in about a minute", config.path)
+            compilation.Compiling(config, self.info.dtype, self._try_to_adopt)
+
+    @functools.cached_property
+    def _step(self) -> Step:
+        return Step(self.module, self._windows)
+
+    @functools.cached_property
+    def _package(self) -> Path:
+        return compilation.package_path(self._step, self.config)
+
+    def _was_compiled(self) -> bool:
+        return self._package.exists() and compilation.noise_path().exists()
 
     def _reason_not_to_compile(self) -> str | None:
         if self.device.type != "cpu":
             return "it is not on a CPU"
         if self.shard is not None and self.shard.world_size > 1:
             return "it is one of several ranks"
-        if sum(p.numel() * p.element_size() for p in self.module.parameters()) > MAX_BYTES:
+        if sum(p.numel() * p.element_size() for p in self.module.parameters()) > compilation.MAX_BYTES:
             return "it is bound by memory, not by calls"
-        if not has_compiler():
+        if not compilation.has_compiler():
             return "there is no C++ compiler"
         return None
 
-    def _try_to_adopt(self, path: Path) -> None:
+    def _try_to_adopt(self) -> None:
         try:
-            self._adopt(path)
+            self._adopt()
         except (CompileError, RuntimeError) as error:
             logger.warning("%s runs eagerly: %s", self.info.name, error)
 
     @torch.inference_mode()
-    def _adopt(self, path: Path) -> None:
-        """Take a package, after comparing it with the eager pass on batches of several shapes."""
-        candidate = CompiledForward(path, self.module, self._windows)
+    def _adopt(self) -> None:
+        """Take the package, after comparing it with the eager pass on batches of several shapes."""
+        candidate = CompiledForward(self._package, self._step)
         kv = self.kv_tensors(16, 16)
         for rows in samples():
             batch = build(rows, kv)
             candidate.check(batch, self._forward_eagerly(batch))
-        load_noise(noise_path())
+        load_noise(compilation.noise_path())
         self._compiled = candidate
         logger.info("%s runs compiled", self.info.name)
 

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from transformers import MistralConfig
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from engine import compilation, noise
 from engine.batch import ForwardRow, build
@@ -12,6 +12,7 @@ from engine.compiled import CompiledForward, CompileError, can_run, example, sam
 from engine.config import ModelConfig
 from engine.drafters.model import ModelDrafter
 from engine.drafters.run_ahead import RunAheadDrafter
+from engine.half_weights import HalfLinear, is_available
 from engine.model import CausalLM
 from engine.sampling import SamplingParams
 from tests.engine.conftest import VOCAB, save_llama
@@ -36,12 +37,24 @@ def load(path):
     return CausalLM.load(ModelConfig(path, dtype="float32", device="cpu"))
 
 
+@pytest.fixture(params=["16-bit weights", "32-bit weights"])
+def path(request, target_path, tmp_path):
+    """A model whose linear layers run with half weights, and one whose weights need their 32 bits."""
+    if request.param == "32-bit weights":
+        return target_path
+    module = AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.bfloat16)
+    module.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
 @pytest.mark.slow
 @needs_compiler
-def test_compiled_text_does_not_depend_on_the_draft(target_path):
-    model = load(target_path)
+def test_compiled_text_does_not_depend_on_the_draft(path, request):
+    model = load(path)
     model.compile()
     assert model.is_compiled
+    has_halves = any(isinstance(child, HalfLinear) for child in model._step.modules())
+    assert has_halves == ("16-bit weights" in request.node.name and is_available())
     generator = torch.Generator().manual_seed(0)
     requests = []
     for i in range(60):
@@ -58,7 +71,7 @@ def test_compiled_text_does_not_depend_on_the_draft(target_path):
         assert run(engine, requests) == plain
         assert engine.stats.acceptance_rate > (0.98 if type(engine.drafter) is not TreeDrafter else 0)
     noise.use(None)
-    eager = run(make_engine(load(target_path), num_speculative_tokens=0), requests)
+    eager = run(make_engine(load(path), num_speculative_tokens=0), requests)
     assert sum(eager[name] == plain[name] for name in plain) >= 58  # a rounding may tip a near-tie
 
 
@@ -84,12 +97,12 @@ def test_windows_compile(tmp_path):
 def test_other_weights_use_the_same_package_and_a_wrong_package_is_refused(target_path, tmp_path, caplog):
     model = load(target_path)
     model.compile()
-    path = compilation.package_path(model.module, model.config)
+    path = model._package
     before = path.stat().st_mtime_ns
     other = load(save_llama(tmp_path / "other", seed=9))
     other.compile()
     assert path.stat().st_mtime_ns == before
-    candidate = CompiledForward(path, other.module, other._windows)
+    candidate = CompiledForward(path, other._step)
     batch = build(samples()[0], other.kv_tensors(16, 16))
     with torch.inference_mode(), pytest.raises(CompileError, match="differs from the eager one"):
         candidate.check(batch, model._forward_eagerly(batch))
@@ -102,7 +115,7 @@ def test_other_weights_use_the_same_package_and_a_wrong_package_is_refused(targe
 
 
 def test_without_a_compiler_it_runs_eagerly(target_path, monkeypatch, caplog):
-    monkeypatch.setattr("engine.model.has_compiler", lambda: False)
+    monkeypatch.setattr("engine.compilation.has_compiler", lambda: False)
     with caplog.at_level(logging.INFO):
         model = CausalLM.load(ModelConfig(target_path, dtype="float32", device="cpu", compile="auto"))
     assert not model.is_compiled

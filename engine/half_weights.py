@@ -1,0 +1,90 @@
+"""Half weights: linear layers computed in float32 whose weights are read as the 16-bit numbers that they are.
+
+A decode step is bound by reading weights. A model that was saved in 16 bits and is served in float32, as on CPUs that
+multiply nothing shorter, would read twice the bytes it has. FBGEMM multiplies float32 rows by float16 weights, widening
+them on the way. Nothing is rounded: a layer is only taken if a power of two makes every weight a float16 number. And a
+row's products do not depend on the rows beside it, which rounding in a batch usually does.
+"""
+
+import copy
+import logging
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+_EXPONENT = 15
+"""Weights are scaled until the largest is below 2**15: the largest float16 is 65504, the smallest 2**-24."""
+
+
+class HalfLinear(nn.Module):
+    """A float32 linear layer with packed float16 weights."""
+
+    packed: Tensor
+    offset: Tensor
+    scale: Tensor
+
+    def __init__(self, scaled: Tensor, exponent: int, bias: Tensor | None) -> None:
+        """Pack weights.
+
+        Args:
+            scaled: [out, in] the weights times 2**exponent, float32 that are float16 numbers.
+            bias: [out], not scaled.
+        """
+        super().__init__()
+        self.out_features = scaled.shape[0]
+        # A handle, which AOTInductor passes on; the newer way to pack returns an object, which it cannot.
+        packed = torch.ops._quantized.wrapped_fbgemm_pack_gemm_matrix_fp16(scaled)
+        offset = torch.zeros(self.out_features) if bias is None else torch.ldexp(bias, torch.tensor(exponent))
+        self.register_buffer("packed", packed, persistent=False)
+        self.register_buffer("offset", offset, persistent=False)
+        self.register_buffer("scale", torch.ldexp(torch.tensor(1.0), torch.tensor(-exponent)), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out] for `x` [..., in]."""
+        rows = x.reshape(-1, x.shape[-1])
+        products: Tensor = torch.ops._quantized.wrapped_fbgemm_linear_fp16_weight(
+            rows, self.packed, self.offset, self.out_features
+        )
+        return (products * self.scale).view(*x.shape[:-1], self.out_features)
+
+
+def with_half_weights(module: nn.Module) -> nn.Module:
+    """Return a module that shares all tensors with `module`, with half weights wherever that changes no product."""
+    tensors = [*module.parameters(), *module.buffers()]
+    shared = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    layers = [child for child in shared.modules() if type(child) is nn.Linear]
+    halves = {id(layer): half for layer in layers if (half := _half(layer)) is not None} if is_available() else {}
+    for parent in list(shared.modules()):
+        for name, child in list(parent.named_children()):
+            if id(child) in halves:
+                setattr(parent, name, halves[id(child)])
+    logger.info("%d of %d linear layers have 16-bit weights", len(halves), len(layers))
+    return shared
+
+
+def _half(linear: nn.Linear) -> HalfLinear | None:
+    """Return the same layer with half weights; None if that would round them."""
+    weight = linear.weight.detach()
+    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+        return None
+    exponent = _EXPONENT - int(torch.frexp(weight.abs().amax()).exponent)
+    scaled = torch.ldexp(weight, torch.tensor(exponent))
+    if not torch.equal(scaled.half().float(), scaled):
+        return None
+    return HalfLinear(scaled, exponent, None if linear.bias is None else linear.bias.detach())
+
+
+def is_available() -> bool:
+    """Return whether this torch has the products; have it say once, unheard, that it would rather have objects."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            packed = torch.fbgemm_pack_gemm_matrix_fp16(torch.ones(1, 1))
+            return bool(torch.fbgemm_linear_fp16_weight_fp32_activation(torch.ones(1, 1), packed, None) == 1)
+        except (AttributeError, RuntimeError):
+            return False

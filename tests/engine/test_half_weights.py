@@ -1,0 +1,74 @@
+"""Layers with half weights compute what the float32 layers do, and are only made where nothing is rounded."""
+
+import pytest
+import torch
+from torch import nn
+
+from engine.half_weights import HalfLinear, is_available, with_half_weights
+
+pytestmark = pytest.mark.skipif(not is_available(), reason="this torch has no FBGEMM")
+
+
+def linear(weight, bias=None):
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    layer.weight = nn.Parameter(weight)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias)
+    return layer.requires_grad_(False)
+
+
+def half(layer):
+    return with_half_weights(nn.Sequential(layer))[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [1e-6, 0.05, 300.0])
+def test_weights_saved_in_16_bits_are_kept_bit_for_bit(dtype, size):
+    if dtype == torch.float16 and size == 1e-6:
+        pytest.skip("float16 itself would round them")
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(70, 33, generator=generator) * size).to(dtype).float()
+    weight[0, :5] = torch.tensor([0.0, size * 2**-14, -size * 2**-14, size, 2 * size]).to(dtype).float()
+    found = half(linear(weight))
+    assert isinstance(found, HalfLinear)
+    assert torch.equal(found(torch.eye(33)), weight.T)
+
+
+def test_products_and_biases_are_those_of_the_float32_layer():
+    generator = torch.Generator().manual_seed(1)
+    weight, bias = (torch.randn(shape, generator=generator).bfloat16().float() for shape in ((40, 24), (40,)))
+    x = torch.randn(2, 3, 24, generator=generator)
+    layer = linear(weight, bias)
+    assert (half(layer)(x) - layer(x)).abs().max() < 1e-5
+
+
+def test_a_row_does_not_depend_on_the_rows_beside_it():
+    generator = torch.Generator().manual_seed(2)
+    layer = half(linear(torch.randn(320, 192, generator=generator).bfloat16().float()))
+    x = torch.randn(40, 192, generator=generator)
+    whole = layer(x)
+    for count in (1, 2, 5, 7, 16):
+        for start in range(0, 40 - count, 3):
+            assert torch.equal(layer(x[start : start + count]), whole[start : start + count])
+
+
+def test_weights_of_more_bits_or_too_wide_a_range_are_left_alone():
+    generator = torch.Generator().manual_seed(3)
+    fine = torch.randn(8, 8, generator=generator)
+    wide = fine.bfloat16().float()
+    wide[0, 0] = 2.0**-60
+    for weight in (fine, wide, wide.double()):
+        assert type(half(linear(weight))) is nn.Linear
+
+
+def test_a_layer_of_zeros_is_a_layer_of_zeros():
+    assert torch.equal(half(linear(torch.zeros(3, 4)))(torch.ones(2, 4)), torch.zeros(2, 3))
+
+
+def test_the_module_itself_stays_as_it_was_and_lends_its_tensors():
+    module = nn.Sequential(linear(torch.ones(4, 4)), linear(torch.full((4, 4), 1 / 3)), nn.Embedding(4, 4))
+    found = with_half_weights(module)
+    assert [type(child) for child in module] == [nn.Linear, nn.Linear, nn.Embedding]
+    assert [type(child) for child in found] == [HalfLinear, nn.Linear, nn.Embedding]
+    assert found[1].weight is module[1].weight
+    assert found[2].weight is module[2].weight

@@ -143,3 +143,45 @@ def test_the_noise_of_a_row_is_that_of_the_position_it_draws_for():
 def test_extreme_temperatures_stay_finite(temperature):
     law = law_of([3.0, 30.0, -20.0], one(SamplingParams(temperature=temperature)))
     assert sum(law) == pytest.approx(1)
+
+
+def test_a_top_p_that_rounds_to_nothing_keeps_the_likeliest():
+    assert law_of([1.0, 3.0, 2.0], one(SamplingParams(temperature=1.0, top_p=1e-60))) == [0, 1, 0]
+
+
+def kept_by_sorting(row, top_k, top_p):
+    """The rule, token by token, over a stable sort."""
+    order = sorted(range(len(row)), key=lambda i: -row[i])[: top_k or None]
+    weights = torch.tensor([row[i] for i in order], dtype=torch.float64).softmax(-1).tolist()
+    kept, before = set(), 0.0
+    for token, weight in zip(order, weights, strict=True):
+        if top_p < 1 and before >= top_p:
+            break
+        kept.add(token)
+        before += weight
+    return kept
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 4.0])
+def test_looking_among_the_likeliest_first_keeps_what_sorting_all_would_keep(scale):
+    """A large vocabulary with many equal logits; flat rows need more tokens than are looked among first."""
+    chance = random.Random(5)
+    generator = torch.Generator().manual_seed(6)
+    vocab = 1000
+    for _ in range(8):
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                top_p=chance.choice([1.0, 0.3003, 0.7007, 0.98765]),
+                top_k=chance.choice([0, 0, 1, 40, 300, 2000]),
+            )
+            for _ in range(5)
+        ]
+        runs = [one(own) for own in params]
+        logits = (torch.randn(5, vocab, generator=generator) * scale * 8).round() / 8
+        found = shape(logits.clone(), runs)
+        for i, own in enumerate(params):
+            top_k = own.top_k if own.top_k < vocab else 0
+            kept = kept_by_sorting(logits[i].tolist(), top_k, own.top_p)
+            assert {token for token in range(vocab) if found[i, token] > float("-inf")} == kept
+            assert torch.equal(found[i], shape(logits[i : i + 1].clone(), runs[i : i + 1])[0])

@@ -55,9 +55,11 @@ class Group:
         start: index of the first token in the flat run.
         rows: how many rows.
         length: tokens per row, padding included.
-        blocks: [rows * blocks] the block tables, flat.
-        positions: [rows, length] each query's position; without a tree also its place in the row's context.
-        visible: [rows, length, context] for trees: what each query sees; None is causal.
+        blocks: [rows, width] the block tables.
+        positions: [rows, length] for the rotary embedding.
+        places: [rows, length] where in its row's context each token's entry goes; -1 is padding, which goes to block 0.
+        limits: [rows, length] a token sees the places before its limit, and
+        extra: [rows, length, x] these places, for trees; None is none.
         is_prompt_start: whether the one row attends to nothing but itself.
     """
 
@@ -66,8 +68,10 @@ class Group:
     length: int
     blocks: Tensor
     positions: Tensor
-    visible: Tensor | None
-    is_prompt_start: bool
+    places: Tensor
+    limits: Tensor
+    extra: Tensor | None = None
+    is_prompt_start: bool = False
     _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     @property
@@ -79,24 +83,47 @@ class Group:
         """Return the additive mask [rows, 1, copies * length, context], built once per window and forward pass."""
         key = (window, copies)
         if key not in self._masks:
-            context = self.blocks.numel() // self.rows * block_size
-            places = torch.arange(context, device=like.device)
-            queries = self.positions.unsqueeze(-1)
-            visible = places <= queries if self.visible is None else self.visible
-            if window is not None:
-                visible = visible & (places > queries - window)
-            mask = torch.where(visible, 0.0, float("-inf")).to(like.dtype).unsqueeze(1)
+            context = self.blocks.shape[1] * block_size
+            mask = additive_mask(context, self.positions, self.limits, self.extra, window, like.dtype)
             self._masks[key] = mask if copies == 1 else mask.repeat(1, 1, copies, 1)
         return self._masks[key]
 
 
+def additive_mask(
+    context: int, positions: Tensor, limits: Tensor, extra: Tensor | None, window: int | None, dtype: torch.dtype
+) -> Tensor:
+    """Return [rows, 1, length, context], 0 where a token sees a place and -inf elsewhere; see `Group`."""
+    places = torch.arange(context, device=limits.device)
+    visible = places < limits.unsqueeze(-1)
+    if extra is not None:
+        visible = visible.scatter(-1, extra, True)
+    if window is not None:
+        visible = visible & (places > positions.unsqueeze(-1) - window)
+    return torch.where(visible, 0.0, float("-inf")).to(dtype).unsqueeze(1)
+
+
+def slots_of(blocks: Tensor, places: Tensor, block_size: int) -> Tensor:
+    """Return the slots [rows, length] of places; 0 for padding, and for places that the tables do not reach."""
+    index = places // block_size
+    slots = blocks.gather(1, index.clamp(0, blocks.shape[1] - 1)) * block_size + places % block_size
+    return torch.where((places < 0) | (index >= blocks.shape[1]), 0, slots)
+
+
 @dataclass(slots=True)
 class PagedContext:
-    """What the attention function needs of one forward pass; `slots` [tokens] is where new keys and values go."""
+    """What the attention function needs of one forward pass."""
 
     kv: KVTensors
-    slots: Tensor
     groups: list[Group]
+    _slots: Tensor | None = None
+
+    @property
+    def slots(self) -> Tensor:
+        """Where new keys and values go, [tokens]."""
+        if self._slots is None:
+            size = self.kv.block_size
+            self._slots = torch.cat([slots_of(group.blocks, group.places, size).flatten() for group in self.groups])
+        return self._slots
 
 
 @dataclass(slots=True)
@@ -104,7 +131,7 @@ class TracedContext:
     """What the attention function needs while it is traced for compiling: one group, as tensors only.
 
     Attributes:
-        slots: [rows * length]; blocks: [rows, blocks].
+        slots: [rows * length]; blocks: [rows, width].
         masks: [rows, 1, length, context] additive, by window.
     """
 
@@ -195,7 +222,8 @@ def _attend_to_blocks(
     """Attention over a group's blocks. [heads, rows * length, d] -> [rows * length, heads, d]."""
     copies = query.shape[0] // keys.shape[2]
     mask = group.mask(window, copies, query, keys.shape[1])
-    key, value = keys.index_select(0, group.blocks), values.index_select(0, group.blocks)
+    blocks = group.blocks.flatten()
+    key, value = keys.index_select(0, blocks), values.index_select(0, blocks)
     return _attend(group.rows, group.length, query, key, value, mask, scaling)
 
 

@@ -37,15 +37,18 @@ class ForwardBatch:
 
     Attributes:
         token_ids: [tokens] int64.
-        positions: [tokens] int64, for the rotary embedding.
         logit_indices: [n] the flat indices of the tokens whose logits are wanted, in row order.
-        paged: slots and groups, for the attention function.
+        paged: for the attention function.
     """
 
     token_ids: Tensor
-    positions: Tensor
     logit_indices: Tensor
     paged: PagedContext
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions for the rotary embedding, [tokens] int64."""
+        return torch.cat([group.positions.flatten() for group in self.paged.groups])
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -61,89 +64,88 @@ def build(rows: Sequence[ForwardRow], kv: KVTensors) -> ForwardBatch:
     short = [i for i, row in enumerate(rows) if len(row.token_ids) <= MAX_GROUPED_LENGTH]
     long = [i for i, row in enumerate(rows) if len(row.token_ids) > MAX_GROUPED_LENGTH]
     clusters = ([short] if short else []) + [[i] for i in long]
-    device, block_size = kv.keys[0].device, kv.block_size
     tokens: list[Tensor] = []
-    positions: list[Tensor] = []
-    slots: list[Tensor] = []
     groups: list[Group] = []
     ends = [0] * len(rows)
     start = 0
     for members in clusters:
-        length = max(len(rows[i].token_ids) for i in members)
-        group_rows = [rows[i] for i in members]
-        group, ids, places, group_slots = _group(group_rows, length, start, block_size, device)
+        ids, group = _group([rows[i] for i in members], start, kv)
         groups.append(group)
-        tokens.append(ids)
-        positions.append(places)
-        slots.append(group_slots)
+        tokens.append(ids.flatten())
         for nth, i in enumerate(members):
-            ends[i] = start + nth * length + len(rows[i].token_ids)
-        start += len(members) * length
+            ends[i] = start + nth * group.length + len(rows[i].token_ids)
+        start += group.rows * group.length
     wanted = [i for row, end in zip(rows, ends, strict=True) for i in range(end - row.num_logits, end)]
     return ForwardBatch(
         token_ids=torch.cat(tokens) if len(tokens) > 1 else tokens[0],
-        positions=torch.cat(positions) if len(positions) > 1 else positions[0],
-        logit_indices=torch.tensor(wanted, dtype=torch.int64, device=device),
-        paged=PagedContext(kv, torch.cat(slots) if len(slots) > 1 else slots[0], groups),
+        logit_indices=torch.tensor(wanted, dtype=torch.int64, device=kv.keys[0].device),
+        paged=PagedContext(kv, groups),
     )
 
 
-def _group(
-    rows: Sequence[ForwardRow], length: int, start: int, block_size: int, device: torch.device
-) -> tuple[Group, Tensor, Tensor, Tensor]:
-    """Return a group with its flat tokens, positions and slots, each [rows * length]."""
-    num_blocks = max(-(-(row.start + len(row.token_ids)) // block_size) for row in rows)
-    tokens, tables, places, lengths = [], [], [], []
-    for row in rows:
-        count = len(row.token_ids)
-        tokens.append([*row.token_ids, *[0] * (length - count)])
-        blocks = row.block_ids[:num_blocks]
-        tables.append([*blocks, *[0] * (num_blocks - len(blocks))])
-        places.append(row.start)
-        lengths.append(count)
-    ids = torch.tensor(tokens, dtype=torch.int64, device=device)
-    table = torch.tensor(tables, dtype=torch.int64, device=device)
-    offsets = torch.arange(length, device=device)
-    query_slots = torch.tensor(places, dtype=torch.int64, device=device)[:, None] + offsets
-    is_padding = None
-    if min(lengths) < length:
-        is_padding = offsets >= torch.tensor(lengths, device=device)[:, None]
-        # A padding query sees place 0, so that its softmax is finite, and writes to block 0, which is nobody's.
-        query_slots = query_slots.masked_fill(is_padding, 0)
-    slots = table.gather(1, query_slots // block_size) * block_size + query_slots % block_size
-    if is_padding is not None:
-        slots = slots.masked_fill(is_padding, 0)
-    positions, visible = query_slots, None
-    if any(row.parents is not None for row in rows):
-        positions, visible = _trees(rows, query_slots, num_blocks * block_size)
-    group = Group(
+def _group(rows: Sequence[ForwardRow], start: int, kv: KVTensors) -> tuple[Tensor, Group]:
+    """Return the tokens [rows, length] of some rows and their group."""
+    device = kv.keys[0].device
+    length = max(len(row.token_ids) for row in rows)
+    width = max(-(-(row.start + len(row.token_ids)) // kv.block_size) for row in rows)
+    tables = [_padded(row.block_ids[:width], width, 0) for row in rows]
+    # A padding token sees place 0, so that its softmax is finite.
+    columns = [
+        [_padded(row.token_ids, length, 0) for row in rows],
+        [_padded(_positions(row), length, 0) for row in rows],
+        [_padded(range(row.start, row.start + len(row.token_ids)), length, -1) for row in rows],
+        [_padded(_limits(row), length, 1) for row in rows],
+    ]
+    tokens, positions, places, limits = torch.tensor(columns, dtype=torch.int64, device=device)
+    is_tree = any(row.parents is not None for row in rows)
+    return tokens, Group(
         start=start,
         rows=len(rows),
         length=length,
-        blocks=table.flatten(),
+        blocks=torch.tensor(tables, dtype=torch.int64, device=device),
         positions=positions,
-        visible=visible,
+        places=places,
+        limits=limits,
+        extra=torch.tensor(_seen_nodes(rows, length), dtype=torch.int64, device=device) if is_tree else None,
         is_prompt_start=len(rows) == 1 and rows[0].start == 0 and rows[0].parents is None and length > 1,
     )
-    return group, ids.flatten(), positions.flatten(), slots.flatten()
 
 
-def _trees(rows: Sequence[ForwardRow], query_slots: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """Return rotary positions [rows, length] and visibility [rows, length, context] of rows that hold trees."""
-    positions = query_slots.clone()
-    visible = torch.arange(context, device=query_slots.device) <= query_slots.unsqueeze(-1)
-    for r, row in enumerate(rows):
-        if row.parents is None:
-            continue
-        first = len(row.token_ids) - len(row.parents)
-        tip = row.start + first - 1
-        for node, (parent, depth) in enumerate(zip(row.parents, depths(row.parents), strict=True)):
-            positions[r, first + node] = tip + depth
-            # A node sees what its parent sees, and itself.
-            above = first - 1 if parent < 0 else first + parent
-            visible[r, first + node] = visible[r, above]
-            visible[r, first + node, tip + 1 + node] = True
-    return positions, visible
+def _padded(values: Sequence[int], length: int, filler: int) -> list[int]:
+    return [*values, *[filler] * (length - len(values))]
+
+
+def _positions(row: ForwardRow) -> Sequence[int]:
+    """Return a token's distance from the beginning; in a tree that is not its place."""
+    end = row.start + len(row.token_ids)
+    if row.parents is None:
+        return range(row.start, end)
+    tip = end - len(row.parents) - 1
+    return [*range(row.start, tip + 1), *(tip + depth for depth in depths(row.parents))]
+
+
+def _limits(row: ForwardRow) -> Sequence[int]:
+    """Return how much of the context each token sees whatever the tree: up to itself, or up to the committed tip."""
+    end = row.start + len(row.token_ids)
+    if row.parents is None:
+        return range(row.start + 1, end + 1)
+    num_nodes = len(row.parents)
+    return [*range(row.start + 1, end - num_nodes + 1), *[end - num_nodes] * num_nodes]
+
+
+def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[list[int]]]:
+    """Return the places of the nodes that each token sees, itself included, padded with places it sees anyway."""
+    paths: list[list[list[int]]] = []
+    for row in rows:
+        parents = row.parents or ()
+        first = row.start + len(row.token_ids) - len(parents)
+        nodes: list[list[int]] = []
+        for node, parent in enumerate(parents):
+            nodes.append([*(nodes[parent] if parent >= 0 else ()), first + node])
+        committed = len(row.token_ids) - len(parents)
+        paths.append([[]] * committed + nodes + [[]] * (length - len(row.token_ids)))
+    deepest = max(len(path) for row_paths in paths for path in row_paths)
+    return [[_padded(path, deepest, 0) for path in row_paths] for row_paths in paths]
 
 
 @dataclass(slots=True)
@@ -151,36 +153,34 @@ class NextTokens:
     """Forward passes that append one token to each of some rows; all but the tokens is known beforehand.
 
     Attributes:
-        positions: [steps, rows]; slots: [steps, rows].
-        groups: one per step.
+        places: [steps, rows, 1]; limits: [steps, rows, 1].
+        blocks: [rows, width].
         indices: [rows], the logits of every row are wanted.
     """
 
     kv: KVTensors
-    positions: Tensor
-    slots: Tensor
-    groups: list[Group]
+    places: Tensor
+    limits: Tensor
+    blocks: Tensor
     indices: Tensor
 
     def at(self, step: int, token_ids: Tensor) -> ForwardBatch:
         """Return the pass that computes `token_ids` [rows] as the rows' next tokens."""
-        paged = PagedContext(self.kv, self.slots[step], [self.groups[step]])
-        return ForwardBatch(token_ids, self.positions[step], self.indices, paged)
+        places = self.places[step]
+        group = Group(0, len(token_ids), 1, self.blocks, places, places, self.limits[step])
+        return ForwardBatch(token_ids, self.indices, PagedContext(self.kv, [group]))
 
 
-def next_tokens(tables: Sequence[Sequence[int]], positions: Tensor, steps: int, kv: KVTensors) -> NextTokens:
+def next_tokens(tables: Sequence[Sequence[int]], lengths: Sequence[int], steps: int, kv: KVTensors) -> NextTokens:
     """Prepare `steps` passes at once, so that no step waits for the host.
 
     Args:
         tables: the rows' block tables. A row whose table ends early writes its surplus tokens to block 0.
-        positions: [rows] int64, where the first pass puts its tokens.
+        lengths: the rows' lengths, where the first pass puts its tokens.
     """
-    device = positions.device
-    width = max(len(table) for table in tables) + 1
-    table = torch.tensor([[*row, *[0] * (width - len(row))] for row in tables], dtype=torch.int64, device=device)
-    places = positions + torch.arange(steps, device=device).unsqueeze(-1)
-    slots = (
-        table.gather(1, (places.T // kv.block_size).clamp_(max=width - 1)).T * kv.block_size + places % kv.block_size
-    )
-    groups = [Group(0, len(tables), 1, table[:, :-1].flatten(), row.unsqueeze(-1), None, False) for row in places]
-    return NextTokens(kv, places, slots, groups, torch.arange(len(tables), device=device))
+    device = kv.keys[0].device
+    width = max(len(table) for table in tables)
+    blocks = torch.tensor([_padded(table, width, 0) for table in tables], dtype=torch.int64, device=device)
+    places = [[[length + step] for length in lengths] for step in range(steps + 1)]
+    known = torch.tensor(places, dtype=torch.int64, device=device)
+    return NextTokens(kv, known[:-1], known[1:], blocks, torch.arange(len(tables), device=device))

@@ -30,6 +30,7 @@ from engine import attention, compiled, fusion, half_weights, noise
 from engine.batch import ForwardBatch
 from engine.compiled import CompileError, GumbelNoise, Step, arguments
 from engine.config import ModelConfig
+from engine.noise import Draws
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def package_path(step: Step, config: Any) -> Path:
     parts = (
         json.dumps(settings, sort_keys=True, default=str),
         [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in step.tensors.items()],
-        _digest(attention, compiled, fusion, half_weights),
+        _digest(attention, compiled, fusion, half_weights, noise),
     )
     return _cached(parts)
 
@@ -77,29 +78,21 @@ def _cached(parts: object) -> Path:
     return Path(root).expanduser() / f"{hashlib.sha256(repr((parts, machine)).encode()).hexdigest()[:24]}.pt2"
 
 
-def compile_step(step: Step, example: ForwardBatch, path: Path) -> None:
+def compile_step(step: Step, batch: ForwardBatch, draws: Draws, path: Path) -> None:
     """Compile a model's pass to a package.
 
     Args:
-        example: a batch whose rows, tokens, context and logits are all different numbers, none of them 1.
+        batch, draws: an example whose rows, tokens, context, logits and keys are all different numbers, none of them 1.
 
     Raises:
         CompileError: it cannot be compiled for batches of every shape.
     """
-    inputs = arguments(example, step.windows)
-    any_size = torch.export.Dim.AUTO
-    num_layers = len(example.paged.kv.keys)
-    shapes = (
-        {0: any_size},
-        {0: any_size},
-        {0: any_size},
-        {0: any_size, 1: any_size},
-        [{0: any_size, 2: any_size, 3: any_size} for _ in step.windows],
-        {0: any_size},
-        [{0: any_size, 1: any_size} for _ in range(num_layers)],
-        [{0: any_size, 1: any_size} for _ in range(num_layers)],
-    )
-    _compile(step.eval(), inputs, shapes, path)
+    own, keys, values = arguments(batch, draws)
+    size = torch.export.Dim.AUTO
+    one, two, three = (dict.fromkeys(range(count), size) for count in (1, 2, 3))
+    any_kv = [two for _ in keys]
+    shapes = (one, two, two, two, three, two, one, one, one, one, any_kv, any_kv)
+    _compile(step.eval(), (*own, keys, values), shapes, path)
 
 
 def compile_noise(path: Path) -> None:

@@ -6,16 +6,17 @@ It holds code only; the weights stay the loaded model's.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from engine import noise
-from engine.attention import KVTensors, PagedContext, TracedContext
+from engine.attention import KVTensors, PagedContext, TracedContext, additive_mask, slots_of
 from engine.batch import ForwardBatch, ForwardRow, build
 from engine.errors import PacelineError
 from engine.half_weights import with_half_weights
+from engine.noise import Draws
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,16 +62,27 @@ class Step(nn.Module):
         self,
         token_ids: Tensor,
         positions: Tensor,
-        slots: Tensor,
+        places: Tensor,
+        limits: Tensor,
+        extra: Tensor,
         blocks: Tensor,
-        masks: list[Tensor],
         wanted: Tensor,
+        temperatures: Tensor,
+        noise_keys: Tensor,
+        noise_rows: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
-    ) -> Tensor:
-        """Compute [n, vocab] logits at `wanted`; the arguments are what `arguments` returns."""
-        context = TracedContext(keys, values, slots, blocks, dict(zip(self.windows, masks, strict=True)))
-        return call(self.module, token_ids, positions, wanted, context)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute [n, vocab] logits at `wanted`, scores, and [n] tokens drawn; `arguments` returns the arguments."""
+        size = keys[0].shape[1]
+        masks = {
+            window: additive_mask(blocks.shape[1] * size, positions, limits, extra, window, keys[0].dtype)
+            for window in self.windows
+        }
+        context = TracedContext(keys, values, slots_of(blocks, places, size).flatten(), blocks, masks)
+        logits = call(self.module, token_ids, positions.flatten(), wanted, context).float()
+        scores = noise.scores(logits, temperatures, noise_keys, noise_rows)
+        return logits, scores, scores.argmax(-1)
 
 
 def can_run(batch: ForwardBatch) -> bool:
@@ -79,20 +91,23 @@ def can_run(batch: ForwardBatch) -> bool:
     return len(groups) == 1 and not groups[0].is_prompt_start and groups[0].length <= MAX_LENGTH
 
 
-def arguments(batch: ForwardBatch, windows: list[int | None]) -> tuple[Any, ...]:
-    """Return what `Step.forward` takes."""
-    paged, (group,) = batch.paged, batch.paged.groups
-    kv = paged.kv
-    masks = [group.mask(window, 1, kv.keys[0], kv.block_size) for window in windows]
-    blocks = group.blocks.view(group.rows, -1)
-    return batch.token_ids, batch.positions, paged.slots, blocks, masks, batch.logit_indices, kv.keys, kv.values
+def arguments(batch: ForwardBatch, draws: Draws | None = None) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return what `Step.forward` takes: the batch's own tensors, the keys and the values."""
+    kv, (group,) = batch.paged.kv, batch.paged.groups
+    extra, wanted = group.extra, batch.logit_indices
+    if extra is None:
+        extra = torch.empty((group.rows, group.length, 0), dtype=torch.int64)
+    if draws is None:
+        nothing = torch.empty((0, 2), dtype=torch.int32)
+        draws = Draws(torch.ones((len(wanted), 1)), nothing, torch.zeros_like(wanted))
+    own = [batch.token_ids, group.positions, group.places, group.limits, extra, group.blocks, wanted]
+    return [*own, draws.temperatures, draws.keys, draws.rows], kv.keys, kv.values
 
 
 class CompiledForward:
     """Runs a loaded package with a loaded model's weights."""
 
     def __init__(self, path: Path, step: Step) -> None:
-        self._windows = step.windows
         package = torch._inductor.aoti_load_package(str(path))
         weights = step.tensors
         # The package keeps pointers to them, so they must stay.
@@ -101,12 +116,12 @@ class CompiledForward:
         # Its own call reads a description of the arguments anew each time, which takes longer than a small layer.
         self._run: Callable[[list[Tensor]], list[Tensor]] = package.loader.boxed_run
 
-    def __call__(self, batch: ForwardBatch) -> Tensor:
-        """Compute a batch for which `can_run` holds; returns [n, vocab] logits."""
-        token_ids, positions, slots, blocks, masks, wanted, keys, values = arguments(batch, self._windows)
+    def __call__(self, batch: ForwardBatch, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute a batch for which `can_run` holds; see `Step.forward`. Without `draws` it draws greedily."""
+        own, keys, values = arguments(batch, draws)
         # A package takes memory as it comes and does not look at strides.
-        small = [part.contiguous() for part in (token_ids, positions, slots, blocks, *masks, wanted)]
-        return self._run([*small, *keys, *values])[0]
+        logits, scores, tokens = self._run([*(part.contiguous() for part in own), *keys, *values])
+        return logits, scores, tokens
 
     def check(self, batch: ForwardBatch, expected: Tensor) -> None:
         """Compare with the logits of the eager pass.
@@ -114,15 +129,18 @@ class CompiledForward:
         Raises:
             CompileError: they differ.
         """
-        difference = float((expected - self(batch).float()).abs().amax() / expected.abs().amax().clamp_min(1.0))
+        logits, _, _ = self(batch)
+        difference = float((expected - logits).abs().amax() / expected.abs().amax().clamp_min(1.0))
         if not difference < _TOLERANCE[batch.paged.kv.keys[0].dtype]:
             raise CompileError(f"the compiled pass differs from the eager one by {difference:.1e}")
 
 
-def example(kv: KVTensors) -> ForwardBatch:
-    """Return a batch to trace: two rows of five tokens in three blocks, seven logits."""
-    rows = [ForwardRow([1] * 5, 40, [1, 2, 3], 5), ForwardRow([2] * 5, 36, [4, 5, 6], 2)]
-    return build(rows, kv)
+def example(kv: KVTensors) -> tuple[ForwardBatch, Draws]:
+    """Return what to trace with: two rows of five tokens in three blocks, one with a tree, seven logits, six keys."""
+    parents = [-1, 0, 1, 2]
+    rows = [ForwardRow([1] * 5, 40, [1, 2, 3], 5, parents), ForwardRow([2] * 5, 36, [4, 5, 6], 2)]
+    keys = noise.keys(range(6), range(6), noise.TARGET_STREAM, torch.device("cpu"))
+    return build(rows, kv), Draws(torch.full((7, 1), 0.7), keys, torch.arange(7))
 
 
 def samples() -> list[list[ForwardRow]]:

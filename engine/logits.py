@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine import noise
+from engine.noise import Draws
 from engine.sampling import SamplingParams
 
 _NUM_CANDIDATES = 256
@@ -76,6 +77,27 @@ def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
     return logits
 
 
+def plan_draws(
+    params: Sequence[SamplingParams], positions: Sequence[int], device: torch.device, steps: int = 1
+) -> list[Draws]:
+    """Return what the passes of `steps` steps, each a position further, need to draw a token per row by themselves.
+
+    Args:
+        params: per row; where they are not plain, the row is drawn greedily, of no use to anybody.
+        positions: per row, of the token that the first step draws.
+    """
+    noisy = [i for i, own in enumerate(params) if own.temperature > 0 and own.is_plain]
+    rows, temperatures = [0] * len(params), [1.0] * len(params)
+    for nth, i in enumerate(noisy):
+        rows[i], temperatures[i] = nth + 1, params[i].temperature
+    seeds = [params[i].seed or 0 for i in noisy]
+    later = [positions[i] + step for step in range(steps) for i in noisy]
+    keys = noise.keys(seeds * steps, later, noise.TARGET_STREAM, device).view(steps, len(noisy), 2)
+    column = torch.tensor(temperatures, device=device).unsqueeze(-1)
+    index = torch.tensor(rows, dtype=torch.int64, device=device)
+    return [Draws(column, own, index) for own in keys]
+
+
 def draw(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM) -> Tensor:
     """Draw one token per row: the argmax for greedy requests, else Gumbel-max with the request's own noise.
 
@@ -102,8 +124,13 @@ def rank(shaped: Tensor, runs: Sequence[Run], count: int, stream: int = noise.TA
     scores = shaped
     if any(run.params.temperature > 0 for run in runs):
         scores = shaped + gumbel_rows(runs, shaped, stream)
-    best, ids = scores.topk(min(count, scores.shape[-1]), -1)
-    return ids.masked_fill_(best == float("-inf"), -1)
+    return best(scores, count)
+
+
+def best(scores: Tensor, count: int) -> Tensor:
+    """Return the ids of each row's highest scores, [n, count] int64, the highest first; -1 instead of those at -inf."""
+    values, ids = scores.topk(min(count, scores.shape[-1]), -1)
+    return ids.masked_fill_(values == float("-inf"), -1)
 
 
 def gumbel_rows(runs: Sequence[Run], like: Tensor, stream: int) -> Tensor:

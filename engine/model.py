@@ -24,6 +24,7 @@ from engine.compiled import CompiledForward, CompileError, Step, call, can_run, 
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.fusion import fuse_projections
+from engine.noise import Draws
 from engine.shards import load_shard
 
 logger = logging.getLogger(__name__)
@@ -126,8 +127,22 @@ class CausalLM:
             [n, vocab] float32 logits at `batch.logit_indices`; [0, vocab] when none are wanted.
         """
         if self._compiled is not None and can_run(batch):
-            return self._compiled(batch).float()
+            return self._compiled(batch)[0]
         return self._forward_eagerly(batch)
+
+    def draws(self, batch: ForwardBatch) -> bool:
+        """Whether the pass of a batch can also draw tokens: whether it runs compiled."""
+        return self._compiled is not None and can_run(batch)
+
+    @torch.inference_mode()
+    def forward_and_draw(self, batch: ForwardBatch, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute a batch for which `draws` holds.
+
+        Returns:
+            [n, vocab] logits, [n, vocab] `noise.scores` and [n] tokens.
+        """
+        assert self._compiled is not None
+        return self._compiled(batch, draws)
 
     @property
     def is_compiled(self) -> bool:
@@ -142,7 +157,7 @@ class CausalLM:
         """
         kv, step = self.kv_tensors(16, 16), self._step
         with torch.inference_mode():
-            compilation.compile_once(self._package, lambda to: compilation.compile_step(step, example(kv), to))
+            compilation.compile_once(self._package, lambda to: compilation.compile_step(step, *example(kv), to))
         compilation.compile_once(compilation.noise_path(), compilation.compile_noise)
         self._adopt()
 

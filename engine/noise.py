@@ -9,6 +9,7 @@ The integer hash is exact everywhere. Its last step, two logarithms, may differ 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,6 +26,28 @@ RESIDUAL_STREAM = 3
 
 _compiled: Callable[[Tensor, Tensor], Tensor] | None = None
 _MASK64 = (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class Draws:
+    """What a forward pass needs to draw tokens by itself, where temperature and seed alone decide.
+
+    Attributes:
+        temperatures: [n, 1] float32, 1 for greedy rows.
+        keys: [m, 2] int32, from `keys`, of the rows that are not greedy.
+        rows: [n] int64, which of the keys a row draws with: their index + 1; 0 is greedy.
+    """
+
+    temperatures: Tensor
+    keys: Tensor
+    rows: Tensor
+
+
+def scores(logits: Tensor, temperatures: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
+    """Return [n, vocab] numbers whose argmax is drawn; the arguments are those of `Draws`, beside [n, vocab] logits."""
+    token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    none = torch.zeros_like(logits[:1])
+    return logits / temperatures + torch.cat([none, _gumbel(keys, token_ids)])[rows]
 
 
 def keys(seeds: Sequence[int], positions: Sequence[int], stream: int, device: torch.device) -> Tensor:
@@ -48,6 +71,10 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     """
     if _compiled is not None and token_ids.dim() == 1 and keys.device.type == "cpu":
         return _compiled(keys, token_ids)
+    return _gumbel(keys, token_ids)
+
+
+def _gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-uniform(keys, token_ids)))
 
 

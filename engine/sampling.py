@@ -59,6 +59,12 @@ class SamplingParams:
             raise RequestError("stop holds an empty string", "stop")
 
     @property
+    def is_plain(self) -> bool:
+        """Whether temperature and seed alone decide which token the model's logits lead to."""
+        is_cut = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+        return not (is_cut or self.has_penalties or self.logit_bias or self.min_tokens)
+
+    @property
     def has_penalties(self) -> bool:
         """Whether a token's logit depends on the tokens before it by counting."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -1,20 +1,19 @@
 """ModelVerifier: one target pass over all committed tips and drafts of a batch, then the verification rule per row."""
 
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from engine.batch import ForwardRow, build, depths
+from engine.batch import ForwardBatch, ForwardRow, build, depths
 from engine.config import EngineConfig
 from engine.draft import Draft, TokenLogprobs, Verdict, VerifyRow
-from engine.logits import Run, shape
+from engine.logits import Run, draw, plan_draws, shape
 from engine.memory import count_blocks
 from engine.model import CausalLM
 from engine.verification.coupled import coupled
 from engine.verification.rejection import rejection
-
-_RULES = {"coupled": coupled, "rejection": rejection}
 
 
 class ModelVerifier:
@@ -24,26 +23,34 @@ class ModelVerifier:
         self.model = model
         self.num_blocks = count_blocks(model, config)
         self._kv = model.kv_tensors(self.num_blocks, config.block_size)
-        self._rule = _RULES[config.verification]
+        self._rejects = config.verification == "rejection"
         self._end_ids = tuple(model.info.eos_token_ids)
 
     async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
         """Compute the rows and, unless another rank decides, return their verdicts."""
         with torch.inference_mode():
-            logits = self.model.forward(build([_forward_row(row) for row in rows], self._kv))
-            return self._decide(rows, logits) if decides else []
+            batch = build([_forward_row(row) for row in rows], self._kv)
+            if not decides:
+                self.model.forward(batch)
+                return []
+            return self._decide(rows, batch)
 
     def release(self, request_id: str) -> None:
         """Hold nothing per request, forget nothing."""
 
-    def _decide(self, rows: Sequence[VerifyRow], logits: Tensor) -> list[Verdict]:
+    def _decide(self, rows: Sequence[VerifyRow], batch: ForwardBatch) -> list[Verdict]:
         verdicts = [Verdict()] * len(rows)
         deciding = [(i, row) for i, row in enumerate(rows) if row.reaches_tip]
+        runs = [_run(row, self._end_ids) for _, row in deciding]
+        logits, drawn = self._forward(batch, runs)
         if not deciding:
             return verdicts
         raw = logits.log_softmax(-1) if any(row.params.logprobs is not None for _, row in deciding) else None
-        runs = [_run(row, self._end_ids) for _, row in deciding]
-        decisions = self._rule(shape(logits, runs), runs, [row.draft for _, row in deciding])
+        drafts = [row.draft for _, row in deciding]
+        if self._rejects:
+            decisions = rejection(shape(logits, runs), runs, drafts)
+        else:
+            decisions = coupled(_drawn(logits, drawn, runs), drafts)
         start = 0
         for (i, row), (tokens, path) in zip(deciding, decisions, strict=True):
             logprobs = None
@@ -55,6 +62,16 @@ class ModelVerifier:
             start += 1 + len(row.draft.token_ids)
         return verdicts
 
+    def _forward(self, batch: ForwardBatch, runs: Sequence[Run]) -> tuple[Tensor, list[int] | None]:
+        """Compute the logits and, where the pass can do that as well, draw a token from each row."""
+        if self._rejects or not self.model.draws(batch):
+            return self.model.forward(batch), None
+        params = [run.params for run in runs for _ in run.depths]
+        positions = [position for run in runs for position in run.positions]
+        (draws,) = plan_draws(params, positions, self.model.device)
+        logits, _, tokens = self.model.forward_and_draw(batch, draws)
+        return logits, tokens.tolist()
+
     def _keep_path(self, row: VerifyRow, path: list[int]) -> None:
         """Move the accepted nodes' keys and values behind the tip, where the committed context goes on."""
         if path == list(range(len(path))):
@@ -65,6 +82,21 @@ class ModelVerifier:
         device = self.model.device
         sources = torch.tensor([slots[node] for node in path], device=device)
         self._kv.move(sources, torch.tensor(slots[: len(path)], device=device))
+
+
+def _drawn(logits: Tensor, known: list[int] | None, runs: Sequence[Run]) -> list[int]:
+    """Return the target's draw from each row; `known` is what the pass itself drew, right for plain parameters only."""
+    if known is None:
+        everything: list[int] = draw(shape(logits, runs), runs).tolist()
+        return everything
+    ends = itertools.accumulate(len(run.depths) for run in runs)
+    others = [(run, end) for run, end in zip(runs, ends, strict=True) if not run.params.is_plain]
+    if others:
+        rows = [row for run, end in others for row in range(end - len(run.depths), end)]
+        own = [run for run, _ in others]
+        for row, token in zip(rows, draw(shape(logits[rows], own), own).tolist(), strict=True):
+            known[row] = token
+    return known
 
 
 def _forward_row(row: VerifyRow) -> ForwardRow:

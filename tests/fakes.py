@@ -25,6 +25,9 @@ class MarkovModel:
     def kv_tensors(self, num_blocks: int, block_size: int) -> KVTensors:
         return KVTensors((1, 1, 1), num_blocks, block_size, torch.empty(0))
 
+    def draws(self, _: ForwardBatch) -> bool:
+        return False
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         return self.transitions[batch.token_ids[batch.logit_indices]].log()
 
@@ -49,13 +52,16 @@ class ContextModel:
     def kv_block_bytes(self, block_size: int) -> int:
         return 16 * block_size
 
+    def draws(self, _: ForwardBatch) -> bool:
+        return False
+
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         paged = batch.paged
         (entries,) = paged.kv.keys
         entries.view(-1)[paged.slots] = self._entry(batch.token_ids, batch.positions)
         states = []
         for group in paged.groups:
-            context = entries.index_select(0, group.blocks).view(group.rows, 1, -1)
+            context = entries.index_select(0, group.blocks.flatten()).view(group.rows, 1, -1)
             visible = group.mask(None, 1, torch.empty(0), paged.kv.block_size).squeeze(1) == 0
             states.append((visible * context).sum(-1).flatten() % len(self.laws))
         return self.laws[torch.cat(states)[batch.logit_indices]].log()

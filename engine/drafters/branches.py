@@ -16,6 +16,7 @@ from engine.attention import Group, KVTensors, PagedContext
 from engine.batch import ForwardBatch
 from engine.draft import ProposeRow
 from engine.drafters.chain import Chain, Drawn, extend
+from engine.sampling import SamplingParams
 
 
 @dataclass(slots=True, eq=False)
@@ -95,29 +96,23 @@ class Branches:
         self._places = torch.tensor(
             [trunk.base + len(trunk.chain.token_ids) for trunk in trunks], device=device
         ).unsqueeze(-1) + torch.arange(width, device=device)
-        context = torch.arange(blocks * kv.block_size, device=device)
-        self._visible = context < self._first.unsqueeze(-1)
         self._indices = torch.arange(self.roots.numel(), device=device)
 
     def next_pass(self, tokens: Tensor) -> ForwardBatch:
         """Return the pass that computes every branch's next token, `tokens` [trunks * width]."""
-        step, size = self.num_computed, self._kv.block_size
-        places = self._places + step * self._width
-        slots = self._table.gather(1, places // size) * size + places % size
-        self._visible.scatter_(-1, places.unsqueeze(-1), True)
-        positions = self._first + step
+        step = self.num_computed
+        own = self._places.unsqueeze(-1) + torch.arange(step + 1, device=tokens.device) * self._width
         group = Group(
             start=0,
             rows=len(self.trunks),
             length=self._width,
-            blocks=self._table.flatten(),
-            positions=positions,
-            visible=self._visible,
-            is_prompt_start=False,
+            blocks=self._table,
+            positions=self._first + step,
+            places=own[:, :, -1],
+            limits=self._first,
+            extra=own,
         )
-        return ForwardBatch(
-            tokens, positions.flatten(), self._indices, PagedContext(self._kv, slots.flatten(), [group])
-        )
+        return ForwardBatch(tokens, self._indices, PagedContext(self._kv, [group]))
 
     def add(self, drawn: Drawn) -> None:
         """Take what was drawn after the pass."""
@@ -127,6 +122,15 @@ class Branches:
     def depths(self) -> list[list[int]]:
         """Return, per trunk and branch, how many tokens stand between the tip and the next draw."""
         return [[accepted + 1 + self.num_computed for accepted, _ in bets] for bets in self._bets]
+
+    def draws(self) -> tuple[list[SamplingParams], list[int]]:
+        """Return, per branch, the request's parameters and the position of the first token that is drawn."""
+        params = [trunk.row.params for trunk in self.trunks for _ in range(self._width)]
+        return params, [
+            trunk.base + accepted + 1
+            for trunk, bets in zip(self.trunks, self._bets, strict=True)
+            for accepted, _ in bets
+        ]
 
     def paths(self) -> list[list[list[int]]]:
         """Return, per trunk and branch, the tokens between the tip and the next draw."""

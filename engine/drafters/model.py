@@ -5,6 +5,7 @@ the drafter keeps the longest common prefix of them and what it holds, and compu
 token, a request it never saw and a request it forgot are the same case.
 """
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine import noise
-from engine.batch import ForwardRow, build, next_tokens
+from engine.batch import ForwardBatch, ForwardRow, build, next_tokens
 from engine.config import EngineConfig
 from engine.draft import NO_DRAFT, Draft, ProposeRow
 from engine.drafters.chain import Chain, Drawn, extend
 from engine.kv_cache import BlockPool
-from engine.logits import Run, draw, rank, shape
+from engine.logits import Run, best, draw, plan_draws, rank, shape
 from engine.memory import count_blocks
 from engine.model import CausalLM
+from engine.noise import Draws
+from engine.sampling import SamplingParams
 
 TOP_M = 32
 """Under the rejection rule the drafter samples from its m likeliest tokens only, so that a sparse row can travel."""
@@ -115,26 +118,27 @@ class ModelDrafter:
         texts = [[*row.token_ids, *chain.token_ids] for row, chain in zip(rows, chains, strict=True)]
         counts = [row.num_draft_tokens - head for row, head in zip(rows, heads, strict=True)]
         depth = max(counts)
-        logits = finish(self._catch_up(texts, prefixes))
-        positions = torch.tensor([len(text) for text in texts], device=self.model.device)
-        steps = next_tokens([prefix.block_ids for prefix in prefixes], positions, depth - 1, self._kv)
+        batch = finish(self._catch_up(texts, prefixes))
+        lengths = [len(text) for text in texts]
+        steps = next_tokens([prefix.block_ids for prefix in prefixes], lengths, depth - 1, self._kv)
+        plan = self._plan([row.params for row in rows], lengths, depth)
         drawn: list[Drawn] = []
         for step in range(depth):
+            if step:
+                batch = steps.at(step - 1, drawn[-1].tokens)
             depths = [[head + step] for head in heads]
-            runs = self._runs(rows, depths, lambda: self._paths(chains, drawn))
-            drawn.append(self._draw(logits, runs))
-            if step + 1 < depth:
-                logits = self.model.forward(steps.at(step, drawn[-1].tokens))
+            runs = functools.partial(self._runs, rows, depths, lambda: self._paths(chains, drawn))
+            drawn.append(self._pass(batch, plan[step], runs))
         extend(chains, drawn, counts)
         for text, prefix, chain, head, count in zip(texts, prefixes, chains, heads, counts, strict=True):
             # The last draft token was not computed, and what a row drew beyond its own draft may have no block.
             prefix.token_ids = [*text, *chain.token_ids[head : head + min(count, depth - 1)]]
 
-    def _catch_up(self, texts: Sequence[list[int]], prefixes: Sequence[Prefix]) -> Generator[None, None, Tensor]:
-        """Compute every row up to its last token, all last tokens in one pass; stops after every pass but that.
+    def _catch_up(self, texts: Sequence[list[int]], prefixes: Sequence[Prefix]) -> Generator[None, None, ForwardBatch]:
+        """Compute every row up to its last tokens, and stop after every pass.
 
         Returns:
-            The logits at the last tokens, [rows, vocab].
+            The pass that is left to do: the last tokens of all rows, with a row of logits for each.
         """
         while True:
             room = self._chunk
@@ -155,10 +159,22 @@ class ModelDrafter:
             ForwardRow(text[len(prefix.token_ids) :], len(prefix.token_ids), prefix.block_ids, 1)
             for text, prefix in zip(texts, prefixes, strict=True)
         ]
-        logits = self.model.forward(build(tips, self._kv))
         for text, prefix in zip(texts, prefixes, strict=True):
             prefix.token_ids = list(text)
-        return logits
+        return build(tips, self._kv)
+
+    def _plan(self, params: Sequence[SamplingParams], positions: Sequence[int], steps: int) -> Sequence[Draws | None]:
+        """Return what each step's pass needs to draw by itself; None where what is drawn depends on more than that."""
+        if self._sends_rows or self.model.info.vocab_size > self._vocab_size or not all(own.is_plain for own in params):
+            return [None] * steps
+        return plan_draws(params, positions, self.model.device, steps)
+
+    def _pass(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
+        """Compute a batch and draw the next draft token of every row."""
+        if draws is None or not self.model.draws(batch):
+            return self._draw(self.model.forward(batch), runs())
+        _, scores, tokens = self.model.forward_and_draw(batch, draws)
+        return Drawn(tokens, None, best(scores, self._num_candidates) if self._num_candidates else None)
 
     def _in_target_ids(self, logits: Tensor) -> Tensor:
         """Cut or widen logits [rows, own vocab] to the target's vocabulary."""
@@ -222,11 +238,11 @@ def common_length(known: Sequence[int], wanted: Sequence[int]) -> int:
     return length
 
 
-def finish(work: Generator[None, None, Tensor]) -> Tensor:
+def finish(work: Generator[None, None, ForwardBatch]) -> ForwardBatch:
     """Do work that could stop between passes without stopping."""
     while True:
         try:
             next(work)
         except StopIteration as end:
-            result: Tensor = end.value
+            result: ForwardBatch = end.value
             return result

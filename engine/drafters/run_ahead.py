@@ -9,6 +9,7 @@ Work is done pass by pass through `advance`, so that whoever owns the drafter ca
 A request that comes early finds shorter drafts, and the missing tokens are drawn then.
 """
 
+import functools
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
@@ -207,9 +208,10 @@ class RunAheadDrafter(ModelDrafter):
         branches = self._branches = Branches(trunks, width, tables, self._kv)
         rows = [trunk.row for trunk in trunks]
         tokens = branches.roots
-        for _ in range(self._depth):
-            logits = self.model.forward(branches.next_pass(tokens))
-            drawn = self._draw(logits, self._runs(rows, branches.depths(), branches.paths))
+        params, positions = branches.draws()
+        for draws in self._plan(params, positions, self._depth):
+            runs = functools.partial(self._runs, rows, branches.depths(), branches.paths)
+            drawn = self._pass(branches.next_pass(tokens), draws, runs)
             branches.add(drawn)
             tokens = drawn.tokens
             self._passed()
@@ -236,13 +238,16 @@ class RunAheadDrafter(ModelDrafter):
             try:
                 next(catching_up)
             except StopIteration as end:
-                logits = end.value
+                batch = end.value
                 break
             self._passed()
             yield
         rows = [trunk.row for trunk in trunks]
         depths = [[len(trunk.chain.token_ids)] for trunk in trunks]
-        drawn = self._draw(logits, self._runs(rows, depths, lambda: [[trunk.chain.token_ids] for trunk in trunks]))
+        (draws,) = self._plan([row.params for row in rows], [len(text) for text in texts], 1)
+        drawn = self._pass(
+            batch, draws, lambda: self._runs(rows, depths, lambda: [[t.chain.token_ids] for t in trunks])
+        )
         assert drawn.candidates is not None
         for trunk, last in zip(trunks, drawn.candidates.tolist(), strict=True):
             row = trunk.row

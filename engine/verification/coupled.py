@@ -8,22 +8,18 @@ ids travel.
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from engine.draft import Draft
-from engine.logits import Run, draw
 
 
-def coupled(shaped: Tensor, runs: Sequence[Run], drafts: Sequence[Draft]) -> list[tuple[list[int], list[int]]]:
+def coupled(drawn: Sequence[int], drafts: Sequence[Draft]) -> list[tuple[list[int], list[int]]]:
     """Decide a batch.
 
     Args:
-        shaped: [n, vocab] from `logits.shape`; per request the tip's row, then one row per draft node.
+        drawn: [n] the target's draws: per request at the tip, then after each draft node.
 
     Returns:
         Per request, the tokens to commit and the path of accepted nodes.
     """
-    drawn: list[int] = draw(shaped, runs).tolist()
     verdicts = []
     start = 0
     for draft in drafts:

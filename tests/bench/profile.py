@@ -85,10 +85,11 @@ def _wrap_modules(spans: Spans) -> None:
     """Time the functions that the models' owners call; before loading, since some are bound then."""
     spans.wrap(drafting, "build", "draft: build inputs")
     spans.wrap(drafting, "next_tokens", "draft: build inputs")
-    spans.wrap(drafting, "shape", "draft: sampling and noise")
-    spans.wrap(drafting, "draw", "draft: sampling and noise")
+    for name in ("plan_draws", "shape", "draw"):
+        spans.wrap(drafting, name, "draft: sampling and noise")
     spans.wrap(verifying, "build", "verify: build inputs")
-    spans.wrap(verifying, "shape", "verify: sampling, noise, rule")
+    for name in ("plan_draws", "shape", "draw", "coupled", "rejection"):
+        spans.wrap(verifying, name, "verify: sampling, noise, rule")
     spans.wrap(Detokenizer, "append", "detokenizing")
 
 
@@ -98,10 +99,10 @@ def _wrap_objects(spans: Spans, llm: LLM) -> None:
     spans.wrap(engine.scheduler, "next_batch", "scheduling")
     spans.wrap(engine.scheduler, "commit", "commit")
     spans.wrap(engine.drafter, "propose", "draft: rest")
-    spans.wrap(engine.drafter.model, "forward", "draft: forward passes")
+    for name in ("forward", "forward_and_draw"):
+        spans.wrap(engine.drafter.model, name, "draft: forward passes")
+        spans.wrap(engine.verifier.model, name, "verify: forward pass")
     spans.wrap(engine.verifier, "verify", "verify: rest")
-    spans.wrap(engine.verifier.model, "forward", "verify: forward pass")
-    spans.wrap(engine.verifier, "_rule", "verify: sampling, noise, rule")
 
 
 def _show(columns: list[dict[str, float]], title: str, console: Console) -> None:

@@ -53,7 +53,7 @@ class ServeRouters:
 
     async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
         """Stream a request's rounds from the replica that takes it."""
-        rounds = self._handle.generate.options(stream=True).remote(request)
+        rounds = self._handle.generate.options(stream=True, _by_reference=False).remote(request)
         try:
             async for outputs in rounds:
                 yield outputs

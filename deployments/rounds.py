@@ -160,6 +160,8 @@ class RoundLoop:
                 await self._recover(lost)
                 continue
             started = time.perf_counter()
+            turn = asyncio.Event()
+            asyncio.get_running_loop().call_soon(turn.set)
             try:
                 outputs = await self._engine.step()
             except TargetError as error:
@@ -168,8 +170,8 @@ class RoundLoop:
             self._num_failures = 0
             self._last_progress = time.monotonic()
             self._deliver(outputs)
-            # An engine whose peers answer at once must not keep cancelled clients waiting.
-            await asyncio.sleep(0)
+            # Others run while the peers compute. Where those answer at once, nobody may be kept waiting either.
+            await turn.wait()
             self._metrics.observe_round(
                 time.perf_counter() - started,
                 wait_s=getattr(self._engine.drafter, "last_wait_s", 0.0),

@@ -7,6 +7,7 @@ Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "off"]
 Verification = Literal["coupled", "rejection"]
+Speculation = Literal["adaptive", "fixed", "off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,9 @@ class EngineConfig:
     """What bounds the batch, the cache and the draft."""
 
     num_speculative_tokens: int = 4
-    """Draft tokens per round (k); 0 is plain decoding."""
+    """Draft tokens per round at most (k); 0 is plain decoding."""
+    speculation: Speculation = "adaptive"
+    """adaptive: as many of them, from none to all, as measured goodput says. fixed: always all. off: none."""
     verification: Verification = "coupled"
     """coupled: shared Gumbel noise, token ids only. rejection: Leviathan et al., sparse draft rows."""
     max_num_seqs: int = 32

@@ -2,6 +2,8 @@
 
 import hashlib
 import secrets
+import time
+from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 from typing import Any
@@ -10,6 +12,7 @@ from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.draft import NO_DRAFT, Draft, Drafter, ProposeRow, Verifier, VerifyRow
 from engine.errors import PromptTooLongError, RequestError
+from engine.goodput import Goodput
 from engine.sampling import SamplingParams
 from engine.scheduler import ScheduledRow, Scheduler
 from engine.sequence import RequestOutput, Sequence
@@ -22,6 +25,7 @@ class Engine:
     Args:
         num_blocks: KV blocks of the target, block 0 included.
         tokenizer: a transformers fast tokenizer; None leaves `RequestOutput.text` empty.
+        clock: seconds, from any start; rounds are measured with it.
     """
 
     def __init__(
@@ -35,6 +39,7 @@ class Engine:
         max_model_len: int,
         eos_token_ids: Ids[int] = (),
         tokenizer: Any = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
         self.drafter = drafter
@@ -44,6 +49,9 @@ class Engine:
         self._eos = frozenset(eos_token_ids)
         self._tokenizer = None if tokenizer is None else getattr(tokenizer, "backend_tokenizer", tokenizer)
         self.scheduler = Scheduler(config, num_blocks, self.max_model_len)
+        self.goodput = Goodput(config.num_speculative_tokens, config.speculation)
+        self._clock = clock
+        self._round_ended: float | None = None
 
     @property
     def stats(self) -> SpeculationStats:
@@ -112,6 +120,7 @@ class Engine:
     def reset(self) -> None:
         """Start over from the committed tokens, after the target lost its KV cache."""
         self.scheduler.reset()
+        self._round_ended = None
 
     async def step(self) -> list[RequestOutput]:
         """Run one round.
@@ -119,25 +128,43 @@ class Engine:
         Raises:
             TargetError: the round did not finish; nothing was committed, and it can be run again after `reset`.
         """
-        rows = self.scheduler.next_batch(self.config.num_speculative_tokens)
+        # What happens between two rounds is part of the second one, unless there was nothing to do.
+        started = self._clock() if self._round_ended is None else self._round_ended
+        limits, is_measured = self.scheduler.draft_limits, not self.scheduler.has_prompts
+        num_draft_tokens = self.goodput.choose(limits, is_measured=is_measured)
+        rows = self.scheduler.next_batch(num_draft_tokens)
         if not rows:
             return []
-        # A prompt that is still being computed wants no draft yet, but a drafter that runs ahead can prepare one.
-        asked = [row for row in rows if row.num_draft_tokens > 0 or self._will_speculate(row)]
-        proposed = await self.drafter.propose([_propose_row(row.sequence, row.num_draft_tokens) for row in asked])
-        found = {id(row): draft for row, draft in zip(asked, proposed, strict=True)}
-        drafts = [found.get(id(row), NO_DRAFT) for row in rows]
+        drafts = await self._propose(rows, num_draft_tokens)
         verdicts = await self.verifier.verify(
             [_verify_row(row.sequence, row.length, draft) for row, draft in zip(rows, drafts, strict=True)]
         )
         outputs = self.scheduler.commit(rows, drafts, verdicts)
+        self.scheduler.stats.observe_round(num_draft_tokens, self.goodput.reason)
+        for row, verdict in zip(rows, verdicts, strict=True):
+            self.goodput.observe_draft(row.num_draft_tokens, verdict.num_accepted)
         for output in outputs:
             if output.finish_reason is not None:
                 self._release(output.request_id)
+        ended = self._clock()
+        if is_measured and len(rows) == len(limits):
+            self.goodput.observe(limits, ended - started)
+        self._round_ended = ended if self.has_work else None
         return outputs
 
-    def _will_speculate(self, row: ScheduledRow) -> bool:
-        return self.config.num_speculative_tokens > 0 and row.sequence.params.num_speculative_tokens != 0
+    async def _propose(self, rows: list[ScheduledRow], num_draft_tokens: int) -> list[Draft]:
+        """Return a draft per row; with no draft tokens chosen the drafter is not disturbed."""
+
+        def will_speculate(row: ScheduledRow) -> bool:
+            # A prompt that is still being computed wants no draft yet, but a drafter that runs ahead can prepare one.
+            return num_draft_tokens > 0 and row.sequence.params.num_speculative_tokens != 0
+
+        asked = [row for row in rows if will_speculate(row)]
+        if not asked:
+            return [NO_DRAFT] * len(rows)
+        proposed = await self.drafter.propose([_propose_row(row.sequence, row.num_draft_tokens) for row in asked])
+        found = {id(row): draft for row, draft in zip(asked, proposed, strict=True)}
+        return [found.get(id(row), NO_DRAFT) for row in rows]
 
     def _fit(self, prompt_token_ids: Ids[int], params: SamplingParams) -> SamplingParams:
         """Check a request against the model and fill in what it left open: its seed and the room it has."""

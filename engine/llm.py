@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.config import Compile, Device, Dtype, EngineConfig, ModelConfig, Verification
+from engine.config import Compile, Device, Dtype, EngineConfig, ModelConfig, Speculation, Verification
 from engine.draft import Drafter, NoDrafter, TokenLogprobs
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
@@ -63,6 +63,8 @@ class LLM:
         model: a transformers directory; the default is the bundled target.
         draft_model: likewise; None decodes without speculation. "bundled" is the bundled draft, and only goes with the
             bundled target.
+        num_speculative_tokens: draft tokens per round, at most.
+        speculation: "adaptive" chooses their number by measured goodput, "fixed" takes them all, "off" none.
         compile: "auto" compiles decode steps on a CPU, in the background and once per machine; "off" does not.
         seed: requests without a seed derive theirs from it, so that a run can be repeated.
 
@@ -77,6 +79,7 @@ class LLM:
         draft_model: str | Path | None = "bundled",
         *,
         num_speculative_tokens: int = 4,
+        speculation: Speculation = "adaptive",
         verification: Verification = "coupled",
         dtype: Dtype = "auto",
         device: Device = "auto",
@@ -89,7 +92,10 @@ class LLM:
         self._seed = seed
         self._num_requests = 0
         config = replace(
-            engine_config or EngineConfig(), num_speculative_tokens=num_speculative_tokens, verification=verification
+            engine_config or EngineConfig(),
+            num_speculative_tokens=num_speculative_tokens,
+            speculation=speculation,
+            verification=verification,
         )
         target_config = ModelConfig(str(model), dtype=dtype, device=device, compile=compile)
         self.tokenizer = load_tokenizer(target_config)

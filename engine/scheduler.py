@@ -63,12 +63,23 @@ class Scheduler:
         self.running.clear()
         self.pool.clear()
 
+    @property
+    def draft_limits(self) -> list[int]:
+        """The longest draft that each decoding request may get, by the configuration and its own parameters."""
+        return [self._most_draft_tokens(s, self.config.num_speculative_tokens) for s in self.running if s.is_decoding]
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether the next round is likely to compute prompts."""
+        is_full = len(self.running) >= self.config.max_num_seqs
+        return (bool(self.waiting) and not is_full) or not all(s.is_decoding for s in self.running)
+
     def next_batch(self, num_speculative_tokens: int) -> list[ScheduledRow]:
         """Choose the rows of the next round and reserve their blocks."""
         budget = self.config.max_num_batched_tokens
         rows: list[ScheduledRow] = []
         # Decoding rows first: a long prompt delays nobody's next token.
-        for sequence in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
+        for sequence in sorted(self.running, key=lambda s: not s.is_decoding):
             if budget <= 0:
                 break
             if sequence not in self.running:
@@ -89,7 +100,6 @@ class Scheduler:
         """Append what was decided, name the blocks that are full now, and let finished requests go."""
         outputs = []
         alive = {id(sequence) for sequence in self.running}
-        self.stats.num_rounds += 1
         for row, draft, verdict in zip(rows, drafts, verdicts, strict=True):
             sequence = row.sequence
             if id(sequence) not in alive:
@@ -108,13 +118,17 @@ class Scheduler:
 
     def _row(self, sequence: Sequence, budget: int, num_speculative_tokens: int) -> ScheduledRow:
         length = min(sequence.num_uncomputed, budget)
-        if sequence.num_uncomputed > 1:
+        if not sequence.is_decoding:
             return ScheduledRow(sequence, length, 0)
-        asked = sequence.params.num_speculative_tokens
-        wanted = num_speculative_tokens if asked is None else min(asked, num_speculative_tokens)
+        wanted = self._most_draft_tokens(sequence, num_speculative_tokens)
         # The round commits one token beyond the draft, so the last token allowed is never drafted.
         room = min(sequence.num_remaining - 1, self._max_model_len - len(sequence.token_ids) - 1, budget - 1)
         return ScheduledRow(sequence, length, max(0, min(wanted, room)))
+
+    @staticmethod
+    def _most_draft_tokens(sequence: Sequence, num_speculative_tokens: int) -> int:
+        asked = sequence.params.num_speculative_tokens
+        return num_speculative_tokens if asked is None else min(asked, num_speculative_tokens)
 
     def _reserve(self, row: ScheduledRow, rows: list[ScheduledRow]) -> bool:
         """Give the row its blocks, preempting the youngest others; False if it was preempted itself."""

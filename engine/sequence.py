@@ -65,6 +65,11 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
+    def is_decoding(self) -> bool:
+        """Whether all but the last committed token are computed, so that the next round brings a new one."""
+        return self.num_uncomputed == 1
+
+    @property
     def num_remaining(self) -> int:
         """Tokens that may still be committed."""
         return self.params.max_tokens - self.num_output_tokens

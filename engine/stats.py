@@ -4,6 +4,7 @@ Acceptance rate = num_accepted_tokens / num_draft_tokens; mean acceptance length
 num_drafts (bonus included); acceptance at position i = num_accepted_tokens_per_pos[i] / num_drafts.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 
@@ -19,6 +20,8 @@ class SpeculationStats:
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     num_rounds: int = 0
+    num_rounds_by_length: Counter[tuple[int, str]] = field(default_factory=Counter)
+    """Rounds by their draft length and why it was chosen."""
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
         """Count one verified draft; an empty one is no draft."""
@@ -31,6 +34,11 @@ class SpeculationStats:
         self.num_accepted_tokens_per_pos += [0] * missing
         for position in range(num_accepted_tokens):
             self.num_accepted_tokens_per_pos[position] += 1
+
+    def observe_round(self, num_draft_tokens: int, reason: str) -> None:
+        """Count a round and the draft length it had."""
+        self.num_rounds += 1
+        self.num_rounds_by_length[num_draft_tokens, reason] += 1
 
     @property
     def acceptance_rate(self) -> float:

@@ -1,6 +1,7 @@
 """Engines over any model, and loops that run them to the end."""
 
 import itertools
+import time
 from dataclasses import replace
 
 from engine.config import EngineConfig
@@ -11,9 +12,10 @@ from engine.logits import Run, draw, shape
 from engine.verifier import ModelVerifier
 
 
-def make_engine(model, drafter=None, *, tokenizer=None, **settings):
-    """An engine; `drafter` is a function of its configuration."""
-    config = EngineConfig(**{"num_blocks": 3000, "max_num_seqs": 64, "max_queued_requests": 10**6, **settings})
+def make_engine(model, drafter=None, *, tokenizer=None, clock=time.perf_counter, **settings):
+    """An engine; `drafter` is a function of its configuration. The draft length is fixed unless said otherwise."""
+    defaults = {"num_blocks": 3000, "max_num_seqs": 64, "max_queued_requests": 10**6, "speculation": "fixed"}
+    config = EngineConfig(**(defaults | settings))
     verifier = ModelVerifier(model, config)
     return Engine(
         config,
@@ -24,6 +26,7 @@ def make_engine(model, drafter=None, *, tokenizer=None, **settings):
         max_model_len=model.info.max_model_len,
         eos_token_ids=model.info.eos_token_ids,
         tokenizer=tokenizer,
+        clock=clock,
     )
 
 

@@ -15,7 +15,7 @@ import click
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from cluster.config import GroupConfig, RunAhead
-from engine.config import Compile, Device, Dtype, EngineConfig, ModelConfig, Verification
+from engine.config import Compile, Device, Dtype, EngineConfig, ModelConfig, Speculation, Verification
 from engine.llm import BUNDLED_DRAFT, BUNDLED_TARGET
 
 API_KEY_VARIABLE = "PACELINE_API_KEY"
@@ -116,7 +116,9 @@ class AppConfig(BaseModel):
     """Whether the draft drafts for the likeliest verdicts while the target verifies: auto, on or off. auto is on where
     both have devices or cores of their own."""
     num_speculative_tokens: int = Field(4, ge=0, le=64)
-    """Draft tokens per round; 0 is plain decoding."""
+    """Draft tokens per round at most; 0 is plain decoding."""
+    speculation: Speculation = "adaptive"
+    """adaptive: as many draft tokens as measured goodput says, none included; fixed: always all; off: no draft."""
     verification: Verification = "coupled"
     """The verification rule: coupled (shared noise) or rejection (Leviathan et al.)."""
     max_num_seqs: int = Field(32, ge=1)
@@ -184,7 +186,7 @@ class AppConfig(BaseModel):
         choice = self.draft_model
         if choice == "auto":
             choice = BUNDLED if self.target_model == BUNDLED else "none"
-        if choice == "none" or self.num_speculative_tokens == 0:
+        if choice == "none" or self.num_speculative_tokens == 0 or self.speculation == "off":
             return None
         return str(BUNDLED_DRAFT) if choice == BUNDLED else choice
 
@@ -197,6 +199,7 @@ def group_config(config: AppConfig) -> GroupConfig:
         draft=_model_config(config, draft_path, config.draft_revision) if draft_path else None,
         engine=EngineConfig(
             num_speculative_tokens=config.num_speculative_tokens if draft_path else 0,
+            speculation=config.speculation,
             verification=config.verification,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,

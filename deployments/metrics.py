@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
-_MEANS = frozenset({"vllm:kv_cache_usage_perc"})
+_MEANS = frozenset({"vllm:kv_cache_usage_perc", "paceline:num_speculative_tokens"})
 """Gauges that are averaged over replicas; everything else adds up."""
 
 
@@ -141,6 +141,16 @@ class _EngineCollector(Collector):
         yield self._gauge("num_requests_waiting", "Sequences in the queue.", engine.num_waiting)
         usage = 1 - engine.num_free_blocks / engine.num_blocks
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage)
+        current = engine.goodput.num_draft_tokens
+        yield self._gauge("num_speculative_tokens", "Draft length chosen last.", current, prefix="paceline")
+        lengths = CounterMetricFamily(
+            "paceline:rounds_by_draft_length",
+            "Rounds by draft length and why it was chosen: goodput, trial, fixed or off.",
+            labels=["model_name", "num_draft_tokens", "reason"],
+        )
+        for (length, reason), count in stats.num_rounds_by_length.items():
+            lengths.add_metric([self._model_name, str(length), reason], count)
+        yield lengths
         fallbacks: Mapping[str, int] = getattr(self._drafter, "fallbacks", {})
         yield self._by("paceline:drafter_fallbacks", "Rounds without a draft, by reason.", "reason", fallbacks)
         ahead: RunAheadStats | None = getattr(self._drafter, "run_ahead", None)
@@ -159,8 +169,8 @@ class _EngineCollector(Collector):
         family.add_metric([self._model_name], value)
         return family
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+    def _gauge(self, name: str, text: str, value: float, *, prefix: str = "vllm") -> Metric:
+        family = GaugeMetricFamily(f"{prefix}:{name}", text, labels=["model_name"])
         family.add_metric([self._model_name], value)
         return family
 

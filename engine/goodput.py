@@ -20,9 +20,10 @@ from engine.config import Speculation
 Reason = Literal["fixed", "off", "goodput", "trial"]
 
 _LADDER = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_ACCEPTANCE_DECAY = 0.99
+_DRAFTS_REMEMBERED = 200
 _PRIOR_ACCEPTANCE = 0.7
-_MARGIN = 1.02
+_PRIOR_DRAFTS = 4
+_MARGIN = 1.01
 """A change of length costs a round or two, so another must promise this much more."""
 _WINDOW = 15
 _TRIAL_ROUNDS = 8
@@ -30,7 +31,8 @@ _FEWEST_ROUNDS = 3
 _HOPELESS = 0.7
 _LOST_SHARE = 0.004
 """Of the time, that each of the (at most four) challengers may lose by being tried."""
-_PAUSE_ROUNDS = 64
+_PAUSE_ROUNDS = 32
+_TRIALS_REMEMBERED = 7
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ class _Load:
         self.trial: _Trial | None = None
         self._clock = 0.0
         self._due: dict[int, float] = {}
+        self._results: dict[int, deque[float]] = {}
 
     def use(self, best: int) -> None:
         """Put another length to use; the one that was is tried again later."""
@@ -63,12 +66,12 @@ class _Load:
         self.recent.clear()
 
     def challenge(self) -> None:
-        """Begin a trial if one is due: of one length shorter, one longer, none at all, or the most."""
+        """Begin a trial if one is due: of none at all, one length shorter, one longer, or the most."""
         if len(self.recent) < _TRIAL_ROUNDS:
             return
         place = self.lengths.index(self.best)
         near = self.lengths[max(0, place - 1) : place + 2]
-        able = [k for k in dict.fromkeys([*near, 0, self.lengths[-1]]) if k != self.best]
+        able = [k for k in dict.fromkeys([0, *near, self.lengths[-1]]) if k != self.best]
         due = [k for k in able if self._due.get(k, 0.0) <= self._clock]
         self.trial = _Trial(due[0]) if due else None
 
@@ -93,9 +96,10 @@ class _Load:
         is_hopeless = worth * best_s < _HOPELESS * round_s
         if count < (_FEWEST_ROUNDS if is_hopeless else _TRIAL_ROUNDS):
             return
-        cost = self.costs[self.best] * round_s / best_s
         challenger = trial.num_draft_tokens
-        self.costs[challenger] = (self.costs.get(challenger, cost) + cost) / 2
+        results = self._results.setdefault(challenger, deque(maxlen=_TRIALS_REMEMBERED))
+        results.append(self.costs[self.best] * round_s / best_s)
+        self.costs[challenger] = median(results)
         self._rest(challenger, trial.first_s + count * round_s - (1 + count) * worth * best_s)
         self.trial = None
         self.recent.clear()
@@ -118,6 +122,7 @@ class Goodput:
         self.reason: Reason = "goodput" if speculation == "adaptive" else speculation
         self._is_adaptive = speculation == "adaptive" and max_draft_tokens > 0
         self._acceptance = [_PRIOR_ACCEPTANCE] * max_draft_tokens
+        self._num_reached = [_PRIOR_DRAFTS] * max_draft_tokens
         self._loads: dict[tuple[int, int], _Load] = {}
         self._load: _Load | None = None
         self._is_first = False
@@ -164,9 +169,8 @@ class Goodput:
         Positions up to the first rejection say something of acceptance, those behind it nothing.
         """
         for position in range(min(num_accepted + 1, num_wanted)):
-            rate = self._acceptance[position]
-            is_accepted = position < num_accepted
-            self._acceptance[position] = _ACCEPTANCE_DECAY * rate + (1 - _ACCEPTANCE_DECAY) * is_accepted
+            count = self._num_reached[position] = min(self._num_reached[position] + 1, _DRAFTS_REMEMBERED)
+            self._acceptance[position] += ((position < num_accepted) - self._acceptance[position]) / count
 
     def expected_tokens(self, num_draft_tokens: int, limits: Sequence[int]) -> float:
         """Return the tokens that a round is expected to commit, of all requests together."""

@@ -58,6 +58,7 @@ def test_a_wrong_argument_is_named_in_one_line(arguments: dict[str, object], mes
         ({}, str(BUNDLED_TARGET), str(BUNDLED_DRAFT)),
         ({"draft_model": "none"}, str(BUNDLED_TARGET), None),
         ({"num_speculative_tokens": 0}, str(BUNDLED_TARGET), None),
+        ({"speculation": "off"}, str(BUNDLED_TARGET), None),
         ({"target_model": "/big"}, "/big", None),
         ({"target_model": "/big", "draft_model": "/small"}, "/big", "/small"),
     ],
@@ -72,6 +73,7 @@ def test_which_models_are_loaded(arguments: dict[str, object], target: str, draf
 def test_every_engine_setting_reaches_the_group() -> None:
     wanted = {
         "num_speculative_tokens": 3,
+        "speculation": "fixed",
         "verification": "rejection",
         "max_num_seqs": 5,
         "max_num_batched_tokens": 77,

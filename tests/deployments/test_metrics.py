@@ -44,6 +44,22 @@ async def test_a_client_that_left_is_counted_but_not_timed() -> None:
     await rig.loop.stop()
 
 
+async def test_draft_lengths_are_counted_with_their_reasons() -> None:
+    rigs = [Rig(), Rig()]
+    for rig in rigs:
+        async for _ in rig.loop.generate(generation()):
+            pass
+    rigs[0].engine.goodput.num_draft_tokens, rigs[1].engine.goodput.num_draft_tokens = 3, 0
+    rigs[0].engine.stats.observe_round(3, "trial")
+    text = exposition([rig.metrics.collect() for rig in rigs]).decode()
+    assert 'paceline:num_speculative_tokens{model_name="tiny"} 1.5' in text
+    assert 'paceline:rounds_by_draft_length_total{model_name="tiny",num_draft_tokens="3",reason="trial"} 1.0' in text
+    others = sum(count for (k, _), count in rigs[1].engine.stats.num_rounds_by_length.items())
+    assert others == rigs[1].engine.stats.num_rounds
+    for rig in rigs:
+        await rig.loop.stop()
+
+
 async def test_fallbacks_are_counted_by_reason() -> None:
     class Absent:
         fallbacks = {"absent": 3}  # noqa: RUF012

@@ -11,7 +11,7 @@ A request that comes early finds shorter drafts, and the missing tokens are draw
 
 import functools
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,13 +22,10 @@ from engine.drafters.branches import Branches, Trunk
 from engine.drafters.chain import Chain
 from engine.drafters.fan_out import AcceptedLengths, fan_out
 from engine.drafters.model import ModelDrafter
+from engine.drafters.pace import WIDTHS, Pace
 from engine.model import CausalLM
 
 NUM_CANDIDATES = 10
-WIDTHS = (6, 8, 12, 16, 20, 24)
-_SMOOTHING = 0.9
-_LONGEST_ROUND_S = 1.0
-_SLACK = 0.8
 
 
 @dataclass(slots=True)
@@ -52,7 +49,15 @@ class RunAheadStats:
 class RunAheadDrafter(ModelDrafter):
     """A model drafter that prepares for the next request; without calls of `advance` it is an ordinary one."""
 
-    def __init__(self, model: CausalLM, config: EngineConfig, *, token_limit: int | None = None) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        config: EngineConfig,
+        *,
+        token_limit: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Make the draft's KV cache; `clock` (seconds, from any start) is what passes and rounds are measured with."""
         super().__init__(model, config, token_limit=token_limit, num_candidates=NUM_CANDIDATES)
         self.stats = RunAheadStats()
         self._depth = max(1, config.num_speculative_tokens)
@@ -61,7 +66,8 @@ class RunAheadDrafter(ModelDrafter):
         self._branches: Branches | None = None
         self._work: Generator[None, None, None] | None = None
         self._num_passes = 0
-        self._pace = Pace()
+        self._clock = clock
+        self._pace = Pace(clock)
 
     @property
     def has_time(self) -> bool:
@@ -72,11 +78,11 @@ class RunAheadDrafter(ModelDrafter):
         """Do one forward pass of what is left to prepare; return whether there is more."""
         if self._work is None:
             return False
-        started = time.perf_counter()
+        started = self._clock()
         try:
             with torch.inference_mode():
                 next(self._work)
-            self._pace.passed(time.perf_counter() - started)
+            self._pace.passed(self._clock() - started)
         except StopIteration:
             self._work = None
             self._pace.finished()
@@ -105,10 +111,10 @@ class RunAheadDrafter(ModelDrafter):
         missing = {i: rows[i].num_draft_tokens - len(chains[i].token_ids) for i in able}
         lacking = [i for i in able if missing[i]]
         if lacking and self._is_worth_waiting([rows[i] for i in able], [chains[i] for i in able]):
-            started = time.perf_counter()
+            started = self._clock()
             self._draft([rows[i] for i in lacking], [chains[i] for i in lacking])
-            self._pace.drafted(time.perf_counter() - started, max(missing.values()))
-        self._work = self._prepare([(rows[i], chains[i]) for i in able])
+            self._pace.drafted(self._clock() - started, max(missing.values()))
+        self._prepare([(rows[i], chains[i]) for i in able])
         self._pace.answered()
         return [chain.draft() for chain in chains]
 
@@ -191,11 +197,15 @@ class RunAheadDrafter(ModelDrafter):
         missing = max(row.num_draft_tokens - len(chain.token_ids) for row, chain in zip(rows, chains, strict=True))
         return self._pace.slowdown(missing) < later / now
 
-    def _prepare(self, drafted: Sequence[tuple[ProposeRow, Chain]]) -> Generator[None, None, None]:
-        """Draft for the likeliest verdicts on what was just proposed, stopping after every forward pass."""
+    def _prepare(self, drafted: Sequence[tuple[ProposeRow, Chain]]) -> None:
+        """Begin to draft for the likeliest verdicts on what was just proposed."""
         self._depth = max((row.num_draft_tokens for row, _ in drafted), default=0) or self._depth
         trunks = [Trunk(row, len(row.token_ids), chain) for row, chain in drafted]
         self._trunks = {trunk.row.request_id: trunk for trunk in trunks}
+        self._work = self._grow(trunks)
+
+    def _grow(self, trunks: Sequence[Trunk]) -> Generator[None, None, None]:
+        """Find the verdicts to bet on and draft for each, stopping after every forward pass."""
         width = WIDTHS[self._pace.width]
         trunks = [trunk for trunk in trunks if self._make_scratch(trunk, width)]
         if not trunks:
@@ -262,65 +272,3 @@ class RunAheadDrafter(ModelDrafter):
     def _passed(self) -> None:
         self._num_passes += 1
         self.stats.num_forwards += 1
-
-
-class Pace:
-    """Measured times of the drafter and of whoever it waits for, in seconds, and how many branches fit between."""
-
-    def __init__(self) -> None:
-        self.width = WIDTHS.index(16)
-        self._step_s: float | None = None
-        self._pass_s = 0.0
-        self._gap_s: float | None = None
-        self._answered = self._finished = 0.0
-
-    def asked(self, *, num_missing: int) -> None:
-        """Take the time between an answer and the next request; narrow or widen what is prepared.
-
-        Args:
-            num_missing: steps that the branches still lacked. A single one is cheaper to draw late than to guess less.
-        """
-        now = time.perf_counter()
-        if not self._answered:
-            return
-        gap = now - self._answered
-        if gap > _LONGEST_ROUND_S:
-            return  # nobody was waiting
-        self._gap_s = _smooth(self._gap_s, gap)
-        if num_missing > 1:
-            self.width = max(0, self.width - 1)
-        elif self._answered < self._finished < self._answered + _SLACK * gap:
-            self.width = min(len(WIDTHS) - 1, self.width + 1)
-
-    def answered(self) -> None:
-        """Note that an answer leaves now."""
-        self._answered = time.perf_counter()
-
-    def finished(self) -> None:
-        """Note that everything is prepared."""
-        self._finished = time.perf_counter()
-
-    @property
-    def has_time(self) -> bool:
-        """Whether at least half of a pass is likely to fit before the next request."""
-        if self._gap_s is None:
-            return True
-        return time.perf_counter() - self._answered + self._pass_s / 2 < self._gap_s
-
-    def passed(self, seconds: float) -> None:
-        """Take what a pass ahead of the next request took."""
-        self._pass_s = _smooth(self._pass_s or None, seconds)
-
-    def drafted(self, seconds: float, num_steps: int) -> None:
-        """Take what drafting so many tokens took while the target waited."""
-        self._step_s = _smooth(self._step_s, seconds / num_steps)
-
-    def slowdown(self, num_steps: int) -> float:
-        """Return a round's time with so many draft steps before it, over its time without; 1 until it is known."""
-        if self._step_s is None or not self._gap_s:
-            return 1.0
-        return 1 + num_steps * self._step_s / self._gap_s
-
-
-def _smooth(old: float | None, new: float) -> float:
-    return new if old is None else _SMOOTHING * old + (1 - _SMOOTHING) * new

@@ -1,9 +1,10 @@
-"""python -m tests.bench [compare | profile | batch | load]: how fast Paceline is, and where the time goes.
+"""python -m tests.bench [compare | profile | batch | load | simulate]: how fast Paceline is, and where the time goes.
 
 compare   every method on the same prompts, at batch 1 and 8, T = 0 and 0.7 (also `make bench JSON=path`)
 profile   what the parts of a round cost, in process and served
 batch     tokens/s of the engine at 1 to 32 rows
 load      tokens/s and latency of the served application at 1 to 32 streams
+simulate  what hardware that is not here would do: the same engine over models that cost virtual time
 
 How a comparison is kept fair: every method gets the same token ids, ends with text, and makes the same number of tokens
 per prompt, end-of-text ignored. Models are loaded in the same number format with the same number of threads (the served
@@ -23,6 +24,7 @@ from rich.console import Console
 
 from engine.llm import BUNDLED_DRAFT, BUNDLED_TARGET
 from engine.model import resolve_device
+from tests.bench import simulate
 from tests.bench.compare import CELLS, NAMES, collect, show, write
 from tests.bench.curves import batch_curve, load_curve
 from tests.bench.profile import profile
@@ -58,6 +60,9 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
     if options.command == "profile":
         profile(workload, console)
         return []
+    if options.command == "simulate":
+        simulate.run(workload, console)
+        return []
     if options.command == "batch":
         return batch_curve(workload, options.png or Path("batch.png"), console)
     if options.command == "load":
@@ -77,7 +82,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         epilog=details,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", nargs="?", choices=("compare", "profile", "batch", "load"), default="compare")
+    parser.add_argument(
+        "command", nargs="?", choices=("compare", "profile", "batch", "load", "simulate"), default="compare"
+    )
     parser.add_argument("--json", type=Path, help="compare: where the rows go")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="compare: these methods")
     parser.add_argument("--png", type=Path, help="batch, load: where the plot goes (default: batch.png, load.png)")

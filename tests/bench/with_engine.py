@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Speculation
 from engine.draft import Draft, Drafter, ProposeRow, Verdict, Verifier, VerifyRow
 from engine.engine import Engine
 from engine.llm import LLM, run_in_process
@@ -52,21 +52,21 @@ class TimedVerifier:
 class EngineMethod:
     """The engine's own loop, with speculation (k > 0) or without."""
 
-    def __init__(self, workload: Workload, num_speculative_tokens: int) -> None:
+    def __init__(self, workload: Workload, num_speculative_tokens: int, speculation: Speculation = "fixed") -> None:
         torch.set_num_threads(workload.num_threads)
         self.num_speculative_tokens: int | None = num_speculative_tokens
         self._num_tokens = workload.num_tokens
-        self.engine = load(workload, num_speculative_tokens).engine
-        self._drafter = self.engine.drafter = TimedDrafter(self.engine.drafter)
-        self._verifier = self.engine.verifier = TimedVerifier(self.engine.verifier)
+        self.engine = load(workload, num_speculative_tokens, speculation).engine
+        self.drafter = self.engine.drafter = TimedDrafter(self.engine.drafter)
+        self.verifier = self.engine.verifier = TimedVerifier(self.engine.verifier)
 
     def run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
         before = replace(self.engine.stats)
-        computed = self._drafter.seconds + self._verifier.seconds
+        computed = self.drafter.seconds + self.verifier.seconds
         started = time.perf_counter()
         timelines = generate(self.engine, prompts, temperature, self._num_tokens)
         elapsed = time.perf_counter() - started
-        computed = self._drafter.seconds + self._verifier.seconds - computed
+        computed = self.drafter.seconds + self.verifier.seconds - computed
         speculation = since(before, self.engine.stats)
         return Batch(elapsed, timelines, speculation, (elapsed - computed) / speculation.num_rounds)
 
@@ -74,12 +74,13 @@ class EngineMethod:
         """Nothing was started."""
 
 
-def load(workload: Workload, num_speculative_tokens: int) -> LLM:
+def load(workload: Workload, num_speculative_tokens: int, speculation: Speculation = "fixed") -> LLM:
     """Load the engine; it may not keep a prompt's keys and values for the next time, since transformers does not."""
     return LLM(
         workload.target,
         workload.draft if num_speculative_tokens else None,
         num_speculative_tokens=num_speculative_tokens,
+        speculation=speculation,
         dtype=workload.dtype,
         device=workload.device,
         compile=workload.compile,

@@ -1,0 +1,71 @@
+"""Pace: how long a drafter's passes take, and how many of them fit before the next request."""
+
+from collections.abc import Callable
+
+WIDTHS = (6, 8, 12, 16, 20, 24)
+_SMOOTHING = 0.9
+_LONGEST_ROUND_S = 1.0
+_SLACK = 0.8
+
+
+class Pace:
+    """Measured times of the drafter and of whoever it waits for, in seconds, and how many branches fit between."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.width = WIDTHS.index(16)
+        self._step_s: float | None = None
+        self._pass_s = 0.0
+        self._gap_s: float | None = None
+        self._answered = self._finished = 0.0
+
+    def asked(self, *, num_missing: int) -> None:
+        """Take the time between an answer and the next request; narrow or widen what is prepared.
+
+        Args:
+            num_missing: steps that the branches still lacked. A single one is cheaper to draw late than to guess less.
+        """
+        now = self._clock()
+        if not self._answered:
+            return
+        gap = now - self._answered
+        if gap > _LONGEST_ROUND_S:
+            return  # nobody was waiting
+        self._gap_s = _smooth(self._gap_s, gap)
+        if num_missing > 1:
+            self.width = max(0, self.width - 1)
+        elif self._answered < self._finished < self._answered + _SLACK * gap:
+            self.width = min(len(WIDTHS) - 1, self.width + 1)
+
+    def answered(self) -> None:
+        """Note that an answer leaves now."""
+        self._answered = self._clock()
+
+    def finished(self) -> None:
+        """Note that everything is prepared."""
+        self._finished = self._clock()
+
+    @property
+    def has_time(self) -> bool:
+        """Whether at least half of a pass is likely to fit before the next request."""
+        if self._gap_s is None:
+            return True
+        return self._clock() - self._answered + self._pass_s / 2 < self._gap_s
+
+    def passed(self, seconds: float) -> None:
+        """Take what a pass ahead of the next request took."""
+        self._pass_s = _smooth(self._pass_s or None, seconds)
+
+    def drafted(self, seconds: float, num_steps: int) -> None:
+        """Take what drafting so many tokens took while the target waited."""
+        self._step_s = _smooth(self._step_s, seconds / num_steps)
+
+    def slowdown(self, num_steps: int) -> float:
+        """Return a round's time with so many draft steps before it, over its time without; 1 until it is known."""
+        if self._step_s is None or not self._gap_s:
+            return 1.0
+        return 1 + num_steps * self._step_s / self._gap_s
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else _SMOOTHING * old + (1 - _SMOOTHING) * new

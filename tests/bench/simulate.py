@@ -1,0 +1,178 @@
+"""The simulation's table: checked against this machine, then for a 70B on four H100 with a 1B draft on a fifth."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from engine.config import Speculation
+from tests.bench.simulation import Costs, Outcome, Place, simulate
+from tests.bench.with_engine import EngineMethod
+from tests.bench.workload import Workload
+
+LLAMA = Costs(
+    target_ms=18.15,
+    target_row_ms=0.0,
+    target_token_ms=0.128,
+    draft_ms=1.52,
+    draft_token_ms=0.01,
+    network_ms=0.1,
+    overhead_ms=0.0,
+    acceptance=0.85,
+    rank_exponent=1.0,
+)
+SOURCES = (
+    "Inputs, times in ms. Target pass 18.15 + 0.128 per token: plain 54.7 tok/s (Kumar, Dao, May, 2603.03251), slope "
+    "from nano-PEARL's plain 70B at batch 1 and 32 (44.3 and 1206 tok/s, 2 GPUs). Draft pass 1.52: six are a third of "
+    "their speculative round; 0.01 per token and 0.1 for the network one way are assumed. Acceptance 0.85 fits their "
+    "speculative rate. A token not drafted is beyond the F next candidates with probability 1/F, as in their example. "
+    "Greedy. Published, mean of four tasks: plain 54.7, k = 6 161.8, running ahead with k = 7 255.8 tok/s."
+)
+
+
+class Setting(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    place: Place
+    num_speculative_tokens: int
+    speculation: Speculation
+
+
+SETTINGS = (
+    Setting("plain, 4 GPUs", "beside", 0, "off"),
+    Setting("draft on the same 4", "beside", 6, "fixed"),
+    Setting("draft on a fifth", "apart", 6, "fixed"),
+    Setting("running ahead on a fifth", "ahead", 7, "fixed"),
+    Setting("running ahead, adaptive", "ahead", 7, "adaptive"),
+)
+STREAMS = (1, 8, 32)
+CALIBRATION = ((1, 0), (1, 4), (8, 0), (8, 4))
+CHECKS = ((1, 2), (4, 0), (4, 2), (4, 4), (8, 2))
+NUM_TOKENS = 192
+
+
+def run(workload: Workload, console: Console) -> None:
+    """Print what the simulation says of this machine beside what it does, and then the hardware's table."""
+    console.print(check(workload))
+    table = Table(
+        title="SIMULATED: Llama-3.1-70B, 4 H100, Llama-3.2-1B as the draft", caption=SOURCES, caption_justify="left"
+    )
+    for column in ("setting", "streams", "tokens/s", "to plain", "length", "hit rate", "mean k"):
+        table.add_column(column, justify="left" if column == "setting" else "right")
+    plain: dict[int, float] = {}
+    for setting in SETTINGS:
+        for num_streams in STREAMS:
+            found = simulate(
+                LLAMA,
+                setting.place,
+                num_streams=num_streams,
+                num_speculative_tokens=setting.num_speculative_tokens,
+                speculation=setting.speculation,
+                num_requests=6 if num_streams == 1 else 2,
+            )
+            speed = found.tokens_per_s / plain.setdefault(num_streams, found.tokens_per_s)
+            table.add_row(setting.name, str(num_streams), f"{found.tokens_per_s:.1f}", f"{speed:.2f}", *_rest(found))
+        table.add_section()
+    console.print(table)
+
+
+def check(workload: Workload) -> Table:
+    """Measure costs in process at some batch sizes and lengths, and predict others from them."""
+    methods = {k: EngineMethod(workload, k) for k in sorted({k for _, k in (*CALIBRATION, *CHECKS)})}
+    measured = {cell: _measure(methods[cell[1]], workload, *cell) for cell in (*CALIBRATION, *CHECKS)}
+    costs = _fit({cell: measured[cell] for cell in CALIBRATION})
+    caption = (
+        f"target pass {costs.target_ms:.2f} ms + {costs.target_row_ms:.3f} per row + {costs.target_token_ms:.3f} per "
+        f"token, draft pass {costs.draft_ms:.2f} + {costs.draft_token_ms:.3f} per row, {costs.overhead_ms:.2f} outside "
+        f"both, acceptance {costs.acceptance:.3f}; "
+        f"from (rows, k) = {', '.join(map(str, CALIBRATION))}"
+    )
+    table = Table(
+        title="The simulation against this machine, T = 0, one process", caption=caption, caption_justify="left"
+    )
+    for column in ("rows", "k", "measured tokens/s", "simulated", "ratio"):
+        table.add_column(column, justify="right")
+    for rows, k in (*CALIBRATION, *CHECKS):
+        speculation: Speculation = "fixed" if k else "off"
+        simulated = simulate(
+            costs,
+            "beside",
+            num_streams=rows,
+            num_speculative_tokens=k,
+            speculation=speculation,
+            num_tokens=NUM_TOKENS,
+            num_requests=6,
+        ).tokens_per_s
+        real = measured[rows, k].tokens_per_s
+        table.add_row(str(rows), str(k), f"{real:.0f}", f"{simulated:.0f}", f"{simulated / real:.2f}")
+    return table
+
+
+class Measured(NamedTuple):
+    """Means of the rounds of one cell, in milliseconds, and the acceptance rate at the first position."""
+
+    tokens_per_s: float
+    target_ms: float
+    draft_ms: float
+    overhead_ms: float
+    acceptance: float
+
+
+def _measure(method: EngineMethod, workload: Workload, rows: int, k: int) -> Measured:
+    batches = list(replace(workload, num_tokens=NUM_TOKENS).batches(rows))
+    method.run(batches[0], 0.0)
+    drafter, verifier, stats = method.drafter.seconds, method.verifier.seconds, replace(method.engine.stats)
+    found = [method.run(prompts, 0.0) for prompts in batches]
+    elapsed_s = sum(batch.elapsed_s for batch in found)
+    num_rounds = method.engine.stats.num_rounds - stats.num_rounds
+    target_ms = (method.verifier.seconds - verifier) / num_rounds * 1e3
+    draft_ms = (method.drafter.seconds - drafter) / num_rounds * 1e3
+    tokens = method.engine.stats.num_generation_tokens - stats.num_generation_tokens
+    lengths = [batch.speculation for batch in found]
+    accepted = sum(one.num_accepted_tokens for one in lengths) / max(1, sum(one.num_drafts for one in lengths))
+    return Measured(
+        tokens / elapsed_s,
+        target_ms,
+        draft_ms / max(1, k),
+        elapsed_s / num_rounds * 1e3 - target_ms - draft_ms,
+        _acceptance(accepted, k),
+    )
+
+
+def _acceptance(num_accepted: float, k: int) -> float:
+    """Return the rate that, the same at every position, accepts so many of k tokens; by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**i for i in range(1, k + 1)) < num_accepted else (low, middle)
+    return low
+
+
+def _fit(cells: dict[tuple[int, int], Measured]) -> Costs:
+    """Fit planes: a target pass over rows and rows * (1 + k) tokens, a draft pass over rows."""
+    drafted = {cell: found for cell, found in cells.items() if cell[1]}
+    target = _solve([[1, rows, rows * (1 + k)] for rows, k in cells], [found.target_ms for found in cells.values()])
+    draft = _solve([[1, rows] for rows, _ in drafted], [found.draft_ms for found in drafted.values()])
+    return Costs(
+        target_ms=target[0],
+        target_row_ms=target[1],
+        target_token_ms=target[2],
+        draft_ms=draft[0],
+        draft_token_ms=draft[1],
+        network_ms=0.0,
+        overhead_ms=float(np.mean([found.overhead_ms for found in cells.values()])),
+        acceptance=float(np.mean([found.acceptance for found in drafted.values()])),
+        rank_exponent=1.0,
+    )
+
+
+def _solve(rows: list[list[int]], values: list[float]) -> list[float]:
+    return [float(value) for value in np.linalg.lstsq(np.array(rows, float), np.array(values), rcond=None)[0]]
+
+
+def _rest(found: Outcome) -> tuple[str, str, str]:
+    hit_rate = "-" if found.hit_rate is None else f"{found.hit_rate:.2f}"
+    return f"{found.mean_acceptance_length:.2f}", hit_rate, f"{found.mean_draft_length:.1f}"

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from engine.model import resolve_device, resolve_dtype
 from tests.bench.figures import Row
-from tests.bench.worker import rows_of_a_fresh_process
+from tests.bench.worker import cells_of, rows_of_a_fresh_process
 from tests.bench.workload import Cell, Workload
 
 NAMES = (
@@ -25,6 +25,9 @@ NAMES = (
     "engine-speculative",
     "serve-plain",
     "serve-speculative",
+    "pinned-plain",
+    "pinned-speculative",
+    "pinned-run-ahead",
 )
 CELLS = [Cell(batch_size, temperature) for batch_size in (1, 8) for temperature in (0.0, 0.7)]
 RATIOS = (
@@ -35,6 +38,9 @@ RATIOS = (
     ("serve-plain", "engine-plain"),
     ("serve-speculative", "engine-speculative"),
     ("serve-speculative", "serve-plain"),
+    ("pinned-speculative", "pinned-plain"),
+    ("pinned-run-ahead", "pinned-speculative"),
+    ("pinned-run-ahead", "pinned-plain"),
 )
 
 Measure = Callable[[str, Workload], Iterator[Row]]
@@ -49,8 +55,7 @@ def collect(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         for name in names:
-            cells = [cell for cell in workload.cells if name != "transformers-assisted" or cell.batch_size == 1]
-            task = progress.add_task(name, total=len(cells))
+            task = progress.add_task(name, total=len(cells_of(name, workload)))
             try:
                 for row in measure(name, workload):
                     rows.append(row)
@@ -63,7 +68,19 @@ def collect(
 def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
     """Print the table and the ratios."""
     table = Table(title="Tokens per second, side by side", caption=conditions(workload), caption_justify="left")
-    for column in ("batch", "T", "method", "k", "tokens/s", "TTFT ms", "TPOT ms", "accepted", "length", "overhead ms"):
+    for column in (
+        "batch",
+        "T",
+        "method",
+        "k",
+        "tokens/s",
+        "TTFT ms",
+        "TPOT ms",
+        "accepted",
+        "length",
+        "overhead ms",
+        "hit rate",
+    ):
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for cell in dict.fromkeys(Cell(row.batch_size, row.temperature) for row in rows):
         for row in (row for row in rows if Cell(row.batch_size, row.temperature) == cell):
@@ -78,11 +95,14 @@ def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
                 _text(row.acceptance_rate, ".3f"),
                 _text(row.mean_acceptance_length, ".2f"),
                 _text(row.round_overhead_ms, ".2f"),
+                _text(row.hit_rate, ".2f"),
             )
         table.add_section()
     console.print(table)
     if (ratios := _ratios(rows)).row_count:
         console.print(ratios)
+    if (bounds := _bounds(rows)).row_count:
+        console.print(bounds)
 
 
 def write(rows: Sequence[Row], path: Path) -> None:
@@ -128,4 +148,28 @@ def _ratios(rows: Sequence[Row]) -> Table:
         if any(first and second for first, second in pairs):
             values = [f"{first / second:.2f}" if first and second else "-" for first, second in pairs]
             table.add_row(f"{over} / {under}", *values)
+    return table
+
+
+def _bounds(rows: Sequence[Row]) -> Table:
+    """Compare what running ahead gains with what it could: the draft's whole time, `1 + k * t_draft / t_verify`."""
+    found = {(row.name, row.temperature): row for row in rows}
+    table = Table(title="Running ahead, each model on a core of its own")
+    for column in ("T", "k * t_draft ms", "t_verify ms", "bound", "gained", "share of the bound's gain", "hit rate"):
+        table.add_column(column, justify="right")
+    for (name, temperature), ahead in found.items():
+        turns = found.get(("pinned-speculative", temperature))
+        if name != "pinned-run-ahead" or turns is None or turns.draft_ms is None or turns.target_ms is None:
+            continue
+        bound = 1 + turns.draft_ms / turns.target_ms
+        gained = ahead.tokens_per_s / turns.tokens_per_s
+        table.add_row(
+            f"{temperature:g}",
+            f"{turns.draft_ms:.2f}",
+            f"{turns.target_ms:.2f}",
+            f"{bound:.2f}",
+            f"{gained:.2f}",
+            f"{(gained - 1) / (bound - 1):.0%}",
+            _text(ahead.hit_rate, ".2f"),
+        )
     return table

@@ -14,13 +14,14 @@ from tests.bench.workload import Cell, Workload
 
 SIZES = (1, 2, 4, 8, 16, 32)
 CELLS = [Cell(size, 0.0) for size in SIZES]
-COLOURS = {"speculative": "#0b6e8a", "plain": "#8a8f98"}
+COLOURS = {"adaptive": "#c2571a", "speculative": "#0b6e8a", "plain": "#8a8f98"}
+LABELS = {"adaptive": "adaptive", "speculative": "fixed, k = 4", "plain": "off"}
 
 
 def batch_curve(workload: Workload, png: Path, console: Console) -> list[str]:
     """Draw tokens/s over rows of the engine in one process."""
     workload = replace(workload, cells=CELLS)
-    rows, failures = collect(("engine-plain", "engine-speculative"), workload, console)
+    rows, failures = collect(("engine-plain", "engine-speculative", "engine-adaptive"), workload, console)
     show(rows, workload, console)
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
@@ -33,7 +34,7 @@ def batch_curve(workload: Workload, png: Path, console: Console) -> list[str]:
 def load_curve(workload: Workload, png: Path, console: Console) -> list[str]:
     """Draw tokens/s and what one client sees over concurrent streams of the served application."""
     workload = replace(workload, cells=CELLS)
-    rows, failures = collect(("serve-plain", "serve-speculative"), workload, console)
+    rows, failures = collect(("serve-plain", "serve-speculative", "serve-adaptive"), workload, console)
     show(rows, workload, console)
     figure = Figure(figsize=(13, 4), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
@@ -53,7 +54,7 @@ def _draw(axes: Axes, rows: Sequence[Row], figure_name: str) -> None:
     for mode, colour in COLOURS.items():
         points = [(row.batch_size, getattr(row, figure_name)) for row in rows if row.name.endswith(mode)]
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=mode)
+            axes.plot(*zip(*points, strict=True), marker="o", color=colour, label=LABELS[mode])
     axes.set_xscale("log", base=2)
     axes.set_xticks(SIZES, [str(size) for size in SIZES])
     axes.set_ylim(bottom=0)

@@ -1,6 +1,6 @@
 """What one batch took, and the row that a cell's batches become: medians over them, acceptance over all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
@@ -27,12 +27,22 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One timed batch; `overhead_s` is the mean time of a round outside the two models, None where there are none."""
+    """One timed batch.
+
+    Attributes:
+        overhead_s: mean time of a round outside the two models, None where there are none.
+        draft_s, target_s: mean time of a round that each model computed, None where nobody says.
+        hits, misses: drafts that were prepared when they were asked for, and those that were not.
+    """
 
     elapsed_s: float
     timelines: Sequence[Timeline]
     speculation: SpeculationStats
     overhead_s: float | None = None
+    draft_s: float | None = None
+    target_s: float | None = None
+    hits: int = 0
+    misses: int = 0
 
 
 class Method(Protocol):
@@ -63,6 +73,9 @@ class Row:
     acceptance_rate: float | None
     mean_acceptance_length: float | None
     round_overhead_ms: float | None
+    draft_ms: float | None = None
+    target_ms: float | None = None
+    hit_rate: float | None = None
 
 
 def measure(name: str, method: Method, workload: Workload, cell: Cell) -> Row:
@@ -78,6 +91,7 @@ def _row(name: str, method: Method, workload: Workload, cell: Cell, timed: Seque
     num_drafts = sum(batch.speculation.num_drafts for batch in timed)
     num_draft_tokens = sum(batch.speculation.num_draft_tokens for batch in timed)
     num_accepted_tokens = sum(batch.speculation.num_accepted_tokens for batch in timed)
+    hits = sum(batch.hits for batch in timed)
     overheads = [batch.overhead_s * 1e3 for batch in timed if batch.overhead_s is not None]
     return Row(
         name=name,
@@ -90,7 +104,15 @@ def _row(name: str, method: Method, workload: Workload, cell: Cell, timed: Seque
         acceptance_rate=num_accepted_tokens / num_draft_tokens if num_draft_tokens else None,
         mean_acceptance_length=1 + num_accepted_tokens / num_drafts if num_drafts else None,
         round_overhead_ms=median(overheads) if overheads else None,
+        draft_ms=_median_ms(batch.draft_s for batch in timed),
+        target_ms=_median_ms(batch.target_s for batch in timed),
+        hit_rate=hits / asked if (asked := hits + sum(batch.misses for batch in timed)) else None,
     )
+
+
+def _median_ms(seconds: Iterable[float | None]) -> float | None:
+    known = [value * 1e3 for value in seconds if value is not None]
+    return median(known) if known else None
 
 
 def since(before: SpeculationStats, after: SpeculationStats) -> SpeculationStats:

@@ -16,8 +16,11 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from cluster.config import RunAhead
+from engine.config import Speculation
 from engine.stats import SpeculationStats
 from tests.bench.figures import Batch, Timeline, since
+from tests.bench.pinning import pin_workers
 from tests.bench.workload import Workload
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +36,8 @@ class Reading:
     round_s: float | None
     draft_s: float | None
     target_s: float | None
+    hits: int
+    misses: int
 
     @classmethod
     def parse(cls, text: str) -> "Reading":
@@ -51,6 +56,8 @@ class Reading:
             totals.get("paceline:round_seconds_total"),
             totals.get("paceline:draft_compute_seconds_total"),
             totals.get("paceline:target_compute_seconds_total"),
+            int(totals.get("paceline:verdict_cache_hits_total", 0)),
+            int(totals.get("paceline:verdict_cache_misses_total", 0)),
         )
 
 
@@ -77,9 +84,13 @@ class RoundTimes:
 
 
 class Server:
-    """`serve run` of the application on a free port, until `stop`."""
+    """`serve run` of the application on a free port, until `stop`.
 
-    def __init__(self, workload: Workload, num_speculative_tokens: int) -> None:
+    Args:
+        arguments: the application's own, beside those that follow from the workload.
+    """
+
+    def __init__(self, workload: Workload, arguments: dict[str, object]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-bench-")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -87,7 +98,7 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self._log = Path(self._folder.name) / "log"
         config = Path(self._folder.name) / "serve.json"
-        config.write_text(json.dumps(_serve_config(workload, num_speculative_tokens, port)))
+        config.write_text(json.dumps(_serve_config(workload, arguments, port)))
         # "local" is a cluster of its own, whatever else runs on this machine.
         environment = os.environ | {"RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
         with self._log.open("w") as log:
@@ -104,6 +115,11 @@ class Server:
         except BaseException:
             self.stop()
             raise
+
+    @property
+    def pid(self) -> int:
+        """The process whose descendants serve."""
+        return self._process.pid
 
     def stop(self) -> None:
         """Shut the application and its cluster down."""
@@ -128,7 +144,7 @@ class Server:
         raise RuntimeError(f"the application did not start:\n{self._log.read_text()[-4000:]}")
 
 
-def _serve_config(workload: Workload, num_speculative_tokens: int, port: int) -> dict[str, object]:
+def _serve_config(workload: Workload, arguments: dict[str, object], port: int) -> dict[str, object]:
     return {
         "http_options": {"host": "127.0.0.1", "port": port},
         "applications": [
@@ -138,12 +154,12 @@ def _serve_config(workload: Workload, num_speculative_tokens: int, port: int) ->
                 "import_path": "deployments:app",
                 "args": {
                     "target_model": workload.target,
-                    "draft_model": workload.draft if num_speculative_tokens else "none",
-                    "num_speculative_tokens": num_speculative_tokens,
+                    "draft_model": workload.draft,
                     "dtype": workload.dtype,
                     "device": workload.device,
                     "compile": workload.compile,
                     "enable_prefix_caching": False,
+                    **arguments,
                 },
             }
         ],
@@ -151,14 +167,38 @@ def _serve_config(workload: Workload, num_speculative_tokens: int, port: int) ->
 
 
 class ServeMethod:
-    """Completions streamed over HTTP, one connection per stream; times are the client's."""
+    """Completions streamed over HTTP, one connection per stream; times are the client's.
 
-    def __init__(self, workload: Workload, num_speculative_tokens: int) -> None:
+    Args:
+        num_speculative_tokens: 0 serves without a draft.
+        is_pinned: both models compute on one core each, with one thread.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        num_speculative_tokens: int,
+        speculation: Speculation = "fixed",
+        *,
+        run_ahead: RunAhead = "auto",
+        is_pinned: bool = False,
+    ) -> None:
         self.num_speculative_tokens: int | None = num_speculative_tokens
         self._num_tokens = workload.num_tokens
         self.round_times: RoundTimes | None = None
-        self._server = Server(workload, num_speculative_tokens)
+        arguments: dict[str, object] = {
+            "num_speculative_tokens": num_speculative_tokens,
+            "speculation": speculation,
+            "run_ahead": run_ahead,
+        }
+        self._server = Server(workload, arguments | ({"num_threads": 1} if is_pinned else {}))
         self._runner = asyncio.Runner()
+        if is_pinned:
+            try:
+                pin_workers(self._server.pid)
+            except BaseException:
+                self._server.stop()
+                raise
         self._client = httpx.AsyncClient(base_url=self._server.url, timeout=120, limits=httpx.Limits())
 
     def run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
@@ -177,8 +217,17 @@ class ServeMethod:
         elapsed = time.perf_counter() - started
         after = await self._read()
         self.round_times = RoundTimes.between(before, after)
-        overhead = self.round_times.overhead_s if self.round_times else None
-        return Batch(elapsed, timelines, since(before.speculation, after.speculation), overhead)
+        times = self.round_times
+        return Batch(
+            elapsed,
+            timelines,
+            since(before.speculation, after.speculation),
+            times.overhead_s if times else None,
+            draft_s=times.draft_s if times else None,
+            target_s=times.target_s if times else None,
+            hits=after.hits - before.hits,
+            misses=after.misses - before.misses,
+        )
 
     async def _read(self) -> Reading:
         answer = await self._client.get("/metrics")

@@ -12,7 +12,7 @@ from tests.bench.figures import Method, Row, measure
 from tests.bench.with_engine import EngineMethod
 from tests.bench.with_serve import ServeMethod
 from tests.bench.with_transformers import AssistedMethod, TransformersMethod
-from tests.bench.workload import Workload
+from tests.bench.workload import Cell, Workload
 
 
 def methods(name: str, workload: Workload) -> Sequence[Callable[[], Method]]:
@@ -23,10 +23,25 @@ def methods(name: str, workload: Workload) -> Sequence[Callable[[], Method]]:
         "transformers-assisted": [partial(AssistedMethod, workload, None), partial(AssistedMethod, workload, k)],
         "engine-plain": [partial(EngineMethod, workload, 0)],
         "engine-speculative": [partial(EngineMethod, workload, k)],
+        "engine-adaptive": [partial(EngineMethod, workload, k, "adaptive")],
         "serve-plain": [partial(ServeMethod, workload, 0)],
         "serve-speculative": [partial(ServeMethod, workload, k)],
+        "serve-adaptive": [partial(ServeMethod, workload, k, "adaptive")],
+        "pinned-plain": [partial(ServeMethod, workload, 0, is_pinned=True)],
+        "pinned-speculative": [partial(ServeMethod, workload, k, run_ahead="off", is_pinned=True)],
+        "pinned-run-ahead": [partial(ServeMethod, workload, k, run_ahead="on", is_pinned=True)],
     }
     return known[name]
+
+
+PINNED_CELLS = [Cell(1, temperature) for temperature in (0.0, 0.7, 1.0)]
+
+
+def cells_of(name: str, workload: Workload) -> list[Cell]:
+    """Return the cells that a method has a row in."""
+    if name.startswith("pinned-"):
+        return PINNED_CELLS
+    return [cell for cell in workload.cells if name != "transformers-assisted" or cell.batch_size == 1]
 
 
 def rows(name: str, workload: Workload) -> Iterator[Row]:
@@ -34,10 +49,9 @@ def rows(name: str, workload: Workload) -> Iterator[Row]:
     made: list[Method] = []
     try:
         made += [make() for make in methods(name, workload)]
-        for cell in workload.cells:
-            if name != "transformers-assisted" or cell.batch_size == 1:
-                tried = [measure(name, method, workload, cell) for method in made]
-                yield max(tried, key=lambda row: row.tokens_per_s)
+        for cell in cells_of(name, workload):
+            tried = [measure(name, method, workload, cell) for method in made]
+            yield max(tried, key=lambda row: row.tokens_per_s)
     finally:
         for method in made:
             method.close()

@@ -1,9 +1,10 @@
-"""python -m tests.bench [compare | profile | batch | load | simulate]: how fast Paceline is, and where the time goes.
+"""python -m tests.bench COMMAND: how fast Paceline is, and where the time goes.
 
 compare   every method on the same prompts, at batch 1 and 8, T = 0 and 0.7 (also `make bench JSON=path`)
 profile   what the parts of a round cost, in process and served
 batch     tokens/s of the engine at 1 to 32 rows
 load      tokens/s and latency of the served application at 1 to 32 streams
+timeline  a picture of some rounds, with the draft running ahead on a core of its own
 simulate  what hardware that is not here would do: the same engine over models that cost virtual time
 
 How a comparison is kept fair: every method gets the same token ids, ends with text, and makes the same number of tokens
@@ -28,6 +29,7 @@ from tests.bench import simulate
 from tests.bench.compare import CELLS, NAMES, collect, show, write
 from tests.bench.curves import batch_curve, load_curve
 from tests.bench.profile import profile
+from tests.bench.timeline import timeline
 from tests.bench.workload import Workload, read_prompts
 
 
@@ -60,6 +62,9 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
     if options.command == "profile":
         profile(workload, console)
         return []
+    if options.command == "timeline":
+        timeline(workload, options.png or Path("timeline.png"), console)
+        return []
     if options.command == "simulate":
         simulate.run(workload, console)
         return []
@@ -83,11 +88,11 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "command", nargs="?", choices=("compare", "profile", "batch", "load", "simulate"), default="compare"
+        "command", nargs="?", choices=("compare", "profile", "batch", "load", "timeline", "simulate"), default="compare"
     )
     parser.add_argument("--json", type=Path, help="compare: where the rows go")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="compare: these methods")
-    parser.add_argument("--png", type=Path, help="batch, load: where the plot goes (default: batch.png, load.png)")
+    parser.add_argument("--png", type=Path, help="batch, load, timeline: where the plot goes (default: COMMAND.png)")
     parser.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="a transformers directory")
     parser.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="a transformers directory")
     parser.add_argument("--compile", choices=("auto", "off"), default="auto", help="before anything is measured")

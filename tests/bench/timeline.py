@@ -1,0 +1,215 @@
+"""Timeline: when the target and the draft of a running-ahead pair computed, recorded from real rounds, as a picture.
+
+Draft and target are processes of their own, on a core each, behind the sockets and responders of the served
+application; this process is the Router. All three read one clock, the machine's.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import zmq
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from rich.console import Console
+
+from cluster.channel import Channel, Endpoint, KeyPair, Server, make_keys
+from cluster.messages import AnyReply, AnyRequest
+from cluster.remote import RemoteDrafter, RemoteVerifier
+from cluster.responder import DraftResponder, TargetResponder
+from engine.config import EngineConfig, ModelConfig
+from engine.drafters.run_ahead import RunAheadDrafter, RunAheadStats
+from engine.engine import Engine
+from engine.model import CausalLM, ModelInfo
+from engine.sampling import SamplingParams
+from engine.verifier import ModelVerifier
+from tests.bench.workload import Workload
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+Pipe: TypeAlias = "Connection[Any, Any]"
+
+HOST = "127.0.0.1"
+TIMEOUT_S = 60.0
+NUM_STREAMS = 4
+SHOWN_ROUNDS = 12
+COLOURS = {"verify": "#3b4a5a", "hit": "#2e8b57", "miss": "#c2571a", "ahead": "#9cc9d9"}
+LABELS = {
+    "verify": "target verifies",
+    "hit": "draft was ready",
+    "miss": "draft was not: drafted while the target waits",
+    "ahead": "draft runs ahead",
+}
+
+
+class Span(NamedTuple):
+    """Some computing, from and to in seconds of the machine's clock; `kind` is one of COLOURS."""
+
+    kind: str
+    started_s: float
+    ended_s: float
+
+
+class Peer(NamedTuple):
+    """Where a worker listens, and what it has loaded."""
+
+    endpoint: Endpoint
+    info: ModelInfo
+    num_blocks: int
+
+
+def timeline(workload: Workload, png: Path, console: Console) -> None:
+    """Record one greedy stream and draw some of its rounds."""
+    spans, stats = record(workload)
+    first = [span for span in spans if span.kind == "verify"][-SHOWN_ROUNDS].started_s
+    shown = [span for span in spans if span.ended_s > first]
+    figure = Figure(figsize=(13, 2.6), layout="constrained")
+    draw(figure.subplots(), shown, first)
+    figure.savefig(png, dpi=150)
+    num_rounds = stats.hits + sum(stats.misses.values())
+    console.print(f"{png}: {SHOWN_ROUNDS} of {num_rounds} rounds, hit rate {stats.hits / num_rounds:.2f}")
+
+
+def draw(axes: Axes, spans: list[Span], first_s: float) -> None:
+    """Draw a lane per process."""
+    for span in spans:
+        left, width = (span.started_s - first_s) * 1e3, (span.ended_s - span.started_s) * 1e3
+        lane = 1 if span.kind == "verify" else 0
+        axes.broken_barh(
+            [(left, width)], (lane - 0.35, 0.7), color=COLOURS[span.kind], edgecolor="white", linewidth=0.4
+        )
+    axes.set_yticks([0, 1], ["draft", "target"])
+    axes.set_xlabel("milliseconds")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.legend(
+        handles=[Patch(color=COLOURS[kind], label=label) for kind, label in LABELS.items()],
+        ncols=4,
+        frameon=False,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+    )
+
+
+def record(workload: Workload) -> tuple[list[Span], RunAheadStats]:
+    """Run some streams one after the other; returns what was computed when, and what running ahead was worth."""
+    config = EngineConfig(num_speculative_tokens=workload.num_speculative_tokens, speculation="fixed", max_num_seqs=1)
+    keys = make_keys()
+    context = get_context("spawn")
+    cores = sorted(os.sched_getaffinity(0))
+    pipes, processes = [], []
+    for serve, core in ((_serve_draft, cores[0]), (_serve_target, cores[-1])):
+        here, there = context.Pipe()
+        process = context.Process(target=serve, args=(there, keys.public, workload, config, core), daemon=True)
+        process.start()
+        pipes.append(here)
+        processes.append(process)
+    try:
+        peers = [pipe.recv() for pipe in pipes]
+        asyncio.run(_run(workload, config, keys, *peers))
+        for pipe in pipes:
+            pipe.send("stop")
+        (draft_spans, stats), (target_spans, _) = (pipe.recv() for pipe in pipes)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.join()
+    return sorted(draft_spans + target_spans, key=lambda span: span.started_s), stats
+
+
+async def _run(workload: Workload, config: EngineConfig, keys: KeyPair, draft: Peer, target: Peer) -> None:
+    with zmq.Context() as context:
+        channels = [Channel(peer.endpoint, keys, version=1, context=context) for peer in (draft, target)]
+        drafter = RemoteDrafter(vocab_size=target.info.vocab_size, timeout_s=TIMEOUT_S, prepares=True)
+        drafter.connect(channels[0])
+        verifier = RemoteVerifier(vocab_size=target.info.vocab_size, timeout_s=TIMEOUT_S)
+        verifier.connect(channels[1:])
+        engine = Engine(
+            config,
+            drafter=drafter,
+            verifier=verifier,
+            num_blocks=target.num_blocks,
+            vocab_size=target.info.vocab_size,
+            max_model_len=target.info.max_model_len,
+        )
+        for number, prompt in enumerate(workload.prompts[:NUM_STREAMS]):
+            params = SamplingParams(temperature=0, max_tokens=workload.num_tokens, ignore_eos=True)
+            engine.add(str(number), prompt, params)
+            while engine.has_work:
+                await engine.step()
+        if drafter.fallbacks:
+            raise RuntimeError(f"the draft worker failed: {dict(drafter.fallbacks)}")
+        for channel in channels:
+            channel.close()
+
+
+def _serve_draft(pipe: Pipe, client_key: bytes, workload: Workload, config: EngineConfig, core: int) -> None:
+    model = _load(workload.draft, workload, core)
+    drafter = RunAheadDrafter(model, config)
+    responder = DraftResponder(drafter, capacity=4, version=1)
+    spans: list[Span] = []
+
+    def answer(request: AnyRequest) -> AnyReply | None:
+        num_hits, started = drafter.stats.hits, time.monotonic()
+        reply = responder.answer(request)
+        spans.append(Span("hit" if drafter.stats.hits > num_hits else "miss", started, time.monotonic()))
+        return reply
+
+    def work() -> bool:
+        started = time.monotonic()
+        is_more = responder.work()
+        if is_more:
+            spans.append(Span("ahead", started, time.monotonic()))
+        return is_more
+
+    _serve(pipe, client_key, answer, work, model.info, 0)
+    pipe.send((spans, drafter.stats))
+
+
+def _serve_target(pipe: Pipe, client_key: bytes, workload: Workload, config: EngineConfig, core: int) -> None:
+    model = _load(workload.target, workload, core)
+    verifier = ModelVerifier(model, config)
+    responder = TargetResponder(verifier, rank=0, capacity=4, version=1)
+    spans: list[Span] = []
+
+    def answer(request: AnyRequest) -> AnyReply | None:
+        started = time.monotonic()
+        reply = responder.answer(request)
+        spans.append(Span("verify", started, time.monotonic()))
+        return reply
+
+    _serve(pipe, client_key, answer, lambda: False, model.info, verifier.num_blocks)
+    pipe.send((spans, None))
+
+
+def _serve(
+    pipe: Pipe,
+    client_key: bytes,
+    answer: Callable[[AnyRequest], AnyReply | None],
+    work: Callable[[], bool],
+    info: ModelInfo,
+    num_blocks: int,
+) -> None:
+    """Serve until the other end of the pipe says so."""
+    server = Server(HOST, client_key)
+
+    def wait() -> None:
+        pipe.recv()
+        server.stop()
+
+    Thread(target=wait, daemon=True).start()
+    pipe.send(Peer(server.endpoint, info, num_blocks))
+    server.serve(answer, work)
+
+
+def _load(path: str, workload: Workload, core: int) -> CausalLM:
+    os.sched_setaffinity(0, {core})
+    return CausalLM.load(
+        ModelConfig(path, dtype=workload.dtype, device=workload.device, compile=workload.compile, num_threads=1)
+    )

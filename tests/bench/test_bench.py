@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.detokenizer import Detokenizer
-from tests.bench import compare, curves, worker
+from tests.bench import compare, curves, timeline, worker
 from tests.bench.figures import Row
 from tests.bench.profile import in_process
 from tests.bench.spans import Spans
@@ -188,6 +188,12 @@ def test_a_curve_is_drawn(
         assert draw(workload, png, console) == []
         assert png.read_bytes().startswith(b"\x89PNG")
         png.unlink()
+
+
+@pytest.mark.e2e
+def test_rounds_are_recorded_and_drawn(workload: Workload, console: Console, tmp_path: Path) -> None:
+    timeline.timeline(replace(workload, num_tokens=60), tmp_path / "timeline.png", console)
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.e2e

@@ -39,6 +39,7 @@ Pipe: TypeAlias = "Connection[Any, Any]"
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
 NUM_STREAMS = 4
+TEMPERATURE = 0.7
 SHOWN_ROUNDS = 12
 COLOURS = {"verify": "#3b4a5a", "hit": "#2e8b57", "miss": "#c2571a", "ahead": "#9cc9d9"}
 LABELS = {
@@ -66,15 +67,26 @@ class Peer(NamedTuple):
 
 
 def timeline(workload: Workload, png: Path, console: Console) -> None:
-    """Record one greedy stream and draw some of its rounds."""
+    """Record some streams, one after the other, and draw a few rounds of them."""
     spans, stats = record(workload)
-    first = [span for span in spans if span.kind == "verify"][-SHOWN_ROUNDS].started_s
-    shown = [span for span in spans if span.ended_s > first]
+    shown = _typical(spans)
+    first = shown[0].started_s
     figure = Figure(figsize=(13, 2.6), layout="constrained")
     draw(figure.subplots(), shown, first)
     figure.savefig(png, dpi=150)
     num_rounds = stats.hits + sum(stats.misses.values())
-    console.print(f"{png}: {SHOWN_ROUNDS} of {num_rounds} rounds, hit rate {stats.hits / num_rounds:.2f}")
+    console.print(
+        f"{png}: {SHOWN_ROUNDS} of {num_rounds} rounds at T = {TEMPERATURE}, hit rate {stats.hits / num_rounds:.2f}"
+    )
+
+
+def _typical(spans: list[Span]) -> list[Span]:
+    """Return some rounds in a row: of all such stretches that hold a hit and a miss, the one of median length."""
+    starts = [i for i, span in enumerate(spans) if span.kind == "verify"]
+    stretches = [spans[i:j] for i, j in zip(starts, starts[SHOWN_ROUNDS:], strict=False)]
+    able = [part for part in stretches if {"hit", "miss"} <= {span.kind for span in part}] or stretches
+    able.sort(key=lambda part: part[-1].ended_s - part[0].started_s)
+    return able[len(able) // 2]
 
 
 def draw(axes: Axes, spans: list[Span], first_s: float) -> None:
@@ -139,7 +151,9 @@ async def _run(workload: Workload, config: EngineConfig, keys: KeyPair, draft: P
             max_model_len=target.info.max_model_len,
         )
         for number, prompt in enumerate(workload.prompts[:NUM_STREAMS]):
-            params = SamplingParams(temperature=0, max_tokens=workload.num_tokens, ignore_eos=True)
+            params = SamplingParams(
+                temperature=TEMPERATURE, seed=number, max_tokens=workload.num_tokens, ignore_eos=True
+            )
             engine.add(str(number), prompt, params)
             while engine.has_work:
                 await engine.step()

@@ -18,7 +18,8 @@ from cluster.tensor_parallel import StoreAddress, join_store, join_world, open_s
 from engine.config import EngineConfig, ModelConfig
 from engine.drafters.model import ModelDrafter
 from engine.drafters.run_ahead import RunAheadDrafter
-from engine.model import CausalLM, ModelInfo, Shard, read_config, resolve_device
+from engine.grammar import Grammars
+from engine.model import CausalLM, ModelInfo, Shard, eos_token_ids, read_config, resolve_device
 from engine.threads import fit_threads
 from engine.verifier import ModelVerifier
 
@@ -67,9 +68,11 @@ class DraftWorker(Worker):
     def load(self, config: ModelConfig, target: ModelConfig, *, run_ahead: bool) -> Loaded:
         """Load the draft; ids beyond the target's vocabulary are never drafted."""
         model = _load(config)
-        limit = read_config(target).get_text_config().vocab_size
+        target_config = read_config(target)
+        limit = target_config.get_text_config().vocab_size
+        grammars = Grammars.load(target, vocab_size=limit, eos_token_ids=eos_token_ids(target, target_config))
         drafter_class = RunAheadDrafter if run_ahead else ModelDrafter
-        self._drafter = drafter_class(model, self._engine, token_limit=limit)
+        self._drafter = drafter_class(model, self._engine, token_limit=limit, grammars=grammars)
         return Loaded(model.info, 0)
 
     def serve(self) -> None:
@@ -105,7 +108,9 @@ class TargetWorker(Worker):
                 timeout_s=timeout_s,
             )
         model = _load(config, shard=shard)
-        self._verifier = ModelVerifier(model, self._memory_share(model))
+        info = model.info
+        grammars = Grammars.load(config, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
+        self._verifier = ModelVerifier(model, self._memory_share(model), grammars)
         return Loaded(model.info, self._verifier.num_blocks)
 
     def serve(self) -> None:

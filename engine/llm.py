@@ -12,6 +12,7 @@ from engine.draft import Drafter, NoDrafter, TokenLogprobs
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import RequestError
+from engine.grammar import Grammars
 from engine.model import CausalLM
 from engine.sampling import SamplingParams
 from engine.sequence import FinishReason, RequestOutput
@@ -100,12 +101,17 @@ class LLM:
         target_config = ModelConfig(str(model), dtype=dtype, device=device, compile=compile)
         self.tokenizer = load_tokenizer(target_config)
         target = CausalLM.load(target_config)
-        verifier = ModelVerifier(target, config)
+        self._grammars = Grammars.load(
+            target_config, vocab_size=target.info.vocab_size, eos_token_ids=target.info.eos_token_ids
+        )
+        verifier = ModelVerifier(target, config, self._grammars)
         drafter: Drafter = NoDrafter()
         if draft_model is not None and num_speculative_tokens > 0:
             draft_config = ModelConfig(str(draft_model), dtype=dtype, device=device, compile=compile)
             check_same_vocabulary(target_config, draft_config)
-            drafter = ModelDrafter(CausalLM.load(draft_config), config, token_limit=target.info.vocab_size)
+            drafter = ModelDrafter(
+                CausalLM.load(draft_config), config, token_limit=target.info.vocab_size, grammars=self._grammars
+            )
         elif num_speculative_tokens > 0:
             config = replace(config, num_speculative_tokens=0)
         self.engine = Engine(
@@ -156,6 +162,10 @@ class LLM:
         self, prompt: str | Sequence[int], params: SamplingParams, pending: dict[str, CompletionOutput]
     ) -> PromptOutput:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if params.grammar is not None:
+            if self._grammars is None:
+                raise RequestError("this model cannot follow a grammar", "grammar")
+            self._grammars.check(params.grammar)
         result = PromptOutput(prompt if isinstance(prompt, str) else None, ids, [])
         for index in range(params.n):
             request_id = str(self._num_requests)

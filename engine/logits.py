@@ -1,8 +1,8 @@
 """From logits to what is drawn from: the one place where sampling parameters apply, at every draft position.
 
 Both verification rules and the drafters use it, so a draft is shaped as the target will shape it. The order is vLLM's:
-logit_bias and min_tokens, penalties, temperature, min_p, top_k, top_p. Penalties count the tokens up to *that* row: the
-committed ones and the draft's own path above it.
+logit_bias, min_tokens and grammar, penalties, temperature, min_p, top_k, top_p. Penalties count the tokens up to *that*
+row, the committed ones and the draft's own path above it, and the grammar stands where those tokens lead.
 """
 
 import itertools
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine import noise
+from engine.grammar import Matcher
 from engine.noise import Draws
 from engine.sampling import SamplingParams
 
@@ -28,8 +29,9 @@ class Run:
     Attributes:
         token_ids: the committed tokens.
         depths: per row, how many draft tokens stand between the committed tip and the row; 0 is the tip itself.
-        paths: per row, those draft tokens. Needed for penalties only, else empty.
+        paths: per row, those draft tokens. Needed if `params.depends_on_path`, else empty.
         end_ids: ids that may not be drawn before min_tokens: end-of-text and stop ids.
+        matcher: where the request stands in its grammar, if it has one.
     """
 
     params: SamplingParams
@@ -38,6 +40,7 @@ class Run:
     depths: Sequence[int]
     paths: Sequence[Sequence[int]] = ()
     end_ids: Sequence[int] = field(default_factory=tuple)
+    matcher: Matcher | None = None
 
     @property
     def positions(self) -> list[int]:
@@ -65,6 +68,8 @@ def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
             rows[:, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
         if params.min_tokens:
             _forbid_the_end(rows, run)
+        if run.matcher is not None:
+            run.matcher.mask(rows, run.token_ids[run.prompt_length :], run.paths)
     if any(run.params.has_penalties for run in runs):
         _penalise(logits, runs)
     if any(0 < run.params.temperature != 1 for run in runs):

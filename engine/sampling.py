@@ -35,6 +35,8 @@ class SamplingParams:
     logprobs: int | None = None
     num_speculative_tokens: int | None = None
     n: int = 1
+    grammar: str | None = None
+    """What the text must match, from one of `engine.grammar`'s functions."""
 
     def __post_init__(self) -> None:
         """Refuse values that no round could honour."""
@@ -57,12 +59,21 @@ class SamplingParams:
                 raise RequestError(f"logit_bias of token {token_id} is {bias}, allowed are -100 to 100", "logit_bias")
         if "" in self.stop:
             raise RequestError("stop holds an empty string", "stop")
+        if self.grammar is not None and self.min_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens}, but a grammar says where the text ends", "min_tokens")
+        if self.grammar is not None and self.ignore_eos:
+            raise RequestError("ignore_eos is set, but a text with a grammar ends where the grammar does", "ignore_eos")
+
+    @property
+    def depends_on_path(self) -> bool:
+        """Whether the draft tokens above a row change what may be drawn there."""
+        return self.has_penalties or self.grammar is not None
 
     @property
     def is_plain(self) -> bool:
         """Whether temperature and seed alone decide which token the model's logits lead to."""
         is_cut = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
-        return not (is_cut or self.has_penalties or self.logit_bias or self.min_tokens)
+        return not (is_cut or self.depends_on_path or self.logit_bias or self.min_tokens)
 
     @property
     def has_penalties(self) -> bool:

@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.batch import ForwardBatch, ForwardRow, build, depths
 from engine.config import EngineConfig
 from engine.draft import Draft, TokenLogprobs, Verdict, VerifyRow
+from engine.grammar import Grammars, Matcher, matcher_of
 from engine.logits import Run, draw, plan_draws, shape
 from engine.memory import count_blocks
 from engine.model import CausalLM
@@ -17,10 +18,12 @@ from engine.verification.rejection import rejection
 
 
 class ModelVerifier:
-    """Verifies with a model in this process. Holds KV tensors, and nothing that the rows do not bring again."""
+    """Verifies with a model in this process; holds KV tensors and matchers, nothing that no row brings again."""
 
-    def __init__(self, model: CausalLM, config: EngineConfig) -> None:
+    def __init__(self, model: CausalLM, config: EngineConfig, grammars: Grammars | None = None) -> None:
+        """Make the KV tensors; without `grammars`, no request may have one."""
         self.model = model
+        self._grammars = grammars
         self.num_blocks = count_blocks(model, config)
         self._kv = model.kv_tensors(self.num_blocks, config.block_size)
         self._rejects = config.verification == "rejection"
@@ -36,12 +39,14 @@ class ModelVerifier:
             return self._decide(rows, batch)
 
     def release(self, request_id: str) -> None:
-        """Hold nothing per request, forget nothing."""
+        """Forget where a request stood in its grammar."""
+        if self._grammars is not None:
+            self._grammars.release(request_id)
 
     def _decide(self, rows: Sequence[VerifyRow], batch: ForwardBatch) -> list[Verdict]:
         verdicts = [Verdict()] * len(rows)
         deciding = [(i, row) for i, row in enumerate(rows) if row.reaches_tip]
-        runs = [_run(row, self._end_ids) for _, row in deciding]
+        runs = [_run(row, self._end_ids, matcher_of(self._grammars, row)) for _, row in deciding]
         logits, drawn = self._forward(batch, runs)
         if not deciding:
             return verdicts
@@ -113,15 +118,16 @@ def _forward_row(row: VerifyRow) -> ForwardRow:
     )
 
 
-def _run(row: VerifyRow, eos_token_ids: tuple[int, ...]) -> Run:
+def _run(row: VerifyRow, eos_token_ids: tuple[int, ...], matcher: Matcher | None) -> Run:
     draft, params = row.draft, row.params
     return Run(
         params=params,
         token_ids=row.token_ids,
         prompt_length=row.prompt_length,
         depths=[0, *depths(draft.parents)],
-        paths=paths(draft) if params.has_penalties else (),
+        paths=paths(draft) if params.depends_on_path else (),
         end_ids=(*eos_token_ids, *params.stop_token_ids),
+        matcher=matcher,
     )
 
 

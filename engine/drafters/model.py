@@ -19,6 +19,7 @@ from engine.batch import ForwardBatch, ForwardRow, build, next_tokens
 from engine.config import EngineConfig
 from engine.draft import NO_DRAFT, Draft, ProposeRow
 from engine.drafters.chain import Chain, Drawn, extend
+from engine.grammar import Grammars, matcher_of
 from engine.kv_cache import BlockPool
 from engine.logits import Run, best, draw, plan_draws, rank, shape
 from engine.memory import count_blocks
@@ -42,7 +43,13 @@ class ModelDrafter:
     """Drafts with a model in this process."""
 
     def __init__(
-        self, model: CausalLM, config: EngineConfig, *, token_limit: int | None = None, num_candidates: int = 0
+        self,
+        model: CausalLM,
+        config: EngineConfig,
+        *,
+        token_limit: int | None = None,
+        num_candidates: int = 0,
+        grammars: Grammars | None = None,
     ) -> None:
         """Make the draft's KV cache.
 
@@ -50,8 +57,10 @@ class ModelDrafter:
             token_limit: the target's vocabulary size, where it differs from the draft's: families pad theirs
                 differently. Ids beyond it are never drafted; the target's further ids are never likely.
             num_candidates: likeliest next tokens to note at every draw, for running ahead.
+            grammars: without them, no request may have one.
         """
         self.model = model
+        self._grammars = grammars
         self._vocab_size = token_limit or model.info.vocab_size
         num_blocks = count_blocks(model, config)
         self._pool = BlockPool(num_blocks, config.block_size, share=False)
@@ -70,6 +79,8 @@ class ModelDrafter:
         """Free a request's blocks."""
         if (prefix := self._prefixes.pop(request_id, None)) is not None:
             self._pool.free(prefix.block_ids)
+        if self._grammars is not None:
+            self._grammars.release(request_id)
 
     def _propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         drafts = [NO_DRAFT] * len(rows)
@@ -185,11 +196,19 @@ class ModelDrafter:
         self, rows: Sequence[ProposeRow], depths: Sequence[list[int]], paths: Callable[[], list[list[list[int]]]]
     ) -> list[Run]:
         """Return every request's logit rows; `paths`, the tokens drawn above each, are fetched only if they count."""
-        counted = any(row.params.has_penalties for row in rows)
+        counted = any(row.params.depends_on_path for row in rows)
         above: Sequence[Sequence[list[int]]] = paths() if counted else [()] * len(rows)
         eos = self.model.info.eos_token_ids
         return [
-            Run(row.params, row.token_ids, row.prompt_length, own, path, (*eos, *row.params.stop_token_ids))
+            Run(
+                params=row.params,
+                token_ids=row.token_ids,
+                prompt_length=row.prompt_length,
+                depths=own,
+                paths=path,
+                end_ids=(*eos, *row.params.stop_token_ids),
+                matcher=matcher_of(self._grammars, row),
+            )
             for row, own, path in zip(rows, depths, above, strict=True)
         ]
 

@@ -23,6 +23,7 @@ from engine.drafters.chain import Chain
 from engine.drafters.fan_out import AcceptedLengths, fan_out
 from engine.drafters.model import ModelDrafter
 from engine.drafters.pace import WIDTHS, Pace
+from engine.grammar import Grammars
 from engine.model import CausalLM
 
 NUM_CANDIDATES = 10
@@ -55,10 +56,11 @@ class RunAheadDrafter(ModelDrafter):
         config: EngineConfig,
         *,
         token_limit: int | None = None,
+        grammars: Grammars | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Make the draft's KV cache; `clock` (seconds, from any start) is what passes and rounds are measured with."""
-        super().__init__(model, config, token_limit=token_limit, num_candidates=NUM_CANDIDATES)
+        super().__init__(model, config, token_limit=token_limit, num_candidates=NUM_CANDIDATES, grammars=grammars)
         self.stats = RunAheadStats()
         self._depth = max(1, config.num_speculative_tokens)
         self._accepted = AcceptedLengths(self._depth)

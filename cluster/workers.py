@@ -70,7 +70,7 @@ class DraftWorker(Worker):
         model = _load(config)
         target_config = read_config(target)
         limit = target_config.get_text_config().vocab_size
-        grammars = Grammars.load(target, vocab_size=limit, eos_token_ids=eos_token_ids(target, target_config))
+        grammars = Grammars(target, vocab_size=limit, eos_token_ids=eos_token_ids(target, target_config))
         drafter_class = RunAheadDrafter if run_ahead else ModelDrafter
         self._drafter = drafter_class(model, self._engine, token_limit=limit, grammars=grammars)
         return Loaded(model.info, 0)
@@ -109,7 +109,7 @@ class TargetWorker(Worker):
             )
         model = _load(config, shard=shard)
         info = model.info
-        grammars = Grammars.load(config, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
+        grammars = Grammars(config, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         self._verifier = ModelVerifier(model, self._memory_share(model), grammars)
         return Loaded(model.info, self._verifier.num_blocks)
 

@@ -12,14 +12,14 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Self
+from copy import copy
+from functools import cached_property
+from typing import Any
 
 import torch
-from llguidance import LLMatcher, LLParserLimits
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
-from llguidance.hf import from_tokenizer
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 from engine.config import ModelConfig
 from engine.draft import ProposeRow, VerifyRow
@@ -28,22 +28,23 @@ from engine.vocabulary import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,  # 20 ms
-    step_lexer_fuel=200_000,  # 15 ms
-    step_max_items=50_000,  # 3 ms
-    max_lexer_states=50_000,  # 100 MB
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
-"""What a grammar may cost: to begin with, and for one mask."""
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+"""What a grammar may cost to begin with, and for one mask, in llguidance's units. They bound neither the time nor the
+memory of compiling one: whoever takes grammars from strangers compiles each where it can be stopped first."""
 
 NUM_COMPILED = 16
 _WHITESPACE = r"[ \n\t]{0,32}"
 """Between the parts of JSON: enough to indent, too little to go on for ever."""
 
 
-def from_json_schema(schema: dict[str, Any] | bool) -> str:
+def from_json_schema(schema: dict[str, Any]) -> str:
     """Return the grammar of JSON texts that a schema accepts.
 
     Raises:
@@ -63,7 +64,7 @@ def from_regex(pattern: str) -> str:
 
 def from_choice(texts: Sequence[str]) -> str:
     """Return the grammar of exactly these texts."""
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts))
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, texts)))
 
 
 def from_text(text: str) -> str:
@@ -79,44 +80,56 @@ def from_text(text: str) -> str:
 
 
 class Grammars:
-    """Every grammar that this process applies, over one table made from the tokenizer."""
+    """Every grammar that this process applies, over one table made from the target's tokenizer.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Make the table.
+    The table is made when it is first needed: for a vocabulary of 128,000 tokens that takes a second or so.
+    """
+
+    def __init__(self, config: ModelConfig, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Make no table yet.
 
         Args:
+            config: the target, whose tokenizer counts.
             vocab_size: the target's; its ids beyond the tokenizer's are never allowed.
             eos_token_ids: what ends a text.
-
-        Raises:
-            ModelError: the model cannot follow a grammar: nothing ends its texts, or its tokens are no bytes.
         """
-        if not eos_token_ids:
-            raise ModelError("this model cannot follow a grammar: it has no end-of-sequence token")
-        try:
-            self._table = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids))
-        except ValueError as error:
-            raise ModelError(f"this model cannot follow a grammar: {error}") from error
+        self._config = config
+        self._vocab_size = vocab_size
+        self.ends = frozenset(eos_token_ids)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._matchers: dict[str, Matcher] = {}
         self.end_mask = _pack(eos_token_ids, vocab_size)
 
-    @classmethod
-    def load(cls, config: ModelConfig, *, vocab_size: int, eos_token_ids: Sequence[int]) -> Self | None:
-        """Return a model's grammars, or None, and say so in the log, if it cannot follow any."""
+    def table_settings(self) -> dict[str, Any]:
+        """Return what llguidance makes its table from: JSON values, so that another process can make the same.
+
+        Raises:
+            ModelError: the model cannot follow a grammar: nothing ends its texts.
+        """
+        if not self.ends:
+            raise ModelError("this model cannot follow a grammar: it has no end-of-sequence token")
+        backend = copy(load_tokenizer(self._config).backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return {"tokenizer": backend.to_str(), "n_vocab": self._vocab_size, "eos_token": sorted(self.ends)}
+
+    @cached_property
+    def _table(self) -> LLTokenizer:
         try:
-            return cls(load_tokenizer(config), vocab_size=vocab_size, eos_token_ids=eos_token_ids)
-        except ModelError as error:
-            logger.warning("%s", error)
-            return None
+            return LLTokenizer(**self.table_settings())
+        except ValueError as error:
+            raise ModelError(f"this model cannot follow a grammar: {error}") from error
 
     def check(self, grammar: str, field: str = "grammar") -> None:
         """Refuse a grammar that cannot be applied.
 
         Raises:
-            RequestError: naming the field and what is wrong.
+            RequestError: naming the field and what is wrong, be it the grammar or the model.
         """
-        matcher = self.compile(grammar)
+        try:
+            matcher = self.compile(grammar)
+        except ModelError as error:
+            raise RequestError(str(error), field) from error
         matcher.compute_bitmask()
         if matcher.is_error():
             raise RequestError(f"{field}: {matcher.get_error().strip()[:500]}", field)
@@ -125,7 +138,9 @@ class Grammars:
         """Return a matcher of its own at the grammar's beginning; it may be in an error state."""
         matcher = self._compiled.get(grammar)
         if matcher is None:
-            matcher = self._compiled[grammar] = LLMatcher(self._table, grammar, log_level=0, limits=LIMITS)
+            matcher = self._compiled[grammar] = LLMatcher(
+                self._table, grammar, log_level=0, limits=LLParserLimits(**LIMITS)
+            )
             if len(self._compiled) > NUM_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
@@ -166,7 +181,7 @@ class Matcher:
         """
         self._follow(output)
         packed = torch.frombuffer(bytearray(b"".join(map(self._after, paths))), dtype=torch.uint8)
-        bits = packed.view(len(paths), -1, 1).to(logits.device) >> torch.arange(8, device=logits.device) & 1
+        bits = packed.view(len(paths), -1, 1).to(logits.device) >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
         allowed = bits.view(len(paths), -1)[:, : logits.shape[-1]] != 0
         # A draft may know none of the tokens that the target's vocabulary would allow.
         is_possible = (allowed & (logits > float("-inf"))).any(-1, keepdim=True)
@@ -184,7 +199,7 @@ class Matcher:
 
     def _after(self, path: Sequence[int]) -> bytes:
         """Return the packed mask of what may follow the committed tip and `path`; the matcher stays at the tip."""
-        if not self._follows:
+        if not self._follows or not self._grammars.ends.isdisjoint(path):
             return self._grammars.end_mask
         tokens = list(path)
         if self._matcher.validate_tokens(tokens) < len(tokens):
@@ -212,8 +227,13 @@ def matcher_of(grammars: Grammars | None, row: ProposeRow | VerifyRow) -> Matche
     if row.params.grammar is None:
         return None
     if grammars is None:
-        raise ModelError("a request with a grammar reached a model that cannot follow one")
+        raise ModelError("a request with a grammar reached a model that was loaded without grammars")
     return grammars.matcher(row.request_id, row.params.grammar)
+
+
+def _literal(text: str) -> str:
+    """Return a text in Lark's notation, which is JSON's except that DEL may not stand for itself."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _pack(token_ids: Sequence[int], vocab_size: int) -> bytes:

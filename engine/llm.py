@@ -101,7 +101,7 @@ class LLM:
         target_config = ModelConfig(str(model), dtype=dtype, device=device, compile=compile)
         self.tokenizer = load_tokenizer(target_config)
         target = CausalLM.load(target_config)
-        self._grammars = Grammars.load(
+        self._grammars = Grammars(
             target_config, vocab_size=target.info.vocab_size, eos_token_ids=target.info.eos_token_ids
         )
         verifier = ModelVerifier(target, config, self._grammars)
@@ -163,8 +163,6 @@ class LLM:
     ) -> PromptOutput:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if params.grammar is not None:
-            if self._grammars is None:
-                raise RequestError("this model cannot follow a grammar", "grammar")
             self._grammars.check(params.grammar)
         result = PromptOutput(prompt if isinstance(prompt, str) else None, ids, [])
         for index in range(params.n):

@@ -12,11 +12,11 @@ from engine.logits import Run, draw, shape
 from engine.verifier import ModelVerifier
 
 
-def make_engine(model, drafter=None, *, tokenizer=None, clock=time.perf_counter, **settings):
+def make_engine(model, drafter=None, *, tokenizer=None, grammars=None, clock=time.perf_counter, **settings):
     """An engine; `drafter` is a function of its configuration. The draft length is fixed unless said otherwise."""
     defaults = {"num_blocks": 3000, "max_num_seqs": 64, "max_queued_requests": 10**6, "speculation": "fixed"}
     config = EngineConfig(**(defaults | settings))
-    verifier = ModelVerifier(model, config)
+    verifier = ModelVerifier(model, config, grammars)
     return Engine(
         config,
         drafter=NoDrafter() if drafter is None else drafter(config),

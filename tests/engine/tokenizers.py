@@ -1,0 +1,36 @@
+"""Tokenizers small enough to know every token by heart."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from engine.config import ModelConfig
+
+END = 1
+"""The end-of-sequence token of the models in these tests."""
+_LETTERS = 'abcdefghijklmnopqrstuvwxyz0123456789{}[]":,.-ĠĊ'
+_WORDS = ['"name"', '":', '{"', '"}', "true", "false", "null", "ab", "abc", "bc", "12", "],", "}}", 'Ġ"', "Ġ{"]
+
+
+def json_tokenizer() -> PreTrainedTokenizerFast:
+    """64 tokens: two special ones, JSON's characters, and words that cross its parts."""
+    pieces = ["<pad>", "</s>", *_LETTERS, *_WORDS]
+    backend = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<pad>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """Five tokens: a, b, c, d and the end."""
+    backend = Tokenizer(models.BPE(vocab={"a": 0, "b": 1, "c": 2, "d": 3, "</s>": 4}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+def saved(tokenizer: PreTrainedTokenizerFast, path: object) -> ModelConfig:
+    """Save a tokenizer and return the configuration of a model that would have it."""
+    tokenizer.save_pretrained(path)
+    return ModelConfig(str(path), dtype="float32", device="cpu")

@@ -66,6 +66,10 @@ class Limits(BaseModel):
     """Alternatives listed per token."""
     max_logit_bias: int = Field(300, ge=1)
     """Tokens with a bias."""
+    max_grammar_chars: int = Field(2**16, ge=1)
+    """Characters of a JSON schema, a regular expression, a grammar, or of all choices together."""
+    grammar_timeout_s: float = Field(1.0, gt=0)
+    """Seconds that compiling one of these may take."""
     request_timeout_s: float = Field(600.0, gt=0)
     """Seconds from a request's arrival to its last token."""
 

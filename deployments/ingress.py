@@ -5,6 +5,7 @@ import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp
 from deployments import responses as r
 from deployments.config import AppConfig, group_config
 from deployments.errors import describe
+from deployments.formats import Formats
 from deployments.generation import Generation, choice_index
 from deployments.metrics import exposition
 from deployments.parameters import ModelLimits, check_token_ids, sampling_params
@@ -23,6 +25,7 @@ from deployments.router import Description
 from deployments.routes import make_api
 from deployments.writing import ChatWriter, CompletionWriter
 from engine.errors import CapacityError, RequestError, UnknownModelError
+from engine.grammar import Grammars
 from engine.sequence import RequestOutput
 from engine.vocabulary import load_tokenizer
 
@@ -56,6 +59,11 @@ class Ingress:
 
     async def _wait_for_routers(self) -> Description:
         description = await self._routers.describe()
+        info = description.target
+        grammars = Grammars(
+            group_config(self.config).target, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids
+        )
+        self._formats = Formats(grammars, self.config.limits)
         _announce(self.config, description, await self._routers.base_url())
         return description
 
@@ -79,7 +87,7 @@ class Ingress:
         served = await self._describe()
         self._check_model(request.model)
         prompts = await self._prompts(request, served.limits)
-        return self._answer(request, prompts, "cmpl", served.limits)
+        return await self._answer(request, prompts, "cmpl", served.limits)
 
     async def chat(self, request: ChatCompletionRequest) -> "Answer":
         """Return the answer to a chat request.
@@ -91,7 +99,7 @@ class Ingress:
         self._check_model(request.model)
         room = served.limits.max_model_len
         prompt = await self._encoder.run(self._encoder.encode_chat, request.messages, room)
-        return self._answer(request, [prompt], "chatcmpl", served.limits)
+        return await self._answer(request, [prompt], "chatcmpl", served.limits)
 
     async def models(self) -> r.ModelList:
         """Return the served model."""
@@ -162,13 +170,15 @@ class Ingress:
         check_token_ids(prompts, model, "prompt")
         return prompts
 
-    def _answer(
+    async def _answer(
         self,
         request: CompletionRequest | ChatCompletionRequest,
         prompts: list[list[int]],
         kind: str,
         model: ModelLimits,
     ) -> "Answer":
+        params = sampling_params(request, prompts, model, self.config.limits)
+        params = replace(params, grammar=await self._formats.grammar(request))
         request_id = f"{kind}-{secrets.token_hex(16)}"
         speculative = request.speculative
         write = CompletionWriter if isinstance(request, CompletionRequest) else ChatWriter
@@ -184,7 +194,7 @@ class Ingress:
         generation = Generation(
             request_id=request_id,
             prompts=prompts,
-            params=sampling_params(request, prompts, model, self.config.limits),
+            params=params,
             timeout_s=self.config.limits.request_timeout_s,
             cache_salt=request.cache_salt,
         )

@@ -69,6 +69,19 @@ class Speculation(RequestModel):
     """Acceptance figures in the response, as `metrics.speculative_decoding`."""
 
 
+class StructuredOutputs(RequestModel):
+    """What the text must match, at every token: exactly one of these, with vLLM's names."""
+
+    json_: dict[str, Any] | Text | None = Field(None, alias="json")
+    """A JSON schema, as an object or as its text."""
+    regex: Text | None = None
+    """A regular expression for the whole text, in Rust's syntax."""
+    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    """Texts of which it is one."""
+    grammar: Text | None = None
+    """A grammar in Lark's or llama.cpp's (GBNF) notation."""
+
+
 class GenerationRequest(RequestModel):
     """What completions and chat completions have in common."""
 
@@ -114,6 +127,8 @@ class GenerationRequest(RequestModel):
     """What the stream reports besides text; only with stream."""
     speculative: Speculation | None = None
     """Speculation for this request."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the text must match."""
     return_token_ids: bool | None = None
     """Token ids besides the text."""
     cache_salt: Salt | None = None
@@ -172,10 +187,39 @@ class ChatMessage(RequestModel):
         return "".join(part.text for part in self.content)
 
 
-class ResponseFormat(RequestModel):
-    """The form of the answer; text is the only one so far."""
+class TextFormat(RequestModel):
+    """Any text."""
 
     type: Literal["text"]
+
+
+class JsonObjectFormat(RequestModel):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(RequestModel):
+    """A JSON schema and its name."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    """Not shown to the model."""
+    schema_: dict[str, Any] = Field(alias="schema")
+    """The schema."""
+    description: Text | None = None
+    """Accepted and ignored: the conversation is what the model sees."""
+    strict: bool | None = None
+    """Accepted and ignored: the answer always matches."""
+
+
+class JsonSchemaFormat(RequestModel):
+    """JSON that a schema accepts."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
 class ChatCompletionRequest(GenerationRequest):

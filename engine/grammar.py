@@ -181,7 +181,10 @@ class Matcher:
         """
         self._follow(output)
         packed = torch.frombuffer(bytearray(b"".join(map(self._after, paths))), dtype=torch.uint8)
-        bits = packed.view(len(paths), -1, 1).to(logits.device) >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+        bits = (
+            packed.view(len(paths), -1, 1).to(logits.device) >> torch.arange(8, dtype=torch.uint8, device=logits.device)
+            & 1
+        )
         allowed = bits.view(len(paths), -1)[:, : logits.shape[-1]] != 0
         # A draft may know none of the tokens that the target's vocabulary would allow.
         is_possible = (allowed & (logits > float("-inf"))).any(-1, keepdim=True)

@@ -30,7 +30,14 @@ from engine.draft import Draft, TokenLogprobs, Verdict, chain
 from engine.sampling import SamplingParams
 
 PARAMS = SamplingParams(
-    temperature=0.7, top_k=5, logit_bias={3: -1.5}, seed=-4, stop=["a", "ü"], stop_token_ids=[7], logprobs=2
+    temperature=0.7,
+    top_k=5,
+    logit_bias={3: -1.5},
+    seed=-4,
+    stop=["a", "ü"],
+    stop_token_ids=[7],
+    logprobs=2,
+    grammar="start: /ü/",
 )
 DELTAS = st.builds(
     PrefixDelta,

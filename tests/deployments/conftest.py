@@ -8,7 +8,9 @@ from transformers import PreTrainedTokenizerFast
 
 from deployments.config import AppConfig
 from deployments.ingress import Ingress
-from tests.deployments.fakes import LocalRouters, Rig
+from engine.config import ModelConfig
+from engine.grammar import Grammars
+from tests.deployments.fakes import EOS_TOKEN_IDS, VOCAB_SIZE, LocalRouters, Rig
 from tests.fakes import byte_tokenizer
 
 TEMPLATE = (
@@ -34,8 +36,9 @@ def model_dir(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    rig = Rig()
+async def rig(model_dir: Path) -> AsyncIterator[Rig]:
+    grammars = Grammars(ModelConfig(str(model_dir)), vocab_size=VOCAB_SIZE, eos_token_ids=EOS_TOKEN_IDS)
+    rig = Rig(grammars=grammars)
     yield rig
     await rig.loop.stop()
 

@@ -15,6 +15,7 @@ from engine.config import EngineConfig
 from engine.draft import Drafter, NoDrafter, Verdict, Verifier, VerifyRow
 from engine.engine import Engine
 from engine.errors import TargetError
+from engine.grammar import Grammars
 from engine.model import ModelInfo
 from engine.sampling import SamplingParams
 from engine.sequence import RequestOutput
@@ -23,6 +24,7 @@ from tests.fakes import MarkovModel, byte_tokenizer
 
 VOCAB_SIZE = 259  # bytes and three special tokens
 MAX_MODEL_LEN = 512
+EOS_TOKEN_IDS = [256]
 
 
 class LosableVerifier:
@@ -69,15 +71,20 @@ class Rig:
     """A round loop over an engine of bytes whose next token is a fixed permutation of the last one."""
 
     def __init__(
-        self, *, drafter: Drafter | None = None, max_queued_requests: int = 64, max_recoveries: int = 3
+        self,
+        *,
+        drafter: Drafter | None = None,
+        grammars: Grammars | None = None,
+        max_queued_requests: int = 64,
+        max_recoveries: int = 3,
     ) -> None:
         transitions = torch.full((VOCAB_SIZE, VOCAB_SIZE), 1e-9)
         transitions[torch.arange(VOCAB_SIZE), (torch.arange(VOCAB_SIZE) * 5 + 7) % 94] = 1.0
-        model = MarkovModel(transitions / transitions.sum(-1, keepdim=True))
+        model = MarkovModel(transitions / transitions.sum(-1, keepdim=True), EOS_TOKEN_IDS)
         config = EngineConfig(
             max_num_seqs=8, max_queued_requests=max_queued_requests, num_blocks=256, max_model_len=MAX_MODEL_LEN
         )
-        verifier = ModelVerifier(model, config)  # type: ignore[arg-type]
+        verifier = ModelVerifier(model, config, grammars)  # type: ignore[arg-type]
         self.verifier = LosableVerifier(verifier)
         self.group = Group(self.verifier)
         self.engine = Engine(
@@ -87,6 +94,7 @@ class Rig:
             num_blocks=verifier.num_blocks,
             vocab_size=VOCAB_SIZE,
             max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=EOS_TOKEN_IDS,
             tokenizer=byte_tokenizer(),
         )
         self.metrics = RouterMetrics("tiny", self.engine, self.engine.drafter)
@@ -118,7 +126,7 @@ class LocalRouters:
 
     async def describe(self) -> Description:
         await self.has_loaded.wait()
-        info = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, [], 1000, "float32", "cpu")
+        info = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, 1000, "float32", "cpu")
         return Description(info, None, ModelLimits(VOCAB_SIZE, MAX_MODEL_LEN, 4))
 
     async def collect(self) -> list[list[Metric]]:

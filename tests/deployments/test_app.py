@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import socket
 import time
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from deployments.builder import app
 from deployments.config import AppConfig
+from engine.grammar import from_regex
 from engine.llm import LLM
 from engine.sampling import SamplingParams
 from tests.fakes import byte_tokenizer
@@ -137,6 +139,25 @@ def test_the_text_is_the_targets_own(client, expected, temperature):
         **{**request, "extra_body": {"ignore_eos": True, "speculative": {"enabled": False}}}
     )
     assert plain.choices[0].text == wanted
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_a_grammar_holds_on_every_process_of_the_way(client, url, expected, temperature):
+    """Trial, draft and target each compile it; the drafts that the target keeps follow it too."""
+    regex = r"[b-e]{4,40}(-[0-9]{2}){3}"
+    kept = gauge(url, "spec_decode_num_accepted_tokens_total")
+    wanted = expected(temperature=temperature, seed=5, max_tokens=80, grammar=from_regex(regex))
+    response = client.completions.create(
+        model="tiny",
+        prompt=PROMPT,
+        max_tokens=80,
+        temperature=temperature,
+        seed=5,
+        extra_body={"structured_outputs": {"regex": regex}},
+    )
+    assert response.choices[0].text == wanted
+    assert re.fullmatch(f"{regex}!?", wanted)  # token 0, the end, is also an exclamation mark here
+    assert gauge(url, "spec_decode_num_accepted_tokens_total") > kept
 
 
 def test_a_conversation_streams_role_text_and_usage(client):

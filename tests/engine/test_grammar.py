@@ -203,9 +203,7 @@ def test_greedy_text_is_the_same_by_the_rejection_rule(name, target, draft, make
     greedy = requests(temperatures=(0.0,))
     plain = run(make_engine(target, grammars=make_grammars(), num_speculative_tokens=0), greedy)
     drafter = DRAFTERS[name](target, draft, make_grammars())
-    engine = make_engine(
-        target, drafter, grammars=make_grammars(), num_speculative_tokens=8, verification="rejection"
-    )
+    engine = make_engine(target, drafter, grammars=make_grammars(), num_speculative_tokens=8, verification="rejection")
     assert run(engine, greedy) == plain
 
 

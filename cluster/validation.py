@@ -68,6 +68,8 @@ def _top_problem(draft: Draft, vocab_size: int) -> str | None:
 
 def _verdict_problem(verdict: Verdict, row: VerifyRow, vocab_size: int) -> str | None:
     tokens, path, draft = verdict.token_ids, verdict.path, row.draft
+    if len(verdict.prompt_logprobs) != row.num_prompt_logprobs:
+        return f"{len(verdict.prompt_logprobs)} prompt log probabilities, asked were {row.num_prompt_logprobs}"
     if not row.reaches_tip:
         return "tokens for an unfinished prefill" if tokens or path else None
     if len(tokens) != len(path) + 1:

@@ -17,6 +17,7 @@ class Choice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
@@ -29,6 +30,8 @@ class Choice:
         self.text += output.text
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or []
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
         self.num_cached_tokens = output.num_cached_tokens
         if output.num_draft_tokens:

@@ -34,6 +34,7 @@ def sampling_params(
     """
     stop = _stop_strings(request, limits)
     _check_limits(request, model, limits)
+    logprobs = _logprobs(request, limits)
     max_tokens = _max_tokens(request, prompts, model)
     return SamplingParams(
         temperature=_or(request.temperature, 1.0),
@@ -52,7 +53,8 @@ def sampling_params(
         max_tokens=max_tokens,
         ignore_eos=bool(request.ignore_eos),
         skip_special_tokens=_or(request.skip_special_tokens, True),
-        logprobs=_logprobs(request, limits),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if isinstance(request, CompletionRequest) and request.echo else None,
         num_speculative_tokens=_draft_length(request, model),
         n=_or(request.n, 1),
     )
@@ -91,8 +93,6 @@ def _check_limits(request: CompletionRequest | ChatCompletionRequest, model: Mod
         return
     if request.best_of is not None and request.best_of != _or(request.n, 1):
         raise RequestError(f"best_of is {request.best_of}, it must equal n ({_or(request.n, 1)})", "best_of")
-    if request.echo and request.logprobs is not None:
-        raise RequestError("echo together with logprobs is not supported", "echo")
 
 
 def _stop_strings(request: GenerationRequest, limits: Limits) -> list[str]:

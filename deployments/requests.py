@@ -158,7 +158,7 @@ class CompletionRequest(GenerationRequest):
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     """Must equal n: nothing is generated to be thrown away."""
     echo: bool | None = None
-    """Put the prompt before the text."""
+    """Put the prompt before the text; with logprobs also its tokens' log probabilities, of which the first is null."""
     logprobs: Annotated[int, Field(ge=0)] | None = None
     """Alternatives to list for each token, with the log probabilities of the target."""
 

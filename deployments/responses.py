@@ -57,9 +57,9 @@ class CompletionLogprobs(ResponseModel):
     """Log probabilities of a completion's tokens."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(ResponseModel):

@@ -94,9 +94,12 @@ class CompletionWriter(Writer):
     def _echoes(self) -> bool:
         return isinstance(self.request, CompletionRequest) and bool(self.request.echo)
 
+    def _scores(self) -> bool:
+        return self._echoes() and self.request.logprobs is not None
+
     def opening(self) -> list[r.ResponseModel]:
-        """Return the prompts, if they are to be echoed."""
-        if not self._echoes():
+        """Return the prompts, if they are to be echoed; with log probabilities, they come with the first round."""
+        if not self._echoes() or self._scores():
             return []
         return [
             r.Completion(
@@ -110,11 +113,13 @@ class CompletionWriter(Writer):
 
     def chunk(self, choice: Choice, output: RequestOutput) -> r.ResponseModel:
         """Return the chunk of one round of one choice."""
+        is_first = len(choice.token_ids) == len(output.token_ids)
+        text = self._prompt_text(choice) + output.text if is_first and self._scores() else output.text
         logprobs = None
         if output.logprobs is not None:
-            logprobs = self._logprobs(choice, output.token_ids, output.logprobs)
-        piece = self._choice(choice, output.text, output.token_ids, logprobs, output)
-        if len(choice.token_ids) == len(output.token_ids):
+            logprobs = self._logprobs(choice, output.token_ids, output.logprobs, output.prompt_logprobs)
+        piece = self._choice(choice, text, output.token_ids, logprobs, output)
+        if is_first:
             piece = piece.model_copy(update=self.prompt_ids(choice))
         return r.Completion(
             **self.common,
@@ -132,7 +137,9 @@ class CompletionWriter(Writer):
         choices = []
         for choice in self.choices:
             text = self._prompt_text(choice) + choice.text if self._echoes() else choice.text
-            logprobs = self._logprobs(choice, choice.token_ids, choice.logprobs) if choice.logprobs else None
+            logprobs = None
+            if choice.logprobs:
+                logprobs = self._logprobs(choice, choice.token_ids, choice.logprobs, choice.prompt_logprobs)
             piece = self._choice(choice, text, choice.token_ids, logprobs, choice)
             choices.append(piece.model_copy(update=self.prompt_ids(choice)))
         return r.Completion(**self.common, object="text_completion", choices=choices, **self.figures())
@@ -157,7 +164,17 @@ class CompletionWriter(Writer):
             **self.ids(token_ids),
         )
 
-    def _logprobs(self, choice: Choice, token_ids: list[int], logprobs: list[TokenLogprobs]) -> r.CompletionLogprobs:
+    def _logprobs(
+        self,
+        choice: Choice,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+        prompt_logprobs: list[TokenLogprobs] | None,
+    ) -> r.CompletionLogprobs:
+        found: list[TokenLogprobs | None] = [*logprobs]
+        if prompt_logprobs is not None:
+            token_ids = choice.prompt_token_ids + token_ids
+            found = [None, *prompt_logprobs, *found]
         texts = self.encoder.token_texts(token_ids)
         offsets = []
         for text in texts:
@@ -165,12 +182,14 @@ class CompletionWriter(Writer):
             choice.num_logprob_chars += len(text)
         return r.CompletionLogprobs(
             text_offset=offsets,
-            token_logprobs=[position.logprob for position in logprobs],
+            token_logprobs=[position.logprob if position else None for position in found],
             tokens=texts,
             top_logprobs=[
                 dict(zip(self.encoder.token_texts(position.top_ids), position.top_logprobs, strict=True))
                 | {text: position.logprob}
-                for text, position in zip(texts, logprobs, strict=True)
+                if position
+                else None
+                for text, position in zip(texts, found, strict=True)
             ],
         )
 

@@ -75,6 +75,13 @@ class VerifyRow:
         """Whether this pass computes the last committed token, so that a new one can be drawn."""
         return self.start + self.length == len(self.token_ids)
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Prompt tokens whose log probabilities this pass finds: each at the token before it, if they are asked for."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        return max(0, min(self.start + self.length, self.prompt_length - 1) - self.start)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
@@ -91,12 +98,13 @@ class Verdict:
     """The tokens one request commits in a round: `num_accepted` draft tokens and one of the target's own.
 
     `path` holds the draft nodes accepted, root first: their KV entries are the ones to keep. Empty `token_ids`
-    mean that the row was an unfinished prefill.
+    mean that the row was an unfinished prefill. `prompt_logprobs` belong to the prompt tokens from `start + 1` on.
     """
 
     token_ids: list[int] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     @property
     def num_accepted(self) -> int:

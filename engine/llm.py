@@ -36,6 +36,8 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of the prompt's tokens from the second on."""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def append(self, output: RequestOutput) -> None:
@@ -43,6 +45,8 @@ class CompletionOutput:
         self.text += output.text
         self.token_ids += output.token_ids
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         if output.logprobs is not None:
             self.logprobs = (self.logprobs or []) + output.logprobs
         self.stats.observe_draft(output.num_draft_tokens, output.num_accepted_tokens)

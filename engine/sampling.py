@@ -33,6 +33,7 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
     n: int = 1
     grammar: str | None = None
@@ -93,6 +94,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("min_tokens", 0, 2**31 - 1),
     ("max_tokens", 1, 2**31 - 1),
     ("logprobs", 0, 20),
+    ("prompt_logprobs", 0, 20),
     ("num_speculative_tokens", 0, 64),
     ("n", 1, 128),
 )

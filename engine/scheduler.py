@@ -104,6 +104,8 @@ class Scheduler:
             sequence = row.sequence
             if id(sequence) not in alive:
                 continue
+            if verdict.prompt_logprobs:
+                sequence.prompt_logprobs[sequence.num_computed :] = verdict.prompt_logprobs
             sequence.num_computed += row.length + verdict.num_accepted
             if verdict.token_ids:
                 self.stats.observe_draft(len(draft.token_ids), verdict.num_accepted)
@@ -153,7 +155,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, budget: int, num_speculative_tokens: int) -> ScheduledRow | None:
         """Move the first waiting request to running, or leave it where it is when its blocks are not there."""
-        sequence.block_ids, sequence.digests = self.pool.match(sequence.token_ids, sequence.salt)
+        if not sequence.lacks_prompt_logprobs:
+            sequence.block_ids, sequence.digests = self.pool.match(sequence.token_ids, sequence.salt)
         sequence.num_computed = len(sequence.block_ids) * self.config.block_size
         row = self._row(sequence, budget, num_speculative_tokens)
         if not self._grow(sequence, sequence.num_computed + row.length + row.num_draft_tokens):

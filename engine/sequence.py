@@ -27,6 +27,8 @@ class RequestOutput:
     num_cached_tokens: int
     num_draft_tokens: int
     num_accepted_tokens: int
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of all prompt tokens but the first, which nothing predicts; in the first output of a request that asked."""
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +39,7 @@ class Sequence:
         token_ids: prompt and committed output; the only truth about the request.
         num_computed: how many of them have keys and values in `block_ids`.
         digests: names of the full, computed blocks (`kv_cache.block_digest`).
+        prompt_logprobs: those of the prompt tokens computed so far, if they are asked for; the first token has none.
     """
 
     request_id: str
@@ -51,6 +54,7 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0
     was_admitted: bool = False
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -70,12 +74,18 @@ class Sequence:
         return self.num_uncomputed == 1
 
     @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether the whole prompt has to be computed, cached or not."""
+        return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
+
+    @property
     def num_remaining(self) -> int:
         """Tokens that may still be committed."""
         return self.params.max_tokens - self.num_output_tokens
 
     def commit(self, verdict: Verdict, num_draft_tokens: int) -> RequestOutput:
         """Append a round's tokens up to the first that ends the request, and return what is new."""
+        prompt_logprobs = self.prompt_logprobs if self.lacks_prompt_logprobs else None
         committed: list[int] = []
         text = ""
         for token in verdict.token_ids:
@@ -107,6 +117,7 @@ class Sequence:
             num_cached_tokens=self.num_cached,
             num_draft_tokens=num_draft_tokens,
             num_accepted_tokens=min(verdict.num_accepted, len(committed)),
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _decode(self, token: int, may_stop: bool) -> str:

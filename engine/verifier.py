@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -44,10 +45,10 @@ class ModelVerifier:
             self._grammars.release(request_id)
 
     def _decide(self, rows: Sequence[VerifyRow], batch: ForwardBatch) -> list[Verdict]:
-        verdicts = [Verdict()] * len(rows)
         deciding = [(i, row) for i, row in enumerate(rows) if row.reaches_tip]
         runs = [_run(row, self._end_ids, matcher_of(self._grammars, row)) for _, row in deciding]
         logits, drawn = self._forward(batch, runs)
+        verdicts, logits = _read_prompts(rows, logits)
         if not deciding:
             return verdicts
         raw = logits.log_softmax(-1) if any(row.params.logprobs is not None for _, row in deciding) else None
@@ -62,16 +63,17 @@ class ModelVerifier:
             if raw is not None and row.params.logprobs is not None:
                 rows_used = [start, *(start + 1 + node for node in path)]
                 logprobs = _logprobs(raw[rows_used], tokens, row.params.logprobs)
-            verdicts[i] = Verdict(tokens, path, logprobs)
+            verdicts[i] = replace(verdicts[i], token_ids=tokens, path=path, logprobs=logprobs)
             self._keep_path(row, path)
-            start += 1 + len(row.draft.token_ids)
+            start += _num_deciding(row)
         return verdicts
 
     def _forward(self, batch: ForwardBatch, runs: Sequence[Run]) -> tuple[Tensor, list[int] | None]:
         """Compute the logits and, where the pass can do that as well, draw a token from each row."""
-        if self._rejects or not self.model.draws(batch):
-            return self.model.forward(batch), None
         params = [run.params for run in runs for _ in run.depths]
+        has_prompts = len(params) < len(batch.logit_indices)
+        if self._rejects or has_prompts or not self.model.draws(batch):
+            return self.model.forward(batch), None
         positions = [position for run in runs for position in run.positions]
         (draws,) = plan_draws(params, positions, self.model.device)
         logits, _, tokens = self.model.forward_and_draw(batch, draws)
@@ -107,15 +109,35 @@ def _drawn(logits: Tensor, known: list[int] | None, runs: Sequence[Run]) -> list
 def _forward_row(row: VerifyRow) -> ForwardRow:
     tokens = [*row.token_ids[row.start : row.start + row.length]]
     if not row.reaches_tip:
-        return ForwardRow(tokens, row.start, row.block_ids, 0)
+        return ForwardRow(tokens, row.start, row.block_ids, row.length if row.num_prompt_logprobs else 0)
     draft = row.draft
     return ForwardRow(
         token_ids=tokens + draft.token_ids,
         start=row.start,
         block_ids=row.block_ids,
-        num_logits=1 + len(draft.token_ids),
+        num_logits=(row.length if row.num_prompt_logprobs else 1) + len(draft.token_ids),
         parents=None if draft.is_chain else draft.parents,
     )
+
+
+def _num_deciding(row: VerifyRow) -> int:
+    """Return how many of a row's last logits its next tokens are drawn from."""
+    return 1 + len(row.draft.token_ids) if row.reaches_tip else 0
+
+
+def _read_prompts(rows: Sequence[VerifyRow], logits: Tensor) -> tuple[list[Verdict], Tensor]:
+    """Return verdicts that hold the prompts' log probabilities and nothing else, and the logits to decide by."""
+    if not any(row.num_prompt_logprobs for row in rows):
+        return [Verdict()] * len(rows), logits
+    verdicts, deciding = [], []
+    for row, part in zip(rows, logits.split_with_sizes([_forward_row(row).num_logits for row in rows]), strict=True):
+        deciding.append(part[len(part) - _num_deciding(row) :])
+        prompt_logprobs: list[TokenLogprobs] = []
+        if row.params.prompt_logprobs is not None and (count := row.num_prompt_logprobs):
+            tokens = list(row.token_ids[row.start + 1 : row.start + 1 + count])
+            prompt_logprobs = _logprobs(part[:count].log_softmax(-1), tokens, row.params.prompt_logprobs)
+        verdicts.append(Verdict(prompt_logprobs=prompt_logprobs))
+    return verdicts, torch.cat(deciding)
 
 
 def _run(row: VerifyRow, eos_token_ids: tuple[int, ...], matcher: Matcher | None) -> Run:

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.messages import MalformedMessageError
 from cluster.validation import check_drafts, check_verdicts
-from engine.draft import Draft, Verdict, chain
+from engine.draft import Draft, TokenLogprobs, Verdict, chain
 from tests.cluster.fakes import propose_row, verify_row
 
 ROW = propose_row("a", [1], k=3)
@@ -74,3 +74,12 @@ def test_an_unfinished_prefill_brings_no_token():
     check_verdicts([Verdict()], [row], 10)
     with pytest.raises(MalformedMessageError, match="unfinished prefill"):
         check_verdicts([Verdict([1])], [row], 10)
+
+
+def test_prompt_log_probabilities_come_as_asked():
+    row = verify_row("a", [1, 2, 3])
+    row = replace(row, start=0, length=3, prompt_length=3, params=replace(row.params, prompt_logprobs=0))
+    found = [TokenLogprobs(-1.0, 1, [], [])] * 2
+    check_verdicts([Verdict([1], prompt_logprobs=found)], [row], 10)
+    with pytest.raises(MalformedMessageError, match="1 prompt log probabilities, asked were 2"):
+        check_verdicts([Verdict([1], prompt_logprobs=found[:1])], [row], 10)

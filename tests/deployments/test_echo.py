@@ -1,0 +1,79 @@
+"""A prompt that comes back with its log probabilities: the exact ones, whole, in a stream, for every choice."""
+
+import itertools
+import json
+import math
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.deployments.fakes import VOCAB_SIZE, Rig
+
+PROMPT = "abc"
+
+
+def law(rig: Rig) -> Any:
+    return rig.engine.verifier._verifier.model.transitions  # type: ignore[attr-defined]
+
+
+def ids(text: str) -> list[int]:
+    return [ord(letter) - ord("!") for letter in text]
+
+
+async def complete(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    sent = {"prompt": PROMPT, "temperature": 0, "max_tokens": 4, "echo": True, "logprobs": 2, **body}
+    response = await client.post("/v1/completions", json=sent)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def test_the_first_token_has_none_the_others_have_the_targets(client: httpx.AsyncClient, rig: Rig) -> None:
+    choice = (await complete(client))["choices"][0]
+    text, found = choice["text"], choice["logprobs"]
+    assert found["tokens"] == list(text)
+    assert text.startswith(PROMPT)
+    assert len(text) == 7
+    assert found["text_offset"] == list(range(7))
+    assert found["token_logprobs"][0] is None
+    assert found["top_logprobs"][0] is None
+    tokens = ids(text)
+    wanted = [math.log(law(rig)[before, token]) for before, token in itertools.pairwise(tokens)]
+    assert found["token_logprobs"][1:] == pytest.approx(wanted, abs=1e-5)
+    assert all(len(top) in (2, 3) for top in found["top_logprobs"][1:])
+    assert all(found["top_logprobs"][i][text[i]] == found["token_logprobs"][i] for i in range(1, 7))
+
+
+async def test_a_stream_says_the_same(client: httpx.AsyncClient) -> None:
+    whole = (await complete(client, n=2))["choices"]
+    sent = {"prompt": PROMPT, "temperature": 0, "max_tokens": 4, "echo": True, "logprobs": 2, "n": 2, "stream": True}
+    response = await client.post("/v1/completions", json=sent)
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: {")]
+    for choice in whole:
+        pieces = [json.loads(line)["choices"][0] for line in lines]
+        pieces = [piece for piece in pieces if piece["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        for name, values in choice["logprobs"].items():
+            assert [value for piece in pieces for value in piece["logprobs"][name]] == values
+
+
+async def test_a_prompt_seen_before_loses_none(client: httpx.AsyncClient) -> None:
+    prompt = [token % 90 for token in range(100)]
+    plain = await complete(client, prompt=prompt, echo=False)
+    again = await complete(client, prompt=prompt, echo=False)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    echoed = await complete(client, prompt=prompt)
+    assert echoed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    found = echoed["choices"][0]["logprobs"]["token_logprobs"]
+    assert len(found) == 104
+    assert found[100:] == plain["choices"][0]["logprobs"]["token_logprobs"]
+
+
+async def test_the_openai_client_reads_them(client: httpx.AsyncClient) -> None:
+    sdk = openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client)
+    response = await sdk.completions.create(model="tiny", prompt=[[1, 2], [3, VOCAB_SIZE - 4]], echo=True, logprobs=0)
+    for choice in response.choices:
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs is not None
+        assert len(choice.logprobs.token_logprobs) == 2 + 16

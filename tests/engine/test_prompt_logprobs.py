@@ -1,0 +1,102 @@
+"""Log probabilities of prompt tokens: those of transformers' own forward, however the prompt was computed.
+
+| mutant | caught by |
+|---|---|
+| verifier: the logits of the token itself, not of the one before | test_they_are_those_of_transformers |
+| verifier: a prompt's rows decide for its neighbour | test_neighbours_write_what_they_would_alone |
+| scheduler: chunks are appended where a preemption began again | test_they_are_those_of_transformers[preempted] |
+| scheduler: cached blocks are reused | test_a_cached_prefix_does_not_hide_them |
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.drafters.model import ModelDrafter
+from engine.sampling import SamplingParams
+from tests.engine.conftest import VOCAB
+from tests.engine.running import make_engine, run, run_outputs
+
+PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=20, prompt_logprobs=3, ignore_eos=True)
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(2, VOCAB, (length,), generator=generator).tolist() for length in (1, 2, 15, 16, 17, 60, 90)]
+
+
+@pytest.fixture(scope="module")
+def reference(target_path):
+    model = AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.float32)
+
+    def logprobs(ids):
+        with torch.no_grad():
+            return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+    return logprobs
+
+
+def check(found, prompt, reference):
+    expected = reference(prompt)
+    assert len(found) == len(prompt) - 1
+    for i, (token, entry) in enumerate(zip(prompt[1:], found, strict=True)):
+        assert entry.logprob == pytest.approx(float(expected[i, token]), abs=1e-4)
+        assert entry.rank == int((expected[i] > expected[i, token]).sum()) + 1
+        top, ids = expected[i].topk(3)
+        assert entry.top_logprobs == pytest.approx(top.tolist(), abs=1e-4)
+        assert entry.top_ids == ids.tolist()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_num_batched_tokens": 7}, {"num_blocks": 12, "max_num_seqs": 8}, {"block_size": 4}],
+    ids=["whole", "chunked", "preempted", "small blocks"],
+)
+def test_they_are_those_of_transformers(settings, target, reference):
+    engine = make_engine(target, lambda config: ModelDrafter(target, config), num_speculative_tokens=3, **settings)
+    requests = [(prompt, PARAMS) for prompt in prompts()]
+    outputs = run_outputs(engine, requests)
+    for i, prompt in enumerate(prompts()):
+        first, *rest = outputs[str(i)]
+        check(first.prompt_logprobs, prompt, reference)
+        assert all(output.prompt_logprobs is None for output in rest)
+    if "num_blocks" in settings:
+        assert engine.stats.num_preemptions > 0
+
+
+def test_a_cached_prefix_does_not_hide_them(target, reference):
+    prompt = prompts()[-1]
+    engine = make_engine(target, num_speculative_tokens=0)
+    requests = [(prompt, replace(PARAMS, prompt_logprobs=None)), (prompt, replace(PARAMS, prompt_logprobs=None))]
+    outputs = run_outputs(engine, requests, late=[(prompt, PARAMS), (prompt, replace(PARAMS, prompt_logprobs=None))])
+    check(outputs["2"][0].prompt_logprobs, prompt, reference)
+    assert outputs["2"][0].num_cached_tokens == 0
+    assert outputs["3"][0].num_cached_tokens > 0
+    tokens = {tuple(t for output in outputs[str(i)] for t in output.token_ids) for i in range(4)}
+    assert len(tokens) == 1
+
+
+def test_neighbours_write_what_they_would_alone(target):
+    requests = [(prompt, replace(PARAMS, prompt_logprobs=3 if i % 2 else None)) for i, prompt in enumerate(prompts())]
+    plain = [(prompt, replace(params, prompt_logprobs=None)) for prompt, params in requests]
+    engine = make_engine(
+        target,
+        lambda config: ModelDrafter(target, config),
+        num_speculative_tokens=3,
+        max_num_batched_tokens=24,
+    )
+    assert run(engine, requests) == run(make_engine(target, num_speculative_tokens=0), plain)
+
+
+def test_they_survive_the_loss_of_the_targets_memory(target, reference):
+    """Between two chunks of a prompt, when some are known already."""
+    engine = make_engine(target, num_speculative_tokens=0, max_num_batched_tokens=24)
+    outputs = run_outputs(
+        engine,
+        [(prompts()[-1], PARAMS)],
+        between=lambda engine, rounds: engine.reset() if rounds in (1, 4, 12) else None,
+    )
+    check(outputs["0"][0].prompt_logprobs, prompts()[-1], reference)
+    assert sum(output.prompt_logprobs is not None for output in outputs["0"]) == 1

@@ -2,31 +2,34 @@
 
 import asyncio
 import logging
+import re
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from deployments import responses as r
+from deployments.answer import Answer
 from deployments.config import AppConfig, group_config
-from deployments.errors import describe
 from deployments.formats import Formats
-from deployments.generation import Generation, choice_index
+from deployments.generation import Generation
 from deployments.metrics import exposition
+from deployments.openresponses import CHAT_FIELDS, ResponsesRequest
 from deployments.parameters import ModelLimits, check_token_ids, sampling_params
 from deployments.prompts import PromptEncoder
 from deployments.replicas import RouterHandle, ServeRouters
 from deployments.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from deployments.responses_writer import ResponsesWriter
 from deployments.router import Description
 from deployments.routes import make_api
-from deployments.writing import ChatWriter, CompletionWriter
+from deployments.writing import ChatWriter, CompletionWriter, ResponseWriter
 from engine.errors import CapacityError, RequestError, UnknownModelError
 from engine.grammar import Grammars
-from engine.sequence import RequestOutput
 from engine.vocabulary import load_tokenizer
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
@@ -78,7 +81,7 @@ class Ingress:
             raise CapacityError("the models are still being loaded")
         return self._serving.result()
 
-    async def complete(self, request: CompletionRequest) -> "Answer":
+    async def complete(self, request: CompletionRequest) -> Answer:
         """Check and queue nothing yet: return the answer to a completion request.
 
         Raises:
@@ -87,9 +90,9 @@ class Ingress:
         served = await self._describe()
         self._check_model(request.model)
         prompts = await self._prompts(request, served.limits)
-        return await self._answer(request, prompts, "cmpl", served.limits)
+        return await self._answer(request, prompts, "cmpl-", served.limits, CompletionWriter)
 
-    async def chat(self, request: ChatCompletionRequest) -> "Answer":
+    async def chat(self, request: ChatCompletionRequest) -> Answer:
         """Return the answer to a chat request.
 
         Raises:
@@ -99,7 +102,22 @@ class Ingress:
         self._check_model(request.model)
         room = served.limits.max_model_len
         prompt = await self._encoder.run(self._encoder.encode_chat, request.messages, room)
-        return await self._answer(request, [prompt], "chatcmpl", served.limits)
+        return await self._answer(request, [prompt], "chatcmpl-", served.limits, ChatWriter)
+
+    async def respond(self, request: ResponsesRequest) -> Answer:
+        """Return the answer to a request in the newer shape.
+
+        Raises:
+            RequestError: naming the field, the value and the limit.
+        """
+        served = await self._describe()
+        self._check_model(request.model)
+        chat = request.to_chat()
+        try:
+            prompt = await self._encoder.run(self._encoder.encode_chat, chat.messages, served.limits.max_model_len)
+            return await self._answer(chat, [prompt], "resp_", served.limits, partial(ResponsesWriter, asked=request))
+        except RequestError as error:
+            raise _in_newer_words(error) from error
 
     async def models(self) -> r.ModelList:
         """Return the served model."""
@@ -176,12 +194,12 @@ class Ingress:
         prompts: list[list[int]],
         kind: str,
         model: ModelLimits,
-    ) -> "Answer":
+        write: Callable[..., ResponseWriter],
+    ) -> Answer:
         params = sampling_params(request, prompts, model, self.config.limits)
         params = replace(params, grammar=await self._formats.grammar(request))
-        request_id = f"{kind}-{secrets.token_hex(16)}"
+        request_id = kind + secrets.token_hex(16)
         speculative = request.speculative
-        write = CompletionWriter if isinstance(request, CompletionRequest) else ChatWriter
         writer = write(
             id=request_id,
             model=self.config.model_name,
@@ -201,55 +219,12 @@ class Ingress:
         return Answer(writer, self._routers.generate(generation))
 
 
-class Answer:
-    """One response on its way: whole, or as server-sent events."""
-
-    def __init__(
-        self, writer: CompletionWriter | ChatWriter, rounds: AsyncGenerator[list[RequestOutput], None]
-    ) -> None:
-        self._writer = writer
-        self._rounds = rounds
-
-    async def whole(self) -> str:
-        """Return the body, when all is generated."""
-        try:
-            async for outputs in self._rounds:
-                for output in outputs:
-                    self._writer.choices[choice_index(output.request_id)].append(output)
-        finally:
-            await self._rounds.aclose()
-        return self._writer.whole().to_json()
-
-    async def events(self) -> AsyncIterator[str]:
-        """Wait for the first round, so that a refusal still has a status, then return the events."""
-        first: list[RequestOutput] = await anext(self._rounds, [])
-        return self._events(first)
-
-    async def _events(self, outputs: list[RequestOutput]) -> AsyncGenerator[str, None]:
-        writer, options = self._writer, self._writer.request.stream_options
-        try:
-            for chunk in writer.opening():
-                yield _event(chunk.to_json())
-            while outputs:
-                for output in outputs:
-                    choice = writer.choices[choice_index(output.request_id)]
-                    choice.append(output)
-                    yield _event(writer.chunk(choice, output).to_json())
-                outputs = await anext(self._rounds, [])
-            if options is not None and options.include_usage:
-                yield _event(writer.closing().to_json())
-        except Exception as error:
-            kind, body = describe(error)
-            if kind.status == 500:
-                logger.exception("request %s failed", writer.id)
-            yield _event(r.ErrorBody.model_validate(body).model_dump_json())
-        finally:
-            await self._rounds.aclose()
-        yield _event("[DONE]")
-
-
-def _event(data: str) -> str:
-    return f"data: {data}\n\n"
+def _in_newer_words(error: RequestError) -> RequestError:
+    """Return an error about a chat request with its fields named as in a responses request."""
+    message = str(error)
+    for old, new in CHAT_FIELDS.items():
+        message = re.sub(rf"\b{re.escape(old)}\b", new, message)
+    return type(error)(message, CHAT_FIELDS.get(error.param or "", error.param))
 
 
 def _announce(config: AppConfig, description: Description, base_url: str) -> None:

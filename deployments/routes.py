@@ -14,10 +14,13 @@ from deployments import responses as r
 from deployments.config import Limits
 from deployments.errors import KINDS, ErrorKind, describe, error_body, headers_of, kind_of_status, validation_message
 from deployments.guard import Guard
+from deployments.openresponses import Response as Body
+from deployments.openresponses import ResponsesRequest
 from deployments.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 if TYPE_CHECKING:
-    from deployments.ingress import Answer, Ingress
+    from deployments.answer import Answer
+    from deployments.ingress import Ingress
 
 _STREAM: dict[str, Any] = {"content": {"application/json": {}, "text/event-stream": {}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -41,6 +44,11 @@ def make_api(ingress: "Ingress", *, limits: Limits, keys: Sequence[str]) -> Fast
     async def chat_completions(request: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
         return await _respond(await ingress.chat(request), bool(request.stream))
+
+    @api.post("/v1/responses", response_model=None, responses={200: {"model": Body, **_STREAM}, **_ERRORS})
+    async def responses(request: ResponsesRequest) -> Response:
+        """Answer a conversation, in OpenAI's newer shape."""
+        return await _respond(await ingress.respond(request), bool(request.stream))
 
     @api.post("/tokenize", response_model=None, responses={200: {"model": r.Tokens}, **_ERRORS})
     async def tokenize(request: TokenizeRequest) -> Response:

@@ -56,6 +56,24 @@ class Writer:
         """Return the prompt's token ids' field, if it is wanted."""
         return {"prompt_token_ids": choice.prompt_token_ids} if self.request.return_token_ids else {}
 
+    @property
+    def wants_usage(self) -> bool:
+        """Whether the stream ends with a chunk of figures."""
+        options = self.request.stream_options
+        return options is not None and bool(options.include_usage)
+
+    def failed(self, error: dict[str, Any]) -> r.ResponseModel:
+        """Return the event of an error after the first byte."""
+        return r.ErrorBody(error=r.ErrorDetail(**error))
+
+    def frame(self, event: r.ResponseModel) -> str:
+        """Return an event as it is sent."""
+        return f"data: {event.to_json()}\n\n"
+
+    def end(self) -> str:
+        """Return what ends a stream, failed or not."""
+        return "data: [DONE]\n\n"
+
     def chunk_usage(self) -> dict[str, Any]:
         """Return a chunk's usage: so far, if every chunk is to carry it; null, if only the last one does; else none."""
         options = self.request.stream_options
@@ -67,20 +85,33 @@ class Writer:
 
 
 class ResponseWriter(Protocol):
-    """Writes one response, whole or in chunks."""
+    """Writes one response, whole or in events."""
 
+    id: str
     choices: list[Choice]
 
     def opening(self) -> list[r.ResponseModel]:
-        """Return the chunks before the first round."""
+        """Return the events before the first round."""
         ...
 
-    def chunk(self, choice: Choice, output: RequestOutput) -> r.ResponseModel:
-        """Return the chunk of one round of one choice."""
+    def chunk(self, choice: Choice, output: RequestOutput) -> Sequence[r.ResponseModel]:
+        """Return the events of one round of one choice."""
         ...
 
-    def closing(self) -> r.ResponseModel:
-        """Return the chunk with the usage and no choices."""
+    def closing(self) -> list[r.ResponseModel]:
+        """Return the events after the last round."""
+        ...
+
+    def failed(self, error: dict[str, Any]) -> r.ResponseModel:
+        """Return the event of an error after the first byte."""
+        ...
+
+    def frame(self, event: r.ResponseModel) -> str:
+        """Return an event as it is sent."""
+        ...
+
+    def end(self) -> str:
+        """Return what ends a stream, failed or not."""
         ...
 
     def whole(self) -> r.ResponseModel:
@@ -111,7 +142,7 @@ class CompletionWriter(Writer):
             for choice in self.choices
         ]
 
-    def chunk(self, choice: Choice, output: RequestOutput) -> r.ResponseModel:
+    def chunk(self, choice: Choice, output: RequestOutput) -> list[r.ResponseModel]:
         """Return the chunk of one round of one choice."""
         is_first = len(choice.token_ids) == len(output.token_ids)
         text = self._prompt_text(choice) + output.text if is_first and self._scores() else output.text
@@ -121,16 +152,13 @@ class CompletionWriter(Writer):
         piece = self._choice(choice, text, output.token_ids, logprobs, output)
         if is_first:
             piece = piece.model_copy(update=self.prompt_ids(choice))
-        return r.Completion(
-            **self.common,
-            object="text_completion",
-            choices=[piece],
-            **self.chunk_usage(),
-        )
+        return [r.Completion(**self.common, object="text_completion", choices=[piece], **self.chunk_usage())]
 
-    def closing(self) -> r.ResponseModel:
-        """Return the chunk with the usage and no choices."""
-        return r.Completion(**self.common, object="text_completion", choices=[], **self.figures())
+    def closing(self) -> list[r.ResponseModel]:
+        """Return the chunk with the usage and no choices, if it is wanted."""
+        if not self.wants_usage:
+            return []
+        return [r.Completion(**self.common, object="text_completion", choices=[], **self.figures())]
 
     def whole(self) -> r.ResponseModel:
         """Return the body of a response that was not streamed."""
@@ -212,28 +240,24 @@ class ChatWriter(Writer):
             for choice in self.choices
         ]
 
-    def chunk(self, choice: Choice, output: RequestOutput) -> r.ResponseModel:
+    def chunk(self, choice: Choice, output: RequestOutput) -> list[r.ResponseModel]:
         """Return the chunk of one round of one choice."""
         logprobs = self._logprobs(output.token_ids, output.logprobs) if output.logprobs is not None else None
-        return self._chunk(
-            r.ChatChunkChoice(
-                index=choice.index,
-                delta=r.Delta(content=output.text),
-                logprobs=logprobs,
-                finish_reason=output.finish_reason,
-                stop_reason=output.stop_reason,
-                **self.ids(output.token_ids),
-            )
+        piece = r.ChatChunkChoice(
+            index=choice.index,
+            delta=r.Delta(content=output.text),
+            logprobs=logprobs,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
+            **self.ids(output.token_ids),
         )
+        return [self._chunk(piece)]
 
-    def closing(self) -> r.ResponseModel:
-        """Return the chunk with the usage and no choices."""
-        return r.ChatCompletionChunk(
-            **self.common,
-            object="chat.completion.chunk",
-            choices=[],
-            **self.figures(),
-        )
+    def closing(self) -> list[r.ResponseModel]:
+        """Return the chunk with the usage and no choices, if it is wanted."""
+        if not self.wants_usage:
+            return []
+        return [r.ChatCompletionChunk(**self.common, object="chat.completion.chunk", choices=[], **self.figures())]
 
     def whole(self) -> r.ResponseModel:
         """Return the body of a response that was not streamed."""

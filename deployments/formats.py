@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from deployments.config import Limits
@@ -14,6 +15,7 @@ from deployments.requests import (
     JsonSchemaFormat,
     StructuredOutputs,
 )
+from deployments.tools import ToolChoice, ToolForm
 from deployments.trial import Trial
 from engine.errors import RequestError
 from engine.grammar import Grammars, from_choice, from_json_schema, from_regex, from_text
@@ -22,7 +24,8 @@ from engine.grammar import Grammars, from_choice, from_json_schema, from_regex, 
 class Formats:
     """What one Ingress does with formats, on a thread of its own."""
 
-    def __init__(self, grammars: Grammars, limits: Limits) -> None:
+    def __init__(self, grammars: Grammars, limits: Limits, tool_form: ToolForm | None) -> None:
+        self._tool_form = tool_form
         self._max_chars = limits.max_grammar_chars
         self._trial = Trial(grammars, timeout_s=limits.grammar_timeout_s)
         self._thread = ThreadPoolExecutor(1, "formats")
@@ -33,10 +36,28 @@ class Formats:
         Raises:
             RequestError: naming the field, and what is wrong with it or how much more than the limit it is.
         """
+        forced = self._forced_call(request) if isinstance(request, ChatCompletionRequest) else None
         wanted = _wanted(request)
+        if forced is not None and wanted is not None:
+            raise RequestError(f"tool_choice requires a call, which {wanted[0]} does not allow", "tool_choice")
+        wanted = wanted or forced
         if wanted is None:
             return None
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, *wanted)
+
+    def _forced_call(self, request: ChatCompletionRequest) -> tuple[str, Any, Callable[[Any], str]] | None:
+        choice, tools = request.tool_choice, request.forced_tools
+        if choice in (None, "none"):
+            return None
+        if request.tools is None:
+            raise RequestError("tool_choice is only allowed with tools", "tool_choice")
+        if isinstance(choice, ToolChoice) and not tools:
+            raise RequestError(f"tool_choice names {choice.function.name!r}, which is none of the tools", "tool_choice")
+        if not tools or self._tool_form is None:
+            return None
+        is_parallel = choice == "required" and request.parallel_tool_calls is not False
+        make = partial(self._tool_form.grammar, tools, parallel=is_parallel)
+        return "tools", [tool.model_dump() for tool in tools], lambda _: make()
 
     def _compile(self, field: str, source: Any, make: Callable[[Any], str]) -> str:
         num_chars = len(source if isinstance(source, str) else json.dumps(source))

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from deployments import responses as r
 from deployments.answer import Answer
+from deployments.chat_writer import ChatWriter
 from deployments.config import AppConfig, group_config
 from deployments.formats import Formats
 from deployments.generation import Generation
@@ -27,7 +28,7 @@ from deployments.requests import ChatCompletionRequest, CompletionRequest, Detok
 from deployments.responses_writer import ResponsesWriter
 from deployments.router import Description
 from deployments.routes import make_api
-from deployments.writing import ChatWriter, CompletionWriter, ResponseWriter
+from deployments.writing import CompletionWriter, ResponseWriter
 from engine.errors import CapacityError, RequestError, UnknownModelError
 from engine.grammar import Grammars
 from engine.vocabulary import load_tokenizer
@@ -66,7 +67,7 @@ class Ingress:
         grammars = Grammars(
             group_config(self.config).target, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids
         )
-        self._formats = Formats(grammars, self.config.limits)
+        self._formats = Formats(grammars, self.config.limits, self._encoder.tool_form)
         _announce(self.config, description, await self._routers.base_url())
         return description
 
@@ -101,7 +102,7 @@ class Ingress:
         served = await self._describe()
         self._check_model(request.model)
         room = served.limits.max_model_len
-        prompt = await self._encoder.run(self._encoder.encode_chat, request.messages, room)
+        prompt = await self._encoder.run(self._encoder.encode_chat, request.messages, room, request.offered_tools)
         return await self._answer(request, [prompt], "chatcmpl-", served.limits, ChatWriter)
 
     async def respond(self, request: ResponsesRequest) -> Answer:

@@ -4,18 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from deployments.fields import Finite, RequestModel, Salt, Seed, Text
 from deployments.requests import (
     ChatCompletionRequest,
     ChatMessage,
-    Finite,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
-    RequestModel,
-    Salt,
-    Seed,
     Speculation,
-    Text,
     TextFormat,
 )
 from deployments.responses import ResponseModel, Usage

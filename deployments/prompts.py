@@ -6,6 +6,7 @@ token's text is put into the rendered template only after that has been encoded.
 """
 
 import asyncio
+import json
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 
 from deployments.requests import ChatMessage
+from deployments.tools import PastCall, Tool, form_of
 from engine.errors import PromptTooLongError, RequestError
 
 T = TypeVar("T")
@@ -30,6 +32,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer: Any = tokenizer
         self._thread = ThreadPoolExecutor(1, "tokenizer")
+        self.tool_form = form_of(tokenizer.chat_template)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
@@ -45,16 +48,24 @@ class PromptEncoder:
         self._check_length(len(text), max_model_len, field)
         return self._ids(self._tokenizer(text, split_special_tokens=True))
 
-    def encode_chat(self, messages: Sequence[ChatMessage], max_model_len: int) -> list[int]:
+    def encode_chat(self, messages: Sequence[ChatMessage], max_model_len: int, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the token ids of a conversation, up to where the answer starts.
 
+        Args:
+            tools: what the model is told that it may call.
+
         Raises:
-            RequestError: the model has no chat template, or the template refuses the conversation.
+            RequestError: the model has no chat template, the template takes no tools, or it refuses the conversation.
         """
         if self._tokenizer.chat_template is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
         texts = [message.text() for message in messages]
         self._check_length(sum(map(len, texts)), max_model_len, "messages")
+        offered = [tool.model_dump(exclude_none=True) for tool in tools]
+        if offered and self.tool_form is None:
+            raise RequestError("this model's chat template takes no tools, or in an unknown form", "tools")
+        if offered:
+            self._check_plain(offered, max_model_len, "tools")
         stand_ins: dict[str, str] = {}
         conversation = []
         for message, text in zip(messages, texts, strict=True):
@@ -65,9 +76,17 @@ class PromptEncoder:
                 stand_ins[stand_in] = text
                 text = stand_in
             role = "system" if message.role == "developer" else message.role
-            entry = {"role": role, "content": text}
-            conversation.append(entry | ({"name": message.name} if message.name else {}))
-        return self._encode_rendered(self._render(conversation), stand_ins)
+            entry: dict[str, Any] = {"role": role, "content": text}
+            if message.name:
+                entry["name"] = message.name
+            if message.tool_call_id is not None:
+                entry["tool_call_id"] = message.tool_call_id
+                self._check_plain(message.tool_call_id, max_model_len, "messages")
+            if message.tool_calls is not None:
+                entry["tool_calls"] = [_past_call(call) for call in message.tool_calls]
+                self._check_plain(entry["tool_calls"], max_model_len, "messages")
+            conversation.append(entry)
+        return self._encode_rendered(self._render(conversation, offered), stand_ins)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""
@@ -89,10 +108,17 @@ class PromptEncoder:
         plain = self._ids(self._tokenizer(text, add_special_tokens=False, split_special_tokens=True))
         return plain != self._ids(self._tokenizer(text, add_special_tokens=False))
 
-    def _render(self, conversation: list[dict[str, str]]) -> str:
+    def _check_plain(self, value: object, max_model_len: int, field: str) -> None:
+        """Refuse special tokens' text in what the template writes as JSON: no stand-in would survive that."""
+        text = json.dumps(value, ensure_ascii=False)
+        self._check_length(len(text), max_model_len, field)
+        if self._holds_special_token(text):
+            raise RequestError(f"{field} holds the text of a special token in a tool or a call", field)
+
+    def _render(self, conversation: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
         try:
             rendered: str = self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True
+                conversation, tools=tools or None, tokenize=False, add_generation_prompt=True
             )
         except TemplateError as error:
             raise RequestError(f"the chat template refuses the messages: {error}", "messages") from None
@@ -111,3 +137,14 @@ class PromptEncoder:
     def _ids(encoding: Any) -> list[int]:
         ids: list[int] = encoding["input_ids"]
         return ids
+
+
+def _past_call(call: PastCall) -> dict[str, Any]:
+    """Return a call as templates want it, with its arguments as an object."""
+    try:
+        arguments = json.loads(call.function.arguments)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"the arguments of call {call.id[:100]!r} are not JSON: {error}", "messages") from None
+    if not isinstance(arguments, dict):
+        raise RequestError(f"the arguments of call {call.id[:100]!r} are no JSON object", "messages")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,52 +1,11 @@
-"""Request models of the HTTP API: every field with its type and range; limits that an operator sets come later.
-
-A null stands for a field's default, also for fields this server does not know; any other unknown field is refused by
-name. Types are strict: a number in quotes is an error, as it is at OpenAI.
-"""
+"""Request models of the HTTP API: every field with its type and range; limits that an operator sets come later."""
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-
-def _check_unicode(text: str) -> str:
-    """Refuse half a surrogate pair: JSON can hold it, no tokenizer and no response can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise ValueError("it holds half a surrogate pair, which is not Unicode text") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(_check_unicode)]
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-StopString = Annotated[Text, Field(min_length=1)]
-Salt = Annotated[Text, Field(min_length=1, max_length=256)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-
-
-def _allow_null_extras(schema: dict[str, Any]) -> None:
-    schema["additionalProperties"] = {"type": "null"}
-
-
-class RequestModel(BaseModel):
-    """A JSON object from a client."""
-
-    model_config = ConfigDict(
-        strict=True,
-        frozen=True,
-        extra="forbid",
-        use_attribute_docstrings=True,
-        json_schema_extra=_allow_null_extras,
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unknown_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        return {key: value for key, value in data.items() if value is not None or key in cls.model_fields}
+from deployments.fields import Finite, RequestModel, Salt, Seed, StopString, Text, TokenId
+from deployments.tools import PastCall, Tool, ToolChoice
 
 
 class StreamOptions(RequestModel):
@@ -173,18 +132,32 @@ class TextPart(RequestModel):
 class ChatMessage(RequestModel):
     """One message of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     """Who speaks; developer is another name for system."""
-    content: Text | Annotated[list[TextPart], Field(min_length=1)]
-    """Text, or parts of text. Other parts (images, audio) are refused."""
+    content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    """Text, or parts of text; null beside tool calls. Other parts (images, audio) are refused."""
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")] | None = None
     """The speaker's name, for chat templates that show it."""
+    tool_calls: Annotated[list[PastCall], Field(min_length=1)] | None = None
+    """The calls in an earlier answer."""
+    tool_call_id: Text | None = None
+    """The call that this is the result of."""
+
+    @model_validator(mode="after")
+    def _check_role(self) -> "ChatMessage":
+        if self.content is None and self.tool_calls is None:
+            raise ValueError("content is required")
+        if self.tool_calls is not None and self.role != "assistant":
+            raise ValueError(f"tool_calls is for the role assistant, not {self.role}")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise ValueError("tool_call_id goes with the role tool, and only with it")
+        return self
 
     def text(self) -> str:
         """Return the content as one string."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content)
+        return self.content or ""
 
 
 class TextFormat(RequestModel):
@@ -235,6 +208,27 @@ class ChatCompletionRequest(GenerationRequest):
     """Alternatives to list for each token; only with logprobs."""
     response_format: ResponseFormat | None = None
     """The form of the answer."""
+    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
+    """What the model may call."""
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    """Whether it must: auto (the default with tools) leaves it to the model; a required call follows its schema."""
+    parallel_tool_calls: bool | None = None
+    """Whether several calls may be required at once (the default)."""
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        """The tools of which one must be called."""
+        if self.tool_choice == "required":
+            return self.tools or []
+        if isinstance(self.tool_choice, ToolChoice):
+            name = self.tool_choice.function.name
+            return [tool for tool in self.tools or [] if tool.function.name == name]
+        return []
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
 
 class TokenizeRequest(RequestModel):

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ResponseModel(BaseModel):
@@ -106,11 +106,28 @@ class ChatLogprobs(ResponseModel):
     content: list[TokenLogprob]
 
 
+class FunctionCall(ResponseModel):
+    """A function's name and its arguments, as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(ResponseModel):
+    """A call that the model made; in a stream with its place among the answer's calls."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+    index: int | None = None
+
+
 class AssistantMessage(ResponseModel):
-    """The whole answer."""
+    """The whole answer; its content is null if it only calls."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    tool_calls: list[ToolCall] | None = None
 
 
 class Delta(ResponseModel):
@@ -118,6 +135,7 @@ class Delta(ResponseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(ResponseModel):

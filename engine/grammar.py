@@ -40,8 +40,8 @@ LIMITS: dict[str, Any] = {
 memory of compiling one: whoever takes grammars from strangers compiles each where it can be stopped first."""
 
 NUM_COMPILED = 16
-_WHITESPACE = r"[ \n\t]{0,32}"
-"""Between the parts of JSON: enough to indent, too little to go on for ever."""
+JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,32}", "lenient": False}
+"""Between the parts of JSON enough white space to indent, and too little to go on for ever."""
 
 
 def from_json_schema(schema: dict[str, Any]) -> str:
@@ -50,9 +50,8 @@ def from_json_schema(schema: dict[str, Any]) -> str:
     Raises:
         RequestError: the schema is no JSON.
     """
-    options = {"whitespace_flexible": True, "whitespace_pattern": _WHITESPACE, "lenient": False}
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema, allow_nan=False), overrides=options)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(json.dumps(schema, allow_nan=False), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
     except ValueError as error:
         raise RequestError(f"the JSON schema is not valid: {error}", "json") from None
 

@@ -1,0 +1,49 @@
+"""What every field of a request is made of.
+
+A null stands for a field's default, also for fields this server does not know; any other unknown field is refused by
+name. Types are strict: a number in quotes is an error, as it is at OpenAI.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+
+def _check_unicode(text: str) -> str:
+    """Refuse half a surrogate pair: JSON can hold it, no tokenizer and no response can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("it holds half a surrogate pair, which is not Unicode text") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_check_unicode)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+StopString = Annotated[Text, Field(min_length=1)]
+Salt = Annotated[Text, Field(min_length=1, max_length=256)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+
+
+def _allow_null_extras(schema: dict[str, Any]) -> None:
+    schema["additionalProperties"] = {"type": "null"}
+
+
+class RequestModel(BaseModel):
+    """A JSON object from a client."""
+
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        json_schema_extra=_allow_null_extras,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unknown_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if value is not None or key in cls.model_fields}

@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 .PHONY: serve test check fix e2e bench format lint types unit integration clean
 
 serve: $(STAMP)-runtime  ## serve the bundled pair on http://127.0.0.1:8000
-	$(BIN)/serve run deployments:app $(ARGS)
+	RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.proxy:middlewares $(BIN)/serve run deployments:app $(ARGS)
 
 test: unit integration  ## every test that needs no GPU
 

@@ -4,8 +4,8 @@ Routes that need no key are `OPEN_ROUTES`; everything else does, known or not. T
 which no header can change.
 
 Serve's proxy obeys headers by which a client can switch off its deadline and its disconnect detection, and name its
-request. The proxy reads them before us, so nothing here relies on it: deadlines are the Router's, request ids are our
-own, a client that leaves is noticed here, and the headers end here.
+request. It reads them before us, unless it was told to drop them (`proxy.py`), so nothing here relies on it: deadlines
+are the Router's, request ids are our own, a client that leaves is noticed here, and the headers end here.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.config import Limits
 from deployments.errors import error_body, headers_of, kind_of_status
+from deployments.proxy import SERVE_HEADERS
 
-SERVE_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"x-request-id"})
 OPEN_ROUTES = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 
 

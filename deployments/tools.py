@@ -129,7 +129,7 @@ class HermesReader:
 
     def __init__(self) -> None:
         self._held = ""
-        self._has_called = False
+        self._is_between = False
 
     def feed(self, text: str, *, is_last: bool) -> list[str | Call]:
         """Return the pieces that are certain now; all the rest with the last piece of text."""
@@ -139,16 +139,22 @@ class HermesReader:
             call, end = self._call(start + len(Hermes.START))
             if call is None:
                 break
-            found += [self._held[:start], call]
-            self._held = self._held[end:].lstrip()
-            self._has_called = True
+            found += [self._text(start), call]
+            self._held = self._held[end - start :]
+            self._is_between = True
         certain = start if start >= 0 else len(self._held) - _overlap(self._held, Hermes.START)
         if is_last:
             certain = len(self._held)
-        piece, self._held = self._held[:certain], self._held[certain:]
-        # What is between calls is the form's, not the model's.
-        found.append(piece.lstrip() if self._has_called else piece)
+        found.append(self._text(certain))
         return [piece for piece in found if piece]
+
+    def _text(self, length: int) -> str:
+        """Take so many characters; white space after a call is the form's, not the model's."""
+        piece, self._held = self._held[:length], self._held[length:]
+        if self._is_between:
+            piece = piece.lstrip()
+            self._is_between = not piece
+        return piece
 
     def _call(self, start: int) -> tuple[Call | None, int]:
         """Return the call whose JSON starts there and where it ends; the end tag may also stand in a string."""

@@ -65,7 +65,11 @@ def url(pair):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     root = str(Path(__file__).parents[2])
-    ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": root}})
+    variables = {
+        "PYTHONPATH": root,
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy:middlewares",
+    }
+    ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables})
     try:
         serve.start(http_options={"port": port})
         serve.run(
@@ -220,9 +224,10 @@ def test_a_body_over_the_limit_is_refused_chunked_or_not(url):
         assert httpx.post(f"{url}/v1/completions", content=content).status_code == 413
 
 
-def test_a_client_that_leaves_frees_its_blocks(client, url):
+@pytest.mark.parametrize("headers", [{}, {"x-request-disconnect-disabled": "?1"}], ids=["open", "hiding"])
+def test_a_client_that_leaves_frees_its_blocks(client, url, headers):
     stream = client.completions.create(
-        model="tiny", prompt="x", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        model="tiny", prompt="x", max_tokens=900, stream=True, extra_body={"ignore_eos": True}, extra_headers=headers
     )
     next(iter(stream))
     assert gauge(url, "num_requests_running") == 1

@@ -1,5 +1,6 @@
 """Tools: calls are read whole however the text is cut, and a required call always fits its schema."""
 
+import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,8 +27,8 @@ HERMES = (
     "{% if tools %}<|start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
     "Answer in <tool_call></tool_call><|end|>\n{% endif %}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
     "{% for call in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-    "<|end|>\n{% endfor %}<|start|>assistant\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|end|>\n{% endfor %}<|start|>assistant\n"
 )
 LLAMA = HERMES.replace("<tool_call>", "").replace("</tool_call>", "").replace('"arguments"', '"parameters"')
 SCHEMA = {
@@ -65,6 +66,7 @@ READ = [
     (Hermes(), ONE, "", [F]),
     (Hermes(), f"Well:\n{ONE}\n{ONE}\n", "Well:\n", [F, F]),
     (Hermes(), f"{TRICKY}{ONE}", "", [G, F]),
+    (Hermes(), f"{ONE}\n two  words {ONE} \n", "two  words ", [F, F]),
     (Hermes(), "a <tool_ b <tool_call", "a <tool_ b <tool_call", []),
     (Hermes(), "<tool_call>{not json}</tool_call>", "<tool_call>{not json}</tool_call>", []),
     (Hermes(), '<tool_call>{"name": "f", "arguments": {"a', '<tool_call>{"name": "f", "arguments": {"a', []),
@@ -84,7 +86,7 @@ def test_a_text_is_read_the_same_however_it_is_cut(
 ) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     edges = [0, *cuts, len(text)]
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
     assert read(form, pieces) == (expected, calls)
 
 

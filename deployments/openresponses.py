@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deployments.fields import Finite, RequestModel, Salt, Seed, Text
+from deployments.fields import Finite, RequestModel, Salt, Seed, StopString, Text
 from deployments.requests import (
     ChatCompletionRequest,
     ChatMessage,
@@ -108,7 +108,7 @@ class ResponsesRequest(RequestModel):
     """Divides the logits of tokens in the conversation so far."""
     seed: Seed | None = None
     """The same seed, input and parameters give the same text."""
-    stop: Text | list[Text] | None = None
+    stop: StopString | list[StopString] | None = None
     """Strings that end the text, which does not include them."""
     ignore_eos: bool | None = None
     """Go on past the end-of-sequence token."""

@@ -1,6 +1,6 @@
 """The routes: a FastAPI application over an Ingress, and what every error looks like on the way out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +137,7 @@ def _handle_errors(api: FastAPI) -> None:
     async def refused(request: Request, error: HTTPException) -> Response:
         kind = kind_of_status(error.status_code)
         message = f"{request.method} {request.scope['path'][:200]}: {error.detail}"
-        return _error(kind, error_body(kind, message))
+        return _error(kind, error_body(kind, message), error.headers)
 
     async def raised(_: Request, error: Exception) -> Response:
         return _error(*describe(error))
@@ -147,5 +147,5 @@ def _handle_errors(api: FastAPI) -> None:
     api.add_exception_handler(Exception, raised)
 
 
-def _error(kind: ErrorKind, body: dict[str, Any]) -> Response:
-    return JSONResponse(body, status_code=kind.status, headers=headers_of(kind))
+def _error(kind: ErrorKind, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(body, status_code=kind.status, headers={**headers_of(kind), **(headers or {})})

@@ -6,6 +6,7 @@ batch     tokens/s of the engine at 1 to 32 rows
 load      tokens/s and latency of the served application at 1 to 32 streams
 timeline  a picture of some rounds, with the draft running ahead on a core of its own
 simulate  what hardware that is not here would do: the same engine over models that cost virtual time
+soak      16 clients with good, bad and abandoned requests for two minutes: errors, what is left behind, memory
 
 How a comparison is kept fair: every method gets the same token ids, ends with text, and makes the same number of tokens
 per prompt, end-of-text ignored. Models are loaded in the same number format with the same number of threads (the served
@@ -29,6 +30,7 @@ from tests.bench import simulate
 from tests.bench.compare import CELLS, NAMES, collect, show, write
 from tests.bench.curves import batch_curve, load_curve
 from tests.bench.profile import profile
+from tests.bench.soak import soak
 from tests.bench.timeline import timeline
 from tests.bench.workload import Workload, read_prompts
 
@@ -72,6 +74,8 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
         return batch_curve(workload, options.png or Path("batch.png"), console)
     if options.command == "load":
         return load_curve(workload, options.png or Path("load.png"), console)
+    if options.command == "soak":
+        return soak(workload, console)
     rows, failures = collect(options.only, workload, console)
     show(rows, workload, console)
     if options.json is not None:
@@ -88,7 +92,10 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "command", nargs="?", choices=("compare", "profile", "batch", "load", "timeline", "simulate"), default="compare"
+        "command",
+        nargs="?",
+        choices=("compare", "profile", "batch", "load", "timeline", "simulate", "soak"),
+        default="compare",
     )
     parser.add_argument("--json", type=Path, help="compare: where the rows go")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="compare: these methods")

@@ -5,7 +5,8 @@ carried in `SamplingParams.grammar`. Whoever shapes logits keeps a matcher per r
 tokens and nothing else: lost, it is built again from them. So a mask is a function of the grammar and of the tokens
 before it, the same for drafter and verifier, and a part of the target's distribution like any other parameter.
 
-A grammar that has come to its end allows the end-of-sequence tokens only.
+A grammar that has come to its end allows the end-of-sequence tokens only, and so does one that gets too complex to
+follow (`LIMITS`). Where that is depends on what was computed before: it is the one exception to the rule above.
 """
 
 import json

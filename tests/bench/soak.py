@@ -121,7 +121,7 @@ class Soak:
                 text = (await answer.aread()).decode()
         except TimeoutError:
             return 0
-        if answer.status_code == 200 and '"error"' in text:
+        if answer.status_code == 200 and '"error":{' in text:
             self.errors.append(f"{path}: {text[-300:]}")
         return answer.status_code
 

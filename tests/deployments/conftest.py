@@ -36,8 +36,12 @@ def model_dir(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture
-async def rig(model_dir: Path) -> AsyncIterator[Rig]:
-    grammars = Grammars(ModelConfig(str(model_dir)), vocab_size=VOCAB_SIZE, eos_token_ids=EOS_TOKEN_IDS)
+def grammars(model_dir: Path) -> Grammars:
+    return Grammars(ModelConfig(str(model_dir)), vocab_size=VOCAB_SIZE, eos_token_ids=EOS_TOKEN_IDS)
+
+
+@pytest.fixture
+async def rig(grammars: Grammars) -> AsyncIterator[Rig]:
     rig = Rig(grammars=grammars)
     yield rig
     await rig.loop.stop()

@@ -9,7 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deployments.config import AppConfig
+from deployments.openresponses import ResponsesRequest
 from deployments.requests import ChatCompletionRequest, CompletionRequest
+from engine.grammar import Grammars
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
 
@@ -46,22 +48,35 @@ fitting: dict[str, st.SearchStrategy[Any]] = {
     "stream_options": st.fixed_dictionaries({"include_usage": st.booleans()}),
     "speculative": st.fixed_dictionaries({"num_speculative_tokens": st.integers(-1, 6)}),
     "cache_salt": st.text(max_size=5),
+    "echo": st.booleans(),
+    "structured_outputs": st.dictionaries(
+        st.sampled_from(["json", "regex", "choice", "grammar"]),
+        st.sampled_from([{}, {"type": "integer"}, '{"enum": ["x"]}', "[ab]{3}", "(a", ["x", "yz"], [], 'root ::= "a"']),
+        max_size=2,
+    ),
+    "response_format": st.fixed_dictionaries({"type": st.sampled_from(["text", "json_object", "json_schema"])}),
+    "input": st.text(max_size=20),
+    "max_output_tokens": st.integers(0, 12),
 }
-names = sorted({*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields})
+required_names = ("prompt", "messages", "input")
+names = sorted({*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, *ResponsesRequest.model_fields})
 
 
 def body_of(*required: str) -> st.SearchStrategy[dict[str, Any]]:
     """Requests that mostly fit, with some fields that do not and some that do not exist."""
     sound = st.fixed_dictionaries(
         {name: fitting[name] for name in required},
-        optional={name: values for name, values in fitting.items() if name not in ("prompt", "messages")},
+        optional={name: values for name, values in fitting.items() if name not in required_names},
     )
     odd = st.dictionaries(st.sampled_from(names) | st.text(max_size=8), junk, max_size=2)
-    return st.builds(lambda first, second: {"max_tokens": 3, **first, **second}, sound, odd)
+    limit = "max_output_tokens" if "input" in required else "max_tokens"
+    return st.builds(lambda first, second: {limit: 3, **first, **second}, sound, odd)
 
 
-requests = st.tuples(st.just("/v1/completions"), body_of("prompt")) | st.tuples(
-    st.just("/v1/chat/completions"), body_of("messages")
+requests = (
+    st.tuples(st.just("/v1/completions"), body_of("prompt"))
+    | st.tuples(st.just("/v1/chat/completions"), body_of("messages"))
+    | st.tuples(st.just("/v1/responses"), body_of("input"))
 )
 
 
@@ -70,12 +85,12 @@ async def post(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> ht
         return await client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
 
 
-def test_no_request_is_an_internal_error_or_a_hang(config: AppConfig) -> None:
+def test_no_request_is_an_internal_error_or_a_hang(config: AppConfig, grammars: Grammars) -> None:
     statuses: list[int] = []
     with anyio.from_thread.start_blocking_portal() as portal:
 
         async def start() -> tuple[Rig, httpx.AsyncClient]:
-            rig = Rig()
+            rig = Rig(grammars=grammars)
             return rig, make_client(await make_app(config, LocalRouters(rig)))
 
         rig, client = portal.call(start)
@@ -88,7 +103,9 @@ def test_no_request_is_an_internal_error_or_a_hang(config: AppConfig) -> None:
             assert response.status_code in (200, 400, 404), (request, response.text)
             if response.status_code != 200:
                 assert set(response.json()["error"]) == {"message", "type", "param", "code"}
-            assert '"error"' not in response.text or response.status_code != 200
+            else:
+                assert '"error":{' not in response.text
+                assert "event: error" not in response.text
 
         fixed = {"prompt": "abc", "max_tokens": 20, "seed": 3, "temperature": 0.9}
         before = portal.call(post, client, "/v1/completions", fixed).json()["choices"]

@@ -12,12 +12,14 @@ from engine.compiled import CompiledForward, CompileError, can_run, example, sam
 from engine.config import ModelConfig
 from engine.drafters.model import ModelDrafter
 from engine.drafters.run_ahead import RunAheadDrafter
+from engine.grammar import Grammars, from_regex
 from engine.half_weights import HalfLinear, is_available
 from engine.model import CausalLM
 from engine.sampling import SamplingParams
 from tests.engine.conftest import VOCAB, save_llama
 from tests.engine.running import make_engine, run
 from tests.engine.tiny import SIZES, save
+from tests.engine.tokenizers import END, json_tokenizer, saved
 from tests.fakes import InterruptedDrafter, TreeDrafter
 
 # torch's exporter warns of parts of itself.
@@ -49,7 +51,7 @@ def path(request, target_path, tmp_path):
 
 @pytest.mark.slow
 @needs_compiler
-def test_compiled_text_does_not_depend_on_the_draft(path, request):
+def test_compiled_text_does_not_depend_on_the_draft(path, request, tmp_path):
     model = load(path)
     model.compile()
     assert model.is_compiled
@@ -61,20 +63,26 @@ def test_compiled_text_does_not_depend_on_the_draft(path, request):
         prompt = torch.randint(2, VOCAB, (3 + i % 40,), generator=generator).tolist()
         temperature = (0.0, 0.7, 1.0)[i % 3]
         # What the pass draws by itself, and in the same batch what it cannot.
-        more = {} if i % 4 else {"top_p": 0.8, "presence_penalty": 0.5}
-        params = SamplingParams(temperature=temperature, seed=i, max_tokens=24, ignore_eos=True, **more)
-        requests.append((prompt, params))
-    plain = run(make_engine(model, num_speculative_tokens=0), requests)
+        more = {"ignore_eos": True}
+        if i % 4 == 0:
+            more |= {"top_p": 0.8, "presence_penalty": 0.5}
+        if i % 8 == 2:
+            more = {"grammar": from_regex("[a-z0-9 ]{300}")}
+        if i % 8 == 3:
+            more |= {"prompt_logprobs": 1}
+        requests.append((prompt, SamplingParams(temperature=temperature, seed=i, max_tokens=24, **more)))
+    grammars = Grammars(saved(json_tokenizer(), tmp_path / "tokenizer"), vocab_size=VOCAB, eos_token_ids=[END])
+    plain = run(make_engine(model, grammars=grammars, num_speculative_tokens=0), requests)
     for drafter in (
-        lambda config: ModelDrafter(model, config),
-        lambda config: InterruptedDrafter(RunAheadDrafter(model, config)),
+        lambda config: ModelDrafter(model, config, grammars=grammars),
+        lambda config: InterruptedDrafter(RunAheadDrafter(model, config, grammars=grammars)),
         lambda _: TreeDrafter(range(2, 20)),
     ):
-        engine = make_engine(model, drafter, num_speculative_tokens=4)
+        engine = make_engine(model, drafter, grammars=grammars, num_speculative_tokens=4)
         assert run(engine, requests) == plain
         assert engine.stats.acceptance_rate > (0.98 if type(engine.drafter) is not TreeDrafter else 0)
     noise.use(None)
-    eager = run(make_engine(load(path), num_speculative_tokens=0), requests)
+    eager = run(make_engine(load(path), grammars=grammars, num_speculative_tokens=0), requests)
     assert sum(eager[name] == plain[name] for name in plain) >= 58  # a rounding may tip a near-tie
 
 

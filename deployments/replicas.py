@@ -12,7 +12,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.generation import Generation
 from deployments.router import Description
-from engine.errors import CapacityError
+from engine.errors import CapacityError, TargetError
 from engine.sequence import RequestOutput
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
@@ -53,10 +53,17 @@ class ServeRouters:
 
     async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
         """Stream a request's rounds from the replica that takes it."""
+        # Not by reference: over Serve's own connection between replicas. A round as an object in Ray's store costs more
+        # than the rest of a round's overhead.
         rounds = self._handle.generate.options(stream=True, _by_reference=False).remote(request)
         try:
             async for outputs in rounds:
                 yield outputs
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise TargetError("the replica is shutting down") from None
         except Exception as error:  # noqa: BLE001 - whatever it is, it goes on to the caller
             # Ray wraps what a replica raised in a subclass whose text is a traceback.
             raise getattr(error, "cause", None) or error from None

@@ -58,8 +58,9 @@ class Group:
         blocks: [rows, width] the block tables.
         positions: [rows, length] for the rotary embedding.
         places: [rows, length] where in its row's context each token's entry goes; -1 is padding, which goes to block 0.
-        limits: [rows, length] a token sees the places before its limit, and
-        extra: [rows, length, x] these places, for trees; None is none.
+        limits: [rows, length] each token sees the places before its limit.
+        extra: [rows, length, x] what else each token sees, for trees; None is nothing. A window counts places, so
+            it has to be longer than a tree is large.
         is_prompt_start: whether the one row attends to nothing but itself.
     """
 
@@ -246,7 +247,7 @@ def _attend(
     # [kv_heads, copies, rows, length, d] -> [rows, kv_heads, copies * length, d]
     query = query.view(kv_heads, copies, rows, length, head_dim).permute(2, 0, 1, 3, 4)
     query = query.reshape(rows, kv_heads, copies * length, head_dim)
-    if mask.shape[2] == length:
+    if copies > 1 and mask.shape[2] == length:
         mask = mask.repeat(1, 1, copies, 1)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     output = output.view(rows, kv_heads, copies, length, head_dim).permute(0, 3, 1, 2, 4)

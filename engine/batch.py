@@ -153,12 +153,13 @@ class NextTokens:
     """Forward passes that append one token to each of some rows; all but the tokens is known beforehand.
 
     Attributes:
-        places: [steps, rows, 1]; limits: [steps, rows, 1].
+        positions, places, limits: [steps, rows, 1].
         blocks: [rows, width].
         indices: [rows], the logits of every row are wanted.
     """
 
     kv: KVTensors
+    positions: Tensor
     places: Tensor
     limits: Tensor
     blocks: Tensor
@@ -166,21 +167,24 @@ class NextTokens:
 
     def at(self, step: int, token_ids: Tensor) -> ForwardBatch:
         """Return the pass that computes `token_ids` [rows] as the rows' next tokens."""
-        places = self.places[step]
-        group = Group(0, len(token_ids), 1, self.blocks, places, places, self.limits[step])
+        group = Group(0, len(token_ids), 1, self.blocks, self.positions[step], self.places[step], self.limits[step])
         return ForwardBatch(token_ids, self.indices, PagedContext(self.kv, [group]))
 
 
-def next_tokens(tables: Sequence[Sequence[int]], lengths: Sequence[int], steps: int, kv: KVTensors) -> NextTokens:
+def next_tokens(
+    tables: Sequence[Sequence[int]], lengths: Sequence[int], steps: int, kv: KVTensors, max_length: int
+) -> NextTokens:
     """Prepare `steps` passes at once, so that no step waits for the host.
 
     Args:
         tables: the rows' block tables. A row whose table ends early writes its surplus tokens to block 0.
         lengths: the rows' lengths, where the first pass puts its tokens.
+        max_length: of the model's context; surplus tokens may lie beyond it, and no model has to know such a position.
     """
     device = kv.keys[0].device
     width = max(len(table) for table in tables)
     blocks = torch.tensor([_padded(table, width, 0) for table in tables], dtype=torch.int64, device=device)
     places = [[[length + step] for length in lengths] for step in range(steps + 1)]
     known = torch.tensor(places, dtype=torch.int64, device=device)
-    return NextTokens(kv, known[:-1], known[1:], blocks, torch.arange(len(tables), device=device))
+    positions = known[:-1].clamp(max=max_length - 1)
+    return NextTokens(kv, positions, known[:-1], known[1:], blocks, torch.arange(len(tables), device=device))

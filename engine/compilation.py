@@ -189,7 +189,7 @@ def main() -> None:
     """Compile the given models, as far as that was not done before."""
     from engine.model import CausalLM  # which imports this module
 
-    parser = argparse.ArgumentParser(prog="python -m engine.compiled", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m engine.compilation", description=main.__doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL_DIRECTORY")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--revision")

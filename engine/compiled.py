@@ -124,12 +124,18 @@ class CompiledForward:
         return logits, scores, tokens
 
     def check(self, batch: ForwardBatch, expected: Tensor) -> None:
-        """Compare with the logits of the eager pass.
+        """Compare with the logits of the eager pass, and what is drawn from them with the noise as it is defined.
 
         Raises:
             CompileError: they differ.
         """
-        logits, _, _ = self(batch)
+        count = len(batch.logit_indices)
+        keys = noise.keys(range(1, count), range(1, count), noise.TARGET_STREAM, torch.device("cpu"))
+        draws = Draws(torch.linspace(0.5, 1.5, count).unsqueeze(-1), keys, torch.arange(count))
+        logits, scores, tokens = self(batch, draws)
+        drawn = noise.scores(logits, draws.temperatures, draws.keys, draws.rows)
+        if not (drawn - scores).abs().amax() < _NOISE_TOLERANCE or not torch.equal(tokens, scores.argmax(-1)):
+            raise CompileError("the compiled pass draws other tokens than its logits and noise lead to")
         difference = float((expected - logits).abs().amax() / expected.abs().amax().clamp_min(1.0))
         if not difference < _TOLERANCE[batch.paged.kv.keys[0].dtype]:
             raise CompileError(f"the compiled pass differs from the eager one by {difference:.1e}")
@@ -155,7 +161,7 @@ class GumbelNoise(nn.Module):
 
     def forward(self, keys: Tensor, token_ids: Tensor) -> Tensor:
         """Return [n, vocab] noise."""
-        return noise.gumbel(keys, token_ids)
+        return noise.plain_gumbel(keys, token_ids)
 
 
 def load_noise(path: Path) -> None:
@@ -168,7 +174,7 @@ def load_noise(path: Path) -> None:
     for count, vocab in ((1, 4096), (7, 1000)):
         keys = noise.keys(range(count), range(count), noise.TARGET_STREAM, torch.device("cpu"))
         token_ids = torch.arange(vocab, dtype=torch.int32)
-        difference = float((run([keys, token_ids])[0] - noise.gumbel(keys, token_ids)).abs().amax())
+        difference = float((run([keys, token_ids])[0] - noise.plain_gumbel(keys, token_ids)).abs().amax())
         if not difference < _NOISE_TOLERANCE:
             raise CompileError(f"the compiled noise differs from the eager one by {difference:.1e}")
     noise.use(lambda keys, token_ids: run([keys, token_ids])[0])

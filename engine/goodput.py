@@ -55,6 +55,7 @@ class _Load:
         self.recent: deque[float] = deque(maxlen=_WINDOW)
         """Seconds of the latest rounds with the length in use."""
         self.trial: _Trial | None = None
+        self.last_round = 0
         self._clock = 0.0
         self._due: dict[int, float] = {}
         self._results: dict[int, deque[float]] = {}
@@ -64,6 +65,13 @@ class _Load:
         self._rest(self.best, 0.0)
         self.best = best
         self.recent.clear()
+
+    def resume(self, num_rounds: int) -> None:
+        """Go on after rounds of other loads; after many of them what is compared may have changed."""
+        if num_rounds - self.last_round > _WINDOW:
+            self.trial = None
+            self.recent.clear()
+        self.last_round = num_rounds
 
     def challenge(self) -> None:
         """Begin a trial if one is due: of none at all, one length shorter, one longer, or the most."""
@@ -119,12 +127,13 @@ class Goodput:
 
     def __init__(self, max_draft_tokens: int, speculation: Speculation = "adaptive") -> None:
         self.num_draft_tokens = 0 if speculation == "off" else max_draft_tokens
-        self.reason: Reason = "goodput" if speculation == "adaptive" else speculation
         self._is_adaptive = speculation == "adaptive" and max_draft_tokens > 0
+        self.reason: Reason = "goodput" if self._is_adaptive else "fixed" if self.num_draft_tokens else "off"
         self._acceptance = [_PRIOR_ACCEPTANCE] * max_draft_tokens
         self._num_reached = [_PRIOR_DRAFTS] * max_draft_tokens
         self._loads: dict[tuple[int, int], _Load] = {}
         self._load: _Load | None = None
+        self._num_rounds = 0
         self._is_first = False
 
     def choose(self, limits: Sequence[int], *, is_measured: bool) -> int:
@@ -137,6 +146,8 @@ class Goodput:
         if not self._is_adaptive or not limits:
             return self.num_draft_tokens
         load = self._load = self._find(len(limits), max(limits))
+        self._num_rounds += 1
+        load.resume(self._num_rounds)
         if load.trial is None:
             promises = {k: self.expected_tokens(k, limits) / cost for k, cost in load.costs.items()}
             best = max(promises, key=lambda k: promises[k])

@@ -68,8 +68,9 @@ class LLM:
         model: a transformers directory; the default is the bundled target.
         draft_model: likewise; None decodes without speculation. "bundled" is the bundled draft, and only goes with the
             bundled target.
-        num_speculative_tokens: draft tokens per round, at most.
+        num_speculative_tokens: draft tokens per round, at most; None leaves it to `engine_config`, as in the next two.
         speculation: "adaptive" chooses their number by measured goodput, "fixed" takes them all, "off" none.
+        verification: "coupled" or "rejection".
         compile: "auto" compiles decode steps on a CPU, in the background and once per machine; "off" does not.
         seed: requests without a seed derive theirs from it, so that a run can be repeated.
 
@@ -83,9 +84,9 @@ class LLM:
         model: str | Path = BUNDLED_TARGET,
         draft_model: str | Path | None = "bundled",
         *,
-        num_speculative_tokens: int = 4,
-        speculation: Speculation = "adaptive",
-        verification: Verification = "coupled",
+        num_speculative_tokens: int | None = None,
+        speculation: Speculation | None = None,
+        verification: Verification | None = None,
         dtype: Dtype = "auto",
         device: Device = "auto",
         compile: Compile = "auto",
@@ -96,12 +97,17 @@ class LLM:
             draft_model = BUNDLED_DRAFT if Path(model) == BUNDLED_TARGET else None
         self._seed = seed
         self._num_requests = 0
+        config = engine_config or EngineConfig()
         config = replace(
-            engine_config or EngineConfig(),
-            num_speculative_tokens=num_speculative_tokens,
-            speculation=speculation,
-            verification=verification,
+            config,
+            num_speculative_tokens=config.num_speculative_tokens
+            if num_speculative_tokens is None
+            else num_speculative_tokens,
+            speculation=speculation or config.speculation,
+            verification=verification or config.verification,
         )
+        if draft_model is None or config.speculation == "off":
+            config = replace(config, num_speculative_tokens=0)
         target_config = ModelConfig(str(model), dtype=dtype, device=device, compile=compile)
         self.tokenizer = load_tokenizer(target_config)
         target = CausalLM.load(target_config)
@@ -110,14 +116,12 @@ class LLM:
         )
         verifier = ModelVerifier(target, config, self._grammars)
         drafter: Drafter = NoDrafter()
-        if draft_model is not None and num_speculative_tokens > 0:
+        if draft_model is not None and config.num_speculative_tokens > 0:
             draft_config = ModelConfig(str(draft_model), dtype=dtype, device=device, compile=compile)
             check_same_vocabulary(target_config, draft_config)
             drafter = ModelDrafter(
                 CausalLM.load(draft_config), config, token_limit=target.info.vocab_size, grammars=self._grammars
             )
-        elif num_speculative_tokens > 0:
-            config = replace(config, num_speculative_tokens=0)
         self.engine = Engine(
             config,
             drafter=drafter,

@@ -218,7 +218,7 @@ def _keep_top(logits: Tensor, runs: Sequence[Run]) -> None:
     limits = [own.top_k if 0 < own.top_k < vocab else vocab for own in params]
     cut = [i for i, own in enumerate(params) if own.temperature > 0 and (limits[i] < vocab or own.top_p < 1)]
     # Few tokens hold the weight of most rows, and finding them takes a tenth of sorting all or less.
-    count = max(_NUM_CANDIDATES, *(limit for limit in limits if limit < vocab), 0)
+    count = max(_NUM_CANDIDATES, *(limits[i] for i in cut if limits[i] < vocab), 0)
     while cut:
         rows = torch.tensor(cut, device=logits.device)
         limit = torch.tensor([limits[i] for i in cut], device=logits.device).unsqueeze(-1)
@@ -226,7 +226,7 @@ def _keep_top(logits: Tensor, runs: Sequence[Run]) -> None:
         kept, is_found = _top(logits[rows], limit, top_p, min(count, vocab))
         logits[rows] = kept
         cut = [i for i, found in zip(cut, is_found.tolist(), strict=True) if not found]
-        count = vocab
+        count *= 16
 
 
 def _top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tensor, Tensor]:

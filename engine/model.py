@@ -130,13 +130,13 @@ class CausalLM:
             return self._compiled(batch)[0]
         return self._forward_eagerly(batch)
 
-    def draws(self, batch: ForwardBatch) -> bool:
+    def can_draw(self, batch: ForwardBatch) -> bool:
         """Whether the pass of a batch can also draw tokens: whether it runs compiled."""
         return self._compiled is not None and can_run(batch)
 
     @torch.inference_mode()
     def forward_and_draw(self, batch: ForwardBatch, draws: Draws) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute a batch for which `draws` holds.
+        """Compute a batch for which `can_draw` holds.
 
         Returns:
             [n, vocab] logits, [n, vocab] `noise.scores` and [n] tokens.

@@ -47,7 +47,7 @@ def scores(logits: Tensor, temperatures: Tensor, keys: Tensor, rows: Tensor) -> 
     """Return [n, vocab] numbers whose argmax is drawn; the arguments are those of `Draws`, beside [n, vocab] logits."""
     token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     none = torch.zeros_like(logits[:1])
-    return logits / temperatures + torch.cat([none, _gumbel(keys, token_ids)])[rows]
+    return logits / temperatures + torch.cat([none, plain_gumbel(keys, token_ids)])[rows]
 
 
 def keys(seeds: Sequence[int], positions: Sequence[int], stream: int, device: torch.device) -> Tensor:
@@ -71,10 +71,11 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     """
     if _compiled is not None and token_ids.dim() == 1 and keys.device.type == "cpu":
         return _compiled(keys, token_ids)
-    return _gumbel(keys, token_ids)
+    return plain_gumbel(keys, token_ids)
 
 
-def _gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
+def plain_gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
+    """Return the same as `gumbel`, operator by operator."""
     return -torch.log(-torch.log1p(-uniform(keys, token_ids)))
 
 

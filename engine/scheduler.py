@@ -35,6 +35,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._lacks_blocks = False
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request.
@@ -70,8 +71,8 @@ class Scheduler:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether the next round is likely to compute prompts."""
-        is_full = len(self.running) >= self.config.max_num_seqs
+        """Whether the next round is likely to compute prompts; those that wait for blocks may wait for long."""
+        is_full = len(self.running) >= self.config.max_num_seqs or self._lacks_blocks
         return (bool(self.waiting) and not is_full) or not all(s.is_decoding for s in self.running)
 
     def next_batch(self, num_speculative_tokens: int) -> list[ScheduledRow]:
@@ -88,9 +89,11 @@ class Scheduler:
             if self._reserve(row, rows):
                 rows.append(row)
                 budget -= row.length + row.num_draft_tokens
+        self._lacks_blocks = False
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             admitted = self._admit(self.waiting[0], budget, num_speculative_tokens)
             if admitted is None:
+                self._lacks_blocks = True
                 break
             rows.append(admitted)
             budget -= admitted.length + admitted.num_draft_tokens

@@ -72,7 +72,7 @@ class ModelVerifier:
         """Compute the logits and, where the pass can do that as well, draw a token from each row."""
         params = [run.params for run in runs for _ in run.depths]
         has_prompts = len(params) < len(batch.logit_indices)
-        if self._rejects or has_prompts or not self.model.draws(batch):
+        if self._rejects or has_prompts or not self.model.can_draw(batch):
             return self.model.forward(batch), None
         positions = [position for run in runs for position in run.positions]
         (draws,) = plan_draws(params, positions, self.model.device)

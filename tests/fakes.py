@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from engine import noise
 from engine.attention import KVTensors
 from engine.batch import ForwardBatch
 from engine.draft import Draft, Drafter, ProposeRow
@@ -25,7 +26,7 @@ class MarkovModel:
     def kv_tensors(self, num_blocks: int, block_size: int) -> KVTensors:
         return KVTensors((1, 1, 1), num_blocks, block_size, torch.empty(0))
 
-    def draws(self, _: ForwardBatch) -> bool:
+    def can_draw(self, _: ForwardBatch) -> bool:
         return False
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -52,7 +53,7 @@ class ContextModel:
     def kv_block_bytes(self, block_size: int) -> int:
         return 16 * block_size
 
-    def draws(self, _: ForwardBatch) -> bool:
+    def can_draw(self, _: ForwardBatch) -> bool:
         return False
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
@@ -73,6 +74,20 @@ class ContextModel:
 
     def _entry(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return (token_ids + 1) * (3 * positions**2 + 1)
+
+
+class DrawingModel(ContextModel):
+    """The same, drawing tokens in its passes as a compiled model does."""
+
+    def can_draw(self, _: ForwardBatch) -> bool:
+        return True
+
+    def forward_and_draw(
+        self, batch: ForwardBatch, draws: noise.Draws
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = self.forward(batch)
+        scores = noise.scores(logits, draws.temperatures, draws.keys, draws.rows)
+        return logits, scores, scores.argmax(-1)
 
 
 class ConstantDrafter:

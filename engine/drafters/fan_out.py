@@ -21,11 +21,13 @@ class AcceptedLengths:
         self._weights = [rate**a * (1 - rate) for a in range(num_draft_tokens)] + [rate**num_draft_tokens]
 
     def observe(self, num_accepted: int, length: int) -> None:
-        """Count a verdict; a short draft that was accepted whole says nothing of what lies beyond its end."""
-        if num_accepted == length < len(self._weights) - 1:
-            return
+        """Count a verdict; a short draft that was accepted whole leaves open what lies beyond its end."""
+        last = num_accepted + 1 if num_accepted < length else len(self._weights)
+        possible = [weight + 1e-9 for weight in self._weights[num_accepted:last]]
+        scale = (1 - _DECAY) / sum(possible)
         self._weights = [_DECAY * weight for weight in self._weights]
-        self._weights[num_accepted] += 1 - _DECAY
+        for a, weight in enumerate(possible, num_accepted):
+            self._weights[a] += scale * weight
 
     def probabilities(self, length: int) -> list[float]:
         """Return P(exactly a accepted) for a draft of `length` tokens, [length + 1]."""

@@ -131,7 +131,9 @@ class ModelDrafter:
         depth = max(counts)
         batch = finish(self._catch_up(texts, prefixes))
         lengths = [len(text) for text in texts]
-        steps = next_tokens([prefix.block_ids for prefix in prefixes], lengths, depth - 1, self._kv)
+        steps = next_tokens(
+            [prefix.block_ids for prefix in prefixes], lengths, depth - 1, self._kv, self.model.info.max_model_len
+        )
         plan = self._plan([row.params for row in rows], lengths, depth)
         drawn: list[Drawn] = []
         for step in range(depth):
@@ -170,8 +172,6 @@ class ModelDrafter:
             ForwardRow(text[len(prefix.token_ids) :], len(prefix.token_ids), prefix.block_ids, 1)
             for text, prefix in zip(texts, prefixes, strict=True)
         ]
-        for text, prefix in zip(texts, prefixes, strict=True):
-            prefix.token_ids = list(text)
         return build(tips, self._kv)
 
     def _plan(self, params: Sequence[SamplingParams], positions: Sequence[int], steps: int) -> Sequence[Draws | None]:
@@ -182,7 +182,7 @@ class ModelDrafter:
 
     def _pass(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
         """Compute a batch and draw the next draft token of every row."""
-        if draws is None or not self.model.draws(batch):
+        if draws is None or not self.model.can_draw(batch):
             return self._draw(self.model.forward(batch), runs())
         _, scores, tokens = self.model.forward_and_draw(batch, draws)
         return Drawn(tokens, None, best(scores, self._num_candidates) if self._num_candidates else None)

@@ -102,7 +102,8 @@ class RunAheadDrafter(ModelDrafter):
         self._branches = self._work = None
 
     def _propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        self._pace.asked(num_missing=0 if self._work is None else self._depth - self._num_grown())
+        if any(self._follows(row) for row in rows):
+            self._pace.asked(num_missing=0 if self._work is None else self._depth - self._num_grown())
         self._work = None
         chains = self._take_prepared(rows)
         current = {row.request_id for row in rows}
@@ -119,6 +120,11 @@ class RunAheadDrafter(ModelDrafter):
         self._prepare([(rows[i], chains[i]) for i in able])
         self._pace.answered()
         return [chain.draft() for chain in chains]
+
+    def _follows(self, row: ProposeRow) -> bool:
+        """Whether this is the round after the last one that was drafted for, so that the time between them is one's."""
+        trunk = self._trunks.get(row.request_id)
+        return trunk is not None and trunk.verdict(row.token_ids) is not None
 
     def _num_grown(self) -> int:
         return 0 if self._branches is None else self._branches.num_computed
@@ -257,9 +263,10 @@ class RunAheadDrafter(ModelDrafter):
         rows = [trunk.row for trunk in trunks]
         depths = [[len(trunk.chain.token_ids)] for trunk in trunks]
         (draws,) = self._plan([row.params for row in rows], [len(text) for text in texts], 1)
-        drawn = self._pass(
-            batch, draws, lambda: self._runs(rows, depths, lambda: [[t.chain.token_ids] for t in trunks])
-        )
+        runs = functools.partial(self._runs, rows, depths, lambda: [[trunk.chain.token_ids] for trunk in trunks])
+        drawn = self._pass(batch, draws, runs)
+        for text, prefix in zip(texts, prefixes, strict=True):
+            prefix.token_ids = text
         assert drawn.candidates is not None
         for trunk, last in zip(trunks, drawn.candidates.tolist(), strict=True):
             row = trunk.row

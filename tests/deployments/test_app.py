@@ -75,7 +75,12 @@ def url(pair):
         serve.run(
             app(
                 AppConfig(
-                    target_model=pair[0], draft_model=pair[1], served_model_name="tiny", dtype="float32", compile="off"
+                    target_model=pair[0],
+                    draft_model=pair[1],
+                    served_model_name="tiny",
+                    dtype="float32",
+                    compile="off",
+                    speculation="fixed",
                 )
             )
         )

@@ -24,13 +24,22 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.draft import NoDrafter
 from engine.drafters.model import ModelDrafter
 from engine.drafters.run_ahead import RunAheadDrafter
 from engine.sampling import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.laws import p_value, shaped_law
 from tests.engine.running import make_engine, run
-from tests.fakes import ConstantDrafter, ContextModel, CuttingDrafter, ForgetfulDrafter, InterruptedDrafter, TreeDrafter
+from tests.fakes import (
+    ConstantDrafter,
+    ContextModel,
+    CuttingDrafter,
+    DrawingModel,
+    ForgetfulDrafter,
+    InterruptedDrafter,
+    TreeDrafter,
+)
 
 # --- Equality: the coupled rule -------------------------------------------------------------------------------------
 
@@ -175,6 +184,32 @@ LAWS = {
     "penalties": SamplingParams(repetition_penalty=1.5, presence_penalty=0.6, frequency_penalty=0.5),
     "min_p and bias": SamplingParams(min_p=0.3, logit_bias={2: 1.0}),
 }
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        lambda _: NoDrafter(),
+        lambda config: ModelDrafter(DrawingModel(TARGET.laws), config),
+        lambda config: InterruptedDrafter(RunAheadDrafter(DrawingModel(TARGET.laws), config)),
+        lambda _: TreeDrafter(range(5)),
+    ],
+    ids=["none", "itself", "running ahead", "trees"],
+)
+def test_what_a_pass_draws_is_what_would_be_drawn_outside(drafter):
+    """Greedy, warm and shaped requests in one batch."""
+    params = [*LAWS.values(), SamplingParams(temperature=0)]
+    requests = [
+        ([i % 5, i % 3, 1], replace(params[i % len(params)], seed=i, max_tokens=20 + i % 7, ignore_eos=True))
+        for i in range(56)
+    ]
+    expected = run(make_engine(TARGET, num_speculative_tokens=0), requests)
+    engine = make_engine(DrawingModel(TARGET.laws), drafter, num_speculative_tokens=4)
+    assert run(engine, requests) == expected
+    if isinstance(engine.drafter, ModelDrafter):
+        assert engine.stats.acceptance_rate == 1.0
+
+
 DRAFTS = {
     "itself": lambda config: ModelDrafter(TARGET, config),
     "unlike": lambda config: ModelDrafter(UNLIKE, config),

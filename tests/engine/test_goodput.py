@@ -225,3 +225,33 @@ def test_a_drafter_is_left_alone_while_no_draft_is_wanted():
     assert {reason for _, reason in rounds} == {"goodput", "trial"}
     run(make_engine(TARGET, lambda config: asked[0], speculation="off"), requests)
     assert len(asked[0].lengths) <= drafted
+
+
+@pytest.mark.parametrize("slowdown", [3.0, 1 / 3])
+def test_a_trial_is_not_compared_with_rounds_of_long_ago(slowdown):
+    """Interrupted by another load, on a machine whose speed changes meanwhile."""
+    control = Goodput(MAX_K)
+
+    def rounds(count, limits, speed):
+        for _ in range(count):
+            length = control.choose(limits, is_measured=True)
+            control.observe(limits, 0.01 * (1 + 0.1 * length) * speed)
+
+    while control.reason != "trial":
+        rounds(1, [MAX_K], 1.0)
+    rounds(2, [MAX_K], 1.0)
+    challenger = control.num_draft_tokens
+    rounds(50, [MAX_K] * 3, slowdown)
+    rounds(60, [MAX_K], slowdown)
+    cost = control._loads[(0, MAX_K)].costs.get(challenger)
+    assert cost is None or cost == pytest.approx((1 + 0.1 * challenger) / (1 + 0.1 * MAX_K), rel=0.01)
+
+
+def test_requests_that_wait_for_blocks_do_not_stop_the_control():
+    requests = [([i % 5, 1, 2], SamplingParams(seed=i, max_tokens=60, ignore_eos=True)) for i in range(12)]
+    engine = make_engine(
+        TARGET, lambda config: ModelDrafter(TARGET, config), speculation="adaptive", num_blocks=60, block_size=4
+    )
+    run(engine, requests)
+    trials = sum(count for (_, reason), count in engine.stats.num_rounds_by_length.items() if reason == "trial")
+    assert trials > 10

@@ -177,7 +177,19 @@ def test_acceptance_is_learned():
     for _ in range(2000):
         lengths.observe(1, 3)
         lengths.observe(3, 3)
-        lengths.observe(2, 2)  # cut short: says nothing of the third token
-    assert lengths.probabilities(3) == pytest.approx([0, 0.5, 0, 0.5], abs=0.01)
+        lengths.observe(2, 2)  # cut short: the third token is as likely as in other drafts
+    assert lengths.probabilities(3) == pytest.approx([0, 1 / 3, 0, 2 / 3], abs=0.01)
     assert lengths.probabilities(1) == pytest.approx([0, 1], abs=0.01)
-    assert lengths.expected(3) == pytest.approx(2, abs=0.02)
+    assert lengths.expected(3) == pytest.approx(7 / 3, abs=0.02)
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_short_drafts_do_not_make_acceptance_look_worse(length):
+    """What follows a short draft that was accepted whole is unknown, not rejected."""
+    lengths = AcceptedLengths(4)
+    chance = random.Random(1)
+    for _ in range(3000):
+        lengths.observe(next((a for a in range(length) if chance.random() > 0.8), length), length)
+    assert lengths.probabilities(length) == pytest.approx(
+        [0.8**a * 0.2 for a in range(length)] + [0.8**length], abs=0.1
+    )

@@ -248,10 +248,10 @@ def test_a_trial_is_not_compared_with_rounds_of_long_ago(slowdown):
 
 
 def test_requests_that_wait_for_blocks_do_not_stop_the_control():
-    requests = [([i % 5, 1, 2], SamplingParams(seed=i, max_tokens=60, ignore_eos=True)) for i in range(12)]
+    requests = [([i % 5, 1, 2], SamplingParams(seed=i, max_tokens=200, ignore_eos=True)) for i in range(12)]
     engine = make_engine(
-        TARGET, lambda config: ModelDrafter(TARGET, config), speculation="adaptive", num_blocks=60, block_size=4
+        TARGET, lambda config: ModelDrafter(UNLIKE, config), speculation="adaptive", num_blocks=120, block_size=4
     )
     run(engine, requests)
-    trials = sum(count for (_, reason), count in engine.stats.num_rounds_by_length.items() if reason == "trial")
-    assert trials > 10
+    lengths = engine.stats.num_rounds_by_length
+    assert sum(count for (_, reason), count in lengths.items() if reason == "trial") > 0.1 * sum(lengths.values())

@@ -254,4 +254,4 @@ def test_requests_that_wait_for_blocks_do_not_stop_the_control():
     )
     run(engine, requests)
     lengths = engine.stats.num_rounds_by_length
-    assert sum(count for (_, reason), count in lengths.items() if reason == "trial") > 0.1 * sum(lengths.values())
+    assert sum(count for (_, reason), count in lengths.items() if reason == "trial") > 20

@@ -8,6 +8,9 @@ STAMP := $(VENV)/.$(shell cat pyproject.toml constraints.txt | cksum | cut -d' '
 # torch alone comes first: resolved together with the rest, pip may prefer a build with gigabytes of CUDA libraries.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
+# Two files at a time: many tests wait for processes.
+SIDE_BY_SIDE := -n 2 --dist loadfile
+
 .PHONY: serve test check fix e2e bench format lint types unit integration clean
 
 serve: $(STAMP)-runtime  ## serve the bundled pair on http://127.0.0.1:8000
@@ -22,7 +25,7 @@ fix: $(STAMP)-dev
 	$(BIN)/ruff format .
 
 e2e: $(STAMP)-dev  ## real processes only
-	$(BIN)/pytest -m "e2e and not gpu"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "e2e and not gpu"
 
 bench: $(STAMP)-dev  ## side by side with transformers; JSON=path writes the rows
 	$(BIN)/python -m tests.bench $(if $(JSON),--json $(JSON))
@@ -37,10 +40,10 @@ types: $(STAMP)-dev
 	$(BIN)/mypy
 
 unit: $(STAMP)-dev
-	$(BIN)/pytest -m "not e2e and not slow and not gpu"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not e2e and not slow and not gpu"
 
 integration: $(STAMP)-dev
-	$(BIN)/pytest -m "(e2e or slow) and not gpu"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "(e2e or slow) and not gpu"
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -197,8 +197,7 @@ def test_rounds_are_recorded_and_drawn(workload: Workload, console: Console, tmp
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("name", ["serve-plain", "serve-speculative"])
-def test_the_served_application_fills_its_rows(workload: Workload, name: str) -> None:
-    rows = list(worker.rows_of_a_fresh_process(name, workload))
+def test_the_served_application_fills_its_rows(workload: Workload) -> None:
+    rows = list(worker.rows_of_a_fresh_process("serve-speculative", workload))
     assert [row.batch_size for row in rows] == [1, 2]
     check(rows)

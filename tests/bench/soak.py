@@ -151,7 +151,7 @@ def memory_of(pid: int) -> int:
 
 def soak(workload: Workload, console: Console, *, num_clients: int = 16, duration_s: float = 120.0) -> list[str]:
     """Soak the served application, show what happened and return the failures."""
-    server = Server(workload, 4)
+    server = Server(workload, {})
     try:
         run = Soak(server.url, duration_s, lambda: memory_of(server.pid))
         asyncio.run(run.run(num_clients))

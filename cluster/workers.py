@@ -138,5 +138,5 @@ def _load(config: ModelConfig, *, shard: Shard | None = None) -> CausalLM:
     model = CausalLM.load(replace(config, num_threads=config.num_threads or max(1, cores)), shard=shard)
     # Several ranks run their passes together, so they cannot try different numbers of them.
     if config.num_threads is None and model.device.type == "cpu" and cores > 1 and shard is None:
-        logger.info("%s runs with %d threads", config.path, fit_threads(model, cores))
+        logger.info("%s runs with threads: %s", config.path, fit_threads(model, cores))
     return model

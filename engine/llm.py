@@ -1,10 +1,12 @@
 """LLM: the engine in one process, for scripts and notebooks, in the shape vLLM users know."""
 
+import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine.config import Compile, Device, Dtype, EngineConfig, ModelConfig, Speculation, Verification
@@ -17,6 +19,7 @@ from engine.model import CausalLM
 from engine.sampling import SamplingParams
 from engine.sequence import FinishReason, RequestOutput
 from engine.stats import SpeculationStats
+from engine.threads import fit_threads
 from engine.verifier import ModelVerifier
 from engine.vocabulary import check_same_vocabulary, load_tokenizer
 
@@ -24,6 +27,8 @@ BUNDLED_TARGET = Path(__file__).parent / "pair" / "target"
 BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -110,7 +115,7 @@ class LLM:
             config = replace(config, num_speculative_tokens=0)
         target_config = ModelConfig(str(model), dtype=dtype, device=device, compile=compile)
         self.tokenizer = load_tokenizer(target_config)
-        target = CausalLM.load(target_config)
+        target = _load(target_config)
         self._grammars = Grammars(
             target_config, vocab_size=target.info.vocab_size, eos_token_ids=target.info.eos_token_ids
         )
@@ -120,7 +125,7 @@ class LLM:
             draft_config = ModelConfig(str(draft_model), dtype=dtype, device=device, compile=compile)
             check_same_vocabulary(target_config, draft_config)
             drafter = ModelDrafter(
-                CausalLM.load(draft_config), config, token_limit=target.info.vocab_size, grammars=self._grammars
+                _load(draft_config), config, token_limit=target.info.vocab_size, grammars=self._grammars
             )
         self.engine = Engine(
             config,
@@ -200,6 +205,16 @@ class LLM:
             completion.append(output)
             if output.finish_reason is not None:
                 del pending[output.request_id]
+
+
+def _load(config: ModelConfig) -> CausalLM:
+    """Load a model, and settle with how many of torch's threads its passes run."""
+    limit = torch.get_num_threads()
+    model = CausalLM.load(config)
+    if model.device.type == "cpu" and limit > 1:
+        logger.info("%s runs with threads: %s", config.path, fit_threads(model, limit))
+        torch.set_num_threads(limit)
+    return model
 
 
 def run_in_process(coroutine: Coroutine[object, None, T]) -> T:

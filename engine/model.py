@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from engine.errors import ModelError
 from engine.fusion import fuse_projections
 from engine.noise import Draws
 from engine.shards import load_shard
+
+if TYPE_CHECKING:
+    from engine.threads import Threads
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class CausalLM:
         self.device, self.dtype = parameter.device, parameter.dtype
         self._windows: list[int | None] = []
         self._compiled: CompiledForward | None = None
+        self.threads: Threads | None = None
 
     @classmethod
     def load(cls, config: ModelConfig, *, shard: Shard | None = None) -> "CausalLM":
@@ -126,6 +130,7 @@ class CausalLM:
         Returns:
             [n, vocab] float32 logits at `batch.logit_indices`; [0, vocab] when none are wanted.
         """
+        self._use_threads(batch)
         if self._compiled is not None and can_run(batch):
             return self._compiled(batch)[0]
         return self._forward_eagerly(batch)
@@ -142,6 +147,7 @@ class CausalLM:
             [n, vocab] logits, [n, vocab] `noise.scores` and [n] tokens.
         """
         assert self._compiled is not None
+        self._use_threads(batch)
         return self._compiled(batch, draws)
 
     @property
@@ -217,6 +223,10 @@ class CausalLM:
         load_noise(compilation.noise_path())
         self._compiled = candidate
         logger.info("%s runs compiled", self.info.name)
+
+    def _use_threads(self, batch: ForwardBatch) -> None:
+        if self.threads is not None:
+            self.threads.use(len(batch.token_ids))
 
     def _forward_eagerly(self, batch: ForwardBatch) -> Tensor:
         return call(self.module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged).float()

@@ -1,39 +1,73 @@
-"""Threads: how many of them run a model's decode steps fastest.
+"""Threads: how many of them run a model's passes fastest, by how much a pass computes.
 
 More are not always faster: a small model's products are over before the other threads are awake.
 """
 
 import statistics
 import time
+from dataclasses import dataclass
 
 import torch
 
-from engine.batch import build
-from engine.compiled import samples
+from engine.batch import MAX_GROUPED_LENGTH, ForwardRow, build
 from engine.model import CausalLM
 
+_SIZES = {"decoding": (1, 5), "a batch": (8, 5), "prompts": (1, 128)}
+"""Passes that are tried, as rows and tokens per row."""
 _NUM_PASSES = 12
-_WORTH = 0.95
+_MAX_TRIAL_S = 0.2
+_WORTH = 0.9
 """More threads must take less than this share of the time, since other processes want the cores too."""
+_BLOCK_SIZE = 16
 
 
-def fit_threads(model: CausalLM, limit: int) -> int:
-    """Try some numbers of threads up to `limit` on this model, keep the fastest and return it."""
-    best, best_s = 1, _measure(model, 1)
-    for count in sorted({min(2**power, limit) for power in range(1, limit.bit_length() + 1)} - {1}):
-        if (seconds := _measure(model, count)) < _WORTH * best_s:
-            best, best_s = count, seconds
-    torch.set_num_threads(best)
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """How many threads passes run with: (tokens, threads) pairs, each for passes of up to so many tokens."""
+
+    counts: tuple[tuple[int, int], ...]
+
+    def use(self, num_tokens: int) -> None:
+        """Have the next pass, over so many tokens, run with its number of threads."""
+        torch.set_num_threads(next((count for limit, count in self.counts if num_tokens <= limit), self.counts[-1][1]))
+
+    def __str__(self) -> str:
+        parts = zip(_SIZES, self.counts, strict=True)
+        return ", ".join(f"{count} for {name}" for name, (_, count) in parts)
+
+
+def fit_threads(model: CausalLM, limit: int) -> Threads:
+    """Try numbers of threads up to `limit` on this model's passes, and keep the fastest for each kind of pass."""
+    threads = Threads(tuple((rows * length, _fit(model, limit, rows, length)) for rows, length in _SIZES.values()))
+    model.threads = threads
+    return threads
+
+
+def _fit(model: CausalLM, limit: int, rows: int, length: int) -> int:
+    """Return the fewest threads that are about as fast as any, from `limit` down for as long as fewer are."""
+    best, best_s = limit, _measure(model, limit, rows, length)
+    for count in sorted({2**power for power in range(limit.bit_length())} - {limit}, reverse=True):
+        seconds = _measure(model, count, rows, length)
+        if _WORTH * seconds > best_s:
+            break
+        best, best_s = count, min(best_s, seconds)
     return best
 
 
 @torch.inference_mode()
-def _measure(model: CausalLM, num_threads: int) -> float:
-    """Return the median time of a pass over a row of five tokens, in seconds."""
+def _measure(model: CausalLM, num_threads: int, rows: int, length: int) -> float:
+    """Return the median time of a pass in seconds; the first one warms up."""
     torch.set_num_threads(num_threads)
-    batch = build(samples()[1], model.kv_tensors(16, 16))
-    times = []
-    for _ in range(_NUM_PASSES):
+    # A row that starts a prompt is computed in another way than one that goes on.
+    start = 0 if length > MAX_GROUPED_LENGTH else _BLOCK_SIZE
+    blocks = -(-(start + length) // _BLOCK_SIZE)
+    kv = model.kv_tensors(1 + rows * blocks, _BLOCK_SIZE)
+    tables = [list(range(1 + row * blocks, 1 + (row + 1) * blocks)) for row in range(rows)]
+    batch = build([ForwardRow([0] * length, start, table, 1) for table in tables], kv)
+    model.threads = None
+    model.forward(batch)
+    times: list[float] = []
+    while len(times) < _NUM_PASSES and sum(times) < _MAX_TRIAL_S:
         started = time.perf_counter()
         model.forward(batch)
         times.append(time.perf_counter() - started)

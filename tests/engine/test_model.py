@@ -12,7 +12,6 @@ from engine.batch import ForwardRow, build
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.model import CausalLM, read_config, resolve_device, resolve_dtype
-from engine.threads import fit_threads
 from tests.engine.tiny import SIZES, save
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -230,13 +229,3 @@ def test_a_dtype_that_was_asked_for_is_taken():
     cpu = torch.device("cpu")
     assert resolve_dtype("float16", cpu) is torch.float16
     assert resolve_dtype("auto", cpu) in (torch.float32, torch.bfloat16)
-
-
-def test_the_fastest_number_of_threads_is_kept(target, monkeypatch):
-    seconds = {1: 1.0, 2: 0.5, 4: 0.49, 6: 0.7}
-    monkeypatch.setattr("engine.threads._measure", lambda model, count: seconds[count])
-    try:
-        assert fit_threads(target, 6) == 2
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(1)

@@ -1,0 +1,48 @@
+"""Threads: the fewest that are about as fast as any, for each kind of pass."""
+
+import pytest
+import torch
+
+from engine import threads
+from engine.batch import ForwardRow, build
+from engine.config import ModelConfig
+from engine.model import CausalLM
+from engine.threads import fit_threads
+from tests.cluster.models import save_llama
+
+SECONDS = {
+    1: {1: 1.0, 2: 0.99, 4: 1.05, 6: 1.1},  # one row: a second thread gains nothing
+    8: {1: 1.0, 2: 0.5, 4: 0.49, 6: 0.7},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return CausalLM.load(ModelConfig(str(save_llama(tmp_path_factory.mktemp("model"), seed=1)), compile="off"))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    yield
+    torch.set_num_threads(1)
+
+
+def test_the_fewest_of_the_fastest_are_kept_for_each_kind_of_pass(model, monkeypatch):
+    def measure(_, count, rows, length):
+        return SECONDS[rows][count] if length == 5 else 1 / count
+
+    monkeypatch.setattr(threads, "_measure", measure)
+    assert str(fit_threads(model, 6)) == "1 for decoding, 2 for a batch, 6 for prompts"
+    for num_tokens, count in [(1, 1), (5, 1), (6, 2), (40, 2), (41, 6), (1000, 6)]:
+        model.threads.use(num_tokens)
+        assert torch.get_num_threads() == count
+
+
+def test_a_pass_runs_with_the_threads_of_its_size(model):
+    """Also the measuring is real here."""
+    fit_threads(model, 2)
+    model.threads = threads.Threads(((5, 2), (40, 1)))
+    kv = model.kv_tensors(4, 16)
+    for length, count in [(3, 2), (20, 1), (5, 2)]:
+        model.forward(build([ForwardRow([1] * length, 0, [1, 2], 1)], kv))
+        assert torch.get_num_threads() == count

@@ -1,4 +1,4 @@
-"""The simulation's table: checked against this machine, then for a 70B on four H100 with a 1B draft on a fifth."""
+"""The simulation's tables: checked against this machine; a 70B on four H100 with a draft on a fifth; other drafts."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -52,6 +52,10 @@ STREAMS = (1, 8, 32)
 CALIBRATION = ((1, 0), (1, 4), (8, 0), (8, 4))
 CHECKS = ((1, 2), (4, 0), (4, 2), (4, 4), (8, 2))
 NUM_TOKENS = 192
+DRAFT_COSTS = (0.02, 0.05, 0.1, 0.15, 0.25, 0.4)
+"""Draft passes, in target passes."""
+DRAFT_LENGTH = 4
+PLACES: tuple[Place, Place] = ("apart", "ahead")
 
 
 def run(workload: Workload, console: Console) -> None:
@@ -77,6 +81,38 @@ def run(workload: Workload, console: Console) -> None:
             table.add_row(setting.name, str(num_streams), f"{found.tokens_per_s:.1f}", f"{speed:.2f}", *_rest(found))
         table.add_section()
     console.print(table)
+    console.print(draft_sizes())
+
+
+def draft_sizes() -> Table:
+    """Return what running ahead gains with drafts that cost more or less, and what hiding them wholly would."""
+    table = Table(
+        title=f"SIMULATED: the same target with other drafts on a fifth GPU, k = {DRAFT_LENGTH}, 1 stream",
+        caption="Acceptance as above, so that only the draft's time differs. Bound: 1 + k * t_draft / t_verify.",
+        caption_justify="left",
+    )
+    for column in ("t_draft / t_target", "tokens/s", "running ahead", "gain", "bound", "share of its gain", "hit rate"):
+        table.add_column(column, justify="right")
+    verify_ms = LLAMA.target_ms + (DRAFT_LENGTH + 1) * LLAMA.target_token_ms
+    for cost in DRAFT_COSTS:
+        costs = replace(LLAMA, draft_ms=cost * LLAMA.target_ms)
+        apart, ahead = (
+            simulate(
+                costs, place, num_streams=1, num_speculative_tokens=DRAFT_LENGTH, speculation="fixed", num_requests=6
+            )
+            for place in PLACES
+        )
+        gain, bound = ahead.tokens_per_s / apart.tokens_per_s, 1 + DRAFT_LENGTH * costs.draft_ms / verify_ms
+        table.add_row(
+            f"{cost:.2f}",
+            f"{apart.tokens_per_s:.1f}",
+            f"{ahead.tokens_per_s:.1f}",
+            f"{gain:.2f}",
+            f"{bound:.2f}",
+            f"{(gain - 1) / (bound - 1):.0%}",
+            f"{ahead.hit_rate:.2f}",
+        )
+    return table
 
 
 def check(workload: Workload) -> Table:

@@ -4,14 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deployments.fields import Finite, RequestModel, Salt, Seed, StopString, Text
+from deployments.fields import RequestModel, Text
 from deployments.requests import (
     ChatCompletionRequest,
     ChatMessage,
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
-    Speculation,
+    SamplingRequest,
     TextFormat,
 )
 from deployments.responses import ResponseModel, Usage
@@ -23,10 +23,6 @@ CHAT_FIELDS = {
     "response_format": "text.format",
 }
 """What is called differently in a chat completion request."""
-_SHARED = [
-    *("model", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "seed", "stop", "ignore_eos", "stream", "speculative", "cache_salt"),
-]
 
 
 class InputPart(RequestModel):
@@ -79,11 +75,9 @@ class TextOptions(RequestModel):
     """Any text, a JSON object, or JSON that a schema accepts."""
 
 
-class ResponsesRequest(RequestModel):
+class ResponsesRequest(SamplingRequest):
     """The body of /v1/responses. Nothing is stored, so a conversation is sent whole each time."""
 
-    model: str | None = None
-    """The served model's name; null is the only one."""
     input: Text | Annotated[list[InputMessage], Field(min_length=1)]
     """What the user says, or the conversation."""
     instructions: Text | None = None
@@ -92,48 +86,14 @@ class ResponsesRequest(RequestModel):
     """Tokens to generate at most; without it, all the room that is left."""
     text: TextOptions | None = None
     """The form of the answer."""
-    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
-    """0 is greedy."""
-    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
-    """Probability mass to draw from."""
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    """Tokens to draw from; 0 and -1 are all."""
-    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
-    """Least probability relative to the most likely token."""
-    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    """Taken off the logit of every token generated before."""
-    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
-    """Taken off the logit once per time the token was generated."""
-    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
-    """Divides the logits of tokens in the conversation so far."""
-    seed: Seed | None = None
-    """The same seed, input and parameters give the same text."""
-    stop: StopString | list[StopString] | None = None
-    """Strings that end the text, which does not include them."""
-    ignore_eos: bool | None = None
-    """Go on past the end-of-sequence token."""
-    stream: bool | None = None
-    """Send server-sent events."""
-    speculative: Speculation | None = None
-    """Speculation for this request."""
-    cache_salt: Salt | None = None
-    """Only requests with the same salt share cached prefixes."""
     truncation: Literal["disabled"] | None = None
     """Input that does not fit is refused, never cut."""
     parallel_tool_calls: bool | None = None
     """Accepted and ignored: there are no tools here."""
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     """None; /v1/chat/completions has tools."""
-    store: bool | None = None
-    """Accepted and ignored: nothing is stored."""
-    user: Text | None = None
-    """Accepted and ignored: it cannot change the text."""
     metadata: dict[Text, Text] | None = None
     """Sent back with the answer."""
-    safety_identifier: Text | None = None
-    """Accepted and ignored: it cannot change the text."""
-    service_tier: Text | None = None
-    """Accepted and ignored: there is one tier."""
 
     def to_chat(self) -> ChatCompletionRequest:
         """Return the chat completion that this asks for."""
@@ -153,7 +113,7 @@ class ResponsesRequest(RequestModel):
             messages=messages,
             max_completion_tokens=self.max_output_tokens,
             response_format=form,
-            **{name: getattr(self, name) for name in _SHARED},
+            **{name: getattr(self, name) for name in SamplingRequest.model_fields},
         )
 
 

@@ -41,17 +41,11 @@ class StructuredOutputs(RequestModel):
     """A grammar in Lark's or llama.cpp's (GBNF) notation."""
 
 
-class GenerationRequest(RequestModel):
-    """What completions and chat completions have in common."""
+class SamplingRequest(RequestModel):
+    """What every request for text has: how to draw it, and how to send it."""
 
     model: str | None = None
     """The served model's name; null is the only one."""
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    """Choices per prompt."""
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    """Tokens to generate at most."""
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
-    """Tokens to generate before any stop condition counts."""
     temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
     """0 is greedy."""
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
@@ -66,30 +60,16 @@ class GenerationRequest(RequestModel):
     """Taken off the logit once per time the token was generated."""
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
     """Divides the logits of tokens in the prompt or the text so far."""
-    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
-    """Token id (as a string) to what is added to its logit."""
     seed: Seed | None = None
     """The same seed, prompt and parameters give the same text."""
     stop: StopString | list[StopString] | None = None
     """Strings that end the text, which does not include them."""
-    stop_token_ids: list[TokenId] | None = None
-    """Tokens that end the text."""
-    include_stop_str_in_output: bool | None = None
-    """Keep the stop string in the text."""
     ignore_eos: bool | None = None
     """Go on past the end-of-sequence token."""
-    skip_special_tokens: bool | None = None
-    """Leave special tokens out of the text (the default)."""
     stream: bool | None = None
-    """Send server-sent events, one chunk per round."""
-    stream_options: StreamOptions | None = None
-    """What the stream reports besides text; only with stream."""
+    """Send server-sent events as the text comes, round by round."""
     speculative: Speculation | None = None
     """Speculation for this request."""
-    structured_outputs: StructuredOutputs | None = None
-    """What the text must match."""
-    return_token_ids: bool | None = None
-    """Token ids besides the text."""
     cache_salt: Salt | None = None
     """Only requests with the same salt share cached prefixes."""
     user: Text | None = None
@@ -102,6 +82,31 @@ class GenerationRequest(RequestModel):
     """Accepted and ignored: there is one tier."""
     store: bool | None = None
     """Accepted and ignored: nothing is stored."""
+
+
+class GenerationRequest(SamplingRequest):
+    """What completions and chat completions have in common."""
+
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    """Choices per prompt."""
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """Tokens to generate at most."""
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Tokens to generate before any stop condition counts."""
+    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    """Token id (as a string) to what is added to its logit."""
+    stop_token_ids: list[TokenId] | None = None
+    """Tokens that end the text."""
+    include_stop_str_in_output: bool | None = None
+    """Keep the stop string in the text."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text (the default)."""
+    stream_options: StreamOptions | None = None
+    """What the stream reports besides text; only with stream."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the text must match."""
+    return_token_ids: bool | None = None
+    """Token ids besides the text."""
 
 
 class CompletionRequest(GenerationRequest):

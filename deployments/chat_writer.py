@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deployments import responses as r
+from deployments.call_reader import Arguments, CallReader, CallStart, Piece
 from deployments.choices import Choice
 from deployments.requests import ChatCompletionRequest
-from deployments.tools import Call, CallReader
+from deployments.tools import ToolChoice
 from deployments.writing import Writer
 from engine.draft import TokenLogprobs
 from engine.sequence import RequestOutput
@@ -19,7 +20,8 @@ class ChatWriter(Writer):
     """Writes the answers of a conversation."""
 
     readers: dict[int, CallReader] = field(default_factory=dict)
-    num_calls: Counter[int] = field(default_factory=Counter)
+    callers: set[int] = field(default_factory=set)
+    num_streamed: Counter[int] = field(default_factory=Counter)
 
     def opening(self) -> list[r.ResponseModel]:
         """Return the chunk that says who speaks, one per choice."""
@@ -37,23 +39,18 @@ class ChatWriter(Writer):
         ]
 
     def chunk(self, choice: Choice, output: RequestOutput) -> list[r.ResponseModel]:
-        """Return the chunk of one round of one choice."""
+        """Return the chunks of one round of one choice: one, or one for each piece of text or of a call."""
         logprobs = self._logprobs(output.token_ids, output.logprobs) if output.logprobs is not None else None
-        text, calls = self._read(choice, output.text, is_last=output.finish_reason is not None)
-        delta = r.Delta(content=text)
-        if calls:
-            first = self.num_calls[choice.index] - len(calls)
-            placed = [call.model_copy(update={"index": i}) for i, call in enumerate(calls, start=first)]
-            delta = r.Delta(**({"content": text} if text else {}), tool_calls=placed)
-        piece = r.ChatChunkChoice(
-            index=choice.index,
-            delta=delta,
-            logprobs=logprobs,
-            finish_reason=self._finish_reason(choice),
-            stop_reason=output.stop_reason,
-            **self.ids(output.token_ids),
-        )
-        return [self._chunk(piece)]
+        pieces = self._read(choice, output.text, is_last=output.finish_reason is not None)
+        deltas = [self._delta(choice, piece) for piece in pieces] or [r.Delta(content="")]
+        # A piece each, because clients put the deltas of a call together by its index, and expect it once in a chunk.
+        written = [
+            r.ChatChunkChoice(index=choice.index, delta=delta, logprobs=None, finish_reason=None) for delta in deltas
+        ]
+        written[0] = written[0].model_copy(update={"logprobs": logprobs, **self.ids(output.token_ids)})
+        end = {"finish_reason": self._finish_reason(choice), "stop_reason": output.stop_reason}
+        written[-1] = written[-1].model_copy(update=end)
+        return [self._chunk(piece) for piece in written]
 
     def closing(self) -> list[r.ResponseModel]:
         """Return the chunk with the usage and no choices, if it is wanted."""
@@ -83,29 +80,51 @@ class ChatWriter(Writer):
         )
 
     def _message(self, choice: Choice) -> r.AssistantMessage:
-        text, calls = self._read(choice, choice.text, is_last=True)
+        text = ""
+        calls: list[r.ToolCall] = []
+        for piece in self._read(choice, choice.text, is_last=True):
+            match piece:
+                case CallStart():
+                    function = r.FunctionCall(name=piece.name, arguments="")
+                    calls.append(r.ToolCall(id=piece.id, type="function", function=function))
+                case Arguments():
+                    calls[-1].function.arguments += piece.text
+                case _:
+                    text += piece
         if not calls:
             return r.AssistantMessage(role="assistant", content=text)
         return r.AssistantMessage(role="assistant", content=text or None, tool_calls=calls)
 
-    def _read(self, choice: Choice, text: str, *, is_last: bool) -> tuple[str, list[r.ToolCall]]:
-        """Return what of a piece of text is text, and the calls that are complete with it."""
+    def _delta(self, choice: Choice, piece: Piece) -> r.Delta:
+        match piece:
+            case CallStart():
+                function = r.FunctionDelta(name=piece.name, arguments="")
+                self.num_streamed[choice.index] += 1
+                begin = {"id": piece.id, "type": "function"}
+            case Arguments():
+                function, begin = r.FunctionDelta(arguments=piece.text), {}
+            case _:
+                return r.Delta(content=piece)
+        index = self.num_streamed[choice.index] - 1
+        return r.Delta(tool_calls=[r.ToolCallDelta(index=index, **begin, function=function)])
+
+    def _read(self, choice: Choice, text: str, *, is_last: bool) -> list[Piece]:
+        """Return what of a piece of text is content, and what is of calls."""
         request, form = self.request, self.encoder.tool_form
         if not isinstance(request, ChatCompletionRequest) or not request.offered_tools or form is None:
-            return text, []
+            return [text]
         if choice.index not in self.readers:
             self.readers[choice.index] = form.reader()
         pieces = self.readers[choice.index].feed(text, is_last=is_last)
-        calls = [
-            r.ToolCall(id=call.id, type="function", function=r.FunctionCall(name=call.name, arguments=call.arguments))
-            for call in pieces
-            if isinstance(call, Call)
-        ]
-        self.num_calls[choice.index] += len(calls)
-        return "".join(piece for piece in pieces if isinstance(piece, str)), calls
+        if any(isinstance(piece, CallStart) for piece in pieces):
+            self.callers.add(choice.index)
+        return pieces
 
     def _finish_reason(self, choice: Choice) -> r.FinishReason | None:
-        if choice.finish_reason == "stop" and self.num_calls[choice.index]:
+        """Return why an answer ended, as OpenAI names it: a call that was asked for by name is no news."""
+        assert isinstance(self.request, ChatCompletionRequest)
+        is_named = isinstance(self.request.tool_choice, ToolChoice)
+        if choice.finish_reason == "stop" and choice.index in self.callers and not is_named:
             return "tool_calls"
         return choice.finish_reason
 

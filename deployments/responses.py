@@ -114,12 +114,27 @@ class FunctionCall(ResponseModel):
 
 
 class ToolCall(ResponseModel):
-    """A call that the model made; in a stream with its place among the answer's calls."""
+    """A call that the model made."""
 
     id: str
     type: Literal["function"]
     function: FunctionCall
-    index: int | None = None
+
+
+class FunctionDelta(ResponseModel):
+    """The next piece of a call's arguments; the function's name and no arguments yet, where the call begins."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(ResponseModel):
+    """The next piece of a call, with its place among the answer's calls; id and type only where it begins."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
 
 
 class AssistantMessage(ResponseModel):
@@ -135,7 +150,7 @@ class Delta(ResponseModel):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChoice(ResponseModel):

@@ -1,20 +1,19 @@
 """Tools: how a model is made to call functions, and how its calls are read, in the form its chat template teaches.
 
 Two forms are known. Hermes (Qwen, Hermes): `<tool_call>` around `{"name": ..., "arguments": {...}}`, any number of
-times, among text. Llama 3: the whole text is `{"name": ..., "parameters": {...}}`, or several of them after semicolons.
-A text that only looks like a call stays a text.
+times, among text. Llama 3: the text begins with `{"name": ..., "parameters": {...}}`, or several of them, semicolons
+between. `deployments.call_reader` reads both.
 """
 
 import json
 import re
-import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol
 
 from llguidance import LLMatcher
 from pydantic import Field
 
+from deployments.call_reader import CallReader
 from deployments.fields import RequestModel, Text
 from engine.grammar import JSON_OPTIONS
 
@@ -70,23 +69,6 @@ class PastCall(RequestModel):
     function: PastFunction
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A call that the model made; `arguments` is JSON text."""
-
-    name: str
-    arguments: str
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
-
-
-class CallReader(Protocol):
-    """Reads one text as it comes."""
-
-    def feed(self, text: str, *, is_last: bool) -> list[str | Call]:
-        """Return the pieces that are certain now; all the rest with the last piece of text."""
-        ...
-
-
 class ToolForm(Protocol):
     """How a chat template has tools called."""
 
@@ -119,106 +101,23 @@ class Hermes:
         start = rf'start: {call} ("\n" {call})*' if parallel else f"start: {call}"
         return _grammar(start, tools, "arguments")
 
-    def reader(self) -> "HermesReader":
+    def reader(self) -> CallReader:
         """Return a reader for one text."""
-        return HermesReader()
-
-
-class HermesReader:
-    """Holds back what may be a call."""
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._is_between = False
-
-    def feed(self, text: str, *, is_last: bool) -> list[str | Call]:
-        """Return the pieces that are certain now; all the rest with the last piece of text."""
-        self._held += text
-        found: list[str | Call] = []
-        while (start := self._held.find(Hermes.START)) >= 0:
-            call, end = self._call(start + len(Hermes.START))
-            if call is None:
-                break
-            found += [self._text(start), call]
-            self._held = self._held[end - start :]
-            self._is_between = True
-        certain = start if start >= 0 else len(self._held) - _overlap(self._held, Hermes.START)
-        if is_last:
-            certain = len(self._held)
-        found.append(self._text(certain))
-        return [piece for piece in found if piece]
-
-    def _text(self, length: int) -> str:
-        """Take so many characters; white space after a call is the form's, not the model's."""
-        piece, self._held = self._held[:length], self._held[length:]
-        if self._is_between:
-            piece = piece.lstrip()
-            self._is_between = not piece
-        return piece
-
-    def _call(self, start: int) -> tuple[Call | None, int]:
-        """Return the call whose JSON starts there and where it ends; the end tag may also stand in a string."""
-        end = self._held.find(Hermes.END, start)
-        while end >= 0:
-            try:
-                call = _call_of(json.loads(self._held[start:end]), ("arguments",))
-            except (ValueError, RecursionError):
-                call = None
-            if call is not None:
-                return call, end + len(Hermes.END)
-            end = self._held.find(Hermes.END, end + 1)
-        return None, 0
+        return CallReader(self.START, self.END)
 
 
 class Llama3:
-    """The whole text is calls, or text."""
+    """Calls that the text begins with."""
+
+    TAG = "<|python_tag|>"
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return the grammar of one call or, if parallel, any number of them."""
         return _grammar('start: call ("; " call)*' if parallel else "start: call", tools, "parameters")
 
-    def reader(self) -> "Llama3Reader":
+    def reader(self) -> CallReader:
         """Return a reader for one text."""
-        return Llama3Reader()
-
-
-class Llama3Reader:
-    """Holds back a text that starts like an object."""
-
-    TAG = "<|python_tag|>"
-
-    def __init__(self) -> None:
-        self._held = ""
-        self._is_text = False
-
-    def feed(self, text: str, *, is_last: bool) -> list[str | Call]:
-        """Return the pieces that are certain now; all the rest with the last piece of text."""
-        self._held += text
-        bare = self._held.lstrip()
-        if not self._is_text and bare and not self.TAG.startswith(bare[: len(self.TAG)]):
-            self._is_text = not bare.startswith("{")
-        if not self._is_text and is_last and (calls := self._calls(bare)):
-            return [*calls]
-        if not (self._is_text or is_last):
-            return []
-        piece, self._held = self._held, ""
-        return [piece] if piece else []
-
-    def _calls(self, text: str) -> list[Call] | None:
-        text = text.removeprefix(self.TAG).strip()
-        calls = []
-        decoder = json.JSONDecoder()
-        while text:
-            try:
-                value, end = decoder.raw_decode(text)
-            except (ValueError, RecursionError):
-                return None
-            call = _call_of(value, ("parameters", "arguments"))
-            if call is None:
-                return None
-            calls.append(call)
-            text = text[end:].lstrip("; \n")
-        return calls
+        return CallReader(self.TAG)
 
 
 def _grammar(start: str, tools: Sequence[Tool], arguments: str) -> str:
@@ -235,19 +134,3 @@ def _grammar(start: str, tools: Sequence[Tool], arguments: str) -> str:
             f"arguments{i}: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS}, allow_nan=False)}",
         ]
     return LLMatcher.grammar_from_lark("\n".join(lines))
-
-
-def _call_of(value: object, names: Sequence[str]) -> Call | None:
-    """Return the call that a JSON value is, if it is one; its arguments have one of these names."""
-    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        return None
-    for name in names:
-        arguments = value.get(name)
-        if isinstance(arguments, dict):
-            return Call(value["name"], json.dumps(arguments, ensure_ascii=False))
-    return None
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Return how many characters at the end of a text may be the beginning of a tag."""
-    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)

@@ -1,6 +1,5 @@
-"""Tools: calls are read whole however the text is cut, and a required call always fits its schema."""
+"""Tools: a required call always fits its schema, and arrives in a stream piece by piece."""
 
-import itertools
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,14 +9,12 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from deployments.config import AppConfig
 from deployments.prompts import PromptEncoder
 from deployments.requests import ChatMessage
-from deployments.tools import Call, Hermes, Llama3, Tool, form_of
+from deployments.tools import Hermes, Llama3, Tool, form_of
 from engine.errors import RequestError
 from tests.deployments.conftest import TEMPLATE, make_app, make_client
 from tests.deployments.fakes import LocalRouters
@@ -45,56 +42,7 @@ TOOLS: Any = [
 USER: Any = [{"role": "user", "content": "x"}]
 
 
-# --- Reading --------------------------------------------------------------------------------------------------------
-
-
-def read(form: Hermes | Llama3, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    reader = form.reader()
-    found: list[str | Call] = []
-    for i, piece in enumerate(pieces):
-        found += reader.feed(piece, is_last=i == len(pieces) - 1)
-    text = "".join(piece for piece in found if isinstance(piece, str))
-    return text, [(piece.name, piece.arguments) for piece in found if isinstance(piece, Call)]
-
-
-ONE = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-TRICKY = '<tool_call>{"name": "g", "arguments": {"s": "</tool_call>"}}</tool_call>'
-G = ("g", '{"s": "</tool_call>"}')
-F = ("f", '{"a": 1}')
-READ = [
-    (Hermes(), "hello", "hello", []),
-    (Hermes(), ONE, "", [F]),
-    (Hermes(), f"Well:\n{ONE}\n{ONE}\n", "Well:\n", [F, F]),
-    (Hermes(), f"{TRICKY}{ONE}", "", [G, F]),
-    (Hermes(), f"{ONE}\n two  words {ONE} \n", "two  words ", [F, F]),
-    (Hermes(), "a <tool_ b <tool_call", "a <tool_ b <tool_call", []),
-    (Hermes(), "<tool_call>{not json}</tool_call>", "<tool_call>{not json}</tool_call>", []),
-    (Hermes(), '<tool_call>{"name": "f", "arguments": {"a', '<tool_call>{"name": "f", "arguments": {"a', []),
-    (Llama3(), "hello {", "hello {", []),
-    (Llama3(), '{"name": "f", "parameters": {"a": 1}}', "", [F]),
-    (Llama3(), '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "f", "arguments": {"a": 1}}', "", [F, F]),
-    (Llama3(), '{"name": "f"}', '{"name": "f"}', []),
-    (Llama3(), '{"name": "f", "parameters": {"a": 1}', '{"name": "f", "parameters": {"a": 1}', []),
-    (Llama3(), "", "", []),
-]
-
-
-@pytest.mark.parametrize(("form", "text", "expected", "calls"), READ)
-@given(data=st.data())
-def test_a_text_is_read_the_same_however_it_is_cut(
-    form: Any, text: str, expected: str, calls: list[tuple[str, str]], data: st.DataObject
-) -> None:
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    edges = [0, *cuts, len(text)]
-    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
-    assert read(form, pieces) == (expected, calls)
-
-
-def test_text_is_not_held_back_longer_than_it_may_be_a_call() -> None:
-    reader = Hermes().reader()
-    assert reader.feed("hello <", is_last=False) == ["hello "]
-    assert reader.feed("b>", is_last=False) == ["<b>"]
-    assert Llama3().reader().feed("hello", is_last=False) == ["hello"]
+# --- Forms ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_form_is_the_templates() -> None:
@@ -172,29 +120,104 @@ async def test_a_named_function_is_called_with_its_schema(sdk: openai.AsyncOpenA
     assert call.function.name == "weather"
     check(call.function.name, call.function.arguments)
     assert message.content is None
-    assert chat.choices[0].finish_reason == "tool_calls"
+    assert chat.choices[0].finish_reason == "stop"  # as at OpenAI: that it calls is no news
 
 
-async def test_a_required_call_streams_whole(sdk: openai.AsyncOpenAI) -> None:
-    options: Any = {
-        "model": "tiny",
-        "messages": USER,
-        "tools": TOOLS[:1],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "temperature": 1,
-        "seed": 2,
-    }
-    whole = (await sdk.chat.completions.create(**options)).choices[0]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+FORCED: Any = {
+    "model": "tiny",
+    "messages": USER,
+    "tools": TOOLS[:1],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "temperature": 1,
+    "seed": 2,
+    "extra_body": {"repetition_penalty": 2.0},
+}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_stream_of_deltas_is_the_whole_answer(sdk: openai.AsyncOpenAI, choice: Any, n: int) -> None:
+    options: Any = {**FORCED, "tool_choice": choice, "n": n, "logprobs": True, "max_tokens": 150}
+    options["extra_body"] = {"return_token_ids": True, "repetition_penalty": 2.0}
+    wholes = (await sdk.chat.completions.create(**options)).choices
     chunks = [chunk async for chunk in await sdk.chat.completions.create(**options, stream=True)]
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    assert "".join(delta.content or "" for delta in deltas) == ""
-    (call,) = [call for delta in deltas for call in delta.tool_calls or []]
-    assert call.index == 0
-    assert call.function is not None
-    assert call.function.arguments == (whole.message.tool_calls or [])[0].function.arguments  # type: ignore[union-attr]
-    check(call.function.name or "", call.function.arguments or "")
-    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    for whole in wholes:
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == whole.index]
+        assert "".join(piece.delta.content or "" for piece in mine) == ""
+        deltas = [delta for piece in mine for delta in piece.delta.tool_calls or []]
+        for index, call in enumerate(whole.message.tool_calls or []):
+            assert call.type == "function"
+            first, *rest = [delta for delta in deltas if delta.index == index]
+            assert first.id
+            assert first.type == "function"
+            assert first.function is not None
+            assert (first.function.name, first.function.arguments) == (call.function.name, "")
+            assert all(delta.id is None and delta.type is None for delta in rest)
+            assert len(rest) > 1  # in fragments, as they are generated
+            fragments = [delta.function.arguments or "" for delta in rest if delta.function]
+            assert "".join(fragments) == call.function.arguments
+            if whole.finish_reason != "length":
+                check(call.function.name, call.function.arguments)
+        assert {delta.index for delta in deltas} == set(range(len(whole.message.tool_calls or [])))
+        ends = [piece.finish_reason for piece in mine if piece.finish_reason]
+        assert ends == [whole.finish_reason]
+        assert mine[-1].finish_reason in ("length", "tool_calls" if choice == "required" else "stop")
+        token_ids = [token for piece in mine for token in (piece.model_extra or {}).get("token_ids") or []]
+        assert token_ids == (whole.model_extra or {})["token_ids"]
+        logprobs = [entry for piece in mine if piece.logprobs for entry in piece.logprobs.content or []]
+        assert whole.logprobs is not None
+        assert logprobs == whole.logprobs.content
+
+
+async def test_the_clients_own_helper_puts_a_stream_together(sdk: openai.AsyncOpenAI) -> None:
+    whole = (await sdk.chat.completions.create(**FORCED)).choices[0]
+    async with sdk.chat.completions.stream(**FORCED) as stream:
+        streamed = (await stream.get_final_completion()).choices[0]
+
+    def calls(message: Any) -> list[tuple[str, str]]:
+        return [(call.function.name, call.function.arguments) for call in message.tool_calls]
+
+    assert calls(streamed.message) == calls(whole.message)
+    assert streamed.finish_reason == whole.finish_reason
+
+
+async def test_a_call_that_the_limit_cuts_is_sent_as_far_as_it_came(sdk: openai.AsyncOpenAI) -> None:
+    cut = (await sdk.chat.completions.create(**FORCED, max_tokens=60)).choices[0]
+    whole = (await sdk.chat.completions.create(**FORCED)).choices[0]
+    (part,), (call,) = cut.message.tool_calls or [], whole.message.tool_calls or []
+    assert part.type == call.type == "function"
+    assert cut.finish_reason == "length"
+    assert 0 < len(part.function.arguments) < len(call.function.arguments)
+    assert call.function.arguments.startswith(part.function.arguments)
+
+
+async def test_text_and_several_calls_stream_each_in_its_place(sdk: openai.AsyncOpenAI) -> None:
+    bare = '{"name": "clock", "arguments": {"s": "a } </tool_call> b"}}'
+    for text, content in (
+        (f"Well.\n<tool_call>\n{bare}\n</tool_call>\n<tool_call>{bare}</tool_call>", "Well.\n"),
+        (f"{bare}; {bare}", None),
+    ):
+        options: Any = {"model": "tiny", "messages": USER, "tools": TOOLS, "max_tokens": 300}
+        options["extra_body"] = {"structured_outputs": {"choice": [text]}}
+        whole = (await sdk.chat.completions.create(**options)).choices[0]
+        if whole.message.tool_calls is None:  # the other form's
+            assert whole.message.content == text
+            continue
+        calls = [call.function.arguments for call in whole.message.tool_calls if call.type == "function"]
+        assert calls == ['{"s": "a } </tool_call> b"}'] * 2
+        assert whole.message.content == content
+        assert whole.finish_reason == "tool_calls"
+        chunks = [chunk.choices[0] async for chunk in await sdk.chat.completions.create(**options, stream=True)]
+        streamed: dict[int, str] = {}
+        for delta in (delta for chunk in chunks for delta in chunk.delta.tool_calls or []):
+            assert delta.function is not None
+            streamed[delta.index] = streamed.get(delta.index, "") + (delta.function.arguments or "")
+        assert list(streamed.items()) == list(enumerate(calls))
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == (content or "")
+        return
+    pytest.fail("neither text was read as calls")
 
 
 async def test_text_stays_text_when_the_choice_is_the_models(sdk: openai.AsyncOpenAI) -> None:

@@ -1,9 +1,11 @@
 """Generation: what an Ingress asks of a Router, in one streaming call."""
 
 import secrets
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
 from engine.sampling import MAX_SEED, SamplingParams
+from engine.sequence import RequestOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,27 @@ class Generation:
 def choice_index(request_id: str) -> int:
     """Return which choice of its response a sequence is."""
     return int(request_id.rpartition("-")[2])
+
+
+async def without_tokens(
+    rounds: AsyncGenerator[list[RequestOutput], None],
+) -> AsyncGenerator[list[RequestOutput], None]:
+    """Yield rounds of requests for one token as if they had been for none: what is left is the prompt's score."""
+    try:
+        async for outputs in rounds:
+            yield [
+                replace(
+                    output,
+                    token_ids=[],
+                    text="",
+                    logprobs=None if output.logprobs is None else [],
+                    finish_reason="length",
+                    stop_reason=None,
+                )
+                for output in outputs
+            ]
+    finally:
+        await rounds.aclose()
 
 
 def _seed(seed: int | None, choice: int) -> int:

@@ -18,7 +18,7 @@ from deployments.answer import Answer
 from deployments.chat_writer import ChatWriter
 from deployments.config import AppConfig, group_config
 from deployments.formats import Formats
-from deployments.generation import Generation
+from deployments.generation import Generation, without_tokens
 from deployments.metrics import exposition
 from deployments.openresponses import CHAT_FIELDS, ResponsesRequest
 from deployments.parameters import ModelLimits, check_token_ids, sampling_params
@@ -217,7 +217,8 @@ class Ingress:
             timeout_s=self.config.limits.request_timeout_s,
             cache_salt=request.cache_salt,
         )
-        return Answer(writer, self._routers.generate(generation))
+        rounds = self._routers.generate(generation)
+        return Answer(writer, without_tokens(rounds) if request.max_tokens == 0 else rounds)
 
 
 def _in_newer_words(error: RequestError) -> RequestError:

@@ -50,7 +50,7 @@ def sampling_params(
         stop_token_ids=list(request.stop_token_ids or []),
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
         min_tokens=_or(request.min_tokens, 0),
-        max_tokens=max_tokens,
+        max_tokens=max(1, max_tokens),  # a prompt alone is scored by the pass that brings one token
         ignore_eos=bool(request.ignore_eos),
         skip_special_tokens=_or(request.skip_special_tokens, True),
         logprobs=logprobs,
@@ -91,6 +91,10 @@ def _check_limits(request: CompletionRequest | ChatCompletionRequest, model: Mod
     if isinstance(request, ChatCompletionRequest):
         _at_most("messages", len(request.messages), limits.max_messages, " entries")
         return
+    if request.max_tokens == 0 and not request.echo:
+        raise RequestError("max_tokens is 0; at least 1 is needed without echo", "max_tokens")
+    if request.max_tokens == 0 and request.min_tokens:
+        raise RequestError(f"min_tokens is {request.min_tokens}, max_tokens only 0", "min_tokens")
     if request.best_of is not None and request.best_of != _or(request.n, 1):
         raise RequestError(f"best_of is {request.best_of}, it must equal n ({_or(request.n, 1)})", "best_of")
 

@@ -119,6 +119,8 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
     """Text, token ids, or a list of either."""
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Tokens to generate at most; 0 only with echo, to score a prompt."""
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
     """Must equal n: nothing is generated to be thrown away."""
     echo: bool | None = None

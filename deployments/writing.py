@@ -166,7 +166,7 @@ class CompletionWriter(Writer):
         for choice in self.choices:
             text = self._prompt_text(choice) + choice.text if self._echoes() else choice.text
             logprobs = None
-            if choice.logprobs:
+            if choice.logprobs or choice.prompt_logprobs is not None:
                 logprobs = self._logprobs(choice, choice.token_ids, choice.logprobs, choice.prompt_logprobs)
             piece = self._choice(choice, text, choice.token_ids, logprobs, choice)
             choices.append(piece.model_copy(update=self.prompt_ids(choice)))

@@ -77,3 +77,45 @@ async def test_the_openai_client_reads_them(client: httpx.AsyncClient) -> None:
         assert choice.logprobs is not None
         assert choice.logprobs.token_logprobs is not None
         assert len(choice.logprobs.token_logprobs) == 2 + 16
+
+
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_prompt_is_scored_without_a_token(client: httpx.AsyncClient, n: int) -> None:
+    wanted = (await complete(client))["choices"][0]["logprobs"]
+    scored = await complete(client, max_tokens=0, n=n, return_token_ids=True)
+    for choice in scored["choices"]:
+        assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == (PROMPT, "length", [])
+        assert choice["logprobs"] == {name: values[:3] for name, values in wanted.items()}
+    assert scored["usage"]["completion_tokens"] == 0
+    assert scored["usage"]["total_tokens"] == scored["usage"]["prompt_tokens"] == 3
+    assert len((await complete(client, max_tokens=0, prompt=[5]))["choices"][0]["logprobs"]["tokens"]) == 1
+    plain = await complete(client, max_tokens=0, logprobs=None)
+    assert (plain["choices"][0]["text"], plain["choices"][0]["logprobs"]) == (PROMPT, None)
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+async def test_a_stream_scores_a_prompt_too(client: httpx.AsyncClient, logprobs: int | None) -> None:
+    whole = await complete(client, max_tokens=0, logprobs=logprobs)
+    sdk = openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client)
+    options: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": logprobs}
+    stream = await sdk.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    *pieces, last = [chunk async for chunk in stream]
+    assert "".join(piece.choices[0].text for piece in pieces) == PROMPT
+    assert [piece.choices[0].finish_reason for piece in pieces if piece.choices[0].finish_reason] == ["length"]
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 0
+    found = pieces[-1].choices[0].logprobs
+    assert (found and found.model_dump()) == whole["choices"][0]["logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"echo": False}, "max_tokens"), ({"min_tokens": 1}, "min_tokens"), ({"max_tokens": -1}, "max_tokens")],
+)
+async def test_none_is_refused_where_it_makes_no_sense(
+    client: httpx.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 0, "echo": True, **fields}
+    response = await client.post("/v1/completions", json=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param

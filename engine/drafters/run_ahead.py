@@ -102,10 +102,12 @@ class RunAheadDrafter(ModelDrafter):
         self._branches = self._work = None
 
     def _propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        if any(self._follows(row) for row in rows):
+        verdicts = [self._verdict(row) for row in rows]
+        if any(verdict is not None for verdict in verdicts):
+            # One round lies between the last proposal and this one, and the time between them is that round's.
             self._pace.asked(num_missing=0 if self._work is None else self._depth - self._num_grown())
         self._work = None
-        chains = self._take_prepared(rows)
+        chains = self._take_prepared(rows, verdicts)
         current = {row.request_id for row in rows}
         for name in self._trunks.keys() - current:
             self._trim(name, len(self._prefixes[name].token_ids))
@@ -121,10 +123,10 @@ class RunAheadDrafter(ModelDrafter):
         self._pace.answered()
         return [chain.draft() for chain in chains]
 
-    def _follows(self, row: ProposeRow) -> bool:
-        """Whether this is the round after the last one that was drafted for, so that the time between them is one's."""
+    def _verdict(self, row: ProposeRow) -> tuple[int, int] | None:
+        """Return what came of a row's last draft: how many accepted, and the token after; None if it is not known."""
         trunk = self._trunks.get(row.request_id)
-        return trunk is not None and trunk.verdict(row.token_ids) is not None
+        return None if trunk is None else trunk.verdict(row.token_ids)
 
     def _num_grown(self) -> int:
         return 0 if self._branches is None else self._branches.num_computed
@@ -138,13 +140,13 @@ class RunAheadDrafter(ModelDrafter):
         self._trim(row.request_id, len(row.token_ids) + row.num_draft_tokens)
         return True
 
-    def _take_prepared(self, rows: Sequence[ProposeRow]) -> list[Chain]:
+    def _take_prepared(self, rows: Sequence[ProposeRow], verdicts: Sequence[tuple[int, int] | None]) -> list[Chain]:
         """Return what is prepared for each row, with its keys and values moved to where they belong."""
         chains = []
         sources: list[int] = []
         targets: list[int] = []
-        for row in rows:
-            found = self._find_prepared(row)
+        for row, verdict in zip(rows, verdicts, strict=True):
+            found = "stale" if verdict is None else self._find_prepared(row, verdict)
             if isinstance(found, str):
                 if row.num_draft_tokens:
                     self.stats.misses[found] = self.stats.misses.get(found, 0) + 1
@@ -167,12 +169,11 @@ class RunAheadDrafter(ModelDrafter):
                 self._prefixes[row.request_id].token_ids = [*row.token_ids, *chain.token_ids[:-1]]
         return chains
 
-    def _find_prepared(self, row: ProposeRow) -> tuple[Chain, tuple[list[int], list[int]]] | str:
+    def _find_prepared(
+        self, row: ProposeRow, verdict: tuple[int, int]
+    ) -> tuple[Chain, tuple[list[int], list[int]]] | str:
         """Return a row's prepared draft with the places of its entries, or the reason why there is none."""
-        trunk, branches = self._trunks.get(row.request_id), self._branches
-        verdict = None if trunk is None else trunk.verdict(row.token_ids)
-        if trunk is None or verdict is None:
-            return "stale"
+        trunk, branches = self._trunks[row.request_id], self._branches
         if trunk.chain.token_ids:
             self._accepted.observe(verdict[0], len(trunk.chain.token_ids))
         if branches is None or not branches.num_computed or not trunk.roots:

@@ -34,10 +34,13 @@ class ModelVerifier:
         """Compute the rows and, unless another rank decides, return their verdicts."""
         with torch.inference_mode():
             batch = build([_forward_row(row) for row in rows], self._kv)
-            if not decides:
-                self.model.forward(batch)
-                return []
-            return self._decide(rows, batch)
+            if decides:
+                verdicts = self._decide(rows, batch)
+                self._keep_paths(rows, [verdict.path for verdict in verdicts])
+                return verdicts
+            self.model.forward(batch)
+            self._keep_paths(rows, [[]] * len(rows))
+            return []
 
     def release(self, request_id: str) -> None:
         """Forget where a request stood in its grammar."""
@@ -64,7 +67,6 @@ class ModelVerifier:
                 rows_used = [start, *(start + 1 + node for node in path)]
                 logprobs = _logprobs(raw[rows_used], tokens, row.params.logprobs)
             verdicts[i] = replace(verdicts[i], token_ids=tokens, path=path, logprobs=logprobs)
-            self._keep_path(row, path)
             start += _num_deciding(row)
         return verdicts
 
@@ -79,16 +81,34 @@ class ModelVerifier:
         logits, _, tokens = self.model.forward_and_draw(batch, draws)
         return logits, tokens.tolist()
 
-    def _keep_path(self, row: VerifyRow, path: list[int]) -> None:
-        """Move the accepted nodes' keys and values behind the tip, where the committed context goes on."""
-        if path == list(range(len(path))):
+    def _keep_paths(self, rows: Sequence[VerifyRow], paths: Sequence[list[int]]) -> None:
+        """Move the accepted nodes' keys and values behind the tips, where the committed contexts go on.
+
+        What a chain keeps is there already. Where a draft branches, the rank that decided tells the others, which
+        hand in empty paths.
+        """
+        branching = [i for i, row in enumerate(rows) if not row.draft.is_chain]
+        if not branching:
             return
-        tip = len(row.token_ids)
-        block_size = self._kv.block_size
-        slots = [row.block_ids[p // block_size] * block_size + p % block_size for p in range(tip, tip + path[-1] + 1)]
-        device = self.model.device
-        sources = torch.tensor([slots[node] for node in path], device=device)
-        self._kv.move(sources, torch.tensor(slots[: len(path)], device=device))
+        # [drafts, nodes] each path, root first; a node is one more than its number, and 0 is none.
+        kept = torch.zeros(len(branching), max(len(rows[i].draft.token_ids) for i in branching), dtype=torch.int64)
+        for known, i in zip(kept, branching, strict=True):
+            known[: len(paths[i])] = torch.tensor(paths[i], dtype=torch.int64) + 1
+        if self.model.shard is not None:
+            kept = self.model.shard.all_reduce(kept.to(self.model.device))
+        sources: list[int] = []
+        targets: list[int] = []
+        for i, known in zip(branching, kept.tolist(), strict=True):
+            nodes = [node - 1 for node in known if node]
+            sources += [self._slot(rows[i], node) for node in nodes]
+            targets += [self._slot(rows[i], depth) for depth in range(len(nodes))]
+        moves = torch.tensor([sources, targets], dtype=torch.int64, device=self.model.device)
+        self._kv.move(moves[0], moves[1])
+
+    def _slot(self, row: VerifyRow, node: int) -> int:
+        """Return where the entry of a draft's node lies."""
+        block, offset = divmod(len(row.token_ids) + node, self._kv.block_size)
+        return row.block_ids[block] * self._kv.block_size + offset
 
 
 def _drawn(logits: Tensor, known: list[int] | None, runs: Sequence[Run]) -> list[int]:

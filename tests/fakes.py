@@ -19,6 +19,7 @@ class MarkovModel:
 
     def __init__(self, transitions: torch.Tensor, eos_token_ids: Sequence[int] = ()) -> None:
         self.transitions = transitions
+        self.shard = None
         self.device = torch.device("cpu")
         vocab = transitions.shape[0]
         self.info = ModelInfo("markov", vocab, 4096, list(eos_token_ids), vocab * vocab, "float32", "cpu")
@@ -43,6 +44,7 @@ class ContextModel:
     def __init__(self, laws: torch.Tensor, eos_token_ids: Sequence[int] = ()) -> None:
         """Make a model of `laws` [states, vocab]."""
         self.laws = laws
+        self.shard = None
         self.device = torch.device("cpu")
         states, vocab = laws.shape
         self.info = ModelInfo("context", vocab, 4096, list(eos_token_ids), states * vocab, "float32", "cpu")

@@ -11,8 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from engine.batch import ForwardRow, build
 from engine.config import ModelConfig
+from engine.draft import NO_DRAFT, Draft
 from engine.errors import ModelError
+from engine.llm import run_in_process
 from engine.model import CausalLM, Shard
+from engine.sampling import SamplingParams
+from engine.verifier import ModelVerifier
+from tests.engine.running import make_engine, run
 from tests.engine.tiny import SIZES, save
 
 GEMMA3 = {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
@@ -92,6 +97,58 @@ def test_two_ranks_compute_the_whole_models_logits(name, tmp_path):
     (whole,) = logits_of([load(tmp_path)])
     for logits in logits_of(ranks):
         assert (logits - whole).abs().max() < 1e-4
+
+
+class Ranks:
+    """A verifier over ranks in threads, of which the first decides; every one is given the same rows."""
+
+    def __init__(self, verifiers):
+        self._verifiers = verifiers
+        self._pool = ThreadPoolExecutor(len(verifiers))
+
+    async def verify(self, rows):
+        def verify(rank):
+            return run_in_process(self._verifiers[rank].verify(rows, decides=rank == 0))
+
+        verdicts, *others = self._pool.map(verify, range(len(self._verifiers)))
+        assert others == [[]] * len(others)
+        return verdicts
+
+    def release(self, request_id):
+        for verifier in self._verifiers:
+            verifier.release(request_id)
+
+
+class SecondBranchDrafter:
+    """Knows the texts, and hides what comes next behind a branch that is wrong."""
+
+    def __init__(self, texts):
+        self._texts = texts
+
+    async def propose(self, rows):
+        return [self._tree(self._texts[row.request_id], len(row.token_ids), row.num_draft_tokens) for row in rows]
+
+    def _tree(self, text, length, num_nodes):
+        right = text[length : length + num_nodes - 1]
+        return Draft([(right[0] + 1) % SIZES["vocab_size"], *right], [-1, -1, *range(1, len(right))]) if right else NO_DRAFT
+
+    def release(self, request_id):
+        pass
+
+
+def test_every_rank_keeps_the_path_that_the_first_one_accepted(target_path):
+    """Else half of the heads would attend to the branch that was rejected."""
+    requests = [
+        ([3 + i, 9, 4], SamplingParams(temperature=0.5 * (i % 2), seed=i, max_tokens=30, ignore_eos=True))
+        for i in range(8)
+    ]
+    expected = run(make_engine(load(target_path), num_speculative_tokens=0), requests)
+    texts = {name: [*requests[int(name)][0], *tokens] for name, tokens in expected.items()}
+    models, _ = load_ranks(target_path, 2)
+    engine = make_engine(models[0], lambda _: SecondBranchDrafter(texts), num_speculative_tokens=4)
+    engine.verifier = Ranks([engine.verifier, ModelVerifier(models[1], engine.config)])
+    assert run(engine, requests) == expected
+    assert engine.stats.num_accepted_tokens > 8 * 20
 
 
 def test_every_rank_computes_the_same_bits(tmp_path):

@@ -5,6 +5,7 @@ import itertools
 import logging
 from collections.abc import Coroutine
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import ray
 import zmq
@@ -16,10 +17,13 @@ from cluster.cores import count_cores
 from cluster.crew import Context, Crew, start_draft, start_target
 from cluster.placement import STRATEGY, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
+from engine.architecture import read_config
 from engine.draft import Drafter, NoDrafter, Verifier
 from engine.errors import ModelError, TargetError
-from engine.model import ModelInfo, read_config
 from engine.vocabulary import check_same_vocabulary
+
+if TYPE_CHECKING:
+    from engine.model import ModelInfo
 
 logger = logging.getLogger(__name__)
 

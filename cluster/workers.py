@@ -15,11 +15,12 @@ from cluster.channel import Endpoint, Server
 from cluster.cores import count_cores
 from cluster.responder import DraftResponder, TargetResponder
 from cluster.tensor_parallel import StoreAddress, join_store, join_world, open_store
+from engine.architecture import eos_token_ids, read_config
 from engine.config import EngineConfig, ModelConfig
 from engine.drafters.model import ModelDrafter
 from engine.drafters.run_ahead import RunAheadDrafter
 from engine.grammar import Grammars
-from engine.model import CausalLM, ModelInfo, Shard, eos_token_ids, read_config, resolve_device
+from engine.model import CausalLM, ModelInfo, Shard, resolve_device
 from engine.threads import fit_threads
 from engine.verifier import ModelVerifier
 

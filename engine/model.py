@@ -6,18 +6,18 @@ under tensor parallelism, the slicing. What cannot be served exactly is refused 
 
 import functools
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from engine import compilation
+from engine.architecture import eos_token_ids, read_config
 from engine.attention import ATTENTION_NAME, KVTensors
 from engine.batch import ForwardBatch, ForwardRow, build
 from engine.compiled import CompiledForward, CompileError, Step, call, can_run, example, load_noise, samples
@@ -266,44 +266,6 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     # Without AMX or AVX512-BF16, bfloat16 products are several times slower than float32 ones.
     native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if native else torch.float32
-
-
-def read_config(config: ModelConfig) -> PreTrainedConfig:
-    """Read a model's configuration and refuse what cannot be served.
-
-    Raises:
-        ModelError: no such model, or an architecture that cannot be served.
-    """
-    if os.sep in config.path and not Path(config.path).is_dir():
-        raise ModelError(f"model directory {config.path} does not exist")
-    try:
-        model_config: PreTrainedConfig = AutoConfig.from_pretrained(config.path, revision=config.revision)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"cannot read a model configuration from {config.path}: {error}") from error
-    text = model_config.get_text_config()
-    kind = model_config.model_type
-    if getattr(model_config, "is_encoder_decoder", False):
-        raise ModelError(f"{config.path} is {kind}, an encoder-decoder; only decoder-only models are served")
-    layer_types = set(getattr(text, "layer_types", None) or [])
-    if strange := layer_types - {"full_attention", "sliding_attention"}:
-        raise ModelError(
-            f"{config.path} is {kind} with {', '.join(sorted(strange))} layers, whose state cannot roll back"
-        )
-    if type(model_config) not in AutoModelForCausalLM._model_mapping:
-        raise ModelError(f"{config.path} is {kind}, which has no causal language model in transformers")
-    architecture = AutoModelForCausalLM._model_mapping[type(model_config)]
-    if not getattr(architecture, "_supports_attention_backend", False):
-        raise ModelError(f"{config.path} is {kind}, whose attention cannot be replaced in transformers")
-    return model_config
-
-
-def eos_token_ids(config: ModelConfig, model_config: PreTrainedConfig) -> list[int]:
-    """Return every id that ends a generation, from the model's generation settings or its configuration."""
-    try:
-        eos: Any = GenerationConfig.from_pretrained(config.path, revision=config.revision or "main").eos_token_id
-    except OSError:
-        eos = model_config.get_text_config().eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
 
 
 def _load_whole(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:

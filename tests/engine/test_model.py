@@ -5,13 +5,13 @@ import logging
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 
 from engine.attention import KVTensors
 from engine.batch import ForwardRow, build
 from engine.config import ModelConfig
 from engine.errors import ModelError
-from engine.model import CausalLM, read_config, resolve_device, resolve_dtype
+from engine.model import CausalLM, resolve_device, resolve_dtype
 from tests.engine.tiny import SIZES, save
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -186,29 +186,11 @@ def test_what_is_built_unlike_llama_is_refused_while_loading(name, tmp_path):
         load(tmp_path)
 
 
-def test_a_missing_directory_is_named(tmp_path):
-    with pytest.raises(ModelError, match=r"nowhere does not exist"):
-        read_config(ModelConfig(str(tmp_path / "nowhere")))
-
-
-def test_a_directory_without_a_configuration_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="cannot read a model configuration"):
-        read_config(ModelConfig(str(tmp_path)))
-
-
 def test_weights_that_are_pickles_are_refused(tmp_path):
     save(family("llama"), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match="cannot load"):
         load(tmp_path)
-
-
-def test_every_end_of_text_id_of_the_generation_settings_counts(tmp_path):
-    save(family("llama"), tmp_path)
-    GenerationConfig(eos_token_id=[1, 7]).save_pretrained(tmp_path)
-    assert load(tmp_path).info.eos_token_ids == [1, 7]
-    (tmp_path / "generation_config.json").unlink()
-    assert load(tmp_path).info.eos_token_ids == [1]
 
 
 def test_the_cache_has_the_models_heads(target):

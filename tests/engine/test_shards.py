@@ -130,7 +130,11 @@ class SecondBranchDrafter:
 
     def _tree(self, text, length, num_nodes):
         right = text[length : length + num_nodes - 1]
-        return Draft([(right[0] + 1) % SIZES["vocab_size"], *right], [-1, -1, *range(1, len(right))]) if right else NO_DRAFT
+        return (
+            Draft([(right[0] + 1) % SIZES["vocab_size"], *right], [-1, -1, *range(1, len(right))])
+            if right
+            else NO_DRAFT
+        )
 
     def release(self, request_id):
         pass

@@ -1,0 +1,48 @@
+"""A model's architecture: what its directory says of it, before a weight is read, and whether it can be served."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+
+from engine.config import ModelConfig
+from engine.errors import ModelError
+
+
+def read_config(config: ModelConfig) -> PreTrainedConfig:
+    """Read a model's configuration and refuse what cannot be served.
+
+    Raises:
+        ModelError: no such model, or an architecture that cannot be served.
+    """
+    if os.sep in config.path and not Path(config.path).is_dir():
+        raise ModelError(f"model directory {config.path} does not exist")
+    try:
+        model_config: PreTrainedConfig = AutoConfig.from_pretrained(config.path, revision=config.revision)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"cannot read a model configuration from {config.path}: {error}") from error
+    text = model_config.get_text_config()
+    kind = model_config.model_type
+    if getattr(model_config, "is_encoder_decoder", False):
+        raise ModelError(f"{config.path} is {kind}, an encoder-decoder; only decoder-only models are served")
+    layer_types = set(getattr(text, "layer_types", None) or [])
+    if strange := layer_types - {"full_attention", "sliding_attention"}:
+        raise ModelError(
+            f"{config.path} is {kind} with {', '.join(sorted(strange))} layers, whose state cannot roll back"
+        )
+    if type(model_config) not in AutoModelForCausalLM._model_mapping:
+        raise ModelError(f"{config.path} is {kind}, which has no causal language model in transformers")
+    architecture = AutoModelForCausalLM._model_mapping[type(model_config)]
+    if not getattr(architecture, "_supports_attention_backend", False):
+        raise ModelError(f"{config.path} is {kind}, whose attention cannot be replaced in transformers")
+    return model_config
+
+
+def eos_token_ids(config: ModelConfig, model_config: PreTrainedConfig) -> list[int]:
+    """Return every id that ends a generation, from the model's generation settings or its configuration."""
+    try:
+        eos: Any = GenerationConfig.from_pretrained(config.path, revision=config.revision or "main").eos_token_id
+    except OSError:
+        eos = model_config.get_text_config().eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -3,7 +3,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from engine.config import ModelConfig
+from engine.grammar import Grammars
 from engine.model import CausalLM
+from tests.engine.tokenizers import END, json_tokenizer, saved
 
 VOCAB = 64
 
@@ -51,3 +53,10 @@ def target(target_path):
 def draft(tmp_path_factory):
     path = save_llama(tmp_path_factory.mktemp("draft"), seed=2, layers=1, hidden=16)
     return CausalLM.load(ModelConfig(path, dtype="float32", device="cpu"))
+
+
+@pytest.fixture(scope="session")
+def make_grammars(tmp_path_factory):
+    """Makes what one process has; drafter and verifier get one each, as on the wire."""
+    config = saved(json_tokenizer(), tmp_path_factory.mktemp("json"))
+    return lambda: Grammars(config, vocab_size=VOCAB, eos_token_ids=[END])

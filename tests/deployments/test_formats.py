@@ -150,7 +150,7 @@ async def test_a_format_that_cannot_be_followed_is_refused_by_name(
 
 @pytest.fixture
 async def hasty(config: AppConfig, routers: LocalRouters) -> AsyncIterator[httpx.AsyncClient]:
-    config = config.model_copy(update={"limits": Limits(grammar_timeout_s=0.5)})
+    config = config.model_copy(update={"limits": Limits(grammar_timeout_s=3.0)})
     async with make_client(await make_app(config, routers)) as client:
         yield client
 
@@ -165,9 +165,9 @@ async def test_a_grammar_that_takes_too_long_is_stopped(hasty: httpx.AsyncClient
     assert response.status_code == 200
     assert not slow.done()
     error = await slow
-    assert error["message"] == "structured_outputs.json cannot be compiled within 0.5 s"
+    assert error["message"] == "structured_outputs.json cannot be compiled within 3 s"
     assert error["param"] == "structured_outputs.json"
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert await text_of(hasty, structured_outputs={"regex": "b"}) == "b"
 
 

@@ -173,7 +173,7 @@ async def test_a_killed_draft_leaves_the_text_alone_and_comes_back(config: Group
 
 
 async def test_a_stopped_draft_costs_one_deadline_and_comes_back(config: GroupConfig, expected: Text) -> None:
-    async with running(replace(config, draft_timeout_s=0.3)) as (group, generation):
+    async with running(replace(config, draft_timeout_s=2.0)) as (group, generation):
         await generation.run(until=lambda: generation.num_tokens > 60)
         os.kill(group.process_ids["draft"], signal.SIGSTOP)
         try:

@@ -8,11 +8,12 @@ which keeps to its grammar, ends before its stop string, and has the target's ow
 |---|---|
 | logits: penalties ignore the draft's path | test_coupled_output_..., test_greedy_output_... |
 | verifier: logprobs of the shaped logits | test_logprobs_are_the_targets_own |
-| verifier: logprobs of the row of the token itself, not of its parent | both, test_logprobs_are_the_targets_own |
+| verifier: logprobs of another row than the token's own | test_coupled_output_... |
 | sequence: logprobs of tokens after the end are kept | test_coupled_output_... |
-| grammar: the draft's path is ignored | test_coupled_output_..., test_drawn_texts_match_their_grammar |
-| sequence: text after a stop string in the same round is kept | both, test_drawn_texts_end_before_their_stop_string |
-| detokenizer: a stop string that begins in an earlier round is missed | both, test_drawn_texts_end_... |
+| sequence: tokens after the end are kept | test_coupled_output_... |
+| grammar: the draft's path is ignored | test_coupled_output_... |
+| verifier: no grammar | test_drawn_texts_match_their_grammar |
+| detokenizer: a stop string that began in an earlier round is missed | test_drawn_texts_end_before_their_stop_string |
 """
 
 import itertools

@@ -114,9 +114,10 @@ def headers_of(kind: ErrorKind) -> dict[str, str]:
 def validation_message(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str, str | None]:
     """Return one message and the field's path for pydantic's findings about a body.
 
-    A union complains once per branch; the complaint that went deepest is about the branch that was meant.
+    A union complains once per branch; the complaint that went deepest is about the branch that was meant, and of those
+    the one that is not about the value's type.
     """
-    error = max(errors, key=lambda item: len(item["loc"]))
+    error = max(errors, key=lambda item: (len(item["loc"]), not item["type"].endswith("_type")))
     path = _path_in(body, error["loc"][1:])
     if error["type"] == "missing":
         path.append(str(error["loc"][-1]))

@@ -153,10 +153,12 @@ class Ingress:
         """Return the text of token ids.
 
         Raises:
-            RequestError: an id that the model does not have.
+            RequestError: an id that the model does not have, or more of them than its context holds.
         """
         served = await self._describe()
         self._check_model(request.model)
+        if len(request.tokens) > (most := served.limits.max_model_len):
+            raise RequestError(f"tokens holds {len(request.tokens):,} ids, the context length is {most:,}", "tokens")
         check_token_ids([request.tokens], served.limits, "tokens")
         return r.Text(prompt=await self._encoder.run(self._encoder.decode, request.tokens))
 

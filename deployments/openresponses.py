@@ -92,6 +92,8 @@ class ResponsesRequest(SamplingRequest):
     """Accepted and ignored: there are no tools here."""
     tools: Annotated[list[Any], Field(max_length=0)] | None = None
     """None; /v1/chat/completions has tools."""
+    include: Annotated[list[Any], Field(max_length=0)] | None = None
+    """None: nothing beside the text can be asked for."""
     metadata: dict[Text, Text] | None = None
     """Sent back with the answer."""
 

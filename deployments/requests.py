@@ -215,6 +215,8 @@ class ChatCompletionRequest(GenerationRequest):
     """Alternatives to list for each token; only with logprobs."""
     response_format: ResponseFormat | None = None
     """The form of the answer."""
+    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
+    """Text is all there is."""
     tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
     """What the model may call."""
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None

@@ -14,6 +14,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import zmq
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -29,6 +30,7 @@ from engine.engine import Engine
 from engine.model import CausalLM, ModelInfo
 from engine.sampling import SamplingParams
 from engine.verifier import ModelVerifier
+from tests.bench.pictures import STYLE, save
 from tests.bench.workload import Workload
 
 if TYPE_CHECKING:
@@ -41,7 +43,7 @@ TIMEOUT_S = 60.0
 NUM_STREAMS = 4
 TEMPERATURE = 0.7
 SHOWN_ROUNDS = 12
-COLOURS = {"verify": "#3b4a5a", "hit": "#2e8b57", "miss": "#c2571a", "ahead": "#9cc9d9"}
+COLOURS = {"verify": "#6f8296", "hit": "#2e9b62", "miss": "#d9722e", "ahead": "#8fc1d6"}
 LABELS = {
     "verify": "target verifies",
     "hit": "draft was ready",
@@ -66,14 +68,15 @@ class Peer(NamedTuple):
     num_blocks: int
 
 
+@rc_context(STYLE)
 def timeline(workload: Workload, png: Path, console: Console) -> None:
     """Record some streams, one after the other, and draw a few rounds of them."""
     spans, stats = record(workload)
     shown = _typical(spans)
     first = shown[0].started_s
-    figure = Figure(figsize=(13, 2.6), layout="constrained")
+    figure = Figure(figsize=(9, 2), layout="constrained")
     draw(figure.subplots(), shown, first)
-    figure.savefig(png, dpi=150)
+    save(figure, png)
     num_rounds = stats.hits + sum(stats.misses.values())
     console.print(
         f"{png}: {SHOWN_ROUNDS} of {num_rounds} rounds at T = {TEMPERATURE}, hit rate {stats.hits / num_rounds:.2f}"
@@ -94,16 +97,13 @@ def draw(axes: Axes, spans: list[Span], first_s: float) -> None:
     for span in spans:
         left, width = (span.started_s - first_s) * 1e3, (span.ended_s - span.started_s) * 1e3
         lane = 1 if span.kind == "verify" else 0
-        axes.broken_barh(
-            [(left, width)], (lane - 0.35, 0.7), color=COLOURS[span.kind], edgecolor="white", linewidth=0.4
-        )
+        axes.broken_barh([(left, width)], (lane - 0.35, 0.7), color=COLOURS[span.kind])
     axes.set_yticks([0, 1], ["draft", "target"])
     axes.set_xlabel("milliseconds")
-    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["left"].set_visible(False)
     axes.legend(
         handles=[Patch(color=COLOURS[kind], label=label) for kind, label in LABELS.items()],
         ncols=4,
-        frameon=False,
         loc="lower center",
         bbox_to_anchor=(0.5, 1.0),
     )

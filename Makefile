@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+PEERS := .venv-peers
 BIN := $(VENV)/bin
 # Installs are redone when what they depend on changes, not when a file's date does.
 STAMP := $(VENV)/.$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
@@ -11,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Two files at a time: many tests wait for processes.
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
-.PHONY: serve test check fix e2e bench format lint types unit integration clean
+.PHONY: serve test check fix e2e bench bench-peers format lint types unit integration clean
 
 serve: $(STAMP)-runtime  ## serve the bundled pair on http://127.0.0.1:8000
 	RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.proxy:middlewares $(BIN)/serve run deployments:app $(ARGS)
@@ -30,6 +31,9 @@ e2e: $(STAMP)-dev  ## real processes only
 bench: $(STAMP)-dev  ## side by side with transformers; JSON=path writes the rows
 	$(BIN)/python -m tests.bench $(if $(JSON),--json $(JSON))
 
+bench-peers: $(STAMP)-dev $(PEERS)/.$(shell cksum < tests/bench/peers.txt | cut -d' ' -f1)  ## the same, and vLLM
+	$(BIN)/python -m tests.bench --peers $(if $(JSON),--json $(JSON))
+
 format: $(STAMP)-dev
 	$(BIN)/ruff format --check .
 
@@ -46,7 +50,7 @@ integration: $(STAMP)-dev
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "(e2e or slow) and not gpu"
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(STAMP)-runtime:
 	@echo "Installing into $(VENV) (once; a few minutes)"
@@ -59,4 +63,12 @@ $(STAMP)-runtime:
 
 $(STAMP)-dev: $(STAMP)-runtime
 	$(PIP) -e ".[dev]"
+	@touch $@
+
+# Without dependency resolution: vLLM asks for packages that text does not need, of a kind that few machines can install.
+$(PEERS)/.%:
+	@echo "Installing vLLM into $(PEERS) (once; a few minutes)"
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check $$(grep ^torch== tests/bench/peers.txt)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/bench/peers.txt
 	@touch $@

@@ -3,6 +3,7 @@
 compare   every method on the same prompts, at batch 1 and 8, T = 0 and 0.7 (also `make bench JSON=path`)
 profile   what the parts of a round cost, in process and served
 batch     tokens/s of the engine at 1 to 32 rows
+prefill   prompt tokens/s, and time to first token beside a full batch
 load      tokens/s and latency of the served application at 1 to 32 streams
 timeline  a picture of some rounds, with the draft running ahead on a core of its own
 simulate  what hardware that is not here would do: the same engine over models that cost virtual time
@@ -27,8 +28,10 @@ from rich.console import Console
 from engine.llm import BUNDLED_DRAFT, BUNDLED_TARGET
 from engine.model import resolve_device
 from tests.bench import simulate
-from tests.bench.compare import CELLS, NAMES, collect, show, write
+from tests.bench.compare import CELLS, NAMES, PEERS, collect, show, write
 from tests.bench.curves import batch_curve, load_curve
+from tests.bench.pictures import PICTURES
+from tests.bench.prefill import prefill
 from tests.bench.profile import profile
 from tests.bench.soak import soak
 from tests.bench.timeline import timeline
@@ -65,19 +68,23 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
         profile(workload, console)
         return []
     if options.command == "timeline":
-        timeline(workload, options.png or Path("timeline.png"), console)
+        timeline(workload, options.png or PICTURES / "timeline.png", console)
         return []
     if options.command == "simulate":
         simulate.run(workload, console)
         return []
     if options.command == "batch":
-        return batch_curve(workload, options.png or Path("batch.png"), console)
+        return batch_curve(workload, options.png or PICTURES / "batch.png", console)
     if options.command == "load":
-        return load_curve(workload, options.png or Path("load.png"), console)
+        return load_curve(workload, options.png or PICTURES / "load.png", console)
     if options.command == "soak":
         return soak(workload, console)
-    rows, failures = collect(options.only, workload, console)
-    show(rows, workload, console)
+    if options.command == "prefill":
+        rows, failures = prefill(workload, console)
+    else:
+        names = options.only or (NAMES + PEERS if options.peers else NAMES)
+        rows, failures = collect(names, workload, console)
+        show(rows, workload, console)
     if options.json is not None:
         write(rows, options.json)
     return failures
@@ -94,12 +101,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("compare", "profile", "batch", "load", "timeline", "simulate", "soak"),
+        choices=("compare", "profile", "batch", "prefill", "load", "timeline", "simulate", "soak"),
         default="compare",
     )
-    parser.add_argument("--json", type=Path, help="compare: where the rows go")
-    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, help="compare: these methods")
-    parser.add_argument("--png", type=Path, help="batch, load, timeline: where the plot goes (default: COMMAND.png)")
+    parser.add_argument("--json", type=Path, help="compare, prefill: where the rows go")
+    parser.add_argument("--only", nargs="+", choices=NAMES + PEERS, help="compare: these methods")
+    parser.add_argument("--peers", action="store_true", help="compare: vLLM too, as `make bench-peers` installs it")
+    parser.add_argument("--png", type=Path, help="batch, load, timeline: where the plot goes (default: pictures/)")
     parser.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="a transformers directory")
     parser.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="a transformers directory")
     parser.add_argument("--compile", choices=("auto", "off"), default="auto", help="before anything is measured")

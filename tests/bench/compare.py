@@ -29,10 +29,15 @@ NAMES = (
     "pinned-speculative",
     "pinned-run-ahead",
 )
+PEERS = ("vllm-plain", "vllm-speculative")
+"""Methods in the environment that `make bench-peers` makes."""
 CELLS = [Cell(batch_size, temperature) for batch_size in (1, 8) for temperature in (0.0, 0.7)]
 RATIOS = (
     ("transformers-assisted", "transformers"),
     ("engine-plain", "transformers"),
+    ("engine-plain", "vllm-plain"),
+    ("engine-speculative", "vllm-plain"),
+    ("engine-speculative", "vllm-speculative"),
     ("engine-speculative", "engine-plain"),
     ("engine-speculative", "transformers"),
     ("serve-plain", "engine-plain"),

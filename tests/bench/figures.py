@@ -50,7 +50,7 @@ class Method(Protocol):
 
     num_speculative_tokens: int | None
 
-    def run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
+    def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
         """Continue the prompts together, each by the workload's number of tokens, down to the text."""
         ...
 
@@ -76,18 +76,20 @@ class Row:
     draft_ms: float | None = None
     target_ms: float | None = None
     hit_rate: float | None = None
+    num_prompt_tokens: int | None = None
+    is_last_late: bool = False
 
 
 def measure(name: str, method: Method, workload: Workload, cell: Cell) -> Row:
     """Warm a cell up with its own first batch, then time all its batches."""
-    batches = list(workload.batches(cell.batch_size))
-    method.run(batches[0], cell.temperature)
-    timed = [method.run(prompts, cell.temperature) for prompts in batches]
+    batches = list(workload.batches(cell))
+    method.run(batches[0], cell)
+    timed = [method.run(prompts, cell) for prompts in batches]
     return _row(name, method, workload, cell, timed)
 
 
 def _row(name: str, method: Method, workload: Workload, cell: Cell, timed: Sequence[Batch]) -> Row:
-    timelines = [timeline for batch in timed for timeline in batch.timelines]
+    timelines = [timeline for batch in timed for timeline in batch.timelines[-1 if cell.is_last_late else 0 :]]
     num_drafts = sum(batch.speculation.num_drafts for batch in timed)
     num_draft_tokens = sum(batch.speculation.num_draft_tokens for batch in timed)
     num_accepted_tokens = sum(batch.speculation.num_accepted_tokens for batch in timed)
@@ -107,6 +109,8 @@ def _row(name: str, method: Method, workload: Workload, cell: Cell, timed: Seque
         draft_ms=_median_ms(batch.draft_s for batch in timed),
         target_ms=_median_ms(batch.target_s for batch in timed),
         hit_rate=hits / asked if (asked := hits + sum(batch.misses for batch in timed)) else None,
+        num_prompt_tokens=cell.num_prompt_tokens,
+        is_last_late=cell.is_last_late,
     )
 
 

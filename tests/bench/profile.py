@@ -15,7 +15,7 @@ from tests.bench.compare import conditions
 from tests.bench.spans import Spans
 from tests.bench.with_engine import generate, load
 from tests.bench.with_serve import ServeMethod
-from tests.bench.workload import Workload
+from tests.bench.workload import Cell, Workload
 
 SIZES = (1, 8)
 TEMPERATURE = 0.7
@@ -41,7 +41,7 @@ def in_process(workload: Workload, console: Console) -> None:
 
 
 def _seconds_per_round(spans: Spans, llm: LLM, workload: Workload, size: int) -> dict[str, float]:
-    prompts = next(workload.batches(size))
+    prompts = next(workload.batches(Cell(size, TEMPERATURE)))
     generate(llm.engine, prompts, TEMPERATURE, workload.num_tokens)
     spans.reset()
     num_rounds = llm.stats.num_rounds
@@ -59,9 +59,9 @@ def served(workload: Workload, console: Console) -> None:
     columns = []
     try:
         for size in SIZES:
-            prompts = next(workload.batches(size))
-            method.run(prompts, TEMPERATURE)
-            batch = method.run(prompts, TEMPERATURE)
+            prompts = next(workload.batches(Cell(size, TEMPERATURE)))
+            method.run(prompts, Cell(size, TEMPERATURE))
+            batch = method.run(prompts, Cell(size, TEMPERATURE))
             times = method.round_times
             if times is None:
                 console.print("The server does not count the time of its rounds.")

@@ -10,7 +10,7 @@ from rich.table import Table
 from engine.config import Speculation
 from tests.bench.simulation import Costs, Outcome, Place, simulate
 from tests.bench.with_engine import EngineMethod
-from tests.bench.workload import Workload
+from tests.bench.workload import Cell, Workload
 
 LLAMA = Costs(
     target_ms=18.15,
@@ -158,10 +158,11 @@ class Measured(NamedTuple):
 
 
 def _measure(method: EngineMethod, workload: Workload, rows: int, k: int) -> Measured:
-    batches = list(replace(workload, num_tokens=NUM_TOKENS).batches(rows))
-    method.run(batches[0], 0.0)
+    cell = Cell(rows, 0.0)
+    batches = list(replace(workload, num_tokens=NUM_TOKENS).batches(cell))
+    method.run(batches[0], cell)
     drafter, verifier, stats = method.drafter.seconds, method.verifier.seconds, replace(method.engine.stats)
-    found = [method.run(prompts, 0.0) for prompts in batches]
+    found = [method.run(prompts, cell) for prompts in batches]
     elapsed_s = sum(batch.elapsed_s for batch in found)
     num_rounds = method.engine.stats.num_rounds - stats.num_rounds
     target_ms = (method.verifier.seconds - verifier) / num_rounds * 1e3

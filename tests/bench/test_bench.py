@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.detokenizer import Detokenizer
-from tests.bench import compare, curves, timeline, worker
+from tests.bench import compare, curves, prefill, timeline, worker
 from tests.bench.figures import Row
 from tests.bench.profile import in_process
 from tests.bench.spans import Spans
+from tests.bench.with_engine import EngineMethod
 from tests.bench.with_serve import Reading, RoundTimes
 from tests.bench.workload import Cell, Workload, read_prompts
 
@@ -188,6 +190,48 @@ def test_a_curve_is_drawn(
         assert draw(workload, png, console) == []
         assert png.read_bytes().startswith(b"\x89PNG")
         png.unlink()
+
+
+def test_a_prompt_is_made_as_long_as_its_cell_says(workload: Workload) -> None:
+    assert list(workload.batches(Cell(2, 0.0, 6)))[1] == [[10, 11, 12, 13, 5, 6], [5, 6, 7, 8, 9, 10]]
+    assert next(workload.batches(Cell(3, 0.0, 5, is_last_late=True))) == [[5, 6, 7], [8, 9], [10, 11, 12, 13, 5]]
+
+
+def test_the_time_of_a_late_prompt_counts_alone(workload: Workload) -> None:
+    engine = EngineMethod(workload, 0)
+    cell = Cell(3, 0.0, 100, is_last_late=True)
+    *others, late = engine.run(next(workload.batches(cell)), cell).timelines
+    assert all(other.arrivals_s[0] <= late.started_s < other.arrivals_s[-1] for other in others)
+
+
+def test_prefill_has_a_row_for_every_length(
+    workload: Workload, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prefill, "PEERS_PYTHON", tmp_path / "nowhere")
+    monkeypatch.setattr(prefill, "METHODS", ("transformers", "engine-plain"))
+    monkeypatch.setattr(prefill, "LENGTHS", (8, 20))
+    monkeypatch.setattr(prefill, "FULL_BATCH", 3)
+    monkeypatch.setattr(prefill, "NUM_TOKENS", 2)
+    monkeypatch.setattr(prefill, "collect", partial(compare.collect, measure=worker.rows))
+    rows, failures = prefill.prefill(workload, console)
+    assert failures == []
+    assert [(row.name, row.num_prompt_tokens, row.is_last_late) for row in rows] == [
+        *(("transformers", length, False) for length in (8, 20)),
+        *(("engine-plain", length, late) for late in (False, True) for length in (8, 20)),
+    ]
+    assert "as the last of 3" in printed(console)
+
+
+def test_a_peer_runs_in_the_environment_that_it_was_installed_in(
+    workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers = tmp_path / "python"
+    peers.write_text(f'#!/bin/sh\ncat > {tmp_path}/workload\necho "$@" >&2\nexit 1\n')
+    peers.chmod(0o700)
+    monkeypatch.setattr(worker, "PEERS_PYTHON", peers)
+    with pytest.raises(RuntimeError, match=r"bench.worker vllm-plain"):
+        list(worker.rows_of_a_fresh_process("vllm-plain", workload))
+    assert Workload.from_json((tmp_path / "workload").read_text()) == workload
 
 
 @pytest.mark.e2e

@@ -12,7 +12,7 @@ from engine.engine import Engine
 from engine.llm import LLM, run_in_process
 from engine.sampling import SamplingParams
 from tests.bench.figures import Batch, Timeline, since
-from tests.bench.workload import Workload
+from tests.bench.workload import Cell, Workload
 
 
 class TimedDrafter:
@@ -60,11 +60,11 @@ class EngineMethod:
         self.drafter = self.engine.drafter = TimedDrafter(self.engine.drafter)
         self.verifier = self.engine.verifier = TimedVerifier(self.engine.verifier)
 
-    def run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
+    def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
         before = replace(self.engine.stats)
         computed = self.drafter.seconds + self.verifier.seconds
         started = time.perf_counter()
-        timelines = generate(self.engine, prompts, temperature, self._num_tokens)
+        timelines = generate(self.engine, prompts, cell.temperature, self._num_tokens, is_last_late=cell.is_last_late)
         elapsed = time.perf_counter() - started
         computed = self.drafter.seconds + self.verifier.seconds - computed
         speculation = since(before, self.engine.stats)
@@ -88,15 +88,30 @@ def load(workload: Workload, num_speculative_tokens: int, speculation: Speculati
     )
 
 
-def generate(engine: Engine, prompts: Sequence[Sequence[int]], temperature: float, num_tokens: int) -> list[Timeline]:
-    """Continue prompts as `LLM.generate` does, noting when each round's tokens came."""
-    now = time.perf_counter()
-    timelines = {str(index): Timeline(now) for index in range(len(prompts))}
-    texts = dict.fromkeys(timelines, "")
-    counts = dict.fromkeys(timelines, 0)
-    for index, ids in enumerate(prompts):
-        params = SamplingParams(temperature=temperature, seed=index, max_tokens=num_tokens, ignore_eos=True)
-        engine.add(str(index), ids, params)
+def generate(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    num_tokens: int,
+    *,
+    is_last_late: bool = False,
+) -> list[Timeline]:
+    """Continue prompts as `LLM.generate` does, noting when each round's tokens came.
+
+    A late last prompt comes once all others have a token.
+    """
+    timelines: dict[str, Timeline] = {}
+    texts = {str(index): "" for index in range(len(prompts))}
+    counts = dict.fromkeys(texts, 0)
+
+    def add(count: int) -> None:
+        now = time.perf_counter()
+        for index in range(len(timelines), count):
+            params = SamplingParams(temperature=temperature, seed=index, max_tokens=num_tokens, ignore_eos=True)
+            timelines[str(index)] = Timeline(now)
+            engine.add(str(index), prompts[index], params)
+
+    add(len(prompts) - is_last_late)
     while engine.has_work:
         outputs = run_in_process(engine.step())
         now = time.perf_counter()
@@ -104,6 +119,8 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], temperature: floa
             timelines[output.request_id].arrivals_s.append(now)
             texts[output.request_id] += output.text
             counts[output.request_id] += len(output.token_ids)
+        if all(timeline.arrivals_s for timeline in timelines.values()):
+            add(len(prompts))
     if any(count != num_tokens for count in counts.values()):
         raise RuntimeError(f"the engine returned {counts} tokens, {num_tokens} each were asked for")
     return list(timelines.values())

@@ -21,7 +21,7 @@ from engine.config import Speculation
 from engine.stats import SpeculationStats
 from tests.bench.figures import Batch, Timeline, since
 from tests.bench.pinning import pin_workers
-from tests.bench.workload import Workload
+from tests.bench.workload import Cell, Workload
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 240.0
@@ -201,8 +201,8 @@ class ServeMethod:
                 raise
         self._client = httpx.AsyncClient(base_url=self._server.url, timeout=120, limits=httpx.Limits())
 
-    def run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
-        return self._runner.run(self._run(prompts, temperature))
+    def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
+        return self._runner.run(self._run(prompts, cell.temperature))
 
     def close(self) -> None:
         self._runner.run(self._client.aclose())

@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from engine.model import resolve_device, resolve_dtype
 from engine.stats import SpeculationStats
 from tests.bench.figures import Batch, Timeline
-from tests.bench.workload import Workload
+from tests.bench.workload import Cell, Workload
 
 
 @dataclass(slots=True)
@@ -44,11 +44,15 @@ class TransformersMethod:
         self._options: dict[str, Any] = {}
 
     @torch.inference_mode()
-    def run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
+    def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
         longest = max(len(ids) for ids in prompts)
         input_ids = torch.tensor([[*[0] * (longest - len(ids)), *ids] for ids in prompts], device=self._model.device)
         mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in prompts], device=self._model.device)
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        sampling = (
+            {"do_sample": True, "temperature": cell.temperature, "top_k": 0}
+            if cell.temperature
+            else {"do_sample": False}
+        )
         torch.manual_seed(0)
         clock = Clock()
         started = time.perf_counter()

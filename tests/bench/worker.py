@@ -1,6 +1,8 @@
 """One method in a process of its own: a workload comes by stdin, a row per cell goes to stdout once it is there."""
 
 import json
+import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -9,15 +11,24 @@ from dataclasses import asdict
 from functools import partial
 
 from tests.bench.figures import Method, Row, measure
-from tests.bench.with_engine import EngineMethod
-from tests.bench.with_serve import ServeMethod
-from tests.bench.with_transformers import AssistedMethod, TransformersMethod
+from tests.bench.with_vllm import PEERS, VLLMMethod, environment
 from tests.bench.workload import Cell, Workload
+
+PEERS_PYTHON = PEERS / "bin" / "python"
 
 
 def methods(name: str, workload: Workload) -> Sequence[Callable[[], Method]]:
-    """Return how to make a method; where there are several ways, the faster one counts."""
+    """Return how to make a method; where there are several ways, the faster one counts.
+
+    Ours are imported here: vLLM's environment has no Ray.
+    """
     k = workload.num_speculative_tokens
+    if name.startswith("vllm-"):
+        return [partial(VLLMMethod, workload, 0 if name == "vllm-plain" else k)]
+    from tests.bench.with_engine import EngineMethod
+    from tests.bench.with_serve import ServeMethod
+    from tests.bench.with_transformers import AssistedMethod, TransformersMethod
+
     known: dict[str, Sequence[Callable[[], Method]]] = {
         "transformers": [partial(TransformersMethod, workload)],
         "transformers-assisted": [partial(AssistedMethod, workload, None), partial(AssistedMethod, workload, k)],
@@ -41,7 +52,10 @@ def cells_of(name: str, workload: Workload) -> list[Cell]:
     """Return the cells that a method has a row in."""
     if name.startswith("pinned-"):
         return PINNED_CELLS
-    return [cell for cell in workload.cells if name != "transformers-assisted" or cell.batch_size == 1]
+    if name.startswith("transformers"):  # a batch of its takes nobody in, and an assisted one is single
+        most = 1 if name == "transformers-assisted" else math.inf
+        return [cell for cell in workload.cells if cell.batch_size <= most and not cell.is_last_late]
+    return workload.cells
 
 
 def rows(name: str, workload: Workload) -> Iterator[Row]:
@@ -64,8 +78,15 @@ def rows_of_a_fresh_process(name: str, workload: Workload) -> Iterator[Row]:
         RuntimeError: it failed; the message is the end of what it said.
     """
     with tempfile.TemporaryFile("w+") as log:
-        command = [sys.executable, "-m", __name__, name]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True) as process:
+        is_peer = name.startswith("vllm-")
+        with subprocess.Popen(
+            [PEERS_PYTHON if is_peer else sys.executable, "-m", __name__, name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=os.environ | environment(workload.num_threads) if is_peer else None,
+        ) as process:
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.write(workload.to_json())

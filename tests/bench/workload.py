@@ -33,6 +33,10 @@ class Cell:
 
     batch_size: int
     temperature: float
+    num_prompt_tokens: int | None = None
+    """Length of the prompts, which are then made of several; None takes them as they are."""
+    is_last_late: bool = False
+    """Whether the last prompt comes when all others are being continued, and alone has that length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +54,23 @@ class Workload:
     num_tokens: int = 128
     num_speculative_tokens: int = 4
 
-    def batches(self, batch_size: int) -> Iterator[list[list[int]]]:
+    def batches(self, cell: Cell) -> Iterator[list[list[int]]]:
         """Yield the batches of a cell: six single prompts, three small batches or two large ones."""
-        count = 6 if batch_size == 1 else 3 if batch_size <= 8 else 2
+        size = cell.batch_size
+        count = 6 if size == 1 else 3 if size <= 8 else 2
         endless = itertools.cycle(self.prompts)
         for _ in range(count):
-            yield list(itertools.islice(endless, batch_size))
+            batch = list(itertools.islice(endless, size))
+            if cell.num_prompt_tokens is not None:
+                first = size - 1 if cell.is_last_late else 0
+                batch[first:] = [self._prompt(ids, cell.num_prompt_tokens) for ids in batch[first:]]
+            yield batch
+
+    def _prompt(self, start: list[int], num_tokens: int) -> list[int]:
+        """Return a prompt of some length: one of ours and those after it."""
+        first = self.prompts.index(start)
+        endless = itertools.cycle(self.prompts[first:] + self.prompts[:first])
+        return list(itertools.islice(itertools.chain.from_iterable(endless), num_tokens))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

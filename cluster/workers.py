@@ -6,6 +6,7 @@ the actor, so that the reference to it is the death notice, while pings are stil
 
 import logging
 import os
+import time
 from dataclasses import dataclass, replace
 
 import ray
@@ -44,10 +45,18 @@ class Loaded:
     num_blocks: int
 
 
+def show_progress() -> None:
+    """Write what this process loads to stderr, which Ray shows to whoever started the application."""
+    logging.basicConfig(format="%(levelname)s %(asctime)s -- %(message)s", force=True)
+    for package in ("cluster", "engine"):
+        logging.getLogger(package).setLevel(logging.INFO)
+
+
 class Worker:
     """What both workers share: a socket, a thread that serves it, and a pulse."""
 
     def __init__(self, engine: EngineConfig, version: int) -> None:
+        show_progress()
         self._engine = engine
         self._version = version
         # Running, preempted and just ended requests; what leaves the table too early is sent again.
@@ -112,6 +121,7 @@ class TargetWorker(Worker):
         info = model.info
         grammars = Grammars(config, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         self._verifier = ModelVerifier(model, self._memory_share(model), grammars)
+        logger.info("%d KV blocks of %d tokens", self._verifier.num_blocks, self._engine.block_size)
         return Loaded(model.info, self._verifier.num_blocks)
 
     def serve(self) -> None:
@@ -139,5 +149,7 @@ def _load(config: ModelConfig, *, shard: Shard | None = None) -> CausalLM:
     model = CausalLM.load(replace(config, num_threads=config.num_threads or max(1, cores)), shard=shard)
     # Several ranks run their passes together, so they cannot try different numbers of them.
     if config.num_threads is None and model.device.type == "cpu" and cores > 1 and shard is None:
-        logger.info("%s runs with threads: %s", config.path, fit_threads(model, cores))
+        started = time.monotonic()
+        threads = fit_threads(model, cores)
+        logger.info("%s runs with threads: %s, chosen in %.1f s", config.path, threads, time.monotonic() - started)
     return model

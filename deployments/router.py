@@ -47,7 +47,6 @@ class Router:
         logger.info("loading the target %s and the draft %s", config.target_path, config.draft_path or "(none)")
         self._group = await SpeculationGroup.start(settings)
         target = self._group.target_info
-        logger.info("models loaded in %.1f s", time.monotonic() - started)
         self._engine = Engine(
             settings.engine,
             drafter=self._group.drafter,
@@ -71,6 +70,7 @@ class Router:
             draft=self._group.draft_info,
             limits=ModelLimits(target.vocab_size, self._engine.max_model_len, settings.engine.num_speculative_tokens),
         )
+        logger.info("ready after %.1f s", time.monotonic() - started)
 
     async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
         """Admit a request and yield its tokens, once per round; see `RoundLoop.generate` for what it raises."""

@@ -6,6 +6,7 @@ under tensor parallelism, the slicing. What cannot be served exactly is refused 
 
 import functools
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +80,7 @@ class CausalLM:
         Raises:
             ModelError: no such model, no safetensors, or an architecture that cannot be served.
         """
+        started = time.monotonic()
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         device = resolve_device(config.device)
@@ -101,6 +103,14 @@ class CausalLM:
         )
         model = cls(module, model_config, info, shard)
         model._probe()
+        logger.info(
+            "%s: %.1f M parameters in %s on %s, loaded in %.1f s",
+            info.name,
+            info.num_parameters / 1e6,
+            info.dtype,
+            info.device,
+            time.monotonic() - started,
+        )
         if config.compile == "auto":
             model._compile_in_background(config)
         return model
@@ -181,7 +191,13 @@ class CausalLM:
         if self._was_compiled():
             self._try_to_adopt()
         else:
-            logger.info("%s runs eagerly until it is compiled, in about a minute", config.path)
+            found = [self._package.exists(), compilation.noise_path().exists()]
+            logger.info(
+                "%s: compiling in the background, eager until then (%d of %d parts found in the cache)",
+                config.path,
+                sum(found),
+                len(found),
+            )
             compilation.Compiling(config, self.info.dtype, self._try_to_adopt)
 
     @functools.cached_property
@@ -215,6 +231,7 @@ class CausalLM:
     @torch.inference_mode()
     def _adopt(self) -> None:
         """Take the package, after comparing it with the eager pass on batches of several shapes."""
+        started = time.monotonic()
         candidate = CompiledForward(self._package, self._step)
         kv = self.kv_tensors(16, 16)
         for rows in samples():
@@ -222,7 +239,9 @@ class CausalLM:
             candidate.check(batch, self._forward_eagerly(batch))
         load_noise(compilation.noise_path())
         self._compiled = candidate
-        logger.info("%s runs compiled", self.info.name)
+        logger.info(
+            "%s: compiled pass found in the cache, checked in %.1f s", self.info.name, time.monotonic() - started
+        )
 
     def _use_threads(self, batch: ForwardBatch) -> None:
         if self.threads is not None:

@@ -4,6 +4,7 @@ compare   every method on the same prompts, at batch 1 and 8, T = 0 and 0.7 (als
 profile   what the parts of a round cost, in process and served
 batch     tokens/s of the engine at 1 to 32 rows
 prefill   prompt tokens/s, and time to first token beside a full batch
+bandwidth a random model of half a billion weights: how near it decodes to what the memory gives
 load      tokens/s and latency of the served application at 1 to 32 streams
 timeline  a picture of some rounds, with the draft running ahead on a core of its own
 simulate  what hardware that is not here would do: the same engine over models that cost virtual time
@@ -28,6 +29,7 @@ from rich.console import Console
 from engine.llm import BUNDLED_DRAFT, BUNDLED_TARGET
 from engine.model import resolve_device
 from tests.bench import simulate
+from tests.bench.bandwidth import bandwidth
 from tests.bench.compare import CELLS, NAMES, PEERS, collect, show, write
 from tests.bench.curves import batch_curve, load_curve
 from tests.bench.pictures import PICTURES
@@ -70,6 +72,9 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
     if options.command == "timeline":
         timeline(workload, options.png or PICTURES / "timeline.png", console)
         return []
+    if options.command == "bandwidth":
+        bandwidth(workload, console)
+        return []
     if options.command == "simulate":
         simulate.run(workload, console)
         return []
@@ -101,7 +106,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("compare", "profile", "batch", "prefill", "load", "timeline", "simulate", "soak"),
+        choices=("compare", "profile", "batch", "prefill", "bandwidth", "load", "timeline", "simulate", "soak"),
         default="compare",
     )
     parser.add_argument("--json", type=Path, help="compare, prefill: where the rows go")

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.detokenizer import Detokenizer
-from tests.bench import compare, curves, prefill, timeline, worker
+from tests.bench import bandwidth, compare, curves, prefill, timeline, worker
 from tests.bench.figures import Row
 from tests.bench.profile import in_process
 from tests.bench.spans import Spans
@@ -220,6 +220,18 @@ def test_prefill_has_a_row_for_every_length(
         *(("engine-plain", length, late) for late in (False, True) for length in (8, 20)),
     ]
     assert "as the last of 3" in printed(console)
+
+
+def test_bandwidth_counts_the_matrices_once(
+    workload: Workload, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    monkeypatch.setattr(bandwidth, "SHAPE", shape | {"num_attention_heads": 2, "num_key_value_heads": 1})
+    monkeypatch.setattr(bandwidth, "BUFFER_BYTES", 2**16)
+    found = bandwidth.bandwidth(workload, console)
+    assert found.weight_bytes == 4 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 300 * 16)
+    assert not found.is_compiled
+    assert f"share {found.share:.0%}" in printed(console)
 
 
 def test_a_peer_runs_in_the_environment_that_it_was_installed_in(

@@ -11,6 +11,7 @@ from engine.draft import Draft, Drafter, ProposeRow, Verdict, Verifier, VerifyRo
 from engine.engine import Engine
 from engine.llm import LLM, run_in_process
 from engine.sampling import SamplingParams
+from engine.verifier import ModelVerifier
 from tests.bench.figures import Batch, Timeline, since
 from tests.bench.workload import Cell, Workload
 
@@ -57,6 +58,8 @@ class EngineMethod:
         self.num_speculative_tokens: int | None = num_speculative_tokens
         self._num_tokens = workload.num_tokens
         self.engine = load(workload, num_speculative_tokens, speculation).engine
+        assert isinstance(self.engine.verifier, ModelVerifier)
+        self.model = self.engine.verifier.model
         self.drafter = self.engine.drafter = TimedDrafter(self.engine.drafter)
         self.verifier = self.engine.verifier = TimedVerifier(self.engine.verifier)
 

@@ -99,5 +99,7 @@ def rows_of_a_fresh_process(name: str, workload: Workload) -> Iterator[Row]:
 
 
 if __name__ == "__main__":
-    for finished in rows(sys.argv[1], Workload.from_json(sys.stdin.read())):
-        print(json.dumps(asdict(finished)), flush=True)
+    with os.fdopen(os.dup(sys.stdout.fileno()), "w") as found:
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM writes its log to stdout
+        for finished in rows(sys.argv[1], Workload.from_json(sys.stdin.read())):
+            print(json.dumps(asdict(finished)), file=found, flush=True)

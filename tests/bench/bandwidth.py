@@ -1,0 +1,101 @@
+"""Bandwidth: how near a model too large for the caches decodes to what the memory gives."""
+
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from torch import nn
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from engine.half_weights import HalfLinear
+from engine.model import CausalLM, resolve_device, resolve_dtype
+from tests.bench.compare import conditions
+from tests.bench.figures import measure
+from tests.bench.with_engine import EngineMethod
+from tests.bench.workload import Cell, Workload
+
+SHAPE = {
+    "vocab_size": 32_000,
+    "hidden_size": 1536,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+}
+"""Half a billion parameters."""
+NUM_TOKENS = 24
+BUFFER_BYTES = 2**30
+NUM_READS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """What decoding read, and what a sum over a buffer reads with the same threads.
+
+    Attributes:
+        weight_bytes: of the matrices, which every token reads once.
+        is_compiled: whether the decode steps were.
+    """
+
+    weight_bytes: int
+    is_compiled: bool
+    tpot_ms: float
+    stream_bytes_per_s: float
+
+    @property
+    def share(self) -> float:
+        return self.weight_bytes / self.tpot_ms * 1e3 / self.stream_bytes_per_s
+
+
+def bandwidth(workload: Workload, console: Console) -> Bandwidth:
+    """Decode with random weights, in 16 bits where the CPU multiplies or widens them, and print how fast they came."""
+    with tempfile.TemporaryDirectory() as folder, console.status("making and compiling half a billion parameters"):
+        _save(workload, Path(folder))
+        workload = replace(workload, target=folder, num_tokens=NUM_TOKENS, prompts=workload.prompts[:1])
+        method = EngineMethod(workload, 0)
+        model = method.model
+        if workload.compile == "auto" and model.device.type == "cpu":
+            model.compile()
+        row = measure("engine-plain", method, workload, Cell(1, 0.0))
+        found = Bandwidth(_weight_bytes(model), model.is_compiled, row.tpot_ms, _stream(model.device))
+    console.print(
+        f"{'compiled' if found.is_compiled else 'eager'}: {found.weight_bytes / 1e9:.2f} GB of weights per token in "
+        f"{found.tpot_ms:.1f} ms: {found.weight_bytes / found.tpot_ms / 1e6:.1f} GB/s; "
+        f"reading a buffer: {found.stream_bytes_per_s / 1e9:.1f} GB/s; share {found.share:.0%}"
+    )
+    console.print(conditions(workload), style="dim")
+    return found
+
+
+def _save(workload: Workload, folder: Path) -> None:
+    dtype = resolve_dtype(workload.dtype, resolve_device(workload.device))
+    AutoTokenizer.from_pretrained(workload.target).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPE, max_position_embeddings=512, bos_token_id=None, eos_token_id=0)
+    # A float32 pass reads float16 numbers as such (engine/half_weights.py).
+    LlamaForCausalLM(config).to(torch.float16 if dtype == torch.float32 else dtype).save_pretrained(folder)
+
+
+def _weight_bytes(model: CausalLM) -> int:
+    halves = set()
+    if model.is_compiled:
+        halves = {name for name, layer in model._step.module.named_modules() if isinstance(layer, HalfLinear)}
+    return sum(
+        layer.weight.numel() * (2 if name in halves else layer.weight.element_size())
+        for name, layer in model.module.named_modules()
+        if isinstance(layer, nn.Linear)
+    )
+
+
+def _stream(device: torch.device) -> float:
+    """Return the bytes per second of the fastest of some sums over a buffer."""
+    buffer = torch.ones(BUFFER_BYTES // 4, device=device)
+    times = []
+    for _ in range(NUM_READS):
+        started = time.perf_counter()
+        buffer.sum().item()
+        times.append(time.perf_counter() - started)
+    return BUFFER_BYTES / min(times)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine.config import Compile, Device, Dtype, EngineConfig, ModelConfig, Speculation, Verification
@@ -210,10 +211,12 @@ class LLM:
 def _load(config: ModelConfig) -> CausalLM:
     """Load a model, and settle with how many of torch's threads its passes run."""
     limit = torch.get_num_threads()
-    model = CausalLM.load(config)
-    if model.device.type == "cpu" and limit > 1:
-        logger.info("%s runs with threads: %s", config.path, fit_threads(model, limit))
-        torch.set_num_threads(limit)
+    with Console(stderr=True).status(f"loading {config.path}") as status:
+        model = CausalLM.load(config)
+        if model.device.type == "cpu" and limit > 1:
+            status.update(f"choosing threads for {config.path}")
+            logger.info("%s runs with threads: %s", config.path, fit_threads(model, limit))
+            torch.set_num_threads(limit)
     return model
 
 

@@ -55,7 +55,7 @@ def bandwidth(workload: Workload, console: Console) -> Bandwidth:
     with tempfile.TemporaryDirectory() as folder, console.status("making and compiling half a billion parameters"):
         _save(workload, Path(folder))
         workload = replace(workload, target=folder, num_tokens=NUM_TOKENS, prompts=workload.prompts[:1])
-        method = EngineMethod(workload, 0)
+        method = EngineMethod(replace(workload, compile="off"), 0)  # not in the background, but here:
         model = method.model
         if workload.compile == "auto" and model.device.type == "cpu":
             model.compile()

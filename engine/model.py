@@ -103,14 +103,8 @@ class CausalLM:
         )
         model = cls(module, model_config, info, shard)
         model._probe()
-        logger.info(
-            "%s: %.1f M parameters in %s on %s, loaded in %.1f s",
-            info.name,
-            info.num_parameters / 1e6,
-            info.dtype,
-            info.device,
-            time.monotonic() - started,
-        )
+        size = f"{info.num_parameters / 1e6:.1f} M parameters in {info.dtype}"
+        logger.info("%s: %s on %s, loaded in %.1f s", info.name, size, info.device, time.monotonic() - started)
         if config.compile == "auto":
             model._compile_in_background(config)
         return model
@@ -239,9 +233,7 @@ class CausalLM:
             candidate.check(batch, self._forward_eagerly(batch))
         load_noise(compilation.noise_path())
         self._compiled = candidate
-        logger.info(
-            "%s: compiled pass found in the cache, checked in %.1f s", self.info.name, time.monotonic() - started
-        )
+        logger.info("%s: compiled pass loaded and checked in %.1f s", self.info.name, time.monotonic() - started)
 
     def _use_threads(self, batch: ForwardBatch) -> None:
         if self.threads is not None:

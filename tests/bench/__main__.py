@@ -112,7 +112,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="compare, prefill: where the rows go")
     parser.add_argument("--only", nargs="+", choices=NAMES + PEERS, help="compare: these methods")
     parser.add_argument("--peers", action="store_true", help="compare: vLLM too, as `make bench-peers` installs it")
-    parser.add_argument("--png", type=Path, help="batch, load, timeline: where the plot goes (default: pictures/)")
+    parser.add_argument("--png", type=Path, help="batch, load, timeline: where the plot goes (default: plots/)")
     parser.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="a transformers directory")
     parser.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="a transformers directory")
     parser.add_argument("--compile", choices=("auto", "off"), default="auto", help="before anything is measured")

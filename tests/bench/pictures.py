@@ -4,7 +4,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-PICTURES = Path(__file__).parent / "pictures"
+PICTURES = Path(__file__).parent / "plots"
 INK = "#818a94"  # between both pages' backgrounds
 STYLE = {
     "font.size": 8,

@@ -17,13 +17,12 @@ from cluster.cores import count_cores
 from cluster.crew import Context, Crew, start_draft, start_target
 from cluster.placement import STRATEGY, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
-from engine.architecture import read_config
 from engine.draft import Drafter, NoDrafter, Verifier
 from engine.errors import ModelError, TargetError
 from engine.vocabulary import check_same_vocabulary
 
 if TYPE_CHECKING:
-    from engine.model import ModelInfo
+    from engine.config import ModelInfo
 
 logger = logging.getLogger(__name__)
 
@@ -54,11 +53,8 @@ class SpeculationGroup:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopped = False
         self._recovering = asyncio.Lock()
-        vocab_size = read_config(config.target).get_text_config().vocab_size
-        self._remote_verifier = RemoteVerifier(vocab_size=vocab_size, timeout_s=config.verify_timeout_s)
-        self._remote_drafter = RemoteDrafter(
-            vocab_size=vocab_size, timeout_s=config.draft_timeout_s, prepares=config.run_ahead == "on"
-        )
+        self._remote_verifier = RemoteVerifier(timeout_s=config.verify_timeout_s)
+        self._remote_drafter = RemoteDrafter(timeout_s=config.draft_timeout_s, prepares=config.run_ahead == "on")
         self.verifier: Verifier = self._remote_verifier
         self.drafter: Drafter = NoDrafter() if config.draft is None else self._remote_drafter
 
@@ -178,6 +174,7 @@ class SpeculationGroup:
         self._target = crew
         self.target_info = crew.loaded[0].info
         self.num_blocks = min(loaded.num_blocks for loaded in crew.loaded)
+        self._remote_verifier.vocab_size = self._remote_drafter.vocab_size = self.target_info.vocab_size
         self._remote_verifier.connect(crew.links)
         self._own(self._watch_target(crew))
 

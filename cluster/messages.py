@@ -8,9 +8,9 @@ in one idempotent line, so a request may be lost, repeated or arrive late withou
 import msgspec
 
 from engine.draft import Draft, Verdict
-from engine.drafters.run_ahead import RunAheadStats
 from engine.errors import PacelineError, RequestError
 from engine.sampling import SamplingParams
+from engine.stats import RunAheadStats
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 

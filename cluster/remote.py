@@ -32,7 +32,7 @@ from engine.draft import NO_DRAFT, Draft, ProposeRow, Verdict, VerifyRow
 from engine.errors import TargetError
 
 if TYPE_CHECKING:
-    from engine.drafters.run_ahead import RunAheadStats
+    from engine.stats import RunAheadStats
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +48,18 @@ class RemoteDrafter:
     `paused` (it failed lately and has not yet answered a ping), `prefix_missing`, `malformed`, `failure` (its own).
     """
 
-    def __init__(self, *, vocab_size: int, timeout_s: float, prepares: bool = False) -> None:
+    def __init__(self, *, vocab_size: int = 0, timeout_s: float, prepares: bool = False) -> None:
         """Make a drafter without a worker.
 
         Args:
+            vocab_size: ids that the target knows; whoever starts one may learn it later, and sets it then.
             prepares: the worker runs ahead, so it is told of requests before they want drafts.
         """
         self.fallbacks: Counter[str] = Counter()
         self.last_compute_s = self.last_wait_s = 0.0
         self.run_ahead: RunAheadStats | None = None
         self._prepares = prepares
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._link: Link | None = None
         self._rounds = itertools.count(1)
@@ -118,7 +119,7 @@ class RemoteDrafter:
                     self._acknowledged.forget(request_id)
                 reply = await self._propose(link, rows)
             if isinstance(reply, Drafts):
-                check_drafts(reply.drafts, rows, self._vocab_size)
+                check_drafts(reply.drafts, rows, self.vocab_size)
         except DeadlineError:
             return "timeout", None
         except PeerGoneError:
@@ -178,9 +179,10 @@ class RemoteDrafter:
 class RemoteVerifier:
     """Verifies through the target's ranks: all are sent the same requests in the same order, rank 0 answers."""
 
-    def __init__(self, *, vocab_size: int, timeout_s: float) -> None:
+    def __init__(self, *, vocab_size: int = 0, timeout_s: float) -> None:
+        """Make a verifier without ranks; `vocab_size` as in `RemoteDrafter`."""
         self.last_compute_s = 0.0
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._links: list[Link] = []
         self._lost = "it has not started"
@@ -219,7 +221,7 @@ class RemoteVerifier:
                 reply = await self._verify(rows)
             if not isinstance(reply, Verdicts):
                 raise MalformedMessageError(f"it answered {reply}")
-            check_verdicts(reply.verdicts, rows, self._vocab_size)
+            check_verdicts(reply.verdicts, rows, self.vocab_size)
         except (ChannelError, MalformedMessageError) as error:
             # After a round that not all ranks finished, their next sums would not match.
             self.disconnect(str(error))

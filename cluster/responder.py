@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from cluster.messages import (
     AnyReply,
@@ -21,8 +21,8 @@ from cluster.messages import (
 )
 from cluster.prefix_table import PrefixTable
 from engine.draft import Drafter, ProposeRow, Verdict, VerifyRow
-from engine.drafters.run_ahead import RunAheadDrafter
 from engine.errors import TargetError
+from engine.stats import RunAheadStats
 
 logger = logging.getLogger(__name__)
 
@@ -41,12 +41,32 @@ class ShardVerifier(Protocol):
         ...
 
 
+@runtime_checkable
+class RunsAhead(Protocol):
+    """A drafter that goes on between two requests, pass by pass; see `RunAheadDrafter`."""
+
+    stats: RunAheadStats
+
+    @property
+    def has_time(self) -> bool:
+        """Whether a pass is done before the next request may be expected."""
+        ...
+
+    def advance(self) -> bool:
+        """Do one pass; return whether there is more to do."""
+        ...
+
+    def stop(self) -> None:
+        """Give up what was prepared."""
+        ...
+
+
 class DraftResponder:
     """Answers `Propose` from a drafter in this process; whatever goes wrong is an answer too."""
 
     def __init__(self, drafter: Drafter, *, capacity: int, version: int) -> None:
         self._drafter = drafter
-        self._ahead = drafter if isinstance(drafter, RunAheadDrafter) else None
+        self._ahead = drafter if isinstance(drafter, RunsAhead) else None
         self._table = PrefixTable(capacity)
         self._version = version
 

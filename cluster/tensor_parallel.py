@@ -73,6 +73,12 @@ def join_world(
     return Shard(rank, world_size, all_reduce)
 
 
+def leave_world() -> None:
+    """Leave the world that this process has entered, if it has."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def all_reduce(partial: Tensor) -> Tensor:
     """Sum `partial` over the ranks, in place, and return it."""
     dist.all_reduce(partial)

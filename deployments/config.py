@@ -15,8 +15,17 @@ import click
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from cluster.config import GroupConfig, RunAhead
-from engine.config import Compile, Device, Dtype, EngineConfig, ModelConfig, Speculation, Verification
-from engine.llm import BUNDLED_DRAFT, BUNDLED_TARGET
+from engine.config import (
+    BUNDLED_DRAFT,
+    BUNDLED_TARGET,
+    Compile,
+    Device,
+    Dtype,
+    EngineConfig,
+    ModelConfig,
+    Speculation,
+    Verification,
+)
 
 API_KEY_VARIABLE = "PACELINE_API_KEY"
 BUNDLED = "bundled"

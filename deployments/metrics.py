@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 from engine.engine import Engine
 
 if TYPE_CHECKING:
-    from engine.drafters.run_ahead import RunAheadStats
+    from engine.stats import RunAheadStats
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 

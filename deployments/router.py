@@ -14,9 +14,9 @@ from deployments.generation import Generation
 from deployments.metrics import RouterMetrics
 from deployments.parameters import ModelLimits
 from deployments.rounds import RoundLoop
+from engine.config import ModelInfo
 from engine.engine import Engine
 from engine.errors import TargetError
-from engine.model import ModelInfo
 from engine.sequence import RequestOutput
 from engine.vocabulary import load_tokenizer
 

@@ -6,7 +6,20 @@ logits.py and noise.py (how a token is drawn), batch.py, attention.py, model.py 
 (blocks), llm.py (all of it in one process).
 """
 
-from engine.llm import LLM
+from typing import TYPE_CHECKING, Any
+
 from engine.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from engine.llm import LLM
+
 __all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `LLM` when it is asked for: most processes of the service need parts of this package, and no torch."""
+    if name == "LLM":
+        from engine.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,11 @@
-"""ModelConfig and EngineConfig: frozen, complete before anything is loaded."""
+"""ModelConfig and EngineConfig: frozen, complete before anything is loaded; ModelInfo: what was loaded."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+BUNDLED_TARGET = Path(__file__).parent / "pair" / "target"
+BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -54,3 +58,16 @@ class EngineConfig:
     """Share of the memory free after loading that KV blocks may take (at most what max_num_seqs full contexts need)."""
     enable_prefix_caching: bool = True
     """Whether requests share the KV blocks of equal prefixes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the other rooms need to know of a loaded model."""
+
+    name: str
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: list[int]
+    num_parameters: int
+    dtype: str
+    device: str

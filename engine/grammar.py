@@ -17,10 +17,8 @@ from copy import copy
 from functools import cached_property
 from typing import Any
 
-import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
-from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.draft import ProposeRow, VerifyRow
@@ -170,25 +168,16 @@ class Matcher:
         self._output: list[int] = []
         self._follows = True
 
-    def mask(self, logits: Tensor, output: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
-        """Set the logits of tokens that may not come next to -inf, in place.
+    def masks(self, output: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bytes]:
+        """Return which tokens may come next: a bit per token, the lowest of each byte first.
 
         Args:
-            logits: [rows, vocab].
             output: the tokens committed after the prompt.
-            paths: [rows] the draft tokens between the committed tip and each row. A row below a token that may not
-                come stays as it is: that token is never drawn, so neither is what follows it.
+            paths: [rows] the draft tokens between the committed tip and each row. Below a token that may not come
+                all may: that token is never drawn, so neither is what follows it.
         """
         self._follow(output)
-        packed = torch.frombuffer(bytearray(b"".join(map(self._after, paths))), dtype=torch.uint8)
-        bits = (
-            packed.view(len(paths), -1, 1).to(logits.device) >> torch.arange(8, dtype=torch.uint8, device=logits.device)
-            & 1
-        )
-        allowed = bits.view(len(paths), -1)[:, : logits.shape[-1]] != 0
-        # A draft may know none of the tokens that the target's vocabulary would allow.
-        is_possible = (allowed & (logits > float("-inf"))).any(-1, keepdim=True)
-        logits.masked_fill_(~allowed & is_possible, float("-inf"))
+        return [self._after(path) for path in paths]
 
     def _follow(self, output: Sequence[int]) -> None:
         """Bring the matcher to the committed tip."""

@@ -10,7 +10,17 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.config import Compile, Device, Dtype, EngineConfig, ModelConfig, Speculation, Verification
+from engine.config import (
+    BUNDLED_DRAFT,
+    BUNDLED_TARGET,
+    Compile,
+    Device,
+    Dtype,
+    EngineConfig,
+    ModelConfig,
+    Speculation,
+    Verification,
+)
 from engine.draft import Drafter, NoDrafter, TokenLogprobs
 from engine.drafters.model import ModelDrafter
 from engine.engine import Engine
@@ -23,9 +33,6 @@ from engine.stats import SpeculationStats
 from engine.threads import fit_threads
 from engine.verifier import ModelVerifier
 from engine.vocabulary import check_same_vocabulary, load_tokenizer
-
-BUNDLED_TARGET = Path(__file__).parent / "pair" / "target"
-BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 
 T = TypeVar("T")
 

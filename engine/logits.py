@@ -69,7 +69,7 @@ def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
         if params.min_tokens:
             _forbid_the_end(rows, run)
         if run.matcher is not None:
-            run.matcher.mask(rows, run.token_ids[run.prompt_length :], run.paths)
+            forbid(rows, run.matcher.masks(run.token_ids[run.prompt_length :], run.paths))
     if any(run.params.has_penalties for run in runs):
         _penalise(logits, runs)
     if any(0 < run.params.temperature != 1 for run in runs):
@@ -80,6 +80,23 @@ def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
     if any(run.params.top_k > 0 or run.params.top_p < 1 for run in runs):
         _keep_top(logits, runs)
     return logits
+
+
+def forbid(logits: Tensor, masks: Sequence[bytes]) -> None:
+    """Set the logits of tokens that may not come next to -inf, in place.
+
+    Args:
+        logits: [rows, vocab].
+        masks: [rows] a grammar's; see `Matcher.masks`.
+    """
+    packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8)
+    bits = (
+        packed.view(len(masks), -1, 1).to(logits.device) >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+    )
+    allowed = bits.view(len(masks), -1)[:, : logits.shape[-1]] != 0
+    # A draft may know none of the tokens that the target's vocabulary would allow.
+    is_possible = (allowed & (logits > float("-inf"))).any(-1, keepdim=True)
+    logits.masked_fill_(~allowed & is_possible, float("-inf"))
 
 
 def plan_draws(

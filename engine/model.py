@@ -22,7 +22,7 @@ from engine.architecture import eos_token_ids, read_config
 from engine.attention import ATTENTION_NAME, KVTensors
 from engine.batch import ForwardBatch, ForwardRow, build
 from engine.compiled import CompiledForward, CompileError, Step, call, can_run, example, load_noise, samples
-from engine.config import ModelConfig
+from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.fusion import fuse_projections
 from engine.noise import Draws
@@ -44,19 +44,6 @@ class Shard:
     rank: int
     world_size: int
     all_reduce: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """What the other rooms need to know of a loaded model."""
-
-    name: str
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: list[int]
-    num_parameters: int
-    dtype: str
-    device: str
 
 
 class CausalLM:

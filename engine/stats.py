@@ -49,3 +49,21 @@ class SpeculationStats:
     def mean_acceptance_length(self) -> float:
         """Tokens committed per draft, the target's own included; 1 before the first draft."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+
+@dataclass(slots=True)
+class RunAheadStats:
+    """Counters since the start; they only grow.
+
+    Attributes:
+        hits: drafts that were prepared, at least in part, when they were asked for.
+        misses: drafts that were not, by reason. `token`: another token followed. `unprepared`: there was no time or
+            no room to prepare any. `stale`: the request has moved on by more than one verdict, or is new.
+        num_forwards: forward passes spent ahead of a request.
+        num_wasted: those of them that prepared nothing that was used.
+    """
+
+    hits: int = 0
+    misses: dict[str, int] = field(default_factory=dict)
+    num_forwards: int = 0
+    num_wasted: int = 0

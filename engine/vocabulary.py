@@ -4,26 +4,25 @@ Compared are the tokenizers, not `vocab_size`: families pad their embeddings dif
 model pair with equal sizes can still disagree, which would corrupt nothing but the acceptance rate, silently.
 """
 
-from typing import Any
-
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from engine.config import ModelConfig
 from engine.errors import ModelError, ModelMismatchError
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
-    """Load a model's tokenizer.
+    """Load a model's tokenizer as its tokenizer.json has it.
+
+    Not by `AutoTokenizer`, which imports torch, and builds some families' anew from that file's vocabulary.
 
     Raises:
         ModelError: there is none, or only a slow one.
     """
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(config.path, revision=config.revision, trust_remote_code=False)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(config.path, revision=config.revision or "main")
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load a tokenizer from {config.path}: {error}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelError(f"{config.path} has no tokenizer.json; only fast tokenizers are served")
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
     return tokenizer
 
 

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from engine import noise
 from engine.attention import KVTensors
 from engine.batch import ForwardBatch
+from engine.config import ModelInfo
 from engine.draft import Draft, Drafter, ProposeRow
 from engine.drafters.run_ahead import RunAheadDrafter
-from engine.model import ModelInfo
 
 
 class MarkovModel:

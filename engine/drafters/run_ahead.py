@@ -12,7 +12,6 @@ A request that comes early finds shorter drafts, and the missing tokens are draw
 import functools
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
@@ -25,26 +24,9 @@ from engine.drafters.model import ModelDrafter
 from engine.drafters.pace import WIDTHS, Pace
 from engine.grammar import Grammars
 from engine.model import CausalLM
+from engine.stats import RunAheadStats
 
 NUM_CANDIDATES = 10
-
-
-@dataclass(slots=True)
-class RunAheadStats:
-    """Counters since the start; they only grow.
-
-    Attributes:
-        hits: drafts that were prepared, at least in part, when they were asked for.
-        misses: drafts that were not, by reason. `token`: another token followed. `unprepared`: there was no time or
-            no room to prepare any. `stale`: the request has moved on by more than one verdict, or is new.
-        num_forwards: forward passes spent ahead of a request.
-        num_wasted: those of them that prepared nothing that was used.
-    """
-
-    hits: int = 0
-    misses: dict[str, int] = field(default_factory=dict)
-    num_forwards: int = 0
-    num_wasted: int = 0
 
 
 class RunAheadDrafter(ModelDrafter):

@@ -4,7 +4,7 @@ import pytest
 from pydantic import BaseModel
 
 from deployments.config import AppConfig, ArgumentError, Autoscaling, Limits, api_keys, group_config
-from engine.llm import BUNDLED_DRAFT, BUNDLED_TARGET
+from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
 
 
 @pytest.mark.parametrize("model", [AppConfig, Limits, Autoscaling])

@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from deployments.config import AppConfig, Limits
-from engine.model import ModelInfo
+from engine.config import ModelInfo
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import MAX_MODEL_LEN, VOCAB_SIZE, LocalRouters
 

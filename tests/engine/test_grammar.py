@@ -13,6 +13,7 @@ import torch
 from engine import grammar as grammar_module
 from engine.errors import ModelError, RequestError
 from engine.grammar import Grammars, from_json_schema, from_regex, from_text
+from engine.logits import forbid
 from engine.sampling import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.grammars import GRAMMARS
@@ -30,7 +31,7 @@ def allowed(grammars, grammar, tokens):
 
 def masked(matcher, output, paths):
     logits = torch.zeros(len(paths), VOCAB)
-    matcher.mask(logits, output, paths)
+    forbid(logits, matcher.masks(output, paths))
     return [{token for token in range(VOCAB) if row[token] == 0} for row in logits]
 
 
@@ -79,7 +80,7 @@ def test_a_draft_that_knows_no_allowed_token_is_left_alone(make_grammars):
     matcher = make_grammars().matcher("a", from_regex("a"))
     logits = torch.full((1, VOCAB), float("-inf"))
     logits[0, 0] = 0.0
-    matcher.mask(logits, [], [[]])
+    forbid(logits, matcher.masks([], [[]]))
     assert logits[0, 0] == 0.0
 
 

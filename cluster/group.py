@@ -66,8 +66,6 @@ class SpeculationGroup:
             ModelError: a model cannot be served, or the two cannot work together.
             TargetError: the workers could not be placed, or did not start in time.
         """
-        if config.draft is not None:
-            await asyncio.to_thread(check_same_vocabulary, config.target, config.draft)
         current = ray.util.get_current_placement_group()
         placement = current or _make_placement(config)
         num_cores = count_cores(ray.get_runtime_context().get_node_id())
@@ -153,9 +151,12 @@ class SpeculationGroup:
         self._context.destroy(linger=0)
 
     async def _start_all(self) -> None:
-        starting = [self._start_target()]
+        starting: list[Coroutine[None, None, None]] = [self._start_target()]
         if self.config.draft is not None:
-            starting.append(self._start_draft())
+            starting += [
+                self._start_draft(),
+                asyncio.to_thread(check_same_vocabulary, self.config.target, self.config.draft),
+            ]
         try:
             async with asyncio.TaskGroup() as tasks:
                 for coroutine in starting:

@@ -10,14 +10,16 @@ import json
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jinja2 import TemplateError
-from transformers import PreTrainedTokenizerFast
 
 from deployments.requests import ChatMessage
 from deployments.tools import PastCall, Tool, form_of
 from engine.errors import PromptTooLongError, RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 T = TypeVar("T")
 
@@ -29,7 +31,7 @@ class PromptEncoder:
     stream, and a fast tokenizer switches between splitting special tokens and not by a flag that threads would share.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
         self._tokenizer: Any = tokenizer
         self._thread = ThreadPoolExecutor(1, "tokenizer")
         self.tool_form = form_of(tokenizer.chat_template)

@@ -4,13 +4,16 @@ Compared are the tokenizers, not `vocab_size`: families pad their embeddings dif
 model pair with equal sizes can still disagree, which would corrupt nothing but the acceptance rate, silently.
 """
 
-from transformers import PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from engine.config import ModelConfig
 from engine.errors import ModelError, ModelMismatchError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
+
+def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerFast":
     """Load a model's tokenizer as its tokenizer.json has it.
 
     Not by `AutoTokenizer`, which imports torch, and builds some families' anew from that file's vocabulary.
@@ -18,6 +21,9 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerFast:
     Raises:
         ModelError: there is none, or only a slow one.
     """
+    # Imported here: `serve run` and a worker that only starts come by this file too, and would wait a second for it.
+    from transformers import PreTrainedTokenizerFast
+
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(config.path, revision=config.revision or "main")
     except (OSError, ValueError, KeyError) as error:

@@ -104,17 +104,28 @@ def arguments(batch: ForwardBatch, draws: Draws | None = None) -> tuple[list[Ten
     return [*own, draws.temperatures, draws.keys, draws.rows], kv.keys, kv.values
 
 
+def _open(path: Path) -> torch._C._aoti.AOTIModelPackageLoader:
+    """Load a package.
+
+    As `torch._inductor.aoti_load_package` does in the end; but that first finds out which instructions this CPU has, in
+    several processes one after the other, to compare them with the package's. Ours are part of its path.
+    """
+    run_single_threaded, num_runners, device_index = False, 1, -1
+    return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", run_single_threaded, num_runners, device_index)
+
+
 class CompiledForward:
     """Runs a loaded package with a loaded model's weights."""
 
     def __init__(self, path: Path, step: Step) -> None:
-        package = torch._inductor.aoti_load_package(str(path))
+        loader = _open(path)
         weights = step.tensors
         # The package keeps pointers to them, so they must stay.
-        self._weights = {name: weights[name].detach() for name in package.loader.get_constant_fqns()}
-        package.load_constants(self._weights, check_full_update=True, user_managed=True)
+        self._weights = {name: weights[name].detach() for name in loader.get_constant_fqns()}
+        use_inactive, check_full_update, user_managed = False, True, True
+        loader.load_constants(self._weights, use_inactive, check_full_update, user_managed)
         # Its own call reads a description of the arguments anew each time, which takes longer than a small layer.
-        self._run: Callable[[list[Tensor]], list[Tensor]] = package.loader.boxed_run
+        self._run: Callable[[list[Tensor]], list[Tensor]] = loader.boxed_run
 
     def __call__(self, batch: ForwardBatch, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute a batch for which `can_run` holds; see `Step.forward`. Without `draws` it draws greedily."""
@@ -170,7 +181,7 @@ def load_noise(path: Path) -> None:
     Raises:
         CompileError: its noise is other noise.
     """
-    run: Callable[[list[Tensor]], list[Tensor]] = torch._inductor.aoti_load_package(str(path)).loader.boxed_run
+    run: Callable[[list[Tensor]], list[Tensor]] = _open(path).boxed_run
     for count, vocab in ((1, 4096), (7, 1000)):
         keys = noise.keys(range(count), range(count), noise.TARGET_STREAM, torch.device("cpu"))
         token_ids = torch.arange(vocab, dtype=torch.int32)

@@ -8,7 +8,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -16,12 +16,15 @@ from engine.batch import ForwardBatch
 from engine.config import EngineConfig, Speculation
 from engine.draft import Draft, Drafter, NoDrafter, ProposeRow, Verdict, Verifier, VerifyRow
 from engine.drafters.model import ModelDrafter
-from engine.drafters.run_ahead import RunAheadDrafter, RunAheadStats
+from engine.drafters.run_ahead import RunAheadDrafter
 from engine.engine import Engine
 from engine.llm import run_in_process
 from engine.sampling import SamplingParams
 from engine.verifier import ModelVerifier
 from tests.fakes import ContextModel
+
+if TYPE_CHECKING:
+    from engine.stats import RunAheadStats
 
 NUM_STATES = 4001
 VOCAB_SIZE = 48

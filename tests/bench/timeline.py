@@ -24,11 +24,12 @@ from cluster.channel import Channel, Endpoint, KeyPair, Server, make_keys
 from cluster.messages import AnyReply, AnyRequest
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.responder import DraftResponder, TargetResponder
-from engine.config import EngineConfig, ModelConfig
-from engine.drafters.run_ahead import RunAheadDrafter, RunAheadStats
+from engine.config import EngineConfig, ModelConfig, ModelInfo
+from engine.drafters.run_ahead import RunAheadDrafter
 from engine.engine import Engine
-from engine.model import CausalLM, ModelInfo
+from engine.model import CausalLM
 from engine.sampling import SamplingParams
+from engine.stats import RunAheadStats
 from engine.verifier import ModelVerifier
 from tests.bench.pictures import STYLE, save
 from tests.bench.workload import Workload

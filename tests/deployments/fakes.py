@@ -11,12 +11,11 @@ from deployments.metrics import RouterMetrics
 from deployments.parameters import ModelLimits
 from deployments.rounds import RoundLoop
 from deployments.router import Description
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelInfo
 from engine.draft import Drafter, NoDrafter, Verdict, Verifier, VerifyRow
 from engine.engine import Engine
 from engine.errors import TargetError
 from engine.grammar import Grammars
-from engine.model import ModelInfo
 from engine.sampling import SamplingParams
 from engine.sequence import RequestOutput
 from engine.verifier import ModelVerifier

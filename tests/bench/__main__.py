@@ -30,13 +30,14 @@ from engine.llm import BUNDLED_DRAFT, BUNDLED_TARGET
 from engine.model import resolve_device
 from tests.bench import simulate
 from tests.bench.bandwidth import bandwidth
-from tests.bench.compare import CELLS, NAMES, PEERS, collect, show, write
+from tests.bench.compare import CELLS, NAMES, PEERS, show, write
 from tests.bench.curves import batch_curve, load_curve
 from tests.bench.pictures import PICTURES
 from tests.bench.prefill import prefill
 from tests.bench.profile import profile
 from tests.bench.soak import soak
 from tests.bench.timeline import timeline
+from tests.bench.turns import collect
 from tests.bench.workload import Workload, read_prompts
 
 

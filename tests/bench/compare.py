@@ -4,18 +4,16 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from engine.model import resolve_device, resolve_dtype
-from tests.bench.figures import Row
-from tests.bench.worker import cells_of, rows_of_a_fresh_process
+from tests.bench.figures import Row, paired_ratio
 from tests.bench.workload import Cell, Workload
 
 NAMES = (
@@ -48,27 +46,6 @@ RATIOS = (
     ("pinned-run-ahead", "pinned-plain"),
 )
 
-Measure = Callable[[str, Workload], Iterator[Row]]
-
-
-def collect(
-    names: Sequence[str], workload: Workload, console: Console, measure: Measure = rows_of_a_fresh_process
-) -> tuple[list[Row], list[str]]:
-    """Measure methods one after the other. Returns the rows, and what went wrong."""
-    rows: list[Row] = []
-    failures: list[str] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        for name in names:
-            task = progress.add_task(name, total=len(cells_of(name, workload)))
-            try:
-                for row in measure(name, workload):
-                    rows.append(row)
-                    progress.advance(task)
-            except RuntimeError as error:
-                failures.append(str(error))
-    return rows, failures
-
 
 def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
     """Print the table and the ratios."""
@@ -87,8 +64,8 @@ def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
         "hit rate",
     ):
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
-    for cell in dict.fromkeys(Cell(row.batch_size, row.temperature) for row in rows):
-        for row in (row for row in rows if Cell(row.batch_size, row.temperature) == cell):
+    for cell in dict.fromkeys(row.cell for row in rows):
+        for row in (row for row in rows if row.cell == cell):
             table.add_row(
                 str(row.batch_size),
                 f"{row.temperature:g}",
@@ -125,7 +102,7 @@ def conditions(workload: Workload) -> str:
             f"{_processor()}, {workload.num_threads} threads in process, {device}, {dtype}; {versions}",
             f"target {workload.target}, draft {workload.draft}",
             f"{workload.num_tokens} tokens for each of {len(workload.prompts)} prompts of up to "
-            f"{max(len(ids) for ids in workload.prompts)} tokens; medians over batches",
+            f"{max(len(ids) for ids in workload.prompts)} tokens; medians over batches, which all methods took in turn",
             f"python -m tests.bench {shlex.join(sys.argv[1:])}",
         )
     )
@@ -142,16 +119,20 @@ def _text(value: float | None, form: str) -> str:
 
 
 def _ratios(rows: Sequence[Row]) -> Table:
-    rates = {(row.name, row.batch_size, row.temperature): row.tokens_per_s for row in rows}
-    cells = list(dict.fromkeys((row.batch_size, row.temperature) for row in rows))
-    table = Table(title="Ratios of tokens per second")
+    found = {(row.name, row.cell): row for row in rows}
+    cells = list(dict.fromkeys(row.cell for row in rows))
+    table = Table(
+        title="Ratios of tokens per second",
+        caption="medians of the turns' own ratios: side by side, both had each turn at the same time",
+        caption_justify="left",
+    )
     table.add_column("")
-    for batch_size, temperature in cells:
-        table.add_column(f"batch {batch_size}, T={temperature:g}", justify="right")
+    for cell in cells:
+        table.add_column(f"batch {cell.batch_size}, T={cell.temperature:g}", justify="right")
     for over, under in RATIOS:
-        pairs = [(rates.get((over, *cell)), rates.get((under, *cell))) for cell in cells]
+        pairs = [(found.get((over, cell)), found.get((under, cell))) for cell in cells]
         if any(first and second for first, second in pairs):
-            values = [f"{first / second:.2f}" if first and second else "-" for first, second in pairs]
+            values = [f"{paired_ratio(first, second):.2f}" if first and second else "-" for first, second in pairs]
             table.add_row(f"{over} / {under}", *values)
     return table
 
@@ -163,15 +144,15 @@ def _bounds(rows: Sequence[Row]) -> Table:
     for column in ("T", "k * t_draft ms", "t_verify ms", "bound", "gained", "share of the bound's gain", "hit rate"):
         table.add_column(column, justify="right")
     for (name, temperature), ahead in found.items():
-        turns = found.get(("pinned-speculative", temperature))
-        if name != "pinned-run-ahead" or turns is None or turns.draft_ms is None or turns.target_ms is None:
+        waiting = found.get(("pinned-speculative", temperature))
+        if name != "pinned-run-ahead" or waiting is None or waiting.draft_ms is None or waiting.target_ms is None:
             continue
-        bound = 1 + turns.draft_ms / turns.target_ms
-        gained = ahead.tokens_per_s / turns.tokens_per_s
+        bound = 1 + waiting.draft_ms / waiting.target_ms
+        gained = paired_ratio(ahead, waiting)
         table.add_row(
             f"{temperature:g}",
-            f"{turns.draft_ms:.2f}",
-            f"{turns.target_ms:.2f}",
+            f"{waiting.draft_ms:.2f}",
+            f"{waiting.target_ms:.2f}",
             f"{bound:.2f}",
             f"{gained:.2f}",
             f"{(gained - 1) / (bound - 1):.0%}",

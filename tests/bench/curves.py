@@ -1,6 +1,6 @@
 """Curves over the number of rows or streams, with speculation and without: a table and a PNG."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from tests.bench.compare import collect, show
-from tests.bench.figures import Row
+from tests.bench.compare import show
+from tests.bench.figures import Row, paired_ratio
 from tests.bench.pictures import STYLE, save
+from tests.bench.turns import collect
 from tests.bench.workload import Cell, Workload
 
 SIZES = (1, 2, 4, 8, 16, 32)
@@ -46,6 +47,8 @@ def load_curve(workload: Workload, png: Path, console: Console) -> list[str]:
     workload = replace(workload, cells=CELLS)
     rows, failures = collect(("serve-plain", "serve-speculative", "serve-adaptive"), workload, console)
     show(rows, workload, console)
+    for line in _against_the_better(rows):
+        console.print(line)
     figure = Figure(figsize=(9, 2.6), layout="constrained")
     for axes, name, label in zip(
         figure.subplots(1, 3),
@@ -58,6 +61,18 @@ def load_curve(workload: Workload, png: Path, console: Console) -> list[str]:
     figure.axes[0].legend()
     save(figure, png)
     return failures
+
+
+def _against_the_better(rows: Sequence[Row]) -> Iterator[str]:
+    """Say of each point what adaptive makes of the better of the other two: the lower of its ratios to them."""
+    found = {(row.name, row.cell): row for row in rows}
+    for name, cell in found:
+        others = [found.get((other, cell)) for other in ("serve-plain", "serve-speculative")]
+        if name == "serve-adaptive" and (known := [row for row in others if row is not None]):
+            better = min(known, key=lambda row: paired_ratio(found[name, cell], row))
+            ratio = paired_ratio(found[name, cell], better)
+            label = LABELS[better.name.removeprefix("serve-")]
+            yield f"{cell.batch_size} streams: adaptive / better of off and fixed = {ratio:.2f} (better: {label})"
 
 
 def _draw(axes: Axes, rows: Sequence[Row], figure_name: str) -> None:

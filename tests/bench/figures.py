@@ -78,6 +78,12 @@ class Row:
     hit_rate: float | None = None
     num_prompt_tokens: int | None = None
     is_last_late: bool = False
+    tokens_per_s_by_turn: list[float] = field(default_factory=list)
+    """What `tokens_per_s` is the median of; methods side by side had their turns at the same times."""
+
+    @property
+    def cell(self) -> Cell:
+        return Cell(self.batch_size, self.temperature, self.num_prompt_tokens, self.is_last_late)
 
 
 def measure(name: str, method: Method, workload: Workload, cell: Cell) -> Row:
@@ -85,22 +91,26 @@ def measure(name: str, method: Method, workload: Workload, cell: Cell) -> Row:
     batches = list(workload.batches(cell))
     method.run(batches[0], cell)
     timed = [method.run(prompts, cell) for prompts in batches]
-    return _row(name, method, workload, cell, timed)
+    return row_of(name, method.num_speculative_tokens, workload, cell, timed)
 
 
-def _row(name: str, method: Method, workload: Workload, cell: Cell, timed: Sequence[Batch]) -> Row:
+def row_of(
+    name: str, num_speculative_tokens: int | None, workload: Workload, cell: Cell, timed: Sequence[Batch]
+) -> Row:
+    """Return the row that a cell's timed batches become."""
     timelines = [timeline for batch in timed for timeline in batch.timelines[-1 if cell.is_last_late else 0 :]]
     num_drafts = sum(batch.speculation.num_drafts for batch in timed)
     num_draft_tokens = sum(batch.speculation.num_draft_tokens for batch in timed)
     num_accepted_tokens = sum(batch.speculation.num_accepted_tokens for batch in timed)
     hits = sum(batch.hits for batch in timed)
+    rates = [cell.batch_size * workload.num_tokens / batch.elapsed_s for batch in timed]
     overheads = [batch.overhead_s * 1e3 for batch in timed if batch.overhead_s is not None]
     return Row(
         name=name,
         batch_size=cell.batch_size,
         temperature=cell.temperature,
-        num_speculative_tokens=method.num_speculative_tokens,
-        tokens_per_s=median(cell.batch_size * workload.num_tokens / batch.elapsed_s for batch in timed),
+        num_speculative_tokens=num_speculative_tokens,
+        tokens_per_s=median(rates),
         ttft_ms=median(timeline.first_s * 1e3 for timeline in timelines),
         tpot_ms=median(timeline.decoding_s * 1e3 / (workload.num_tokens - 1) for timeline in timelines),
         acceptance_rate=num_accepted_tokens / num_draft_tokens if num_draft_tokens else None,
@@ -111,7 +121,17 @@ def _row(name: str, method: Method, workload: Workload, cell: Cell, timed: Seque
         hit_rate=hits / asked if (asked := hits + sum(batch.misses for batch in timed)) else None,
         num_prompt_tokens=cell.num_prompt_tokens,
         is_last_late=cell.is_last_late,
+        tokens_per_s_by_turn=rates,
     )
+
+
+def paired_ratio(over: Row, under: Row) -> float:
+    """Return the median over the turns of two methods side by side of the ratio of their tokens/s.
+
+    The machine's speed drifts over minutes, which both of a turn share; a ratio of medians would hold the drift.
+    """
+    pairs = zip(over.tokens_per_s_by_turn, under.tokens_per_s_by_turn, strict=True)
+    return median(first / second for first, second in pairs)
 
 
 def _median_ms(seconds: Iterable[float | None]) -> float | None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.compare import collect, conditions
+from tests.bench.compare import conditions
 from tests.bench.figures import Row
+from tests.bench.turns import collect
 from tests.bench.worker import PEERS_PYTHON
 from tests.bench.workload import Cell, Workload
 

@@ -1,11 +1,12 @@
 """The bench runs from end to end on models that cost nothing."""
 
 import json
-from collections.abc import Iterator
-from dataclasses import fields, replace
+from collections import Counter
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -15,12 +16,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.detokenizer import Detokenizer
-from tests.bench import bandwidth, compare, curves, prefill, timeline, worker
-from tests.bench.figures import Row
+from engine.stats import SpeculationStats
+from tests.bench import bandwidth, compare, curves, prefill, timeline, turns, worker
+from tests.bench.figures import Batch, Row, Timeline, paired_ratio
 from tests.bench.profile import in_process
 from tests.bench.spans import Spans
 from tests.bench.with_engine import EngineMethod
 from tests.bench.with_serve import Reading, RoundTimes
+from tests.bench.worker import Worker, WorkerProcess
 from tests.bench.workload import Cell, Workload, read_prompts
 
 IN_PROCESS = ("transformers", "transformers-assisted", "engine-plain", "engine-speculative")
@@ -86,17 +89,20 @@ def check(rows: list[Row]) -> None:
 
 
 def test_every_method_in_this_process_fills_its_rows(workload: Workload, console: Console, tmp_path: Path) -> None:
-    rows, failures = compare.collect(IN_PROCESS, workload, console, worker.rows)
+    rows, failures = turns.collect(IN_PROCESS, workload, console, Worker)
     assert failures == []
     assert [(row.name, row.batch_size) for row in rows] == [
         ("transformers", 1),
-        ("transformers", 2),
         ("transformers-assisted", 1),
         ("engine-plain", 1),
-        ("engine-plain", 2),
         ("engine-speculative", 1),
+        ("transformers", 2),
+        ("engine-plain", 2),
         ("engine-speculative", 2),
     ]
+    for row in rows:
+        assert len(row.tokens_per_s_by_turn) == len(list(workload.batches(row.cell)))
+        assert row.tokens_per_s == median(row.tokens_per_s_by_turn)
     check(rows)
     compare.show(rows, workload, console)
     assert "engine-speculative / engine-plain" in printed(console)
@@ -106,15 +112,99 @@ def test_every_method_in_this_process_fills_its_rows(workload: Workload, console
     assert [Row(**row) for row in written] == rows
 
 
+@dataclass(slots=True)
+class Scripted:
+    """A worker that notes who was asked when; a turn takes `seconds` times the machine's slowness at that time."""
+
+    name: str
+    asked: list[tuple[str, int]]
+    seconds: float = 1.0
+    fails_at: int | None = None
+    draft_lengths: list[int | None] = field(default_factory=lambda: [None])
+    is_closed: bool = False
+
+    def run(self, cell: Cell, index: int) -> list[Batch]:
+        self.asked.append((self.name, index))
+        if len(self.asked) == self.fails_at:
+            raise RuntimeError(f"{self.name} failed")
+        return [
+            Batch(self.seconds * 3**index, [Timeline(0.0, [0.5, 1.0])], SpeculationStats()) for _ in self.draft_lengths
+        ]
+
+    def hang_up(self) -> None:
+        assert not self.is_closed
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_methods_take_turns_and_nobody_always_follows_the_same_one(workload: Workload, console: Console) -> None:
+    asked: list[tuple[str, int]] = []
+    workers = {name: Scripted(name, asked) for name in ("engine-plain", "engine-speculative", "engine-adaptive")}
+    workload = replace(workload, cells=[Cell(1, 0.0)])
+    turns.collect(tuple(workers), workload, console, lambda name, _: workers[name])
+    num_turns = len(list(workload.batches(Cell(1, 0.0))))
+    assert [index for _, index in asked] == [0] * 3 + [turn for turn in range(num_turns) for _ in workers]
+    followed = Counter(zip([name for name, _ in asked[3:]], [name for name, _ in asked[4:]], strict=False))
+    for name in workers:
+        before = {first for first, second in followed if second == name and first != name}
+        assert len(before) == 2
+    assert all(worker.is_closed for worker in workers.values())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_a_steady_drift_falls_on_all_alike_after_two_turns(count: int) -> None:
+    names = [str(index) for index in range(count)]
+    for turn in (0, 2, 4):
+        when = [*turns.order(names, turn), *turns.order(names, turn + 1)]
+        sums = {sum(time for time, name in enumerate(when) if name == own) for own in names}
+        assert len(sums) == 1
+
+
+def test_ratios_are_of_what_two_methods_made_of_the_same_turn() -> None:
+    def row(*rates: float) -> Row:
+        return Row("", 1, 0.0, None, 0.0, 0.0, 0.0, None, None, None, tokens_per_s_by_turn=list(rates))
+
+    assert paired_ratio(row(400, 100, 200), row(200, 50, 50)) == 2
+    with pytest.raises(ValueError, match="shorter"):
+        paired_ratio(row(1.0, 2.0), row(1.0))
+
+
+def test_of_several_ways_the_faster_counts_in_all_turns(workload: Workload, console: Console) -> None:
+    class TwoWays(Scripted):
+        def run(self, cell: Cell, index: int) -> list[Batch]:
+            slow, fast = super().run(cell, index)
+            return [replace(slow, elapsed_s=9.0), replace(fast, elapsed_s=2.0)]
+
+    worker = TwoWays("engine-plain", [], draft_lengths=[None, 4])
+    (row,), _ = turns.collect(("engine-plain",), replace(workload, cells=[Cell(1, 0.0)]), console, lambda *_: worker)
+    assert row.num_speculative_tokens == 4
+    assert set(row.tokens_per_s_by_turn) == {workload.num_tokens / 2.0}
+
+
 def test_a_method_that_fails_is_named_and_the_others_go_on(workload: Workload, console: Console) -> None:
-    def measure(name: str, workload: Workload) -> Iterator[Row]:
+    def start(name: str, workload: Workload) -> turns.Worker:
         if name == "engine-plain":
             raise RuntimeError("engine-plain failed")
-        return worker.rows(name, replace(workload, cells=[Cell(1, 0.0)]))
+        return failing if name == "engine-speculative" else Worker(name, workload)
 
-    rows, failures = compare.collect(("engine-plain", "transformers"), workload, console, measure)
+    failing = Scripted("engine-speculative", [], fails_at=3)
+    names = ("engine-plain", "engine-speculative", "transformers")
+    rows, failures = turns.collect(names, replace(workload, cells=[Cell(1, 0.0)]), console, start)
     assert [row.name for row in rows] == ["transformers"]
-    assert failures == ["engine-plain failed"]
+    assert failures == ["engine-plain failed", "engine-speculative failed"]
+    assert failing.is_closed
+
+
+def test_pinned_methods_are_alive_among_themselves_only(workload: Workload, console: Console) -> None:
+    workers: dict[str, Scripted] = {}
+
+    def start(name: str, workload: Workload) -> Scripted:
+        assert all(other.is_closed for other in workers.values() if other.name[:6] != name[:6])
+        return workers.setdefault(name, Scripted(name, []))
+
+    rows, _ = turns.collect(("pinned-plain", "engine-plain", "pinned-run-ahead"), workload, console, start)
+    assert list(dict.fromkeys(row.name for row in rows)) == ["engine-plain", "pinned-plain", "pinned-run-ahead"]
 
 
 def test_a_workload_survives_the_way_to_its_process(workload: Workload) -> None:
@@ -179,7 +269,9 @@ def test_a_curve_is_drawn(
     workload: Workload, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def row(name: str, size: int) -> Row:
-        return Row(name, size, 0.0, 4, 100.0 * size, 5.0, 2.0, None, None, None)
+        rates = {"plain": [100.0, 300.0], "speculative": [200.0, 200.0], "adaptive": [180.0, 220.0]}
+        by_turn = rates[name.partition("-")[2]]
+        return Row(name, size, 0.0, 4, 200.0, 5.0, 2.0, None, None, None, tokens_per_s_by_turn=by_turn)
 
     def collect(names: tuple[str, ...], workload: Workload, console: Console) -> tuple[list[Row], list[str]]:
         return [row(name, cell.batch_size) for name in names for cell in workload.cells], []
@@ -190,6 +282,7 @@ def test_a_curve_is_drawn(
         assert draw(workload, png, console) == []
         assert png.read_bytes().startswith(b"\x89PNG")
         png.unlink()
+    assert "32 streams: adaptive / better of off and fixed = 1.00 (better: fixed, k = 4)" in printed(console)
 
 
 def test_a_prompt_is_made_as_long_as_its_cell_says(workload: Workload) -> None:
@@ -212,12 +305,12 @@ def test_prefill_has_a_row_for_every_length(
     monkeypatch.setattr(prefill, "LENGTHS", (8, 20))
     monkeypatch.setattr(prefill, "FULL_BATCH", 3)
     monkeypatch.setattr(prefill, "NUM_TOKENS", 2)
-    monkeypatch.setattr(prefill, "collect", partial(compare.collect, measure=worker.rows))
+    monkeypatch.setattr(prefill, "collect", partial(turns.collect, start=Worker))
     rows, failures = prefill.prefill(workload, console)
     assert failures == []
     assert [(row.name, row.num_prompt_tokens, row.is_last_late) for row in rows] == [
-        *(("transformers", length, False) for length in (8, 20)),
-        *(("engine-plain", length, late) for late in (False, True) for length in (8, 20)),
+        *((name, length, False) for length in (8, 20) for name in ("transformers", "engine-plain")),
+        *(("engine-plain", length, True) for length in (8, 20)),
     ]
     assert "as the last of 3" in printed(console)
 
@@ -238,12 +331,28 @@ def test_a_peer_runs_in_the_environment_that_it_was_installed_in(
     workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peers = tmp_path / "python"
-    peers.write_text(f'#!/bin/sh\ncat > {tmp_path}/workload\necho "$@" >&2\nexit 1\n')
+    peers.write_text(f'#!/bin/sh\nhead -n 1 > {tmp_path}/workload\necho "$@" >&2\nexit 1\n')
     peers.chmod(0o700)
     monkeypatch.setattr(worker, "PEERS_PYTHON", peers)
     with pytest.raises(RuntimeError, match=r"bench.worker vllm-plain"):
-        list(worker.rows_of_a_fresh_process("vllm-plain", workload))
+        WorkerProcess("vllm-plain", workload)
     assert Workload.from_json((tmp_path / "workload").read_text()) == workload
+
+
+def test_a_worker_process_runs_what_it_is_asked_for_and_ends_when_nobody_asks(workload: Workload) -> None:
+    process = WorkerProcess("engine-speculative", workload)
+    try:
+        assert process.draft_lengths == [workload.num_speculative_tokens]
+        for cell in workload.cells:
+            (batch,) = process.run(cell, 1)
+            assert len(batch.timelines) == cell.batch_size
+            assert batch.speculation.num_rounds > 0
+        with pytest.raises(RuntimeError, match="IndexError"):
+            process.run(workload.cells[0], 1000)
+        with pytest.raises(RuntimeError, match="engine-speculative failed"):
+            process.run(workload.cells[0], 0)
+    finally:
+        process.close()
 
 
 @pytest.mark.e2e
@@ -253,7 +362,8 @@ def test_rounds_are_recorded_and_drawn(workload: Workload, console: Console, tmp
 
 
 @pytest.mark.e2e
-def test_the_served_application_fills_its_rows(workload: Workload) -> None:
-    rows = list(worker.rows_of_a_fresh_process("serve-speculative", workload))
+def test_the_served_application_fills_its_rows(workload: Workload, console: Console) -> None:
+    rows, failures = turns.collect(("serve-speculative",), workload, console)
+    assert failures == []
     assert [row.batch_size for row in rows] == [1, 2]
     check(rows)

@@ -106,6 +106,7 @@ class Server:
                 [Path(sys.executable).with_name("serve"), "run", config],
                 cwd=ROOT,
                 env=environment,
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

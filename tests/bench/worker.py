@@ -1,4 +1,4 @@
-"""One method in a process of its own: a workload comes by stdin, a row per cell goes to stdout once it is there."""
+"""One method in a process of its own, which runs the batches that it is asked for and sleeps in between."""
 
 import json
 import math
@@ -6,15 +6,22 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
+from typing import TextIO
 
-from tests.bench.figures import Method, Row, measure
+from pydantic import TypeAdapter
+
+from tests.bench.figures import Batch, Method
 from tests.bench.with_vllm import PEERS, VLLMMethod, environment
 from tests.bench.workload import Cell, Workload
 
 PEERS_PYTHON = PEERS / "bin" / "python"
+END_TIMEOUT_S = 120.0
+BATCHES = TypeAdapter(list[Batch])
+DRAFT_LENGTHS = TypeAdapter(list[int | None])
 
 
 def methods(name: str, workload: Workload) -> Sequence[Callable[[], Method]]:
@@ -58,48 +65,116 @@ def cells_of(name: str, workload: Workload) -> list[Cell]:
     return workload.cells
 
 
-def rows(name: str, workload: Workload) -> Iterator[Row]:
-    """Measure a method in this process, in all cells that it has."""
-    made: list[Method] = []
-    try:
-        made += [make() for make in methods(name, workload)]
-        for cell in cells_of(name, workload):
-            tried = [measure(name, method, workload, cell) for method in made]
-            yield max(tried, key=lambda row: row.tokens_per_s)
-    finally:
-        for method in made:
+class Worker:
+    """A method in this process, in all ways that it is tried.
+
+    Attributes:
+        draft_lengths: `num_speculative_tokens` of each way.
+    """
+
+    def __init__(self, name: str, workload: Workload) -> None:
+        self._workload = workload
+        self._methods: list[Method] = []
+        try:
+            for make in methods(name, workload):
+                self._methods.append(make())
+        except BaseException:
+            self.close()
+            raise
+        self.draft_lengths = [method.num_speculative_tokens for method in self._methods]
+
+    def run(self, cell: Cell, index: int) -> list[Batch]:
+        """Run one of a cell's batches, each way."""
+        prompts = list(self._workload.batches(cell))[index]
+        return [method.run(prompts, cell) for method in self._methods]
+
+    def hang_up(self) -> None:
+        """Nobody waits for it."""
+
+    def close(self) -> None:
+        """Stop what was started."""
+        for method in self._methods:
             method.close()
 
 
-def rows_of_a_fresh_process(name: str, workload: Workload) -> Iterator[Row]:
-    """Measure a method in a process that ends with it.
+class WorkerProcess:
+    """A worker in a process of its own, which ends with this object or with the process that made it.
+
+    The workload and then a request for each batch go to its stdin, one line of JSON each; the draft lengths and then
+    the answers come from its stdout. The end of its input is its end.
 
     Raises:
-        RuntimeError: it failed; the message is the end of what it said.
+        RuntimeError: by everything but the closing: it failed; the message is the end of what it said.
     """
-    with tempfile.TemporaryFile("w+") as log:
+
+    def __init__(self, name: str, workload: Workload) -> None:
+        self._name = name
         is_peer = name.startswith("vllm-")
-        with subprocess.Popen(
-            [PEERS_PYTHON if is_peer else sys.executable, "-m", __name__, name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-            env=os.environ | environment(workload.num_threads) if is_peer else None,
-        ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(workload.to_json())
-            process.stdin.close()
-            for line in process.stdout:
-                yield Row(**json.loads(line))
-        if process.returncode:
-            log.seek(0)
-            raise RuntimeError(f"{name} failed:\n{log.read()[-4000:]}")
+        with ExitStack() as stack:
+            self._log = stack.enter_context(tempfile.TemporaryFile("w+"))
+            self._process = subprocess.Popen(
+                [PEERS_PYTHON if is_peer else sys.executable, "-m", __name__, name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                text=True,
+                env=os.environ | environment(workload.num_threads) if is_peer else None,
+            )
+            stack.callback(self._end)
+            self.draft_lengths = DRAFT_LENGTHS.validate_json(self._ask(workload.to_json()))
+            self._resources = stack.pop_all()
+
+    def run(self, cell: Cell, index: int) -> list[Batch]:
+        """Have one of a cell's batches run, each way."""
+        return BATCHES.validate_json(self._ask(json.dumps({"cell": asdict(cell), "index": index})))
+
+    def hang_up(self) -> None:
+        """Let it end, without waiting for that."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+    def close(self) -> None:
+        """Let it end, and wait until it has."""
+        self._resources.close()
+
+    def _end(self) -> None:
+        self.hang_up()
+        try:
+            self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _ask(self, line: str) -> str:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(BrokenPipeError):  # then there is no answer either
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        if answer := self._process.stdout.readline():
+            return answer
+        self._process.wait(END_TIMEOUT_S)
+        self._log.seek(0)
+        raise RuntimeError(f"{self._name} failed:\n{self._log.read()[-4000:]}")
+
+
+def serve(name: str, requests: TextIO, answers: TextIO) -> None:
+    """Be the other side of a `WorkerProcess` until there are no more requests."""
+    worker = Worker(name, Workload.from_json(requests.readline()))
+    try:
+        print(json.dumps(worker.draft_lengths), file=answers, flush=True)
+        for line in requests:
+            request = json.loads(line)
+            batches = worker.run(Cell(**request["cell"]), request["index"])
+            print(BATCHES.dump_json(batches).decode(), file=answers, flush=True)
+    finally:
+        worker.close()
 
 
 if __name__ == "__main__":
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as found:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM writes its log to stdout
-        for finished in rows(sys.argv[1], Workload.from_json(sys.stdin.read())):
-            print(json.dumps(asdict(finished)), file=found, flush=True)
+        serve(sys.argv[1], sys.stdin, found)

@@ -1,6 +1,6 @@
 """Measurements, not tests: `python -m tests.bench` (see __main__.py), and what it needs.
 
 Reading order: workload.py (what is asked), figures.py (what is measured, and the row it becomes), then one file per way
-to generate: with_transformers.py, with_engine.py, with_serve.py; worker.py (one method in one process), compare.py (all
-of them side by side), curves.py (tokens/s over rows and streams), spans.py and profile.py (where a round's time goes).
+to generate: with_transformers.py, with_engine.py, with_serve.py; worker.py (one method in one process), turns.py (all
+of them side by side), compare.py (the table and the ratios), curves.py (tokens/s over rows and streams), spans.py and profile.py (where a round's time goes).
 """

@@ -1,8 +1,7 @@
 """The bench runs from end to end on models that cost nothing."""
 
 import json
-from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -10,67 +9,19 @@ from statistics import median
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from engine.detokenizer import Detokenizer
-from engine.stats import SpeculationStats
-from tests.bench import bandwidth, compare, curves, prefill, timeline, turns, worker
-from tests.bench.figures import Batch, Row, Timeline, paired_ratio
+from tests.bench import bandwidth, compare, curves, prefill, timeline, turns
+from tests.bench.figures import Row
 from tests.bench.profile import in_process
 from tests.bench.spans import Spans
 from tests.bench.with_engine import EngineMethod
 from tests.bench.with_serve import Reading, RoundTimes
-from tests.bench.worker import Worker, WorkerProcess
+from tests.bench.worker import Worker
 from tests.bench.workload import Cell, Workload, read_prompts
 
 IN_PROCESS = ("transformers", "transformers-assisted", "engine-plain", "engine-speculative")
-
-
-def save_model(path: Path, *, seed: int) -> None:
-    torch.manual_seed(seed)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    config = LlamaConfig(
-        vocab_size=len(alphabet),
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(path)
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
-
-
-@pytest.fixture(scope="module")
-def workload(tmp_path_factory: pytest.TempPathFactory) -> Workload:
-    folder = tmp_path_factory.mktemp("pair")
-    for seed, name in enumerate(("target", "draft")):
-        save_model(folder / name, seed=seed)
-    return Workload(
-        target=str(folder / "target"),
-        draft=str(folder / "draft"),
-        dtype="float32",
-        device="cpu",
-        compile="off",
-        num_threads=torch.get_num_threads(),
-        prompts=[[5, 6, 7], [8, 9], [10, 11, 12, 13]],
-        cells=[Cell(1, 0.0), Cell(2, 0.7)],
-        num_tokens=4,
-    )
-
-
-@pytest.fixture
-def console() -> Console:
-    return Console(file=StringIO(), width=160)
 
 
 def printed(console: Console) -> str:
@@ -110,101 +61,6 @@ def test_every_method_in_this_process_fills_its_rows(workload: Workload, console
     written: list[dict[str, Any]] = json.loads((tmp_path / "rows.json").read_text())
     assert [list(row) for row in written] == [[field.name for field in fields(Row)]] * len(rows)
     assert [Row(**row) for row in written] == rows
-
-
-@dataclass(slots=True)
-class Scripted:
-    """A worker that notes who was asked when; a turn takes `seconds` times the machine's slowness at that time."""
-
-    name: str
-    asked: list[tuple[str, int]]
-    seconds: float = 1.0
-    fails_at: int | None = None
-    draft_lengths: list[int | None] = field(default_factory=lambda: [None])
-    is_closed: bool = False
-
-    def run(self, cell: Cell, index: int) -> list[Batch]:
-        self.asked.append((self.name, index))
-        if len(self.asked) == self.fails_at:
-            raise RuntimeError(f"{self.name} failed")
-        return [
-            Batch(self.seconds * 3**index, [Timeline(0.0, [0.5, 1.0])], SpeculationStats()) for _ in self.draft_lengths
-        ]
-
-    def hang_up(self) -> None:
-        assert not self.is_closed
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def test_methods_take_turns_and_nobody_always_follows_the_same_one(workload: Workload, console: Console) -> None:
-    asked: list[tuple[str, int]] = []
-    workers = {name: Scripted(name, asked) for name in ("engine-plain", "engine-speculative", "engine-adaptive")}
-    workload = replace(workload, cells=[Cell(1, 0.0)])
-    turns.collect(tuple(workers), workload, console, lambda name, _: workers[name])
-    num_turns = len(list(workload.batches(Cell(1, 0.0))))
-    assert [index for _, index in asked] == [0] * 3 + [turn for turn in range(num_turns) for _ in workers]
-    followed = Counter(zip([name for name, _ in asked[3:]], [name for name, _ in asked[4:]], strict=False))
-    for name in workers:
-        before = {first for first, second in followed if second == name and first != name}
-        assert len(before) == 2
-    assert all(worker.is_closed for worker in workers.values())
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
-def test_a_steady_drift_falls_on_all_alike_after_two_turns(count: int) -> None:
-    names = [str(index) for index in range(count)]
-    for turn in (0, 2, 4):
-        when = [*turns.order(names, turn), *turns.order(names, turn + 1)]
-        sums = {sum(time for time, name in enumerate(when) if name == own) for own in names}
-        assert len(sums) == 1
-
-
-def test_ratios_are_of_what_two_methods_made_of_the_same_turn() -> None:
-    def row(*rates: float) -> Row:
-        return Row("", 1, 0.0, None, 0.0, 0.0, 0.0, None, None, None, tokens_per_s_by_turn=list(rates))
-
-    assert paired_ratio(row(400, 100, 200), row(200, 50, 50)) == 2
-    with pytest.raises(ValueError, match="shorter"):
-        paired_ratio(row(1.0, 2.0), row(1.0))
-
-
-def test_of_several_ways_the_faster_counts_in_all_turns(workload: Workload, console: Console) -> None:
-    class TwoWays(Scripted):
-        def run(self, cell: Cell, index: int) -> list[Batch]:
-            slow, fast = super().run(cell, index)
-            return [replace(slow, elapsed_s=9.0), replace(fast, elapsed_s=2.0)]
-
-    worker = TwoWays("engine-plain", [], draft_lengths=[None, 4])
-    (row,), _ = turns.collect(("engine-plain",), replace(workload, cells=[Cell(1, 0.0)]), console, lambda *_: worker)
-    assert row.num_speculative_tokens == 4
-    assert set(row.tokens_per_s_by_turn) == {workload.num_tokens / 2.0}
-
-
-def test_a_method_that_fails_is_named_and_the_others_go_on(workload: Workload, console: Console) -> None:
-    def start(name: str, workload: Workload) -> turns.Worker:
-        if name == "engine-plain":
-            raise RuntimeError("engine-plain failed")
-        return failing if name == "engine-speculative" else Worker(name, workload)
-
-    failing = Scripted("engine-speculative", [], fails_at=3)
-    names = ("engine-plain", "engine-speculative", "transformers")
-    rows, failures = turns.collect(names, replace(workload, cells=[Cell(1, 0.0)]), console, start)
-    assert [row.name for row in rows] == ["transformers"]
-    assert failures == ["engine-plain failed", "engine-speculative failed"]
-    assert failing.is_closed
-
-
-def test_pinned_methods_are_alive_among_themselves_only(workload: Workload, console: Console) -> None:
-    workers: dict[str, Scripted] = {}
-
-    def start(name: str, workload: Workload) -> Scripted:
-        assert all(other.is_closed for other in workers.values() if other.name[:6] != name[:6])
-        return workers.setdefault(name, Scripted(name, []))
-
-    rows, _ = turns.collect(("pinned-plain", "engine-plain", "pinned-run-ahead"), workload, console, start)
-    assert list(dict.fromkeys(row.name for row in rows)) == ["engine-plain", "pinned-plain", "pinned-run-ahead"]
 
 
 def test_a_workload_survives_the_way_to_its_process(workload: Workload) -> None:
@@ -269,7 +125,7 @@ def test_a_curve_is_drawn(
     workload: Workload, console: Console, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def row(name: str, size: int) -> Row:
-        rates = {"plain": [100.0, 300.0], "speculative": [200.0, 200.0], "adaptive": [180.0, 220.0]}
+        rates = {"plain": [50.0, 60.0, 70.0], "speculative": [100.0, 200.0, 300.0], "adaptive": [150.0, 120.0, 300.0]}
         by_turn = rates[name.partition("-")[2]]
         return Row(name, size, 0.0, 4, 200.0, 5.0, 2.0, None, None, None, tokens_per_s_by_turn=by_turn)
 
@@ -325,34 +181,6 @@ def test_bandwidth_counts_the_matrices_once(
     assert found.weight_bytes == 4 * (2 * 16 * 16 + 2 * 16 * 8 + 3 * 16 * 32 + 300 * 16)
     assert not found.is_compiled
     assert f"share {found.share:.0%}" in printed(console)
-
-
-def test_a_peer_runs_in_the_environment_that_it_was_installed_in(
-    workload: Workload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    peers = tmp_path / "python"
-    peers.write_text(f'#!/bin/sh\nhead -n 1 > {tmp_path}/workload\necho "$@" >&2\nexit 1\n')
-    peers.chmod(0o700)
-    monkeypatch.setattr(worker, "PEERS_PYTHON", peers)
-    with pytest.raises(RuntimeError, match=r"bench.worker vllm-plain"):
-        WorkerProcess("vllm-plain", workload)
-    assert Workload.from_json((tmp_path / "workload").read_text()) == workload
-
-
-def test_a_worker_process_runs_what_it_is_asked_for_and_ends_when_nobody_asks(workload: Workload) -> None:
-    process = WorkerProcess("engine-speculative", workload)
-    try:
-        assert process.draft_lengths == [workload.num_speculative_tokens]
-        for cell in workload.cells:
-            (batch,) = process.run(cell, 1)
-            assert len(batch.timelines) == cell.batch_size
-            assert batch.speculation.num_rounds > 0
-        with pytest.raises(RuntimeError, match="IndexError"):
-            process.run(workload.cells[0], 1000)
-        with pytest.raises(RuntimeError, match="engine-speculative failed"):
-            process.run(workload.cells[0], 0)
-    finally:
-        process.close()
 
 
 @pytest.mark.e2e

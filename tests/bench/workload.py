@@ -55,9 +55,9 @@ class Workload:
     num_speculative_tokens: int = 4
 
     def batches(self, cell: Cell) -> Iterator[list[list[int]]]:
-        """Yield the batches of a cell: six single prompts, three small batches or two large ones."""
+        """Yield the batches of a cell: eight small ones or four large ones, for as many turns."""
         size = cell.batch_size
-        count = 6 if size == 1 else 3 if size <= 8 else 2
+        count = 8 if size <= 4 else 4
         endless = itertools.cycle(self.prompts)
         for _ in range(count):
             batch = list(itertools.islice(endless, size))

@@ -79,7 +79,7 @@ def test_of_several_ways_the_faster_counts_in_all_turns(workload: Workload, cons
 
 
 def test_a_method_that_fails_is_named_and_the_others_go_on(workload: Workload, console: Console) -> None:
-    def start(name: str, workload: Workload) -> turns.Worker:
+    def start(name: str, workload: Workload) -> turns.Contestant:
         if name == "engine-plain":
             raise RuntimeError("engine-plain failed")
         return failing if name == "engine-speculative" else Worker(name, workload)

@@ -16,7 +16,7 @@ from tests.bench.worker import WorkerProcess, cells_of
 from tests.bench.workload import Cell, Workload
 
 
-class Worker(Protocol):
+class Contestant(Protocol):
     """A method in all its ways: `worker.WorkerProcess`, or `worker.Worker` in this process."""
 
     draft_lengths: list[int | None]
@@ -28,7 +28,7 @@ class Worker(Protocol):
     def close(self) -> None: ...
 
 
-Start = Callable[[str, Workload], Worker]
+Start = Callable[[str, Workload], Contestant]
 
 
 def collect(
@@ -42,9 +42,10 @@ def collect(
     failures: list[str] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        for are_pinned in (False, True):
-            names_together = [name for name in names if name.startswith("pinned-") == are_pinned]
-            with _alive(names_together, workload, start, progress) as group:
+        pinned = [name for name in names if name.startswith("pinned-")]
+        others = [name for name in names if name not in pinned]
+        for together in filter(None, (others, pinned)):
+            with _alive(together, workload, start, progress) as group:
                 rows += group.rows(workload, progress)
             failures += group.failures
     return rows, failures
@@ -64,7 +65,7 @@ class _Group:
     """The workers that are alive together. One that fails is named in `failures` and no longer among them."""
 
     def __init__(self) -> None:
-        self.workers: dict[str, Worker] = {}
+        self.workers: dict[str, Contestant] = {}
         self.failures: list[str] = []
 
     def rows(self, workload: Workload, progress: Progress) -> Iterator[Row]:
@@ -108,9 +109,10 @@ class _Group:
 def _alive(names: Sequence[str], workload: Workload, start: Start, progress: Progress) -> Iterator[_Group]:
     """Start workers, one after the other, and end them all however the block ends."""
     group = _Group()
+    task = progress.add_task("starting", total=len(names))
     try:
         for name in names:
-            task = progress.add_task(f"starting {name}", total=1)
+            progress.update(task, description=f"starting {name}")
             try:
                 group.workers[name] = start(name, workload)
             except RuntimeError as error:

@@ -156,7 +156,7 @@ class WorkerProcess:
             self._process.stdin.flush()
         if answer := self._process.stdout.readline():
             return answer
-        self._process.wait(END_TIMEOUT_S)
+        self._end()
         self._log.seek(0)
         raise RuntimeError(f"{self._name} failed:\n{self._log.read()[-4000:]}")
 

@@ -13,7 +13,7 @@ soak      16 clients with good, bad and abandoned requests for two minutes: erro
 How a comparison is kept fair: every method gets the same token ids, ends with text, and makes the same number of tokens
 per prompt, end-of-text ignored. Models are loaded in the same number format with the same number of threads (the served
 application divides the cores among its processes itself, as it does for any user). Each method has a fresh process, so
-that thread pools and allocators do not disturb each other, and every cell is warmed up before it is timed. All processes
+that thread pools and allocators do not disturb each other, and each cell is warmed up before it is timed. All processes
 live side by side and take the batches of a cell in turn, in an order that changes, while the others sleep: a machine's
 speed drifts by half over minutes, but then for all alike. A ratio is the median of what two methods made of the same
 turns. The pinned methods take turns among themselves, with nobody else alive, for each needs every core. Nobody may

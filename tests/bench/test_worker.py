@@ -1,5 +1,6 @@
 """A worker in a process of its own: what it is asked, what it answers, how it ends."""
 
+import signal
 from pathlib import Path
 
 import psutil
@@ -43,5 +44,16 @@ def test_a_worker_process_that_fails_says_why(workload: Workload) -> None:
     try:
         with pytest.raises(RuntimeError, match=r"(?s)engine-plain failed.*IndexError"):
             process.run(workload.cells[0], 1000)
+    finally:
+        process.close()
+
+
+def test_a_terminated_worker_process_still_closes_its_method(workload: Workload) -> None:
+    before = psutil.Process().children()
+    process = WorkerProcess("engine-plain", workload)
+    try:
+        (child,) = set(psutil.Process().children()) - set(before)
+        child.terminate()
+        assert child.wait(60) == 128 + signal.SIGTERM
     finally:
         process.close()

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -175,6 +176,9 @@ def serve(name: str, requests: TextIO, answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
+    # An end from outside (`timeout`, a closed terminal) must reach what was started: a cluster has its own session.
+    for ending in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ending, lambda number, _: sys.exit(128 + number))
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as found:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # vLLM writes its log to stdout
         serve(sys.argv[1], sys.stdin, found)

@@ -141,6 +141,14 @@ class TracedContext:
     slots: Tensor
     blocks: Tensor
     masks: dict[int | None, Tensor]
+    _copied: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, copies: int) -> Tensor:
+        """Return [rows, 1, copies * length, context], copied once for all layers: for a prompt that is many bytes."""
+        key = (window, copies)
+        if key not in self._copied:
+            self._copied[key] = self.masks[window].repeat(1, 1, copies, 1)
+        return self._copied[key]
 
 
 def paged_attention(
@@ -201,8 +209,8 @@ def _traced_attention(
     keys, values = context.keys[layer], context.values[layer]
     keys.view(-1, *keys.shape[2:]).index_copy_(0, context.slots, key[0].transpose(0, 1))
     values.view(-1, *values.shape[2:]).index_copy_(0, context.slots, value[0].transpose(0, 1))
-    mask = context.masks[window]
-    rows, _, length, _ = mask.shape
+    rows, _, length, _ = context.masks[window].shape
+    mask = context.mask(window, query.shape[1] // keys.shape[2])
     # By rows of blocks, not flat: the compiler would divide to find each number's row again.
     read = (keys[context.blocks], values[context.blocks])
     return _attend(rows, length, query[0], *read, mask, scaling).unsqueeze(0)
@@ -236,7 +244,7 @@ def _attend(
     Args:
         query: [heads, rows * length, d].
         key, value: the rows' blocks one after the other, [..., kv_heads, d].
-        mask: [rows, 1, length or copies * length, context].
+        mask: [rows, 1, copies * length, context].
     """
     heads, _, head_dim = query.shape
     kv_heads = key.shape[-2]
@@ -247,8 +255,6 @@ def _attend(
     # [kv_heads, copies, rows, length, d] -> [rows, kv_heads, copies * length, d]
     query = query.view(kv_heads, copies, rows, length, head_dim).permute(2, 0, 1, 3, 4)
     query = query.reshape(rows, kv_heads, copies * length, head_dim)
-    if copies > 1 and mask.shape[2] == length:
-        mask = mask.repeat(1, 1, copies, 1)
     output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     output = output.view(rows, kv_heads, copies, length, head_dim).permute(0, 3, 1, 2, 4)
     return output.reshape(rows * length, heads, head_dim)

@@ -5,6 +5,7 @@ AOTInductor turns the pass into one call. One package serves every batch, becaus
 It holds code only; the weights stay the loaded model's.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import noise
-from engine.attention import KVTensors, PagedContext, TracedContext, additive_mask, slots_of
+from engine.attention import Group, KVTensors, PagedContext, TracedContext, additive_mask, slots_of
 from engine.batch import ForwardBatch, ForwardRow, build
 from engine.errors import PacelineError
 from engine.half_weights import with_half_weights
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_LENGTH = 64
-"""Longer rows are prompts: their passes cost arithmetic."""
+"""Longer rows are prompts: several threads compute them faster eagerly, since half weights know only one."""
+PIECE_LENGTH = 128
+"""One thread computes a prompt in pieces of so many tokens: all that a layer holds of them stays in the cache."""
 _NOISE_TOLERANCE = 1e-4
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -86,9 +89,41 @@ class Step(nn.Module):
 
 
 def can_run(batch: ForwardBatch) -> bool:
-    """Return whether a batch is of the kind that is compiled: one group of short rows that read from blocks."""
+    """Return whether one compiled pass computes a batch, however many threads there are: one group of short rows."""
     groups = batch.paged.groups
-    return len(groups) == 1 and not groups[0].is_prompt_start and groups[0].length <= MAX_LENGTH
+    return len(groups) == 1 and groups[0].length <= MAX_LENGTH
+
+
+def pieces(batch: ForwardBatch) -> Iterator[tuple[ForwardBatch, Tensor]]:
+    """Cut a batch into compiled passes, each of one group, or of a part of a long one that reads what came before it.
+
+    Yields:
+        A pass, and which of the batch's logits it computes: [n] indices of `logit_indices`.
+    """
+    for group in batch.paged.groups:
+        # Only a prompt, which is a group of one row, is longer than a piece.
+        for first in range(0, group.length, PIECE_LENGTH):
+            last = min(first + PIECE_LENGTH, group.length)
+            start, stop = group.start + first, group.start + group.rows * last
+            wanted = batch.logit_indices
+            (where,) = ((wanted >= start) & (wanted < stop)).nonzero(as_tuple=True)
+            part = PagedContext(batch.paged.kv, [_part(group, first, last, batch.paged.kv.block_size)])
+            yield ForwardBatch(batch.token_ids[start:stop], wanted[where] - start, part), where
+
+
+def _part(group: Group, first: int, last: int, block_size: int) -> Group:
+    """Return the tokens from `first` to `last` of every row, and the blocks that they see."""
+    width = int(group.places[:, last - 1].amax()) // block_size + 1 if last < group.length else group.blocks.shape[1]
+    return Group(
+        start=0,
+        rows=group.rows,
+        length=last - first,
+        blocks=group.blocks[:, :width],
+        positions=group.positions[:, first:last],
+        places=group.places[:, first:last],
+        limits=group.limits[:, first:last],
+        extra=None if group.extra is None else group.extra[:, first:last],
+    )
 
 
 def arguments(batch: ForwardBatch, draws: Draws | None = None) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -133,6 +168,14 @@ class CompiledForward:
         # A package takes memory as it comes and does not look at strides.
         logits, scores, tokens = self._run([*(part.contiguous() for part in own), *keys, *values])
         return logits, scores, tokens
+
+    def in_pieces(self, batch: ForwardBatch) -> Tensor:
+        """Compute a batch of any kind, one group or piece of a prompt after the other; returns [n, vocab] logits."""
+        found = [(self(piece)[0], where) for piece, where in pieces(batch)]
+        logits = torch.empty(len(batch.logit_indices), found[0][0].shape[-1])
+        for part, where in found:
+            logits[where] = part
+        return logits
 
     def check(self, batch: ForwardBatch, expected: Tensor) -> None:
         """Compare with the logits of the eager pass, and what is drawn from them with the noise as it is defined.

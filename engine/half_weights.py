@@ -7,13 +7,10 @@ row's products do not depend on the rows beside it, which rounding in a batch us
 """
 
 import copy
-import logging
 import warnings
 
 import torch
 from torch import Tensor, nn
-
-logger = logging.getLogger(__name__)
 
 _EXPONENT = 15
 """Weights are scaled until the largest is below 2**15: the largest float16 is 65504, the smallest 2**-24."""
@@ -61,7 +58,6 @@ def with_half_weights(module: nn.Module) -> nn.Module:
         for name, child in list(parent.named_children()):
             if id(child) in halves:
                 setattr(parent, name, halves[id(child)])
-    logger.info("%d of %d linear layers have 16-bit weights", len(halves), len(layers))
     return shared
 
 

@@ -25,6 +25,7 @@ from engine.compiled import CompiledForward, CompileError, Step, call, can_run, 
 from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.fusion import fuse_projections
+from engine.half_weights import HalfLinear
 from engine.noise import Draws
 from engine.shards import load_shard
 
@@ -124,6 +125,8 @@ class CausalLM:
         self._use_threads(batch)
         if self._compiled is not None and can_run(batch):
             return self._compiled(batch)[0]
+        if self._compiled is not None and torch.get_num_threads() == 1:
+            return self._compiled.in_pieces(batch)
         return self._forward_eagerly(batch)
 
     def can_draw(self, batch: ForwardBatch) -> bool:
@@ -143,11 +146,11 @@ class CausalLM:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether short rows run compiled."""
+        """Whether passes run compiled: short rows, and prompts where they have one thread."""
         return self._compiled is not None
 
     def compile(self) -> None:
-        """Run short rows compiled from now on; takes a minute where it was never done before.
+        """Run compiled from now on; takes a minute where it was never done before.
 
         Raises:
             CompileError: this model cannot be compiled here, or would compute something else.
@@ -173,17 +176,16 @@ class CausalLM:
             self._try_to_adopt()
         else:
             found = [self._package.exists(), compilation.noise_path().exists()]
-            logger.info(
-                "%s: compiling in the background, eager until then (%d of %d parts found in the cache)",
-                config.path,
-                sum(found),
-                len(found),
-            )
+            text = "%s: compiling in the background, eager until then (%d of %d parts found in the cache)"
+            logger.info(text, config.path, sum(found), len(found))
             compilation.Compiling(config, self.info.dtype, self._try_to_adopt)
 
     @functools.cached_property
     def _step(self) -> Step:
-        return Step(self.module, self._windows)
+        step = Step(self.module, self._windows)
+        halves = [type(child) is HalfLinear for child in step.modules() if isinstance(child, HalfLinear | nn.Linear)]
+        logger.info("%s: %d of %d linear layers have 16-bit weights", self.info.name, sum(halves), len(halves))
+        return step
 
     @functools.cached_property
     def _package(self) -> Path:

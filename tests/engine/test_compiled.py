@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from engine import compilation, noise
 from engine.batch import ForwardRow, build
-from engine.compiled import CompiledForward, CompileError, can_run, example, samples
+from engine.compiled import PIECE_LENGTH, CompiledForward, CompileError, can_run, example, pieces, samples
 from engine.config import ModelConfig
 from engine.drafters.model import ModelDrafter
 from engine.drafters.run_ahead import RunAheadDrafter
@@ -60,7 +60,8 @@ def test_compiled_text_does_not_depend_on_the_draft(path, request, tmp_path):
     generator = torch.Generator().manual_seed(0)
     requests = []
     for i in range(60):
-        prompt = torch.randint(2, VOCAB, (3 + i % 40,), generator=generator).tolist()
+        length = 3 + i % 40 + 130 * (i % 10 == 0)  # some are longer than a piece
+        prompt = torch.randint(2, VOCAB, (length,), generator=generator).tolist()
         temperature = (0.0, 0.7, 1.0)[i % 3]
         # What the pass draws by itself, and in the same batch what it cannot.
         more = {"ignore_eos": True}
@@ -84,6 +85,64 @@ def test_compiled_text_does_not_depend_on_the_draft(path, request, tmp_path):
     noise.use(None)
     eager = run(make_engine(load(path), grammars=grammars, num_speculative_tokens=0), requests)
     assert sum(eager[name] == plain[name] for name in plain) >= 58  # a rounding may tip a near-tie
+
+
+def mixed_rows():
+    """Prompts from their start and from the middle, longer than two pieces, among short rows and a tree."""
+    ids = torch.randint(2, VOCAB, (700,), generator=torch.Generator().manual_seed(1)).tolist()
+    tables = torch.arange(1, 60).flip(0).tolist()
+    return [
+        ForwardRow(ids[:300], 0, tables[:20], 2),
+        ForwardRow(ids[300:301], 20, tables[20:22], 1),
+        ForwardRow(ids[310:586], 40, tables[22:42], 276),
+        ForwardRow(ids[600:606], 9, tables[42:43], 4, parents=[-1, -1, 0, 1]),
+        ForwardRow(ids[620:690], 3, tables[43:48], 0),
+    ]
+
+
+def both_caches(model):
+    kv, others = model.kv_tensors(60, 16), model.kv_tensors(60, 16)
+    for cache, other in zip((*kv.keys, *kv.values), (*others.keys, *others.values), strict=True):
+        other.copy_(cache.normal_())
+    return kv, others
+
+
+def assert_same_caches(kv, others):
+    for cache, other in zip((*kv.keys, *kv.values), (*others.keys, *others.values), strict=True):
+        assert torch.allclose(cache[1:], other[1:], atol=1e-5)  # padding goes to block 0
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_pieces_compute_what_the_whole_batch_does(window, tmp_path):
+    save(MistralConfig(**SIZES, sliding_window=window), tmp_path)
+    model = load(str(tmp_path))
+    kv, others = both_caches(model)
+    batch = build(mixed_rows(), kv)
+    with torch.inference_mode():
+        expected = model._forward_eagerly(build(mixed_rows(), others))
+        found = torch.full_like(expected, float("nan"))
+        lengths = []
+        for piece, where in pieces(batch):
+            found[where] = model._forward_eagerly(piece)
+            lengths.append(len(piece.token_ids))
+    assert max(lengths) == PIECE_LENGTH
+    assert sum(lengths) == len(batch.token_ids)
+    assert (found - expected).abs().max() < 1e-4
+    assert_same_caches(kv, others)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_prompts_run_compiled_where_they_have_one_thread(target_path, monkeypatch):
+    model = load(target_path)
+    model.compile()
+    kv, others = both_caches(model)
+    with torch.inference_mode():
+        expected = model._forward_eagerly(build(mixed_rows(), others))
+    monkeypatch.setattr(model, "_forward_eagerly", lambda batch: pytest.fail("it ran eagerly"))
+    torch.set_num_threads(1)
+    assert (model.forward(build(mixed_rows(), kv)) - expected).abs().max() < 1e-4
+    assert_same_caches(kv, others)
 
 
 @pytest.mark.slow
@@ -133,9 +192,9 @@ def test_without_a_compiler_it_runs_eagerly(target_path, monkeypatch, caplog):
     assert "there is no C++ compiler" in caplog.text
 
 
-def test_prompts_run_eagerly(target):
+def test_one_pass_computes_short_rows_only(target):
     kv = target.kv_tensors(16, 16)
     assert can_run(example(kv)[0])
-    assert not can_run(build([ForwardRow([3] * 20, 0, [1, 2], 1)], kv))
+    assert can_run(build([ForwardRow([3] * 20, 0, [1, 2], 1)], kv))
     assert not can_run(build([ForwardRow([3] * 80, 16, [1, 2, 3, 4, 5, 6], 1)], kv))
     assert not can_run(build([ForwardRow([3], 5, [1], 1), ForwardRow([3] * 20, 0, [1, 2], 1)], kv))

@@ -176,10 +176,20 @@ def probabilities(shaped: Tensor, runs: Sequence[Run]) -> Tensor:
     return probs
 
 
+def _sent(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers as a tensor on a device, without waiting for what the device does."""
+    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+
+
+def _may_ask(device: torch.device) -> bool:
+    """Return whether a look at a result, to save work, is cheap: elsewhere it waits for everything before it."""
+    return device.type == "cpu"
+
+
 def _column(runs: Sequence[Run], like: Tensor, value: Callable[[SamplingParams], float]) -> Tensor:
     """Return one number per row, [n, 1]."""
     numbers = [value(run.params) for run in runs for _ in run.depths]
-    return torch.tensor(numbers, dtype=like.dtype, device=like.device).unsqueeze(-1)
+    return _sent(numbers, like.device, like.dtype).unsqueeze(-1)
 
 
 def _forbid_the_end(rows: Tensor, run: Run) -> None:
@@ -236,12 +246,16 @@ def _keep_top(logits: Tensor, runs: Sequence[Run]) -> None:
     cut = [i for i, own in enumerate(params) if own.temperature > 0 and (limits[i] < vocab or own.top_p < 1)]
     # Few tokens hold the weight of most rows, and finding them takes a tenth of sorting all or less.
     count = max(_NUM_CANDIDATES, *(limits[i] for i in cut if limits[i] < vocab), 0)
+    if not _may_ask(logits.device) and any(limits[i] > count for i in cut):
+        count = vocab
     while cut:
-        rows = torch.tensor(cut, device=logits.device)
-        limit = torch.tensor([limits[i] for i in cut], device=logits.device).unsqueeze(-1)
-        top_p = torch.tensor([params[i].top_p for i in cut], device=logits.device).unsqueeze(-1)
+        rows = _sent(cut, logits.device)
+        limit = _sent([limits[i] for i in cut], logits.device).unsqueeze(-1)
+        top_p = _sent([params[i].top_p for i in cut], logits.device).unsqueeze(-1)
         kept, is_found = _top(logits[rows], limit, top_p, min(count, vocab))
         logits[rows] = kept
+        if all(limits[i] <= count for i in cut):
+            break
         cut = [i for i, found in zip(cut, is_found.tolist(), strict=True) if not found]
         count *= 16
 
@@ -266,6 +280,6 @@ def _top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tens
     last = values.gather(-1, size - 1)
     above, level = logits > last, logits == last
     room = size - above.sum(-1, keepdim=True)
-    if bool((level.sum(-1, keepdim=True) > room).any()):
+    if not _may_ask(logits.device) or bool((level.sum(-1, keepdim=True) > room).any()):
         level &= level.cumsum(-1) <= room
     return logits.masked_fill(~(above | level) & is_found, float("-inf")), is_found.squeeze(-1)

@@ -162,9 +162,11 @@ def kept_by_sorting(row, top_k, top_p):
     return kept
 
 
+@pytest.mark.parametrize("may_ask", [True, False])
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 4.0])
-def test_looking_among_the_likeliest_first_keeps_what_sorting_all_would_keep(scale):
+def test_looking_among_the_likeliest_first_keeps_what_sorting_all_would_keep(scale, may_ask, monkeypatch):
     """A large vocabulary with many equal logits; flat rows need more tokens than are looked among first."""
+    monkeypatch.setattr("engine.logits._may_ask", lambda _: may_ask)
     chance = random.Random(5)
     generator = torch.Generator().manual_seed(6)
     vocab = 1000

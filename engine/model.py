@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MAX_IN_PIECES = 512
+"""Tokens of a row; each piece of a longer prompt would look at all before it with a mask, which costs more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -125,7 +128,8 @@ class CausalLM:
         self._use_threads(batch)
         if self._compiled is not None and can_run(batch):
             return self._compiled(batch)[0]
-        if self._compiled is not None and torch.get_num_threads() == 1:
+        is_short = all(group.length <= _MAX_IN_PIECES for group in batch.paged.groups)
+        if self._compiled is not None and torch.get_num_threads() == 1 and is_short:
             return self._compiled.in_pieces(batch)
         return self._forward_eagerly(batch)
 

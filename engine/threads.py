@@ -12,7 +12,7 @@ import torch
 from engine.batch import MAX_GROUPED_LENGTH, ForwardRow, build
 from engine.model import CausalLM
 
-_SIZES = {"decoding": (1, 5), "a batch": (8, 5), "prompts": (1, 128)}
+_SIZES = {"decoding": (1, 5), "a batch": (8, 5), "prompts": (1, 128), "long prompts": (1, 512)}
 """Passes that are tried, as rows and tokens per row."""
 _NUM_PASSES = 12
 _MAX_TRIAL_S = 0.2

@@ -108,13 +108,16 @@ def plan_draws(
         params: per row; where they are not plain, the row is drawn greedily, of no use to anybody.
         positions: per row, of the token that the first step draws.
     """
-    noisy = [i for i, own in enumerate(params) if own.temperature > 0 and own.is_plain]
+    # Branches of one request often draw at the same position, and noise costs more than looking it up.
+    known: dict[tuple[int, int], int] = {}
     rows, temperatures = [0] * len(params), [1.0] * len(params)
-    for nth, i in enumerate(noisy):
-        rows[i], temperatures[i] = nth + 1, params[i].temperature
-    seeds = [params[i].seed or 0 for i in noisy]
-    later = [positions[i] + step for step in range(steps) for i in noisy]
-    keys = noise.keys(seeds * steps, later, noise.TARGET_STREAM, device).view(steps, len(noisy), 2)
+    for i, (own, position) in enumerate(zip(params, positions, strict=True)):
+        if own.temperature > 0 and own.is_plain:
+            rows[i] = known.setdefault((own.seed or 0, position), len(known) + 1)
+            temperatures[i] = own.temperature
+    seeds = [seed for seed, _ in known]
+    later = [position + step for step in range(steps) for _, position in known]
+    keys = noise.keys(seeds * steps, later, noise.TARGET_STREAM, device).view(steps, len(known), 2)
     column = torch.tensor(temperatures, device=device).unsqueeze(-1)
     index = torch.tensor(rows, dtype=torch.int64, device=device)
     return [Draws(column, own, index) for own in keys]
@@ -129,30 +132,14 @@ def draw(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM)
     Returns:
         [n] int64.
     """
+    return noised(shaped, runs, stream).argmax(-1)
+
+
+def noised(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM) -> Tensor:
+    """Return the scores whose argmax `draw` draws, [n, vocab]; without a row's best, it would draw the next one."""
     if all(run.params.temperature == 0 for run in runs):
-        return shaped.argmax(-1)
-    return (shaped + gumbel_rows(runs, shaped, stream)).argmax(-1)
-
-
-def rank(shaped: Tensor, runs: Sequence[Run], count: int, stream: int = noise.TARGET_STREAM) -> Tensor:
-    """Return the tokens that `draw` would draw, and those it would draw if they were forbidden one after the other.
-
-    Args:
-        shaped: [n, vocab], from `shape`.
-
-    Returns:
-        [n, count] int64, the one drawn first; -1 where no token is left.
-    """
-    scores = shaped
-    if any(run.params.temperature > 0 for run in runs):
-        scores = shaped + gumbel_rows(runs, shaped, stream)
-    return best(scores, count)
-
-
-def best(scores: Tensor, count: int) -> Tensor:
-    """Return the ids of each row's highest scores, [n, count] int64, the highest first; -1 instead of those at -inf."""
-    values, ids = scores.topk(min(count, scores.shape[-1]), -1)
-    return ids.masked_fill_(values == float("-inf"), -1)
+        return shaped
+    return shaped + gumbel_rows(runs, shaped, stream)
 
 
 def gumbel_rows(runs: Sequence[Run], like: Tensor, stream: int) -> Tensor:

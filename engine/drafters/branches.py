@@ -16,6 +16,7 @@ from engine.attention import Group, KVTensors, PagedContext
 from engine.batch import ForwardBatch
 from engine.draft import ProposeRow
 from engine.drafters.chain import Chain, Drawn, extend
+from engine.drafters.verdicts import Options
 from engine.sampling import SamplingParams
 
 
@@ -26,12 +27,14 @@ class Trunk:
     Attributes:
         base: how many tokens were committed then.
         chain: the draft that was sent.
+        outlook: [length + 1], what may come after each number of accepted tokens.
         roots: per branch, the verdict it bets on: how many accepted, and the token after them.
     """
 
     row: ProposeRow
     base: int
     chain: Chain
+    outlook: list[Options] = field(default_factory=list)
     roots: list[tuple[int, int]] = field(default_factory=list)
 
     def verdict(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
@@ -46,20 +49,6 @@ class Trunk:
             return None
         return accepted, token_ids[-1]
 
-    def choose_roots(self, counts: Sequence[int], candidates: Sequence[Sequence[int]], end_ids: frozenset[int]) -> None:
-        """Bet on the likeliest tokens after each accepted length.
-
-        Args:
-            counts: [length + 1] how many to bet on.
-            candidates: [length + 1] tokens, the likeliest first.
-            end_ids: tokens after which nothing is drafted.
-        """
-        for accepted, (count, tokens) in enumerate(zip(counts, candidates, strict=True)):
-            # What was drafted there is not what comes instead of it.
-            drafted = self.chain.token_ids[accepted : accepted + 1]
-            able = [token for token in tokens if token >= 0 and token not in drafted and token not in end_ids]
-            self.roots += [(accepted, token) for token in able[:count]]
-
 
 class Branches:
     """The branches of some trunks, padded to the same number per trunk, as they grow.
@@ -69,7 +58,6 @@ class Branches:
     Attributes:
         roots: [trunks * width] the tokens the branches begin with.
         num_computed: tokens computed of each branch, its root included.
-        chains: [trunks * width] the drafts, as far as `collect` has fetched them.
     """
 
     def __init__(self, trunks: Sequence[Trunk], width: int, tables: Sequence[Sequence[int]], kv: KVTensors) -> None:
@@ -82,7 +70,6 @@ class Branches:
         self.trunks = list(trunks)
         self.num_computed = 0
         self._width = width
-        self.chains: list[Chain] = []
         self._kv = kv
         self._drawn: list[Drawn] = []
         device = kv.keys[0].device
@@ -134,23 +121,19 @@ class Branches:
 
     def paths(self) -> list[list[list[int]]]:
         """Return, per trunk and branch, the tokens between the tip and the next draw."""
-        self.collect()
-        chains = iter(self.chains)
+        drawn = torch.stack([one.tokens for one in self._drawn], -1).tolist() if self._drawn else []
+        rows = iter(drawn or [[]] * self.roots.numel())
         return [
-            [[*trunk.chain.token_ids[:accepted], token, *next(chains).token_ids] for accepted, token in bets]
+            [[*trunk.chain.token_ids[:accepted], token, *next(rows)] for accepted, token in bets]
             for trunk, bets in zip(self.trunks, self._bets, strict=True)
         ]
 
-    def collect(self) -> None:
-        """Bring what was drawn to the host."""
-        self.chains = self.chains or [Chain() for _ in range(self.roots.numel())]
-        extend(self.chains, self._drawn, [len(self._drawn)] * len(self.chains))
-        self._drawn.clear()
-
-    def chain(self, trunk: Trunk, branch: int) -> Chain:
-        """Return the draft that a branch got so far."""
-        self.collect()
-        return self.chains[self.trunks.index(trunk) * self._width + branch]
+    def chains(self, chosen: Sequence[tuple[Trunk, int]]) -> list[Chain]:
+        """Return the drafts that some trunks' branches got so far."""
+        chains = [Chain() for _ in chosen]
+        rows = [self.trunks.index(trunk) * self._width + branch for trunk, branch in chosen]
+        extend(chains, self._drawn, rows, [self.num_computed] * len(chains))
+        return chains
 
     def entries(self, trunk: Trunk, branch: int) -> tuple[list[int], list[int]]:
         """Return the places of a branch's computed tokens, and where they belong if it came true."""

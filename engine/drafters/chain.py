@@ -10,34 +10,61 @@ from engine.draft import Draft, chain
 
 
 @dataclass(frozen=True, slots=True)
+class Ranking:
+    """What is likely to be committed next: the higher a token's score, the likelier.
+
+    Attributes:
+        scores: [n, m].
+        token_ids: [n, m] whose scores they are; None is the whole vocabulary.
+    """
+
+    scores: Tensor
+    token_ids: Tensor | None = None
+
+    def row(self, index: int) -> "Ranking":
+        """Return one row, as a ranking of one."""
+        ids = None if self.token_ids is None else self.token_ids[index : index + 1]
+        return Ranking(self.scores[index : index + 1], ids)
+
+    def top(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the highest scores of each row and their tokens, [n, count] each, the best first."""
+        scores, ids = self.scores.topk(min(count, self.scores.shape[-1]), -1)
+        return scores, ids if self.token_ids is None else self.token_ids.gather(-1, ids)
+
+    @staticmethod
+    def joined(rankings: Sequence["Ranking"]) -> "Ranking":
+        """Return the rows of all rankings, which are of one kind."""
+        ids = [own.token_ids for own in rankings if own.token_ids is not None]
+        return Ranking(torch.cat([own.scores for own in rankings]), torch.cat(ids) if ids else None)
+
+
+@dataclass(frozen=True, slots=True)
 class Drawn:
     """What one forward pass drew, still on the device.
 
     Attributes:
         tokens: [n].
         top: [n, m] ids and [n, m] probabilities that the tokens were sampled from; the rejection rule only.
-        candidates: [n, c] the likeliest next committed tokens, best first, -1 beyond what may be drawn; for
-            running ahead only.
+        ranking: [n] of the next committed token; for running ahead only.
     """
 
     tokens: Tensor
     top: tuple[Tensor, Tensor] | None = None
-    candidates: Tensor | None = None
+    ranking: Ranking | None = None
 
 
 @dataclass(slots=True)
 class Chain:
-    """One request's draft tokens; `top_ids`, `top_probs` and `candidates` are per token, or empty."""
+    """One request's draft tokens; `top_ids`, `top_probs` and `rankings` are per token, or empty."""
 
     token_ids: list[int] = field(default_factory=list)
     top_ids: list[list[int]] = field(default_factory=list)
     top_probs: list[list[float]] = field(default_factory=list)
-    candidates: list[list[int]] = field(default_factory=list)
+    rankings: list[Ranking] = field(default_factory=list)
 
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens."""
-        for part in (self.token_ids, self.top_ids, self.top_probs, self.candidates):
-            del part[length:]
+        del self.token_ids[length:], self.top_ids[length:], self.top_probs[length:], self.rankings[length:]
 
     def draft(self) -> Draft:
         """Return the chain as it is sent to the target."""
@@ -45,21 +72,18 @@ class Chain:
         return Draft(draft.token_ids, draft.parents, self.top_ids, self.top_probs) if self.top_ids else draft
 
 
-def extend(chains: Sequence[Chain], drawn: Sequence[Drawn], counts: Sequence[int]) -> None:
-    """Append each row's first `counts` draws to its chain; the one place where draws come to the host."""
+def extend(chains: Sequence[Chain], drawn: Sequence[Drawn], rows: Sequence[int], counts: Sequence[int]) -> None:
+    """Append the first `counts` draws of a row to each chain; where draws come to the host, rankings stay."""
     if not drawn:
         return
     tokens = torch.stack([one.tokens for one in drawn], 1).tolist()
-    for own, row, count in zip(chains, tokens, counts, strict=True):
-        own.token_ids += row[:count]
     tops = [one.top for one in drawn if one.top is not None]
-    if tops:
-        ids = torch.stack([top[0] for top in tops], 1).tolist()
-        probs = torch.stack([top[1] for top in tops], 1).tolist()
-        for own, row_ids, row_probs, count in zip(chains, ids, probs, counts, strict=True):
-            own.top_ids += row_ids[:count]
-            own.top_probs += row_probs[:count]
-    ranked = [one.candidates for one in drawn if one.candidates is not None]
-    if ranked:
-        for own, row, count in zip(chains, torch.stack(ranked, 1).tolist(), counts, strict=True):
-            own.candidates += row[:count]
+    ids = torch.stack([top[0] for top in tops], 1).tolist() if tops else []
+    probs = torch.stack([top[1] for top in tops], 1).tolist() if tops else []
+    rankings = [one.ranking for one in drawn if one.ranking is not None]
+    for own, row, count in zip(chains, rows, counts, strict=True):
+        own.token_ids += tokens[row][:count]
+        if tops:
+            own.top_ids += ids[row][:count]
+            own.top_probs += probs[row][:count]
+        own.rankings += [ranking.row(row) for ranking in rankings[:count]]

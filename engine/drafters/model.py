@@ -18,10 +18,10 @@ from engine import noise
 from engine.batch import ForwardBatch, ForwardRow, build, next_tokens
 from engine.config import EngineConfig
 from engine.draft import NO_DRAFT, Draft, ProposeRow
-from engine.drafters.chain import Chain, Drawn, extend
+from engine.drafters.chain import Chain, Drawn, Ranking, extend
 from engine.grammar import Grammars, matcher_of
 from engine.kv_cache import BlockPool
-from engine.logits import Run, best, draw, plan_draws, rank, shape
+from engine.logits import Run, draw, noised, plan_draws, shape
 from engine.memory import count_blocks
 from engine.model import CausalLM
 from engine.noise import Draws
@@ -48,7 +48,7 @@ class ModelDrafter:
         config: EngineConfig,
         *,
         token_limit: int | None = None,
-        num_candidates: int = 0,
+        ranks: bool = False,
         grammars: Grammars | None = None,
     ) -> None:
         """Make the draft's KV cache.
@@ -56,7 +56,7 @@ class ModelDrafter:
         Args:
             token_limit: the target's vocabulary size, where it differs from the draft's: families pad theirs
                 differently. Ids beyond it are never drafted; the target's further ids are never likely.
-            num_candidates: likeliest next tokens to note at every draw, for running ahead.
+            ranks: keep at every draw what may be committed next, for running ahead.
             grammars: without them, no request may have one.
         """
         self.model = model
@@ -66,7 +66,7 @@ class ModelDrafter:
         self._pool = BlockPool(num_blocks, config.block_size, share=False)
         self._kv = model.kv_tensors(num_blocks, config.block_size)
         self._sends_rows = config.verification == "rejection"
-        self._num_candidates = num_candidates
+        self._ranks = ranks
         self._chunk = config.max_num_batched_tokens
         self._prefixes: OrderedDict[str, Prefix] = OrderedDict()
 
@@ -142,7 +142,7 @@ class ModelDrafter:
             depths = [[head + step] for head in heads]
             runs = functools.partial(self._runs, rows, depths, lambda: self._paths(chains, drawn))
             drawn.append(self._pass(batch, plan[step], runs))
-        extend(chains, drawn, counts)
+        extend(chains, drawn, range(len(chains)), counts)
         for text, prefix, chain, head, count in zip(texts, prefixes, chains, heads, counts, strict=True):
             # The last draft token was not computed, and what a row drew beyond its own draft may have no block.
             prefix.token_ids = [*text, *chain.token_ids[head : head + min(count, depth - 1)]]
@@ -185,7 +185,11 @@ class ModelDrafter:
         if draws is None or not self.model.can_draw(batch):
             return self._draw(self.model.forward(batch), runs())
         _, scores, tokens = self.model.forward_and_draw(batch, draws)
-        return Drawn(tokens, None, best(scores, self._num_candidates) if self._num_candidates else None)
+        return Drawn(tokens, None, self._ranking(scores) if self._ranks else None)
+
+    def _ranking(self, scores: Tensor) -> Ranking:
+        """Return what to keep of scores [n, vocab] that the next committed token is likely to maximise."""
+        return Ranking(scores)
 
     def _in_target_ids(self, logits: Tensor) -> Tensor:
         """Cut or widen logits [rows, own vocab] to the target's vocabulary."""
@@ -222,13 +226,12 @@ class ModelDrafter:
         shaped = shape(self._in_target_ids(logits), runs)
         if self._sends_rows:
             tokens, top = self._sample_sparse(shaped, runs)
+            if not self._ranks:
+                return Drawn(tokens, top)
             # What follows a rejection is drawn with the verifier's noise for it.
-            ranked = rank(shaped, runs, self._num_candidates, noise.RESIDUAL_STREAM) if self._num_candidates else None
-            return Drawn(tokens, top, ranked)
-        if not self._num_candidates:
-            return Drawn(draw(shaped, runs))
-        ranked = rank(shaped, runs, self._num_candidates)
-        return Drawn(ranked[:, 0], None, ranked)
+            return Drawn(tokens, top, self._ranking(noised(shaped, runs, noise.RESIDUAL_STREAM)))
+        scores = noised(shaped, runs)
+        return Drawn(scores.argmax(-1), None, self._ranking(scores) if self._ranks else None)
 
     def _sample_sparse(self, shaped: Tensor, runs: Sequence[Run]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Sample from the top m tokens; returns the tokens [rows] and the rows they came from, [rows, m] each."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-WIDTHS = (6, 8, 12, 16, 20, 24)
+WIDTHS = (4, 6, 8, 12, 16, 20, 24)
 _SMOOTHING = 0.9
 _LONGEST_ROUND_S = 1.0
 _SLACK = 0.8
@@ -13,7 +13,7 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.width = WIDTHS.index(16)
+        self.width = WIDTHS.index(8)
         self._step_s: float | None = None
         self._pass_s = 0.0
         self._gap_s: float | None = None

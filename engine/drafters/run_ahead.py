@@ -14,19 +14,21 @@ import time
 from collections.abc import Callable, Generator, Sequence
 
 import torch
+from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.draft import Draft, ProposeRow
 from engine.drafters.branches import Branches, Trunk
-from engine.drafters.chain import Chain
-from engine.drafters.fan_out import AcceptedLengths, fan_out
-from engine.drafters.model import ModelDrafter
+from engine.drafters.chain import Chain, Ranking
+from engine.drafters.foresight import NUM_CANDIDATES, Foresight
+from engine.drafters.model import ModelDrafter, Prefix
 from engine.drafters.pace import WIDTHS, Pace
 from engine.grammar import Grammars
 from engine.model import CausalLM
 from engine.stats import RunAheadStats
 
-NUM_CANDIDATES = 10
+_MAX_SCORES_BYTES = 1 << 28
+"""What a round's scores may take; where the vocabulary is larger, only the best of them are kept."""
 
 
 class RunAheadDrafter(ModelDrafter):
@@ -42,16 +44,18 @@ class RunAheadDrafter(ModelDrafter):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Make the draft's KV cache; `clock` (seconds, from any start) is what passes and rounds are measured with."""
-        super().__init__(model, config, token_limit=token_limit, num_candidates=NUM_CANDIDATES, grammars=grammars)
+        super().__init__(model, config, token_limit=token_limit, ranks=True, grammars=grammars)
         self.stats = RunAheadStats()
         self._depth = max(1, config.num_speculative_tokens)
-        self._accepted = AcceptedLengths(self._depth)
+        self._foresight = Foresight(self._depth, shares_noise=config.verification == "coupled")
         self._trunks: dict[str, Trunk] = {}
         self._branches: Branches | None = None
         self._work: Generator[None, None, None] | None = None
         self._num_passes = 0
         self._clock = clock
         self._pace = Pace(clock)
+        num_scores = config.max_num_seqs * WIDTHS[-1] * self._depth * self._vocab_size
+        self._keeps_scores = num_scores * torch.float32.itemsize <= _MAX_SCORES_BYTES
 
     @property
     def has_time(self) -> bool:
@@ -110,6 +114,11 @@ class RunAheadDrafter(ModelDrafter):
         trunk = self._trunks.get(row.request_id)
         return None if trunk is None else trunk.verdict(row.token_ids)
 
+    def _ranking(self, scores: Tensor) -> Ranking:
+        # Only the branch that comes true needs its best scores found, so it is done late where memory allows it.
+        ranking = Ranking(self._in_target_ids(scores))
+        return ranking if self._keeps_scores else Ranking(*ranking.top(NUM_CANDIDATES))
+
     def _num_grown(self) -> int:
         return 0 if self._branches is None else self._branches.num_computed
 
@@ -124,25 +133,20 @@ class RunAheadDrafter(ModelDrafter):
 
     def _take_prepared(self, rows: Sequence[ProposeRow], verdicts: Sequence[tuple[int, int] | None]) -> list[Chain]:
         """Return what is prepared for each row, with its keys and values moved to where they belong."""
-        chains = []
-        sources: list[int] = []
-        targets: list[int] = []
-        for row, verdict in zip(rows, verdicts, strict=True):
+        chosen: dict[int, tuple[Trunk, int]] = {}
+        for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
             found = "stale" if verdict is None else self._find_prepared(row, verdict)
-            if isinstance(found, str):
-                if row.num_draft_tokens:
-                    self.stats.misses[found] = self.stats.misses.get(found, 0) + 1
-                chains.append(Chain())
-                continue
-            self.stats.hits += row.num_draft_tokens > 0
-            prepared, entries = found
-            chains.append(prepared)
-            block_ids = self._prefixes[row.request_id].block_ids
-            for places, slots in zip(entries, (sources, targets), strict=True):
-                slots += [self._slot(block_ids, place) for place in places]
-        if sources:
-            device = self.model.device
-            self._kv.move(torch.tensor(sources, device=device), torch.tensor(targets, device=device))
+            if not isinstance(found, str):
+                chosen[i] = found
+                self.stats.hits += row.num_draft_tokens > 0
+            elif row.num_draft_tokens:
+                self.stats.misses[found] = self.stats.misses.get(found, 0) + 1
+        chains = [Chain() for _ in rows]
+        if chosen:
+            assert self._branches is not None
+            for i, chain in zip(chosen, self._branches.chains(list(chosen.values())), strict=True):
+                chains[i] = chain
+            self._move([(self._prefixes[rows[i].request_id], *own) for i, own in chosen.items()], self._branches)
         else:
             self.stats.num_wasted += self._num_passes
         self._num_passes = 0
@@ -151,19 +155,24 @@ class RunAheadDrafter(ModelDrafter):
                 self._prefixes[row.request_id].token_ids = [*row.token_ids, *chain.token_ids[:-1]]
         return chains
 
-    def _find_prepared(
-        self, row: ProposeRow, verdict: tuple[int, int]
-    ) -> tuple[Chain, tuple[list[int], list[int]]] | str:
-        """Return a row's prepared draft with the places of its entries, or the reason why there is none."""
+    def _find_prepared(self, row: ProposeRow, verdict: tuple[int, int]) -> tuple[Trunk, int] | str:
+        """Return a row's trunk and the branch that came true, or the reason why none did."""
         trunk, branches = self._trunks[row.request_id], self._branches
-        if trunk.chain.token_ids:
-            self._accepted.observe(verdict[0], len(trunk.chain.token_ids))
+        self._foresight.learn(trunk, *verdict)
         if branches is None or not branches.num_computed or not trunk.roots:
             return "unprepared"
         if verdict not in trunk.roots:
             return "token"
-        branch = trunk.roots.index(verdict)
-        return branches.chain(trunk, branch), branches.entries(trunk, branch)
+        return trunk, trunk.roots.index(verdict)
+
+    def _move(self, chosen: Sequence[tuple[Prefix, Trunk, int]], branches: Branches) -> None:
+        """Bring the keys and values of the branches that came true to where they belong."""
+        slots: tuple[list[int], list[int]] = ([], [])
+        for prefix, trunk, branch in chosen:
+            for own, places in zip(slots, branches.entries(trunk, branch), strict=True):
+                own += [self._slot(prefix.block_ids, place) for place in places]
+        sources, targets = (torch.tensor(own, device=self.model.device) for own in slots)
+        self._kv.move(sources, targets)
 
     def _slot(self, block_ids: Sequence[int], place: int) -> int:
         size = self._kv.block_size
@@ -183,8 +192,8 @@ class RunAheadDrafter(ModelDrafter):
         """
         if not any(chain.token_ids for chain in chains):
             return True
-        now = sum(1 + self._accepted.expected(len(chain.token_ids)) for chain in chains)
-        later = sum(1 + self._accepted.expected(row.num_draft_tokens) for row in rows)
+        now = sum(1 + self._foresight.accepted.expected(len(chain.token_ids)) for chain in chains)
+        later = sum(1 + self._foresight.accepted.expected(row.num_draft_tokens) for row in rows)
         missing = max(row.num_draft_tokens - len(chain.token_ids) for row, chain in zip(rows, chains, strict=True))
         return self._pace.slowdown(missing) < later / now
 
@@ -250,14 +259,12 @@ class RunAheadDrafter(ModelDrafter):
         drawn = self._pass(batch, draws, runs)
         for text, prefix in zip(texts, prefixes, strict=True):
             prefix.token_ids = text
-        assert drawn.candidates is not None
-        for trunk, last in zip(trunks, drawn.candidates.tolist(), strict=True):
-            row = trunk.row
-            end_ids = () if row.params.ignore_eos else self.model.info.eos_token_ids
-            counts = fan_out(self._accepted.probabilities(len(trunk.chain.token_ids)), width)
-            trunk.choose_roots(
-                counts, [*trunk.chain.candidates, last], frozenset({*end_ids, *row.params.stop_token_ids})
-            )
+        assert drawn.ranking is not None
+        self._foresight.look(trunks, drawn.ranking)
+        for trunk in trunks:
+            params = trunk.row.params
+            eos = () if params.ignore_eos else self.model.info.eos_token_ids
+            self._foresight.bet(trunk, width, {*eos, *params.stop_token_ids})
         self._passed()
         yield
 

@@ -7,7 +7,6 @@ import torch
 
 from engine.config import EngineConfig
 from engine.draft import ProposeRow
-from engine.drafters.fan_out import AcceptedLengths, fan_out
 from engine.drafters.model import ModelDrafter
 from engine.drafters.run_ahead import RunAheadDrafter
 from engine.llm import run_in_process
@@ -164,33 +163,3 @@ def test_an_early_verdict_gets_the_missing_tokens_drawn():
         text += draft.token_ids[:accepted]
         text.append(next_token(text, row(text).params) if accepted == K else 7)
     assert drafter.drafter.stats.hits > 10
-
-
-def test_guesses_follow_the_square_root_of_what_they_catch():
-    assert fan_out([0.64, 0.16, 0.04, 0.16], 20) == [8, 5, 3, 4]
-    assert fan_out([1.0], 7) == [7]
-    assert fan_out([0.1, 0.2, 0.7], 2) == [0, 1, 1]
-    assert sum(fan_out([0.3, 0.2, 0.1, 0.1, 0.3], 12)) == 12
-
-
-def test_acceptance_is_learned():
-    lengths = AcceptedLengths(3)
-    for _ in range(2000):
-        lengths.observe(1, 3)
-        lengths.observe(3, 3)
-        lengths.observe(2, 2)  # cut short: the third token is as likely as in other drafts
-    assert lengths.probabilities(3) == pytest.approx([0, 1 / 3, 0, 2 / 3], abs=0.01)
-    assert lengths.probabilities(1) == pytest.approx([0, 1], abs=0.01)
-    assert lengths.expected(3) == pytest.approx(7 / 3, abs=0.02)
-
-
-@pytest.mark.parametrize("length", [1, 2])
-def test_short_drafts_do_not_make_acceptance_look_worse(length):
-    """What follows a short draft that was accepted whole is unknown, not rejected."""
-    lengths = AcceptedLengths(4)
-    chance = random.Random(1)
-    for _ in range(3000):
-        lengths.observe(next((a for a in range(length) if chance.random() > 0.8), length), length)
-    assert lengths.probabilities(length) == pytest.approx(
-        [0.8**a * 0.2 for a in range(length)] + [0.8**length], abs=0.1
-    )

@@ -9,6 +9,7 @@ the bundled pair's verdicts at temperature 1 are among them instead of 0.64.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 _DECAY = 0.99
 _PRIOR_ACCEPTANCE = 0.7
@@ -35,15 +36,15 @@ class Confidence:
     def __init__(self) -> None:
         self._sharpness = _PRIOR_SHARPNESS
 
-    def probabilities(self, scores: Sequence[float]) -> list[float]:
-        """Return the probability of each score's token; the scores descend."""
-        weights = [math.exp(self._sharpness * (score - scores[0])) for score in scores]
-        total = sum(weights)
-        return [weight / total for weight in weights]
+    def weights(self, scores: Sequence[float]) -> list[float]:
+        """Return numbers in proportion to the tokens' probabilities, 1 for the first; the scores descend."""
+        sharpness, best = self._sharpness, scores[0]
+        return [math.exp(sharpness * (score - best)) for score in scores]
 
     def observe(self, scores: Sequence[float], taken: int) -> None:
         """Learn which of the scores' tokens was committed, by a step up the logarithm of its probability."""
-        expected = sum(p * score for p, score in zip(self.probabilities(scores), scores, strict=True))
+        weights = self.weights(scores)
+        expected = sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
         surprise = self._sharpness * (scores[taken] - expected)
         self._sharpness *= math.exp(_STEP * max(-_LARGEST_SURPRISE, min(_LARGEST_SURPRISE, surprise)))
 
@@ -92,12 +93,12 @@ def likeliest(
     for accepted, options in enumerate(outlook):
         if not options.token_ids:
             break
-        kept, rest = 0.0, dict(zip(options.token_ids, options.scores, strict=True))
-        if accepted < len(drafted) and rest.pop(drafted[accepted], None) is not None:
-            kept = confidence.probabilities(options.scores)[options.index(drafted[accepted])]
-        ends = reached * (1 - kept) if lengths is None else lengths[accepted]
-        shares = confidence.probabilities(list(rest.values()))
-        found += [(ends * share, accepted, token) for token, share in zip(rest, shares, strict=True)]
-        reached *= kept
-    found.sort(key=lambda verdict: -verdict[0])
+        weights = dict(zip(options.token_ids, confidence.weights(options.scores), strict=True))
+        kept = weights.pop(drafted[accepted], 0.0) if accepted < len(drafted) else 0.0
+        rest = sum(weights.values())
+        if rest:
+            ends = reached * rest / (kept + rest) if lengths is None else lengths[accepted]
+            found += [(ends * weight / rest, accepted, token) for token, weight in weights.items()]
+        reached *= kept / (kept + rest)
+    found.sort(key=itemgetter(0), reverse=True)
     return [(accepted, token) for _, accepted, token in found]

@@ -27,7 +27,7 @@ def test_verdicts_are_ranked_as_often_as_they_come():
     counts: dict[tuple[int, int], int] = {}
     for _ in range(40_000):
         for accepted, options in enumerate(outlook):
-            [token] = chance.choices(options.token_ids, confidence.probabilities(options.scores))
+            [token] = chance.choices(options.token_ids, confidence.weights(options.scores))
             if accepted == 3 or token != 0:
                 counts[accepted, token] = counts.get((accepted, token), 0) + 1
                 break
@@ -56,7 +56,7 @@ def test_how_far_scores_are_to_be_trusted_is_learned(sharpness):
         [taken] = chance.choices(range(6), [math.exp(sharpness * score) for score in scores])
         confidence.observe(scores, taken)
         if step > 3000:
-            near = confidence.probabilities([0.0, -0.2])
+            near = confidence.weights([0.0, -0.2])
             tail.append(math.log(near[0] / near[1]) / 0.2)
     assert sum(tail) / len(tail) == pytest.approx(sharpness, rel=0.25)
 
@@ -67,12 +67,12 @@ def test_a_verdict_teaches_what_its_rule_lets_the_scores_say(shares_noise):
     foresight = Foresight(2, shares_noise=shares_noise)
     trunk = Trunk(ProposeRow("a", [1], 1, SamplingParams(temperature=0), 2), 1, Chain([5, 7]))
     trunk.outlook = [Options([5, 6], [2.0, 1.0]), Options([7, 8], [2.0, 1.0]), Options([9, 4], [1.0, 1.0])]
-    before = Confidence().probabilities([2.0, 1.0])
+    before = Confidence().weights([2.0, 1.0])
     for _ in range(50):
         foresight.learn(trunk, 2, 9)
-    after = foresight._confidence[True].probabilities([2.0, 1.0])
-    assert (after[0] > before[0] + 0.01) == shares_noise
-    assert foresight._confidence[False].probabilities([2.0, 1.0]) == before
+    after = foresight._confidence[True].weights([2.0, 1.0])
+    assert (after[1] < before[1] - 0.001) == shares_noise
+    assert foresight._confidence[False].weights([2.0, 1.0]) == before
 
 
 def test_acceptance_is_learned():

@@ -1,37 +1,30 @@
-"""Request and reply over ZeroMQ: deadlines, authentication, size limits, and the death of a peer.
+"""The Router's end of the wire: requests out, replies in, deadlines, and the death of a peer.
 
-The Router's end is asyncio (`Channel`); the worker's end is a plain socket polled by the thread that computes
-(`Server`), so a reply leaves the moment it is ready, and a drafter can look for the next request between two forward
-passes. Both ends authenticate with CURVE: the worker's keys and the group's are made in the process that holds them,
-and only public keys travel, through Ray.
+A worker on the same node is reached through a Unix socket that only this user can open, any other through TLS, in which
+both sides know the other's certificate. Whoever has to wait for a peer waits for one system call of it: no thread
+stands between a message and the event loop.
 """
 
 import asyncio
 import logging
-import threading
-import time
+import os
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-import zmq
-from zmq.auth.thread import ThreadAuthenticator
-
+from cluster.credentials import Credentials, tls_context
+from cluster.frames import Frames, frame
 from cluster.messages import (
-    MAX_MESSAGE_BYTES,
     AnyReply,
-    AnyRequest,
     MalformedMessageError,
     Request,
     decode_reply,
-    decode_request,
     encode,
 )
 from engine.errors import PacelineError
 
 logger = logging.getLogger(__name__)
 
-_STOP_CHECK_MS = 100
+_RETRY_S = 0.05
 
 
 class ChannelError(PacelineError):
@@ -42,30 +35,21 @@ class DeadlineError(ChannelError):
     """The peer did not answer in time."""
 
 
+class ConnectionLostError(ChannelError):
+    """The connection broke while the call waited; the next call makes a new one."""
+
+
 class PeerGoneError(ChannelError):
     """The peer is dead, or the channel was closed."""
 
 
-class KeyPair(NamedTuple):
-    """A CURVE key pair; the secret half never leaves the process it was made in."""
-
-    public: bytes
-    secret: bytes
-
-    def __repr__(self) -> str:
-        return f"KeyPair(public={self.public!r}, secret=********)"
-
-
 class Endpoint(NamedTuple):
-    """Where a worker listens, and the key that proves it is that worker."""
+    """Where a worker listens, and the certificate that proves it is that worker."""
 
-    address: str
-    public_key: bytes
-
-
-def make_keys() -> KeyPair:
-    """Return a new key pair."""
-    return KeyPair(*zmq.curve_keypair())
+    path: str
+    host: str
+    port: int
+    certificate: str
 
 
 class Link:
@@ -85,6 +69,7 @@ class Link:
 
         Raises:
             DeadlineError: none came within the request's deadline.
+            ConnectionLostError: the connection broke before the reply.
             PeerGoneError: the peer died before or meanwhile.
             MalformedMessageError: the request is too large to be sent.
         """
@@ -121,9 +106,7 @@ class Link:
     def fail(self, reason: str) -> None:
         """Take the peer as dead: calls that wait, and all later ones, raise PeerGoneError."""
         self._gone = reason
-        for reply in self._calls.values():
-            if not reply.done():
-                reply.set_exception(PeerGoneError(reason))
+        self._end_calls(PeerGoneError(reason))
 
     def deliver(self, payload: bytes) -> None:
         """Hand bytes from the peer to the call that waits for them."""
@@ -141,133 +124,112 @@ class Link:
         else:
             call.set_result(reply)
 
+    def _end_calls(self, error: ChannelError) -> None:
+        for reply in self._calls.values():
+            if not reply.done():
+                reply.set_exception(error)
+
     async def _send(self, payload: bytes) -> None:
         raise NotImplementedError
 
 
 class Channel(Link):
-    """The Router's end of a connection to one worker. Belongs to the event loop it was made on.
+    """A connection to one worker, made with the first call and again after it broke.
 
-    Why not zmq.asyncio: its futures cost a third of the round trip (0.38 ms against 0.26 ms, both cores busy).
+    Belongs to the event loop it was made on.
     """
 
-    def __init__(
-        self, endpoint: Endpoint, keys: KeyPair, *, version: int, context: zmq.Context[zmq.Socket[bytes]]
-    ) -> None:
+    def __init__(self, endpoint: Endpoint, credentials: Credentials, *, version: int) -> None:
         super().__init__(version)
-        self._socket = context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing is queued for a peer that is away
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.curve_serverkey = endpoint.public_key
-        self._socket.curve_publickey, self._socket.curve_secretkey = keys
-        self._socket.connect(endpoint.address)
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._socket.FD, self._on_event)
-        self._writable = asyncio.Event()
+        self._endpoint = endpoint
+        self._tls = tls_context(credentials, endpoint.certificate, is_server=False)
+        self._connection: _Connection | None = None
+        self._connecting = asyncio.Lock()
 
     def close(self) -> None:
         """Give up the connection; calls that wait raise PeerGoneError."""
         self.fail("the channel was closed")
-        if not self._socket.closed:
-            self._loop.remove_reader(self._socket.FD)
-            self._socket.close()
+        if self._connection is not None:
+            self._connection.close()
+
+    def lost(self, reason: str) -> None:
+        """End the calls that wait: what they were sent over has broken."""
+        self._connection = None
+        self._end_calls(ConnectionLostError(reason))
 
     async def _send(self, payload: bytes) -> None:
+        if self._connection is None:
+            async with self._connecting:
+                if self._connection is None:
+                    self._connection = await self._connect()
+        await self._connection.send(payload)
+
+    async def _connect(self) -> "_Connection":
+        """Connect, as often as it takes; the caller's deadline ends it."""
         while True:
-            self._writable.clear()
             try:
-                self._socket.send(payload, zmq.NOBLOCK)
-                break
-            except zmq.Again:  # not connected yet
-                self._on_event()
-                await self._writable.wait()
-        self._on_event()
+                return await self._try_to_connect()
+            except OSError as error:  # of TLS too
+                logger.debug("Cannot reach a worker yet: %s", error)
+                await asyncio.sleep(_RETRY_S)
 
-    def _on_event(self) -> None:
-        # The descriptor tells only of changes: every event there is has to be taken, after each send too.
-        while not self._socket.closed and (events := int(self._socket.getsockopt(zmq.EVENTS))):
-            if events & zmq.POLLOUT:
-                self._writable.set()
-            if not events & zmq.POLLIN:
-                return
-            self.deliver(self._socket.recv(zmq.NOBLOCK))
-
-
-class Server:
-    """The worker's end: one socket, answered by the thread that computes."""
-
-    def __init__(self, host: str, client_key: bytes) -> None:
-        self.num_malformed = 0
-        self.num_overdue = 0
-        self._stopping = threading.Event()
-        self._context = zmq.Context()
-        self._allow_only(client_key)
-        keys = make_keys()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = keys
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.endpoint = Endpoint(f"tcp://{host}:{port}", keys.public)
-
-    def poll(self, timeout_s: float = 0.0) -> bool:
-        """Return whether a message waits, after at most `timeout_s`."""
-        return bool(self._socket.poll(int(timeout_s * 1000)))
-
-    def serve(self, answer: Callable[[AnyRequest], AnyReply | None], work: Callable[[], bool] = lambda: False) -> None:
-        """Answer requests, one at a time and in their order, until `stop` is called from another thread.
-
-        A malformed message is dropped and counted. So is a reply that took longer than its caller waits.
-
-        Args:
-            work: called over and over while no request waits, as long as it returns True.
-        """
-        is_working = False
+    async def _try_to_connect(self) -> "_Connection":
+        loop = asyncio.get_running_loop()
+        path, host, port, _ = self._endpoint
         try:
-            while not self._stopping.is_set():
-                if self._socket.poll(0 if is_working else _STOP_CHECK_MS):
-                    self._serve_one(answer)
-                    is_working = True
-                elif is_working:
-                    is_working = work()
-        finally:
-            self._socket.close()
-            self._authenticator.stop()
-            self._context.term()
+            is_ours = os.stat(path).st_uid == os.getuid()
+        except (FileNotFoundError, PermissionError):  # on another node, or connected once before
+            is_ours = False
+        if is_ours:
+            _, connection = await loop.create_unix_connection(lambda: _Connection(self), path)
+        else:
+            _, connection = await loop.create_connection(lambda: _Connection(self), host, port, ssl=self._tls)
+        return connection
 
-    def stop(self) -> None:
-        """Make `serve` return after the request it is at."""
-        self._stopping.set()
 
-    def _serve_one(self, answer: Callable[[AnyRequest], AnyReply | None]) -> None:
-        started = time.monotonic()
-        peer, *frames = self._socket.recv_multipart()
+class _Connection(asyncio.Protocol):
+    """One connection of a channel, from its first byte to its last."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._frames = Frames()
+        self._transport: asyncio.Transport
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+        self._is_lost = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's own is no subclass
+
+    def data_received(self, data: bytes) -> None:
         try:
-            request = decode_request(b"".join(frames))
+            payloads = self._frames.feed(data)
         except MalformedMessageError as error:
-            self.num_malformed += 1
-            logger.debug("Dropped a message: %s", error)
+            self._channel.dropped["malformed"] += 1
+            logger.warning("Gave up a connection to a worker: %s", error)
+            self._transport.abort()
             return
-        reply = answer(request)
-        if time.monotonic() - started > request.deadline_s:
-            self.num_overdue += 1
-        elif reply is not None:
-            self._socket.send_multipart([peer, encode(reply)])
+        for payload in payloads:
+            self._channel.deliver(payload)
 
-    def _allow_only(self, client_key: bytes) -> None:
-        self._authenticator = ThreadAuthenticator(self._context)
-        self._authenticator.start()
-        self._authenticator.configure_curve_callback(credentials_provider=_OneKey(client_key))
+    def connection_lost(self, error: Exception | None) -> None:
+        self._is_lost = True
+        self._has_room.set()
+        self._channel.lost(str(error or "the worker closed the connection"))
 
+    def pause_writing(self) -> None:
+        self._has_room.clear()
 
-class _OneKey:
-    """Tells the ZeroMQ authenticator which single client may connect."""
+    def resume_writing(self) -> None:
+        self._has_room.set()
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
+    async def send(self, payload: bytes) -> None:
+        """Send one message, as soon as the peer has taken most of the earlier ones."""
+        await self._has_room.wait()
+        if self._is_lost:
+            raise ConnectionLostError("the connection broke before the request was sent")
+        self._transport.write(frame(payload))
 
-    def callback(self, _domain: str, key: bytes) -> bool:
-        """Return whether a client with this public key may connect."""
-        return key == self._key
+    def close(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()

@@ -7,18 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import ray
-import zmq
 from ray.util.placement_group import PlacementGroup
 
-from cluster.channel import Channel, KeyPair
+from cluster.channel import Channel
 from cluster.config import GroupConfig
+from cluster.credentials import Credentials
 from cluster.placement import DRAFT_BUNDLE, actor_options, target_bundle
 from cluster.workers import DraftWorker, Loaded, Presence, TargetWorker
 from engine.errors import ModelError, TargetError
 
 logger = logging.getLogger(__name__)
-
-Context = zmq.Context[zmq.Socket[bytes]]
 
 T = TypeVar("T")
 
@@ -34,10 +32,10 @@ class Crew:
     links: list[Channel] = field(default_factory=list)
     serving: list[Any] = field(default_factory=list)
 
-    def serve(self, keys: KeyPair, version: int, context: Context) -> None:
+    def serve(self, credentials: Credentials, version: int) -> None:
         """Let the workers serve, and connect to each."""
         self.serving = [actor.serve.remote() for actor in self.actors]
-        self.links = [Channel(presence.endpoint, keys, version=version, context=context) for presence in self.presences]
+        self.links = [Channel(presence.endpoint, credentials, version=version) for presence in self.presences]
         for rank, presence in enumerate(self.presences):
             logger.info("%s %d: process %d on node %s", self.name, rank, presence.pid, presence.node_id)
 
@@ -59,9 +57,7 @@ class Crew:
             ray.kill(actor, no_restart=True)
 
 
-async def start_draft(
-    config: GroupConfig, placement: PlacementGroup, keys: KeyPair, version: int, context: Context
-) -> Crew:
+async def start_draft(config: GroupConfig, placement: PlacementGroup, credentials: Credentials, version: int) -> Crew:
     """Start the draft worker and wait until it has loaded.
 
     Raises:
@@ -73,20 +69,18 @@ async def start_draft(
     crew = Crew("draft worker", [actor_class.remote(config.engine, version)])
     try:
         [actor] = crew.actors
-        crew.presences = await _results([actor.listen.remote(keys.public)])
+        crew.presences = await _results([actor.listen.remote(credentials.certificate)])
         crew.loaded = await _results(
             [actor.load.remote(config.draft, config.target, run_ahead=config.run_ahead == "on")]
         )
-        crew.serve(keys, version, context)
+        crew.serve(credentials, version)
     except BaseException:
         crew.dismiss()
         raise
     return crew
 
 
-async def start_target(
-    config: GroupConfig, placement: PlacementGroup, keys: KeyPair, version: int, context: Context
-) -> Crew:
+async def start_target(config: GroupConfig, placement: PlacementGroup, credentials: Credentials, version: int) -> Crew:
     """Start all ranks of the target, in a torch.distributed world of their own, and wait until all have loaded.
 
     Raises:
@@ -105,13 +99,13 @@ async def start_target(
         ],
     )
     try:
-        crew.presences = await _results([actor.listen.remote(keys.public) for actor in crew.actors])
+        crew.presences = await _results([actor.listen.remote(credentials.certificate) for actor in crew.actors])
         address = None
         if size > 1:
             _warn_if_apart(crew.presences)
             [address] = await _results([crew.actors[0].open_store.remote(timeout_s)])
         crew.loaded = await _results([actor.load.remote(config.target, address, timeout_s) for actor in crew.actors])
-        crew.serve(keys, version, context)
+        crew.serve(credentials, version)
     except BaseException:
         crew.dismiss()
         raise

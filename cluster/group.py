@@ -8,13 +8,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
-import zmq
 from ray.util.placement_group import PlacementGroup
 
-from cluster.channel import KeyPair, make_keys
 from cluster.config import GroupConfig as GroupConfig
 from cluster.cores import count_cores
-from cluster.crew import Context, Crew, start_draft, start_target
+from cluster.credentials import make_credentials
+from cluster.crew import Crew, start_draft, start_target
 from cluster.placement import STRATEGY, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from engine.draft import Drafter, NoDrafter, Verifier
@@ -45,8 +44,7 @@ class SpeculationGroup:
         self.num_blocks: int
         self._placement = placement
         self._owns_placement = owns_placement
-        self._keys: KeyPair = make_keys()
-        self._context: Context = zmq.Context()
+        self._credentials = make_credentials()
         self._versions = itertools.count(1)
         self._target: Crew | None = None
         self._draft: Crew | None = None
@@ -148,7 +146,6 @@ class SpeculationGroup:
         self._draft = self._target = None
         if self._owns_placement:
             ray.util.remove_placement_group(self._placement)
-        self._context.destroy(linger=0)
 
     async def _start_all(self) -> None:
         starting: list[Coroutine[None, None, None]] = [self._start_target()]
@@ -171,7 +168,7 @@ class SpeculationGroup:
             self._target = None
             # The engine's block tables outlive the ranks: the new ones must have the same blocks, block 0 aside.
             config = replace(config, engine=replace(config.engine, num_blocks=self.num_blocks - 1))
-        crew = await start_target(config, self._placement, self._keys, next(self._versions), self._context)
+        crew = await start_target(config, self._placement, self._credentials, next(self._versions))
         self._target = crew
         self.target_info = crew.loaded[0].info
         self.num_blocks = min(loaded.num_blocks for loaded in crew.loaded)
@@ -180,7 +177,7 @@ class SpeculationGroup:
         self._own(self._watch_target(crew))
 
     async def _start_draft(self) -> None:
-        crew = await start_draft(self.config, self._placement, self._keys, next(self._versions), self._context)
+        crew = await start_draft(self.config, self._placement, self._credentials, next(self._versions))
         self._draft = crew
         self.draft_info = crew.loaded[0].info
         self._remote_drafter.connect(crew.links[0])

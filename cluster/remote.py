@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cluster.channel import ChannelError, DeadlineError, Link, PeerGoneError
+from cluster.channel import ChannelError, ConnectionLostError, DeadlineError, Link, PeerGoneError
 from cluster.messages import (
     AnyReply,
     Drafts,
@@ -44,7 +44,7 @@ _PING_DEADLINE_S = 5.0
 class RemoteDrafter:
     """Proposes through a draft worker in another process; never raises for its own failures.
 
-    `fallbacks` counts the rounds that went without drafts, by reason: `absent` (no worker, or it died), `timeout`,
+    `fallbacks` counts the rounds that went without drafts, by reason: `absent` (no worker, or it is gone), `timeout`,
     `paused` (it failed lately and has not yet answered a ping), `prefix_missing`, `malformed`, `failure` (its own).
     """
 
@@ -122,7 +122,7 @@ class RemoteDrafter:
                 check_drafts(reply.drafts, rows, self.vocab_size)
         except DeadlineError:
             return "timeout", None
-        except PeerGoneError:
+        except (ConnectionLostError, PeerGoneError):
             return "absent", None
         except MalformedMessageError as error:
             logger.debug("Malformed: %s", error)
@@ -157,13 +157,13 @@ class RemoteDrafter:
         self._pause = asyncio.create_task(self._await_pong(link, pause_s), name="draft worker pause")
 
     async def _await_pong(self, link: Link, pause_s: float) -> None:
-        await asyncio.sleep(pause_s)
         while True:
+            await asyncio.sleep(pause_s)
             try:
                 reply = await link.call(Ping(next(self._rounds), link.version, _PING_DEADLINE_S, []))
-            except DeadlineError:
+            except (ConnectionLostError, DeadlineError):
                 continue
-            except ChannelError:
+            except PeerGoneError:
                 return  # dead: `disconnect` follows, and ends this pause
             if isinstance(reply, Pong):
                 break

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from cluster.channel import Endpoint, Server
+from cluster.channel import Endpoint
 from cluster.responder import DraftResponder, TargetResponder
+from cluster.server import Server
 from engine.config import EngineConfig, ModelConfig, ModelInfo
 
 if TYPE_CHECKING:
@@ -57,10 +58,10 @@ class Worker:
         # Running, preempted and just ended requests; what leaves the table too early is sent again.
         self._capacity = 4 * engine.max_num_seqs
 
-    def listen(self, client_key: bytes) -> Presence:
-        """Open the socket to the one client that holds this key."""
+    def listen(self, client_certificate: str) -> Presence:
+        """Open the doors to the one client that holds this certificate."""
         self._host = ray.util.get_node_ip_address()
-        self._server = Server(self._host, client_key)
+        self._server = Server(self._host, client_certificate)
         return Presence(self._server.endpoint, ray.get_runtime_context().get_node_id(), os.getpid())
 
     def ping(self) -> None:

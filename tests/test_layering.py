@@ -9,10 +9,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 FORBIDDEN = {
-    "engine": {"cluster", "deployments", "tests", "ray", "fastapi", "starlette", "httpx", "zmq"}
-    | {"prometheus_client", "uvicorn"},
+    "engine": {"cluster", "deployments", "tests", "ray", "fastapi", "starlette", "httpx", "ssl"}
+    | {"prometheus_client", "uvicorn", "cryptography", "socket"},
     "cluster": {"deployments", "tests", "fastapi", "starlette", "httpx", "prometheus_client", "uvicorn"},
-    "deployments": {"tests", "zmq"},
+    "deployments": {"tests", "ssl", "cryptography"},
 }
 
 

@@ -13,17 +13,18 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import zmq
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.console import Console
 
-from cluster.channel import Channel, Endpoint, KeyPair, Server, make_keys
+from cluster.channel import Channel, Endpoint
+from cluster.credentials import Credentials, make_credentials
 from cluster.messages import AnyReply, AnyRequest
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.responder import DraftResponder, TargetResponder
+from cluster.server import Server
 from engine.config import EngineConfig, ModelConfig, ModelInfo
 from engine.drafters.run_ahead import RunAheadDrafter
 from engine.engine import Engine
@@ -113,19 +114,21 @@ def draw(axes: Axes, spans: list[Span], first_s: float) -> None:
 def record(workload: Workload) -> tuple[list[Span], RunAheadStats]:
     """Run some streams one after the other; returns what was computed when, and what running ahead was worth."""
     config = EngineConfig(num_speculative_tokens=workload.num_speculative_tokens, speculation="fixed", max_num_seqs=1)
-    keys = make_keys()
+    credentials = make_credentials()
     context = get_context("spawn")
     cores = sorted(os.sched_getaffinity(0))
     pipes, processes = [], []
     for serve, core in ((_serve_draft, cores[0]), (_serve_target, cores[-1])):
         here, there = context.Pipe()
-        process = context.Process(target=serve, args=(there, keys.public, workload, config, core), daemon=True)
+        process = context.Process(
+            target=serve, args=(there, credentials.certificate, workload, config, core), daemon=True
+        )
         process.start()
         pipes.append(here)
         processes.append(process)
     try:
         peers = [pipe.recv() for pipe in pipes]
-        asyncio.run(_run(workload, config, keys, *peers))
+        asyncio.run(_run(workload, config, credentials, *peers))
         for pipe in pipes:
             pipe.send("stop")
         (draft_spans, stats), (target_spans, _) = (pipe.recv() for pipe in pipes)
@@ -136,35 +139,32 @@ def record(workload: Workload) -> tuple[list[Span], RunAheadStats]:
     return sorted(draft_spans + target_spans, key=lambda span: span.started_s), stats
 
 
-async def _run(workload: Workload, config: EngineConfig, keys: KeyPair, draft: Peer, target: Peer) -> None:
-    with zmq.Context() as context:
-        channels = [Channel(peer.endpoint, keys, version=1, context=context) for peer in (draft, target)]
-        drafter = RemoteDrafter(vocab_size=target.info.vocab_size, timeout_s=TIMEOUT_S, prepares=True)
-        drafter.connect(channels[0])
-        verifier = RemoteVerifier(vocab_size=target.info.vocab_size, timeout_s=TIMEOUT_S)
-        verifier.connect(channels[1:])
-        engine = Engine(
-            config,
-            drafter=drafter,
-            verifier=verifier,
-            num_blocks=target.num_blocks,
-            vocab_size=target.info.vocab_size,
-            max_model_len=target.info.max_model_len,
-        )
-        for number, prompt in enumerate(workload.prompts[:NUM_STREAMS]):
-            params = SamplingParams(
-                temperature=TEMPERATURE, seed=number, max_tokens=workload.num_tokens, ignore_eos=True
-            )
-            engine.add(str(number), prompt, params)
-            while engine.has_work:
-                await engine.step()
-        if drafter.fallbacks:
-            raise RuntimeError(f"the draft worker failed: {dict(drafter.fallbacks)}")
-        for channel in channels:
-            channel.close()
+async def _run(workload: Workload, config: EngineConfig, credentials: Credentials, draft: Peer, target: Peer) -> None:
+    channels = [Channel(peer.endpoint, credentials, version=1) for peer in (draft, target)]
+    drafter = RemoteDrafter(vocab_size=target.info.vocab_size, timeout_s=TIMEOUT_S, prepares=True)
+    drafter.connect(channels[0])
+    verifier = RemoteVerifier(vocab_size=target.info.vocab_size, timeout_s=TIMEOUT_S)
+    verifier.connect(channels[1:])
+    engine = Engine(
+        config,
+        drafter=drafter,
+        verifier=verifier,
+        num_blocks=target.num_blocks,
+        vocab_size=target.info.vocab_size,
+        max_model_len=target.info.max_model_len,
+    )
+    for number, prompt in enumerate(workload.prompts[:NUM_STREAMS]):
+        params = SamplingParams(temperature=TEMPERATURE, seed=number, max_tokens=workload.num_tokens, ignore_eos=True)
+        engine.add(str(number), prompt, params)
+        while engine.has_work:
+            await engine.step()
+    if drafter.fallbacks:
+        raise RuntimeError(f"the draft worker failed: {dict(drafter.fallbacks)}")
+    for channel in channels:
+        channel.close()
 
 
-def _serve_draft(pipe: Pipe, client_key: bytes, workload: Workload, config: EngineConfig, core: int) -> None:
+def _serve_draft(pipe: Pipe, client_certificate: str, workload: Workload, config: EngineConfig, core: int) -> None:
     model = _load(workload.draft, workload, core)
     drafter = RunAheadDrafter(model, config)
     responder = DraftResponder(drafter, capacity=4, version=1)
@@ -183,11 +183,11 @@ def _serve_draft(pipe: Pipe, client_key: bytes, workload: Workload, config: Engi
             spans.append(Span("ahead", started, time.monotonic()))
         return is_more
 
-    _serve(pipe, client_key, answer, work, model.info, 0)
+    _serve(pipe, client_certificate, answer, work, model.info, 0)
     pipe.send((spans, drafter.stats))
 
 
-def _serve_target(pipe: Pipe, client_key: bytes, workload: Workload, config: EngineConfig, core: int) -> None:
+def _serve_target(pipe: Pipe, client_certificate: str, workload: Workload, config: EngineConfig, core: int) -> None:
     model = _load(workload.target, workload, core)
     verifier = ModelVerifier(model, config)
     responder = TargetResponder(verifier, rank=0, capacity=4, version=1)
@@ -199,20 +199,20 @@ def _serve_target(pipe: Pipe, client_key: bytes, workload: Workload, config: Eng
         spans.append(Span("verify", started, time.monotonic()))
         return reply
 
-    _serve(pipe, client_key, answer, lambda: False, model.info, verifier.num_blocks)
+    _serve(pipe, client_certificate, answer, lambda: False, model.info, verifier.num_blocks)
     pipe.send((spans, None))
 
 
 def _serve(
     pipe: Pipe,
-    client_key: bytes,
+    client_certificate: str,
     answer: Callable[[AnyRequest], AnyReply | None],
     work: Callable[[], bool],
     info: ModelInfo,
     num_blocks: int,
 ) -> None:
     """Serve until the other end of the pipe says so."""
-    server = Server(HOST, client_key)
+    server = Server(HOST, client_certificate)
 
     def wait() -> None:
         pipe.recv()

@@ -1,209 +1,249 @@
-"""Real sockets: deadlines, keys, sizes, and replies that nobody waits for."""
+"""Real sockets: deadlines, connections that break, and replies that nobody waits for."""
 
 import asyncio
 import contextlib
+import json
+import os
+import socket
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
-import zmq
 
 from cluster import channel as channel_module
-from cluster.channel import Channel, DeadlineError, Endpoint, KeyPair, PeerGoneError, Server, make_keys
-from cluster.messages import AnyReply, AnyRequest, Ping, Pong, encode
-
-
-def pong(request: AnyRequest) -> AnyReply:
-    return Pong(request.round, request.version, 0.0)
-
-
-def ping(number: int, *, version: int = 1, deadline_s: float = 10.0, released: list[str] | None = None) -> Ping:
-    return Ping(number, version, deadline_s, released or [])
+from cluster import frames as frames_module
+from cluster.channel import Channel, ConnectionLostError, DeadlineError, Endpoint, PeerGoneError
+from cluster.credentials import Credentials, make_credentials
+from cluster.frames import Frames, frame
+from cluster.messages import AnyReply, AnyRequest, Pong, PrefixMissing, encode
+from tests.cluster.wire import connected, from_afar, ping, serving
 
 
 @pytest.fixture
-def keys() -> KeyPair:
-    return make_keys()
+def credentials() -> Credentials:
+    return make_credentials()
 
 
-@pytest.fixture
-def context() -> Iterator[zmq.Context]:
-    context = zmq.Context()
-    yield context
-    context.destroy(linger=0)
+@pytest.mark.parametrize("place", ["near", "afar"])
+async def test_calls_are_answered(credentials: Credentials, place: str) -> None:
+    with serving(credentials) as server:
+        endpoint = server.endpoint if place == "near" else from_afar(server.endpoint)
+        with connected(endpoint, credentials) as channel:
+            for number in range(1, 50):
+                assert (await channel.call(ping(number))).round == number
+            replies = await asyncio.gather(*(channel.call(ping(number)) for number in range(50, 80)))
+            assert [reply.round for reply in replies] == list(range(50, 80))
+            assert not channel.dropped
 
 
-@contextlib.contextmanager
-def serving(server: Server, answer=pong) -> Iterator[Server]:
-    thread = threading.Thread(target=server.serve, args=(answer,))
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.stop()
-        thread.join(10)
-        assert not thread.is_alive()
+@pytest.mark.parametrize("place", ["near", "afar"])
+def test_calls_are_answered_on_the_event_loop_that_ray_uses(credentials: Credentials, place: str) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    with contextlib.closing(uvloop.new_event_loop()) as loop:
+        loop.run_until_complete(test_calls_are_answered(credentials, place))
 
 
-@contextlib.contextmanager
-def connected(endpoint: Endpoint, keys: KeyPair, context: zmq.Context, *, version: int = 1) -> Iterator[Channel]:
-    channel = Channel(endpoint, keys, version=version, context=context)
-    try:
-        yield channel
-    finally:
-        channel.close()
+@pytest.mark.parametrize("place", ["near", "afar"])
+async def test_large_messages_go_both_ways(credentials: Credentials, place: str) -> None:
+    """Larger than any socket's buffers, so that both ends meet messages in pieces."""
+    words = [f"{i:09}" for i in range(500_000)]
 
-
-async def test_calls_are_answered(keys, context):
-    with (
-        serving(Server("127.0.0.1", keys.public)) as server,
-        connected(server.endpoint, keys, context) as channel,
-    ):
-        for number in range(1, 50):
-            assert (await channel.call(ping(number))).round == number
-        replies = await asyncio.gather(*(channel.call(ping(number)) for number in range(50, 80)))
-        assert [reply.round for reply in replies] == list(range(50, 80))
-        assert not channel.dropped
-
-
-async def test_a_silent_peer_costs_the_deadline_and_its_late_reply_is_dropped(keys, context):
     def answer(request: AnyRequest) -> AnyReply:
-        if request.round == 1:
-            threading.Event().wait(0.5)
-        return pong(request)
+        return PrefixMissing(request.round, request.version, 0.0, request.released)
 
-    with (
-        serving(Server("127.0.0.1", keys.public), answer) as server,
-        connected(server.endpoint, keys, context) as channel,
-    ):
-        with pytest.raises(DeadlineError):
-            await channel.call(ping(1, deadline_s=0.2))
-        assert (await channel.call(ping(2))).round == 2
-        assert server.num_overdue == 1
+    with serving(credentials, answer) as server:
+        endpoint = server.endpoint if place == "near" else from_afar(server.endpoint)
+        with connected(endpoint, credentials) as channel:
+            for reply in await asyncio.gather(*(channel.call(ping(number, released=words)) for number in (1, 2))):
+                assert isinstance(reply, PrefixMissing)
+                assert reply.request_ids == words
 
 
-async def test_replies_that_nobody_waits_for_are_dropped_and_counted(keys, context):
-    """A raw peer repeats, reorders, mixes in another version and garbage; the call gets its own reply."""
-    with raw_peer(context) as (socket, endpoint), connected(endpoint, keys, context) as channel:
-        call = asyncio.create_task(channel.call(ping(7)))
-        peer, _ = await asyncio.to_thread(socket.recv_multipart)
-        for payload in (
-            encode(Pong(6, 1, 0.0)),
-            encode(Pong(7, 2, 0.0)),
-            b"\xc1",
-            encode(Pong(7, 1, 0.25)),
-            encode(Pong(7, 1, 0.5)),
-        ):
-            socket.send_multipart([peer, payload])
-        assert (await call).compute_s == 0.25
-        again = asyncio.create_task(channel.call(ping(8)))
-        await asyncio.to_thread(socket.recv_multipart)
-        socket.send_multipart([peer, encode(Pong(8, 1, 0.0))])
-        await again
-        assert channel.dropped == {"late": 2, "version": 1, "malformed": 1}
+@contextlib.asynccontextmanager
+async def raw_peer(
+    folder: Path,
+) -> AsyncIterator[tuple[Endpoint, "asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]]"]]:
+    """A worker that does what the test says; gives its connections as they come."""
+    connections: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
 
+    async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.put_nowait((reader, writer))
 
-@contextlib.contextmanager
-def raw_peer(context: zmq.Context) -> Iterator[tuple[zmq.Socket, Endpoint]]:
-    own = make_keys()
-    socket = context.socket(zmq.ROUTER)
-    socket.linger = 0
-    socket.curve_server = True
-    socket.curve_publickey, socket.curve_secretkey = own
-    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    path = str(folder / "peer.sock")
+    server = await asyncio.start_unix_server(welcome, path)
     try:
-        yield socket, Endpoint(f"tcp://127.0.0.1:{port}", own.public)
+        yield Endpoint(path, "127.0.0.1", 1, make_credentials().certificate), connections
     finally:
-        socket.close()
+        server.close()
+        os.unlink(path)
 
 
-async def test_another_client_key_is_refused(keys, context):
-    with (
-        serving(Server("127.0.0.1", keys.public)) as server,
-        connected(server.endpoint, make_keys(), context) as stranger,
-        connected(server.endpoint, keys, context) as channel,
-    ):
-        with pytest.raises(DeadlineError):
-            await stranger.call(ping(1, deadline_s=0.3))
-        await channel.call(ping(1))
+async def read_one(reader: asyncio.StreamReader) -> bytes:
+    frames = Frames()
+    while not (payloads := frames.feed(await reader.read(1000))):
+        pass
+    return payloads[0]
 
 
-async def test_another_server_key_is_refused(keys, context):
-    with (
-        serving(Server("127.0.0.1", keys.public)) as server,
-        connected(Endpoint(server.endpoint.address, make_keys().public), keys, context) as channel,
-        pytest.raises(DeadlineError),
-    ):
-        await channel.call(ping(1, deadline_s=0.3))
+async def test_replies_that_nobody_waits_for_are_dropped_and_counted(credentials: Credentials, tmp_path: Path) -> None:
+    """A raw peer repeats, reorders, mixes in another version and garbage; the call gets its own reply."""
+    async with raw_peer(tmp_path) as (endpoint, connections):
+        with connected(endpoint, credentials) as channel:
+            call = asyncio.create_task(channel.call(ping(7)))
+            reader, writer = await connections.get()
+            await read_one(reader)
+            for payload in (
+                encode(Pong(6, 1, 0.0)),
+                encode(Pong(7, 2, 0.0)),
+                b"\xc1",
+                encode(Pong(7, 1, 0.25)),
+                encode(Pong(7, 1, 0.5)),
+            ):
+                writer.write(frame(payload))
+            assert (await call).compute_s == 0.25
+            again = asyncio.create_task(channel.call(ping(8)))
+            await read_one(reader)
+            writer.write(frame(encode(Pong(8, 1, 0.0))))
+            await again
+            assert channel.dropped == {"late": 2, "version": 1, "malformed": 1}
 
 
-async def test_a_plain_client_is_refused(keys, context):
-    with serving(Server("127.0.0.1", keys.public)) as server:
-        socket = context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.connect(server.endpoint.address)
-        socket.send(encode(ping(1)))
-        assert not await asyncio.to_thread(socket.poll, 300)
-        socket.close()
+async def test_a_silent_peer_costs_the_deadline_and_its_late_reply_is_dropped(
+    credentials: Credentials, tmp_path: Path
+) -> None:
+    async with raw_peer(tmp_path) as (endpoint, connections):
+        with connected(endpoint, credentials) as channel:
+            with pytest.raises(DeadlineError, match=r"round 1 within 0\.2 s"):
+                await channel.call(ping(1, deadline_s=0.2))
+            reader, writer = await connections.get()
+            assert await read_one(reader) == encode(ping(1, deadline_s=0.2))
+            second = asyncio.create_task(channel.call(ping(2)))
+            await read_one(reader)
+            writer.write(frame(encode(Pong(1, 1, 0.0))) + frame(encode(Pong(2, 1, 0.0))))
+            assert (await second).round == 2
+            assert channel.dropped == {"late": 1}
 
 
-async def test_malformed_and_oversized_messages_leave_the_server_alive(keys, context, monkeypatch):
-    monkeypatch.setattr(channel_module, "MAX_MESSAGE_BYTES", 1000)
-    with (
-        serving(Server("127.0.0.1", keys.public)) as server,
-        connected(server.endpoint, keys, context) as channel,
-    ):
-        await channel._send(b"\xc1 no message")
-        await channel.call(ping(1))
-        assert server.num_malformed == 1
-        with pytest.raises(DeadlineError):
-            await channel.call(ping(2, deadline_s=0.3, released=["x" * 2000]))
-        await channel.call(ping(3))
+async def test_a_broken_connection_ends_the_calls_and_the_next_call_makes_another(
+    credentials: Credentials, tmp_path: Path
+) -> None:
+    async with raw_peer(tmp_path) as (endpoint, connections):
+        with connected(endpoint, credentials) as channel:
+            calls = [asyncio.create_task(channel.call(ping(number))) for number in (1, 2)]
+            reader, writer = await connections.get()
+            await read_one(reader)
+            writer.write(frame(encode(Pong(1, 1, 0.0)))[:-1])  # half a reply must not reach the next connection
+            writer.close()
+            for call in calls:
+                with pytest.raises(ConnectionLostError):
+                    await call
+            third = asyncio.create_task(channel.call(ping(3)))
+            reader, writer = await connections.get()
+            assert await read_one(reader) == encode(ping(3))
+            writer.write(frame(encode(Pong(3, 1, 0.0))))
+            assert (await third).round == 3
 
 
-async def test_the_death_notice_ends_the_calls_that_wait(keys, context):
-    with raw_peer(context) as (_, endpoint), connected(endpoint, keys, context) as channel:
-        call = asyncio.create_task(channel.call(ping(1)))
-        await asyncio.sleep(0)
-        channel.fail("process 9 died")
-        with pytest.raises(PeerGoneError, match="process 9 died"):
-            await call
-        with pytest.raises(PeerGoneError):
-            await channel.call(ping(2))
-        with pytest.raises(PeerGoneError):
-            await channel.post(ping(3))
+async def test_a_peer_that_announces_too_much_is_left(
+    credentials: Credentials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames_module, "MAX_MESSAGE_BYTES", 1000)
+    async with raw_peer(tmp_path) as (endpoint, connections):
+        with connected(endpoint, credentials) as channel:
+            call = asyncio.create_task(channel.call(ping(1)))
+            _, writer = await connections.get()
+            writer.write(frame(b"x" * 1001)[:100])
+            with pytest.raises(ConnectionLostError):
+                await call
+            assert channel.dropped == {"malformed": 1}
 
 
-async def test_a_killed_process_misses_the_deadline(keys, context):
-    """Without a death notice, which Ray would bring, the deadline is what ends the call."""
+async def test_what_a_peer_does_not_take_waits_for_the_deadline_only(credentials: Credentials, tmp_path: Path) -> None:
+    async with raw_peer(tmp_path) as (endpoint, connections):
+        with connected(endpoint, credentials) as channel:
+            large = ["x" * 1000] * 10_000
+            await channel.post(ping(1, released=large))
+            with pytest.raises(DeadlineError):
+                await channel.post(ping(2, deadline_s=0.2, released=large))
+            reader, _ = await connections.get()
+            third = asyncio.create_task(channel.post(ping(3)))
+            frames, payloads = Frames(), []
+            while not payloads or payloads[-1] != encode(ping(3)):
+                payloads += frames.feed(await reader.read(2**20))
+            await third
+            assert len(payloads) == 2  # the second was never begun
+
+
+async def test_a_socket_of_somebody_else_is_not_used(credentials: Credentials, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder for all, another user could lay a socket where the worker's has been."""
+    with serving(credentials) as server:
+        monkeypatch.setattr(channel_module.os, "getuid", lambda: os.geteuid() + 1)
+        with connected(server.endpoint, credentials) as channel:
+            await channel.call(ping(1))
+            assert channel._connection is not None
+            assert channel._connection._transport.get_extra_info("ssl_object") is not None
+
+
+@pytest.mark.parametrize("stranger", ["client", "server"])
+async def test_a_stranger_gets_no_answer(credentials: Credentials, stranger: str) -> None:
+    with serving(credentials) as server:
+        endpoint, shown = from_afar(server.endpoint), credentials
+        if stranger == "client":
+            shown = make_credentials()
+        else:
+            endpoint = endpoint._replace(certificate=make_credentials().certificate)
+        with connected(endpoint, shown) as channel, pytest.raises((DeadlineError, ConnectionLostError)):
+            await channel.call(ping(1, deadline_s=0.3))
+        with connected(from_afar(server.endpoint), credentials) as channel:
+            await channel.call(ping(1))
+
+
+async def test_the_death_notice_ends_the_calls_that_wait(credentials: Credentials, tmp_path: Path) -> None:
+    async with raw_peer(tmp_path) as (endpoint, _):
+        with connected(endpoint, credentials) as channel:
+            call = asyncio.create_task(channel.call(ping(1)))
+            await asyncio.sleep(0)
+            channel.fail("process 9 died")
+            with pytest.raises(PeerGoneError, match="process 9 died"):
+                await call
+            with pytest.raises(PeerGoneError):
+                await channel.call(ping(2))
+            with pytest.raises(PeerGoneError):
+                await channel.post(ping(3))
+
+
+async def test_a_worker_that_is_not_there_yet_is_waited_for(credentials: Credentials) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    endpoint = Endpoint("/nonexistent/worker.sock", "127.0.0.1", port, make_credentials().certificate)
+    channel = Channel(endpoint, credentials, version=1)
+    with pytest.raises(DeadlineError):
+        await channel.call(ping(1, deadline_s=0.2))
+    channel.close()
+
+
+async def test_a_killed_process_ends_the_call_at_once(credentials: Credentials) -> None:
+    """The kernel closes its sockets: sooner than Ray's death notice, and than the deadline."""
     program = (
-        "import sys\n"
-        "from cluster.channel import Server\n"
-        "from cluster.messages import Pong\n"
-        "server = Server('127.0.0.1', sys.argv[1].encode())\n"
-        "print(server.endpoint.address, server.endpoint.public_key.decode(), flush=True)\n"
-        "server.serve(lambda request: Pong(request.round, request.version, 0.0))\n"
+        "import json, sys, time\n"
+        "from cluster.server import Server\n"
+        "server = Server('127.0.0.1', sys.argv[1])\n"
+        "print(json.dumps(server.endpoint), flush=True)\n"
+        "server.serve(lambda request: time.sleep(60))\n"
     )
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", program, keys.public.decode(), stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", program, credentials.certificate, stdout=asyncio.subprocess.PIPE
     )
     assert process.stdout is not None
-    address, key = (await process.stdout.readline()).decode().split()
-    with connected(Endpoint(address, key.encode()), keys, context) as channel:
-        await channel.call(ping(1))
+    endpoint = Endpoint(*json.loads(await process.stdout.readline()))
+    with connected(endpoint, credentials) as channel:
+        call = asyncio.create_task(channel.call(ping(1, deadline_s=60)))
+        while Path(endpoint.path).exists():  # noqa: ASYNC240
+            await asyncio.sleep(0.01)
         process.kill()
         await process.wait()
+        with pytest.raises(ConnectionLostError):
+            await call
         with pytest.raises(DeadlineError):
-            await channel.call(ping(2, deadline_s=0.3))
-
-
-def test_the_server_polls_without_waiting(keys):
-    server = Server("127.0.0.1", keys.public)
-    assert not server.poll()
-    server.stop()
-    server.serve(pong)
-
-
-def test_a_secret_key_is_not_printed(keys):
-    assert keys.secret.decode() not in repr(keys)
+            await channel.call(ping(2, deadline_s=0.2))

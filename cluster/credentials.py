@@ -1,0 +1,60 @@
+"""What a Router and its workers prove themselves with: self-signed certificates, each pinned by the other side.
+
+Both are made in the process that holds them. Only certificates travel, through Ray.
+"""
+
+import ssl
+import tempfile
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+_NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "paceline")])
+_LIFETIME = timedelta(days=3650)  # a pinned certificate ends with its process
+_CLOCK_SKEW = timedelta(days=1)
+
+
+class Credentials(NamedTuple):
+    """A certificate and its secret key, both PEM; the key never leaves the process it was made in."""
+
+    certificate: str
+    secret_key: str
+
+    def __repr__(self) -> str:
+        return f"Credentials(certificate={self.certificate!r}, secret_key=********)"
+
+
+def make_credentials() -> Credentials:
+    """Return new credentials."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(_NAME)
+        .issuer_name(_NAME)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _CLOCK_SKEW)
+        .not_valid_after(now + _LIFETIME)
+        .sign(key, hashes.SHA256())
+    )
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    return Credentials(certificate.public_bytes(Encoding.PEM).decode(), secret.decode())
+
+
+def tls_context(own: Credentials, peer_certificate: str, *, is_server: bool) -> ssl.SSLContext:
+    """Return a TLS 1.3 context that shows `own` and takes the one peer that holds `peer_certificate`."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # the certificate itself is what is known, not a name
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=peer_certificate)
+    with tempfile.NamedTemporaryFile("w") as file:  # only its owner may read it; OpenSSL takes no key but from a file
+        file.write(own.secret_key + own.certificate)
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context

@@ -7,24 +7,19 @@ stands between a message and the event loop.
 
 import asyncio
 import logging
-import os
 from collections import Counter
-from typing import NamedTuple, cast
+from typing import cast
 
 from cluster.credentials import Credentials, tls_context
+from cluster.endpoint import Endpoint, tune
 from cluster.frames import Frames, frame
-from cluster.messages import (
-    AnyReply,
-    MalformedMessageError,
-    Request,
-    decode_reply,
-    encode,
-)
+from cluster.messages import AnyReply, MalformedMessageError, Request, decode_reply, encode
 from engine.errors import PacelineError
 
 logger = logging.getLogger(__name__)
 
-_RETRY_S = 0.05
+_FIRST_RETRY_S = 0.05
+_LONGEST_RETRY_S = 1.0
 
 
 class ChannelError(PacelineError):
@@ -36,20 +31,11 @@ class DeadlineError(ChannelError):
 
 
 class ConnectionLostError(ChannelError):
-    """The connection broke while the call waited; the next call makes a new one."""
+    """The connection broke before the reply; a new one is being made."""
 
 
 class PeerGoneError(ChannelError):
     """The peer is dead, or the channel was closed."""
-
-
-class Endpoint(NamedTuple):
-    """Where a worker listens, and the certificate that proves it is that worker."""
-
-    path: str
-    host: str
-    port: int
-    certificate: str
 
 
 class Link:
@@ -76,22 +62,20 @@ class Link:
         if self._gone is not None:
             raise PeerGoneError(self._gone)
         payload = encode(request)
-        reply: asyncio.Future[AnyReply] = asyncio.get_running_loop().create_future()
-        self._calls[request.round] = reply
         try:
             async with asyncio.timeout(request.deadline_s):
                 await self._send(payload)
-                return await reply
+                return await self._reply(request.round)
         except TimeoutError as error:
-            raise DeadlineError(f"no reply to round {request.round} within {request.deadline_s:g} s") from error
-        finally:
-            del self._calls[request.round]
+            text = f"no reply to round {request.round} within {request.deadline_s:g} s{self._trouble()}"
+            raise DeadlineError(text) from error
 
     async def post(self, request: Request) -> None:
         """Send a request whose receiver does not answer.
 
         Raises:
             DeadlineError: it could not even be sent within the request's deadline.
+            ConnectionLostError: the connection broke meanwhile.
             PeerGoneError: the peer is dead.
             MalformedMessageError: the request is too large to be sent.
         """
@@ -101,7 +85,8 @@ class Link:
             async with asyncio.timeout(request.deadline_s):
                 await self._send(encode(request))
         except TimeoutError as error:
-            raise DeadlineError(f"could not send round {request.round} in {request.deadline_s:g} s") from error
+            text = f"could not send round {request.round} in {request.deadline_s:g} s{self._trouble()}"
+            raise DeadlineError(text) from error
 
     def fail(self, reason: str) -> None:
         """Take the peer as dead: calls that wait, and all later ones, raise PeerGoneError."""
@@ -124,6 +109,19 @@ class Link:
         else:
             call.set_result(reply)
 
+    async def _reply(self, number: int) -> AnyReply:
+        """Wait for the reply to a round; nothing may be awaited between its request's last byte and this."""
+        reply: asyncio.Future[AnyReply] = asyncio.get_running_loop().create_future()
+        self._calls[number] = reply
+        try:
+            return await reply
+        finally:
+            del self._calls[number]
+
+    def _trouble(self) -> str:
+        """Return what a caller whose deadline has passed should know besides."""
+        return ""
+
     def _end_calls(self, error: ChannelError) -> None:
         for reply in self._calls.values():
             if not reply.done():
@@ -134,9 +132,9 @@ class Link:
 
 
 class Channel(Link):
-    """A connection to one worker, made with the first call and again after it broke.
+    """A connection to one worker, made at once and again whenever it breaks.
 
-    Belongs to the event loop it was made on.
+    Belongs to the event loop it is made on.
     """
 
     def __init__(self, endpoint: Endpoint, credentials: Credentials, *, version: int) -> None:
@@ -144,7 +142,15 @@ class Channel(Link):
         self._endpoint = endpoint
         self._tls = tls_context(credentials, endpoint.certificate, is_server=False)
         self._connection: _Connection | None = None
-        self._connecting = asyncio.Lock()
+        self._is_settled = asyncio.Event()  # there is a connection, or never will be
+        self._last_error: OSError | None = None
+        self._connecting = asyncio.create_task(self._connect(endpoint.path), name="connecting to a worker")
+
+    def fail(self, reason: str) -> None:
+        """Take the peer as dead: calls that wait, and all later ones, raise PeerGoneError."""
+        super().fail(reason)
+        self._connecting.cancel()
+        self._is_settled.set()
 
     def close(self) -> None:
         """Give up the connection; calls that wait raise PeerGoneError."""
@@ -152,39 +158,50 @@ class Channel(Link):
         if self._connection is not None:
             self._connection.close()
 
-    def lost(self, reason: str) -> None:
+    def lost(self, connection: "_Connection", reason: str) -> None:
         """End the calls that wait: what they were sent over has broken."""
+        if connection is not self._connection:
+            return  # one that was given up before it was used
         self._connection = None
+        if self._gone is None:
+            self._is_settled.clear()
+            self._connecting = asyncio.create_task(self._connect(), name="connecting to a worker again")
         self._end_calls(ConnectionLostError(reason))
 
     async def _send(self, payload: bytes) -> None:
-        if self._connection is None:
-            async with self._connecting:
-                if self._connection is None:
-                    self._connection = await self._connect()
-        await self._connection.send(payload)
+        while (connection := self._connection) is None:
+            await self._is_settled.wait()
+            if self._gone is not None:
+                raise PeerGoneError(self._gone)
+        await connection.send(payload)
 
-    async def _connect(self) -> "_Connection":
-        """Connect, as often as it takes; the caller's deadline ends it."""
-        while True:
+    async def _connect(self, path: str = "") -> None:
+        """Connect, however often it takes; a Unix socket is tried once, for it is there for one connection."""
+        pause_s = _FIRST_RETRY_S
+        while self._connection is None:
             try:
-                return await self._try_to_connect()
+                self._connection = await self._try_to_connect(path)
             except OSError as error:  # of TLS too
                 logger.debug("Cannot reach a worker yet: %s", error)
-                await asyncio.sleep(_RETRY_S)
+                self._last_error = error
+                if not path:
+                    await asyncio.sleep(pause_s)
+                    pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
+                path = ""
+        self._is_settled.set()
 
-    async def _try_to_connect(self) -> "_Connection":
-        loop = asyncio.get_running_loop()
-        path, host, port, _ = self._endpoint
-        try:
-            is_ours = os.stat(path).st_uid == os.getuid()
-        except (FileNotFoundError, PermissionError):  # on another node, or connected once before
-            is_ours = False
-        if is_ours:
-            _, connection = await loop.create_unix_connection(lambda: _Connection(self), path)
-        else:
-            _, connection = await loop.create_connection(lambda: _Connection(self), host, port, ssl=self._tls)
+    async def _try_to_connect(self, path: str) -> "_Connection":
+        loop, endpoint = asyncio.get_running_loop(), self._endpoint
+        if path:
+            return (await loop.create_unix_connection(lambda: _Connection(self), path))[1]
+        transport, connection = await loop.create_connection(
+            lambda: _Connection(self), endpoint.host, endpoint.port, ssl=self._tls
+        )
+        tune(transport.get_extra_info("socket"))
         return connection
+
+    def _trouble(self) -> str:
+        return "" if self._connection is not None else f"; the worker is not reached: {self._last_error}"
 
 
 class _Connection(asyncio.Protocol):
@@ -215,7 +232,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._is_lost = True
         self._has_room.set()
-        self._channel.lost(str(error or "the worker closed the connection"))
+        self._channel.lost(self, str(error or "the worker closed the connection"))
 
     def pause_writing(self) -> None:
         self._has_room.clear()

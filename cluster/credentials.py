@@ -1,6 +1,6 @@
 """What a Router and its workers prove themselves with: self-signed certificates, each pinned by the other side.
 
-Both are made in the process that holds them. Only certificates travel, through Ray.
+Both are made in the process that holds them, and worth nothing after it. Only certificates travel, through Ray.
 """
 
 import ssl
@@ -19,7 +19,7 @@ _CLOCK_SKEW = timedelta(days=1)
 
 
 class Credentials(NamedTuple):
-    """A certificate and its secret key, both PEM; the key never leaves the process it was made in."""
+    """A certificate and its secret key, both PEM; the key is never sent anywhere."""
 
     certificate: str
     secret_key: str
@@ -53,7 +53,7 @@ def tls_context(own: Credentials, peer_certificate: str, *, is_server: bool) -> 
     context.check_hostname = False  # the certificate itself is what is known, not a name
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=peer_certificate)
-    with tempfile.NamedTemporaryFile("w") as file:  # only its owner may read it; OpenSSL takes no key but from a file
+    with tempfile.NamedTemporaryFile("w") as file:  # for its owner only; OpenSSL takes no key but from a file
         file.write(own.secret_key + own.certificate)
         file.flush()
         context.load_cert_chain(file.name)

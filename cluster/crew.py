@@ -32,10 +32,14 @@ class Crew:
     links: list[Channel] = field(default_factory=list)
     serving: list[Any] = field(default_factory=list)
 
-    def serve(self, credentials: Credentials, version: int) -> None:
-        """Let the workers serve, and connect to each."""
-        self.serving = [actor.serve.remote() for actor in self.actors]
+    async def meet(self, credentials: Credentials, version: int) -> None:
+        """Learn where the workers are, and begin to connect to each."""
+        self.presences = await _results([actor.listen.remote(credentials.certificate) for actor in self.actors])
         self.links = [Channel(presence.endpoint, credentials, version=version) for presence in self.presences]
+
+    def serve(self) -> None:
+        """Let the workers serve."""
+        self.serving = [actor.serve.remote() for actor in self.actors]
         for rank, presence in enumerate(self.presences):
             logger.info("%s %d: process %d on node %s", self.name, rank, presence.pid, presence.node_id)
 
@@ -69,11 +73,11 @@ async def start_draft(config: GroupConfig, placement: PlacementGroup, credential
     crew = Crew("draft worker", [actor_class.remote(config.engine, version)])
     try:
         [actor] = crew.actors
-        crew.presences = await _results([actor.listen.remote(credentials.certificate)])
+        await crew.meet(credentials, version)
         crew.loaded = await _results(
             [actor.load.remote(config.draft, config.target, run_ahead=config.run_ahead == "on")]
         )
-        crew.serve(credentials, version)
+        crew.serve()
     except BaseException:
         crew.dismiss()
         raise
@@ -99,13 +103,13 @@ async def start_target(config: GroupConfig, placement: PlacementGroup, credentia
         ],
     )
     try:
-        crew.presences = await _results([actor.listen.remote(credentials.certificate) for actor in crew.actors])
+        await crew.meet(credentials, version)
         address = None
         if size > 1:
             _warn_if_apart(crew.presences)
             [address] = await _results([crew.actors[0].open_store.remote(timeout_s)])
         crew.loaded = await _results([actor.load.remote(config.target, address, timeout_s) for actor in crew.actors])
-        crew.serve(credentials, version)
+        crew.serve()
     except BaseException:
         crew.dismiss()
         raise

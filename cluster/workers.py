@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from cluster.channel import Endpoint
+from cluster.endpoint import Endpoint
 from cluster.responder import DraftResponder, TargetResponder
 from cluster.server import Server
 from engine.config import EngineConfig, ModelConfig, ModelInfo

@@ -19,8 +19,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.console import Console
 
-from cluster.channel import Channel, Endpoint
+from cluster.channel import Channel
 from cluster.credentials import Credentials, make_credentials
+from cluster.endpoint import Endpoint
 from cluster.messages import AnyReply, AnyRequest
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.responder import DraftResponder, TargetResponder

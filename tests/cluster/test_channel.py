@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import os
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -13,8 +12,9 @@ import pytest
 
 from cluster import channel as channel_module
 from cluster import frames as frames_module
-from cluster.channel import Channel, ConnectionLostError, DeadlineError, Endpoint, PeerGoneError
-from cluster.credentials import Credentials, make_credentials
+from cluster.channel import Channel, ConnectionLostError, DeadlineError, PeerGoneError
+from cluster.credentials import Credentials, make_credentials, tls_context
+from cluster.endpoint import Endpoint
 from cluster.frames import Frames, frame
 from cluster.messages import AnyReply, AnyRequest, Pong, PrefixMissing, encode
 from tests.cluster.wire import connected, from_afar, ping, serving
@@ -62,7 +62,7 @@ async def test_large_messages_go_both_ways(credentials: Credentials, place: str)
 
 @contextlib.asynccontextmanager
 async def raw_peer(
-    folder: Path,
+    credentials: Credentials, folder: Path
 ) -> AsyncIterator[tuple[Endpoint, "asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]]"]]:
     """A worker that does what the test says; gives its connections as they come."""
     connections: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
@@ -70,13 +70,17 @@ async def raw_peer(
     async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.put_nowait((reader, writer))
 
-    path = str(folder / "peer.sock")
-    server = await asyncio.start_unix_server(welcome, path)
+    own = make_credentials()
+    path = folder / "peer.sock"
+    near = await asyncio.start_unix_server(welcome, path)
+    far = await asyncio.start_server(
+        welcome, "127.0.0.1", ssl=tls_context(own, credentials.certificate, is_server=True)
+    )
     try:
-        yield Endpoint(path, "127.0.0.1", 1, make_credentials().certificate), connections
+        yield Endpoint(str(path), *far.sockets[0].getsockname(), own.certificate), connections
     finally:
-        server.close()
-        os.unlink(path)
+        near.close()
+        far.close()
 
 
 async def read_one(reader: asyncio.StreamReader) -> bytes:
@@ -88,7 +92,7 @@ async def read_one(reader: asyncio.StreamReader) -> bytes:
 
 async def test_replies_that_nobody_waits_for_are_dropped_and_counted(credentials: Credentials, tmp_path: Path) -> None:
     """A raw peer repeats, reorders, mixes in another version and garbage; the call gets its own reply."""
-    async with raw_peer(tmp_path) as (endpoint, connections):
+    async with raw_peer(credentials, tmp_path) as (endpoint, connections):
         with connected(endpoint, credentials) as channel:
             call = asyncio.create_task(channel.call(ping(7)))
             reader, writer = await connections.get()
@@ -112,7 +116,7 @@ async def test_replies_that_nobody_waits_for_are_dropped_and_counted(credentials
 async def test_a_silent_peer_costs_the_deadline_and_its_late_reply_is_dropped(
     credentials: Credentials, tmp_path: Path
 ) -> None:
-    async with raw_peer(tmp_path) as (endpoint, connections):
+    async with raw_peer(credentials, tmp_path) as (endpoint, connections):
         with connected(endpoint, credentials) as channel:
             with pytest.raises(DeadlineError, match=r"round 1 within 0\.2 s"):
                 await channel.call(ping(1, deadline_s=0.2))
@@ -128,7 +132,7 @@ async def test_a_silent_peer_costs_the_deadline_and_its_late_reply_is_dropped(
 async def test_a_broken_connection_ends_the_calls_and_the_next_call_makes_another(
     credentials: Credentials, tmp_path: Path
 ) -> None:
-    async with raw_peer(tmp_path) as (endpoint, connections):
+    async with raw_peer(credentials, tmp_path) as (endpoint, connections):
         with connected(endpoint, credentials) as channel:
             calls = [asyncio.create_task(channel.call(ping(number))) for number in (1, 2)]
             reader, writer = await connections.get()
@@ -149,7 +153,7 @@ async def test_a_peer_that_announces_too_much_is_left(
     credentials: Credentials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames_module, "MAX_MESSAGE_BYTES", 1000)
-    async with raw_peer(tmp_path) as (endpoint, connections):
+    async with raw_peer(credentials, tmp_path) as (endpoint, connections):
         with connected(endpoint, credentials) as channel:
             call = asyncio.create_task(channel.call(ping(1)))
             _, writer = await connections.get()
@@ -160,7 +164,7 @@ async def test_a_peer_that_announces_too_much_is_left(
 
 
 async def test_what_a_peer_does_not_take_waits_for_the_deadline_only(credentials: Credentials, tmp_path: Path) -> None:
-    async with raw_peer(tmp_path) as (endpoint, connections):
+    async with raw_peer(credentials, tmp_path) as (endpoint, connections):
         with connected(endpoint, credentials) as channel:
             large = ["x" * 1000] * 10_000
             await channel.post(ping(1, released=large))
@@ -175,14 +179,40 @@ async def test_what_a_peer_does_not_take_waits_for_the_deadline_only(credentials
             assert len(payloads) == 2  # the second was never begun
 
 
-async def test_a_socket_of_somebody_else_is_not_used(credentials: Credentials, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder for all, another user could lay a socket where the worker's has been."""
-    with serving(credentials) as server:
-        monkeypatch.setattr(channel_module.os, "getuid", lambda: os.geteuid() + 1)
-        with connected(server.endpoint, credentials) as channel:
-            await channel.call(ping(1))
-            assert channel._connection is not None
-            assert channel._connection._transport.get_extra_info("ssl_object") is not None
+async def test_what_cannot_be_reached_by_its_path_is_reached_by_tls(credentials: Credentials, tmp_path: Path) -> None:
+    """A temporary folder that nodes share shows the socket on each of them; only on one it answers."""
+    path = tmp_path / "dead.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with serving(credentials) as server, connected(server.endpoint._replace(path=str(path)), credentials) as channel:
+        await channel.call(ping(1))
+
+
+async def test_a_path_is_trusted_once(credentials: Credentials, tmp_path: Path) -> None:
+    """Once the worker has removed its socket, anybody could put another there."""
+    async with raw_peer(credentials, tmp_path) as (near, connections):
+        with (
+            serving(credentials) as server,
+            connected(server.endpoint._replace(path=near.path), credentials) as channel,
+        ):
+            call = asyncio.create_task(channel.call(ping(1)))
+            _, writer = await connections.get()
+            writer.close()
+            with pytest.raises(ConnectionLostError):
+                await call
+            assert (await channel.call(ping(2))).round == 2
+            assert connections.empty()
+
+
+async def test_a_connection_that_was_given_up_does_not_break_the_next(credentials: Credentials) -> None:
+    with serving(credentials) as server, connected(server.endpoint, credentials) as channel:
+        await channel.call(ping(1))
+        current = channel._connection
+        call = asyncio.create_task(channel.call(ping(2)))
+        await asyncio.sleep(0)
+        channel.lost(channel_module._Connection(channel), "too late")
+        assert channel._connection is current
+        assert (await call).round == 2
 
 
 @pytest.mark.parametrize("stranger", ["client", "server"])
@@ -200,7 +230,7 @@ async def test_a_stranger_gets_no_answer(credentials: Credentials, stranger: str
 
 
 async def test_the_death_notice_ends_the_calls_that_wait(credentials: Credentials, tmp_path: Path) -> None:
-    async with raw_peer(tmp_path) as (endpoint, _):
+    async with raw_peer(credentials, tmp_path) as (endpoint, _):
         with connected(endpoint, credentials) as channel:
             call = asyncio.create_task(channel.call(ping(1)))
             await asyncio.sleep(0)
@@ -216,10 +246,15 @@ async def test_the_death_notice_ends_the_calls_that_wait(credentials: Credential
 async def test_a_worker_that_is_not_there_yet_is_waited_for(credentials: Credentials) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    endpoint = Endpoint("/nonexistent/worker.sock", "127.0.0.1", port, make_credentials().certificate)
+    endpoint = Endpoint("", "127.0.0.1", port, make_credentials().certificate)
     channel = Channel(endpoint, credentials, version=1)
-    with pytest.raises(DeadlineError):
+    with pytest.raises(DeadlineError, match="the worker is not reached"):
         await channel.call(ping(1, deadline_s=0.2))
+    call = asyncio.create_task(channel.call(ping(2, deadline_s=60)))
+    await asyncio.sleep(0)
+    channel.fail("process 9 died")
+    with pytest.raises(PeerGoneError, match="process 9 died"):
+        await call
     channel.close()
 
 

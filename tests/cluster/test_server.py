@@ -1,20 +1,21 @@
-"""The worker's end: who is let in, what keeps it waiting, and what it leaves behind."""
+"""The worker's end: what it answers, what it drops, and how it ends."""
 
-import contextlib
+import asyncio
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from cluster import frames as frames_module
-from cluster import server as server_module
 from cluster.channel import ConnectionLostError, DeadlineError
 from cluster.credentials import Credentials, make_credentials, tls_context
 from cluster.frames import frame
 from cluster.messages import AnyReply, AnyRequest, encode
 from cluster.server import Server
-from tests.cluster.wire import connected, from_afar, ping, pong, serving
+from engine.errors import TargetError
+from tests.cluster.wire import connected, ping, pong, serving
 
 
 @pytest.fixture
@@ -54,26 +55,6 @@ async def test_who_announces_too_much_is_dropped_and_may_come_again(
         assert server.num_malformed == 1
 
 
-def test_a_plain_client_is_refused(credentials: Credentials) -> None:
-    with serving(credentials) as server:
-        with socket.create_connection((server.endpoint.host, server.endpoint.port)) as plain:
-            plain.settimeout(10)
-            plain.sendall(frame(encode(ping(1))))
-            with contextlib.suppress(ConnectionResetError):
-                while plain.recv(1000):
-                    pass
-        assert server.num_refused == 1
-
-
-async def test_who_is_slow_at_the_door_keeps_nobody_waiting(credentials: Credentials) -> None:
-    with (
-        serving(credentials) as server,
-        socket.create_connection((server.endpoint.host, server.endpoint.port)),
-        connected(from_afar(server.endpoint), credentials) as channel,
-    ):
-        await channel.call(ping(1, deadline_s=server_module._HANDSHAKE_S / 2))
-
-
 async def test_half_a_message_keeps_no_work_waiting(credentials: Credentials) -> None:
     """A drafter goes on with its passes while the rest of a request is on its way."""
     num_passes = 0
@@ -111,14 +92,18 @@ def test_a_client_that_comes_again_replaces_itself(credentials: Credentials) -> 
                 assert old.recv(1000) == b""
 
 
-async def test_its_folder_is_gone_once_the_client_is_there(credentials: Credentials) -> None:
-    """Workers are killed, not stopped: what they leave in the file system stays."""
-    with serving(credentials) as server:
-        folder = Path(server.endpoint.path).parent
-        assert folder.stat().st_mode & 0o777 == 0o700
-        with connected(server.endpoint, credentials) as channel:
-            await channel.call(ping(1))
-            assert not folder.exists()
+async def test_what_ends_it_ends_the_call_at_once(credentials: Credentials) -> None:
+    """A rank that fails must not be waited for: its group starts all of them anew."""
+
+    def answer(request: AnyRequest) -> AnyReply:
+        raise TargetError("rank 0 was sent round 3 after round 1")
+
+    server = Server("127.0.0.1", credentials.certificate)
+    with ThreadPoolExecutor(1) as thread, connected(server.endpoint, credentials) as channel:
+        serving_ends = thread.submit(server.serve, answer)
+        with pytest.raises(ConnectionLostError):
+            await channel.call(ping(1, deadline_s=60))
+        assert isinstance(await asyncio.to_thread(serving_ends.exception, 10), TargetError)
 
 
 def test_it_polls_without_waiting(credentials: Credentials) -> None:

@@ -4,8 +4,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from cluster.channel import Channel, Endpoint
+from cluster.channel import Channel
 from cluster.credentials import Credentials
+from cluster.endpoint import Endpoint
 from cluster.messages import AnyReply, AnyRequest, Ping, Pong
 from cluster.server import Server
 

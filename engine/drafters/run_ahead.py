@@ -6,12 +6,14 @@ the target will draw with, so they are good at any temperature. Nothing here can
 is a draft like any other.
 
 Work is done pass by pass through `advance`, so that whoever owns the drafter can look for the next request in between.
-A request that comes early finds shorter drafts, and the missing tokens are drawn then.
+A request that comes early finds shorter drafts, and the missing tokens are drawn then. A draft that is ready leaves at
+once: what has to be put in order after a verdict is the first thing `advance` does.
 """
 
 import functools
 import time
 from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +31,23 @@ from engine.stats import RunAheadStats
 
 _MAX_SCORES_BYTES = 1 << 28
 """What a round's scores may take; where the vocabulary is larger, only the best of them are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What came of the last drafts.
+
+    Attributes:
+        rows: as they were when this was told.
+        verdicts: per row, how many were accepted, and the token after; None where that is not known.
+        chosen: by row, the branch that came true, with its trunk.
+        chains: per row, what that branch has prepared.
+    """
+
+    rows: list[ProposeRow]
+    verdicts: list[tuple[int, int] | None]
+    chosen: dict[int, tuple[Trunk, int]]
+    chains: list[Chain]
 
 
 class RunAheadDrafter(ModelDrafter):
@@ -51,6 +70,7 @@ class RunAheadDrafter(ModelDrafter):
         self._trunks: dict[str, Trunk] = {}
         self._branches: Branches | None = None
         self._work: Generator[None, None, None] | None = None
+        self._unsettled: _Outcome | None = None
         self._num_passes = 0
         self._clock = clock
         self._pace = Pace(clock)
@@ -60,24 +80,21 @@ class RunAheadDrafter(ModelDrafter):
     @property
     def has_time(self) -> bool:
         """Whether half of another forward pass, at least, is likely to fit before the next request."""
-        return self._pace.has_time
+        return self._unsettled is not None or self._pace.has_time
 
     def advance(self) -> bool:
-        """Do one forward pass of what is left to prepare; return whether there is more."""
-        if self._work is None:
-            return False
-        started = self._clock()
-        try:
-            with torch.inference_mode():
-                next(self._work)
-            self._pace.passed(self._clock() - started)
-        except StopIteration:
-            self._work = None
-            self._pace.finished()
+        """Put what came of the last drafts in order, or do one forward pass ahead; return whether there is more."""
+        with torch.inference_mode():
+            if self._unsettled is not None:
+                self._settle()
+            elif self._work is not None:
+                self._step()
         return self._work is not None
 
     def release(self, request_id: str) -> None:
         """Free a request's blocks; what was being prepared for the others is dropped with it."""
+        with torch.inference_mode():
+            self._settle()
         if request_id in self._trunks:
             self.stop()
         super().release(request_id)
@@ -85,29 +102,91 @@ class RunAheadDrafter(ModelDrafter):
     def stop(self) -> None:
         """Drop what is prepared."""
         self._trunks = {}
-        self._branches = self._work = None
+        self._branches = self._work = self._unsettled = None
 
     def _propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        self._settle()
+        # Their owner appends to the same lists what is committed next, maybe before this is settled.
+        outcome = self._look_up([replace(row, token_ids=list(row.token_ids)) for row in rows])
+        rows, chains = outcome.rows, outcome.chains
+        if all(len(chain.token_ids) == row.num_draft_tokens for row, chain in zip(rows, chains, strict=True)):
+            self._unsettled = outcome
+        else:
+            able = self._take_over(outcome)
+            lacking = [i for i in able if len(chains[i].token_ids) < rows[i].num_draft_tokens]
+            if lacking and self._is_worth_waiting([rows[i] for i in able], [chains[i] for i in able]):
+                self._draft_missing([rows[i] for i in lacking], [chains[i] for i in lacking])
+            self._prepare([(rows[i], chains[i]) for i in able])
+        self._pace.answered()
+        return [chain.draft() for chain in chains]
+
+    def _look_up(self, rows: list[ProposeRow]) -> _Outcome:
+        """Find out what became of the last drafts, and what is prepared for that."""
         verdicts = [self._verdict(row) for row in rows]
         if any(verdict is not None for verdict in verdicts):
             # One round lies between the last proposal and this one, and the time between them is that round's.
             self._pace.asked(num_missing=0 if self._work is None else self._depth - self._num_grown())
+        chosen: dict[int, tuple[Trunk, int]] = {}
+        for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
+            found = "stale" if verdict is None else self._find_branch(row, verdict)
+            if not isinstance(found, str):
+                chosen[i] = found
+                self.stats.hits += row.num_draft_tokens > 0
+            elif row.num_draft_tokens:
+                self.stats.misses[found] = self.stats.misses.get(found, 0) + 1
+        chains = [Chain() for _ in rows]
+        if chosen:
+            assert self._branches is not None
+            for i, chain in zip(chosen, self._branches.chains(list(chosen.values())), strict=True):
+                chain.cut(rows[i].num_draft_tokens)
+                chains[i] = chain
+        else:
+            self.stats.num_wasted += self._num_passes
+        self._num_passes = 0
+        return _Outcome(rows, verdicts, chosen, chains)
+
+    def _settle(self) -> None:
+        """Go on from drafts that were sent as they were prepared."""
+        if self._unsettled is not None:
+            outcome, self._unsettled = self._unsettled, None
+            self._prepare([(outcome.rows[i], outcome.chains[i]) for i in self._take_over(outcome)])
+
+    def _take_over(self, outcome: _Outcome) -> list[int]:
+        """Learn from an outcome and bring the cache up to it; returns the rows that fit into it."""
         self._work = None
-        chains = self._take_prepared(rows, verdicts)
-        current = {row.request_id for row in rows}
+        for row, verdict in zip(outcome.rows, outcome.verdicts, strict=True):
+            if verdict is not None:
+                self._foresight.learn(self._trunks[row.request_id], *verdict)
+        if outcome.chosen:
+            assert self._branches is not None
+            names = {i: outcome.rows[i].request_id for i in outcome.chosen}
+            self._move([(self._prefixes[names[i]], *own) for i, own in outcome.chosen.items()], self._branches)
+        for row, chain in zip(outcome.rows, outcome.chains, strict=True):
+            if chain.token_ids:
+                self._prefixes[row.request_id].token_ids = [*row.token_ids, *chain.token_ids[:-1]]
+        current = {row.request_id for row in outcome.rows}
         for name in self._trunks.keys() - current:
             self._trim(name, len(self._prefixes[name].token_ids))
         self.stop()
-        able = [i for i, row in enumerate(rows) if self._is_able(row, chains[i], current)]
-        missing = {i: rows[i].num_draft_tokens - len(chains[i].token_ids) for i in able}
-        lacking = [i for i in able if missing[i]]
-        if lacking and self._is_worth_waiting([rows[i] for i in able], [chains[i] for i in able]):
-            started = self._clock()
-            self._draft([rows[i] for i in lacking], [chains[i] for i in lacking])
-            self._pace.drafted(self._clock() - started, max(missing.values()))
-        self._prepare([(rows[i], chains[i]) for i in able])
-        self._pace.answered()
-        return [chain.draft() for chain in chains]
+        return [i for i, row in enumerate(outcome.rows) if self._is_able(row, outcome.chains[i], current)]
+
+    def _draft_missing(self, rows: Sequence[ProposeRow], chains: Sequence[Chain]) -> None:
+        """Draw what is not prepared while the target waits."""
+        missing = max(row.num_draft_tokens - len(chain.token_ids) for row, chain in zip(rows, chains, strict=True))
+        started = self._clock()
+        self._draft(rows, chains)
+        self._pace.drafted(self._clock() - started, missing)
+
+    def _step(self) -> None:
+        """Do one forward pass ahead."""
+        assert self._work is not None
+        started = self._clock()
+        try:
+            next(self._work)
+            self._pace.passed(self._clock() - started)
+        except StopIteration:
+            self._work = None
+            self._pace.finished()
 
     def _verdict(self, row: ProposeRow) -> tuple[int, int] | None:
         """Return what came of a row's last draft: how many accepted, and the token after; None if it is not known."""
@@ -123,42 +202,16 @@ class RunAheadDrafter(ModelDrafter):
         return 0 if self._branches is None else self._branches.num_computed
 
     def _is_able(self, row: ProposeRow, chain: Chain, current: set[str]) -> bool:
-        """Fit a row and what is prepared for it into the cache; an unable row gets no draft."""
-        chain.cut(row.num_draft_tokens)
+        """Fit a row and what is prepared for it into the cache; nothing is drafted for one that does not fit."""
         if not self._make_room(row, [*row.token_ids, *chain.token_ids], current):
             chain.cut(0)
             return False
         self._trim(row.request_id, len(row.token_ids) + row.num_draft_tokens)
         return True
 
-    def _take_prepared(self, rows: Sequence[ProposeRow], verdicts: Sequence[tuple[int, int] | None]) -> list[Chain]:
-        """Return what is prepared for each row, with its keys and values moved to where they belong."""
-        chosen: dict[int, tuple[Trunk, int]] = {}
-        for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
-            found = "stale" if verdict is None else self._find_prepared(row, verdict)
-            if not isinstance(found, str):
-                chosen[i] = found
-                self.stats.hits += row.num_draft_tokens > 0
-            elif row.num_draft_tokens:
-                self.stats.misses[found] = self.stats.misses.get(found, 0) + 1
-        chains = [Chain() for _ in rows]
-        if chosen:
-            assert self._branches is not None
-            for i, chain in zip(chosen, self._branches.chains(list(chosen.values())), strict=True):
-                chains[i] = chain
-            self._move([(self._prefixes[rows[i].request_id], *own) for i, own in chosen.items()], self._branches)
-        else:
-            self.stats.num_wasted += self._num_passes
-        self._num_passes = 0
-        for row, chain in zip(rows, chains, strict=True):
-            if chain.token_ids:
-                self._prefixes[row.request_id].token_ids = [*row.token_ids, *chain.token_ids[:-1]]
-        return chains
-
-    def _find_prepared(self, row: ProposeRow, verdict: tuple[int, int]) -> tuple[Trunk, int] | str:
+    def _find_branch(self, row: ProposeRow, verdict: tuple[int, int]) -> tuple[Trunk, int] | str:
         """Return a row's trunk and the branch that came true, or the reason why none did."""
         trunk, branches = self._trunks[row.request_id], self._branches
-        self._foresight.learn(trunk, *verdict)
         if branches is None or not branches.num_computed or not trunk.roots:
             return "unprepared"
         if verdict not in trunk.roots:

@@ -8,13 +8,16 @@ stands between a message and the event loop.
 import asyncio
 import logging
 from collections import Counter
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from cluster.credentials import Credentials, tls_context
 from cluster.endpoint import Endpoint, tune
 from cluster.frames import Frames, frame
 from cluster.messages import AnyReply, MalformedMessageError, Request, decode_reply, encode
 from engine.errors import PacelineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +45,15 @@ class Link:
     """Matches replies to the calls that wait for them; a subclass moves the bytes.
 
     A reply that nobody waits for (late, repeated, of another version of the group) is dropped and counted.
+
+    Attributes:
+        on_break: told why a connection broke, for those who must know although no call of theirs waits.
     """
 
     def __init__(self, version: int) -> None:
         self.version = version
         self.dropped: Counter[str] = Counter()
+        self.on_break: Callable[[str], None] | None = None
         self._calls: dict[int, asyncio.Future[AnyReply]] = {}
         self._gone: str | None = None
 
@@ -151,12 +158,12 @@ class Channel(Link):
         super().fail(reason)
         self._connecting.cancel()
         self._is_settled.set()
+        if self._connection is not None:
+            self._connection.close()
 
     def close(self) -> None:
         """Give up the connection; calls that wait raise PeerGoneError."""
         self.fail("the channel was closed")
-        if self._connection is not None:
-            self._connection.close()
 
     def lost(self, connection: "_Connection", reason: str) -> None:
         """End the calls that wait: what they were sent over has broken."""
@@ -165,15 +172,26 @@ class Channel(Link):
         self._connection = None
         if self._gone is None:
             self._is_settled.clear()
-            self._connecting = asyncio.create_task(self._connect(), name="connecting to a worker again")
+            self._connecting = asyncio.create_task(self._connect_again(), name="connecting to a worker again")
         self._end_calls(ConnectionLostError(reason))
+        if self._gone is None and self.on_break is not None:
+            self.on_break(reason)
 
     async def _send(self, payload: bytes) -> None:
         while (connection := self._connection) is None:
             await self._is_settled.wait()
             if self._gone is not None:
                 raise PeerGoneError(self._gone)
-        await connection.send(payload)
+        try:
+            await connection.send(payload)
+        except ConnectionLostError:
+            if self._gone is not None:
+                raise PeerGoneError(self._gone) from None
+            raise
+
+    async def _connect_again(self) -> None:
+        await asyncio.sleep(_FIRST_RETRY_S)
+        await self._connect()
 
     async def _connect(self, path: str = "") -> None:
         """Connect, however often it takes; a Unix socket is tried once, for it is there for one connection."""

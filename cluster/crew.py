@@ -35,7 +35,12 @@ class Crew:
     async def meet(self, credentials: Credentials, version: int) -> None:
         """Learn where the workers are, and begin to connect to each."""
         self.presences = await _results([actor.listen.remote(credentials.certificate) for actor in self.actors])
-        self.links = [Channel(presence.endpoint, credentials, version=version) for presence in self.presences]
+        node_id = ray.get_runtime_context().get_node_id()
+        for presence in self.presences:
+            endpoint = presence.endpoint
+            if presence.node_id != node_id:
+                endpoint = endpoint._replace(path="")  # there, that path is somebody else's
+            self.links.append(Channel(endpoint, credentials, version=version))
 
     def serve(self) -> None:
         """Let the workers serve."""

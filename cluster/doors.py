@@ -15,6 +15,7 @@ import ssl
 import tempfile
 import threading
 import time
+from contextlib import suppress
 
 from cluster.credentials import make_credentials, tls_context
 from cluster.endpoint import Endpoint, tune
@@ -33,8 +34,9 @@ class Doors:
         self.num_refused = 0
         own = make_credentials()
         self._tls = tls_context(own, client_certificate, is_server=True)
-        self._folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
-        self._near = _listen_near(os.path.join(self._folder.name, "worker.sock"))
+        folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
+        self._folder: tempfile.TemporaryDirectory[str] | None = folder
+        self._near = _listen_near(os.path.join(folder.name, "worker.sock"))
         self._far = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         path = self._near.getsockname() if self._near is not None else ""
         self.endpoint = Endpoint(path, host, self._far.getsockname()[1], own.certificate)
@@ -43,6 +45,7 @@ class Doors:
         self._numbers = itertools.count(1)
         self._newest = 0
         self._bell, self._button = socket.socketpair()
+        self._button.setblocking(False)
         self._exit, self._exit_button = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         for door in filter(None, (self._near, self._far)):
@@ -58,7 +61,8 @@ class Doors:
 
     def ring(self) -> None:
         """Wake whoever waits for a client."""
-        self._button.send(b"!")
+        with suppress(BlockingIOError):  # it has rung often enough
+            self._button.send(b"!")
 
     def take(self) -> socket.socket | None:
         """Return the client that came in last, unless it is one that was there before; the bell has rung for it."""
@@ -103,8 +107,7 @@ class Doors:
                     self._let_in(next(self._numbers), self._near.accept()[0])
                 elif key.fileobj is self._far:
                     self._meet(self._far.accept()[0])
-                else:
-                    assert isinstance(key.fileobj, ssl.SSLSocket)
+                elif key.fileobj in self._strangers:  # an earlier event may have sent it away
                     self._shake_hands(key.fileobj)
             except BlockingIOError:
                 continue
@@ -155,7 +158,9 @@ class Doors:
             self._selector.unregister(self._near)
             self._near.close()
             self._near = None
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
 
     def _send_away(self, *, late: float) -> None:
         for stranger in [one for one, (_, deadline) in self._strangers.items() if deadline <= late]:

@@ -197,6 +197,9 @@ class RemoteVerifier:
     def connect(self, links: Sequence[Link]) -> None:
         """Take new ranks, rank 0 first, which know nothing yet."""
         self._links = list(links)
+        for link in links:
+            # The ranks above 0 never answer, and what was on its way to one of them is lost: all must start anew.
+            link.on_break = self.disconnect
         self._round = 0
         self._acknowledged.clear()
 

@@ -49,11 +49,11 @@ class RunsAhead(Protocol):
 
     @property
     def has_time(self) -> bool:
-        """Whether a pass is done before the next request may be expected."""
+        """Whether `advance` has something to do before the next request may be expected."""
         ...
 
     def advance(self) -> bool:
-        """Do one pass; return whether there is more to do."""
+        """Do one forward pass, or what must come before it; return whether there is more to do."""
         ...
 
     def stop(self) -> None:
@@ -82,7 +82,7 @@ class DraftResponder:
             return Failure(request.round, self._version, _since(started), f"{type(error).__name__}: {error}")
 
     def work(self) -> bool:
-        """Prepare for the next request, one forward pass; return whether there is more to do."""
+        """Prepare for the next request, a forward pass at most; return whether there is more to do."""
         if self._ahead is None or not self._ahead.has_time:
             return False
         try:

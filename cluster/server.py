@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from cluster.doors import Doors
@@ -76,7 +77,8 @@ class Server:
     def stop(self) -> None:
         """Make `serve` return after the request it is at."""
         self._stopping.set()
-        self._doors.ring()
+        with suppress(OSError):  # it has ended by itself
+            self._doors.ring()
 
     def _serve_one(self, answer: Callable[[AnyRequest], AnyReply | None]) -> None:
         started = time.monotonic()

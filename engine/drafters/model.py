@@ -144,8 +144,8 @@ class ModelDrafter:
             drawn.append(self._pass(batch, plan[step], runs))
         extend(chains, drawn, range(len(chains)), counts)
         for text, prefix, chain, head, count in zip(texts, prefixes, chains, heads, counts, strict=True):
-            # The last draft token was not computed, and what a row drew beyond its own draft may have no block.
-            prefix.token_ids = [*text, *chain.token_ids[head : head + min(count, depth - 1)]]
+            # The last draft token's logits are still wanted, and what a row drew beyond its draft may have no block.
+            prefix.token_ids = [*text, *chain.token_ids[head : head + count - 1]]
 
     def _catch_up(self, texts: Sequence[list[int]], prefixes: Sequence[Prefix]) -> Generator[None, None, ForwardBatch]:
         """Compute every row up to its last tokens, and stop after every pass.

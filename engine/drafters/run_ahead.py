@@ -79,7 +79,7 @@ class RunAheadDrafter(ModelDrafter):
 
     @property
     def has_time(self) -> bool:
-        """Whether half of another forward pass, at least, is likely to fit before the next request."""
+        """Whether `advance` has something to do of which at least half is likely to fit before the next request."""
         return self._unsettled is not None or self._pace.has_time
 
     def advance(self) -> bool:
@@ -92,12 +92,14 @@ class RunAheadDrafter(ModelDrafter):
         return self._work is not None
 
     def release(self, request_id: str) -> None:
-        """Free a request's blocks; what was being prepared for the others is dropped with it."""
-        with torch.inference_mode():
-            self._settle()
-        if request_id in self._trunks:
-            self.stop()
-        super().release(request_id)
+        """Free a request's blocks; if something was being prepared for it, that of the others is dropped with it."""
+        try:
+            with torch.inference_mode():
+                self._settle()
+        finally:
+            if request_id in self._trunks:
+                self.stop()
+            super().release(request_id)
 
     def stop(self) -> None:
         """Drop what is prepared."""

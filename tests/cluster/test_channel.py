@@ -179,6 +179,30 @@ async def test_what_a_peer_does_not_take_waits_for_the_deadline_only(credentials
             assert len(payloads) == 2  # the second was never begun
 
 
+async def test_a_death_notice_ends_a_call_that_waits_for_room(credentials: Credentials, tmp_path: Path) -> None:
+    async with raw_peer(credentials, tmp_path) as (endpoint, _):
+        with connected(endpoint, credentials) as channel:
+            await channel.post(ping(1, released=["x" * 1000] * 10_000))
+            call = asyncio.create_task(channel.call(ping(2, deadline_s=60)))
+            await asyncio.sleep(0.1)
+            channel.fail("process 9 died")
+            with pytest.raises(PeerGoneError, match="process 9 died"):
+                await call
+
+
+async def test_a_broken_connection_is_told_of_where_no_call_waits(credentials: Credentials, tmp_path: Path) -> None:
+    async with raw_peer(credentials, tmp_path) as (endpoint, connections):
+        with connected(endpoint, credentials) as channel:
+            reasons: asyncio.Queue[str] = asyncio.Queue()
+            channel.on_break = reasons.put_nowait
+            await channel.post(ping(1))
+            _, writer = await connections.get()
+            writer.close()
+            assert await reasons.get()
+        await asyncio.sleep(0.1)
+        assert reasons.empty()  # closing it oneself is no news
+
+
 async def test_what_cannot_be_reached_by_its_path_is_reached_by_tls(credentials: Credentials, tmp_path: Path) -> None:
     """A temporary folder that nodes share shows the socket on each of them; only on one it answers."""
     path = tmp_path / "dead.sock"

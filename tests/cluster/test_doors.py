@@ -6,7 +6,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from selectors import EVENT_READ, DefaultSelector
+from selectors import EVENT_READ, DefaultSelector, SelectorKey
 
 import pytest
 
@@ -115,6 +115,29 @@ def test_who_is_slow_at_the_door_keeps_nobody_waiting(
             client.close()
         assert strangers[0].recv(1) == b""  # the first ones had to make room
         wait_for(lambda: doors.num_refused == 16)
+
+
+def test_who_leaves_in_the_moment_he_is_sent_away_takes_nobody_with_him(
+    doors: Doors, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors_module, "_MAX_STRANGERS", 2)
+    select = doors._selector.select
+
+    def select_late(timeout: float | None) -> list[tuple[SelectorKey, int]]:
+        select(timeout)
+        doors_module.time.sleep(0.2)  # until several events are there at once
+        return sorted(select(timeout), key=lambda event: event[0].fileobj is not doors._far)
+
+    monkeypatch.setattr(doors._selector, "select", select_late)
+    with knock(doors) as first, knock(doors):
+        wait_for(lambda: len(doors._strangers) == 2)
+        with knock(doors):
+            first.close()
+            wait_for(lambda: doors.num_refused)
+    with come_from_afar(doors, credentials):
+        client = arrived(doors)
+        assert client is not None
+        client.close()
 
 
 def test_who_does_not_shake_hands_in_time_is_sent_away(doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,6 +321,17 @@ async def test_a_lost_target_raises_until_it_is_connected_again():
     assert verdict.token_ids == [6]
 
 
+async def test_a_rank_above_0_whose_connection_breaks_ends_the_round():
+    """It never answers, so no call of its own would tell; what was on its way to it is lost."""
+    side = TargetSide()
+    side.links[0].faults = ["lose"]
+    waiting = asyncio.create_task(side.verifier.verify([verify_row("a", [1])]))
+    await asyncio.sleep(0)
+    side.links[1].on_break("the worker closed the connection")
+    with pytest.raises(TargetError, match="the worker closed the connection"):
+        await waiting
+
+
 async def test_a_death_notice_ends_the_round():
     side = TargetSide()
     side.links[0].faults = ["lose"]

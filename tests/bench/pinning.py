@@ -1,6 +1,12 @@
-"""Pinning: the two models of a served application on one core each, for as long as its processes live (Linux)."""
+"""Pinning and freezing the processes of a served application (Linux).
+
+An application that nobody asks anything still takes a sixth of a core: Ray's and Serve's processes look after each
+other. Where several are measured in turn, those whose turn it is not are frozen.
+"""
 
 import os
+import signal
+from contextlib import suppress
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -23,6 +29,25 @@ def pin_workers(root_pid: int) -> None:
                 pinned.append(title)
     if "ray::TargetWorker" not in pinned:
         raise RuntimeError(f"process {root_pid} has no target worker")
+
+
+def freeze(root_pid: int) -> None:
+    """Stop a process and all its descendants, those too that were begun meanwhile."""
+    stopped: set[int] = set()
+    while new := {root_pid, *_descendants(root_pid)} - stopped:
+        _signal(new, signal.SIGSTOP)
+        stopped |= new
+
+
+def thaw(root_pid: int) -> None:
+    """Let a frozen process and its descendants go on."""
+    _signal({root_pid, *_descendants(root_pid)}, signal.SIGCONT)
+
+
+def _signal(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(pid, number)
 
 
 def _pin(pid: int, core: int) -> None:

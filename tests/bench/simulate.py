@@ -1,6 +1,8 @@
 """The simulation's tables: checked against this machine; a 70B on four H100 with a draft on a fifth; other drafts."""
 
-from dataclasses import replace
+import itertools
+import time
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -8,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import Speculation
-from tests.bench.simulation import Costs, Outcome, Place, simulate
+from tests.bench.simulation import PROMPT_TOKENS, Costs, Outcome, Place, run_streams, simulate
+from tests.bench.turns import order
 from tests.bench.with_engine import EngineMethod
-from tests.bench.workload import Cell, Workload
+from tests.bench.workload import Workload
 
 LLAMA = Costs(
     target_ms=18.15,
@@ -51,7 +54,10 @@ SETTINGS = (
 STREAMS = (1, 8, 32)
 CALIBRATION = ((1, 0), (1, 4), (8, 0), (8, 4))
 CHECKS = ((1, 2), (4, 0), (4, 2), (4, 4), (8, 2))
-NUM_TOKENS = 192
+NUM_TOKENS = 96
+NUM_REQUESTS = 6
+"""Of each stream, in a row."""
+NUM_TURNS = 4
 DRAFT_COSTS = (0.02, 0.05, 0.1, 0.15, 0.25, 0.4)
 """Draft passes, in target passes."""
 DRAFT_LENGTH = 4
@@ -116,9 +122,15 @@ def draft_sizes() -> Table:
 
 
 def check(workload: Workload) -> Table:
-    """Measure costs in process at some batch sizes and lengths, and predict others from them."""
-    methods = {k: EngineMethod(workload, k) for k in sorted({k for _, k in (*CALIBRATION, *CHECKS)})}
-    measured = {cell: _measure(methods[cell[1]], workload, *cell) for cell in (*CALIBRATION, *CHECKS)}
+    """Measure costs in process at some batch sizes and lengths, and predict others from them; all in turn."""
+    cells = (*CALIBRATION, *CHECKS)
+    methods = {k: EngineMethod(workload, k) for k in sorted({k for _, k in cells})}
+    measured = {cell: Measured() for cell in cells}
+    for rows, k in cells:
+        _measure(methods[k], workload, rows, 0)  # warms up
+    for turn in range(NUM_TURNS):
+        for rows, k in order(cells, turn):
+            measured[rows, k] += _measure(methods[k], workload, rows, turn)
     costs = _fit({cell: measured[cell] for cell in CALIBRATION})
     caption = (
         f"target pass {costs.target_ms:.2f} ms + {costs.target_row_ms:.3f} per row + {costs.target_token_ms:.3f} per "
@@ -131,51 +143,78 @@ def check(workload: Workload) -> Table:
     )
     for column in ("rows", "k", "measured tokens/s", "simulated", "ratio"):
         table.add_column(column, justify="right")
-    for rows, k in (*CALIBRATION, *CHECKS):
-        speculation: Speculation = "fixed" if k else "off"
+    for rows, k in cells:
         simulated = simulate(
             costs,
             "beside",
             num_streams=rows,
             num_speculative_tokens=k,
-            speculation=speculation,
+            speculation="fixed" if k else "off",
             num_tokens=NUM_TOKENS,
-            num_requests=6,
+            num_requests=NUM_REQUESTS,
         ).tokens_per_s
         real = measured[rows, k].tokens_per_s
         table.add_row(str(rows), str(k), f"{real:.0f}", f"{simulated:.0f}", f"{simulated / real:.2f}")
     return table
 
 
-class Measured(NamedTuple):
-    """Means of the rounds of one cell, in milliseconds, and the acceptance rate at the first position."""
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What some rounds of one cell took, in seconds, and what they made."""
 
-    tokens_per_s: float
-    target_ms: float
-    draft_ms: float
-    overhead_ms: float
-    acceptance: float
+    elapsed_s: float = 0.0
+    target_s: float = 0.0
+    draft_s: float = 0.0
+    num_rounds: int = 0
+    num_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def __add__(self, other: "Measured") -> "Measured":
+        return Measured(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.elapsed_s
+
+    @property
+    def target_ms(self) -> float:
+        """One pass of the target."""
+        return self.target_s / self.num_rounds * 1e3
+
+    @property
+    def draft_ms(self) -> float:
+        """One pass of the draft."""
+        return self.draft_s / self.num_rounds * 1e3 * self.num_drafts / self.num_draft_tokens
+
+    @property
+    def overhead_ms(self) -> float:
+        """What a round spends outside both."""
+        return (self.elapsed_s - self.target_s - self.draft_s) / self.num_rounds * 1e3
+
+    @property
+    def acceptance(self) -> float:
+        """The acceptance rate that, the same at every position, accepts as many."""
+        return _acceptance(self.num_accepted_tokens / self.num_drafts, round(self.num_draft_tokens / self.num_drafts))
 
 
-def _measure(method: EngineMethod, workload: Workload, rows: int, k: int) -> Measured:
-    cell = Cell(rows, 0.0)
-    batches = list(replace(workload, num_tokens=NUM_TOKENS).batches(cell))
-    method.run(batches[0], cell)
-    drafter, verifier, stats = method.drafter.seconds, method.verifier.seconds, replace(method.engine.stats)
-    found = [method.run(prompts, cell) for prompts in batches]
-    elapsed_s = sum(batch.elapsed_s for batch in found)
-    num_rounds = method.engine.stats.num_rounds - stats.num_rounds
-    target_ms = (method.verifier.seconds - verifier) / num_rounds * 1e3
-    draft_ms = (method.drafter.seconds - drafter) / num_rounds * 1e3
-    tokens = method.engine.stats.num_generation_tokens - stats.num_generation_tokens
-    lengths = [batch.speculation for batch in found]
-    accepted = sum(one.num_accepted_tokens for one in lengths) / max(1, sum(one.num_drafts for one in lengths))
+def _measure(method: EngineMethod, workload: Workload, rows: int, turn: int) -> Measured:
+    endless = itertools.cycle(workload.prompts)
+    prompts = itertools.islice(endless, turn * NUM_REQUESTS, None)
+    streams = [[next(prompts)[:PROMPT_TOKENS] for _ in range(NUM_REQUESTS)] for _ in range(rows)]
+    stats, before = method.engine.stats, replace(method.engine.stats)
+    drafter_s, verifier_s, started = method.drafter.seconds, method.verifier.seconds, time.perf_counter()
+    run_streams(method.engine, streams, NUM_TOKENS)
     return Measured(
-        tokens / elapsed_s,
-        target_ms,
-        draft_ms / max(1, k),
-        elapsed_s / num_rounds * 1e3 - target_ms - draft_ms,
-        _acceptance(accepted, k),
+        time.perf_counter() - started,
+        method.verifier.seconds - verifier_s,
+        method.drafter.seconds - drafter_s,
+        stats.num_rounds - before.num_rounds,
+        stats.num_generation_tokens - before.num_generation_tokens,
+        stats.num_drafts - before.num_drafts,
+        stats.num_draft_tokens - before.num_draft_tokens,
+        stats.num_accepted_tokens - before.num_accepted_tokens,
     )
 
 

@@ -169,7 +169,7 @@ def simulate(
         max_model_len=4096,
         clock=router,
     )
-    _run(engine, num_streams, num_requests, num_tokens)
+    run_streams(engine, _prompts(num_streams, num_requests), num_tokens)
     drafts = engine.stats
     hits = None if stats is None else stats.hits / max(1, stats.hits + sum(stats.misses.values()))
     lengths = sum(k * count for (k, _), count in drafts.num_rounds_by_length.items())
@@ -203,20 +203,28 @@ def _rank(chance: random.Random, costs: Costs) -> int:
     return min(VOCAB_SIZE - 1, math.floor(beyond) + 1)
 
 
-def _run(engine: Engine, num_streams: int, num_requests: int, num_tokens: int) -> None:
-    left = dict.fromkeys(range(num_streams), num_requests)
+def run_streams(engine: Engine, streams: Sequence[Sequence[Sequence[int]]], num_tokens: int) -> None:
+    """Run streams side by side, each of a few requests in a row: the prompts to be continued, greedily."""
+    left = [list(prompts) for prompts in streams]
 
     def add(stream: int) -> None:
-        left[stream] -= 1
-        prompt = random.Random(f"{stream} {left[stream]}").choices(range(VOCAB_SIZE), k=PROMPT_TOKENS)
-        engine.add(
-            f"{stream}-{left[stream]}", prompt, SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-        )
+        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        engine.add(f"{stream}-{len(left[stream])}", left[stream].pop(), params)
 
-    for stream in left:
+    for stream in range(len(streams)):
         add(stream)
     while engine.has_work:
         for output in run_in_process(engine.step()):
             stream = int(output.request_id.split("-")[0])
             if output.finish_reason is not None and left[stream]:
                 add(stream)
+
+
+def _prompts(num_streams: int, num_requests: int) -> list[list[list[int]]]:
+    return [
+        [
+            random.Random(f"{stream} {request}").choices(range(VOCAB_SIZE), k=PROMPT_TOKENS)
+            for request in range(num_requests)
+        ]
+        for stream in range(num_streams)
+    ]

@@ -6,7 +6,7 @@ of a turn can be divided by what another makes of the same turn (`figures.paired
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -14,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tests.bench.figures import Batch, Row, row_of
 from tests.bench.worker import WorkerProcess, cells_of
 from tests.bench.workload import Cell, Workload
+
+T = TypeVar("T")
 
 
 class Contestant(Protocol):
@@ -51,7 +53,7 @@ def collect(
     return rows, failures
 
 
-def order(names: Sequence[str], turn: int) -> list[str]:
+def order(names: Sequence[T], turn: int) -> list[T]:
     """Return who comes when in a turn: there and back, then the same from the next one on.
 
     So nobody always follows the same one, and of a steady drift all have the same share after two turns.

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +21,14 @@ from cluster.config import RunAhead
 from engine.config import Speculation
 from engine.stats import SpeculationStats
 from tests.bench.figures import Batch, Timeline, since
-from tests.bench.pinning import pin_workers
+from tests.bench.pinning import freeze, pin_workers, thaw
 from tests.bench.workload import Cell, Workload
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
+SETTLE_S = 0.5
+"""After a thaw, what has become due meanwhile is done first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +125,20 @@ class Server:
         """The process whose descendants serve."""
         return self._process.pid
 
+    @contextmanager
+    def frozen_afterwards(self) -> Iterator[None]:
+        """Let it run for the block only; it costs nothing until the next one."""
+        thaw(self.pid)
+        time.sleep(SETTLE_S)
+        try:
+            yield
+        finally:
+            freeze(self.pid)
+
     def stop(self) -> None:
         """Shut the application and its cluster down."""
         if self._process.poll() is None:
+            thaw(self.pid)
             self._process.send_signal(signal.SIGINT)
             try:
                 self._process.wait(STOP_TIMEOUT_S)
@@ -168,7 +182,7 @@ def _serve_config(workload: Workload, arguments: dict[str, object], port: int) -
 
 
 class ServeMethod:
-    """Completions streamed over HTTP, one connection per stream; times are the client's.
+    """Completions streamed over HTTP, one connection per stream; times are the client's. Frozen between batches.
 
     Args:
         num_speculative_tokens: 0 serves without a draft.
@@ -201,9 +215,11 @@ class ServeMethod:
                 self._server.stop()
                 raise
         self._client = httpx.AsyncClient(base_url=self._server.url, timeout=120, limits=httpx.Limits())
+        freeze(self._server.pid)
 
     def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
-        return self._runner.run(self._run(prompts, cell.temperature))
+        with self._server.frozen_afterwards():
+            return self._runner.run(self._run(prompts, cell.temperature))
 
     def close(self) -> None:
         self._runner.run(self._client.aclose())

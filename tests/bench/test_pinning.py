@@ -1,0 +1,42 @@
+"""Processes of another application are stopped and let go, whole trees of them."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.bench.pinning import freeze, thaw
+
+PROGRAM = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
+
+
+@pytest.fixture
+def tree() -> Iterator[psutil.Process]:
+    """A process that has a child, which waits for a line."""
+    with subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE) as process:
+        root = psutil.Process(process.pid)
+        while not root.children():
+            pass
+        yield root
+        thaw(root.pid)
+        process.communicate(b"\n")
+
+
+def statuses(root: psutil.Process) -> set[str]:
+    return {process.status() for process in (root, *root.children(recursive=True))}
+
+
+def test_what_is_frozen_does_nothing_until_it_is_thawed(tree: psutil.Process) -> None:
+    freeze(tree.pid)
+    assert statuses(tree) == {psutil.STATUS_STOPPED}
+    thaw(tree.pid)
+    assert psutil.STATUS_STOPPED not in statuses(tree)
+
+
+def test_who_has_ended_is_left_alone() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    freeze(process.pid)
+    thaw(process.pid)

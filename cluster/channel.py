@@ -206,6 +206,7 @@ class Channel(Link):
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
                 path = ""
+        self._last_error = None
         self._is_settled.set()
 
     async def _try_to_connect(self, path: str) -> "_Connection":
@@ -219,7 +220,8 @@ class Channel(Link):
         return connection
 
     def _trouble(self) -> str:
-        return "" if self._connection is not None else f"; the worker is not reached: {self._last_error}"
+        reason = self._last_error or "it says nothing"
+        return "" if self._connection is not None else f"; the worker is not reached: {reason}"
 
 
 class _Connection(asyncio.Protocol):

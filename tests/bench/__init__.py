@@ -2,6 +2,6 @@
 
 Reading order: workload.py (what is asked), figures.py (what is measured, and the row it becomes), then one file per way
 to generate: with_transformers.py, with_engine.py, with_serve.py; worker.py (one method in one process), turns.py (all
-of them side by side), compare.py (the table and the ratios), curves.py (tokens/s over rows and streams), spans.py and
-profile.py (where a round's time goes).
+of them in turn), pinning.py (servers whose turn it is not are frozen), compare.py (the table and the ratios), curves.py
+(tokens/s over rows and streams), spans.py and profile.py (where a round's time goes).
 """

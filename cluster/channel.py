@@ -172,7 +172,7 @@ class Channel(Link):
         self._connection = None
         if self._gone is None:
             self._is_settled.clear()
-            self._connecting = asyncio.create_task(self._connect_again(), name="connecting to a worker again")
+            self._connecting = asyncio.create_task(self._connect(pause_s=_FIRST_RETRY_S), name="connecting again")
         self._end_calls(ConnectionLostError(reason))
         if self._gone is None and self.on_break is not None:
             self.on_break(reason)
@@ -189,22 +189,17 @@ class Channel(Link):
                 raise PeerGoneError(self._gone) from None
             raise
 
-    async def _connect_again(self) -> None:
-        await asyncio.sleep(_FIRST_RETRY_S)
-        await self._connect()
-
-    async def _connect(self, path: str = "") -> None:
+    async def _connect(self, path: str = "", pause_s: float = 0.0) -> None:
         """Connect, however often it takes; a Unix socket is tried once, for it is there for one connection."""
-        pause_s = _FIRST_RETRY_S
         while self._connection is None:
+            await asyncio.sleep(pause_s)
             try:
                 self._connection = await self._try_to_connect(path)
             except OSError as error:  # of TLS too
                 logger.debug("Cannot reach a worker yet: %s", error)
                 self._last_error = error
                 if not path:
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
+                    pause_s = min(2 * pause_s or _FIRST_RETRY_S, _LONGEST_RETRY_S)
                 path = ""
         self._last_error = None
         self._is_settled.set()

@@ -69,9 +69,9 @@ class Chain:
     def draft(self) -> Draft:
         """Return the chain as it is sent to the target."""
         draft = chain(list(self.token_ids))
-        return (
-            Draft(draft.token_ids, draft.parents, list(self.top_ids), list(self.top_probs)) if self.top_ids else draft
-        )
+        if not self.top_ids:
+            return draft
+        return Draft(draft.token_ids, draft.parents, list(self.top_ids), list(self.top_probs))
 
 
 def extend(chains: Sequence[Chain], drawn: Sequence[Drawn], rows: Sequence[int], counts: Sequence[int]) -> None:

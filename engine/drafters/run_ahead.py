@@ -94,8 +94,7 @@ class RunAheadDrafter(ModelDrafter):
     def release(self, request_id: str) -> None:
         """Free a request's blocks; if something was being prepared for it, that of the others is dropped with it."""
         try:
-            with torch.inference_mode():
-                self._settle()
+            self._settle()
         finally:
             if request_id in self._trunks:
                 self.stop()
@@ -147,6 +146,7 @@ class RunAheadDrafter(ModelDrafter):
         self._num_passes = 0
         return _Outcome(rows, verdicts, chosen, chains)
 
+    @torch.inference_mode()
     def _settle(self) -> None:
         """Go on from drafts that were sent as they were prepared."""
         if self._unsettled is not None:
@@ -161,8 +161,8 @@ class RunAheadDrafter(ModelDrafter):
                 self._foresight.learn(self._trunks[row.request_id], *verdict)
         if outcome.chosen:
             assert self._branches is not None
-            names = {i: outcome.rows[i].request_id for i in outcome.chosen}
-            self._move([(self._prefixes[names[i]], *own) for i, own in outcome.chosen.items()], self._branches)
+            prefixes = [self._prefixes[outcome.rows[i].request_id] for i in outcome.chosen]
+            self._move(list(zip(prefixes, outcome.chosen.values(), strict=True)), self._branches)
         for row, chain in zip(outcome.rows, outcome.chains, strict=True):
             if chain.token_ids:
                 self._prefixes[row.request_id].token_ids = [*row.token_ids, *chain.token_ids[:-1]]
@@ -220,10 +220,10 @@ class RunAheadDrafter(ModelDrafter):
             return "token"
         return trunk, trunk.roots.index(verdict)
 
-    def _move(self, chosen: Sequence[tuple[Prefix, Trunk, int]], branches: Branches) -> None:
+    def _move(self, chosen: Sequence[tuple[Prefix, tuple[Trunk, int]]], branches: Branches) -> None:
         """Bring the keys and values of the branches that came true to where they belong."""
         slots: tuple[list[int], list[int]] = ([], [])
-        for prefix, trunk, branch in chosen:
+        for prefix, (trunk, branch) in chosen:
             for own, places in zip(slots, branches.entries(trunk, branch), strict=True):
                 own += [self._slot(prefix.block_ids, place) for place in places]
         sources, targets = (torch.tensor(own, device=self.model.device) for own in slots)

@@ -145,5 +145,6 @@ def since(before: SpeculationStats, after: SpeculationStats) -> SpeculationStats
         num_drafts=after.num_drafts - before.num_drafts,
         num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
         num_accepted_tokens=after.num_accepted_tokens - before.num_accepted_tokens,
+        num_generation_tokens=after.num_generation_tokens - before.num_generation_tokens,
         num_rounds=after.num_rounds - before.num_rounds,
     )

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import Speculation
+from tests.bench.figures import since
 from tests.bench.simulation import PROMPT_TOKENS, Costs, Outcome, Place, run_streams, simulate
 from tests.bench.turns import order
 from tests.bench.with_engine import EngineMethod
@@ -203,18 +204,19 @@ def _measure(method: EngineMethod, workload: Workload, rows: int, turn: int) -> 
     endless = itertools.cycle(workload.prompts)
     prompts = itertools.islice(endless, turn * NUM_REQUESTS, None)
     streams = [[next(prompts)[:PROMPT_TOKENS] for _ in range(NUM_REQUESTS)] for _ in range(rows)]
-    stats, before = method.engine.stats, replace(method.engine.stats)
+    before = replace(method.engine.stats)
     drafter_s, verifier_s, started = method.drafter.seconds, method.verifier.seconds, time.perf_counter()
     run_streams(method.engine, streams, NUM_TOKENS)
+    elapsed_s, made = time.perf_counter() - started, since(before, method.engine.stats)
     return Measured(
-        time.perf_counter() - started,
+        elapsed_s,
         method.verifier.seconds - verifier_s,
         method.drafter.seconds - drafter_s,
-        stats.num_rounds - before.num_rounds,
-        stats.num_generation_tokens - before.num_generation_tokens,
-        stats.num_drafts - before.num_drafts,
-        stats.num_draft_tokens - before.num_draft_tokens,
-        stats.num_accepted_tokens - before.num_accepted_tokens,
+        made.num_rounds,
+        made.num_generation_tokens,
+        made.num_drafts,
+        made.num_draft_tokens,
+        made.num_accepted_tokens,
     )
 
 

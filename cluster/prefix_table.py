@@ -149,8 +149,10 @@ class Acknowledged:
         )
 
 
-def _common_length(known: Sequence[int], new: Sequence[int]) -> int:
-    """Return how many leading entries two block tables share."""
+def _common_length(known: list[int], new: Sequence[int]) -> int:
+    """Return how many leading entries two block tables share; the usual case, one more block, is one comparison."""
+    if known == list(new[: len(known)]):
+        return len(known)
     for i, (a, b) in enumerate(zip(known, new, strict=False)):
         if a != b:
             return i

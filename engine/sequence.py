@@ -87,23 +87,27 @@ class Sequence:
         """Append a round's tokens up to the first that ends the request, and return what is new."""
         prompt_logprobs = self.prompt_logprobs if self.lacks_prompt_logprobs else None
         committed: list[int] = []
+        shown: list[int] = []
         text = ""
         for token in verdict.token_ids:
             self.token_ids.append(token)
             committed.append(token)
             may_stop = self.num_output_tokens >= self.params.min_tokens
-            if may_stop and (token in self.end_ids or token in self.params.stop_token_ids):
+            is_end = may_stop and (token in self.end_ids or token in self.params.stop_token_ids)
+            if is_end:
                 self.finish_reason = "stop"
                 # As in vLLM: a stop id is named, end-of-text is not.
                 self.stop_reason = token if token in self.params.stop_token_ids else None
-                if self.params.include_stop_str_in_output:
-                    text += self._decode(token, may_stop)
-            else:
-                text += self._decode(token, may_stop)
-                if self.finish_reason is None and self.num_remaining <= 0:
-                    self.finish_reason = "length"
+            if not is_end or self.params.include_stop_str_in_output:
+                shown.append(token)
+            if self.params.stop:  # one of them may end the text within a round
+                text += self._decode(shown, may_stop)
+                shown = []
+            if self.finish_reason is None and self.num_remaining <= 0:
+                self.finish_reason = "length"
             if self.finish_reason is not None:
                 break
+        text += self._decode(shown, may_stop=True)
         if self.finish_reason is not None and self.detokenizer is not None and not isinstance(self.stop_reason, str):
             text += self.detokenizer.finish()
         return RequestOutput(
@@ -120,10 +124,10 @@ class Sequence:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _decode(self, token: int, may_stop: bool) -> str:
-        if self.detokenizer is None:
+    def _decode(self, token_ids: list[int], may_stop: bool) -> str:
+        if self.detokenizer is None or not token_ids:
             return ""
-        text, stop = self.detokenizer.append([token], may_stop=may_stop)
+        text, stop = self.detokenizer.append(token_ids, may_stop=may_stop)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
             if self.params.include_stop_str_in_output:

@@ -26,6 +26,9 @@ class FakeLink(Link):
         self.requests: list[AnyRequest] = []
         self._late: list[bytes] = []
 
+    def _send_now(self, payload: bytes) -> bool:
+        return False
+
     async def _send(self, payload: bytes) -> None:
         request = decode_request(payload)
         self.requests.append(request)

@@ -1,10 +1,12 @@
 """Answer: one response on its way to a client, whole or as server-sent events."""
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import replace
 
 from deployments.errors import describe
 from deployments.generation import choice_index
+from deployments.responses import ResponseModel
 from deployments.writing import ResponseWriter
 from engine.sequence import RequestOutput
 
@@ -39,11 +41,7 @@ class Answer:
             for event in writer.opening():
                 yield writer.frame(event)
             while outputs:
-                for output in outputs:
-                    choice = writer.choices[choice_index(output.request_id)]
-                    choice.append(output)
-                    for event in writer.chunk(choice, output):
-                        yield writer.frame(event)
+                yield "".join(map(writer.frame, self._chunks(outputs)))
                 outputs = await anext(self._rounds, [])
             for event in writer.closing():
                 yield writer.frame(event)
@@ -55,3 +53,31 @@ class Answer:
         finally:
             await self._rounds.aclose()
         yield writer.end()
+
+    def _chunks(self, outputs: list[RequestOutput]) -> Iterator[ResponseModel]:
+        """Add a delivery to the choices; return its events, one after the other for each choice."""
+        by_choice: dict[int, list[RequestOutput]] = {}
+        for output in outputs:
+            by_choice.setdefault(choice_index(output.request_id), []).append(output)
+        for index, rounds in by_choice.items():
+            choice = self._writer.choices[index]
+            for output in rounds:
+                choice.append(output)
+            yield from self._writer.chunk(choice, _joined(rounds))
+
+
+def _joined(rounds: list[RequestOutput]) -> RequestOutput:
+    """Return several rounds of one sequence as if they had been one."""
+    first, last = rounds[0], rounds[-1]
+    if first is last:
+        return first
+    logprobs = None if first.logprobs is None else [entry for output in rounds for entry in output.logprobs or []]
+    return replace(
+        last,
+        token_ids=[token for output in rounds for token in output.token_ids],
+        text="".join(output.text for output in rounds),
+        logprobs=logprobs,
+        num_draft_tokens=sum(output.num_draft_tokens for output in rounds),
+        num_accepted_tokens=sum(output.num_accepted_tokens for output in rounds),
+        prompt_logprobs=first.prompt_logprobs,
+    )

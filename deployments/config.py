@@ -150,6 +150,8 @@ class AppConfig(BaseModel):
     """Share of the memory that is free after loading which KV blocks may take."""
     enable_prefix_caching: bool = True
     """Whether requests share the KV blocks of equal prefixes."""
+    stream_interval_s: float = Field(0.02, ge=0)
+    """Seconds between two chunks of a stream at least; rounds that are shorter share one. 0 sends every round's."""
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     """Acceptance figures in every response, in vLLM's format; a request can ask for its own by
     `speculative.metrics`.

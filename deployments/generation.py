@@ -22,6 +22,9 @@ class Generation:
     """One HTTP request's worth of prompts.
 
     The id is ours, never the client's: it names KV blocks and the drafter's prefixes.
+
+    Attributes:
+        interval_s: seconds between two deliveries of tokens at least; `math.inf` delivers each sequence whole.
     """
 
     request_id: str
@@ -29,6 +32,7 @@ class Generation:
     params: SamplingParams
     timeout_s: float
     cache_salt: str | None = None
+    interval_s: float = 0.0
 
     @property
     def num_choices(self) -> int:

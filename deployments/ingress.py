@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import re
 import secrets
 import time
@@ -218,6 +219,7 @@ class Ingress:
             params=params,
             timeout_s=self.config.limits.request_timeout_s,
             cache_salt=request.cache_salt,
+            interval_s=self.config.stream_interval_s if request.stream else math.inf,
         )
         rounds = self._routers.generate(generation)
         return Answer(writer, without_tokens(rounds) if request.max_tokens == 0 else rounds)

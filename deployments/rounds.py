@@ -12,6 +12,7 @@ from typing import Protocol
 
 from deployments.generation import Generation
 from deployments.metrics import RouterMetrics
+from deployments.stream import Stream
 from engine.engine import Engine
 from engine.errors import TargetError
 from engine.sequence import RequestOutput
@@ -31,24 +32,6 @@ class Recoverable(Protocol):
             TargetError: not this time.
         """
         ...
-
-
-class Stream:
-    """The rounds of one request that its client has not been given yet."""
-
-    def __init__(self) -> None:
-        self._items: asyncio.Queue[list[RequestOutput] | Exception] = asyncio.Queue()
-
-    def put(self, item: list[RequestOutput] | Exception) -> None:
-        """Add a round, or the error that ends the stream."""
-        self._items.put_nowait(item)
-
-    async def next(self) -> list[RequestOutput]:
-        """Return the next round's outputs."""
-        item = await self._items.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
 
 
 class RoundLoop:
@@ -71,7 +54,7 @@ class RoundLoop:
         self._task.add_done_callback(self._fail_streams)
 
     async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
-        """Admit a request and yield its tokens, once per round.
+        """Admit a request and yield its tokens, as often as it wants them, once per round at most.
 
         Raises:
             RequestError: it does not fit the model; nothing was queued.
@@ -80,31 +63,27 @@ class RoundLoop:
             TimeoutError: the request's deadline has passed.
         """
         self.check()
-        started = time.monotonic()
         deadline = asyncio.get_running_loop().time() + request.timeout_s
-        stream = Stream()
+        stream = Stream(request.interval_s)
         unfinished = self._admit(request, stream)
-        is_first = True
         try:
             while unfinished:
                 async with asyncio.timeout_at(deadline):
                     outputs = await stream.next()
-                if is_first:
-                    self._metrics.observe_first_token(time.monotonic() - started)
-                    is_first = False
                 for output in outputs:
                     if output.finish_reason is not None:
                         unfinished.discard(output.request_id)
-                        self._metrics.observe_finished(output.finish_reason, time.monotonic() - started)
+                        self._metrics.observe_finished(output.finish_reason, time.monotonic() - stream.started)
                 yield outputs
         except TimeoutError:
             raise TimeoutError(f"the request took longer than {request.timeout_s:g} s") from None
         finally:
+            stream.close()
             for request_id in unfinished:
                 # One that has finished in a round nobody took any more is not there.
                 self._streams.pop(request_id, None)
                 self._engine.abort(request_id)
-                self._metrics.observe_finished("abort", time.monotonic() - started)
+                self._metrics.observe_finished("abort", time.monotonic() - stream.started)
 
     def report_loss(self, error: TargetError) -> None:
         """Have the target brought back although no round is there to notice that it died."""
@@ -190,6 +169,8 @@ class RoundLoop:
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
         for stream, part in rounds.items():
+            if not stream.has_tokens:
+                self._metrics.observe_first_token(time.monotonic() - stream.started)
             stream.put(part)
 
     async def _recover(self, error: TargetError) -> None:
@@ -217,7 +198,7 @@ class RoundLoop:
         for request_id in self._streams:
             self._engine.abort(request_id)
         for stream in set(self._streams.values()):
-            stream.put(error)
+            stream.fail(error)
 
     def _fail_streams(self, task: asyncio.Task[None]) -> None:
         """Say goodbye to every open stream when the loop ends, be it by a bug."""

@@ -73,7 +73,7 @@ class Router:
         logger.info("ready after %.1f s", time.monotonic() - started)
 
     async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
-        """Admit a request and yield its tokens, once per round; see `RoundLoop.generate` for what it raises."""
+        """Admit a request and yield its tokens; see `RoundLoop.generate`, also for what it raises."""
         rounds = self._loop.generate(request)
         try:
             async for outputs in rounds:

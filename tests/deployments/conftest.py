@@ -66,7 +66,7 @@ def make_client(app: ASGIApp) -> httpx.AsyncClient:
 
 @pytest.fixture
 def config(model_dir: Path) -> AppConfig:
-    return AppConfig(target_model=str(model_dir), served_model_name="tiny")
+    return AppConfig(target_model=str(model_dir), served_model_name="tiny", stream_interval_s=0)
 
 
 @pytest.fixture

@@ -25,6 +25,13 @@ from tests.bench.pinning import freeze, pin_workers, thaw
 from tests.bench.workload import Cell, Workload
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    "RAY_ADDRESS": "local",  # a cluster of its own, whatever else runs on this machine
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # As `make serve` has it:
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy:middlewares",
+    "RAY_SERVE_PROXY_USE_GRPC": "1",
+}
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 SETTLE_S = 0.5
@@ -102,8 +109,7 @@ class Server:
         self._log = Path(self._folder.name) / "log"
         config = Path(self._folder.name) / "serve.json"
         config.write_text(json.dumps(_serve_config(workload, arguments, port)))
-        # "local" is a cluster of its own, whatever else runs on this machine.
-        environment = os.environ | {"RAY_ADDRESS": "local", "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
+        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [Path(sys.executable).with_name("serve"), "run", config],

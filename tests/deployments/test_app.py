@@ -68,6 +68,7 @@ def url(pair):
     variables = {
         "PYTHONPATH": root,
         "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy:middlewares",
+        "RAY_SERVE_PROXY_USE_GRPC": "1",
     }
     ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables})
     try:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 MAX_LENGTH = 64
-"""Longer rows are prompts: several threads compute them faster eagerly, since half weights know only one."""
+"""Longer rows are prompts: several threads compute them faster eagerly, since small half weights know only one."""
 PIECE_LENGTH = 128
 """One thread computes a prompt in pieces of so many tokens: all that a layer holds of them stays in the cache."""
 _NOISE_TOLERANCE = 1e-4

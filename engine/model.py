@@ -187,7 +187,9 @@ class CausalLM:
     @functools.cached_property
     def _step(self) -> Step:
         step = Step(self.module, self._windows)
-        halves = [type(child) is HalfLinear for child in step.modules() if isinstance(child, HalfLinear | nn.Linear)]
+        halves = [
+            isinstance(child, HalfLinear) for child in step.modules() if isinstance(child, HalfLinear | nn.Linear)
+        ]
         logger.info("%s: %d of %d linear layers have 16-bit weights", self.info.name, sum(halves), len(halves))
         return step
 

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from engine.half_weights import HalfLinear
-from engine.model import CausalLM, resolve_device, resolve_dtype
+from engine.model import CausalLM
 from tests.bench.compare import conditions
 from tests.bench.figures import measure
 from tests.bench.with_engine import EngineMethod
@@ -51,9 +51,9 @@ class Bandwidth:
 
 
 def bandwidth(workload: Workload, console: Console) -> Bandwidth:
-    """Decode with random weights, in 16 bits where the CPU multiplies or widens them, and print how fast they came."""
+    """Decode with random bfloat16 weights, which a CPU that does not multiply them widens; print how fast they came."""
     with tempfile.TemporaryDirectory() as folder, console.status("making and compiling half a billion parameters"):
-        _save(workload, Path(folder))
+        _save(workload.target, Path(folder))
         workload = replace(workload, target=folder, num_tokens=NUM_TOKENS, prompts=workload.prompts[:1])
         method = EngineMethod(replace(workload, compile="off"), 0)  # not in the background, but here:
         model = method.model
@@ -70,13 +70,11 @@ def bandwidth(workload: Workload, console: Console) -> Bandwidth:
     return found
 
 
-def _save(workload: Workload, folder: Path) -> None:
-    dtype = resolve_dtype(workload.dtype, resolve_device(workload.device))
-    AutoTokenizer.from_pretrained(workload.target).save_pretrained(folder)
+def _save(tokenizer: str, folder: Path) -> None:
+    AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(**SHAPE, max_position_embeddings=512, bos_token_id=None, eos_token_id=0)
-    # A float32 pass reads float16 numbers as such (engine/half_weights.py).
-    LlamaForCausalLM(config).to(torch.float16 if dtype == torch.float32 else dtype).save_pretrained(folder)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 
 def _weight_bytes(model: CausalLM) -> int:

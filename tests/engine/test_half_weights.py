@@ -4,9 +4,17 @@ import pytest
 import torch
 from torch import nn
 
-from engine.half_weights import HalfLinear, is_available, with_half_weights
+from engine import compilation, half_weights
+from engine.half_weights import HalfLinear, SharedHalfLinear, is_available, with_half_weights
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="this torch has no FBGEMM")
+
+
+@pytest.fixture(autouse=True, params=[HalfLinear, SharedHalfLinear])
+def kind(request, monkeypatch):
+    """Every test is about both kinds of layers, of which sizes would choose one."""
+    monkeypatch.setattr(half_weights, "_MIN_SHARED", 1 if request.param is SharedHalfLinear else 2**40)
+    return request.param
 
 
 def linear(weight, bias=None):
@@ -23,14 +31,14 @@ def half(layer):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1e-6, 0.05, 300.0])
-def test_weights_saved_in_16_bits_are_kept_bit_for_bit(dtype, size):
+def test_weights_saved_in_16_bits_are_kept_bit_for_bit(dtype, size, kind):
     if dtype == torch.float16 and size == 1e-6:
         pytest.skip("float16 itself would round them")
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(70, 33, generator=generator) * size).to(dtype).float()
     weight[0, :5] = torch.tensor([0.0, size * 2**-14, -size * 2**-14, size, 2 * size]).to(dtype).float()
     found = half(linear(weight))
-    assert isinstance(found, HalfLinear)
+    assert type(found) is kind
     assert torch.equal(found(torch.eye(33)), weight.T)
 
 
@@ -65,10 +73,62 @@ def test_a_layer_of_zeros_is_a_layer_of_zeros():
     assert torch.equal(half(linear(torch.zeros(3, 4)))(torch.ones(2, 4)), torch.zeros(2, 3))
 
 
-def test_the_module_itself_stays_as_it_was_and_lends_its_tensors():
+def test_the_module_itself_stays_as_it_was_and_lends_its_tensors(kind):
     module = nn.Sequential(linear(torch.ones(4, 4)), linear(torch.full((4, 4), 1 / 3)), nn.Embedding(4, 4))
     found = with_half_weights(module)
     assert [type(child) for child in module] == [nn.Linear, nn.Linear, nn.Embedding]
-    assert [type(child) for child in found] == [HalfLinear, nn.Linear, nn.Embedding]
+    assert [type(child) for child in found] == [kind, nn.Linear, nn.Embedding]
     assert found[1].weight is module[1].weight
     assert found[2].weight is module[2].weight
+
+
+def test_large_layers_are_shared_by_threads_and_small_ones_are_not(monkeypatch):
+    monkeypatch.undo()
+    assert type(half(linear(torch.ones(1024, 1023)))) is HalfLinear
+    assert type(half(linear(torch.ones(1024, 1024)))) is SharedHalfLinear
+
+
+def test_threads_change_no_bit():
+    generator = torch.Generator().manual_seed(4)
+    layer = half(linear(torch.randn(1000, 512, generator=generator).bfloat16().float()))
+    x = torch.randn(5, 512, generator=generator)
+    num_threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(layer(x))
+    finally:
+        torch.set_num_threads(num_threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_packed_weights_go_with_their_layer(kind):
+    before = len(half_weights._shared)
+    layer = half(linear(torch.ones(4, 4)))
+    assert len(half_weights._shared) == before + (kind is SharedHalfLinear)
+    del layer
+    assert len(half_weights._shared) == before
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not compilation.has_compiler(), reason="there is no C++ compiler")
+@pytest.mark.filterwarnings("ignore")
+def test_a_package_computes_with_the_weights_that_it_is_given(tmp_path):
+    generator = torch.Generator().manual_seed(5)
+
+    def make():
+        weights = [torch.randn(shape, generator=generator).bfloat16().float() for shape in ((24, 24), (24, 24))]
+        return with_half_weights(nn.Sequential(*(linear(weight, weight[0]) for weight in weights)))
+
+    first, second = make(), make()
+    any_rows = ({0: torch.export.Dim.AUTO},)
+    compilation._compile(first, (torch.randn(5, 24),), any_rows, tmp_path / "package.pt2")
+    for module in (first, second):
+        loader = torch._C._aoti.AOTIModelPackageLoader(str(tmp_path / "package.pt2"), "model", False, 1, -1)
+        tensors = dict(module.named_buffers())
+        loader.load_constants({name: tensors[name] for name in loader.get_constant_fqns()}, False, True, True)
+        for count in (1, 7):
+            x = torch.randn(count, 24, generator=generator)
+            assert torch.allclose(loader.boxed_run([x])[0], module(x), atol=1e-5)

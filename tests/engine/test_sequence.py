@@ -12,7 +12,7 @@ from engine.sequence import Sequence
 from engine.vocabulary import load_tokenizer
 from tests.fakes import byte_tokenizer
 
-TEXT = "Déjà vu: ein ‘Überraschungsei’, 漢字とかな, 🙂👩‍👩‍👧 — the end. "
+TEXT = "Déjà vu: ein «Überraschungsei», 漢字とかな, 🙂👩‍👩‍👧 — the end. "
 PROMPT = "Text: "
 
 

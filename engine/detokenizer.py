@@ -45,6 +45,10 @@ class Detokenizer:
         """
         self._ids += token_ids
         text = self._decode()
+        if len(token_ids) > 1 and _UNFINISHED in text:
+            # Some character is cut or broken. What becomes of it must not depend on which tokens came together.
+            del self._ids[-len(token_ids) :]
+            return self._append_one_by_one(token_ids, may_stop)
         if text.endswith(_UNFINISHED):
             return "", None
         new = self._held + text[len(self._decoded) :]
@@ -63,6 +67,15 @@ class Detokenizer:
         keep = _longest_beginning(new, self._stop)
         self._held = new[len(new) - keep :]
         return new[: len(new) - keep], None
+
+    def _append_one_by_one(self, token_ids: Sequence[int], may_stop: bool) -> tuple[str, str | None]:
+        text = ""
+        for token in token_ids:
+            new, stop = self.append([token], may_stop=may_stop)
+            text += new
+            if stop is not None:
+                return text, stop
+        return text, None
 
     def finish(self) -> str:
         """Return what was held back: unfinished characters and beginnings of stop strings that never came."""

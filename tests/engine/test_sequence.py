@@ -1,8 +1,10 @@
 """What a request gets does not depend on how its tokens were cut into rounds."""
 
+import itertools
 import random
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
 
 from engine.config import BUNDLED_TARGET, ModelConfig
 from engine.detokenizer import Detokenizer
@@ -16,8 +18,23 @@ TEXT = "Déjà vu: ein «Überraschungsei», 漢字とかな, 🙂👩‍👩‍
 PROMPT = "Text: "
 
 
+def fallback_tokenizer():
+    """As SentencePiece's: whatever is no piece of its own becomes bytes, and a cut character spoils its run of them."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {
+        letter: 256 + i for i, letter in enumerate("▁aeinstu.,:")
+    }
+    tokenizer = Tokenizer(models.BPE(vocab, [], byte_fallback=True, unk_token="a"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return tokenizer
+
+
 def tokenizers():
-    return {"bundled": load_tokenizer(ModelConfig(str(BUNDLED_TARGET))).backend_tokenizer, "bytes": byte_tokenizer()}
+    return {
+        "fallback": fallback_tokenizer(),
+        "bundled": load_tokenizer(ModelConfig(str(BUNDLED_TARGET))).backend_tokenizer,
+        "bytes": byte_tokenizer(),
+    }
 
 
 def committed(tokenizer, token_ids, cuts, params, end_ids):
@@ -33,6 +50,27 @@ def committed(tokenizer, token_ids, cuts, params, end_ids):
     return text, ids, sequence.finish_reason, sequence.stop_reason
 
 
+@pytest.mark.parametrize("name", ["fallback", "bundled", "bytes"])
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 7])
+def test_a_cut_or_broken_character_is_the_same_however_it_came(name, count):
+    tokenizer = tokenizers()[name]
+    whole = tokenizer.encode("漢字 é 🙂").ids
+    broken = [*whole[:2], *tokenizer.encode("a").ids, *whole[1:5], *tokenizer.encode("ne").ids, *whole]
+    for token_ids in (whole, broken):
+        for length in range(1, len(token_ids) + 1):
+            params = SamplingParams(max_tokens=length)
+            alone = committed(tokenizer, token_ids[:length], ones(), params, ())
+            assert committed(tokenizer, token_ids[:length], itertools.repeat(count), params, ()) == alone
+
+
+def test_no_text_waits_for_a_later_character():
+    tokenizer = tokenizers()["bytes"]
+    first, second = tokenizer.encode("漢").ids, tokenizer.encode("字").ids
+    sequence = Sequence("a", [1], 1, SamplingParams(max_tokens=9), b"", frozenset(), Detokenizer(tokenizer, [1]))
+    assert sequence.commit(Verdict([*first, second[0]]), 0).text == "漢"
+    assert sequence.commit(Verdict(second[1:]), 0).text == "字"
+
+
 def ones():
     while True:
         yield 1
@@ -44,7 +82,7 @@ def random_cuts(seed):
         yield generator.randint(1, 6)
 
 
-@pytest.mark.parametrize("name", ["bundled", "bytes"])
+@pytest.mark.parametrize("name", ["fallback", "bundled", "bytes"])
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(
     "settings",
@@ -71,7 +109,7 @@ def test_rounds_do_not_change_what_a_request_gets(name, seed, settings):
     assert alone[2] is not None
 
 
-@pytest.mark.parametrize("name", ["bundled", "bytes"])
+@pytest.mark.parametrize("name", ["fallback", "bundled", "bytes"])
 def test_the_whole_text_comes_out(name):
     tokenizer = tokenizers()[name]
     token_ids = tokenizer.encode(TEXT).ids

@@ -31,7 +31,7 @@ class Answer:
         return self._writer.whole().to_json()
 
     async def events(self) -> AsyncIterator[str]:
-        """Wait for the first round, so that a refusal still has a status, then return the events."""
+        """Wait for the first tokens, so that a refusal still has a status, then return the events."""
         first: list[RequestOutput] = await anext(self._rounds, [])
         return self._events(first)
 
@@ -41,7 +41,8 @@ class Answer:
             for event in writer.opening():
                 yield writer.frame(event)
             while outputs:
-                yield "".join(map(writer.frame, self._chunks(outputs)))
+                if text := "".join(map(writer.frame, self._chunks(outputs))):
+                    yield text
                 outputs = await anext(self._rounds, [])
             for event in writer.closing():
                 yield writer.frame(event)

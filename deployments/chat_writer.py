@@ -39,7 +39,7 @@ class ChatWriter(Writer):
         ]
 
     def chunk(self, choice: Choice, output: RequestOutput) -> list[r.ResponseModel]:
-        """Return the chunks of one round of one choice: one, or one for each piece of text or of a call."""
+        """Return the chunks of what one choice was delivered: one, or one for each piece of text or of a call."""
         logprobs = self._logprobs(output.token_ids, output.logprobs) if output.logprobs is not None else None
         pieces = self._read(choice, output.text, is_last=output.finish_reason is not None)
         deltas = [self._delta(choice, piece) for piece in pieces] or [r.Delta(content="")]

@@ -24,7 +24,7 @@ class Generation:
     The id is ours, never the client's: it names KV blocks and the drafter's prefixes.
 
     Attributes:
-        interval_s: seconds between two deliveries of tokens at least; `math.inf` delivers each sequence whole.
+        interval_s: how long tokens are gathered after a delivery; `math.inf` delivers each sequence whole.
     """
 
     request_id: str

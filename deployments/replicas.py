@@ -25,7 +25,7 @@ class RouterHandle(Protocol):
     """What the Ingress asks of Routers; Serve's handle behind `ServeRouters`, or a fake."""
 
     def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
-        """Stream a request's rounds."""
+        """Stream a request's tokens."""
         ...
 
     async def describe(self) -> Description:
@@ -52,9 +52,9 @@ class ServeRouters:
         self._handle = handle
 
     async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
-        """Stream a request's rounds from the replica that takes it."""
-        # Not by reference: over Serve's own connection between replicas. A round as an object in Ray's store costs more
-        # than the rest of a round's overhead.
+        """Stream a request's tokens from the replica that takes it."""
+        # Not by reference: over Serve's own connection between replicas. A delivery as an object in Ray's store costs
+        # more than a round's whole overhead.
         rounds = self._handle.generate.options(stream=True, _by_reference=False).remote(request)
         try:
             async for outputs in rounds:

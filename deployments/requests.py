@@ -67,7 +67,7 @@ class SamplingRequest(RequestModel):
     ignore_eos: bool | None = None
     """Go on past the end-of-sequence token."""
     stream: bool | None = None
-    """Send server-sent events as the text comes, round by round."""
+    """Send server-sent events as the text comes."""
     speculative: Speculation | None = None
     """Speculation for this request."""
     cache_salt: Salt | None = None

@@ -27,7 +27,7 @@ class ResponsesWriter(Writer):
     num_events: int = field(default=0, init=False)
 
     def opening(self) -> list[ResponseModel]:
-        """Return the events before the first round."""
+        """Return the events before the first tokens."""
         return [
             self._event("response.created", response=self._response("in_progress")),
             self._event("response.in_progress", response=self._response("in_progress")),
@@ -36,13 +36,13 @@ class ResponsesWriter(Writer):
         ]
 
     def chunk(self, choice: Choice, output: RequestOutput) -> list[ResponseModel]:
-        """Return the event of one round; none, if it brought no text yet."""
+        """Return the event of a delivery; none, if it brought no text yet."""
         if not output.text:
             return []
         return [self._event("response.output_text.delta", **self._place, delta=output.text, logprobs=[])]
 
     def closing(self) -> list[ResponseModel]:
-        """Return the events after the last round."""
+        """Return the events after the last tokens."""
         text, status = self.choices[0].text, self._status
         part = _part(text)
         return [

@@ -1,7 +1,7 @@
 """RoundLoop: runs the engine's rounds while there is work, hands each request its tokens, and brings the target back.
 
-One task owns the engine. A request is an entry in `_streams` and a queue; when its generator is closed, whatever the
-reason, its sequences leave the engine at once.
+One task owns the engine. A request is a stream, and an entry in `_streams` for each of its sequences; when its
+generator is closed, whatever the reason, they leave the engine at once.
 """
 
 import asyncio
@@ -76,6 +76,8 @@ class RoundLoop:
                         self._metrics.observe_finished(output.finish_reason, time.monotonic() - stream.started)
                 yield outputs
         except TimeoutError:
+            if withheld := stream.take():
+                yield withheld
             raise TimeoutError(f"the request took longer than {request.timeout_s:g} s") from None
         finally:
             stream.close()

@@ -11,10 +11,10 @@ from engine.sequence import RequestOutput
 class Stream:
     """What a client has not been given yet.
 
-    The first tokens and the last of each sequence go at once. In between, what comes within `interval_s` of the last
-    delivery goes with the first round after it (or, where none comes, after as long again): each delivery costs an HTTP
-    chunk and the waking of three processes, which short rounds would spend more on than on tokens. `math.inf` delivers
-    sequences whole.
+    Its first tokens go at once, and so do the last of each sequence. In between, what comes within `interval_s` of a
+    delivery goes with the first round after that (or, where none comes, after as long again): each delivery costs an
+    HTTP chunk and the waking of three processes, which short rounds would spend more on than on tokens. `math.inf`
+    delivers sequences whole.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -55,9 +55,13 @@ class Stream:
             raise self._error
         if self._error is not None:
             self._is_ready.set()
+        self._due = asyncio.get_running_loop().time() + self._interval_s
+        return self.take()
+
+    def take(self) -> list[RequestOutput]:
+        """Return what there is, due or not."""
         self.close()
         outputs, self._outputs = self._outputs, []
-        self._due = asyncio.get_running_loop().time() + self._interval_s
         return outputs
 
     def close(self) -> None:

@@ -91,15 +91,15 @@ class ResponseWriter(Protocol):
     choices: list[Choice]
 
     def opening(self) -> list[r.ResponseModel]:
-        """Return the events before the first round."""
+        """Return the events before the first tokens."""
         ...
 
     def chunk(self, choice: Choice, output: RequestOutput) -> Sequence[r.ResponseModel]:
-        """Return the events of one round of one choice."""
+        """Return the events of what one choice was delivered."""
         ...
 
     def closing(self) -> list[r.ResponseModel]:
-        """Return the events after the last round."""
+        """Return the events after the last tokens."""
         ...
 
     def failed(self, error: dict[str, Any]) -> r.ResponseModel:
@@ -129,7 +129,7 @@ class CompletionWriter(Writer):
         return self._echoes() and self.request.logprobs is not None
 
     def opening(self) -> list[r.ResponseModel]:
-        """Return the prompts, if they are to be echoed; with log probabilities, they come with the first round."""
+        """Return the prompts, if they are to be echoed; with log probabilities, they come with the first tokens."""
         if not self._echoes() or self._scores():
             return []
         return [
@@ -143,7 +143,7 @@ class CompletionWriter(Writer):
         ]
 
     def chunk(self, choice: Choice, output: RequestOutput) -> list[r.ResponseModel]:
-        """Return the chunk of one round of one choice."""
+        """Return the chunk of what one choice was delivered."""
         is_first = len(choice.token_ids) == len(output.token_ids)
         text = self._prompt_text(choice) + output.text if is_first and self._scores() else output.text
         logprobs = None

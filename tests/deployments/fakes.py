@@ -111,12 +111,14 @@ class LocalRouters:
         self.has_loaded = asyncio.Event()
         self.has_loaded.set()
         self.last: Generation | None = None
+        self.num_deliveries = 0
 
     async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
         self.last = request
         rounds = self._rig.loop.generate(request)
         try:
             async for outputs in rounds:
+                self.num_deliveries += 1
                 yield outputs
                 if self.error is not None:
                     raise self.error

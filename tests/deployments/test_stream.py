@@ -15,7 +15,7 @@ from deployments.stream import Stream
 from engine.errors import TargetError
 from engine.sequence import FinishReason, RequestOutput
 from tests.deployments.conftest import make_app, make_client
-from tests.deployments.fakes import LocalRouters
+from tests.deployments.fakes import LocalRouters, Rig, generation
 
 
 def output(token: int, *, finish_reason: FinishReason | None = None, request_id: str = "a-0") -> RequestOutput:
@@ -48,14 +48,18 @@ async def test_rounds_that_nobody_took_go_together() -> None:
     assert await is_waiting(stream)
 
 
+def let_pass(stream: Stream) -> None:
+    """Move the clock past the interval, before anything else is due."""
+    stream._due = 0.0
+
+
 async def test_the_first_round_goes_at_once_and_those_within_the_interval_with_the_first_after_it() -> None:
-    stream = Stream(0.05)
+    stream = Stream(3600.0)
     stream.put([output(0)])
     assert await tokens(stream) == [0]
     stream.put([output(1)])
     stream.put([output(2)])
-    assert await is_waiting(stream)
-    await asyncio.sleep(0.06)
+    let_pass(stream)
     assert await is_waiting(stream)
     stream.put([output(3)])
     assert await tokens(stream) == [1, 2, 3]
@@ -109,24 +113,25 @@ async def test_an_error_comes_after_what_was_there_before_it() -> None:
 
 
 async def test_what_was_taken_early_is_not_delivered_again() -> None:
-    stream = Stream(0.02)
-    stream.put([output(0)])
-    await stream.next()
-    stream.put([output(1)])  # waits, with a timer
-    stream.put([output(2, finish_reason="stop", request_id="a-1")])
-    assert await tokens(stream) == [1, 2]
-    await asyncio.sleep(0.06)
-    assert await is_waiting(stream)
-
-
-async def test_a_closed_stream_wakes_nobody() -> None:
-    stream = Stream(0.01)
+    stream = Stream(3600.0)
     stream.put([output(0)])
     await stream.next()
     stream.put([output(1)])
+    assert stream._timer is not None
+    stream.put([output(2, finish_reason="stop", request_id="a-1")])
+    assert await tokens(stream) == [1, 2]
+    assert stream._timer is None
+
+
+async def test_a_closed_stream_wakes_nobody() -> None:
+    stream = Stream(3600.0)
+    stream.put([output(0)])
+    await stream.next()
+    stream.put([output(1)])
+    timer = stream._timer
     stream.close()
-    await asyncio.sleep(0.05)
-    assert await is_waiting(stream)
+    assert timer is not None
+    assert timer.cancelled()
 
 
 @pytest.mark.parametrize(
@@ -161,12 +166,28 @@ async def test_acceptance_is_told_by_rounds_however_they_were_sent() -> None:
     assert (joined.token_ids, joined.text, joined.num_accepted_tokens) == ([0, 1, 2], "xxx", 3)
 
 
-async def test_a_response_that_is_not_streamed_leaves_the_router_once(
-    client: httpx.AsyncClient, routers: LocalRouters
+@pytest.mark.parametrize("num_prompts", [1, 3])
+async def test_a_response_that_is_not_streamed_leaves_the_router_once_a_sequence_at_most(
+    num_prompts: int, client: httpx.AsyncClient, routers: LocalRouters
 ) -> None:
-    await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 8})
-    assert routers.last is not None
-    assert routers.last.interval_s == math.inf
+    await client.post("/v1/completions", json={"prompt": ["abc"] * num_prompts, "max_tokens": 8})
+    assert 1 <= routers.num_deliveries <= num_prompts
+
+
+async def test_a_deadline_withholds_nothing(rig: Rig) -> None:
+    request = replace(generation(max_tokens=400), interval_s=3600.0, timeout_s=0.5)
+    stream = rig.loop.generate(request)
+    first = await anext(stream)
+    rounds = rig.verifier.num_rounds
+    while rig.verifier.num_rounds < rounds + 3:
+        await asyncio.sleep(0)
+    rig.verifier.gate.clear()
+    withheld = await anext(stream)
+    assert len(withheld) >= 2
+    with pytest.raises(TimeoutError, match=r"0\.5 s"):
+        await anext(stream)
+    rig.verifier.gate.set()
+    assert first[0].finish_reason is None
 
 
 def said(response: httpx.Response) -> dict[str, Any]:

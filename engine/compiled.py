@@ -155,7 +155,8 @@ class CompiledForward:
     def __init__(self, path: Path, step: Step) -> None:
         loader = _open(path)
         weights = step.tensors
-        # The package keeps pointers to them, so they must stay.
+        # The package keeps pointers to them, and numbers for what the step holds, so both must stay.
+        self._step = step
         self._weights = {name: weights[name].detach() for name in loader.get_constant_fqns()}
         use_inactive, check_full_update, user_managed = False, True, True
         loader.load_constants(self._weights, use_inactive, check_full_update, user_managed)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 _EXPONENT = 15
 """Weights are scaled until the largest is below 2**15: the largest float16 is 65504, the smallest 2**-24."""
-_MIN_SHARED = 2**20
+_MIN_SHARED = 2**21
 """Weights of a layer from which on threads share its product; below, what starting them costs is not won back."""
 
 

@@ -84,8 +84,8 @@ def test_the_module_itself_stays_as_it_was_and_lends_its_tensors(kind):
 
 def test_large_layers_are_shared_by_threads_and_small_ones_are_not(monkeypatch):
     monkeypatch.undo()
-    assert type(half(linear(torch.ones(1024, 1023)))) is HalfLinear
-    assert type(half(linear(torch.ones(1024, 1024)))) is SharedHalfLinear
+    assert type(half(linear(torch.ones(2048, 1023)))) is HalfLinear
+    assert type(half(linear(torch.ones(2048, 1024)))) is SharedHalfLinear
 
 
 def test_threads_change_no_bit():

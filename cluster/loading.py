@@ -13,7 +13,7 @@ from engine.drafters.model import ModelDrafter
 from engine.drafters.run_ahead import RunAheadDrafter
 from engine.grammar import Grammars
 from engine.model import CausalLM, Shard
-from engine.threads import fit_threads
+from engine.threads import Threads, fit_threads
 from engine.verifier import ModelVerifier
 
 logger = logging.getLogger(__name__)
@@ -64,4 +64,7 @@ def _load(config: ModelConfig, *, shard: Shard | None = None) -> CausalLM:
         started = time.monotonic()
         threads = fit_threads(model, cores)
         logger.info("%s runs with threads: %s, chosen in %.1f s", config.path, threads, time.monotonic() - started)
+    if config.core is not None and cores > 1:  # this worker may be on another node than the Router
+        threads = model.threads or Threads(((0, config.num_threads or 1),))
+        model.threads = replace(threads, core=config.core)
     return model

@@ -76,6 +76,12 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
     )
 
 
+def takes_turns(config: GroupConfig, bundles: Sequence[Mapping[str, float]]) -> bool:
+    """Whether one core is all that the workers of a settled group use at a time."""
+    is_on_cores = not any(bundle.get("GPU", 0) for bundle in bundles)
+    return is_on_cores and config.tensor_parallel_size == 1 and config.run_ahead == "off"
+
+
 def target_bundle(config: GroupConfig, rank: int) -> int:
     """Return the index of a target rank's bundle."""
     return rank + (1 if config.draft is None else 2)

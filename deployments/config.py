@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 import click
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
-from cluster.config import GroupConfig, RunAhead
+from cluster.config import GroupConfig, Pinning, RunAhead
 from engine.config import (
     BUNDLED_DRAFT,
     BUNDLED_TARGET,
@@ -128,6 +128,8 @@ class AppConfig(BaseModel):
     run_ahead: RunAhead = "auto"
     """Whether the draft drafts for the likeliest verdicts while the target verifies: auto, on or off. auto is on where
     both have devices or cores of their own."""
+    pinning: Pinning = "auto"
+    """auto: on two cores, Router, draft and target, which compute in turn, keep to one of them; off: never."""
     num_speculative_tokens: int = Field(4, ge=0, le=64)
     """Draft tokens per round at most; 0 is plain decoding."""
     speculation: Speculation = "adaptive"
@@ -151,7 +153,7 @@ class AppConfig(BaseModel):
     enable_prefix_caching: bool = True
     """Whether requests share the KV blocks of equal prefixes."""
     stream_interval_s: float = Field(0.02, ge=0)
-    """Seconds between two chunks of a stream at least; rounds that are shorter share one. 0 sends every round's."""
+    """Seconds for which a stream gathers tokens after a chunk, but for its last ones; 0 sends every round's."""
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     """Acceptance figures in every response, in vLLM's format; a request can ask for its own by
     `speculative.metrics`.
@@ -227,6 +229,7 @@ def group_config(config: AppConfig) -> GroupConfig:
         ),
         tensor_parallel_size=config.tensor_parallel_size,
         run_ahead=config.run_ahead,
+        pinning=config.pinning,
     )
 
 

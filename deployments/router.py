@@ -1,6 +1,7 @@
-"""Router: owns the sequences, runs the engine over its own speculation group, streams a chunk per round."""
+"""Router: owns the sequences, runs the engine over its own speculation group, streams what is committed."""
 
 import logging
+import os
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
@@ -46,6 +47,8 @@ class Router:
         started = time.monotonic()
         logger.info("loading the target %s and the draft %s", config.target_path, config.draft_path or "(none)")
         self._group = await SpeculationGroup.start(settings)
+        if self._group.core is not None:
+            os.sched_setaffinity(0, {self._group.core})  # of this thread, which runs the rounds
         target = self._group.target_info
         self._engine = Engine(
             settings.engine,

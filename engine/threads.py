@@ -3,6 +3,7 @@
 More are not always faster: a small model's products are over before the other threads are awake.
 """
 
+import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -19,17 +20,27 @@ _MAX_TRIAL_S = 0.2
 _WORTH = 0.9
 """More threads must take less than this share of the time, since other processes want the cores too."""
 _BLOCK_SIZE = 16
+_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+"""All that this process had before any thread kept to one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """How many threads passes run with: (tokens, threads) pairs, each for passes of up to so many tokens."""
+    """How many threads passes run with: (tokens, threads) pairs, each for passes of up to so many tokens.
+
+    Attributes:
+        core: where passes of one thread run, if they have to keep to a core; those of several use all cores.
+    """
 
     counts: tuple[tuple[int, int], ...]
+    core: int | None = None
 
     def use(self, num_tokens: int) -> None:
         """Have the next pass, over so many tokens, run with its number of threads."""
-        torch.set_num_threads(next((count for limit, count in self.counts if num_tokens <= limit), self.counts[-1][1]))
+        count = next((count for limit, count in self.counts if num_tokens <= limit), self.counts[-1][1])
+        torch.set_num_threads(count)
+        if self.core is not None:
+            os.sched_setaffinity(0, {self.core} if count == 1 else _CORES)  # of this thread only
 
     def __str__(self) -> str:
         parts = zip(_SIZES, self.counts, strict=True)

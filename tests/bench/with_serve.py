@@ -212,7 +212,7 @@ class ServeMethod:
             "speculation": speculation,
             "run_ahead": run_ahead,
         }
-        self._server = Server(workload, arguments | ({"num_threads": 1} if is_pinned else {}))
+        self._server = Server(workload, arguments | ({"num_threads": 1, "pinning": "off"} if is_pinned else {}))
         self._runner = asyncio.Runner()
         if is_pinned:
             try:

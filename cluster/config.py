@@ -6,7 +6,6 @@ from typing import Literal
 from engine.config import EngineConfig, ModelConfig
 
 RunAhead = Literal["auto", "on", "off"]
-Pinning = Literal["auto", "off"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +21,6 @@ class GroupConfig:
     run_ahead: RunAhead = "auto"
     """Whether the draft worker drafts for the likeliest verdicts while the target verifies; auto: where both compute on
     devices or cores of their own."""
-    pinning: Pinning = "auto"
-    """auto: on a machine of two cores, a group whose models compute in turn keeps to one of them; off: never."""
     tensor_parallel_size: int = 1
     """Ranks that share the target's weights."""
     target_accelerator_type: str | None = None

@@ -1,15 +1,9 @@
-"""Cores: how many of a node's Ray may use, and which one a group keeps to where there are only two."""
+"""Cores: how many of a node's Ray may use, and which one a pinned group keeps to."""
 
-import fcntl
-import logging
 import os
-import tempfile
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import ray
-
-logger = logging.getLogger(__name__)
 
 
 def count_cores(node_id: str) -> int:
@@ -20,36 +14,11 @@ def count_cores(node_id: str) -> int:
     return max(1, int(min(cores, allotted or cores)))
 
 
-class CoreLease:
-    """One of the two cores of this machine, for the one group here that keeps to it.
+def home_core() -> int | None:
+    """Return the core of this node that a pinned group keeps to; None where there is no choice.
 
-    Router, draft and target of a group that does not run ahead compute in turn. On two cores the scheduler wakes each
-    wherever it likes, often behind an HTTP process; together on one core none of them ever waits for another.
+    Router, draft and target of a group that does not run ahead compute in turn, most of the time. Of few cores the
+    scheduler wakes each on whichever it likes, often behind an HTTP process; on one core they wait for nobody else.
     """
-
-    def __init__(self, core: int, descriptor: int) -> None:
-        self.core = core
-        self._descriptor = descriptor
-
-    @classmethod
-    def take(cls) -> Self | None:
-        """Take the core; None where there are not exactly two, or another group of this user has it already."""
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        if len(cores) != 2:
-            return None
-        path = Path(tempfile.gettempdir()) / f"paceline-core-{os.getuid()}.lock"
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        except OSError as error:  # another user's file, say
-            logger.warning("The group keeps to no core: %s", error)
-            return None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the process's death gives it back
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
-        return cls(cores[-1], descriptor)
-
-    def give_back(self) -> None:
-        """Let another group have the core."""
-        os.close(self._descriptor)
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    return max(cores) if len(cores) > 1 else None

@@ -11,10 +11,10 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from cluster.config import GroupConfig as GroupConfig
-from cluster.cores import CoreLease, count_cores
+from cluster.cores import count_cores
 from cluster.credentials import make_credentials
 from cluster.crew import Crew, start_draft, start_target
-from cluster.placement import STRATEGY, placement_bundles, settle, takes_turns
+from cluster.placement import STRATEGY, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from engine.draft import Drafter, NoDrafter, Verifier
 from engine.errors import ModelError, TargetError
@@ -49,7 +49,6 @@ class SpeculationGroup:
         self._target: Crew | None = None
         self._draft: Crew | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lease: CoreLease | None = None
         self._is_stopped = False
         self._recovering = asyncio.Lock()
         self._remote_verifier = RemoteVerifier(timeout_s=config.verify_timeout_s)
@@ -70,8 +69,6 @@ class SpeculationGroup:
         num_cores = count_cores(ray.get_runtime_context().get_node_id())
         config = settle(config, placement.bundle_specs, num_cores=num_cores)
         group = cls(config, placement, owns_placement=current is None)
-        if config.pinning == "auto" and num_cores > 1 and takes_turns(config, placement.bundle_specs):
-            group._keep_to_a_core()
         try:
             async with asyncio.timeout(config.start_timeout_s):
                 await asyncio.to_thread(placement.wait, int(config.start_timeout_s))
@@ -86,11 +83,6 @@ class SpeculationGroup:
             await group.stop()
             raise
         return group
-
-    @property
-    def core(self) -> int | None:
-        """The core that this group keeps to, and whoever drives it should."""
-        return None if self._lease is None else self._lease.core
 
     @property
     def process_ids(self) -> dict[str, int]:
@@ -154,18 +146,6 @@ class SpeculationGroup:
         self._draft = self._target = None
         if self._owns_placement:
             ray.util.remove_placement_group(self._placement)
-        if self._lease is not None:
-            self._lease.give_back()
-            self._lease = None
-
-    def _keep_to_a_core(self) -> None:
-        self._lease = CoreLease.take()
-        if self._lease is None:
-            return
-        config, core = self.config, self._lease.core
-        draft = None if config.draft is None else replace(config.draft, core=core)
-        self.config = replace(config, target=replace(config.target, core=core), draft=draft)
-        logger.info("The group keeps to core %d", core)
 
     async def _start_all(self) -> None:
         starting: list[Coroutine[None, None, None]] = [self._start_target()]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import ray
 
-from cluster.cores import count_cores
+from cluster.cores import count_cores, home_core
 from engine.architecture import eos_token_ids, read_config
 from engine.config import EngineConfig, ModelConfig, ModelInfo
 from engine.drafters.model import ModelDrafter
@@ -64,7 +64,6 @@ def _load(config: ModelConfig, *, shard: Shard | None = None) -> CausalLM:
         started = time.monotonic()
         threads = fit_threads(model, cores)
         logger.info("%s runs with threads: %s, chosen in %.1f s", config.path, threads, time.monotonic() - started)
-    if config.core is not None and cores > 1:  # this worker may be on another node than the Router
-        threads = model.threads or Threads(((0, config.num_threads or 1),))
-        model.threads = replace(threads, core=config.core)
+    if config.pinned and model.device.type == "cpu" and (core := home_core()) is not None:
+        model.threads = replace(model.threads or Threads.always(config.num_threads or 1), core=core)
     return model

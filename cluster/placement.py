@@ -63,7 +63,7 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
     shares_gpu = 0 < draft_gpus < 1
     # Besides the workers, the Router and the Ingress compute in every round.
     is_apart = num_cores >= config.tensor_parallel_size + 2 if on_cores else not shares_gpu
-    run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_apart)
+    run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_apart and not config.target.pinned)
     config = replace(config, run_ahead="on" if run_ahead else "off")
     if not (run_ahead and on_cores):
         return config
@@ -74,12 +74,6 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
         draft=replace(draft, num_threads=draft.num_threads or draft_cores),
         target=replace(config.target, num_threads=config.target.num_threads or target_cores),
     )
-
-
-def takes_turns(config: GroupConfig, bundles: Sequence[Mapping[str, float]]) -> bool:
-    """Whether one core is all that the workers of a settled group use at a time."""
-    is_on_cores = not any(bundle.get("GPU", 0) for bundle in bundles)
-    return is_on_cores and config.tensor_parallel_size == 1 and config.run_ahead == "off"
 
 
 def target_bundle(config: GroupConfig, rank: int) -> int:

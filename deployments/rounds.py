@@ -66,26 +66,27 @@ class RoundLoop:
         deadline = asyncio.get_running_loop().time() + request.timeout_s
         stream = Stream(request.interval_s)
         unfinished = self._admit(request, stream)
+        is_late = False
         try:
-            while unfinished:
-                async with asyncio.timeout_at(deadline):
-                    outputs = await stream.next()
+            while unfinished and not is_late:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        outputs = await stream.next()
+                except TimeoutError:
+                    is_late, outputs = True, stream.take()
                 for output in outputs:
                     if output.finish_reason is not None:
                         unfinished.discard(output.request_id)
                         self._metrics.observe_finished(output.finish_reason, time.monotonic() - stream.started)
-                yield outputs
-        except TimeoutError:
-            if withheld := stream.take():
-                yield withheld
-            raise TimeoutError(f"the request took longer than {request.timeout_s:g} s") from None
+                if is_late:
+                    self._end(stream, unfinished)
+                if outputs:
+                    yield outputs
+            if is_late and unfinished:
+                raise TimeoutError(f"the request took longer than {request.timeout_s:g} s")
         finally:
-            stream.close()
-            for request_id in unfinished:
-                # One that has finished in a round nobody took any more is not there.
-                self._streams.pop(request_id, None)
-                self._engine.abort(request_id)
-                self._metrics.observe_finished("abort", time.monotonic() - stream.started)
+            if not is_late:
+                self._end(stream, unfinished)
 
     def report_loss(self, error: TargetError) -> None:
         """Have the target brought back although no round is there to notice that it died."""
@@ -110,6 +111,15 @@ class RoundLoop:
         """End the loop; streams still open get an error."""
         self._task.cancel()
         await asyncio.wait([self._task])
+
+    def _end(self, stream: Stream, unfinished: set[str]) -> None:
+        """Have what a request still wants leave the engine."""
+        stream.close()
+        for request_id in unfinished:
+            # One that has finished in a round nobody took any more is not there.
+            self._streams.pop(request_id, None)
+            self._engine.abort(request_id)
+            self._metrics.observe_finished("abort", time.monotonic() - stream.started)
 
     def _admit(self, request: Generation, stream: Stream) -> set[str]:
         """Add all sequences of a request, or none."""

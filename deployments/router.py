@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from prometheus_client import Metric
 
+from cluster.cores import home_core
 from cluster.group import SpeculationGroup
 from deployments.autoscaling import NUM_REQUESTS
 from deployments.config import AppConfig, group_config
@@ -47,8 +48,8 @@ class Router:
         started = time.monotonic()
         logger.info("loading the target %s and the draft %s", config.target_path, config.draft_path or "(none)")
         self._group = await SpeculationGroup.start(settings)
-        if self._group.core is not None:
-            os.sched_setaffinity(0, {self._group.core})  # of this thread, which runs the rounds
+        if config.pinning == "on" and (core := home_core()) is not None:
+            os.sched_setaffinity(0, {core})  # of this thread, which runs the rounds
         target = self._group.target_info
         self._engine = Engine(
             settings.engine,

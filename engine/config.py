@@ -30,8 +30,8 @@ class ModelConfig:
     """auto: decode steps run compiled where that pays, as soon as a process in the background has compiled them."""
     num_threads: int | None = None
     """CPU threads of a forward pass; None leaves torch's own choice, or a worker's, which tries some."""
-    core: int | None = None
-    """The core that passes of one thread keep to; None leaves that to the operating system."""
+    pinned: bool = False
+    """Whether a worker's passes of one thread keep to one core."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
 
 _UNFINISHED = "\ufffd"
 
@@ -23,6 +24,10 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        # Where bytes stand for themselves, text does not depend on where decoding starts. Other decoders give up a
+        # whole run of bytes for a broken one, so that it matters which tokens came before it in one call.
+        decoder = getattr(tokenizer, "backend_tokenizer", tokenizer).decoder
+        self._takes_several = isinstance(decoder, ByteLevel)
         self._stop = tuple(stop)
         # A token's text can depend on the few before it (spaces, bytes), so decoding starts a little earlier; but never
         # inside a character: some decoders give up a whole run of bytes for one that is cut.
@@ -43,10 +48,12 @@ class Detokenizer:
         Returns:
             The text that is now certain, and the stop string that was completed, if any: then the text ends before it.
         """
+        if len(token_ids) > 1 and not self._takes_several:
+            return self._append_one_by_one(token_ids, may_stop)
         self._ids += token_ids
         text = self._decode()
         if len(token_ids) > 1 and _UNFINISHED in text:
-            # Some character is cut or broken. What becomes of it must not depend on which tokens came together.
+            # Some character is cut or broken: what precedes it is certain already.
             del self._ids[-len(token_ids) :]
             return self._append_one_by_one(token_ids, may_stop)
         if text.endswith(_UNFINISHED):

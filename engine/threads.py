@@ -5,6 +5,7 @@ More are not always faster: a small model's products are over before the other t
 
 import os
 import statistics
+import threading
 import time
 from dataclasses import dataclass
 
@@ -22,6 +23,8 @@ _WORTH = 0.9
 _BLOCK_SIZE = 16
 _CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 """All that this process had before any thread kept to one."""
+_pinned = threading.local()
+"""For how many threads the cores of a thread were set last: the call takes as long as a small product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,14 @@ class Threads:
         """Have the next pass, over so many tokens, run with its number of threads."""
         count = next((count for limit, count in self.counts if num_tokens <= limit), self.counts[-1][1])
         torch.set_num_threads(count)
-        if self.core is not None:
+        if self.core is not None and getattr(_pinned, "count", None) != count:
             os.sched_setaffinity(0, {self.core} if count == 1 else _CORES)  # of this thread only
+            _pinned.count = count
+
+    @classmethod
+    def always(cls, count: int) -> "Threads":
+        """Return the same number for passes of every size."""
+        return cls(tuple((rows * length, count) for rows, length in _SIZES.values()))
 
     def __str__(self) -> str:
         parts = zip(_SIZES, self.counts, strict=True)

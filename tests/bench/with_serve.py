@@ -32,6 +32,7 @@ ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy:middlewares",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
 }
+PINNING = "on" if len(os.sched_getaffinity(0)) == 2 else "off"
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 SETTLE_S = 0.5
@@ -212,7 +213,7 @@ class ServeMethod:
             "speculation": speculation,
             "run_ahead": run_ahead,
         }
-        self._server = Server(workload, arguments | ({"num_threads": 1, "pinning": "off"} if is_pinned else {}))
+        self._server = Server(workload, arguments | ({"num_threads": 1} if is_pinned else {"pinning": PINNING}))
         self._runner = asyncio.Runner()
         if is_pinned:
             try:

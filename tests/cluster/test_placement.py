@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.config import GroupConfig
-from cluster.placement import DRAFT_BUNDLE, placement_bundles, settle, takes_turns, target_bundle
+from cluster.placement import DRAFT_BUNDLE, placement_bundles, settle, target_bundle
 from engine.config import ModelConfig
 
 AUTO = GroupConfig(ModelConfig("target"), ModelConfig("draft"))
@@ -61,21 +61,9 @@ def test_the_draft_runs_ahead_where_it_takes_nothing_from_the_target(size, num_g
     assert settle(replace(config, draft=None), bundles, num_cores=num_cores).run_ahead == "off"
 
 
-@pytest.mark.parametrize(
-    ("changes", "num_gpus", "expected"),
-    [
-        ({}, 0, True),
-        ({"draft": None}, 0, True),
-        ({"run_ahead": "on"}, 0, False),
-        ({"tensor_parallel_size": 2}, 0, False),
-        ({}, 1, False),
-    ],
-    ids=["a pair", "a target", "running ahead", "ranks", "a GPU"],
-)
-def test_a_group_that_computes_in_turn_could_do_with_one_core(changes, num_gpus, expected):
-    config = replace(AUTO, **changes)
-    bundles = placement_bundles(config, num_gpus=num_gpus)
-    assert takes_turns(settle(config, bundles, num_cores=2), bundles) == expected
+def test_a_pinned_group_does_not_run_ahead_by_itself():
+    config = replace(AUTO, target=replace(AUTO.target, pinned=True))
+    assert settle(config, placement_bundles(config, num_gpus=0), num_cores=8).run_ahead == "off"
 
 
 def test_models_that_compute_at_once_share_out_the_cores():

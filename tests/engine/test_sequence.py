@@ -56,7 +56,8 @@ def test_a_cut_or_broken_character_is_the_same_however_it_came(name, count):
     tokenizer = tokenizers()[name]
     whole = tokenizer.encode("漢字 é 🙂").ids
     broken = [*whole[:2], *tokenizer.encode("a").ids, *whole[1:5], *tokenizer.encode("ne").ids, *whole]
-    for token_ids in (whole, broken):
+    after_whole_ones = [*tokenizer.encode("éü").ids, tokenizer.encode("é").ids[0], *tokenizer.encode("ae").ids]
+    for token_ids in (whole, broken, after_whole_ones):
         for length in range(1, len(token_ids) + 1):
             params = SamplingParams(max_tokens=length)
             alone = committed(tokenizer, token_ids[:length], ones(), params, ())

@@ -283,9 +283,8 @@ class _Connection(asyncio.Protocol):
     async def send(self, payload: bytes) -> None:
         """Send one message, as soon as the peer has taken most of the earlier ones."""
         await self._has_room.wait()
-        if self._is_lost:
+        if not self.send_now(payload):
             raise ConnectionLostError("the connection broke before the request was sent")
-        self._transport.write(frame(payload))
 
     def close(self) -> None:
         """Close the connection at once."""

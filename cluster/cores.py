@@ -10,7 +10,7 @@ def count_cores(node_id: str) -> int:
     """Return how many cores of a node Ray may use; of this machine, if Ray does not know the node."""
     nodes: list[dict[str, Any]] = ray.nodes()
     allotted = next((node["Resources"].get("CPU", 0) for node in nodes if node["NodeID"] == node_id), 0)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(_own_cores()) or os.cpu_count() or 1
     return max(1, int(min(cores, allotted or cores)))
 
 
@@ -20,5 +20,10 @@ def home_core() -> int | None:
     Router, draft and target of a group that does not run ahead compute in turn, most of the time. Of few cores the
     scheduler wakes each on whichever it likes, often behind an HTTP process; on one core they wait for nobody else.
     """
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    cores = _own_cores()
     return max(cores) if len(cores) > 1 else None
+
+
+def _own_cores() -> set[int]:
+    """Return the cores that this thread may use; none where the system does not tell."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()

@@ -213,7 +213,8 @@ class ServeMethod:
             "speculation": speculation,
             "run_ahead": run_ahead,
         }
-        self._server = Server(workload, arguments | ({"num_threads": 1} if is_pinned else {"pinning": PINNING}))
+        pinning = "off" if is_pinned or workload.device == "cuda" else PINNING
+        self._server = Server(workload, arguments | {"pinning": pinning} | ({"num_threads": 1} if is_pinned else {}))
         self._runner = asyncio.Runner()
         if is_pinned:
             try:

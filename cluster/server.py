@@ -97,19 +97,25 @@ class Server:
     def _send(self, payload: bytes) -> None:
         if self._client is None:
             return
+        data = frame(payload)
         try:
-            self._client.settimeout(_SEND_S)
-            self._client.sendall(frame(payload))
-            self._client.setblocking(False)
+            with suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                data = data[self._client.send(data) :]
+            if data:  # more than there was room for
+                self._client.settimeout(_SEND_S)
+                self._client.sendall(data)
+                self._client.setblocking(False)
         except OSError as error:
             self._drop_client(f"a reply could not be sent: {error}")
 
     def _read(self) -> None:
-        """Take all there is: no selector tells of what TLS has unpacked already."""
+        """Take what has arrived, for once: of more the selector tells again, but for what TLS has unpacked already."""
         assert self._client is not None
         try:
             while data := self._client.recv(_READ_BYTES):
                 self._payloads += self._frames.feed(data)
+                if not (isinstance(self._client, ssl.SSLSocket) and self._client.pending()):
+                    return
         except (BlockingIOError, ssl.SSLWantReadError):
             return
         except MalformedMessageError as error:

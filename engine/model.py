@@ -26,6 +26,7 @@ from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.fusion import fuse_projections
 from engine.half_weights import HalfLinear
+from engine.huge_pages import HUGE_PAGE_BYTES, collapse
 from engine.noise import Draws
 from engine.shards import load_shard
 
@@ -98,6 +99,8 @@ class CausalLM:
         logger.info("%s: %s on %s, loaded in %.1f s", info.name, size, info.device, time.monotonic() - started)
         if config.compile == "auto":
             model._compile_in_background(config)
+        if not model.is_compiled:
+            model._use_huge_pages()
         return model
 
     @property
@@ -185,6 +188,10 @@ class CausalLM:
             compilation.Compiling(config, self.info.dtype, self._try_to_adopt)
 
     @functools.cached_property
+    def _num_bytes(self) -> int:
+        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+
+    @functools.cached_property
     def _step(self) -> Step:
         step = Step(self.module, self._windows)
         halves = [
@@ -205,7 +212,7 @@ class CausalLM:
             return "it is not on a CPU"
         if self.shard is not None and self.shard.world_size > 1:
             return "it is one of several ranks"
-        if sum(p.numel() * p.element_size() for p in self.module.parameters()) > compilation.MAX_BYTES:
+        if self._num_bytes > compilation.MAX_BYTES:
             return "it is bound by memory, not by calls"
         if not compilation.has_compiler():
             return "there is no C++ compiler"
@@ -229,6 +236,13 @@ class CausalLM:
         load_noise(compilation.noise_path())
         self._compiled = candidate
         logger.info("%s: compiled pass loaded and checked in %.1f s", self.info.name, time.monotonic() - started)
+        self._use_huge_pages()  # the packed weights have come since
+
+    def _use_huge_pages(self) -> None:
+        if self.device.type == "cpu" and self._num_bytes >= HUGE_PAGE_BYTES:
+            started = time.monotonic()
+            size = collapse()
+            logger.info("%.0f MB on huge pages after %.1f s", size / 1e6, time.monotonic() - started)
 
     def _use_threads(self, batch: ForwardBatch) -> None:
         if self.threads is not None:

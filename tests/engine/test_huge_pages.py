@@ -1,0 +1,72 @@
+"""Huge pages: memory that is there moves to them and keeps what it holds; memory that is not stays away."""
+
+import mmap
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import huge_pages
+from engine.config import ModelConfig
+from engine.model import CausalLM
+from tests.cluster.models import save_llama
+
+SIZE = 32 * 2**20
+
+
+def figures(memory):
+    """Return the kilobytes of each kind in the mapping that holds `memory`."""
+    at = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    found = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if head := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            if found:
+                return found
+            is_it = int(head[1], 16) <= at < int(head[2], 16)
+        elif is_it and (entry := re.match(r"(\w+): +(\d+) kB", line)):
+            found[entry[1]] = int(entry[2])
+    return found
+
+
+@pytest.fixture
+def collapse():
+    if huge_pages.collapse() == 0:
+        pytest.skip("this kernel moves nothing to huge pages")
+    return huge_pages.collapse
+
+
+def test_what_is_there_moves_and_stays_the_same(collapse):
+    content = bytes(range(256)) * (SIZE // 256)
+    memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory[:] = content
+    assert figures(memory)["AnonHugePages"] == 0
+    collapse()
+    assert figures(memory)["AnonHugePages"] >= (SIZE - 2 * 2**21) / 1024
+    assert memory[:] == content
+
+
+def test_what_is_hardly_there_is_not_filled(collapse):
+    memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)  # a mapping of its own, not one with its neighbours
+    for start in range(0, SIZE, 2**21):
+        memory[start] = 1
+    before = figures(memory)["Rss"]
+    collapse()
+    assert figures(memory)["Rss"] == before < SIZE / 1024 / 4
+
+
+def test_a_system_without_them_is_left_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(huge_pages, "_MAPS", tmp_path / "nothing")
+    assert huge_pages.collapse() == 0
+
+
+def test_loading_asks_for_them_once_the_weights_are_worth_a_page(monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr("engine.model.collapse", lambda: calls.append(1) or 0)
+    config = ModelConfig(str(save_llama(tmp_path, seed=1)), compile="off")
+    CausalLM.load(config)
+    assert not calls
+    monkeypatch.setattr("engine.model.HUGE_PAGE_BYTES", 1)
+    CausalLM.load(config)
+    assert len(calls) == 1

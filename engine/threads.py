@@ -7,6 +7,7 @@ import os
 import statistics
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,19 +66,22 @@ def fit_threads(model: CausalLM, limit: int) -> Threads:
 
 def _fit(model: CausalLM, limit: int, rows: int, length: int) -> int:
     """Return the fewest threads that are about as fast as any, from `limit` down for as long as fewer are."""
-    best, best_s = limit, _measure(model, limit, rows, length)
+    best, behind = limit, 1.0
     for count in sorted({2**power for power in range(limit.bit_length())} - {limit}, reverse=True):
-        seconds = _measure(model, count, rows, length)
-        if _WORTH * seconds > best_s:
+        best_s, seconds = _measure(model, (best, count), rows, length)
+        relative = behind * seconds / best_s  # to the fastest
+        if _WORTH * relative > 1:
             break
-        best, best_s = count, min(best_s, seconds)
+        best, behind = count, max(1.0, relative)
     return best
 
 
 @torch.inference_mode()
-def _measure(model: CausalLM, num_threads: int, rows: int, length: int) -> float:
-    """Return the median time of a pass in seconds; the first one warms up."""
-    torch.set_num_threads(num_threads)
+def _measure(model: CausalLM, counts: Sequence[int], rows: int, length: int) -> list[float]:
+    """Return the median seconds of a pass with each number of threads.
+
+    They take turns, since other processes start at the same time; the first turn warms up.
+    """
     # A row that starts a prompt is computed in another way than one that goes on.
     start = 0 if length > MAX_GROUPED_LENGTH else _BLOCK_SIZE
     blocks = -(-(start + length) // _BLOCK_SIZE)
@@ -85,10 +89,15 @@ def _measure(model: CausalLM, num_threads: int, rows: int, length: int) -> float
     tables = [list(range(1 + row * blocks, 1 + (row + 1) * blocks)) for row in range(rows)]
     batch = build([ForwardRow([0] * length, start, table, 1) for table in tables], kv)
     model.threads = None
-    model.forward(batch)
-    times: list[float] = []
-    while len(times) < _NUM_PASSES and sum(times) < _MAX_TRIAL_S:
-        started = time.perf_counter()
-        model.forward(batch)
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    times: dict[int, list[float]] = {count: [] for count in counts}
+    began = time.perf_counter()
+    for turn in range(1 + _NUM_PASSES):
+        for count in counts:
+            torch.set_num_threads(count)
+            started = time.perf_counter()
+            model.forward(batch)
+            if turn:
+                times[count].append(time.perf_counter() - started)
+        if turn and time.perf_counter() - began > _MAX_TRIAL_S:
+            break
+    return [statistics.median(times[count]) for count in counts]

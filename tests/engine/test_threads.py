@@ -31,16 +31,31 @@ def one_thread():
 
 
 def test_the_fewest_of_the_fastest_are_kept_for_each_kind_of_pass(model, monkeypatch):
-    def measure(_, count, rows, length):
+    def measure(_, counts, rows, length):
         if length == 5:
-            return SECONDS[rows][count]
-        return 1 / count if length == 512 else 1.0  # short prompts gain nothing either
+            return [SECONDS[rows][count] for count in counts]
+        return [1 / count if length == 512 else 1.0 for count in counts]  # short prompts gain nothing either
 
     monkeypatch.setattr(threads, "_measure", measure)
     assert str(fit_threads(model, 6)) == "1 for decoding, 2 for a batch, 1 for prompts, 6 for long prompts"
     for num_tokens, count in [(1, 1), (5, 1), (6, 2), (40, 2), (41, 1), (128, 1), (129, 6), (1000, 6)]:
         model.threads.use(num_tokens)
         assert torch.get_num_threads() == count
+
+
+def test_a_little_slower_each_time_is_not_about_as_fast(model, monkeypatch):
+    """Each number is compared with the fastest, not with the one before it."""
+    seconds = {8: 1.0, 4: 1.06, 2: 1.12, 1: 1.18}
+    monkeypatch.setattr(threads, "_measure", lambda _, counts, *__: [seconds[count] for count in counts])
+    assert str(fit_threads(model, 8)).startswith("4 for decoding")
+
+
+def test_what_slows_the_machine_slows_all_numbers_alike(model, monkeypatch):
+    """The numbers take turns: a machine that becomes slow halfway does not make the later ones look bad."""
+    order = []
+    monkeypatch.setattr(model, "forward", lambda _: order.append(torch.get_num_threads()))
+    threads._measure(model, (2, 1), 1, 5)
+    assert order == [2, 1] * (1 + threads._NUM_PASSES)
 
 
 def test_a_pass_runs_with_the_threads_of_its_size(model):

@@ -109,12 +109,12 @@ class Server:
             self._drop_client(f"a reply could not be sent: {error}")
 
     def _read(self) -> None:
-        """Take what has arrived, for once: of more the selector tells again, but for what TLS has unpacked already."""
+        """Take what has arrived until a message is whole; of more the selector tells again."""
         assert self._client is not None
         try:
             while data := self._client.recv(_READ_BYTES):
                 self._payloads += self._frames.feed(data)
-                if not (isinstance(self._client, ssl.SSLSocket) and self._client.pending()):
+                if self._payloads:
                     return
         except (BlockingIOError, ssl.SSLWantReadError):
             return

@@ -1,37 +1,55 @@
 """Huge pages: what a process has loaded, on pages of 2 MiB instead of 4 KiB.
 
 A decode step reads all weights once, so every small page costs a walk through the page tables, of which virtual
-machines have two. Linux gives huge pages to memory that was marked before it was first touched. Weights are packed by
-libraries that mark nothing, hence MADV_COLLAPSE (Linux 6.1), which moves pages together that are there.
+machines have two. Memory can be marked for huge pages before it is first touched, but weights are packed by libraries
+that mark nothing, hence MADV_COLLAPSE (Linux 6.1), which moves pages together that are there.
+
+Weights that are served as their file has them are pages of that file, which other processes share; those stay.
 """
 
 import ctypes
+import errno
+import logging
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
-_MAPS, _TOTALS = Path("/proc/self/smaps"), Path("/proc/self/smaps_rollup")
+logger = logging.getLogger(__name__)
+
 HUGE_PAGE_BYTES = 2**21
+
+_MAPS = Path("/proc/self/smaps")
 _COLLAPSE = 25  # MADV_COLLAPSE of asm-generic/mman-common.h
 _FEWEST = 0.5
-"""Share of a mapping's pages that must be there already: the others would be filled."""
+"""Share of a mapping that must be there already: a huge page fills what its range lacks."""
 
 _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)\s*(.*)")
 
 
-def collapse() -> int:
-    """Move this process's own memory to huge pages, as far as the kernel can; takes a second for each 2 GB.
+def collapse() -> tuple[int, int]:
+    """Move all memory of this process, KV blocks included, to huge pages; takes a second for each 1 or 2 GB.
 
     Returns:
-        The bytes that are on huge pages now; 0 where there are none: another system, an older kernel.
+        The bytes that are on huge pages now, and those that were to be. None, with the reason in the log, where this
+        system cannot do it.
     """
-    if not _MAPS.exists():
-        return 0
-    libc = ctypes.CDLL(None)
-    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    for start, stop in list(_mappings()):
-        libc.madvise(start, stop - start, _COLLAPSE)  # what it cannot move stays where it is
-    return sum(int(line.split()[1]) * 1024 for line in _TOTALS.read_text().splitlines() if line.startswith("AnonHuge"))
+    try:
+        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        starts = [start for first, last in _mappings() for start in range(first, last, HUGE_PAGE_BYTES)]
+    except (OSError, AttributeError) as error:
+        logger.info("no huge pages: %s", error)
+        return 0, 0
+    moved, wanted, problem = 0, len(starts) * HUGE_PAGE_BYTES, 0
+    for start in starts:  # one by one: some kernels give up the rest of a range for a part that nothing has touched
+        if madvise(start, HUGE_PAGE_BYTES, _COLLAPSE) == 0:
+            moved += HUGE_PAGE_BYTES
+        elif (problem := ctypes.get_errno()) == errno.ENOMEM:
+            break  # each further call would look for a free one as long as this one did
+    if problem and moved < wanted / 2:
+        logger.info("few huge pages: %s", os.strerror(problem))
+    return moved, wanted
 
 
 def _mappings() -> Iterator[tuple[int, int]]:
@@ -40,7 +58,8 @@ def _mappings() -> Iterator[tuple[int, int]]:
         for line in lines:
             if head := _HEAD.match(line):
                 first, last = int(head[1], 16), int(head[2], 16)
-                is_own = head[3] == "rw-p" and head[4] == "0" and head[5] in ("", "[heap]")
+                is_nameless = head[5] in ("", "[heap]") or head[5].startswith("[anon:")
+                is_own = head[3] == "rw-p" and head[4] == "0" and is_nameless
             elif is_own and line.startswith("Rss:"):
                 start, stop = -(-first // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES, last // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
                 if stop > start and int(line.split()[1]) * 1024 >= _FEWEST * (last - first):

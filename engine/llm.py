@@ -127,14 +127,15 @@ class LLM:
         self._grammars = Grammars(
             target_config, vocab_size=target.info.vocab_size, eos_token_ids=target.info.eos_token_ids
         )
-        verifier = ModelVerifier(target, config, self._grammars)
-        drafter: Drafter = NoDrafter()
+        draft = None
         if draft_model is not None and config.num_speculative_tokens > 0:
             draft_config = ModelConfig(str(draft_model), dtype=dtype, device=device, compile=compile)
             check_same_vocabulary(target_config, draft_config)
-            drafter = ModelDrafter(
-                _load(draft_config), config, token_limit=target.info.vocab_size, grammars=self._grammars
-            )
+            draft = _load(draft_config)
+        verifier = ModelVerifier(target, config, self._grammars)  # its KV blocks get a share of what the models leave
+        drafter: Drafter = NoDrafter()
+        if draft is not None:
+            drafter = ModelDrafter(draft, config, token_limit=target.info.vocab_size, grammars=self._grammars)
         self.engine = Engine(
             config,
             drafter=drafter,

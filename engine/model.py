@@ -241,8 +241,9 @@ class CausalLM:
     def _use_huge_pages(self) -> None:
         if self.device.type == "cpu" and self._num_bytes >= HUGE_PAGE_BYTES:
             started = time.monotonic()
-            size = collapse()
-            logger.info("%.0f MB on huge pages after %.1f s", size / 1e6, time.monotonic() - started)
+            moved, wanted = collapse()
+            text = "%s: %.0f of %.0f MB of this process on huge pages after %.1f s"
+            logger.info(text, self.info.name, moved / 1e6, wanted / 1e6, time.monotonic() - started)
 
     def _use_threads(self, batch: ForwardBatch) -> None:
         if self.threads is not None:

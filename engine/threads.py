@@ -17,7 +17,8 @@ from engine.model import CausalLM
 
 _SIZES = {"decoding": (1, 5), "a batch": (8, 5), "prompts": (1, 128), "long prompts": (1, 512)}
 """Passes that are tried, as rows and tokens per row."""
-_NUM_PASSES = 12
+_NUM_TURNS = 4
+_PASSES_OF_TURN = 3
 _MAX_TRIAL_S = 0.2
 _WORTH = 0.9
 """More threads must take less than this share of the time, since other processes want the cores too."""
@@ -80,7 +81,8 @@ def _fit(model: CausalLM, limit: int, rows: int, length: int) -> int:
 def _measure(model: CausalLM, counts: Sequence[int], rows: int, length: int) -> list[float]:
     """Return the median seconds of a pass with each number of threads.
 
-    They take turns, since other processes start at the same time; the first turn warms up.
+    They take turns, since other processes start at the same time. The first pass of a turn is not counted: threads end
+    when their number falls, and are made anew when it rises.
     """
     # A row that starts a prompt is computed in another way than one that goes on.
     start = 0 if length > MAX_GROUPED_LENGTH else _BLOCK_SIZE
@@ -90,14 +92,14 @@ def _measure(model: CausalLM, counts: Sequence[int], rows: int, length: int) -> 
     batch = build([ForwardRow([0] * length, start, table, 1) for table in tables], kv)
     model.threads = None
     times: dict[int, list[float]] = {count: [] for count in counts}
-    began = time.perf_counter()
-    for turn in range(1 + _NUM_PASSES):
+    for _ in range(_NUM_TURNS):
         for count in counts:
             torch.set_num_threads(count)
-            started = time.perf_counter()
             model.forward(batch)
-            if turn:
+            for _ in range(_PASSES_OF_TURN):
+                started = time.perf_counter()
+                model.forward(batch)
                 times[count].append(time.perf_counter() - started)
-        if turn and time.perf_counter() - began > _MAX_TRIAL_S:
+        if sum(map(sum, times.values())) > _MAX_TRIAL_S:
             break
     return [statistics.median(times[count]) for count in counts]

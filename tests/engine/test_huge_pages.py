@@ -13,6 +13,7 @@ from engine.model import CausalLM
 from tests.cluster.models import save_llama
 
 SIZE = 32 * 2**20
+ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def figures(memory):
@@ -29,26 +30,47 @@ def figures(memory):
     return found
 
 
+def mapped():
+    memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_DONTFORK)  # a mapping of its own, not one with its neighbours
+    return memory
+
+
 @pytest.fixture
 def collapse():
-    if huge_pages.collapse() == 0:
+    if "[madvise]" not in ENABLED.read_text() if ENABLED.exists() else True:
+        pytest.skip("this kernel gives huge pages to all memory or to none")
+    memory = mapped()
+    memory[:] = bytes(SIZE)
+    huge_pages.collapse()
+    if figures(memory)["AnonHugePages"] == 0:
         pytest.skip("this kernel moves nothing to huge pages")
     return huge_pages.collapse
 
 
 def test_what_is_there_moves_and_stays_the_same(collapse):
     content = bytes(range(256)) * (SIZE // 256)
-    memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mapped()
     memory[:] = content
     assert figures(memory)["AnonHugePages"] == 0
-    collapse()
+    moved, wanted = collapse()
     assert figures(memory)["AnonHugePages"] >= (SIZE - 2 * 2**21) / 1024
+    assert SIZE / 2 < moved <= wanted
     assert memory[:] == content
 
 
+def test_what_lies_behind_a_hole_moves_too(collapse):
+    memory = mapped()
+    memory[: 2 * 2**21] = bytes(2 * 2**21)
+    memory[SIZE // 3 :] = bytes(SIZE - SIZE // 3)
+    before = figures(memory)["Rss"]
+    collapse()
+    assert figures(memory)["AnonHugePages"] >= (SIZE / 2) / 1024
+    assert figures(memory)["Rss"] < before + 3 * 2**21 / 1024  # the hole is still one
+
+
 def test_what_is_hardly_there_is_not_filled(collapse):
-    memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_DONTFORK)  # a mapping of its own, not one with its neighbours
+    memory = mapped()
     for start in range(0, SIZE, 2**21):
         memory[start] = 1
     before = figures(memory)["Rss"]
@@ -56,15 +78,27 @@ def test_what_is_hardly_there_is_not_filled(collapse):
     assert figures(memory)["Rss"] == before < SIZE / 1024 / 4
 
 
-def test_a_system_without_them_is_left_alone(monkeypatch, tmp_path):
+def test_a_system_without_them_is_left_alone_and_says_so(monkeypatch, tmp_path, caplog):
+    caplog.set_level("INFO", logger=huge_pages.__name__)
     monkeypatch.setattr(huge_pages, "_MAPS", tmp_path / "nothing")
-    assert huge_pages.collapse() == 0
+    assert huge_pages.collapse() == (0, 0)
+    assert "no huge pages: " in caplog.text
+
+
+def test_a_kernel_that_refuses_is_reported(monkeypatch, caplog):
+    caplog.set_level("INFO", logger=huge_pages.__name__)
+    monkeypatch.setattr(huge_pages, "_COLLAPSE", 12345)  # no advice of any kernel
+    memory = mapped()
+    memory[:] = bytes(SIZE)
+    moved, wanted = huge_pages.collapse()
+    assert moved == 0 < wanted
+    assert "few huge pages: Invalid argument" in caplog.text
 
 
 def test_loading_asks_for_them_once_the_weights_are_worth_a_page(monkeypatch, tmp_path):
     calls = []
-    monkeypatch.setattr("engine.model.collapse", lambda: calls.append(1) or 0)
-    config = ModelConfig(str(save_llama(tmp_path, seed=1)), compile="off")
+    monkeypatch.setattr("engine.model.collapse", lambda: calls.append(1) or (0, 0))
+    config = ModelConfig(str(save_llama(tmp_path, seed=1)), compile="off", device="cpu")
     CausalLM.load(config)
     assert not calls
     monkeypatch.setattr("engine.model.HUGE_PAGE_BYTES", 1)

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,12 +51,15 @@ def test_a_little_slower_each_time_is_not_about_as_fast(model, monkeypatch):
     assert str(fit_threads(model, 8)).startswith("4 for decoding")
 
 
-def test_what_slows_the_machine_slows_all_numbers_alike(model, monkeypatch):
-    """The numbers take turns: a machine that becomes slow halfway does not make the later ones look bad."""
+def test_numbers_take_turns_and_the_first_pass_of_a_turn_is_not_counted(model, monkeypatch):
+    """A machine that becomes slow halfway is so for both; that threads must be made first is no cost of a pass."""
     order = []
+    clock = iter(range(10_000))
     monkeypatch.setattr(model, "forward", lambda _: order.append(torch.get_num_threads()))
-    threads._measure(model, (2, 1), 1, 5)
-    assert order == [2, 1] * (1 + threads._NUM_PASSES)
+    monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(threads, "_MAX_TRIAL_S", float("inf"))
+    assert threads._measure(model, (2, 1), 1, 5) == [1, 1]
+    assert order == ([2] * (1 + threads._PASSES_OF_TURN) + [1] * (1 + threads._PASSES_OF_TURN)) * threads._NUM_TURNS
 
 
 def test_a_pass_runs_with_the_threads_of_its_size(model):

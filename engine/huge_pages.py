@@ -31,8 +31,8 @@ def collapse() -> tuple[int, int]:
     """Move all memory of this process, KV blocks included, to huge pages; takes a second for each 0.5 to 1 GB.
 
     Returns:
-        The bytes that are on huge pages now, and those that were to be. None, with the reason in the log, where this
-        system cannot do it.
+        The bytes that are on huge pages now, and those that were to be; none of them, with the reason in the log,
+        where this system cannot do it.
     """
     try:
         madvise = ctypes.CDLL(None, use_errno=True).madvise

@@ -1,7 +1,7 @@
 """Half weights: linear layers computed in float32 whose weights are read as the 16-bit numbers that they are.
 
 A decode step is bound by reading weights. A model that was saved in 16 bits and is served in float32, as on CPUs that
-multiply nothing shorter, would read twice the bytes it has. FBGEMM multiplies float32 rows by float16 weights, widening
+multiply nothing shorter faster, would read twice the bytes it has. FBGEMM multiplies float32 rows by float16 weights, widening
 them on the way; in one thread for small layers, in all for those that take longer to read than waking the others takes.
 Nothing is rounded: a layer is only taken if a power of two makes every weight a float16 number. And a row's products do
 not depend on the rows beside it, which rounding in a batch usually does.
@@ -99,13 +99,20 @@ def with_half_weights(module: nn.Module) -> nn.Module:
     """Return a module that shares all tensors with `module`, with half weights wherever that changes no product."""
     tensors = [*module.parameters(), *module.buffers()]
     shared = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
-    layers = [child for child in shared.modules() if type(child) is nn.Linear]
-    halves = {id(layer): half for layer in layers if (half := _half(layer)) is not None} if is_available() else {}
-    for parent in list(shared.modules()):
-        for name, child in list(parent.named_children()):
-            if id(child) in halves:
-                setattr(parent, name, halves[id(child)])
+    use_half_weights(shared)
     return shared
+
+
+def use_half_weights(module: nn.Module) -> None:
+    """Give a module half weights wherever that changes no product; each layer's own are let go once they are packed."""
+    if not is_available():
+        return
+    halves: weakref.WeakKeyDictionary[nn.Module, HalfLinear] = weakref.WeakKeyDictionary()
+    for parent in [part for part in module.modules() if type(part) is not nn.Linear]:
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and (half := halves.get(child) or _half(child)) is not None:
+                halves[child] = half
+                setattr(parent, name, half)
 
 
 def _half(linear: nn.Linear) -> HalfLinear | None:

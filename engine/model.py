@@ -6,6 +6,7 @@ under tensor parallelism, the slicing. What cannot be served exactly is refused 
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from engine.compiled import CompiledForward, CompileError, Step, call, can_run, 
 from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.fusion import fuse_projections
-from engine.half_weights import HalfLinear
+from engine.half_weights import HalfLinear, use_half_weights
 from engine.huge_pages import HUGE_PAGE_BYTES, collapse
 from engine.noise import Draws
 from engine.shards import load_shard
@@ -61,6 +62,7 @@ class CausalLM:
         self.shard = shard
         parameter = next(module.parameters())
         self.device, self.dtype = parameter.device, parameter.dtype
+        self._num_bytes = sum(p.numel() * p.element_size() for p in module.parameters())
         self._windows: list[int | None] = []
         self._compiled: CompiledForward | None = None
         self.threads: Threads | None = None
@@ -94,13 +96,13 @@ class CausalLM:
             device=str(device),
         )
         model = cls(module, model_config, info, shard)
+        if device.type == "cpu" and model._num_bytes > compilation.MAX_BYTES:
+            use_half_weights(module)  # a compiled pass has them beside the float32 ones, a large model instead of them
         model._probe()
         size = f"{info.num_parameters / 1e6:.1f} M parameters in {info.dtype}"
         logger.info("%s: %s on %s, loaded in %.1f s", info.name, size, info.device, time.monotonic() - started)
         if config.compile == "auto":
             model._compile_in_background(config)
-        if not model.is_compiled:
-            model._use_huge_pages()
         return model
 
     @property
@@ -185,11 +187,7 @@ class CausalLM:
             found = [self._package.exists(), compilation.noise_path().exists()]
             text = "%s: compiling in the background, eager until then (%d of %d parts found in the cache)"
             logger.info(text, config.path, sum(found), len(found))
-            compilation.Compiling(config, self.info.dtype, self._try_to_adopt)
-
-    @functools.cached_property
-    def _num_bytes(self) -> int:
-        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+            compilation.Compiling(config, self.info.dtype, self._take_compiled)
 
     @functools.cached_property
     def _step(self) -> Step:
@@ -236,14 +234,21 @@ class CausalLM:
         load_noise(compilation.noise_path())
         self._compiled = candidate
         logger.info("%s: compiled pass loaded and checked in %.1f s", self.info.name, time.monotonic() - started)
-        self._use_huge_pages()  # the packed weights have come since
 
-    def _use_huge_pages(self) -> None:
+    def _take_compiled(self) -> None:
+        self._try_to_adopt()
+        self.use_huge_pages()  # the packed weights have come since
+
+    def use_huge_pages(self) -> None:
+        """Move this process's memory to huge pages in the background, if its passes read enough of it."""
         if self.device.type == "cpu" and self._num_bytes >= HUGE_PAGE_BYTES:
-            started = time.monotonic()
-            moved, wanted = collapse()
-            text = "%s: %.0f of %.0f MB of this process on huge pages after %.1f s"
-            logger.info(text, self.info.name, moved / 1e6, wanted / 1e6, time.monotonic() - started)
+            threading.Thread(target=self._collapse, daemon=True, name="huge pages").start()
+
+    def _collapse(self) -> None:
+        started = time.monotonic()
+        moved, wanted = collapse()
+        text = "%s: %.0f of %.0f MB of this process on huge pages after %.1f s"
+        logger.info(text, self.info.name, moved / 1e6, wanted / 1e6, time.monotonic() - started)
 
     def _use_threads(self, batch: ForwardBatch) -> None:
         if self.threads is not None:
@@ -277,16 +282,15 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the dtype that `dtype` names; auto is bfloat16 where the device multiplies it natively."""
+    """Return the dtype that `dtype` names; auto is bfloat16 where the device multiplies it faster than float32."""
     if dtype != "auto":
         resolved = getattr(torch, dtype)
         assert isinstance(resolved, torch.dtype)
         return resolved
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    # Without AMX or AVX512-BF16, bfloat16 products are several times slower than float32 ones.
-    native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if native else torch.float32
+    # AVX512-BF16 alone does not: its products take up to twice as long as float32 ones; half weights read as little.
+    return torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
 
 
 def _load_whole(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> nn.Module:

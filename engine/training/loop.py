@@ -56,7 +56,7 @@ class Plan:
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """bfloat16 where the chip multiplies in it; elsewhere it is slower than float32."""
-    has_bf16 = device.type == "cuda" or (torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported())
+    has_bf16 = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
     return torch.autocast(device.type, torch.bfloat16, enabled=has_bf16)
 
 

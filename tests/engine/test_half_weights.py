@@ -1,11 +1,13 @@
 """Layers with half weights compute what the float32 layers do, and are only made where nothing is rounded."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from engine import compilation, half_weights
-from engine.half_weights import HalfLinear, SharedHalfLinear, is_available, with_half_weights
+from engine.half_weights import HalfLinear, SharedHalfLinear, is_available, use_half_weights, with_half_weights
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="this torch has no FBGEMM")
 
@@ -80,6 +82,16 @@ def test_the_module_itself_stays_as_it_was_and_lends_its_tensors(kind):
     assert [type(child) for child in found] == [kind, nn.Linear, nn.Embedding]
     assert found[1].weight is module[1].weight
     assert found[2].weight is module[2].weight
+
+
+def test_a_modules_own_weights_go_as_its_layers_are_packed(kind):
+    module = nn.Sequential(linear(torch.ones(4, 4)), nn.Sequential(linear(torch.full((4, 4), 1 / 3))))
+    module.append(nn.Sequential(module[0]))
+    weights = [weakref.ref(child.weight) for child in (module[0], module[1][0])]
+    use_half_weights(module)
+    assert [type(child) for child in (module[0], module[1][0])] == [kind, nn.Linear]
+    assert module[2][0] is module[0]
+    assert [weight() is None for weight in weights] == [True, False]
 
 
 def test_large_layers_are_shared_by_threads_and_small_ones_are_not(monkeypatch):

@@ -32,7 +32,9 @@ def load_drafter(
     limit = target_config.get_text_config().vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=eos_token_ids(target, target_config))
     drafter_class = RunAheadDrafter if run_ahead else ModelDrafter
-    return drafter_class(model, engine, token_limit=limit, grammars=grammars), model.info
+    drafter = drafter_class(model, engine, token_limit=limit, grammars=grammars)
+    model.use_huge_pages()
+    return drafter, model.info
 
 
 def load_verifier(config: ModelConfig, engine: EngineConfig, *, shard: Shard | None) -> tuple[ModelVerifier, ModelInfo]:
@@ -49,6 +51,7 @@ def load_verifier(config: ModelConfig, engine: EngineConfig, *, shard: Shard | N
     grammars = Grammars(config, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
     verifier = ModelVerifier(model, engine, grammars)
     logger.info("%d KV blocks of %d tokens", verifier.num_blocks, engine.block_size)
+    model.use_huge_pages()
     return verifier, info
 
 

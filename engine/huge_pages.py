@@ -28,7 +28,7 @@ _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)\s*(.*)")
 
 
 def collapse() -> tuple[int, int]:
-    """Move all memory of this process, KV blocks included, to huge pages; takes a second for each 0.5 to 1 GB.
+    """Move all memory of this process, KV blocks included, to huge pages; takes a second for each 0.3 to 1 GB.
 
     Returns:
         The bytes that are on huge pages now, and those that were to be; none of them, with the reason in the log,

@@ -146,6 +146,7 @@ class LLM:
             eos_token_ids=target.info.eos_token_ids,
             tokenizer=self.tokenizer,
         )
+        target.use_huge_pages()
 
     @property
     def stats(self) -> SpeculationStats:

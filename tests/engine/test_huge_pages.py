@@ -2,7 +2,9 @@
 
 import mmap
 import re
+import threading
 from pathlib import Path
+from queue import Queue
 
 import pytest
 import torch
@@ -96,12 +98,12 @@ def test_a_kernel_that_refuses_is_reported(monkeypatch, caplog):
     assert "few huge pages: Invalid argument" in caplog.text
 
 
-def test_loading_asks_for_them_once_the_weights_are_worth_a_page(monkeypatch, tmp_path):
-    calls = []
-    monkeypatch.setattr("engine.model.collapse", lambda: calls.append(1) or (0, 0))
-    config = ModelConfig(str(save_llama(tmp_path, seed=1)), compile="off", device="cpu")
-    CausalLM.load(config)
-    assert not calls
+def test_a_model_asks_for_them_in_the_background_where_its_weights_are_worth_a_page(monkeypatch, tmp_path):
+    asked: Queue[str] = Queue()
+    monkeypatch.setattr("engine.model.collapse", lambda: asked.put(threading.current_thread().name) or (0, 0))
+    model = CausalLM.load(ModelConfig(str(save_llama(tmp_path, seed=1)), compile="off", device="cpu"))
+    model.use_huge_pages()
     monkeypatch.setattr("engine.model.HUGE_PAGE_BYTES", 1)
-    CausalLM.load(config)
-    assert len(calls) == 1
+    model.use_huge_pages()
+    assert asked.get(timeout=10) == "huge pages"
+    assert asked.empty()

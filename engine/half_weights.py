@@ -1,7 +1,7 @@
 """Half weights: linear layers computed in float32 whose weights are read as the 16-bit numbers that they are.
 
 A decode step is bound by reading weights. A model that was saved in 16 bits and is served in float32, as on CPUs that
-multiply nothing shorter faster, would read twice the bytes it has. FBGEMM multiplies float32 rows by float16 weights, widening
+are no faster in 16 bits, would read twice the bytes it has. FBGEMM multiplies float32 rows by float16 weights, widening
 them on the way; in one thread for small layers, in all for those that take longer to read than waking the others takes.
 Nothing is rounded: a layer is only taken if a power of two makes every weight a float16 number. And a row's products do
 not depend on the rows beside it, which rounding in a batch usually does.

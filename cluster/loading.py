@@ -33,7 +33,7 @@ def load_drafter(
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=eos_token_ids(target, target_config))
     drafter_class = RunAheadDrafter if run_ahead else ModelDrafter
     drafter = drafter_class(model, engine, token_limit=limit, grammars=grammars)
-    model.use_huge_pages()
+    model.use_huge_pages_soon()
     return drafter, model.info
 
 
@@ -51,7 +51,7 @@ def load_verifier(config: ModelConfig, engine: EngineConfig, *, shard: Shard | N
     grammars = Grammars(config, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
     verifier = ModelVerifier(model, engine, grammars)
     logger.info("%d KV blocks of %d tokens", verifier.num_blocks, engine.block_size)
-    model.use_huge_pages()
+    model.use_huge_pages_soon()
     return verifier, info
 
 

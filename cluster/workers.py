@@ -57,12 +57,14 @@ def _importing() -> Iterator[None]:
 
     Later ones leave it out, too.
     """
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 class Worker:
@@ -112,7 +114,8 @@ class TargetWorker(Worker):
 
     def open_store(self, timeout_s: float) -> "StoreAddress":
         """Open the store of this version's world; rank 0 only."""
-        from cluster.tensor_parallel import open_store
+        with _importing():
+            from cluster.tensor_parallel import open_store
 
         self._store, address = open_store(self._host, self._world_size, timeout_s)
         return address

@@ -114,7 +114,7 @@ class AppConfig(BaseModel):
     tensor_parallel_size: int = Field(1, ge=1)
     """Target ranks that share the target's weights."""
     dtype: Dtype = "auto"
-    """Number format of both models; auto is bfloat16 where the hardware multiplies it faster, else float32."""
+    """Number format of both models; auto is bfloat16 on CUDA and on CPUs with AMX, else float32."""
     device: Device = "auto"
     """Where both models run; auto is cuda where there is one."""
     compile: Compile = "auto"

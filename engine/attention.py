@@ -6,8 +6,6 @@ the block table it reads and the mask it reads through. The function is register
 name, which is not in its mask registry, so transformers builds no mask of its own.
 """
 
-import math
-import mmap
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,22 +37,14 @@ class KVTensors:
         size = (num_blocks, block_size, kv_heads, head_dim)
         self.block_size = block_size
         # Zeros, not empty: a masked entry still meets its weight 0, and 0 * nan is nan.
-        self.keys = [_zeros(size, like) for _ in range(layers)]
-        self.values = [_zeros(size, like) for _ in range(layers)]
+        self.keys = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(layers)]
+        self.values = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(layers)]
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
         """Copy slots `sources` [n] to `targets` [n] in every layer: keeps an accepted path that is not a chain."""
         for cache in (*self.keys, *self.values):
             slots = cache.view(-1, *cache.shape[2:])
             slots[targets] = slots[sources]
-
-
-def _zeros(size: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return zeros; on a CPU they take memory as they are written, while `torch.zeros` writes all of them at once."""
-    if like.device.type != "cpu":
-        return torch.zeros(size, dtype=like.dtype, device=like.device)
-    memory = mmap.mmap(-1, math.prod(size) * like.itemsize, access=mmap.ACCESS_COPY)
-    return torch.frombuffer(memory, dtype=like.dtype).view(size)
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ class ModelConfig:
     path: str
     """A transformers directory, or a hub name that is already in the local cache."""
     dtype: Dtype = "auto"
-    """auto: bfloat16 on CUDA and on CPUs that multiply it natively, else float32."""
+    """auto: bfloat16 on CUDA and on CPUs with AMX, else float32."""
     device: Device = "auto"
     """auto: cuda where there is one, else cpu."""
     revision: str | None = None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 _EXPONENT = 15
 """Weights are scaled until the largest is below 2**15: the largest float16 is 65504, the smallest 2**-24."""
-_MIN_SHARED = 2**21
+MIN_SHARED = 2**21
 """Weights of a layer from which on threads share its product; below, what starting them costs is not won back."""
 
 
@@ -37,7 +37,7 @@ class HalfLinear(nn.Module):
             bias: [out], not scaled.
         """
         super().__init__()
-        self.out_features = scaled.shape[0]
+        self.out_features, self.in_features = scaled.shape
         offset = torch.zeros(self.out_features) if bias is None else torch.ldexp(bias, torch.tensor(exponent))
         self.register_buffer("packed", self._pack(scaled), persistent=False)
         self.register_buffer("offset", offset, persistent=False)
@@ -103,14 +103,19 @@ def with_half_weights(module: nn.Module) -> nn.Module:
     return shared
 
 
-def use_half_weights(module: nn.Module) -> None:
-    """Give a module half weights wherever that changes no product; each layer's own are let go once they are packed."""
+def use_half_weights(module: nn.Module, *, smallest: int = 0) -> None:
+    """Give a module half weights wherever that changes no product, in layers of `smallest` weights or more.
+
+    A layer's own weights are let go once they are packed, unless something else holds them, as an embedding may.
+    """
     if not is_available():
         return
     halves: weakref.WeakKeyDictionary[nn.Module, HalfLinear] = weakref.WeakKeyDictionary()
     for parent in [part for part in module.modules() if type(part) is not nn.Linear]:
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and (half := halves.get(child) or _half(child)) is not None:
+            if type(child) is not nn.Linear or child.weight.numel() < smallest:
+                continue
+            if (half := halves.get(child) or _half(child)) is not None:
                 halves[child] = half
                 setattr(parent, name, half)
 
@@ -124,7 +129,7 @@ def _half(linear: nn.Linear) -> HalfLinear | None:
     scaled = torch.ldexp(weight, torch.tensor(exponent))
     if not torch.equal(scaled.half().float(), scaled):
         return None
-    kind = SharedHalfLinear if weight.numel() >= _MIN_SHARED else HalfLinear
+    kind = SharedHalfLinear if weight.numel() >= MIN_SHARED else HalfLinear
     return kind(scaled, exponent, None if linear.bias is None else linear.bias.detach())
 
 

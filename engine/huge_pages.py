@@ -12,6 +12,7 @@ import errno
 import logging
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,15 +21,19 @@ logger = logging.getLogger(__name__)
 HUGE_PAGE_BYTES = 2**21
 
 _MAPS = Path("/proc/self/smaps")
-_COLLAPSE = 25  # MADV_COLLAPSE of asm-generic/mman-common.h
+_NORMAL, _COLLAPSE = 0, 25  # MADV_NORMAL, which changes nothing, and MADV_COLLAPSE of asm-generic/mman-common.h
 _FEWEST = 0.5
 """Share of a mapping that must be there already: a huge page fills what its range lacks."""
+
+_one_at_a_time = threading.Lock()
 
 _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)\s*(.*)")
 
 
 def collapse() -> tuple[int, int]:
     """Move all memory of this process, KV blocks included, to huge pages; takes a second for each 0.3 to 1 GB.
+
+    Passes may run meanwhile, and memory may come and go.
 
     Returns:
         The bytes that are on huge pages now, and those that were to be; none of them, with the reason in the log,
@@ -42,11 +47,12 @@ def collapse() -> tuple[int, int]:
         logger.info("no huge pages: %s", error)
         return 0, 0
     moved, wanted, problem = 0, len(starts) * HUGE_PAGE_BYTES, 0
-    for start in starts:  # one by one: some kernels give up the rest of a range for a part that nothing has touched
-        if madvise(start, HUGE_PAGE_BYTES, _COLLAPSE) == 0:
-            moved += HUGE_PAGE_BYTES
-        elif (problem := ctypes.get_errno()) == errno.ENOMEM:
-            break  # each further call would look for a free one as long as this one did
+    with _one_at_a_time:
+        for start in starts:  # one by one: some kernels give up the rest of a range for a part that nothing has touched
+            if madvise(start, HUGE_PAGE_BYTES, _COLLAPSE) == 0:
+                moved += HUGE_PAGE_BYTES
+            elif (problem := ctypes.get_errno()) == errno.ENOMEM and madvise(start, HUGE_PAGE_BYTES, _NORMAL) == 0:
+                break  # not because the range is gone: each further call would look for a free one as long as this one
     if problem and moved < wanted / 2:
         logger.info("few huge pages: %s", os.strerror(problem))
     return moved, wanted

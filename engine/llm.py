@@ -146,7 +146,7 @@ class LLM:
             eos_token_ids=target.info.eos_token_ids,
             tokenizer=self.tokenizer,
         )
-        target.use_huge_pages()
+        target.use_huge_pages_soon()
 
     @property
     def stats(self) -> SpeculationStats:

@@ -1,7 +1,8 @@
 """CausalLM: a transformers model with paged attention, run over a batch of tokens.
 
-Definitions, configs and weight names are transformers' own; ours are the attention function, the fused projections and,
-under tensor parallelism, the slicing. What cannot be served exactly is refused while loading, with the reason.
+Definitions, configs and weight names are transformers' own; ours are the attention function, fused projections, half
+weights and, under tensor parallelism, the slicing. What cannot be served exactly is refused while loading, with the
+reason.
 """
 
 import functools
@@ -26,7 +27,7 @@ from engine.compiled import CompiledForward, CompileError, Step, call, can_run, 
 from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.fusion import fuse_projections
-from engine.half_weights import HalfLinear, use_half_weights
+from engine.half_weights import MIN_SHARED, HalfLinear, use_half_weights
 from engine.huge_pages import HUGE_PAGE_BYTES, collapse
 from engine.noise import Draws
 from engine.shards import load_shard
@@ -38,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _MAX_IN_PIECES = 512
 """Tokens of a row; each piece of a longer prompt would look at all before it with a mask, which costs more."""
+
+_HUGE_PAGES_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,10 @@ class CausalLM:
             device=str(device),
         )
         model = cls(module, model_config, info, shard)
-        if device.type == "cpu" and model._num_bytes > compilation.MAX_BYTES:
-            use_half_weights(module)  # a compiled pass has them beside the float32 ones, a large model instead of them
+        if device.type == "cpu" and model._reason_not_to_compile() is not None:
+            # A compiled pass has them beside the float32 ones, which prompts use where there are several threads.
+            use_half_weights(module, smallest=MIN_SHARED)
+            model._log_half_weights(module)
         model._probe()
         size = f"{info.num_parameters / 1e6:.1f} M parameters in {info.dtype}"
         logger.info("%s: %s on %s, loaded in %.1f s", info.name, size, info.device, time.monotonic() - started)
@@ -192,11 +197,12 @@ class CausalLM:
     @functools.cached_property
     def _step(self) -> Step:
         step = Step(self.module, self._windows)
-        halves = [
-            isinstance(child, HalfLinear) for child in step.modules() if isinstance(child, HalfLinear | nn.Linear)
-        ]
-        logger.info("%s: %d of %d linear layers have 16-bit weights", self.info.name, sum(halves), len(halves))
+        self._log_half_weights(step)
         return step
+
+    def _log_half_weights(self, module: nn.Module) -> None:
+        halves = [isinstance(part, HalfLinear) for part in module.modules() if isinstance(part, HalfLinear | nn.Linear)]
+        logger.info("%s: %d of %d linear layers have 16-bit weights", self.info.name, sum(halves), len(halves))
 
     @functools.cached_property
     def _package(self) -> Path:
@@ -237,18 +243,22 @@ class CausalLM:
 
     def _take_compiled(self) -> None:
         self._try_to_adopt()
-        self.use_huge_pages()  # the packed weights have come since
+        if self.is_compiled:
+            self.use_huge_pages()  # the packed weights have come since
 
     def use_huge_pages(self) -> None:
-        """Move this process's memory to huge pages in the background, if its passes read enough of it."""
+        """Move this process's memory to huge pages if passes read enough of it; see `huge_pages.collapse`."""
         if self.device.type == "cpu" and self._num_bytes >= HUGE_PAGE_BYTES:
-            threading.Thread(target=self._collapse, daemon=True, name="huge pages").start()
+            started = time.monotonic()
+            moved, wanted = collapse()
+            text = "%s: %.0f of %.0f MB of this process on huge pages after %.1f s"
+            logger.info(text, self.info.name, moved / 1e6, wanted / 1e6, time.monotonic() - started)
 
-    def _collapse(self) -> None:
-        started = time.monotonic()
-        moved, wanted = collapse()
-        text = "%s: %.0f of %.0f MB of this process on huge pages after %.1f s"
-        logger.info(text, self.info.name, moved / 1e6, wanted / 1e6, time.monotonic() - started)
+    def use_huge_pages_soon(self) -> None:
+        """Do it in the background, a little later: what this model works with may still be loading."""
+        timer = threading.Timer(_HUGE_PAGES_AFTER_S, self.use_huge_pages)
+        timer.daemon = True
+        timer.start()
 
     def _use_threads(self, batch: ForwardBatch) -> None:
         if self.threads is not None:
@@ -282,14 +292,14 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the dtype that `dtype` names; auto is bfloat16 where the device multiplies it faster than float32."""
+    """Return the dtype that `dtype` names; auto is bfloat16 on CUDA and on CPUs with AMX, else float32."""
     if dtype != "auto":
         resolved = getattr(torch, dtype)
         assert isinstance(resolved, torch.dtype)
         return resolved
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    # AVX512-BF16 alone does not: its products take up to twice as long as float32 ones; half weights read as little.
+    # With AVX512-BF16 alone products take up to twice as long as in float32 (oneDNN 3.12, Emerald Rapids without AMX).
     return torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
 
 

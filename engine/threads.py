@@ -93,7 +93,7 @@ def _measure(model: CausalLM, counts: Sequence[int], rows: int, length: int) -> 
     batch = build([ForwardRow([0] * length, start, table, 1) for table in tables], kv)
     model.threads = None
     times: dict[int, list[float]] = {count: [] for count in counts}
-    for _ in range(_NUM_TURNS):
+    for turn_number in range(_NUM_TURNS):
         for count in counts:
             torch.set_num_threads(count)
             model.forward(batch)
@@ -103,6 +103,6 @@ def _measure(model: CausalLM, counts: Sequence[int], rows: int, length: int) -> 
                 model.forward(batch)
                 turn.append(time.perf_counter() - started)
             times[count] += turn
-        if sum(map(sum, times.values())) > _MAX_TRIAL_S:
+        if turn_number and sum(map(sum, times.values())) > _MAX_TRIAL_S:
             break
     return [statistics.median(times[count]) for count in counts]

@@ -37,6 +37,7 @@ class _DecodeStep:
     def __init__(self, folder: Path) -> None:
         self.model = CausalLM.load(ModelConfig(str(folder)))
         self.model.use_compiled()
+        self.model.use_huge_pages()
         context = min(CONTEXT_TOKENS, self.model.info.max_model_len - 1)
         blocks = list(range(context // _BLOCK_SIZE + 1))
         kv = self.model.kv_tensors(len(blocks), _BLOCK_SIZE)

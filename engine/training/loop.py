@@ -19,6 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from engine.model import resolve_dtype
 from engine.training.checkpoint import Checkpointer
 from engine.training.errors import TrainingError
 from engine.training.optimizer import lr_factor, set_lr
@@ -55,9 +56,8 @@ class Plan:
 
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """bfloat16 where the chip multiplies in it; elsewhere it is slower than float32."""
-    has_bf16 = device.type == "cuda" or torch.cpu._is_amx_tile_supported()
-    return torch.autocast(device.type, torch.bfloat16, enabled=has_bf16)
+    """bfloat16 where models are served in it by default; elsewhere it is slower than float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=resolve_dtype("auto", device) is torch.bfloat16)
 
 
 @contextlib.contextmanager

@@ -59,6 +59,7 @@ def bandwidth(workload: Workload, console: Console) -> Bandwidth:
         model = method.model
         if workload.compile == "auto" and model.device.type == "cpu":
             model.compile()
+        model.use_huge_pages()
         row = measure("engine-plain", method, workload, Cell(1, 0.0))
         found = Bandwidth(_weight_bytes(model), model.is_compiled, row.tpot_ms, _stream(model.device))
     console.print(
@@ -78,13 +79,11 @@ def _save(tokenizer: str, folder: Path) -> None:
 
 
 def _weight_bytes(model: CausalLM) -> int:
-    halves = set()
-    if model.is_compiled:
-        halves = {name for name, layer in model._step.module.named_modules() if isinstance(layer, HalfLinear)}
+    module = model._step.module if model.is_compiled else model.module
     return sum(
-        layer.weight.numel() * (2 if name in halves else layer.weight.element_size())
-        for name, layer in model.module.named_modules()
-        if isinstance(layer, nn.Linear)
+        layer.in_features * layer.out_features * (2 if isinstance(layer, HalfLinear) else layer.weight.element_size())
+        for layer in module.modules()
+        if isinstance(layer, HalfLinear | nn.Linear)
     )
 
 

@@ -226,6 +226,7 @@ def _serve(
 
 def _load(path: str, workload: Workload, core: int) -> CausalLM:
     os.sched_setaffinity(0, {core})
-    return CausalLM.load(
-        ModelConfig(path, dtype=workload.dtype, device=workload.device, compile=workload.compile, num_threads=1)
-    )
+    config = ModelConfig(path, dtype=workload.dtype, device=workload.device, compile=workload.compile, num_threads=1)
+    model = CausalLM.load(config)
+    model.use_huge_pages()
+    return model

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not is_available(), reason="this torch has no FB
 @pytest.fixture(autouse=True, params=[HalfLinear, SharedHalfLinear])
 def kind(request, monkeypatch):
     """Every test is about both kinds of layers, of which sizes would choose one."""
-    monkeypatch.setattr(half_weights, "_MIN_SHARED", 1 if request.param is SharedHalfLinear else 2**40)
+    monkeypatch.setattr(half_weights, "MIN_SHARED", 1 if request.param is SharedHalfLinear else 2**40)
     return request.param
 
 
@@ -87,8 +87,10 @@ def test_the_module_itself_stays_as_it_was_and_lends_its_tensors(kind):
 def test_a_modules_own_weights_go_as_its_layers_are_packed(kind):
     module = nn.Sequential(linear(torch.ones(4, 4)), nn.Sequential(linear(torch.full((4, 4), 1 / 3))))
     module.append(nn.Sequential(module[0]))
+    module.append(linear(torch.ones(4, 3)))
     weights = [weakref.ref(child.weight) for child in (module[0], module[1][0])]
-    use_half_weights(module)
+    use_half_weights(module, smallest=16)
+    assert type(module[3]) is nn.Linear
     assert [type(child) for child in (module[0], module[1][0])] == [kind, nn.Linear]
     assert module[2][0] is module[0]
     assert [weight() is None for weight in weights] == [True, False]

@@ -9,8 +9,8 @@ from queue import Queue
 import pytest
 import torch
 
-from engine import huge_pages
-from engine.config import ModelConfig
+from engine import LLM, huge_pages
+from engine.config import EngineConfig, ModelConfig
 from engine.model import CausalLM
 from tests.cluster.models import save_llama
 
@@ -98,12 +98,37 @@ def test_a_kernel_that_refuses_is_reported(monkeypatch, caplog):
     assert "few huge pages: Invalid argument" in caplog.text
 
 
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr("engine.model._HUGE_PAGES_AFTER_S", 0.01)
+
+
 def test_a_model_asks_for_them_in_the_background_where_its_weights_are_worth_a_page(monkeypatch, tmp_path):
-    asked: Queue[str] = Queue()
-    monkeypatch.setattr("engine.model.collapse", lambda: asked.put(threading.current_thread().name) or (0, 0))
+    asked: Queue[threading.Thread] = Queue()
+    monkeypatch.setattr("engine.model.collapse", lambda: asked.put(threading.current_thread()) or (0, 0))
     model = CausalLM.load(ModelConfig(str(save_llama(tmp_path, seed=1)), compile="off", device="cpu"))
     model.use_huge_pages()
-    monkeypatch.setattr("engine.model.HUGE_PAGE_BYTES", 1)
-    model.use_huge_pages()
-    assert asked.get(timeout=10) == "huge pages"
     assert asked.empty()
+    monkeypatch.setattr("engine.model.HUGE_PAGE_BYTES", 1)
+    model.use_huge_pages_soon()
+    assert asked.get(timeout=10) is not threading.current_thread()
+
+
+def test_an_llm_asks_for_them_once_it_has_loaded(monkeypatch, tmp_path):
+    asked: Queue[str] = Queue()
+    monkeypatch.setattr(CausalLM, "use_huge_pages", lambda model: asked.put(model.info.name))
+    path = str(save_llama(tmp_path, seed=1))
+    LLM(path, None, compile="off", device="cpu", engine_config=EngineConfig(max_model_len=64))
+    assert asked.get(timeout=10) == path
+
+
+def test_memory_that_goes_meanwhile_ends_nothing(collapse, monkeypatch):
+    memory = mapped()
+    memory[:] = bytes(SIZE)
+    gone = mapped()
+    at = torch.frombuffer(gone, dtype=torch.uint8).data_ptr()
+    gone.close()
+    listed = huge_pages._mappings
+    monkeypatch.setattr(huge_pages, "_mappings", lambda: iter([(at, at + 2**21), *listed()]))
+    collapse()
+    assert figures(memory)["AnonHugePages"] >= (SIZE - 2 * 2**21) / 1024

@@ -248,7 +248,7 @@ class CausalLM:
 
     def use_huge_pages(self) -> None:
         """Move this process's memory to huge pages if passes read enough of it; see `huge_pages.collapse`."""
-        if self.device.type == "cpu" and self._num_bytes >= HUGE_PAGE_BYTES:
+        if self._gains_by_huge_pages:
             started = time.monotonic()
             moved, wanted = collapse()
             text = "%s: %.0f of %.0f MB of this process on huge pages after %.1f s"
@@ -256,9 +256,14 @@ class CausalLM:
 
     def use_huge_pages_soon(self) -> None:
         """Do it in the background, a little later: what this model works with may still be loading."""
-        timer = threading.Timer(_HUGE_PAGES_AFTER_S, self.use_huge_pages)
-        timer.daemon = True
-        timer.start()
+        if self._gains_by_huge_pages:
+            timer = threading.Timer(_HUGE_PAGES_AFTER_S, self.use_huge_pages)
+            timer.daemon = True
+            timer.start()
+
+    @property
+    def _gains_by_huge_pages(self) -> bool:
+        return self.device.type == "cpu" and self._num_bytes >= HUGE_PAGE_BYTES
 
     def _use_threads(self, batch: ForwardBatch) -> None:
         if self.threads is not None:

@@ -15,6 +15,7 @@ def test_huge_pages_are_asked_for_once_all_is_loaded(role, monkeypatch, tmp_path
     asked: Queue[str] = Queue()
     monkeypatch.setattr(CausalLM, "use_huge_pages", lambda model: asked.put(model.info.name))
     monkeypatch.setattr(loading.ray, "get_runtime_context", lambda: Context())
+    monkeypatch.setattr("engine.model.HUGE_PAGE_BYTES", 1)
     monkeypatch.setattr("engine.model._HUGE_PAGES_AFTER_S", 0.01)
     monkeypatch.setattr(loading, "count_cores", lambda _: 1)
     path = str(save_llama(tmp_path, seed=1))

@@ -98,24 +98,28 @@ def test_a_kernel_that_refuses_is_reported(monkeypatch, caplog):
     assert "few huge pages: Invalid argument" in caplog.text
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def soon(monkeypatch):
     monkeypatch.setattr("engine.model._HUGE_PAGES_AFTER_S", 0.01)
 
 
-def test_a_model_asks_for_them_in_the_background_where_its_weights_are_worth_a_page(monkeypatch, tmp_path):
+def test_a_model_asks_for_them_in_the_background_where_its_weights_are_worth_a_page(soon, monkeypatch, tmp_path):
     asked: Queue[threading.Thread] = Queue()
     monkeypatch.setattr("engine.model.collapse", lambda: asked.put(threading.current_thread()) or (0, 0))
     model = CausalLM.load(ModelConfig(str(save_llama(tmp_path, seed=1)), compile="off", device="cpu"))
+    before = threading.active_count()
     model.use_huge_pages()
+    model.use_huge_pages_soon()
     assert asked.empty()
+    assert threading.active_count() == before
     monkeypatch.setattr("engine.model.HUGE_PAGE_BYTES", 1)
     model.use_huge_pages_soon()
     assert asked.get(timeout=10) is not threading.current_thread()
 
 
-def test_an_llm_asks_for_them_once_it_has_loaded(monkeypatch, tmp_path):
+def test_an_llm_asks_for_them_once_it_has_loaded(soon, monkeypatch, tmp_path):
     asked: Queue[str] = Queue()
+    monkeypatch.setattr("engine.model.HUGE_PAGE_BYTES", 1)
     monkeypatch.setattr(CausalLM, "use_huge_pages", lambda model: asked.put(model.info.name))
     path = str(save_llama(tmp_path, seed=1))
     LLM(path, None, compile="off", device="cpu", engine_config=EngineConfig(max_model_len=64))

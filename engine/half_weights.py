@@ -111,7 +111,8 @@ def use_half_weights(module: nn.Module, *, smallest: int = 0) -> None:
     if not is_available():
         return
     halves: weakref.WeakKeyDictionary[nn.Module, HalfLinear] = weakref.WeakKeyDictionary()
-    for parent in [part for part in module.modules() if type(part) is not nn.Linear]:
+    # From the innermost, so that the largest layer, which is the head's as a rule, comes when others have shrunk.
+    for parent in reversed([part for part in module.modules() if type(part) is not nn.Linear]):
         for name, child in list(parent.named_children()):
             if type(child) is not nn.Linear or child.weight.numel() < smallest:
                 continue
@@ -125,7 +126,7 @@ def _half(linear: nn.Linear) -> HalfLinear | None:
     weight = linear.weight.detach()
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
         return None
-    exponent = _EXPONENT - int(torch.frexp(weight.abs().amax()).exponent)
+    exponent = _EXPONENT - int(torch.frexp(torch.maximum(-weight.amin(), weight.amax())).exponent)
     scaled = torch.ldexp(weight, torch.tensor(exponent))
     if not torch.equal(scaled.half().float(), scaled):
         return None

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
@@ -42,17 +42,21 @@ def collapse() -> tuple[int, int]:
     try:
         madvise = ctypes.CDLL(None, use_errno=True).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        starts = [start for first, last in _mappings() for start in range(first, last, HUGE_PAGE_BYTES)]
+        with _one_at_a_time:
+            return _collapse(madvise)
     except (OSError, AttributeError) as error:
         logger.info("no huge pages: %s", error)
         return 0, 0
+
+
+def _collapse(madvise: Callable[[int, int, int], int]) -> tuple[int, int]:
+    starts = [start for first, last in _mappings() for start in range(first, last, HUGE_PAGE_BYTES)]
     moved, wanted, problem = 0, len(starts) * HUGE_PAGE_BYTES, 0
-    with _one_at_a_time:
-        for start in starts:  # one by one: some kernels give up the rest of a range for a part that nothing has touched
-            if madvise(start, HUGE_PAGE_BYTES, _COLLAPSE) == 0:
-                moved += HUGE_PAGE_BYTES
-            elif (problem := ctypes.get_errno()) == errno.ENOMEM and madvise(start, HUGE_PAGE_BYTES, _NORMAL) == 0:
-                break  # not because the range is gone: each further call would look for a free one as long as this one
+    for start in starts:  # one by one: some kernels give up the rest of a range for a part that nothing has touched
+        if madvise(start, HUGE_PAGE_BYTES, _COLLAPSE) == 0:
+            moved += HUGE_PAGE_BYTES
+        elif (problem := ctypes.get_errno()) == errno.ENOMEM and madvise(start, HUGE_PAGE_BYTES, _NORMAL) == 0:
+            break  # not because the range is gone: each further call would look for a free one as long as this one
     if problem and moved < wanted / 2:
         logger.info("few huge pages: %s", os.strerror(problem))
     return moved, wanted

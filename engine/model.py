@@ -99,7 +99,7 @@ class CausalLM:
             device=str(device),
         )
         model = cls(module, model_config, info, shard)
-        if device.type == "cpu" and model._reason_not_to_compile() is not None:
+        if device.type == "cpu" and dtype == torch.float32 and model._reason_not_to_compile() is not None:
             # A compiled pass has them beside the float32 ones, which prompts use where there are several threads.
             use_half_weights(module, smallest=MIN_SHARED)
             model._log_half_weights(module)

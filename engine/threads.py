@@ -105,4 +105,4 @@ def _measure(model: CausalLM, counts: Sequence[int], rows: int, length: int) -> 
             times[count] += turn
         if turn_number and sum(map(sum, times.values())) > _MAX_TRIAL_S:
             break
-    return [statistics.median(times[count]) for count in counts]
+    return [statistics.median_low(times[count]) for count in counts]

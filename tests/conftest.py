@@ -6,3 +6,9 @@ import pytest
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def no_huge_pages_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no model that one test loads move the memory of the tests that come after it."""
+    monkeypatch.setattr("engine.model._HUGE_PAGES_AFTER_S", 1e6)

@@ -29,12 +29,14 @@ def test_a_worker_says_what_it_loaded_and_how_long_that_took(tmp_path):
 
 def test_what_is_imported_is_left_out_of_garbage_collections_which_go_on_afterwards():
     before = gc.get_freeze_count()
-    with _importing():
-        assert not gc.isenabled()
-        kept = [[] for _ in range(1000)]
-    assert gc.isenabled()
-    assert gc.get_freeze_count() >= before + len(kept)
-    with pytest.raises(ImportError), _importing():
-        raise ImportError
-    assert gc.isenabled()
-    gc.unfreeze()
+    try:
+        with _importing():
+            assert not gc.isenabled()
+            kept = [[] for _ in range(1000)]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= before + len(kept)
+        with pytest.raises(ImportError), _importing():
+            raise ImportError
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()

@@ -249,15 +249,12 @@ class CausalLM:
     def use_huge_pages(self) -> None:
         """Move this process's memory to huge pages if passes read enough of it; see `huge_pages.collapse`."""
         if self._gains_by_huge_pages:
-            started = time.monotonic()
-            moved, wanted = collapse()
-            text = "%s: %.0f of %.0f MB of this process on huge pages after %.1f s"
-            logger.info(text, self.info.name, moved / 1e6, wanted / 1e6, time.monotonic() - started)
+            _move_to_huge_pages(self.info.name)
 
     def use_huge_pages_soon(self) -> None:
         """Do it in the background, a little later: what this model works with may still be loading."""
         if self._gains_by_huge_pages:
-            timer = threading.Timer(_HUGE_PAGES_AFTER_S, self.use_huge_pages)
+            timer = threading.Timer(_HUGE_PAGES_AFTER_S, _move_to_huge_pages, [self.info.name])
             timer.daemon = True
             timer.start()
 
@@ -283,6 +280,13 @@ class CausalLM:
         except (AttributeError, KeyError, TypeError, RuntimeError) as error:
             raise ModelError(f"{kind} is not built like the models served here: {error}") from error
         self._windows = step.paged.groups[0].windows
+
+
+def _move_to_huge_pages(name: str) -> None:
+    started = time.monotonic()
+    moved, wanted = collapse()
+    text = "%s: %.0f of %.0f MB of this process on huge pages after %.1f s"
+    logger.info(text, name, moved / 1e6, wanted / 1e6, time.monotonic() - started)
 
 
 def resolve_device(device: str) -> torch.device:

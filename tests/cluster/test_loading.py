@@ -6,14 +6,13 @@ import pytest
 
 from cluster import loading
 from engine.config import EngineConfig, ModelConfig
-from engine.model import CausalLM
 from tests.cluster.models import save_llama
 
 
 @pytest.mark.parametrize("role", ["draft", "target"])
 def test_huge_pages_are_asked_for_once_all_is_loaded(role, monkeypatch, tmp_path):
     asked: Queue[str] = Queue()
-    monkeypatch.setattr(CausalLM, "use_huge_pages", lambda model: asked.put(model.info.name))
+    monkeypatch.setattr("engine.model._move_to_huge_pages", asked.put)
     monkeypatch.setattr(loading.ray, "get_runtime_context", lambda: Context())
     monkeypatch.setattr("engine.model.HUGE_PAGE_BYTES", 1)
     monkeypatch.setattr("engine.model._HUGE_PAGES_AFTER_S", 0.01)

@@ -107,6 +107,7 @@ def test_a_model_asks_for_them_in_the_background_where_its_weights_are_worth_a_p
     asked: Queue[threading.Thread] = Queue()
     monkeypatch.setattr("engine.model.collapse", lambda: asked.put(threading.current_thread()) or (0, 0))
     model = CausalLM.load(ModelConfig(str(save_llama(tmp_path, seed=1)), compile="off", device="cpu"))
+    monkeypatch.setattr("engine.model.HUGE_PAGE_BYTES", huge_pages.HUGE_PAGE_BYTES)
     before = threading.active_count()
     model.use_huge_pages()
     model.use_huge_pages_soon()
@@ -120,7 +121,7 @@ def test_a_model_asks_for_them_in_the_background_where_its_weights_are_worth_a_p
 def test_an_llm_asks_for_them_once_it_has_loaded(soon, monkeypatch, tmp_path):
     asked: Queue[str] = Queue()
     monkeypatch.setattr("engine.model.HUGE_PAGE_BYTES", 1)
-    monkeypatch.setattr(CausalLM, "use_huge_pages", lambda model: asked.put(model.info.name))
+    monkeypatch.setattr("engine.model._move_to_huge_pages", asked.put)
     path = str(save_llama(tmp_path, seed=1))
     LLM(path, None, compile="off", device="cpu", engine_config=EngineConfig(max_model_len=64))
     assert asked.get(timeout=10) == path

@@ -16,7 +16,7 @@ from engine import noise
 from engine.attention import Group, KVTensors, PagedContext, TracedContext, additive_mask, slots_of
 from engine.batch import ForwardBatch, ForwardRow, build
 from engine.errors import PacelineError
-from engine.half_weights import with_half_weights
+from engine.half_weights import HalfLinear, SharedHalfLinear, with_half_weights
 from engine.noise import Draws
 
 if TYPE_CHECKING:
@@ -60,6 +60,12 @@ class Step(nn.Module):
     def tensors(self) -> dict[str, Tensor]:
         """Every weight by its name in a package."""
         return dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
+
+    @property
+    def has_shared_products(self) -> bool:
+        """Whether threads share any of its products; if not, more than one only wait for each other."""
+        parts = [part for part in self.modules() if isinstance(part, nn.Linear | HalfLinear)]
+        return any(isinstance(part, nn.Linear | SharedHalfLinear) for part in parts)
 
     def forward(
         self,
@@ -162,6 +168,7 @@ class CompiledForward:
         loader.load_constants(self._weights, use_inactive, check_full_update, user_managed)
         # Its own call reads a description of the arguments anew each time, which takes longer than a small layer.
         self._run: Callable[[list[Tensor]], list[Tensor]] = loader.boxed_run
+        self.has_shared_products = step.has_shared_products
 
     def __call__(self, batch: ForwardBatch, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute a batch for which `can_run` holds; see `Step.forward`. Without `draws` it draws greedily."""

@@ -158,6 +158,10 @@ class CausalLM:
         self._use_threads(batch)
         return self._compiled(batch, draws)
 
+    def needs_one_thread(self, batch: ForwardBatch) -> bool:
+        """Whether more threads could do nothing in the pass of a batch."""
+        return self._compiled is not None and not self._compiled.has_shared_products and can_run(batch)
+
     @property
     def is_compiled(self) -> bool:
         """Whether passes run compiled: short rows, and prompts where they have one thread."""
@@ -264,7 +268,7 @@ class CausalLM:
 
     def _use_threads(self, batch: ForwardBatch) -> None:
         if self.threads is not None:
-            self.threads.use(len(batch.token_ids))
+            self.threads.use(len(batch.token_ids), alone=self.needs_one_thread(batch))
 
     def _forward_eagerly(self, batch: ForwardBatch) -> Tensor:
         return call(self.module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged).float()

@@ -16,6 +16,7 @@ from engine.grammar import Grammars, from_regex
 from engine.half_weights import HalfLinear, is_available
 from engine.model import CausalLM
 from engine.sampling import SamplingParams
+from engine.threads import Threads
 from tests.engine.conftest import VOCAB, save_llama
 from tests.engine.running import make_engine, run
 from tests.engine.tiny import SIZES, save
@@ -98,6 +99,20 @@ def mixed_rows():
         ForwardRow(ids[600:606], 9, tables[42:43], 4, parents=[-1, -1, 0, 1]),
         ForwardRow(ids[620:690], 3, tables[43:48], 0),
     ]
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_pass_whose_products_are_not_shared_runs_with_one_thread(path, request):
+    model = load(path)
+    batch = build([ForwardRow([1], 0, [1], 1)], model.kv_tensors(2, 16))
+    model.threads = Threads.always(2)
+    model.forward(batch)
+    assert torch.get_num_threads() == 2
+    model.compile()
+    model.forward(batch)
+    assert torch.get_num_threads() == (1 if "16-bit weights" in request.node.name and is_available() else 2)
+    torch.set_num_threads(1)
 
 
 def both_caches(model):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from engine.errors import ModelError
+from engine.paged_attention import attend, attend_to_blocks, suits
 
 ATTENTION_NAME = "paceline"
 _UNDERSTOOD = {
@@ -191,7 +192,7 @@ def paged_attention(
             own = slice(group.start, stop)
             outputs.append(_attend_to_self(queries, key[0, :, own], value[0, :, own], scaling))
         else:
-            outputs.append(_attend_to_blocks(group, queries, keys, values, window, scaling))
+            outputs.append(_attend_to_gathered(group, queries, keys, values, window, scaling))
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return output.unsqueeze(0), None
 
@@ -209,11 +210,14 @@ def _traced_attention(
     keys, values = context.keys[layer], context.values[layer]
     keys.view(-1, *keys.shape[2:]).index_copy_(0, context.slots, key[0].transpose(0, 1))
     values.view(-1, *values.shape[2:]).index_copy_(0, context.slots, value[0].transpose(0, 1))
-    rows, _, length, _ = context.masks[window].shape
+    mask = context.masks[window]
+    if suits(query.shape[-1], query.dtype):
+        return attend_to_blocks(query[0].transpose(0, 1), keys, values, context.blocks, mask, scaling).unsqueeze(0)
+    rows, _, length, _ = mask.shape
     mask = context.mask(window, query.shape[1] // keys.shape[2])
     # By rows of blocks, not flat: the compiler would divide to find each number's row again.
     read = (keys[context.blocks], values[context.blocks])
-    return _attend(rows, length, query[0], *read, mask, scaling).unsqueeze(0)
+    return attend(rows, length, query[0], *read, mask, scaling).unsqueeze(0)
 
 
 def _attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -225,7 +229,7 @@ def _attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | 
     return output[0].transpose(0, 1)
 
 
-def _attend_to_blocks(
+def _attend_to_gathered(
     group: Group, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float | None
 ) -> Tensor:
     """Attention over a group's blocks. [heads, rows * length, d] -> [rows * length, heads, d]."""
@@ -233,31 +237,7 @@ def _attend_to_blocks(
     mask = group.mask(window, copies, query, keys.shape[1])
     blocks = group.blocks.flatten()
     key, value = keys.index_select(0, blocks), values.index_select(0, blocks)
-    return _attend(group.rows, group.length, query, key, value, mask, scaling)
-
-
-def _attend(
-    rows: int, length: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
-) -> Tensor:
-    """Attention over gathered blocks.
-
-    Args:
-        query: [heads, rows * length, d].
-        key, value: the rows' blocks one after the other, [..., kv_heads, d].
-        mask: [rows, 1, copies * length, context].
-    """
-    heads, _, head_dim = query.shape
-    kv_heads = key.shape[-2]
-    copies = heads // kv_heads
-    context = (rows, mask.shape[-1], kv_heads, head_dim)
-    key, value = key.view(context).transpose(1, 2), value.view(context).transpose(1, 2)
-    # The query heads of one kv head become more queries: grouped-query attention without copying keys.
-    # [kv_heads, copies, rows, length, d] -> [rows, kv_heads, copies * length, d]
-    query = query.view(kv_heads, copies, rows, length, head_dim).permute(2, 0, 1, 3, 4)
-    query = query.reshape(rows, kv_heads, copies * length, head_dim)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    output = output.view(rows, kv_heads, copies, length, head_dim).permute(0, 3, 1, 2, 4)
-    return output.reshape(rows * length, heads, head_dim)
+    return attend(group.rows, group.length, query, key, value, mask, scaling)
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -7,6 +7,7 @@ result stays in the cache folder for later starts. A package belongs to a config
 """
 
 import argparse
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -26,7 +27,7 @@ import torch
 import transformers
 from torch import nn
 
-from engine import attention, compiled, fusion, half_weights, noise
+from engine import attention, compiled, fusion, half_weights, noise, paged_attention
 from engine.batch import ForwardBatch
 from engine.compiled import CompileError, GumbelNoise, Step, arguments
 from engine.config import ModelConfig
@@ -45,6 +46,7 @@ _OPTIONS = {
     "realize_opcount_threshold": 5,
     # What lies between the products is too little for more than one thread.
     "cpp.threads": 1,
+    "aot_inductor.custom_ops_to_c_shims": paged_attention.shims(),
 }
 
 
@@ -54,7 +56,7 @@ def package_path(step: Step, config: Any) -> Path:
     parts = (
         json.dumps(settings, sort_keys=True, default=str),
         [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in step.tensors.items()],
-        _digest(attention, compiled, fusion, half_weights, noise),
+        _digest(attention, compiled, fusion, half_weights, noise, paged_attention),
     )
     return _cached(parts)
 
@@ -62,6 +64,11 @@ def package_path(step: Step, config: Any) -> Path:
 def noise_path() -> Path:
     """Return where the package of the noise is kept."""
     return _cached(_digest(noise, compiled))
+
+
+def attention_path() -> Path:
+    """Return where the library that packages call for attention is kept."""
+    return _cached([*_digest(paged_attention), paged_attention.SOURCE.read_text()]).with_suffix(".so")
 
 
 def _digest(*modules: ModuleType) -> list[str]:
@@ -106,8 +113,28 @@ def compile_noise(path: Path) -> None:
     _compile(GumbelNoise(), (keys, torch.arange(50, dtype=torch.int32)), (any_size, any_size), path)
 
 
-def _compile(module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], path: Path) -> None:
+def compile_attention(path: Path) -> None:
+    """Build the attention that packages call.
+
+    Raises:
+        CompileError: it cannot be built.
+    """
+    with _as_compile_errors():
+        paged_attention.build(path)
+
+
+@contextlib.contextmanager
+def _as_compile_errors() -> Iterator[None]:
     try:
+        yield
+    except CompileError:
+        raise
+    except Exception as error:  # whatever tracing or the C++ compiler finds; eager serving goes on
+        raise CompileError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _compile(module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], path: Path) -> None:
+    with _as_compile_errors():
         with torch.no_grad():
             program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
         _check_symbolic(program, shapes)
@@ -116,10 +143,6 @@ def _compile(module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...]
             package = Path(folder) / "package.pt2"
             torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=_OPTIONS)
             package.replace(path)
-    except CompileError:
-        raise
-    except Exception as error:  # whatever tracing or the C++ compiler finds; eager serving goes on
-        raise CompileError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
 
 
 def _check_symbolic(program: torch.export.ExportedProgram, shapes: tuple[Any, ...]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from engine import compilation
+from engine import compilation, paged_attention
 from engine.architecture import eos_token_ids, read_config
 from engine.attention import ATTENTION_NAME, KVTensors
 from engine.batch import ForwardBatch, ForwardRow, build
@@ -177,6 +177,7 @@ class CausalLM:
         with torch.inference_mode():
             compilation.compile_once(self._package, lambda to: compilation.compile_step(step, *example(kv), to))
         compilation.compile_once(compilation.noise_path(), compilation.compile_noise)
+        compilation.compile_once(compilation.attention_path(), compilation.compile_attention)
         self._adopt()
 
     def use_compiled(self) -> bool:
@@ -193,7 +194,7 @@ class CausalLM:
         if self._was_compiled():
             self._try_to_adopt()
         else:
-            found = [self._package.exists(), compilation.noise_path().exists()]
+            found = [path.exists() for path in self._parts]
             text = "%s: compiling in the background, eager until then (%d of %d parts found in the cache)"
             logger.info(text, config.path, sum(found), len(found))
             compilation.Compiling(config, self.info.dtype, self._take_compiled)
@@ -213,7 +214,11 @@ class CausalLM:
         return compilation.package_path(self._step, self.config)
 
     def _was_compiled(self) -> bool:
-        return self._package.exists() and compilation.noise_path().exists()
+        return all(path.exists() for path in self._parts)
+
+    @property
+    def _parts(self) -> list[Path]:
+        return [self._package, compilation.noise_path(), compilation.attention_path()]
 
     def _reason_not_to_compile(self) -> str | None:
         if self.device.type != "cpu":
@@ -229,13 +234,14 @@ class CausalLM:
     def _try_to_adopt(self) -> None:
         try:
             self._adopt()
-        except (CompileError, RuntimeError) as error:
+        except (CompileError, OSError, RuntimeError) as error:
             logger.warning("%s runs eagerly: %s", self.info.name, error)
 
     @torch.inference_mode()
     def _adopt(self) -> None:
         """Take the package, after comparing it with the eager pass on batches of several shapes."""
         started = time.monotonic()
+        paged_attention.load(compilation.attention_path())
         candidate = CompiledForward(self._package, self._step)
         kv = self.kv_tensors(16, 16)
         for rows in samples():

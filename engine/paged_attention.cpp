@@ -1,0 +1,286 @@
+// Attention of short rows over keys and values in blocks, read where they lie; see paged_attention.py.
+//
+// What a token gets does not depend on the rows beside its own, on how many tokens its row has or on how wide the table
+// of blocks is: every sum runs over the row's own places in order, and a place that is not seen adds zero.
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <omp.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+namespace {
+
+using Vec = at::vec::Vectorized<float>;
+
+constexpr int64_t kLanes = Vec::size();
+// Queries that share one reading of the keys: their scores stay in the cache.
+constexpr int64_t kQueries = 32;
+// Queries that share one loading of keys or values to registers.
+constexpr int64_t kTile = 4;
+// Products of a thread that are worth waking it.
+constexpr int64_t kShare = 1 << 21;
+constexpr float kUnseen = -std::numeric_limits<float>::infinity();
+
+struct Sizes {
+  int64_t rows, length, heads, kv_heads, dim, block, width;
+};
+
+// The keys and values that one head of one row sees.
+struct Seen {
+  const float* keys;
+  const float* values;
+  const int64_t* blocks;
+  int64_t num_blocks, block, stride, dim;
+
+  int64_t places() const {
+    return num_blocks * block;
+  }
+  const float* key(int64_t index) const {
+    return keys + blocks[index] * block * stride;
+  }
+  const float* value(int64_t index) const {
+    return values + blocks[index] * block * stride;
+  }
+};
+
+struct Query {
+  const float* query;
+  const float* mask;
+  float* output;
+  float* scores;
+  float share;
+};
+
+// Call `run` with the first query of each tile and its size, which the compiler knows.
+template <typename Run>
+void in_tiles(std::vector<Query>& queries, const Run& run) {
+  const int64_t count = queries.size();
+  int64_t first = 0;
+  for (; first + kTile <= count; first += kTile) {
+    run(std::integral_constant<int, kTile>(), &queries[first]);
+  }
+  switch (count - first) {
+    case 3: return run(std::integral_constant<int, 3>(), &queries[first]);
+    case 2: return run(std::integral_constant<int, 2>(), &queries[first]);
+    case 1: return run(std::integral_constant<int, 1>(), &queries[first]);
+  }
+}
+
+// Scores of `count` keys from `place` on, which come transposed, [dim][lanes]. Two sums, so that they need not wait.
+template <int N>
+void score(const Query* queries, const float* keys, int64_t dim, float scale, int64_t place, int64_t count) {
+  Vec even[N], odd[N];
+  for (int n = 0; n < N; ++n) {
+    even[n] = odd[n] = Vec(0.0f);
+  }
+  for (int64_t d = 0; d < dim; d += 2) {
+    const Vec first = Vec::loadu(keys + d * kLanes), second = Vec::loadu(keys + (d + 1) * kLanes);
+    for (int n = 0; n < N; ++n) {
+      even[n] = at::vec::fmadd(Vec(queries[n].query[d]), first, even[n]);
+      odd[n] = at::vec::fmadd(Vec(queries[n].query[d + 1]), second, odd[n]);
+    }
+  }
+  for (int n = 0; n < N; ++n) {
+    const Vec mask = Vec::loadu(queries[n].mask + place, count);
+    at::vec::fmadd(even[n] + odd[n], Vec(scale), mask).store(queries[n].scores + place, count);
+  }
+}
+
+// Turn scores to weights, and find one over their sum; nothing seen is zeros.
+void soften(Query& query, int64_t places) {
+  Vec highest(kUnseen);
+  for (int64_t i = 0; i < places; i += kLanes) {
+    const int64_t count = std::min(kLanes, places - i);
+    highest = at::vec::maximum(highest, Vec::set(Vec(kUnseen), Vec::loadu(query.scores + i, count), count));
+  }
+  const float top = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::maximum(a, b); }, highest);
+  if (top == kUnseen) {
+    std::fill(query.scores, query.scores + places, 0.0f);
+    query.share = 0.0f;
+    return;
+  }
+  Vec sum(0.0f);
+  for (int64_t i = 0; i < places; i += kLanes) {
+    const int64_t count = std::min(kLanes, places - i);
+    const Vec weights = (Vec::loadu(query.scores + i, count) - Vec(top)).exp_u20();
+    weights.store(query.scores + i, count);
+    sum = sum + Vec::set(Vec(0.0f), weights, count);
+  }
+  query.share = 1.0f / at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, sum);
+}
+
+// Outputs of D vectors of dimensions from `at` on.
+template <int N, int D>
+void mix(const Query* queries, const Seen& seen, int64_t at) {
+  Vec sums[N][D];
+  for (int n = 0; n < N; ++n) {
+    for (int d = 0; d < D; ++d) {
+      sums[n][d] = Vec(0.0f);
+    }
+  }
+  for (int64_t index = 0, place = 0; index < seen.num_blocks; ++index) {
+    const float* value = seen.value(index) + at;
+    for (int64_t j = 0; j < seen.block; ++j, ++place, value += seen.stride) {
+      Vec parts[D];
+      for (int d = 0; d < D; ++d) {
+        parts[d] = Vec::loadu(value + d * kLanes);
+      }
+      for (int n = 0; n < N; ++n) {
+        const Vec weight(queries[n].scores[place]);
+        for (int d = 0; d < D; ++d) {
+          sums[n][d] = at::vec::fmadd(weight, parts[d], sums[n][d]);
+        }
+      }
+    }
+  }
+  for (int n = 0; n < N; ++n) {
+    for (int d = 0; d < D; ++d) {
+      (sums[n][d] * Vec(queries[n].share)).store(queries[n].output + at + d * kLanes);
+    }
+  }
+}
+
+void attend(std::vector<Query>& queries, const Seen& seen, float scale) {
+  static thread_local std::vector<float> scores, keys;
+  scores.resize(std::max<size_t>(scores.size(), queries.size() * seen.places()));
+  keys.resize(std::max<size_t>(keys.size(), seen.dim * kLanes));
+  for (size_t i = 0; i < queries.size(); ++i) {
+    queries[i].scores = &scores[i * seen.places()];
+  }
+  for (int64_t index = 0; index < seen.num_blocks; ++index) {
+    for (int64_t j = 0; j < seen.block; j += kLanes) {
+      const int64_t count = std::min(kLanes, seen.block - j);
+      const float* part = seen.key(index) + j * seen.stride;
+      at::vec::transpose_mxn<float>(part, seen.stride, keys.data(), kLanes, count, seen.dim);
+      in_tiles(queries, [&](auto size, const Query* tile) {
+        score<size>(tile, keys.data(), seen.dim, scale, index * seen.block + j, count);
+      });
+    }
+  }
+  for (Query& query : queries) {
+    soften(query, seen.places());
+  }
+  in_tiles(queries, [&](auto size, const Query* tile) {
+    int64_t at = 0;
+    for (; at + 2 * kLanes <= seen.dim; at += 2 * kLanes) {
+      mix<size, 2>(tile, seen, at);
+    }
+    for (; at < seen.dim; at += kLanes) {
+      mix<size, 1>(tile, seen, at);
+    }
+  });
+}
+
+// How many blocks reach to the last place that any of a row's tokens sees.
+int64_t count_blocks(const float* mask, const Sizes& sizes) {
+  const int64_t context = sizes.width * sizes.block;
+  int64_t seen = 0;
+  for (int64_t token = 0; token < sizes.length; ++token) {
+    int64_t last = context;
+    while (last > seen && mask[token * context + last - 1] == kUnseen) {
+      --last;
+    }
+    seen = last;
+  }
+  return (seen + sizes.block - 1) / sizes.block;
+}
+
+struct Tensors {
+  const float* query;
+  const int64_t* query_strides;
+  const float* keys;
+  const float* values;
+  const int64_t* blocks;
+  const float* mask;
+  float* output;
+};
+
+void attend_all(const Tensors& tensors, const Sizes& sizes, float scale) {
+  const int64_t copies = sizes.heads / sizes.kv_heads, context = sizes.width * sizes.block;
+  const int64_t products = 2 * sizes.rows * sizes.length * sizes.heads * sizes.dim * context;
+  const int threads = std::clamp<int64_t>(products / kShare, 1, omp_get_max_threads());
+#pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1)
+  for (int64_t row = 0; row < sizes.rows; ++row) {
+    for (int64_t kv_head = 0; kv_head < sizes.kv_heads; ++kv_head) {
+      static thread_local std::vector<Query> queries;
+      const float* mask = tensors.mask + row * sizes.length * context;
+      const Seen seen{
+          tensors.keys + kv_head * sizes.dim,
+          tensors.values + kv_head * sizes.dim,
+          tensors.blocks + row * sizes.width,
+          count_blocks(mask, sizes),
+          sizes.block,
+          sizes.kv_heads * sizes.dim,
+          sizes.dim,
+      };
+      const int64_t count = copies * sizes.length;
+      for (int64_t first = 0; first < count; first += kQueries) {
+        queries.clear();
+        for (int64_t i = first; i < std::min(first + kQueries, count); ++i) {
+          const int64_t token = row * sizes.length + i / copies, head = kv_head * copies + i % copies;
+          queries.push_back({
+              tensors.query + token * tensors.query_strides[0] + head * tensors.query_strides[1],
+              mask + i / copies * context,
+              tensors.output + (token * sizes.heads + head) * sizes.dim,
+          });
+        }
+        attend(queries, seen, scale);
+      }
+    }
+  }
+}
+
+template <typename T>
+T* data_of(AtenTensorHandle tensor) {
+  void* data = nullptr;
+  aoti_torch_get_data_ptr(tensor, &data);
+  return static_cast<T*>(data);
+}
+
+const int64_t* sizes_of(AtenTensorHandle tensor) {
+  int64_t* sizes = nullptr;
+  aoti_torch_get_sizes(tensor, &sizes);
+  return sizes;
+}
+
+const int64_t* strides_of(AtenTensorHandle tensor) {
+  int64_t* strides = nullptr;
+  aoti_torch_get_strides(tensor, &strides);
+  return strides;
+}
+
+}  // namespace
+
+extern "C" AOTITorchError aoti_torch_cpu_paged_attention(
+    AtenTensorHandle query,
+    AtenTensorHandle keys,
+    AtenTensorHandle values,
+    AtenTensorHandle blocks,
+    AtenTensorHandle mask,
+    double scale,
+    AtenTensorHandle* output) {
+  const int64_t *tokens = sizes_of(query), *cache = sizes_of(keys), *table = sizes_of(blocks);
+  const Sizes sizes{table[0], tokens[0] / table[0], tokens[1], cache[2], cache[3], cache[1], table[1]};
+  const int64_t strides[] = {sizes.heads * sizes.dim, sizes.dim, 1};
+  const auto dtype = aoti_torch_dtype_float32();
+  const auto error = aoti_torch_empty_strided(3, tokens, strides, dtype, aoti_torch_device_type_cpu(), 0, output);
+  if (error != AOTI_TORCH_SUCCESS) {
+    return error;
+  }
+  const Tensors tensors{
+      data_of<const float>(query),
+      strides_of(query),
+      data_of<const float>(keys),
+      data_of<const float>(values),
+      data_of<const int64_t>(blocks),
+      data_of<const float>(mask),
+      data_of<float>(*output),
+  };
+  attend_all(tensors, sizes, static_cast<float>(scale));
+  return AOTI_TORCH_SUCCESS;
+}

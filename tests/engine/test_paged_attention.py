@@ -1,0 +1,152 @@
+"""Paged attention in C++: what torch's own computes, and for each token the same bits in whatever company it comes."""
+
+import ctypes
+
+import pytest
+import torch
+
+from engine import compilation, paged_attention
+
+pytestmark = pytest.mark.skipif(not compilation.has_compiler(), reason="there is no C++ compiler")
+INF = float("inf")
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    """The C++ as packages call it: with handles of tensors."""
+    path = tmp_path_factory.mktemp("library") / "attention.so"
+    compilation.compile_attention(path)
+    function = getattr(ctypes.CDLL(str(path)), paged_attention._SYMBOL)
+    function.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_double, ctypes.c_void_p]
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+    def call(*tensors, scale):
+        capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+        output = ctypes.c_void_p()
+        assert function(*(pointer_of(capsule, None) for capsule in capsules), scale, ctypes.byref(output)) == 0
+        return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(new_capsule(output, None, None))
+
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return call
+
+
+def example(rows, length, width, *, heads=6, kv_heads=2, dim=32, size=16, seed=0):
+    """Random queries, caches and tables; each token sees some places up to one of its own, as in a drafted tree."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(1 + rows * width, size, kv_heads, dim, generator=generator) for _ in range(2))
+    blocks = 1 + torch.randperm(rows * width, generator=generator).view(rows, width)
+    query = torch.randn(rows * length, heads, dim, generator=generator)
+    last = torch.randint(1, width * size + 1, (rows, 1, length, 1), generator=generator)
+    places = torch.arange(width * size)
+    seen = (places < last) & ((places < 2) | (torch.rand(rows, 1, length, width * size, generator=generator) < 0.9))
+    return query, keys, values, blocks, torch.where(seen | (places == 0), 0.0, -INF)
+
+
+SHAPES = [
+    {"rows": 1, "length": 1, "width": 1},
+    {"rows": 9, "length": 1, "width": 14},
+    {"rows": 8, "length": 5, "width": 14},
+    {"rows": 2, "length": 70, "width": 9},  # more queries than share a reading
+    {"rows": 3, "length": 2, "width": 4, "size": 3},
+    {"rows": 3, "length": 3, "width": 4, "size": 24},
+    {"rows": 2, "length": 3, "width": 5, "dim": 16},
+    {"rows": 2, "length": 3, "width": 5, "dim": 80},
+    {"rows": 2, "length": 3, "width": 5, "dim": 128, "heads": 8, "kv_heads": 8},
+    {"rows": 2, "length": 1, "width": 5, "heads": 7, "kv_heads": 1},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_computes_what_torch_does(kernel, shape):
+    tensors = example(**shape)
+    expected = torch.ops.paceline.paged_attention(*tensors, 0.3)
+    assert (kernel(*tensors, scale=0.3) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("size", [3, 16, 24])
+def test_scores_far_below_zero_are_softened_as_any(kernel, size):
+    query, keys, values, blocks, mask = example(2, 3, 3, size=size)
+    tensors = (-query.abs() - 9, keys.abs() + 1, values, blocks, mask)
+    expected = torch.ops.paceline.paged_attention(*tensors, 1.0)
+    assert (kernel(*tensors, scale=1.0) - expected).abs().max() < 1e-3
+
+
+def test_threads_change_no_bit(kernel):
+    tensors = example(8, 40, 20)
+    one = kernel(*tensors, scale=0.2)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(kernel(*tensors, scale=0.2), one)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_queries_may_lie_apart(kernel):
+    query, *others = example(4, 3, 6)
+    wide = torch.zeros(query.shape[0], query.shape[1] + 2, query.shape[2] + 16)
+    wide[:, 1:-1, :-16] = query
+    assert torch.equal(kernel(wide[:, 1:-1, :-16], *others, scale=0.2), kernel(query, *others, scale=0.2))
+
+
+def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernel):
+    query, keys, values, blocks, mask = example(7, 3, 9)
+    together = kernel(query, keys, values, blocks, mask, scale=0.2)
+    for row in range(7):
+        own = slice(3 * row, 3 * row + 3)
+        alone = kernel(query[own], keys, values, blocks[row : row + 1], mask[row : row + 1], scale=0.2)
+        assert torch.equal(alone, together[own])
+
+
+def test_a_token_gets_the_same_bits_in_a_draft_of_any_length(kernel):
+    query, keys, values, blocks, mask = example(1, 40, 9)
+    together = kernel(query, keys, values, blocks, mask, scale=0.2)
+    for length in (1, 2, 3, 4, 5, 7, 33):
+        some = kernel(query[:length], keys, values, blocks, mask[:, :, :length].contiguous(), scale=0.2)
+        assert torch.equal(some, together[:length])
+
+
+def test_a_wider_table_changes_no_bit(kernel):
+    """Another row of the batch may have a longer context; the rest of a short one's table is block 0."""
+    query, keys, values, blocks, mask = example(2, 3, 5)
+    padding = torch.full((2, 1, 3, 3 * 16), -INF)
+    wider = (torch.cat([blocks, torch.zeros(2, 3, dtype=torch.int64)], 1), torch.cat([mask, padding], -1))
+    assert torch.equal(
+        kernel(query, keys, values, *wider, scale=0.2), kernel(query, keys, values, blocks, mask, scale=0.2)
+    )
+
+
+def test_what_is_not_seen_does_not_count(kernel):
+    query, keys, values, blocks, mask = example(2, 3, 5)
+    expected = kernel(query, keys, values, blocks, mask, scale=0.2)
+    unseen = (mask == -INF).all(2).view(2, 5, 16)
+    for row, table in enumerate(blocks):
+        for part in (keys, values):
+            part[table] = torch.where(unseen[row][..., None, None], 7e4, part[table])
+    assert torch.equal(kernel(query, keys, values, blocks, mask, scale=0.2), expected)
+
+
+def test_a_token_that_sees_nothing_gets_zeros(kernel):
+    """Padding of a row that is shorter than others; nobody reads it, but nan would spread."""
+    query, keys, values, blocks, mask = example(2, 3, 5)
+    expected = kernel(query, keys, values, blocks, mask, scale=0.2)
+    mask[1, :, 2] = -INF
+    found = kernel(query, keys, values, blocks, mask, scale=0.2)
+    assert torch.equal(found[:5], expected[:5])
+    assert not found[5].any()
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(40, torch.float32), (32, torch.bfloat16)])
+def test_other_heads_are_left_to_torch(dim, dtype):
+    assert paged_attention.suits(32, torch.float32)
+    assert not paged_attention.suits(dim, dtype)
+
+
+def test_a_source_that_the_compiler_refuses_is_told_in_a_line(tmp_path, monkeypatch):
+    source = tmp_path / "wrong.cpp"
+    source.write_text("int main( {")
+    monkeypatch.setattr(paged_attention, "SOURCE", source)
+    with pytest.raises(compilation.CompileError, match=r"^CppCompileError: [^\n]+$"):
+        compilation.compile_attention(tmp_path / "attention.so")
+    assert list(tmp_path.iterdir()) == [source]

@@ -27,7 +27,7 @@ import torch
 import transformers
 from torch import nn
 
-from engine import attention, compiled, fusion, half_weights, noise, paged_attention
+from engine import attention, compiled, fusion, half_weights, kernels, noise, paged_attention
 from engine.batch import ForwardBatch
 from engine.compiled import CompileError, GumbelNoise, Step, arguments
 from engine.config import ModelConfig
@@ -46,7 +46,7 @@ _OPTIONS = {
     "realize_opcount_threshold": 5,
     # What lies between the products is too little for more than one thread.
     "cpp.threads": 1,
-    "aot_inductor.custom_ops_to_c_shims": paged_attention.shims(),
+    "aot_inductor.custom_ops_to_c_shims": kernels.shims([half_weights.SCHEMA, paged_attention.SCHEMA]),
 }
 
 
@@ -56,7 +56,7 @@ def package_path(step: Step, config: Any) -> Path:
     parts = (
         json.dumps(settings, sort_keys=True, default=str),
         [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in step.tensors.items()],
-        _digest(attention, compiled, fusion, half_weights, noise, paged_attention),
+        _digest(attention, compiled, fusion, half_weights, kernels, noise, paged_attention),
     )
     return _cached(parts)
 
@@ -66,9 +66,9 @@ def noise_path() -> Path:
     return _cached(_digest(noise, compiled))
 
 
-def attention_path() -> Path:
-    """Return where the library that packages call for attention is kept."""
-    return _cached([*_digest(paged_attention), paged_attention.SOURCE.read_text()]).with_suffix(".so")
+def kernels_path() -> Path:
+    """Return where the library that packages call is kept."""
+    return _cached([*_digest(kernels), *(source.read_text() for source in kernels.SOURCES)]).with_suffix(".so")
 
 
 def _digest(*modules: ModuleType) -> list[str]:
@@ -113,14 +113,14 @@ def compile_noise(path: Path) -> None:
     _compile(GumbelNoise(), (keys, torch.arange(50, dtype=torch.int32)), (any_size, any_size), path)
 
 
-def compile_attention(path: Path) -> None:
-    """Build the attention that packages call.
+def compile_kernels(path: Path) -> None:
+    """Build the library that packages call.
 
     Raises:
         CompileError: it cannot be built.
     """
     with _as_compile_errors():
-        paged_attention.build(path)
+        kernels.build(path)
 
 
 @contextlib.contextmanager

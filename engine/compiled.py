@@ -16,16 +16,14 @@ from engine import noise
 from engine.attention import Group, KVTensors, PagedContext, TracedContext, additive_mask, slots_of
 from engine.batch import ForwardBatch, ForwardRow, build
 from engine.errors import PacelineError
-from engine.half_weights import HalfLinear, SharedHalfLinear, with_half_weights
+from engine.half_weights import with_half_weights
 from engine.noise import Draws
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-MAX_LENGTH = 64
-"""Longer rows are prompts: several threads compute them faster eagerly, since small half weights know only one."""
 PIECE_LENGTH = 128
-"""One thread computes a prompt in pieces of so many tokens: all that a layer holds of them stays in the cache."""
+"""Prompts are computed in pieces of so many tokens: all that a layer holds of them stays in the cache."""
 _NOISE_TOLERANCE = 1e-4
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -61,12 +59,6 @@ class Step(nn.Module):
         """Every weight by its name in a package."""
         return dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
 
-    @property
-    def has_shared_products(self) -> bool:
-        """Whether threads share any of its products; if not, more than one only wait for each other."""
-        parts = [part for part in self.modules() if isinstance(part, nn.Linear | HalfLinear)]
-        return any(isinstance(part, nn.Linear | SharedHalfLinear) for part in parts)
-
     def forward(
         self,
         token_ids: Tensor,
@@ -95,9 +87,9 @@ class Step(nn.Module):
 
 
 def can_run(batch: ForwardBatch) -> bool:
-    """Return whether one compiled pass computes a batch, however many threads there are: one group of short rows."""
+    """Return whether one compiled pass computes a batch: one group of short rows."""
     groups = batch.paged.groups
-    return len(groups) == 1 and groups[0].length <= MAX_LENGTH
+    return len(groups) == 1 and groups[0].length <= PIECE_LENGTH
 
 
 def pieces(batch: ForwardBatch) -> Iterator[tuple[ForwardBatch, Tensor]]:
@@ -168,7 +160,6 @@ class CompiledForward:
         loader.load_constants(self._weights, use_inactive, check_full_update, user_managed)
         # Its own call reads a description of the arguments anew each time, which takes longer than a small layer.
         self._run: Callable[[list[Tensor]], list[Tensor]] = loader.boxed_run
-        self.has_shared_products = step.has_shared_products
 
     def __call__(self, batch: ForwardBatch, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute a batch for which `can_run` holds; see `Step.forward`. Without `draws` it draws greedily."""

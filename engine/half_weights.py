@@ -2,32 +2,31 @@
 
 A decode step is bound by reading weights. A model that was saved in 16 bits and is served in float32, as on CPUs that
 are no faster in 16 bits, would read twice the bytes it has. FBGEMM multiplies float32 rows by float16 weights, widening
-them on the way; in one thread for small layers, in all for those that take longer to read than waking the others takes.
-Nothing is rounded: a layer is only taken if a power of two makes every weight a float16 number. And a row's products do
-not depend on the rows beside it, which rounding in a batch usually does.
+them on the way; threads share a product by its columns. Nothing is rounded: a layer is only taken if a power of two makes
+every weight a float16 number. And a row's products do not depend on the rows beside it, which rounding in a batch usually
+does.
 """
 
 import copy
-import itertools
 import warnings
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from engine import kernels
+
 _EXPONENT = 15
 """Weights are scaled until the largest is below 2**15: the largest float16 is 65504, the smallest 2**-24."""
-MIN_SHARED = 2**21
-"""Weights of a layer from which on threads share its product; below, what starting them costs is not won back."""
+MIN_LARGE = 2**21
+"""Weights of a layer from which on it gains also where passes are not compiled; smaller ones are bound by calls."""
 
 
 class HalfLinear(nn.Module):
-    """A float32 linear layer with packed float16 weights; one thread computes it."""
+    """A float32 linear layer with packed float16 weights."""
 
-    packed: Tensor
-    offset: Tensor
     scale: Tensor
+    bias: Tensor | None
 
     def __init__(self, scaled: Tensor, exponent: int, bias: Tensor | None) -> None:
         """Pack weights.
@@ -38,72 +37,59 @@ class HalfLinear(nn.Module):
         """
         super().__init__()
         self.out_features, self.in_features = scaled.shape
-        offset = torch.zeros(self.out_features) if bias is None else torch.ldexp(bias, torch.tensor(exponent))
-        self.register_buffer("packed", self._pack(scaled), persistent=False)
-        self.register_buffer("offset", offset, persistent=False)
+        self._pack(scaled)
         self.register_buffer("scale", torch.ldexp(torch.tensor(1.0), torch.tensor(-exponent)), persistent=False)
+        self.register_buffer("bias", bias, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for `x` [..., in]."""
-        products = self._multiply(x.reshape(-1, x.shape[-1]))
-        return (products * self.scale).view(*x.shape[:-1], self.out_features)
+        products = self._multiply(x.reshape(-1, x.shape[-1])) * self.scale
+        if self.bias is not None:
+            products = products + self.bias
+        return products.view(*x.shape[:-1], self.out_features)
 
-    def _pack(self, scaled: Tensor) -> Tensor:
-        """Return what stands for the weights in a package."""
-        # A handle, which AOTInductor passes on; the newer way to pack returns an object, which it cannot.
-        packed: Tensor = torch.ops._quantized.wrapped_fbgemm_pack_gemm_matrix_fp16(scaled)
-        return packed
+    def _pack(self, scaled: Tensor) -> None:
+        self._packed = torch.ops.quantized.linear_prepack_fp16(scaled, None)
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        products: Tensor = torch.ops._quantized.wrapped_fbgemm_linear_fp16_weight(
-            rows, self.packed, self.offset, self.out_features
-        )
+        products: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self._packed)
         return products
 
 
-class SharedHalfLinear(HalfLinear):
-    """One with so many weights that threads share its product, each some columns: the same sums, bit for bit."""
+class TracedHalfLinear(HalfLinear):
+    """One for packages, which can be given a tensor that stands for packed weights, but not an object."""
 
-    def _pack(self, scaled: Tensor) -> Tensor:
-        number = next(_numbers)
-        _shared[number] = torch.ops.quantized.linear_prepack_fp16(scaled, None)
-        weakref.finalize(self, _shared.pop, number)
-        return torch.tensor(number)
+    packed: Tensor
+
+    def _pack(self, scaled: Tensor) -> None:
+        packed: Tensor = torch.ops._quantized.wrapped_fbgemm_pack_gemm_matrix_fp16(scaled)
+        self.register_buffer("packed", packed, persistent=False)
 
     def _multiply(self, rows: Tensor) -> Tensor:
-        products: Tensor = torch.ops.paceline.shared_half_linear(rows, self.packed, self.out_features)
-        return products + self.offset
+        products: Tensor = torch.ops.paceline.half_linear(rows, self.packed, self.out_features)
+        return products
 
 
-_numbers = itertools.count()
-_shared: dict[int, Any] = {}
-"""Packed weights by number: a package can hold the number, but not the object."""
-
-
-def _multiply_shared(rows: Tensor, packed: Tensor, _: int) -> Tensor:
-    products: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, _shared[int(packed)])
+def _multiply_alone(rows: Tensor, packed: Tensor, out_features: int) -> Tensor:
+    """Compute the same with torch's own operator: in one thread."""
+    nothing = torch.zeros(out_features)
+    products: Tensor = torch.ops._quantized.wrapped_fbgemm_linear_fp16_weight(rows, packed, nothing, out_features)
     return products
 
 
-def _shape_of_shared(rows: Tensor, _: Tensor, out_features: int) -> Tensor:
-    return rows.new_empty(rows.shape[0], out_features)
-
-
-_library = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-call]
-_library.define("shared_half_linear(Tensor rows, Tensor packed, int out_features) -> Tensor")  # type: ignore[no-untyped-call]
-_library.impl("shared_half_linear", _multiply_shared, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("shared_half_linear", _shape_of_shared, "Meta")  # type: ignore[no-untyped-call]
+SCHEMA = "half_linear(Tensor rows, Tensor packed, int out_features) -> Tensor"
+kernels.define(SCHEMA, _multiply_alone, lambda rows, _, out_features: rows.new_empty(rows.shape[0], out_features))
 
 
 def with_half_weights(module: nn.Module) -> nn.Module:
     """Return a module that shares all tensors with `module`, with half weights wherever that changes no product."""
     tensors = [*module.parameters(), *module.buffers()]
     shared = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
-    use_half_weights(shared)
+    use_half_weights(shared, TracedHalfLinear)
     return shared
 
 
-def use_half_weights(module: nn.Module, *, smallest: int = 0) -> None:
+def use_half_weights(module: nn.Module, kind: type[HalfLinear] = HalfLinear, *, smallest: int = 0) -> None:
     """Give a module half weights wherever that changes no product, in layers of `smallest` weights or more.
 
     A layer's own weights are let go once they are packed, unless something else holds them, as an embedding may.
@@ -116,12 +102,12 @@ def use_half_weights(module: nn.Module, *, smallest: int = 0) -> None:
         for name, child in list(parent.named_children()):
             if type(child) is not nn.Linear or child.weight.numel() < smallest:
                 continue
-            if (half := halves.get(child) or _half(child)) is not None:
+            if (half := halves.get(child) or _half(child, kind)) is not None:
                 halves[child] = half
                 setattr(parent, name, half)
 
 
-def _half(linear: nn.Linear) -> HalfLinear | None:
+def _half(linear: nn.Linear, kind: type[HalfLinear]) -> HalfLinear | None:
     """Return the same layer with half weights; None if that would round them."""
     weight = linear.weight.detach()
     if weight.dtype != torch.float32 or weight.device.type != "cpu":
@@ -130,7 +116,6 @@ def _half(linear: nn.Linear) -> HalfLinear | None:
     scaled = torch.ldexp(weight, torch.tensor(exponent))
     if not torch.equal(scaled.half().float(), scaled):
         return None
-    kind = SharedHalfLinear if weight.numel() >= MIN_SHARED else HalfLinear
     return kind(scaled, exponent, None if linear.bias is None else linear.bias.detach())
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from engine import compilation, paged_attention
+from engine import compilation, kernels
 from engine.architecture import eos_token_ids, read_config
 from engine.attention import ATTENTION_NAME, KVTensors
 from engine.batch import ForwardBatch, ForwardRow, build
@@ -27,7 +27,7 @@ from engine.compiled import CompiledForward, CompileError, Step, call, can_run, 
 from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.fusion import fuse_projections
-from engine.half_weights import MIN_SHARED, HalfLinear, use_half_weights
+from engine.half_weights import MIN_LARGE, HalfLinear, use_half_weights
 from engine.huge_pages import HUGE_PAGE_BYTES, collapse
 from engine.noise import Draws
 from engine.shards import load_shard
@@ -100,8 +100,8 @@ class CausalLM:
         )
         model = cls(module, model_config, info, shard)
         if device.type == "cpu" and dtype == torch.float32 and model._reason_not_to_compile() is not None:
-            # A compiled pass has them beside the float32 ones, which prompts use where there are several threads.
-            use_half_weights(module, smallest=MIN_SHARED)
+            # A compiled pass has them beside the float32 ones, which long prompts use.
+            use_half_weights(module, smallest=MIN_LARGE)
             model._log_half_weights(module)
         model._probe()
         size = f"{info.num_parameters / 1e6:.1f} M parameters in {info.dtype}"
@@ -138,8 +138,7 @@ class CausalLM:
         self._use_threads(batch)
         if self._compiled is not None and can_run(batch):
             return self._compiled(batch)[0]
-        is_short = all(group.length <= _MAX_IN_PIECES for group in batch.paged.groups)
-        if self._compiled is not None and torch.get_num_threads() == 1 and is_short:
+        if self._compiled is not None and all(group.length <= _MAX_IN_PIECES for group in batch.paged.groups):
             return self._compiled.in_pieces(batch)
         return self._forward_eagerly(batch)
 
@@ -158,13 +157,9 @@ class CausalLM:
         self._use_threads(batch)
         return self._compiled(batch, draws)
 
-    def needs_one_thread(self, batch: ForwardBatch) -> bool:
-        """Whether more threads could do nothing in the pass of a batch."""
-        return self._compiled is not None and not self._compiled.has_shared_products and can_run(batch)
-
     @property
     def is_compiled(self) -> bool:
-        """Whether passes run compiled: short rows, and prompts where they have one thread."""
+        """Whether passes run compiled: all but those of long prompts."""
         return self._compiled is not None
 
     def compile(self) -> None:
@@ -177,7 +172,7 @@ class CausalLM:
         with torch.inference_mode():
             compilation.compile_once(self._package, lambda to: compilation.compile_step(step, *example(kv), to))
         compilation.compile_once(compilation.noise_path(), compilation.compile_noise)
-        compilation.compile_once(compilation.attention_path(), compilation.compile_attention)
+        compilation.compile_once(compilation.kernels_path(), compilation.compile_kernels)
         self._adopt()
 
     def use_compiled(self) -> bool:
@@ -218,7 +213,7 @@ class CausalLM:
 
     @property
     def _parts(self) -> list[Path]:
-        return [self._package, compilation.noise_path(), compilation.attention_path()]
+        return [self._package, compilation.noise_path(), compilation.kernels_path()]
 
     def _reason_not_to_compile(self) -> str | None:
         if self.device.type != "cpu":
@@ -241,7 +236,7 @@ class CausalLM:
     def _adopt(self) -> None:
         """Take the package, after comparing it with the eager pass on batches of several shapes."""
         started = time.monotonic()
-        paged_attention.load(compilation.attention_path())
+        kernels.load(compilation.kernels_path())
         candidate = CompiledForward(self._package, self._step)
         kv = self.kv_tensors(16, 16)
         for rows in samples():
@@ -274,7 +269,7 @@ class CausalLM:
 
     def _use_threads(self, batch: ForwardBatch) -> None:
         if self.threads is not None:
-            self.threads.use(len(batch.token_ids), alone=self.needs_one_thread(batch))
+            self.threads.use(len(batch.token_ids))
 
     def _forward_eagerly(self, batch: ForwardBatch) -> Tensor:
         return call(self.module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged).float()

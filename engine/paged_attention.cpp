@@ -3,9 +3,9 @@
 // What a token gets does not depend on the rows beside its own, on how many tokens its row has or on how wide the table
 // of blocks is: every sum runs over the row's own places in order, and a place that is not seen adds zero.
 
+#include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
-#include <omp.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
@@ -203,7 +203,7 @@ struct Tensors {
 void attend_all(const Tensors& tensors, const Sizes& sizes, float scale) {
   const int64_t copies = sizes.heads / sizes.kv_heads, context = sizes.width * sizes.block;
   const int64_t products = 2 * sizes.rows * sizes.length * sizes.heads * sizes.dim * context;
-  const int threads = std::clamp<int64_t>(products / kShare, 1, omp_get_max_threads());
+  const int threads = std::clamp<int64_t>(products / kShare, 1, at::get_num_threads());
 #pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1)
   for (int64_t row = 0; row < sizes.rows; ++row) {
     for (int64_t kv_head = 0; kv_head < sizes.kv_heads; ++kv_head) {

@@ -1,26 +1,17 @@
 """Paged attention of compiled passes: an operator for torch, and the C++ that computes it where passes run compiled.
 
 torch's own attention wants a row's keys and values in one piece. In a small model's pass over a batch, gathering them
-and attending to them took most of the time; the C++ beside this file reads them where they lie. It is built once, next
-to the packages that call it.
+and attending to them took most of the time; the C++ beside this file reads them where they lie.
 """
-
-import ctypes
-import tempfile
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-_SYMBOL = "aoti_torch_cpu_paged_attention"
-_HANDLES = ", ".join(f"AtenTensorHandle {name}" for name in ("query", "keys", "values", "blocks", "mask"))
-_DECLARATION = f"AOTITorchError {_SYMBOL}({_HANDLES}, double scale, AtenTensorHandle* output)"
+from engine import kernels
+
 _LANES = 16
 """Numbers that a CPU's registers hold, at most: it works with whole ones."""
-_loaded: set[Path] = set()
 
 
 def suits(head_dim: int, dtype: torch.dtype) -> bool:
@@ -81,42 +72,5 @@ def attend(
     return output.reshape(rows * length, heads, head_dim)
 
 
-_library = torch.library.Library("paceline", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor blocks, Tensor mask, float scale) -> Tensor"
-)
-_library.impl("paged_attention", _gather_and_attend, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("paged_attention", lambda query, *_: query.new_empty(query.shape), "Meta")  # type: ignore[no-untyped-call]
-
-
-def shims() -> dict[Any, list[str]]:
-    """Return what the compiler has to know to call the C++ in the operator's place."""
-    return {torch.ops.paceline.paged_attention.default: [_DECLARATION]}
-
-
-def build(path: Path) -> None:
-    """Build the C++ to a library at `path`.
-
-    Raises:
-        torch._inductor.exc.CppCompileError: the compiler refuses it.
-    """
-    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    # torch's headers are not free of warnings.
-    options = CppTorchOptions(vec_isa=pick_vec_isa(), warning_all=False, extra_flags=("-w",))
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        builder = CppBuilder("library", [str(SOURCE)], options, output_dir=folder)
-        builder.build()
-        Path(builder.get_target_file_path()).replace(path)
-
-
-def load(path: Path) -> None:
-    """Let the packages that are loaded from now on find the C++.
-
-    Raises:
-        OSError: there is no such library.
-    """
-    if path not in _loaded:
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-        _loaded.add(path)
+SCHEMA = "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor blocks, Tensor mask, float scale) -> Tensor"
+kernels.define(SCHEMA, _gather_and_attend, lambda query, *_: query.new_empty(query.shape))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.batch import MAX_GROUPED_LENGTH, ForwardBatch, ForwardRow, build
+from engine.batch import MAX_GROUPED_LENGTH, ForwardRow, build
 from engine.model import CausalLM
 
 _SIZES = {"decoding": (1, 5), "a batch": (8, 5), "prompts": (1, 128), "long prompts": (1, 512)}
@@ -41,10 +41,9 @@ class Threads:
     counts: tuple[tuple[int, int], ...]
     core: int | None = None
 
-    def use(self, num_tokens: int, *, alone: bool = False) -> None:
-        """Have the next pass, over so many tokens, run with its number of threads; `alone`, with one."""
+    def use(self, num_tokens: int) -> None:
+        """Have the next pass, over so many tokens, run with its number of threads."""
         count = next((count for limit, count in self.counts if num_tokens <= limit), self.counts[-1][1])
-        count = 1 if alone else count
         torch.set_num_threads(count)
         if self.core is not None and getattr(_pinned, "count", None) != count:
             os.sched_setaffinity(0, {self.core} if count == 1 else _CORES)  # of this thread only
@@ -69,12 +68,9 @@ def fit_threads(model: CausalLM, limit: int) -> Threads:
 
 def _fit(model: CausalLM, limit: int, rows: int, length: int) -> int:
     """Return the fewest threads that are about as fast as any, from `limit` down for as long as fewer are."""
-    batch = _batch(model, rows, length)
-    if model.needs_one_thread(batch):
-        return 1
     best, behind = limit, 1.0
     for count in sorted({2**power for power in range(limit.bit_length())} - {limit}, reverse=True):
-        best_s, seconds = _measure(model, batch, (best, count))
+        best_s, seconds = _measure(model, (best, count), rows, length)
         relative = behind * seconds / best_s  # to the fastest
         if _WORTH * relative > 1:
             break
@@ -83,22 +79,18 @@ def _fit(model: CausalLM, limit: int, rows: int, length: int) -> int:
 
 
 @torch.inference_mode()
-def _batch(model: CausalLM, rows: int, length: int) -> ForwardBatch:
-    # A row that starts a prompt is computed in another way than one that goes on.
-    start = 0 if length > MAX_GROUPED_LENGTH else _BLOCK_SIZE
-    blocks = -(-(start + length) // _BLOCK_SIZE)
-    kv = model.kv_tensors(1 + rows * blocks, _BLOCK_SIZE)
-    tables = [list(range(1 + row * blocks, 1 + (row + 1) * blocks)) for row in range(rows)]
-    return build([ForwardRow([0] * length, start, table, 1) for table in tables], kv)
-
-
-@torch.inference_mode()
-def _measure(model: CausalLM, batch: ForwardBatch, counts: Sequence[int]) -> list[float]:
+def _measure(model: CausalLM, counts: Sequence[int], rows: int, length: int) -> list[float]:
     """Return the median seconds of a pass with each number of threads.
 
     They take turns, since other processes start at the same time. The first pass of a turn is not counted: threads end
     when their number falls, and are made anew when it rises.
     """
+    # A row that starts a prompt is computed in another way than one that goes on.
+    start = 0 if length > MAX_GROUPED_LENGTH else _BLOCK_SIZE
+    blocks = -(-(start + length) // _BLOCK_SIZE)
+    kv = model.kv_tensors(1 + rows * blocks, _BLOCK_SIZE)
+    tables = [list(range(1 + row * blocks, 1 + (row + 1) * blocks)) for row in range(rows)]
+    batch = build([ForwardRow([0] * length, start, table, 1) for table in tables], kv)
     model.threads = None
     times: dict[int, list[float]] = {count: [] for count in counts}
     for turn_number in range(_NUM_TURNS):

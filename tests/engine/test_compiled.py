@@ -16,7 +16,6 @@ from engine.grammar import Grammars, from_regex
 from engine.half_weights import HalfLinear, is_available
 from engine.model import CausalLM
 from engine.sampling import SamplingParams
-from engine.threads import Threads
 from tests.engine.conftest import VOCAB, save_llama
 from tests.engine.running import make_engine, run
 from tests.engine.tiny import SIZES, save
@@ -101,20 +100,6 @@ def mixed_rows():
     ]
 
 
-@pytest.mark.slow
-@needs_compiler
-def test_a_pass_whose_products_are_not_shared_runs_with_one_thread(path, request):
-    model = load(path)
-    batch = build([ForwardRow([1], 0, [1], 1)], model.kv_tensors(2, 16))
-    model.threads = Threads.always(2)
-    model.forward(batch)
-    assert torch.get_num_threads() == 2
-    model.compile()
-    model.forward(batch)
-    assert torch.get_num_threads() == (1 if "16-bit weights" in request.node.name and is_available() else 2)
-    torch.set_num_threads(1)
-
-
 def both_caches(model):
     kv, others = model.kv_tensors(60, 16), model.kv_tensors(60, 16)
     for cache, other in zip((*kv.keys, *kv.values), (*others.keys, *others.values), strict=True):
@@ -148,16 +133,17 @@ def test_pieces_compute_what_the_whole_batch_does(window, tmp_path):
 
 @pytest.mark.slow
 @needs_compiler
-def test_prompts_run_compiled_where_they_have_one_thread(target_path, monkeypatch):
+def test_prompts_run_compiled_however_many_threads_there_are(target_path, monkeypatch):
     model = load(target_path)
     model.compile()
     kv, others = both_caches(model)
     with torch.inference_mode():
         expected = model._forward_eagerly(build(mixed_rows(), others))
     monkeypatch.setattr(model, "_forward_eagerly", lambda batch: pytest.fail("it ran eagerly"))
-    torch.set_num_threads(1)
-    assert (model.forward(build(mixed_rows(), kv)) - expected).abs().max() < 1e-4
-    assert_same_caches(kv, others)
+    for count in (2, 1):
+        torch.set_num_threads(count)
+        assert (model.forward(build(mixed_rows(), kv)) - expected).abs().max() < 1e-4
+        assert_same_caches(kv, others)
 
 
 @pytest.mark.slow
@@ -211,5 +197,6 @@ def test_one_pass_computes_short_rows_only(target):
     kv = target.kv_tensors(16, 16)
     assert can_run(example(kv)[0])
     assert can_run(build([ForwardRow([3] * 20, 0, [1, 2], 1)], kv))
-    assert not can_run(build([ForwardRow([3] * 80, 16, [1, 2, 3, 4, 5, 6], 1)], kv))
+    assert can_run(build([ForwardRow([3] * PIECE_LENGTH, 16, list(range(1, 10)), 1)], kv))
+    assert not can_run(build([ForwardRow([3] * (PIECE_LENGTH + 1), 16, list(range(1, 11)), 1)], kv))
     assert not can_run(build([ForwardRow([3], 5, [1], 1), ForwardRow([3] * 20, 0, [1, 2], 1)], kv))

@@ -6,17 +6,27 @@ import pytest
 import torch
 from torch import nn
 
-from engine import compilation, half_weights
-from engine.half_weights import HalfLinear, SharedHalfLinear, is_available, use_half_weights, with_half_weights
+from engine import compilation, kernels
+from engine.half_weights import HalfLinear, TracedHalfLinear, is_available, use_half_weights, with_half_weights
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="this torch has no FBGEMM")
 
 
-@pytest.fixture(autouse=True, params=[HalfLinear, SharedHalfLinear])
-def kind(request, monkeypatch):
-    """Every test is about both kinds of layers, of which sizes would choose one."""
-    monkeypatch.setattr(half_weights, "MIN_SHARED", 1 if request.param is SharedHalfLinear else 2**40)
+@pytest.fixture(params=[HalfLinear, TracedHalfLinear])
+def kind(request):
     return request.param
+
+
+@pytest.fixture
+def half(kind):
+    """Make a layer one with half weights, of both kinds in turn."""
+
+    def make(layer):
+        module = nn.Sequential(layer)
+        use_half_weights(module, kind)
+        return module[0]
+
+    return make
 
 
 def linear(weight, bias=None):
@@ -27,13 +37,9 @@ def linear(weight, bias=None):
     return layer.requires_grad_(False)
 
 
-def half(layer):
-    return with_half_weights(nn.Sequential(layer))[0]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1e-6, 0.05, 300.0])
-def test_weights_saved_in_16_bits_are_kept_bit_for_bit(dtype, size, kind):
+def test_weights_saved_in_16_bits_are_kept_bit_for_bit(dtype, size, half, kind):
     if dtype == torch.float16 and size == 1e-6:
         pytest.skip("float16 itself would round them")
     generator = torch.Generator().manual_seed(0)
@@ -44,7 +50,7 @@ def test_weights_saved_in_16_bits_are_kept_bit_for_bit(dtype, size, kind):
     assert torch.equal(found(torch.eye(33)), weight.T)
 
 
-def test_products_and_biases_are_those_of_the_float32_layer():
+def test_products_and_biases_are_those_of_the_float32_layer(half):
     generator = torch.Generator().manual_seed(1)
     weight, bias = (torch.randn(shape, generator=generator).bfloat16().float() for shape in ((40, 24), (40,)))
     x = torch.randn(2, 3, 24, generator=generator)
@@ -52,7 +58,7 @@ def test_products_and_biases_are_those_of_the_float32_layer():
     assert (half(layer)(x) - layer(x)).abs().max() < 1e-5
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it():
+def test_a_row_does_not_depend_on_the_rows_beside_it(half):
     generator = torch.Generator().manual_seed(2)
     layer = half(linear(torch.randn(320, 192, generator=generator).bfloat16().float()))
     x = torch.randn(40, 192, generator=generator)
@@ -62,7 +68,7 @@ def test_a_row_does_not_depend_on_the_rows_beside_it():
             assert torch.equal(layer(x[start : start + count]), whole[start : start + count])
 
 
-def test_weights_of_more_bits_or_too_wide_a_range_are_left_alone():
+def test_weights_of_more_bits_or_too_wide_a_range_are_left_alone(half):
     generator = torch.Generator().manual_seed(3)
     fine = torch.randn(8, 8, generator=generator)
     wide = fine.bfloat16().float()
@@ -71,15 +77,15 @@ def test_weights_of_more_bits_or_too_wide_a_range_are_left_alone():
         assert type(half(linear(weight))) is nn.Linear
 
 
-def test_a_layer_of_zeros_is_a_layer_of_zeros():
+def test_a_layer_of_zeros_is_a_layer_of_zeros(half):
     assert torch.equal(half(linear(torch.zeros(3, 4)))(torch.ones(2, 4)), torch.zeros(2, 3))
 
 
-def test_the_module_itself_stays_as_it_was_and_lends_its_tensors(kind):
+def test_the_module_itself_stays_as_it_was_and_lends_its_tensors():
     module = nn.Sequential(linear(torch.ones(4, 4)), linear(torch.full((4, 4), 1 / 3)), nn.Embedding(4, 4))
     found = with_half_weights(module)
     assert [type(child) for child in module] == [nn.Linear, nn.Linear, nn.Embedding]
-    assert [type(child) for child in found] == [kind, nn.Linear, nn.Embedding]
+    assert [type(child) for child in found] == [TracedHalfLinear, nn.Linear, nn.Embedding]
     assert found[1].weight is module[1].weight
     assert found[2].weight is module[2].weight
 
@@ -89,20 +95,14 @@ def test_a_modules_own_weights_go_as_its_layers_are_packed(kind):
     module.append(nn.Sequential(module[0]))
     module.append(linear(torch.ones(4, 3)))
     weights = [weakref.ref(child.weight) for child in (module[0], module[1][0])]
-    use_half_weights(module, smallest=16)
+    use_half_weights(module, kind, smallest=16)
     assert type(module[3]) is nn.Linear
     assert [type(child) for child in (module[0], module[1][0])] == [kind, nn.Linear]
     assert module[2][0] is module[0]
     assert [weight() is None for weight in weights] == [True, False]
 
 
-def test_large_layers_are_shared_by_threads_and_small_ones_are_not(monkeypatch):
-    monkeypatch.undo()
-    assert type(half(linear(torch.ones(2048, 1023)))) is HalfLinear
-    assert type(half(linear(torch.ones(2048, 1024)))) is SharedHalfLinear
-
-
-def test_threads_change_no_bit():
+def test_threads_change_no_bit(half):
     generator = torch.Generator().manual_seed(4)
     layer = half(linear(torch.randn(1000, 512, generator=generator).bfloat16().float()))
     x = torch.randn(5, 512, generator=generator)
@@ -118,14 +118,6 @@ def test_threads_change_no_bit():
     assert torch.equal(found[0], found[2])
 
 
-def test_packed_weights_go_with_their_layer(kind):
-    before = len(half_weights._shared)
-    layer = half(linear(torch.ones(4, 4)))
-    assert len(half_weights._shared) == before + (kind is SharedHalfLinear)
-    del layer
-    assert len(half_weights._shared) == before
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not compilation.has_compiler(), reason="there is no C++ compiler")
 @pytest.mark.filterwarnings("ignore")
@@ -136,6 +128,8 @@ def test_a_package_computes_with_the_weights_that_it_is_given(tmp_path):
         weights = [torch.randn(shape, generator=generator).bfloat16().float() for shape in ((24, 24), (24, 24))]
         return with_half_weights(nn.Sequential(*(linear(weight, weight[0]) for weight in weights)))
 
+    compilation.compile_kernels(tmp_path / "kernels.so")
+    kernels.load(tmp_path / "kernels.so")
     first, second = make(), make()
     any_rows = ({0: torch.export.Dim.AUTO},)
     compilation._compile(first, (torch.randn(5, 24),), any_rows, tmp_path / "package.pt2")
@@ -145,4 +139,9 @@ def test_a_package_computes_with_the_weights_that_it_is_given(tmp_path):
         loader.load_constants({name: tensors[name] for name in loader.get_constant_fqns()}, False, True, True)
         for count in (1, 7):
             x = torch.randn(count, 24, generator=generator)
-            assert torch.allclose(loader.boxed_run([x])[0], module(x), atol=1e-5)
+            found = loader.boxed_run([x])[0]
+            assert torch.allclose(found, module(x), atol=1e-5)
+            # A row does not depend on the rows beside it, nor on how many threads share its products.
+            torch.set_num_threads(2)
+            assert torch.equal(loader.boxed_run([x[:1]])[0], found[:1])
+            torch.set_num_threads(1)

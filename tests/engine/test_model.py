@@ -13,7 +13,7 @@ from engine.attention import KVTensors
 from engine.batch import ForwardRow, build
 from engine.config import ModelConfig
 from engine.errors import ModelError
-from engine.half_weights import HalfLinear, SharedHalfLinear, is_available
+from engine.half_weights import HalfLinear, is_available
 from engine.model import CausalLM, resolve_device, resolve_dtype
 from tests.engine.tiny import SIZES, save
 
@@ -228,15 +228,14 @@ def test_what_is_not_compiled_has_half_weights_in_its_large_layers_only_and_comp
     save(config, tmp_path, factor=3.0)
     module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     module.save_pretrained(tmp_path)
-    monkeypatch.setattr("engine.model.MIN_SHARED", 64 * 32)
-    monkeypatch.setattr("engine.half_weights.MIN_SHARED", 64 * 32)
+    monkeypatch.setattr("engine.model.MIN_LARGE", 64 * 32)
     model, expect = load(tmp_path), reference(tmp_path)
     assert not any(isinstance(layer, HalfLinear) for layer in model.module.modules())
     monkeypatch.setattr(compilation, "MAX_BYTES", 0)
     model = load(tmp_path)
     layers = [layer for layer in model.module.modules() if isinstance(layer, nn.Linear | HalfLinear)]
     large = {layer for layer in layers if layer.in_features * layer.out_features >= 64 * 32}
-    assert {layer for layer in layers if isinstance(layer, SharedHalfLinear)} == large
+    assert {layer for layer in layers if isinstance(layer, HalfLinear)} == large
     assert 0 < len(large) < len(layers)
     assert model.info.num_parameters == module.num_parameters()
     text = list(range(2, 40))

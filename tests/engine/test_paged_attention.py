@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from engine import compilation, paged_attention
+from engine import compilation, kernels, paged_attention
 
 pytestmark = pytest.mark.skipif(not compilation.has_compiler(), reason="there is no C++ compiler")
 INF = float("inf")
@@ -15,8 +15,8 @@ INF = float("inf")
 def kernel(tmp_path_factory):
     """The C++ as packages call it: with handles of tensors."""
     path = tmp_path_factory.mktemp("library") / "attention.so"
-    compilation.compile_attention(path)
-    function = getattr(ctypes.CDLL(str(path)), paged_attention._SYMBOL)
+    compilation.compile_kernels(path)
+    function = getattr(ctypes.CDLL(str(path)), kernels.symbol(paged_attention.SCHEMA))
     function.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_double, ctypes.c_void_p]
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -146,7 +146,7 @@ def test_other_heads_are_left_to_torch(dim, dtype):
 def test_a_source_that_the_compiler_refuses_is_told_in_a_line(tmp_path, monkeypatch):
     source = tmp_path / "wrong.cpp"
     source.write_text("int main( {")
-    monkeypatch.setattr(paged_attention, "SOURCE", source)
+    monkeypatch.setattr(kernels, "SOURCES", [source])
     with pytest.raises(compilation.CompileError, match=r"^CppCompileError: [^\n]+$"):
-        compilation.compile_attention(tmp_path / "attention.so")
+        compilation.compile_kernels(tmp_path / "attention.so")
     assert list(tmp_path.iterdir()) == [source]

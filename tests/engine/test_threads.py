@@ -32,11 +32,10 @@ def one_thread():
 
 
 def test_the_fewest_of_the_fastest_are_kept_for_each_kind_of_pass(model, monkeypatch):
-    def measure(_, batch, counts):
-        (group,) = batch.paged.groups
-        if group.length == 5:
-            return [SECONDS[group.rows][count] for count in counts]
-        return [1 / count if group.length == 512 else 1.0 for count in counts]  # short prompts gain nothing either
+    def measure(_, counts, rows, length):
+        if length == 5:
+            return [SECONDS[rows][count] for count in counts]
+        return [1 / count if length == 512 else 1.0 for count in counts]  # short prompts gain nothing either
 
     monkeypatch.setattr(threads, "_measure", measure)
     assert str(fit_threads(model, 6)) == "1 for decoding, 2 for a batch, 1 for prompts, 6 for long prompts"
@@ -48,22 +47,8 @@ def test_the_fewest_of_the_fastest_are_kept_for_each_kind_of_pass(model, monkeyp
 def test_a_little_slower_each_time_is_not_about_as_fast(model, monkeypatch):
     """Each number is compared with the fastest, not with the one before it."""
     seconds = {8: 1.0, 4: 1.06, 2: 1.12, 1: 1.18}
-    monkeypatch.setattr(threads, "_measure", lambda _, __, counts: [seconds[count] for count in counts])
+    monkeypatch.setattr(threads, "_measure", lambda _, counts, *__: [seconds[count] for count in counts])
     assert str(fit_threads(model, 8)).startswith("4 for decoding")
-
-
-def test_a_pass_that_nothing_is_shared_in_gets_one_thread_untried(model, monkeypatch):
-    """Its trial could only be won by chance, and every change of the number ends threads and makes them anew."""
-    tried = []
-
-    def measure(_, batch, counts):
-        tried.append(batch.paged.groups[0].length)
-        return [1 / count for count in counts]
-
-    monkeypatch.setattr(threads, "_measure", measure)
-    monkeypatch.setattr(model, "needs_one_thread", lambda batch: batch.paged.groups[0].length == 5)
-    assert str(fit_threads(model, 2)) == "1 for decoding, 1 for a batch, 2 for prompts, 2 for long prompts"
-    assert tried == [128, 512]
 
 
 def test_numbers_take_turns_and_the_first_pass_of_a_turn_is_not_counted(model, monkeypatch):
@@ -74,7 +59,7 @@ def test_numbers_take_turns_and_the_first_pass_of_a_turn_is_not_counted(model, m
     monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
     monkeypatch.setattr(threads, "_MAX_TURN_S", float("inf"))
     monkeypatch.setattr(threads, "_MAX_TRIAL_S", float("inf"))
-    assert threads._measure(model, threads._batch(model, 1, 5), (2, 1)) == [1, 1]
+    assert threads._measure(model, (2, 1), 1, 5) == [1, 1]
     assert order == ([2] * (1 + threads._PASSES_OF_TURN) + [1] * (1 + threads._PASSES_OF_TURN)) * threads._NUM_TURNS
 
 
@@ -83,7 +68,7 @@ def test_a_pass_that_takes_long_is_counted_once_in_each_of_two_turns(model, monk
     order = []
     monkeypatch.setattr(model, "forward", lambda _: order.append(torch.get_num_threads()))
     monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-    assert threads._measure(model, threads._batch(model, 1, 5), (2, 1)) == [1, 1]
+    assert threads._measure(model, (2, 1), 1, 5) == [1, 1]
     assert order == [2, 2, 1, 1] * 2
 
 

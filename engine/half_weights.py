@@ -2,9 +2,9 @@
 
 A decode step is bound by reading weights. A model that was saved in 16 bits and is served in float32, as on CPUs that
 are no faster in 16 bits, would read twice the bytes it has. FBGEMM multiplies float32 rows by float16 weights, widening
-them on the way; threads share a product by its columns. Nothing is rounded: a layer is only taken if a power of two makes
-every weight a float16 number. And a row's products do not depend on the rows beside it, which rounding in a batch usually
-does.
+them on the way; threads share a product by its columns. Nothing is rounded: a layer is only taken if a power of two
+makes every weight a float16 number. And a row's products do not depend on the rows beside it, which rounding in a batch
+usually does.
 """
 
 import copy

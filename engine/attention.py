@@ -134,6 +134,7 @@ class TracedContext:
 
     Attributes:
         slots: [rows * length]; blocks: [rows, width].
+        ends: [rows, length] the place behind the last that each token sees.
         masks: [rows, 1, length, context] additive, by window.
     """
 
@@ -141,6 +142,7 @@ class TracedContext:
     values: list[Tensor]
     slots: Tensor
     blocks: Tensor
+    ends: Tensor
     masks: dict[int | None, Tensor]
     _copied: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
@@ -212,7 +214,8 @@ def _traced_attention(
     values.view(-1, *values.shape[2:]).index_copy_(0, context.slots, value[0].transpose(0, 1))
     mask = context.masks[window]
     if suits(query.shape[-1], query.dtype):
-        return attend_to_blocks(query[0].transpose(0, 1), keys, values, context.blocks, mask, scaling).unsqueeze(0)
+        cache = (keys, values, context.blocks, context.ends)
+        return attend_to_blocks(query[0].transpose(0, 1), *cache, mask, scaling).unsqueeze(0)
     rows, _, length, _ = mask.shape
     mask = context.mask(window, query.shape[1] // keys.shape[2])
     # By rows of blocks, not flat: the compiler would divide to find each number's row again.

@@ -221,7 +221,7 @@ def main() -> None:
         config = ModelConfig(path, dtype=options.dtype, device="cpu", revision=options.revision)
         try:
             CausalLM.load(config).compile()
-        except CompileError as error:
+        except (CompileError, OSError) as error:
             sys.exit(f"{path}: {error}")
 
 

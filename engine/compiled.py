@@ -1,4 +1,4 @@
-"""CompiledForward: a model's forward pass for short rows, compiled ahead of time, so that a pass costs its arithmetic.
+"""CompiledForward: a model's forward pass, compiled ahead of time, so that a pass costs its arithmetic.
 
 A small model on a CPU is bound by what calling an operator costs: most of an eager pass is spent between the products.
 AOTInductor turns the pass into one call. One package serves every batch, because rows, tokens and context are symbolic.
@@ -80,7 +80,8 @@ class Step(nn.Module):
             window: additive_mask(blocks.shape[1] * size, positions, limits, extra, window, keys[0].dtype)
             for window in self.windows
         }
-        context = TracedContext(keys, values, slots_of(blocks, places, size).flatten(), blocks, masks)
+        ends = torch.cat([limits.unsqueeze(-1), extra + 1], -1).amax(-1)
+        context = TracedContext(keys, values, slots_of(blocks, places, size).flatten(), blocks, ends, masks)
         logits = call(self.module, token_ids, positions.flatten(), wanted, context).float()
         scores = noise.scores(logits, temperatures, noise_keys, noise_rows)
         return logits, scores, scores.argmax(-1)
@@ -203,10 +204,11 @@ def example(kv: KVTensors) -> tuple[ForwardBatch, Draws]:
 
 
 def samples() -> list[list[ForwardRow]]:
-    """Return rows of the shapes that rounds have: one and several, long and short, chains and a tree."""
+    """Return rows of the shapes that rounds have: one and several, long and short, chains, a tree, part of a prompt."""
     one, five = ForwardRow([1], 20, [1, 2], 1), ForwardRow([1, 2, 3, 4, 5], 17, [3, 4], 5)
     tree = ForwardRow([1, 2, 3, 4], 9, [5], 4, parents=[-1, -1, 0])
-    return [[one], [five], [tree], [one, five, tree], [ForwardRow([i], 0, [1 + i], 1) for i in range(9)]]
+    piece = ForwardRow([i % 8 for i in range(PIECE_LENGTH)], 30, [*range(1, 11)], 3)
+    return [[one], [five], [tree], [one, five, tree], [ForwardRow([i], 0, [1 + i], 1) for i in range(9)], [piece]]
 
 
 class GumbelNoise(nn.Module):

@@ -126,7 +126,9 @@ def is_available() -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         try:
-            packed = torch.fbgemm_pack_gemm_matrix_fp16(torch.ones(1, 1))
-            return bool(torch.fbgemm_linear_fp16_weight_fp32_activation(torch.ones(1, 1), packed, None) == 1)
+            one = torch.ones(1, 1)
+            torch.fbgemm_linear_fp16_weight_fp32_activation(one, torch.fbgemm_pack_gemm_matrix_fp16(one), None)
+            kinds = [kind(one, 0, None) for kind in (HalfLinear, TracedHalfLinear)]
+            return all(bool(half(one) == 1) for half in kinds)
         except (AttributeError, RuntimeError):
             return False

@@ -5,6 +5,7 @@ next to the packages that call it; everywhere else an operator is what it is def
 """
 
 import ctypes
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -58,10 +59,12 @@ def build(path: Path) -> None:
 
     # torch's headers are not free of warnings.
     options = CppTorchOptions(vec_isa=pick_vec_isa(), warning_all=False, extra_flags=("-w",))
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        builder = CppBuilder("kernels", [str(source) for source in SOURCES], options, output_dir=folder)
+    # The builder splits paths at spaces, which those of a user may have.
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=path.parent) as beside:
+        sources = [shutil.copy(source, folder) for source in SOURCES]
+        builder = CppBuilder("kernels", sources, options, output_dir=folder)
         builder.build()
-        Path(builder.get_target_file_path()).replace(path)
+        Path(shutil.copy(builder.get_target_file_path(), beside)).replace(path)
 
 
 def load(path: Path) -> None:

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_MAX_IN_PIECES = 512
-"""Tokens of a row; each piece of a longer prompt would look at all before it with a mask, which costs more."""
-
 _HUGE_PAGES_AFTER_S = 5.0
 
 
@@ -100,7 +97,7 @@ class CausalLM:
         )
         model = cls(module, model_config, info, shard)
         if device.type == "cpu" and dtype == torch.float32 and model._reason_not_to_compile() is not None:
-            # A compiled pass has them beside the float32 ones, which long prompts use.
+            # A compiled pass has them beside the float32 ones.
             use_half_weights(module, smallest=MIN_LARGE)
             model._log_half_weights(module)
         model._probe()
@@ -136,11 +133,9 @@ class CausalLM:
             [n, vocab] float32 logits at `batch.logit_indices`; [0, vocab] when none are wanted.
         """
         self._use_threads(batch)
-        if self._compiled is not None and can_run(batch):
-            return self._compiled(batch)[0]
-        if self._compiled is not None and all(group.length <= _MAX_IN_PIECES for group in batch.paged.groups):
-            return self._compiled.in_pieces(batch)
-        return self._forward_eagerly(batch)
+        if self._compiled is None:
+            return self._forward_eagerly(batch)
+        return self._compiled(batch)[0] if can_run(batch) else self._compiled.in_pieces(batch)
 
     def can_draw(self, batch: ForwardBatch) -> bool:
         """Whether the pass of a batch can also draw tokens: whether it runs compiled."""
@@ -159,7 +154,7 @@ class CausalLM:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether passes run compiled: all but those of long prompts."""
+        """Whether passes run compiled."""
         return self._compiled is not None
 
     def compile(self) -> None:
@@ -168,21 +163,23 @@ class CausalLM:
         Raises:
             CompileError: this model cannot be compiled here, or would compute something else.
         """
+        if (reason := self._reason_not_to_compile()) is not None:
+            raise CompileError(reason)
+        compilation.compile_once(compilation.kernels_path(), compilation.compile_kernels)
         kv, step = self.kv_tensors(16, 16), self._step
         with torch.inference_mode():
             compilation.compile_once(self._package, lambda to: compilation.compile_step(step, *example(kv), to))
         compilation.compile_once(compilation.noise_path(), compilation.compile_noise)
-        compilation.compile_once(compilation.kernels_path(), compilation.compile_kernels)
         self._adopt()
 
     def use_compiled(self) -> bool:
-        """Run short rows compiled if they were compiled before; return whether they do."""
+        """Run compiled if that was done before; return whether passes do."""
         if self._reason_not_to_compile() is None and self._was_compiled():
             self._try_to_adopt()
         return self.is_compiled
 
     def _compile_in_background(self, config: ModelConfig) -> None:
-        """Run short rows compiled, now if that was done before, else as soon as a process of its own has done it."""
+        """Run compiled, now if that was done before, else as soon as a process of its own has done it."""
         if (reason := self._reason_not_to_compile()) is not None:
             logger.info("%s runs eagerly: %s", config.path, reason)
             return

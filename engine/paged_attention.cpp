@@ -1,7 +1,7 @@
 // Attention of short rows over keys and values in blocks, read where they lie; see paged_attention.py.
 //
-// What a token gets does not depend on the rows beside its own, on how many tokens its row has or on how wide the table
-// of blocks is: every sum runs over the row's own places in order, and a place that is not seen adds zero.
+// What a token gets does not depend on the rows beside its own, on how many tokens its row has, on how wide the table of
+// blocks is or on what lies between the places it sees: every sum runs over places in order, and one not seen adds zero.
 
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
@@ -9,6 +9,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
+#include <exception>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -25,6 +26,8 @@ constexpr int64_t kTile = 4;
 // Products of a thread that are worth waking it.
 constexpr int64_t kShare = 1 << 21;
 constexpr float kUnseen = -std::numeric_limits<float>::infinity();
+// Weights below e to this are zero: their inverse is no float32, and some CPUs would compute all lanes in another way.
+constexpr float kLeast = -87.0f;
 
 struct Sizes {
   int64_t rows, length, heads, kv_heads, dim, block, width;
@@ -53,7 +56,6 @@ struct Query {
   const float* mask;
   float* output;
   float* scores;
-  float share;
 };
 
 // Call `run` with the first query of each tile and its size, which the compiler knows.
@@ -73,16 +75,15 @@ void in_tiles(std::vector<Query>& queries, const Run& run) {
 
 // Scores of `count` keys from `place` on, which come transposed, [dim][lanes]. Two sums, so that they need not wait.
 template <int N>
-void score(const Query* queries, const float* keys, int64_t dim, float scale, int64_t place, int64_t count) {
+void score(const Query* queries, const Vec* keys, int64_t dim, float scale, int64_t place, int64_t count) {
   Vec even[N], odd[N];
   for (int n = 0; n < N; ++n) {
     even[n] = odd[n] = Vec(0.0f);
   }
   for (int64_t d = 0; d < dim; d += 2) {
-    const Vec first = Vec::loadu(keys + d * kLanes), second = Vec::loadu(keys + (d + 1) * kLanes);
     for (int n = 0; n < N; ++n) {
-      even[n] = at::vec::fmadd(Vec(queries[n].query[d]), first, even[n]);
-      odd[n] = at::vec::fmadd(Vec(queries[n].query[d + 1]), second, odd[n]);
+      even[n] = at::vec::fmadd(Vec(queries[n].query[d]), keys[d], even[n]);
+      odd[n] = at::vec::fmadd(Vec(queries[n].query[d + 1]), keys[d + 1], odd[n]);
     }
   }
   for (int n = 0; n < N; ++n) {
@@ -91,34 +92,32 @@ void score(const Query* queries, const float* keys, int64_t dim, float scale, in
   }
 }
 
-// Turn scores to weights, and find one over their sum; nothing seen is zeros.
-void soften(Query& query, int64_t places) {
+// Turn scores to weights; nothing seen is zeros.
+void soften(float* scores, int64_t places) {
   Vec highest(kUnseen);
   for (int64_t i = 0; i < places; i += kLanes) {
     const int64_t count = std::min(kLanes, places - i);
-    highest = at::vec::maximum(highest, Vec::set(Vec(kUnseen), Vec::loadu(query.scores + i, count), count));
+    highest = at::vec::maximum(highest, Vec::set(Vec(kUnseen), Vec::loadu(scores + i, count), count));
   }
   const float top = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::maximum(a, b); }, highest);
   if (top == kUnseen) {
-    std::fill(query.scores, query.scores + places, 0.0f);
-    query.share = 0.0f;
+    std::fill(scores, scores + places, 0.0f);
     return;
   }
-  Vec sum(0.0f);
   for (int64_t i = 0; i < places; i += kLanes) {
     const int64_t count = std::min(kLanes, places - i);
-    const Vec weights = (Vec::loadu(query.scores + i, count) - Vec(top)).exp_u20();
-    weights.store(query.scores + i, count);
-    sum = sum + Vec::set(Vec(0.0f), weights, count);
+    const Vec below = Vec::loadu(scores + i, count) - Vec(top), least(kLeast);
+    const Vec weights = at::vec::maximum(below, least).exp_u20();
+    Vec::blendv(Vec(0.0f), weights, below > least).store(scores + i, count);
   }
-  query.share = 1.0f / at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, sum);
 }
 
 // Outputs of D vectors of dimensions from `at` on.
 template <int N, int D>
 void mix(const Query* queries, const Seen& seen, int64_t at) {
-  Vec sums[N][D];
+  Vec sums[N][D], totals[N];
   for (int n = 0; n < N; ++n) {
+    totals[n] = Vec(0.0f);
     for (int d = 0; d < D; ++d) {
       sums[n][d] = Vec(0.0f);
     }
@@ -132,6 +131,7 @@ void mix(const Query* queries, const Seen& seen, int64_t at) {
       }
       for (int n = 0; n < N; ++n) {
         const Vec weight(queries[n].scores[place]);
+        totals[n] = totals[n] + weight;
         for (int d = 0; d < D; ++d) {
           sums[n][d] = at::vec::fmadd(weight, parts[d], sums[n][d]);
         }
@@ -139,31 +139,44 @@ void mix(const Query* queries, const Seen& seen, int64_t at) {
     }
   }
   for (int n = 0; n < N; ++n) {
+    // The highest weight is 1, so the total is less only where nothing is seen, and then all is zero.
+    const Vec total = at::vec::maximum(totals[n], Vec(1.0f));
     for (int d = 0; d < D; ++d) {
-      (sums[n][d] * Vec(queries[n].share)).store(queries[n].output + at + d * kLanes);
+      (sums[n][d] / total).store(queries[n].output + at + d * kLanes);
     }
   }
 }
 
+// Transpose `count` keys to [dim][lanes].
+void transpose(const float* keys, int64_t stride, int64_t count, int64_t dim, float* output) {
+  if (count < kLanes) {
+    return at::vec::transpose_mxn<float>(keys, stride, output, kLanes, count, dim);
+  }
+  for (int64_t d = 0; d < dim; d += kLanes) {
+    at::vec::transpose_mxn<float, kLanes, kLanes>(keys + d, stride, output + d * kLanes, kLanes);
+  }
+}
+
 void attend(std::vector<Query>& queries, const Seen& seen, float scale) {
-  static thread_local std::vector<float> scores, keys;
+  static thread_local std::vector<float> scores;
+  static thread_local std::vector<Vec> keys;
   scores.resize(std::max<size_t>(scores.size(), queries.size() * seen.places()));
-  keys.resize(std::max<size_t>(keys.size(), seen.dim * kLanes));
+  keys.resize(std::max<size_t>(keys.size(), seen.dim));
   for (size_t i = 0; i < queries.size(); ++i) {
-    queries[i].scores = &scores[i * seen.places()];
+    queries[i].scores = scores.data() + i * seen.places();
   }
   for (int64_t index = 0; index < seen.num_blocks; ++index) {
     for (int64_t j = 0; j < seen.block; j += kLanes) {
       const int64_t count = std::min(kLanes, seen.block - j);
       const float* part = seen.key(index) + j * seen.stride;
-      at::vec::transpose_mxn<float>(part, seen.stride, keys.data(), kLanes, count, seen.dim);
+      transpose(part, seen.stride, count, seen.dim, reinterpret_cast<float*>(keys.data()));
       in_tiles(queries, [&](auto size, const Query* tile) {
         score<size>(tile, keys.data(), seen.dim, scale, index * seen.block + j, count);
       });
     }
   }
   for (Query& query : queries) {
-    soften(query, seen.places());
+    soften(query.scores, seen.places());
   }
   in_tiles(queries, [&](auto size, const Query* tile) {
     int64_t at = 0;
@@ -176,63 +189,55 @@ void attend(std::vector<Query>& queries, const Seen& seen, float scale) {
   });
 }
 
-// How many blocks reach to the last place that any of a row's tokens sees.
-int64_t count_blocks(const float* mask, const Sizes& sizes) {
-  const int64_t context = sizes.width * sizes.block;
-  int64_t seen = 0;
-  for (int64_t token = 0; token < sizes.length; ++token) {
-    int64_t last = context;
-    while (last > seen && mask[token * context + last - 1] == kUnseen) {
-      --last;
-    }
-    seen = last;
-  }
-  return (seen + sizes.block - 1) / sizes.block;
-}
-
 struct Tensors {
   const float* query;
   const int64_t* query_strides;
   const float* keys;
   const float* values;
   const int64_t* blocks;
+  const int64_t* ends;
   const float* mask;
   float* output;
 };
 
-void attend_all(const Tensors& tensors, const Sizes& sizes, float scale) {
+// Some queries of one row that share a head of keys and values, `first` of copies * length and those after it.
+void attend_some(const Tensors& tensors, const Sizes& sizes, float scale, int64_t row, int64_t kv_head, int64_t first) {
+  static thread_local std::vector<Query> queries;
+  queries.clear();
   const int64_t copies = sizes.heads / sizes.kv_heads, context = sizes.width * sizes.block;
-  const int64_t products = 2 * sizes.rows * sizes.length * sizes.heads * sizes.dim * context;
-  const int threads = std::clamp<int64_t>(products / kShare, 1, at::get_num_threads());
-#pragma omp parallel for collapse(2) num_threads(threads) if (threads > 1)
-  for (int64_t row = 0; row < sizes.rows; ++row) {
-    for (int64_t kv_head = 0; kv_head < sizes.kv_heads; ++kv_head) {
-      static thread_local std::vector<Query> queries;
-      const float* mask = tensors.mask + row * sizes.length * context;
-      const Seen seen{
-          tensors.keys + kv_head * sizes.dim,
-          tensors.values + kv_head * sizes.dim,
-          tensors.blocks + row * sizes.width,
-          count_blocks(mask, sizes),
-          sizes.block,
-          sizes.kv_heads * sizes.dim,
-          sizes.dim,
-      };
-      const int64_t count = copies * sizes.length;
-      for (int64_t first = 0; first < count; first += kQueries) {
-        queries.clear();
-        for (int64_t i = first; i < std::min(first + kQueries, count); ++i) {
-          const int64_t token = row * sizes.length + i / copies, head = kv_head * copies + i % copies;
-          queries.push_back({
-              tensors.query + token * tensors.query_strides[0] + head * tensors.query_strides[1],
-              mask + i / copies * context,
-              tensors.output + (token * sizes.heads + head) * sizes.dim,
-          });
-        }
-        attend(queries, seen, scale);
-      }
-    }
+  int64_t end = 0;
+  for (int64_t i = first; i < std::min(first + kQueries, copies * sizes.length); ++i) {
+    const int64_t token = row * sizes.length + i / copies, head = kv_head * copies + i % copies;
+    end = std::max(end, tensors.ends[token]);
+    queries.push_back({
+        tensors.query + token * tensors.query_strides[0] + head * tensors.query_strides[1],
+        tensors.mask + token * context,
+        tensors.output + (token * sizes.heads + head) * sizes.dim,
+    });
   }
+  const Seen seen{
+      tensors.keys + kv_head * sizes.dim,
+      tensors.values + kv_head * sizes.dim,
+      tensors.blocks + row * sizes.width,
+      std::min((end + sizes.block - 1) / sizes.block, sizes.width),
+      sizes.block,
+      sizes.kv_heads * sizes.dim,
+      sizes.dim,
+  };
+  attend(queries, seen, scale);
+}
+
+void attend_all(const Tensors& tensors, const Sizes& sizes, float scale) {
+  const int64_t chunks = (sizes.heads / sizes.kv_heads * sizes.length + kQueries - 1) / kQueries;
+  const int64_t count = sizes.rows * sizes.kv_heads * chunks;
+  const int64_t products = 2 * sizes.rows * sizes.length * sizes.heads * sizes.dim * sizes.width * sizes.block;
+  const int64_t grain = std::max<int64_t>(1, kShare * count / std::max<int64_t>(1, products));
+  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t head = i / chunks;
+      attend_some(tensors, sizes, scale, head / sizes.kv_heads, head % sizes.kv_heads, i % chunks * kQueries);
+    }
+  });
 }
 
 template <typename T>
@@ -261,6 +266,7 @@ extern "C" AOTITorchError aoti_torch_cpu_paged_attention(
     AtenTensorHandle keys,
     AtenTensorHandle values,
     AtenTensorHandle blocks,
+    AtenTensorHandle ends,
     AtenTensorHandle mask,
     double scale,
     AtenTensorHandle* output) {
@@ -278,9 +284,14 @@ extern "C" AOTITorchError aoti_torch_cpu_paged_attention(
       data_of<const float>(keys),
       data_of<const float>(values),
       data_of<const int64_t>(blocks),
+      data_of<const int64_t>(ends),
       data_of<const float>(mask),
       data_of<float>(*output),
   };
-  attend_all(tensors, sizes, static_cast<float>(scale));
+  try {
+    attend_all(tensors, sizes, static_cast<float>(scale));
+  } catch (const std::exception&) {
+    return AOTI_TORCH_FAILURE;
+  }
   return AOTI_TORCH_SUCCESS;
 }

@@ -20,7 +20,7 @@ def suits(head_dim: int, dtype: torch.dtype) -> bool:
 
 
 def attend_to_blocks(
-    query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, mask: Tensor, scaling: float | None
+    query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, ends: Tensor, mask: Tensor, scaling: float | None
 ) -> Tensor:
     """Attend to keys and values in blocks.
 
@@ -28,6 +28,7 @@ def attend_to_blocks(
         query: [tokens, heads, head_dim], tokens of rows of the same length.
         keys, values: [num_blocks, block_size, kv_heads, head_dim].
         blocks: [rows, width] each row's blocks, in order.
+        ends: [rows, length] the place behind the last that each token sees, or a later one.
         mask: [rows, 1, length, width * block_size], added to the products.
         scaling: what products are multiplied by; None is one over the root of head_dim.
 
@@ -35,14 +36,14 @@ def attend_to_blocks(
         [tokens, heads, head_dim].
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output: Tensor = torch.ops.paceline.paged_attention(query, keys, values, blocks, mask, scale)
+    output: Tensor = torch.ops.paceline.paged_attention(query, keys, values, blocks, ends, mask, scale)
     return output
 
 
 def _gather_and_attend(
-    query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, mask: Tensor, scale: float
+    query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, ends: Tensor, mask: Tensor, scale: float
 ) -> Tensor:
-    """Compute the same with torch's own operators."""
+    """Compute the same with torch's own operators; what `ends` tells, the mask does too."""
     rows, _, length, _ = mask.shape
     mask = mask.repeat(1, 1, query.shape[1] // keys.shape[2], 1)
     return attend(rows, length, query.transpose(0, 1), keys[blocks], values[blocks], mask, scale)
@@ -72,5 +73,8 @@ def attend(
     return output.reshape(rows * length, heads, head_dim)
 
 
-SCHEMA = "paged_attention(Tensor query, Tensor keys, Tensor values, Tensor blocks, Tensor mask, float scale) -> Tensor"
+SCHEMA = (
+    "paged_attention"
+    "(Tensor query, Tensor keys, Tensor values, Tensor blocks, Tensor ends, Tensor mask, float scale) -> Tensor"
+)
 kernels.define(SCHEMA, _gather_and_attend, lambda query, *_: query.new_empty(query.shape))

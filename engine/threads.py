@@ -85,7 +85,7 @@ def _measure(model: CausalLM, counts: Sequence[int], rows: int, length: int) -> 
     They take turns, since other processes start at the same time. The first pass of a turn is not counted: threads end
     when their number falls, and are made anew when it rises.
     """
-    # A row that starts a prompt is computed in another way than one that goes on.
+    # Computed eagerly, a row that starts a prompt is computed in another way than one that goes on.
     start = 0 if length > MAX_GROUPED_LENGTH else _BLOCK_SIZE
     blocks = -(-(start + length) // _BLOCK_SIZE)
     kv = model.kv_tensors(1 + rows * blocks, _BLOCK_SIZE)

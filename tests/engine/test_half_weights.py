@@ -1,12 +1,13 @@
 """Layers with half weights compute what the float32 layers do, and are only made where nothing is rounded."""
 
 import weakref
+import zipfile
 
 import pytest
 import torch
 from torch import nn
 
-from engine import compilation, kernels
+from engine import compilation, half_weights, kernels
 from engine.half_weights import HalfLinear, TracedHalfLinear, is_available, use_half_weights, with_half_weights
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="this torch has no FBGEMM")
@@ -125,14 +126,18 @@ def test_a_package_computes_with_the_weights_that_it_is_given(tmp_path):
     generator = torch.Generator().manual_seed(5)
 
     def make():
-        weights = [torch.randn(shape, generator=generator).bfloat16().float() for shape in ((24, 24), (24, 24))]
-        return with_half_weights(nn.Sequential(*(linear(weight, weight[0]) for weight in weights)))
+        weights = [torch.randn(shape, generator=generator).bfloat16().float() for shape in ((300, 24), (24, 300))]
+        return with_half_weights(nn.Sequential(*(linear(weight, weight[:, 0]) for weight in weights)))
 
     compilation.compile_kernels(tmp_path / "kernels.so")
     kernels.load(tmp_path / "kernels.so")
     first, second = make(), make()
     any_rows = ({0: torch.export.Dim.AUTO},)
     compilation._compile(first, (torch.randn(5, 24),), any_rows, tmp_path / "package.pt2")
+    with zipfile.ZipFile(tmp_path / "package.pt2") as package:
+        sources = [package.read(name).decode() for name in package.namelist() if name.endswith(".wrapper.cpp")]
+    assert kernels.symbol(half_weights.SCHEMA) + "(" in sources[0]
+    assert "wrapped_fbgemm" not in sources[0]
     for module in (first, second):
         loader = torch._C._aoti.AOTIModelPackageLoader(str(tmp_path / "package.pt2"), "model", False, 1, -1)
         tensors = dict(module.named_buffers())
@@ -142,6 +147,8 @@ def test_a_package_computes_with_the_weights_that_it_is_given(tmp_path):
             found = loader.boxed_run([x])[0]
             assert torch.allclose(found, module(x), atol=1e-5)
             # A row does not depend on the rows beside it, nor on how many threads share its products.
-            torch.set_num_threads(2)
-            assert torch.equal(loader.boxed_run([x[:1]])[0], found[:1])
-            torch.set_num_threads(1)
+            try:
+                torch.set_num_threads(2)
+                assert torch.equal(loader.boxed_run([x[:1]])[0], found[:1])
+            finally:
+                torch.set_num_threads(1)

@@ -17,12 +17,13 @@ def kernel(tmp_path_factory):
     path = tmp_path_factory.mktemp("library") / "attention.so"
     compilation.compile_kernels(path)
     function = getattr(ctypes.CDLL(str(path)), kernels.symbol(paged_attention.SCHEMA))
-    function.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_double, ctypes.c_void_p]
+    function.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_double, ctypes.c_void_p]
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
-    def call(*tensors, scale):
-        capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(list(tensors))
+    def call(query, keys, values, blocks, mask, *, scale):
+        tensors = [query, keys, values, blocks, ends_of(mask), mask]
+        capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)
         output = ctypes.c_void_p()
         assert function(*(pointer_of(capsule, None) for capsule in capsules), scale, ctypes.byref(output)) == 0
         return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(new_capsule(output, None, None))
@@ -30,6 +31,11 @@ def kernel(tmp_path_factory):
     new_capsule = ctypes.pythonapi.PyCapsule_New
     new_capsule.restype, new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
     return call
+
+
+def ends_of(mask):
+    """Return the place behind the last that each token sees."""
+    return ((mask[:, 0] == 0) * torch.arange(1, mask.shape[-1] + 1)).amax(-1)
 
 
 def example(rows, length, width, *, heads=6, kv_heads=2, dim=32, size=16, seed=0):
@@ -42,6 +48,11 @@ def example(rows, length, width, *, heads=6, kv_heads=2, dim=32, size=16, seed=0
     places = torch.arange(width * size)
     seen = (places < last) & ((places < 2) | (torch.rand(rows, 1, length, width * size, generator=generator) < 0.9))
     return query, keys, values, blocks, torch.where(seen | (places == 0), 0.0, -INF)
+
+
+def by_torch(tensors, scale):
+    *cache, mask = tensors
+    return torch.ops.paceline.paged_attention(*cache, ends_of(mask), mask, scale)
 
 
 SHAPES = [
@@ -61,7 +72,7 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_computes_what_torch_does(kernel, shape):
     tensors = example(**shape)
-    expected = torch.ops.paceline.paged_attention(*tensors, 0.3)
+    expected = by_torch(tensors, 0.3)
     assert (kernel(*tensors, scale=0.3) - expected).abs().max() < 1e-5
 
 
@@ -69,7 +80,7 @@ def test_it_computes_what_torch_does(kernel, shape):
 def test_scores_far_below_zero_are_softened_as_any(kernel, size):
     query, keys, values, blocks, mask = example(2, 3, 3, size=size)
     tensors = (-query.abs() - 9, keys.abs() + 1, values, blocks, mask)
-    expected = torch.ops.paceline.paged_attention(*tensors, 1.0)
+    expected = by_torch(tensors, 1.0)
     assert (kernel(*tensors, scale=1.0) - expected).abs().max() < 1e-3
 
 
@@ -105,6 +116,26 @@ def test_a_token_gets_the_same_bits_in_a_draft_of_any_length(kernel):
     for length in (1, 2, 3, 4, 5, 7, 33):
         some = kernel(query[:length], keys, values, blocks, mask[:, :, :length].contiguous(), scale=0.2)
         assert torch.equal(some, together[:length])
+
+
+@pytest.mark.parametrize("gap", [1, 5, 16, 23])
+def test_what_lies_between_the_places_seen_changes_no_bit(kernel, gap):
+    """A token of a drafted tree has others before it, which it does not see; in a chain it has not."""
+    query, keys, values, blocks, mask = example(1, 1, 9)
+    places = torch.arange(9 * 16)
+    later = (places >= 40) & (places < 60)
+    moved = torch.where(later, places + gap, places)
+    caches = []
+    for own in (keys, values):
+        chain = own.clone()
+        chain[blocks] = own[blocks].flatten(0, 2)[moved].view(1, 9, *own.shape[1:])
+        caches.append(chain)
+    seen = torch.full_like(mask, -INF)
+    seen[..., :60] = 0.0
+    mask[...] = -INF
+    mask[..., moved[:60]] = 0.0
+    expected = kernel(query, *caches, blocks, seen, scale=0.2)
+    assert torch.equal(kernel(query, keys, values, blocks, mask, scale=0.2), expected)
 
 
 def test_a_wider_table_changes_no_bit(kernel):

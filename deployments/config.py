@@ -118,7 +118,7 @@ class AppConfig(BaseModel):
     device: Device = "auto"
     """Where both models run; auto is cuda where there is one."""
     compile: Compile = "auto"
-    """auto: on a CPU, decode steps run compiled as soon as a process in the background has done so; off: never."""
+    """auto: on a CPU, passes run compiled as soon as a process in the background has done so; off: never."""
     num_threads: Annotated[int | None, OrNone] = Field(None, ge=1)
     """CPU threads of one model's forward pass; none tries what is fastest, up to the cores that it has."""
     target_revision: Annotated[str | None, OrNone] = None

@@ -27,7 +27,7 @@ class ModelConfig:
     revision: str | None = None
     """A hub revision to pin."""
     compile: Compile = "off"
-    """auto: decode steps run compiled where that pays, as soon as a process in the background has compiled them."""
+    """auto: passes run compiled where that pays, as soon as a process in the background has compiled them."""
     num_threads: int | None = None
     """CPU threads of a forward pass; None leaves torch's own choice, or a worker's, which tries some."""
     pinned: bool = False

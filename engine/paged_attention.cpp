@@ -19,14 +19,14 @@ namespace {
 using Vec = at::vec::Vectorized<float>;
 
 constexpr int64_t kLanes = Vec::size();
-// Queries that share one reading of the keys: their scores stay in the cache.
+// Queries that share one reading of the keys, and keep their scores meanwhile.
 constexpr int64_t kQueries = 32;
 // Queries that share one loading of keys or values to registers.
 constexpr int64_t kTile = 4;
 // Products of a thread that are worth waking it.
 constexpr int64_t kShare = 1 << 21;
 constexpr float kUnseen = -std::numeric_limits<float>::infinity();
-// Weights below e to this are zero: their inverse is no float32, and some CPUs would compute all lanes in another way.
+// Weights below e to this are zero: beyond it exp_u20 computes all lanes in another way on some CPUs.
 constexpr float kLeast = -87.0f;
 
 struct Sizes {
@@ -104,10 +104,15 @@ void soften(float* scores, int64_t places) {
     std::fill(scores, scores + places, 0.0f);
     return;
   }
+  if (!(top < -kUnseen)) {
+    // Nan and infinity stay visible.
+    std::fill(scores, scores + places, std::numeric_limits<float>::quiet_NaN());
+    return;
+  }
   for (int64_t i = 0; i < places; i += kLanes) {
     const int64_t count = std::min(kLanes, places - i);
     const Vec below = Vec::loadu(scores + i, count) - Vec(top), least(kLeast);
-    const Vec weights = at::vec::maximum(below, least).exp_u20();
+    const Vec weights = at::vec::clamp(below, least, Vec(0.0f)).exp_u20();
     Vec::blendv(Vec(0.0f), weights, below > least).store(scores + i, count);
   }
 }

@@ -159,13 +159,23 @@ def test_what_is_not_seen_does_not_count(kernel):
 
 
 def test_a_token_that_sees_nothing_gets_zeros(kernel):
-    """Padding of a row that is shorter than others; nobody reads it, but nan would spread."""
+    """Nobody reads it, but nan would spread."""
     query, keys, values, blocks, mask = example(2, 3, 5)
     expected = kernel(query, keys, values, blocks, mask, scale=0.2)
     mask[1, :, 2] = -INF
     found = kernel(query, keys, values, blocks, mask, scale=0.2)
     assert torch.equal(found[:5], expected[:5])
     assert not found[5].any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), INF])
+def test_what_is_not_finite_stays_visible(kernel, value):
+    query, keys, values, blocks, mask = example(2, 3, 5)
+    query[4, 1, 7] = value
+    found = kernel(query, keys, values, blocks, mask, scale=0.2)
+    assert found[4, 1].isnan().all()
+    found[4, 1] = 0.0
+    assert found.isfinite().all()
 
 
 @pytest.mark.parametrize(("dim", "dtype"), [(40, torch.float32), (32, torch.bfloat16)])

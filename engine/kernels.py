@@ -17,7 +17,6 @@ from torch import Tensor
 SOURCES = [Path(__file__).with_name(name) for name in ("half_linear.cpp", "paged_attention.cpp")]
 _C_TYPES = {"Tensor": "AtenTensorHandle", "int": "int64_t", "float": "double"}
 _library = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-call]
-_loaded: set[Path] = set()
 
 
 def define(schema: str, compute: Callable[..., Tensor], shape: Callable[..., Tensor]) -> None:
@@ -73,6 +72,4 @@ def load(path: Path) -> None:
     Raises:
         OSError: there is no such library.
     """
-    if path not in _loaded:
-        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-        _loaded.add(path)
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

@@ -6,10 +6,10 @@
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/inductor/aoti_torch/utils.h>
 
 #include <algorithm>
-#include <exception>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -245,25 +245,6 @@ void attend_all(const Tensors& tensors, const Sizes& sizes, float scale) {
   });
 }
 
-template <typename T>
-T* data_of(AtenTensorHandle tensor) {
-  void* data = nullptr;
-  aoti_torch_get_data_ptr(tensor, &data);
-  return static_cast<T*>(data);
-}
-
-const int64_t* sizes_of(AtenTensorHandle tensor) {
-  int64_t* sizes = nullptr;
-  aoti_torch_get_sizes(tensor, &sizes);
-  return sizes;
-}
-
-const int64_t* strides_of(AtenTensorHandle tensor) {
-  int64_t* strides = nullptr;
-  aoti_torch_get_strides(tensor, &strides);
-  return strides;
-}
-
 }  // namespace
 
 extern "C" AOTITorchError aoti_torch_cpu_paged_attention(
@@ -275,28 +256,32 @@ extern "C" AOTITorchError aoti_torch_cpu_paged_attention(
     AtenTensorHandle mask,
     double scale,
     AtenTensorHandle* output) {
-  const int64_t *tokens = sizes_of(query), *cache = sizes_of(keys), *table = sizes_of(blocks);
-  const Sizes sizes{table[0], tokens[0] / table[0], tokens[1], cache[2], cache[3], cache[1], table[1]};
-  const int64_t strides[] = {sizes.heads * sizes.dim, sizes.dim, 1};
-  const auto dtype = aoti_torch_dtype_float32();
-  const auto error = aoti_torch_empty_strided(3, tokens, strides, dtype, aoti_torch_device_type_cpu(), 0, output);
-  if (error != AOTI_TORCH_SUCCESS) {
-    return error;
-  }
-  const Tensors tensors{
-      data_of<const float>(query),
-      strides_of(query),
-      data_of<const float>(keys),
-      data_of<const float>(values),
-      data_of<const int64_t>(blocks),
-      data_of<const int64_t>(ends),
-      data_of<const float>(mask),
-      data_of<float>(*output),
-  };
-  try {
+  using namespace torch::aot_inductor;
+  AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
+    const at::Tensor& queries = *tensor_handle_to_tensor_pointer(query);
+    const at::Tensor& cache = *tensor_handle_to_tensor_pointer(keys);
+    const at::Tensor& table = *tensor_handle_to_tensor_pointer(blocks);
+    at::Tensor found = at::empty(queries.sizes(), queries.options());
+    const Sizes sizes{
+        table.size(0),
+        queries.size(0) / table.size(0),
+        queries.size(1),
+        cache.size(2),
+        cache.size(3),
+        cache.size(1),
+        table.size(1),
+    };
+    const Tensors tensors{
+        queries.const_data_ptr<float>(),
+        queries.strides().data(),
+        cache.const_data_ptr<float>(),
+        tensor_handle_to_tensor_pointer(values)->const_data_ptr<float>(),
+        table.const_data_ptr<int64_t>(),
+        tensor_handle_to_tensor_pointer(ends)->const_data_ptr<int64_t>(),
+        tensor_handle_to_tensor_pointer(mask)->const_data_ptr<float>(),
+        found.mutable_data_ptr<float>(),
+    };
     attend_all(tensors, sizes, static_cast<float>(scale));
-  } catch (const std::exception&) {
-    return AOTI_TORCH_FAILURE;
-  }
-  return AOTI_TORCH_SUCCESS;
+    *output = new_tensor_handle(std::move(found));
+  });
 }

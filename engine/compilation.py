@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from engine import attention, compiled, fusion, half_weights, kernels, noise, paged_attention
 from engine.batch import ForwardBatch
@@ -123,6 +124,19 @@ def compile_kernels(path: Path) -> None:
         kernels.build(path)
 
 
+def load_kernels() -> None:
+    """Load the library that packages call, which takes ten seconds longer where it was not built before.
+
+    Raises:
+        CompileError: it cannot be built.
+        OSError: it cannot be loaded.
+    """
+    if not has_compiler():
+        raise CompileError("there is no C++ compiler")
+    compile_once(kernels_path(), compile_kernels)
+    kernels.load(kernels_path())
+
+
 @contextlib.contextmanager
 def _as_compile_errors() -> Iterator[None]:
     try:
@@ -151,7 +165,7 @@ def _check_symbolic(program: torch.export.ExportedProgram, shapes: tuple[Any, ..
     names = set(program.graph_signature.user_inputs)
     inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
     for node, dims in zip(inputs, wanted, strict=True):
-        fixed = [dim for dim in dims if isinstance(node.meta["val"].shape[dim], int)]
+        fixed = [dim for dim in dims if is_concrete_int(node.meta["val"].shape[dim])]
         if fixed:
             raise CompileError(f"dimension {fixed[0]} of {node.name} is not symbolic")
 

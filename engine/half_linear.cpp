@@ -1,19 +1,216 @@
-// Products of float32 rows and packed float16 weights: FBGEMM's, in as many threads as torch has, without what torch's own
-// operator for packages does besides; see half_weights.py.
+// Products of float32 rows and 16-bit weights in panels; see half_weights.py.
+//
+// An output is a sum over the inputs in order, so it does not depend on the rows beside its own or on threads. Weights
+// come from memory once for a few rows, and are fetched ahead: what a CPU fetches by itself is little more than half of
+// what its memory gives.
 
-#include <ATen/native/quantized/PackedParams.h>
+#include <ATen/Parallel.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/inductor/aoti_torch/utils.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace {
+
+using Vec = at::vec::Vectorized<float>;
+
+constexpr int64_t kLanes = Vec::size();
+// Outputs of a panel, which lie side by side for each input, in groups: of a group, outputs so far apart come in pairs.
+constexpr int64_t kPanel = 64;
+constexpr int64_t kGroup = 32;
+constexpr int64_t kApart = kGroup / 2;
+static_assert(kApart % kLanes == 0);
+constexpr int64_t kPairs = 2;
+// Rows that share one loading of weights to registers, of which there are 16 or 32.
+#if defined(CPU_CAPABILITY_AVX2)
+constexpr int64_t kTile = 3;
+#else
+constexpr int64_t kTile = 6;
+#endif
+// Rows from which on it pays to widen weights once for all tiles, so many inputs at a time.
+constexpr int64_t kMany = 3 * kTile + 1;
+constexpr int64_t kDepth = 64;
+// Bytes between what is computed and what is fetched.
+constexpr int64_t kAhead = 4096;
+constexpr int64_t kLine = 64;
+// Products of a thread that are worth waking it.
+constexpr int64_t kShare = 1 << 16;
+
+// Load a group's outputs from `at` on, and those apart from them.
+void load(const float* group, int64_t at, Vec* pair) {
+  pair[0] = Vec::loadu(group + at);
+  pair[1] = Vec::loadu(group + at + kApart);
+}
+
+void load(const at::Half* group, int64_t at, Vec* pair) {
+  at::vec::load_to_float(group + at, pair[0]);
+  at::vec::load_to_float(group + at + kApart, pair[1]);
+}
+
+// Two bfloat16 numbers are the halves of 32 bits, so that widening them takes an instruction each.
+void load(const at::BFloat16* group, int64_t at, Vec* pair) {
+  using Words = at::vec::Vectorized<int32_t>;
+  const Words words = Words::loadu(group + 2 * at);
+  pair[0] = at::vec::cast<float>(words << Words(16));
+  pair[1] = at::vec::cast<float>(words & Words(-65536));
+}
+
+// Where the outputs of a tile's vector are in a panel.
+constexpr int64_t place(int64_t pair, int64_t second) {
+  const int64_t at = pair * kLanes;
+  return at / kApart * kGroup + at % kApart + second * kApart;
+}
+
+// Ask for weights of one input. Those behind the last are the next panel's, or nobody's, which does no harm.
+template <typename T>
+void fetch(const T* weights) {
+  for (int64_t line = 0; line < kPanel * int64_t(sizeof(T)); line += kLine) {
+    __builtin_prefetch(reinterpret_cast<const char*>(weights) + kAhead + line, 0, 2);
+  }
+}
+
+struct Rows {
+  const float* inputs;
+  int64_t stride;
+  float* outputs;
+  int64_t output_stride;
+};
+
+// Add `depth` inputs' products to what R rows have, to nothing at first.
+template <int R, bool Fetch, typename T>
+void add(const Rows& rows, const T* panel, int64_t depth, bool is_first) {
+  for (int64_t pair = 0; pair < kPanel / (2 * kLanes); pair += kPairs) {
+    Vec sums[R][kPairs][2];
+    const auto output = [&](int r, int p, int second) {
+      return rows.outputs + r * rows.output_stride + place(pair + p, second);
+    };
+    for (int r = 0; r < R; ++r) {
+      for (int p = 0; p < kPairs; ++p) {
+        for (int second = 0; second < 2; ++second) {
+          sums[r][p][second] = is_first ? Vec(0.0f) : Vec::loadu(output(r, p, second));
+        }
+      }
+    }
+    for (int64_t i = 0; i < depth; ++i) {
+      const T* weights = panel + i * kPanel;
+      if (Fetch && pair == 0) {
+        fetch(weights);
+      }
+      Vec wide[kPairs][2];
+      for (int p = 0; p < kPairs; ++p) {
+        load(weights + place(pair + p, 0) / kGroup * kGroup, (pair + p) * kLanes % kApart, wide[p]);
+      }
+      for (int r = 0; r < R; ++r) {
+        const Vec input(rows.inputs[r * rows.stride + i]);
+        for (int p = 0; p < kPairs; ++p) {
+          for (int second = 0; second < 2; ++second) {
+            sums[r][p][second] = at::vec::fmadd(input, wide[p][second], sums[r][p][second]);
+          }
+        }
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int p = 0; p < kPairs; ++p) {
+        for (int second = 0; second < 2; ++second) {
+          sums[r][p][second].store(output(r, p, second));
+        }
+      }
+    }
+  }
+}
+
+template <int R, typename... Arguments>
+void add_tile(int64_t count, bool fetches, const Arguments&... arguments) {
+  if constexpr (R > 1) {
+    if (count < R) {
+      return add_tile<R - 1>(count, fetches, arguments...);
+    }
+  }
+  fetches ? add<R, true>(arguments...) : add<R, false>(arguments...);
+}
+
+// Add `depth` inputs' products to all rows, tile by tile; tiles are of one size or differ by one.
+template <typename T>
+void add_all(const Rows& rows, int64_t count, const T* panel, int64_t depth, bool is_first, bool fetches) {
+  const int64_t tiles = (count + kTile - 1) / kTile;
+  for (int64_t tile = 0; tile < tiles; ++tile) {
+    const int64_t begin = count * tile / tiles, end = count * (tile + 1) / tiles;
+    const Rows part{
+        rows.inputs + begin * rows.stride, rows.stride, rows.outputs + begin * rows.output_stride, rows.output_stride};
+    add_tile<kTile>(end - begin, fetches && tile == 0, part, panel, depth, is_first);
+  }
+}
+
+template <typename T>
+void widen(const T* panel, int64_t depth, float* wide) {
+  for (int64_t i = 0; i < depth * kPanel; i += kPanel) {
+    fetch(panel + i);
+    for (int64_t pair = 0; pair < kPanel / (2 * kLanes); ++pair) {
+      const int64_t group = place(pair, 0) / kGroup * kGroup, at = pair * kLanes % kApart;
+      Vec parts[2];
+      load(panel + i + group, at, parts);
+      parts[0].store(wide + i + group + at);
+      parts[1].store(wide + i + group + at + kApart);
+    }
+  }
+}
+
+template <typename T>
+void multiply_panel(const Rows& rows, int64_t count, const T* panel, int64_t depth) {
+  if (count < kMany) {
+    return add_all(rows, count, panel, depth, true, true);
+  }
+  alignas(kLine) float wide[kDepth * kPanel];
+  for (int64_t first = 0; first < depth; first += kDepth) {
+    const int64_t some = std::min(kDepth, depth - first);
+    widen(panel + first * kPanel, some, wide);
+    const Rows part{rows.inputs + first, rows.stride, rows.outputs, rows.output_stride};
+    add_all(part, count, static_cast<const float*>(wide), some, first == 0, false);
+  }
+}
+
+template <typename T>
+void multiply(const at::Tensor& rows, const at::Tensor& panels, at::Tensor& outputs) {
+  const int64_t count = rows.size(0), depth = rows.size(1), width = outputs.size(1);
+  const float* inputs = rows.const_data_ptr<float>();
+  const T* weights = panels.const_data_ptr<T>();
+  float* found = outputs.mutable_data_ptr<float>();
+  const int64_t grain = std::max<int64_t>(1, kShare / std::max<int64_t>(1, depth * kPanel * count));
+  at::parallel_for(0, width / kPanel, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      multiply_panel({inputs, depth, found + i * kPanel, width}, count, weights + i * depth * kPanel, depth);
+    }
+  });
+}
+
+at::Tensor half_linear(const at::Tensor& rows, const at::Tensor& panels) {
+  const at::Tensor whole = rows.contiguous();
+  at::Tensor outputs = at::empty({whole.size(0), panels.size(0) * kPanel}, whole.options());
+  if (panels.scalar_type() == at::kBFloat16) {
+    multiply<at::BFloat16>(whole, panels, outputs);
+  } else {
+    multiply<at::Half>(whole, panels, outputs);
+  }
+  return outputs;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(paceline, CPU, library) {
+  library.impl("half_linear", half_linear);
+}
 
 extern "C" AOTITorchError aoti_torch_cpu_half_linear(
     AtenTensorHandle rows,
-    AtenTensorHandle packed,
-    int64_t /*out_features*/,
+    AtenTensorHandle panels,
     AtenTensorHandle* output) {
   using namespace torch::aot_inductor;
   AOTI_TORCH_CONVERT_EXCEPTION_TO_ERROR_CODE({
-    // The tensor that stands for packed weights holds a pointer to them.
-    void* data = tensor_handle_to_tensor_pointer(packed)->data_ptr();
-    const auto& weights = *static_cast<c10::intrusive_ptr<LinearPackedParamsBase>*>(data);
-    *output = new_tensor_handle(weights->apply_dynamic(*tensor_handle_to_tensor_pointer(rows)));
+    *output = new_tensor_handle(
+        half_linear(*tensor_handle_to_tensor_pointer(rows), *tensor_handle_to_tensor_pointer(panels)));
   });
 }

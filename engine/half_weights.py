@@ -1,134 +1,168 @@
 """Half weights: linear layers computed in float32 whose weights are read as the 16-bit numbers that they are.
 
 A decode step is bound by reading weights. A model that was saved in 16 bits and is served in float32, as on CPUs that
-are no faster in 16 bits, would read twice the bytes it has. FBGEMM multiplies float32 rows by float16 weights, widening
-them on the way; threads share a product by its columns. Nothing is rounded: a layer is only taken if a power of two
-makes every weight a float16 number. And a row's products do not depend on the rows beside it, which rounding in a batch
-usually does.
+are no faster in 16 bits, would read twice the bytes it has. Nothing is rounded: a layer is only taken if all it holds
+are numbers of 16 bits.
+
+The products of `PanelLinear` are C++ of ours: those of libraries (FBGEMM, oneDNN and inductor's template alike) leave
+fetching ahead to the CPU and read weights at two thirds of the speed that memory has. Where ours cannot be built FBGEMM
+multiplies. With either, a row's products do not depend on the rows beside it, which rounding in a batch usually does,
+and threads share a product by its columns.
 """
 
 import copy
 import warnings
 import weakref
+from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine import kernels
 
-_EXPONENT = 15
-"""Weights are scaled until the largest is below 2**15: the largest float16 is 65504, the smallest 2**-24."""
 MIN_LARGE = 2**21
 """Weights of a layer from which on it gains also where passes are not compiled; smaller ones are bound by calls."""
+_PANEL = 64
+"""Outputs of a panel, as in half_linear.cpp."""
+_GROUP = 32
+"""Outputs of a panel that are packed together there."""
+_EXPONENT = 15
+"""FBGEMM's weights are scaled until the largest is below 2**15: the largest float16 is 65504, the smallest 2**-24."""
 
 
 class HalfLinear(nn.Module):
-    """A float32 linear layer with packed float16 weights."""
+    """A float32 linear layer with 16-bit weights."""
 
-    scale: Tensor
     bias: Tensor | None
 
-    def __init__(self, scaled: Tensor, exponent: int, bias: Tensor | None) -> None:
-        """Pack weights.
-
-        Args:
-            scaled: [out, in] the weights times 2**exponent, float32 that are float16 numbers.
-            bias: [out], not scaled.
-        """
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.out_features, self.in_features = scaled.shape
-        self._pack(scaled)
-        self.register_buffer("scale", torch.ldexp(torch.tensor(1.0), torch.tensor(-exponent)), persistent=False)
-        self.register_buffer("bias", bias, persistent=False)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for `x` [..., in]."""
-        products = self._multiply(x.reshape(-1, x.shape[-1])) * self.scale
+        products = self.multiply(x.reshape(-1, self.in_features))
         if self.bias is not None:
             products = products + self.bias
         return products.view(*x.shape[:-1], self.out_features)
 
-    def _pack(self, scaled: Tensor) -> None:
+    @classmethod
+    def take(cls, linear: nn.Linear) -> Self | None:
+        """Return the same layer; None if that would round its weights."""
+        raise NotImplementedError
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Return [n, out] products of [n, in] rows, without the bias."""
+        raise NotImplementedError
+
+
+class PanelLinear(HalfLinear):
+    """One whose weights lie in the order in which `paceline.half_linear` reads them."""
+
+    panels: Tensor
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
+        super().__init__(linear)
+        whole = F.pad(linear.weight.detach().to(dtype), (0, 0, 0, -self.out_features % _PANEL))
+        panels = whole.view(-1, _PANEL, self.in_features).transpose(1, 2).contiguous()
+        self.register_buffer("panels", _in_pairs(panels), persistent=False)
+
+    @classmethod
+    def take(cls, linear: nn.Linear) -> Self | None:
+        """Return the same layer; None unless its weights are all bfloat16 or all float16 numbers."""
+        weight = linear.weight.detach()
+        dtypes = (torch.bfloat16, torch.float16)
+        return next((cls(linear, dtype) for dtype in dtypes if torch.equal(weight.to(dtype).float(), weight)), None)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Return [n, out] products of [n, in] rows, without the bias."""
+        products: Tensor = torch.ops.paceline.half_linear(rows, self.panels)
+        return products[:, : self.out_features]
+
+
+def _in_pairs(panels: Tensor) -> Tensor:
+    """Return [panels, in, _PANEL] weights as the C++ wants them: bfloat16 ones in pairs from the halves of a group."""
+    if panels.dtype != torch.bfloat16:
+        return panels
+    return panels.view(*panels.shape[:2], -1, 2, _GROUP // 2).transpose(3, 4).reshape(panels.shape)
+
+
+def _multiply_panels(rows: Tensor, panels: Tensor) -> Tensor:
+    """Compute what the C++ does with torch's own operators, but for the order of sums."""
+    if panels.dtype == torch.bfloat16:
+        panels = panels.view(*panels.shape[:2], -1, _GROUP // 2, 2).transpose(3, 4).reshape(panels.shape)
+    return (rows @ panels.float()).transpose(0, 1).flatten(1)
+
+
+SCHEMA = "half_linear(Tensor rows, Tensor panels) -> Tensor"
+kernels.define(SCHEMA, _multiply_panels, lambda rows, panels: rows.new_empty(rows.shape[0], panels.shape[0] * _PANEL))
+
+
+class FbgemmLinear(HalfLinear):
+    """One whose weights are float16 numbers times a power of two, for FBGEMM."""
+
+    def __init__(self, linear: nn.Linear, scaled: Tensor, exponent: int) -> None:
+        """Pack weights.
+
+        Args:
+            scaled: [out, in] the weights times 2**exponent, float32 that are float16 numbers.
+        """
+        super().__init__(linear)
         self._packed = torch.ops.quantized.linear_prepack_fp16(scaled, None)
+        self._scale = 2.0**-exponent
 
-    def _multiply(self, rows: Tensor) -> Tensor:
+    @classmethod
+    def take(cls, linear: nn.Linear) -> Self | None:
+        """Return the same layer; None unless a power of two makes all weights float16 numbers."""
+        weight = linear.weight.detach()
+        exponent = _EXPONENT - int(torch.frexp(torch.maximum(-weight.amin(), weight.amax())).exponent)
+        scaled = torch.ldexp(weight, torch.tensor(exponent))
+        return cls(linear, scaled, exponent) if torch.equal(scaled.half().float(), scaled) else None
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """Return [n, out] products of [n, in] rows, without the bias."""
         products: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self._packed)
-        return products
-
-
-class TracedHalfLinear(HalfLinear):
-    """One for packages, which can be given a tensor that stands for packed weights, but not an object."""
-
-    packed: Tensor
-
-    def _pack(self, scaled: Tensor) -> None:
-        packed: Tensor = torch.ops._quantized.wrapped_fbgemm_pack_gemm_matrix_fp16(scaled)
-        self.register_buffer("packed", packed, persistent=False)
-
-    def _multiply(self, rows: Tensor) -> Tensor:
-        products: Tensor = torch.ops.paceline.half_linear(rows, self.packed, self.out_features)
-        return products
-
-
-def _multiply_alone(rows: Tensor, packed: Tensor, out_features: int) -> Tensor:
-    """Compute the same with torch's own operator: in one thread."""
-    nothing = torch.zeros(out_features)
-    products: Tensor = torch.ops._quantized.wrapped_fbgemm_linear_fp16_weight(rows, packed, nothing, out_features)
-    return products
-
-
-SCHEMA = "half_linear(Tensor rows, Tensor packed, int out_features) -> Tensor"
-kernels.define(SCHEMA, _multiply_alone, lambda rows, _, out_features: rows.new_empty(rows.shape[0], out_features))
+        return products * self._scale
 
 
 def with_half_weights(module: nn.Module) -> nn.Module:
     """Return a module that shares all tensors with `module`, with half weights wherever that changes no product."""
     tensors = [*module.parameters(), *module.buffers()]
     shared = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
-    use_half_weights(shared, TracedHalfLinear)
+    use_half_weights(shared, PanelLinear)
     return shared
 
 
-def use_half_weights(module: nn.Module, kind: type[HalfLinear] = HalfLinear, *, smallest: int = 0) -> None:
+def use_half_weights(module: nn.Module, kind: type[HalfLinear], *, smallest: int = 0) -> None:
     """Give a module half weights wherever that changes no product, in layers of `smallest` weights or more.
 
     A layer's own weights are let go once they are packed, unless something else holds them, as an embedding may.
     """
-    if not is_available():
-        return
     halves: weakref.WeakKeyDictionary[nn.Module, HalfLinear] = weakref.WeakKeyDictionary()
     # From the innermost, so that the largest layer, which is the head's as a rule, comes when others have shrunk.
     for parent in reversed([part for part in module.modules() if type(part) is not nn.Linear]):
         for name, child in list(parent.named_children()):
             if type(child) is not nn.Linear or child.weight.numel() < smallest:
                 continue
-            if (half := halves.get(child) or _half(child, kind)) is not None:
+            if child.weight.dtype != torch.float32 or child.weight.device.type != "cpu":
+                continue
+            if (half := halves.get(child) or kind.take(child)) is not None:
                 halves[child] = half
                 setattr(parent, name, half)
 
 
-def _half(linear: nn.Linear, kind: type[HalfLinear]) -> HalfLinear | None:
-    """Return the same layer with half weights; None if that would round them."""
-    weight = linear.weight.detach()
-    if weight.dtype != torch.float32 or weight.device.type != "cpu":
-        return None
-    exponent = _EXPONENT - int(torch.frexp(torch.maximum(-weight.amin(), weight.amax())).exponent)
-    scaled = torch.ldexp(weight, torch.tensor(exponent))
-    if not torch.equal(scaled.half().float(), scaled):
-        return None
-    return kind(scaled, exponent, None if linear.bias is None else linear.bias.detach())
-
-
-def is_available() -> bool:
+def has_fbgemm() -> bool:
     """Return whether this torch has the products; have it say once, unheard, that it would rather have objects."""
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         try:
-            one = torch.ones(1, 1)
-            torch.fbgemm_linear_fp16_weight_fp32_activation(one, torch.fbgemm_pack_gemm_matrix_fp16(one), None)
-            kinds = [kind(one, 0, None) for kind in (HalfLinear, TracedHalfLinear)]
-            return all(bool(half(one) == 1) for half in kinds)
+            one = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(one.weight)
+            half = FbgemmLinear.take(one)
+            return half is not None and bool(half(torch.ones(1, 1)) == 1)
         except (AttributeError, RuntimeError):
             return False

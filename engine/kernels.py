@@ -20,10 +20,13 @@ _library = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-c
 
 
 def define(schema: str, compute: Callable[..., Tensor], shape: Callable[..., Tensor]) -> None:
-    """Define `torch.ops.paceline.NAME`, which `compute` computes; `shape` returns an empty tensor like its result."""
+    """Define `torch.ops.paceline.NAME`; `shape` returns an empty tensor like its result.
+
+    `compute` computes it until C++ is loaded that registers as this operator's for CPUs.
+    """
     name = schema.partition("(")[0]
     _library.define(schema)  # type: ignore[no-untyped-call]
-    _library.impl(name, compute, "CPU")  # type: ignore[no-untyped-call]
+    _library.impl(name, compute, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     _library.impl(name, shape, "Meta")  # type: ignore[no-untyped-call]
 
 

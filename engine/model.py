@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from engine import compilation, kernels
+from engine import compilation
 from engine.architecture import eos_token_ids, read_config
 from engine.attention import ATTENTION_NAME, KVTensors
 from engine.batch import ForwardBatch, ForwardRow, build
@@ -27,7 +27,7 @@ from engine.compiled import CompiledForward, CompileError, Step, call, can_run, 
 from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.fusion import fuse_projections
-from engine.half_weights import MIN_LARGE, HalfLinear, use_half_weights
+from engine.half_weights import MIN_LARGE, FbgemmLinear, HalfLinear, PanelLinear, has_fbgemm, use_half_weights
 from engine.huge_pages import HUGE_PAGE_BYTES, collapse
 from engine.noise import Draws
 from engine.shards import load_shard
@@ -98,8 +98,7 @@ class CausalLM:
         model = cls(module, model_config, info, shard)
         if device.type == "cpu" and dtype == torch.float32 and model._reason_not_to_compile() is not None:
             # A compiled pass has them beside the float32 ones.
-            use_half_weights(module, smallest=MIN_LARGE)
-            model._log_half_weights(module)
+            model._use_half_weights()
         model._probe()
         size = f"{info.num_parameters / 1e6:.1f} M parameters in {info.dtype}"
         logger.info("%s: %s on %s, loaded in %.1f s", info.name, size, info.device, time.monotonic() - started)
@@ -165,7 +164,7 @@ class CausalLM:
         """
         if (reason := self._reason_not_to_compile()) is not None:
             raise CompileError(reason)
-        compilation.compile_once(compilation.kernels_path(), compilation.compile_kernels)
+        compilation.load_kernels()
         kv, step = self.kv_tensors(16, 16), self._step
         with torch.inference_mode():
             compilation.compile_once(self._package, lambda to: compilation.compile_step(step, *example(kv), to))
@@ -196,6 +195,17 @@ class CausalLM:
         step = Step(self.module, self._windows)
         self._log_half_weights(step)
         return step
+
+    def _use_half_weights(self) -> None:
+        kind: type[HalfLinear] | None = PanelLinear
+        try:
+            compilation.load_kernels()
+        except (CompileError, OSError) as error:
+            kind = FbgemmLinear if has_fbgemm() else None
+            logger.info("%s: products by %s: %s", self.info.name, "FBGEMM" if kind else "torch, in float32", error)
+        if kind is not None:
+            use_half_weights(self.module, kind, smallest=MIN_LARGE)
+            self._log_half_weights(self.module)
 
     def _log_half_weights(self, module: nn.Module) -> None:
         halves = [isinstance(part, HalfLinear) for part in module.modules() if isinstance(part, HalfLinear | nn.Linear)]
@@ -233,7 +243,7 @@ class CausalLM:
     def _adopt(self) -> None:
         """Take the package, after comparing it with the eager pass on batches of several shapes."""
         started = time.monotonic()
-        kernels.load(compilation.kernels_path())
+        compilation.load_kernels()
         candidate = CompiledForward(self._package, self._step)
         kv = self.kv_tensors(16, 16)
         for rows in samples():

@@ -2,6 +2,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from engine import compilation, kernels
 from engine.config import ModelConfig
 from engine.grammar import Grammars
 from engine.model import CausalLM
@@ -60,3 +61,20 @@ def make_grammars(tmp_path_factory):
     """Makes what one process has; drafter and verifier get one each, as on the wire."""
     config = saved(json_tokenizer(), tmp_path_factory.mktemp("json"))
     return lambda: Grammars(config, vocab_size=VOCAB, eos_token_ids=[END])
+
+
+@pytest.fixture
+def cache(tmp_path_factory, monkeypatch):
+    """Keep packages in a folder of the session's: compiling takes time."""
+    monkeypatch.setenv(compilation.CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "compiled"))
+
+
+@pytest.fixture
+def library(cache):
+    """The library of kernels, loaded; its path."""
+    if not compilation.has_compiler():
+        pytest.skip("there is no C++ compiler")
+    path = compilation.kernels_path()
+    compilation.compile_once(path, compilation.compile_kernels)
+    kernels.load(path)
+    return path

@@ -8,19 +8,21 @@ import torch
 from torch import nn
 
 from engine import compilation, half_weights, kernels
-from engine.half_weights import HalfLinear, TracedHalfLinear, is_available, use_half_weights, with_half_weights
-
-pytestmark = pytest.mark.skipif(not is_available(), reason="this torch has no FBGEMM")
+from engine.half_weights import FbgemmLinear, PanelLinear, has_fbgemm, use_half_weights, with_half_weights
 
 
-@pytest.fixture(params=[HalfLinear, TracedHalfLinear])
+@pytest.fixture(params=[PanelLinear, FbgemmLinear])
 def kind(request):
+    if request.param is FbgemmLinear and not has_fbgemm():
+        pytest.skip("this torch has no FBGEMM")
     return request.param
 
 
 @pytest.fixture
-def half(kind):
-    """Make a layer one with half weights, of both kinds in turn."""
+def half(kind, request):
+    """Make a layer one with half weights, of both kinds in turn; products are the C++'s."""
+    if kind is PanelLinear:
+        request.getfixturevalue("library")
 
     def make(layer):
         module = nn.Sequential(layer)
@@ -59,23 +61,72 @@ def test_products_and_biases_are_those_of_the_float32_layer(half):
     assert (half(layer)(x) - layer(x)).abs().max() < 1e-5
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it(half):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (63, 64), (65, 63), (300, 130), (4, 200), (64, 1000)])
+def test_products_are_right_whatever_their_shape(shape, dtype, half):
+    generator = torch.Generator().manual_seed(7)
+    weight = torch.randn(shape, generator=generator).to(dtype).float()
+    layer = half(linear(weight))
+    for count in (0, 1, 2, 3, 4, 5, 6, 7, 12, 13, 18, 19, 20, 41):
+        x = torch.randn(count, shape[1], generator=generator)
+        expected = x.double() @ weight.T.double()
+        assert layer(x).shape == expected.shape
+        assert torch.allclose(layer(x).double(), expected, atol=1e-5 * shape[1] ** 0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_without_the_library_products_are_the_same_but_for_rounding(dtype):
+    generator = torch.Generator().manual_seed(8)
+    layer = linear(torch.randn(130, 50, generator=generator).to(dtype).float())
+    panels = PanelLinear.take(layer).panels
+    assert panels.dtype == dtype
+    x = torch.randn(3, 50, generator=generator)
+    assert torch.allclose(half_weights._multiply_panels(x, panels)[:, :130], layer(x), atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inputs", [192, 64, 200])
+def test_a_row_does_not_depend_on_the_rows_beside_it(inputs, dtype, half):
     generator = torch.Generator().manual_seed(2)
-    layer = half(linear(torch.randn(320, 192, generator=generator).bfloat16().float()))
-    x = torch.randn(40, 192, generator=generator)
+    layer = half(linear(torch.randn(320, inputs, generator=generator).to(dtype).float()))
+    x = torch.randn(60, inputs, generator=generator)
     whole = layer(x)
-    for count in (1, 2, 5, 7, 16):
-        for start in range(0, 40 - count, 3):
+    for count in (1, 2, 5, 7, 16, 18, 19, 40):
+        for start in range(0, 60 - count, 3):
             assert torch.equal(layer(x[start : start + count]), whole[start : start + count])
 
 
-def test_weights_of_more_bits_or_too_wide_a_range_are_left_alone(half):
+def test_rows_need_not_lie_side_by_side(half):
+    generator = torch.Generator().manual_seed(9)
+    layer = half(linear(torch.randn(70, 40, generator=generator).bfloat16().float()))
+    x = torch.randn(40, 5, generator=generator).T
+    assert torch.equal(layer(x), layer(x.contiguous()))
+
+
+def test_what_is_not_finite_stays_so_and_in_its_row(half):
+    layer = half(linear(torch.ones(70, 40)))
+    x = torch.ones(3, 40)
+    x[0, 1], x[1, 2] = float("inf"), float("nan")
+    found = layer(x)
+    assert (found[0] == float("inf")).all()
+    assert found[1].isnan().all()
+    assert (found[2] == 40).all()
+
+
+def test_weights_of_more_bits_are_left_alone(half):
     generator = torch.Generator().manual_seed(3)
     fine = torch.randn(8, 8, generator=generator)
-    wide = fine.bfloat16().float()
-    wide[0, 0] = 2.0**-60
-    for weight in (fine, wide, wide.double()):
+    for weight in (fine, fine.bfloat16().double()):
         assert type(half(linear(weight))) is nn.Linear
+
+
+def test_only_scaled_weights_have_too_wide_a_range(half, kind):
+    wide = torch.randn(8, 8, generator=torch.Generator().manual_seed(3)).bfloat16().float()
+    wide[0, 0], wide[0, 1], wide[0, 2] = 2.0**-60, 3e38, 1e-40
+    wide = wide.bfloat16().float()
+    found = half(linear(wide))
+    assert type(found) is (PanelLinear if kind is PanelLinear else nn.Linear)
+    assert torch.equal(found(torch.eye(8)), wide.T)
 
 
 def test_a_layer_of_zeros_is_a_layer_of_zeros(half):
@@ -86,7 +137,7 @@ def test_the_module_itself_stays_as_it_was_and_lends_its_tensors():
     module = nn.Sequential(linear(torch.ones(4, 4)), linear(torch.full((4, 4), 1 / 3)), nn.Embedding(4, 4))
     found = with_half_weights(module)
     assert [type(child) for child in module] == [nn.Linear, nn.Linear, nn.Embedding]
-    assert [type(child) for child in found] == [TracedHalfLinear, nn.Linear, nn.Embedding]
+    assert [type(child) for child in found] == [PanelLinear, nn.Linear, nn.Embedding]
     assert found[1].weight is module[1].weight
     assert found[2].weight is module[2].weight
 
@@ -120,24 +171,20 @@ def test_threads_change_no_bit(half):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not compilation.has_compiler(), reason="there is no C++ compiler")
 @pytest.mark.filterwarnings("ignore")
-def test_a_package_computes_with_the_weights_that_it_is_given(tmp_path):
+def test_a_package_computes_with_the_weights_that_it_is_given(library, tmp_path):
     generator = torch.Generator().manual_seed(5)
 
     def make():
         weights = [torch.randn(shape, generator=generator).bfloat16().float() for shape in ((300, 24), (24, 300))]
         return with_half_weights(nn.Sequential(*(linear(weight, weight[:, 0]) for weight in weights)))
 
-    compilation.compile_kernels(tmp_path / "kernels.so")
-    kernels.load(tmp_path / "kernels.so")
     first, second = make(), make()
     any_rows = ({0: torch.export.Dim.AUTO},)
     compilation._compile(first, (torch.randn(5, 24),), any_rows, tmp_path / "package.pt2")
     with zipfile.ZipFile(tmp_path / "package.pt2") as package:
         sources = [package.read(name).decode() for name in package.namelist() if name.endswith(".wrapper.cpp")]
     assert kernels.symbol(half_weights.SCHEMA) + "(" in sources[0]
-    assert "wrapped_fbgemm" not in sources[0]
     for module in (first, second):
         loader = torch._C._aoti.AOTIModelPackageLoader(str(tmp_path / "package.pt2"), "model", False, 1, -1)
         tensors = dict(module.named_buffers())

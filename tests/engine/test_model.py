@@ -13,7 +13,7 @@ from engine.attention import KVTensors
 from engine.batch import ForwardRow, build
 from engine.config import ModelConfig
 from engine.errors import ModelError
-from engine.half_weights import HalfLinear, is_available
+from engine.half_weights import FbgemmLinear, HalfLinear, PanelLinear, has_fbgemm
 from engine.model import CausalLM, resolve_device, resolve_dtype
 from tests.engine.tiny import SIZES, save
 
@@ -222,20 +222,38 @@ def test_a_cpu_serves_in_bfloat16_where_it_multiplies_that_faster(has_amx, dtype
     assert resolve_dtype("auto", torch.device("cpu")) is dtype
 
 
-@pytest.mark.skipif(not is_available(), reason="this torch has no FBGEMM")
-def test_what_is_not_compiled_has_half_weights_in_its_large_layers_only_and_computes_the_same(tmp_path, monkeypatch):
+@pytest.fixture(params=[PanelLinear, FbgemmLinear, None])
+def half_kind(request, cache, monkeypatch):
+    """The half weights that a model gets: with a C++ compiler, without one, and without FBGEMM."""
+    if request.param is FbgemmLinear and not has_fbgemm():
+        pytest.skip("this torch has no FBGEMM")
+    if request.param is not PanelLinear:
+        monkeypatch.setattr(compilation, "has_compiler", lambda: False)
+    elif not compilation.has_compiler():
+        pytest.skip("there is no C++ compiler")
+    if request.param is None:
+        monkeypatch.setattr("engine.model.has_fbgemm", lambda: False)
+    return request.param
+
+
+def test_what_is_not_compiled_has_half_weights_in_its_large_layers_only_and_computes_the_same(
+    half_kind, tmp_path, monkeypatch
+):
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
     save(config, tmp_path, factor=3.0)
     module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     module.save_pretrained(tmp_path)
     monkeypatch.setattr("engine.model.MIN_LARGE", 64 * 32)
     model, expect = load(tmp_path), reference(tmp_path)
-    assert not any(isinstance(layer, HalfLinear) for layer in model.module.modules())
+    if half_kind is PanelLinear:
+        assert not any(isinstance(layer, HalfLinear) for layer in model.module.modules())
     monkeypatch.setattr(compilation, "MAX_BYTES", 0)
     model = load(tmp_path)
     layers = [layer for layer in model.module.modules() if isinstance(layer, nn.Linear | HalfLinear)]
     large = {layer for layer in layers if layer.in_features * layer.out_features >= 64 * 32}
-    assert {layer for layer in layers if isinstance(layer, HalfLinear)} == large
+    halves = {layer for layer in layers if isinstance(layer, HalfLinear)}
+    assert halves == (large if half_kind else set())
+    assert {type(layer) for layer in halves} <= {half_kind}
     assert 0 < len(large) < len(layers)
     assert model.info.num_parameters == module.num_parameters()
     text = list(range(2, 40))

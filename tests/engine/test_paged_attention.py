@@ -7,16 +7,13 @@ import torch
 
 from engine import compilation, kernels, paged_attention
 
-pytestmark = pytest.mark.skipif(not compilation.has_compiler(), reason="there is no C++ compiler")
 INF = float("inf")
 
 
-@pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
+@pytest.fixture
+def kernel(library):
     """The C++ as packages call it: with handles of tensors."""
-    path = tmp_path_factory.mktemp("library") / "attention.so"
-    compilation.compile_kernels(path)
-    function = getattr(ctypes.CDLL(str(path)), kernels.symbol(paged_attention.SCHEMA))
+    function = getattr(ctypes.CDLL(str(library)), kernels.symbol(paged_attention.SCHEMA))
     function.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_double, ctypes.c_void_p]
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -184,6 +181,7 @@ def test_other_heads_are_left_to_torch(dim, dtype):
     assert not paged_attention.suits(dim, dtype)
 
 
+@pytest.mark.skipif(not compilation.has_compiler(), reason="there is no C++ compiler")
 def test_a_source_that_the_compiler_refuses_is_told_in_a_line(tmp_path, monkeypatch):
     source = tmp_path / "wrong.cpp"
     source.write_text("int main( {")

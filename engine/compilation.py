@@ -215,6 +215,8 @@ def compile_once(path: Path, compile_to: Callable[[Path], None]) -> None:
     Raises:
         CompileError: it cannot be compiled.
     """
+    if path.exists():  # it comes whole; a folder that others filled may not be ours to write
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

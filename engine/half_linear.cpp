@@ -1,8 +1,7 @@
 // Products of float32 rows and 16-bit weights in panels; see half_weights.py.
 //
 // An output is a sum over the inputs in order, so it does not depend on the rows beside its own or on threads. Weights
-// come from memory once for a few rows, and are fetched ahead: what a CPU fetches by itself is little more than half of
-// what its memory gives.
+// come from memory once, and are fetched ahead; without that the same loop reads at two thirds of the speed.
 
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
@@ -12,11 +11,12 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <vector>
+#include <cstring>
 
 namespace {
 
 using Vec = at::vec::Vectorized<float>;
+using Words = at::vec::Vectorized<int32_t>;
 
 constexpr int64_t kLanes = Vec::size();
 // Outputs of a panel, which lie side by side for each input, in groups: of a group, outputs so far apart come in pairs.
@@ -31,9 +31,11 @@ constexpr int64_t kTile = 3;
 #else
 constexpr int64_t kTile = 6;
 #endif
+// Inputs at a time, so that their weights are in the second cache for all tiles.
+constexpr int64_t kDepth = 512;
 // Rows from which on it pays to widen weights once for all tiles, so many inputs at a time.
 constexpr int64_t kMany = 3 * kTile + 1;
-constexpr int64_t kDepth = 64;
+constexpr int64_t kWideDepth = 64;
 // Bytes between what is computed and what is fetched.
 constexpr int64_t kAhead = 4096;
 constexpr int64_t kLine = 64;
@@ -53,10 +55,10 @@ void load(const at::Half* group, int64_t at, Vec* pair) {
 
 // Two bfloat16 numbers are the halves of 32 bits, so that widening them takes an instruction each.
 void load(const at::BFloat16* group, int64_t at, Vec* pair) {
-  using Words = at::vec::Vectorized<int32_t>;
-  const Words words = Words::loadu(group + 2 * at);
-  pair[0] = at::vec::cast<float>(words << Words(16));
-  pair[1] = at::vec::cast<float>(words & Words(-65536));
+  static_assert(Words::size() == kLanes && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
+  const Words words = Words::loadu(group + 2 * at), low = words << Words(16), high = words & Words(-65536);
+  std::memcpy(&pair[0], &low, sizeof(Vec));
+  std::memcpy(&pair[1], &high, sizeof(Vec));
 }
 
 // Where the outputs of a tile's vector are in a panel.
@@ -161,15 +163,18 @@ void widen(const T* panel, int64_t depth, float* wide) {
 
 template <typename T>
 void multiply_panel(const Rows& rows, int64_t count, const T* panel, int64_t depth) {
-  if (count < kMany) {
-    return add_all(rows, count, panel, depth, true, true);
-  }
-  alignas(kLine) float wide[kDepth * kPanel];
-  for (int64_t first = 0; first < depth; first += kDepth) {
-    const int64_t some = std::min(kDepth, depth - first);
-    widen(panel + first * kPanel, some, wide);
+  alignas(kLine) float wide[kWideDepth * kPanel];
+  const bool is_wide = count >= kMany;
+  const int64_t step = is_wide ? kWideDepth : kDepth;
+  for (int64_t first = 0; first < depth; first += step, panel += step * kPanel) {
+    const int64_t some = std::min(step, depth - first);
     const Rows part{rows.inputs + first, rows.stride, rows.outputs, rows.output_stride};
-    add_all(part, count, static_cast<const float*>(wide), some, first == 0, false);
+    if (is_wide) {
+      widen(panel, some, wide);
+      add_all(part, count, static_cast<const float*>(wide), some, first == 0, false);
+    } else {
+      add_all(part, count, panel, some, first == 0, true);
+    }
   }
 }
 
@@ -188,6 +193,10 @@ void multiply(const at::Tensor& rows, const at::Tensor& panels, at::Tensor& outp
 }
 
 at::Tensor half_linear(const at::Tensor& rows, const at::Tensor& panels) {
+  TORCH_CHECK(
+      rows.dim() == 2 && panels.dim() == 3 && panels.size(1) == rows.size(1) && panels.size(2) == kPanel &&
+          panels.is_contiguous(),
+      "half_linear: rows ", rows.sizes(), " do not go with panels ", panels.sizes());
   const at::Tensor whole = rows.contiguous();
   at::Tensor outputs = at::empty({whole.size(0), panels.size(0) * kPanel}, whole.options());
   if (panels.scalar_type() == at::kBFloat16) {

@@ -197,6 +197,8 @@ class CausalLM:
         return step
 
     def _use_half_weights(self) -> None:
+        if not any(type(part) is nn.Linear and part.weight.numel() >= MIN_LARGE for part in self.module.modules()):
+            return
         kind: type[HalfLinear] | None = PanelLinear
         try:
             compilation.load_kernels()

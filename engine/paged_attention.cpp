@@ -23,6 +23,18 @@ constexpr int64_t kLanes = Vec::size();
 constexpr int64_t kQueries = 32;
 // Queries that share one loading of keys or values to registers.
 constexpr int64_t kTile = 4;
+// As many of them are worth a register's lanes, whether all are there or not.
+constexpr int64_t kMany = 24;
+constexpr int64_t kPair = 2 * kLanes;
+// Places whose weights are in the first cache together.
+constexpr int64_t kPlaces = 64;
+static_assert(kQueries % kPair == 0);
+// Keys, and dimensions of values, that share one loading of so many queries to registers, of which there are 16 or 32.
+#if defined(CPU_CAPABILITY_AVX2)
+constexpr int kKeys = 2, kDims = 4;
+#else
+constexpr int kKeys = 4, kDims = 8;
+#endif
 // Products of a thread that are worth waking it.
 constexpr int64_t kShare = 1 << 21;
 constexpr float kUnseen = -std::numeric_limits<float>::infinity();
@@ -92,6 +104,22 @@ void score(const Query* queries, const Vec* keys, int64_t dim, float scale, int6
   }
 }
 
+// Weights of places by how far their scores are below the highest, some registers at once: exp is a long chain of steps.
+template <int N>
+void weigh(Vec (&below)[N]) {
+  const Vec least(kLeast), zero(0.0f);
+  Vec found[N];
+  for (int n = 0; n < N; ++n) {
+    found[n] = Vec::blendv(least, at::vec::minimum(below[n], zero), below[n] > least);
+  }
+  for (int n = 0; n < N; ++n) {
+    found[n] = found[n].exp_u20();
+  }
+  for (int n = 0; n < N; ++n) {
+    below[n] = Vec::blendv(zero, found[n], below[n] > least);
+  }
+}
+
 // Turn scores to weights; nothing seen is zeros.
 void soften(float* scores, int64_t places) {
   Vec highest(kUnseen);
@@ -109,11 +137,18 @@ void soften(float* scores, int64_t places) {
     std::fill(scores, scores + places, std::numeric_limits<float>::quiet_NaN());
     return;
   }
-  for (int64_t i = 0; i < places; i += kLanes) {
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= places; i += 2 * kLanes) {
+    Vec pair[2] = {Vec::loadu(scores + i) - Vec(top), Vec::loadu(scores + i + kLanes) - Vec(top)};
+    weigh(pair);
+    pair[0].store(scores + i);
+    pair[1].store(scores + i + kLanes);
+  }
+  for (; i < places; i += kLanes) {
     const int64_t count = std::min(kLanes, places - i);
-    const Vec below = Vec::loadu(scores + i, count) - Vec(top), least(kLeast);
-    const Vec weights = at::vec::clamp(below, least, Vec(0.0f)).exp_u20();
-    Vec::blendv(Vec(0.0f), weights, below > least).store(scores + i, count);
+    Vec one[1] = {Vec::loadu(scores + i, count) - Vec(top)};
+    weigh(one);
+    one[0].store(scores + i, count);
   }
 }
 
@@ -162,7 +197,7 @@ void transpose(const float* keys, int64_t stride, int64_t count, int64_t dim, fl
   }
 }
 
-void attend(std::vector<Query>& queries, const Seen& seen, float scale) {
+void attend_few(std::vector<Query>& queries, const Seen& seen, float scale) {
   static thread_local std::vector<float> scores;
   static thread_local std::vector<Vec> keys;
   scores.resize(std::max<size_t>(scores.size(), queries.size() * seen.places()));
@@ -192,6 +227,183 @@ void attend(std::vector<Query>& queries, const Seen& seen, float scale) {
       mix<size, 1>(tile, seen, at);
     }
   });
+}
+
+// Many queries lie side by side, [dim][kQueries], so that lanes are queries and keys need no transposition. What each
+// gets is computed by the same steps in the same order as above, to the bit.
+
+// Scores of K keys; a mask of stride 0 is the same for all of them.
+template <int K>
+void score_many(
+    const float* queries,
+    const float* key,
+    const Seen& seen,
+    float scale,
+    const float* mask,
+    int64_t stride,
+    float* scores) {
+  for (int64_t pair = 0; pair < kQueries; pair += kPair) {
+    Vec even[K][2], odd[K][2];
+    for (int k = 0; k < K; ++k) {
+      even[k][0] = even[k][1] = odd[k][0] = odd[k][1] = Vec(0.0f);
+    }
+    for (int64_t d = 0; d < seen.dim; d += 2) {
+      const float* first = queries + d * kQueries + pair;
+      const float* second = first + kQueries;
+      for (int k = 0; k < K; ++k) {
+        const Vec one(key[k * seen.stride + d]), other(key[k * seen.stride + d + 1]);
+        for (int half = 0; half < 2; ++half) {
+          even[k][half] = at::vec::fmadd(Vec::loadu(first + half * kLanes), one, even[k][half]);
+          odd[k][half] = at::vec::fmadd(Vec::loadu(second + half * kLanes), other, odd[k][half]);
+        }
+      }
+    }
+    for (int k = 0; k < K; ++k) {
+      for (int half = 0; half < 2; ++half) {
+        const int64_t lane = pair + half * kLanes;
+        const Vec sum = even[k][half] + odd[k][half];
+        at::vec::fmadd(sum, Vec(scale), Vec::loadu(mask + k * stride + lane)).store(scores + k * kQueries + lane);
+      }
+    }
+  }
+}
+
+// What turns scores of one register's queries to weights, and the weights' sums so far.
+struct Softening {
+  Vec base, poison, total;
+
+  explicit Softening(Vec top) : total(0.0f) {
+    const Vec zero(0.0f), is_finite = top < Vec(-kUnseen);
+    base = Vec::blendv(zero, top, is_finite & (top > Vec(kUnseen)));
+    poison = Vec::blendv(Vec(std::numeric_limits<float>::quiet_NaN()), zero, is_finite);
+  }
+};
+
+void soften_many(Softening* pair, const float* scores, int64_t places, float* weights) {
+  Softening both[2] = {pair[0], pair[1]};
+  for (int64_t i = 0; i < places; ++i, scores += kQueries, weights += kQueries) {
+    Vec found[2] = {Vec::loadu(scores) - both[0].base, Vec::loadu(scores + kLanes) - both[1].base};
+    weigh(found);
+    for (int half = 0; half < 2; ++half) {
+      const Vec weight = found[half] + both[half].poison;
+      both[half].total = both[half].total + weight;
+      weight.store(weights + half * kLanes);
+    }
+  }
+  pair[0] = both[0];
+  pair[1] = both[1];
+}
+
+// Add some blocks' values to outputs of kDims dimensions, for two registers' queries.
+void mix_many(const float* weights, const Seen& seen, int64_t first, int64_t last, int64_t at, float* output) {
+  Vec sums[kDims][2];
+  for (int d = 0; d < kDims; ++d) {
+    sums[d][0] = Vec::loadu(output + d * kQueries);
+    sums[d][1] = Vec::loadu(output + d * kQueries + kLanes);
+  }
+  for (int64_t index = first; index < last; ++index) {
+    const float* value = seen.value(index) + at;
+    for (int64_t j = 0; j < seen.block; ++j, value += seen.stride, weights += kQueries) {
+      const Vec one = Vec::loadu(weights), other = Vec::loadu(weights + kLanes);
+      for (int d = 0; d < kDims; ++d) {
+        const Vec part(value[d]);
+        sums[d][0] = at::vec::fmadd(one, part, sums[d][0]);
+        sums[d][1] = at::vec::fmadd(other, part, sums[d][1]);
+      }
+    }
+  }
+  for (int d = 0; d < kDims; ++d) {
+    sums[d][0].store(output + d * kQueries);
+    sums[d][1].store(output + d * kQueries + kLanes);
+  }
+}
+
+bool sees_all(const std::vector<Query>& queries, int64_t place, int64_t count) {
+  const float* last = nullptr;
+  return std::all_of(queries.begin(), queries.end(), [&](const Query& query) {
+    // Heads share their token's.
+    const bool is_known = query.mask == last;
+    last = query.mask;
+    return is_known || std::all_of(last + place, last + place + count, [](float mask) { return mask == 0.0f; });
+  });
+}
+
+void score_block(
+    const float* queries,
+    const float* key,
+    const Seen& seen,
+    float scale,
+    const float* mask,
+    int64_t stride,
+    float* scores) {
+  int64_t j = 0;
+  for (; j + kKeys <= seen.block; j += kKeys) {
+    score_many<kKeys>(queries, key + j * seen.stride, seen, scale, mask + j * stride, stride, scores + j * kQueries);
+  }
+  for (; j < seen.block; ++j) {
+    score_many<1>(queries, key + j * seen.stride, seen, scale, mask + j * stride, stride, scores + j * kQueries);
+  }
+}
+
+void attend_many(const std::vector<Query>& queries, const Seen& seen, float scale) {
+  constexpr int64_t registers = kQueries / kLanes;
+  static thread_local std::vector<float> inputs, masks, scores, weights, outputs;
+  const float open[kQueries] = {};
+  const int64_t count = queries.size(), some = std::max<int64_t>(1, kPlaces / seen.block);
+  // What there is no query for is zeros, and not used.
+  inputs.assign(seen.dim * kQueries, 0.0f);
+  masks.assign(seen.block * kQueries, 0.0f);
+  outputs.assign(seen.dim * kQueries, 0.0f);
+  scores.resize(std::max<size_t>(scores.size(), seen.places() * kQueries));
+  weights.resize(std::max<size_t>(weights.size(), some * seen.block * kQueries));
+  for (int64_t n = 0; n < count; ++n) {
+    for (int64_t d = 0; d < seen.dim; ++d) {
+      inputs[d * kQueries + n] = queries[n].query[d];
+    }
+  }
+  Vec tops[registers];
+  std::fill(tops, tops + registers, Vec(kUnseen));
+  for (int64_t index = 0; index < seen.num_blocks; ++index) {
+    float* found = scores.data() + index * seen.block * kQueries;
+    if (sees_all(queries, index * seen.block, seen.block)) {
+      score_block(inputs.data(), seen.key(index), seen, scale, open, 0, found);
+    } else {
+      for (int64_t n = 0; n < count; ++n) {
+        for (int64_t j = 0; j < seen.block; ++j) {
+          masks[j * kQueries + n] = queries[n].mask[index * seen.block + j];
+        }
+      }
+      score_block(inputs.data(), seen.key(index), seen, scale, masks.data(), kQueries, found);
+    }
+    for (int64_t r = 0; r < registers; ++r) {
+      for (int64_t j = 0; j < seen.block; ++j) {
+        tops[r] = at::vec::maximum(tops[r], Vec::loadu(found + j * kQueries + r * kLanes));
+      }
+    }
+  }
+  std::vector<Softening> softenings(tops, tops + registers);
+  for (int64_t first = 0; first < seen.num_blocks; first += some) {
+    const int64_t last = std::min(first + some, seen.num_blocks);
+    for (int64_t pair = 0; pair < kQueries; pair += kPair) {
+      const float* part = scores.data() + first * seen.block * kQueries + pair;
+      soften_many(&softenings[pair / kLanes], part, (last - first) * seen.block, weights.data() + pair);
+      for (int64_t at = 0; at < seen.dim; at += kDims) {
+        mix_many(weights.data() + pair, seen, first, last, at, outputs.data() + at * kQueries + pair);
+      }
+    }
+  }
+  for (int64_t r = 0; r < registers; ++r) {
+    const Vec total = at::vec::maximum(softenings[r].total, Vec(1.0f));
+    for (int64_t d = 0; d < seen.dim; ++d) {
+      float* output = outputs.data() + d * kQueries + r * kLanes;
+      (Vec::loadu(output) / total).store(output);
+    }
+  }
+  for (int64_t n = 0; n < count; ++n) {
+    for (int64_t d = 0; d < seen.dim; ++d) {
+      queries[n].output[d] = outputs[d * kQueries + n];
+    }
+  }
 }
 
 struct Tensors {
@@ -229,7 +441,11 @@ void attend_some(const Tensors& tensors, const Sizes& sizes, float scale, int64_
       sizes.kv_heads * sizes.dim,
       sizes.dim,
   };
-  attend(queries, seen, scale);
+  if (int64_t(queries.size()) < kMany) {
+    attend_few(queries, seen, scale);
+  } else {
+    attend_many(queries, seen, scale);
+  }
 }
 
 void attend_all(const Tensors& tensors, const Sizes& sizes, float scale) {

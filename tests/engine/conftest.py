@@ -63,7 +63,7 @@ def make_grammars(tmp_path_factory):
     return lambda: Grammars(config, vocab_size=VOCAB, eos_token_ids=[END])
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
     """Keep packages in a folder of the session's: compiling takes time."""
     monkeypatch.setenv(compilation.CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "compiled"))

@@ -211,3 +211,10 @@ class Fixed(torch.nn.Module):
 def test_a_size_that_tracing_fixed_is_found(tmp_path):
     with pytest.raises(compilation.CompileError, match="dimension 0 of x is not symbolic"):
         compilation._compile(Fixed(), (torch.ones(5),), ({0: torch.export.Dim.AUTO},), tmp_path / "package.pt2")
+
+
+def test_what_is_in_the_cache_needs_no_right_to_write_there(tmp_path):
+    path = tmp_path / "package.pt2"
+    path.touch()
+    path.with_suffix(".lock").mkdir()  # root may write everywhere
+    compilation.compile_once(path, pytest.fail)

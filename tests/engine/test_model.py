@@ -1,6 +1,7 @@
 """The contract with transformers: every family's paged logits are those of its own eager forward."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -222,18 +223,23 @@ def test_a_cpu_serves_in_bfloat16_where_it_multiplies_that_faster(has_amx, dtype
     assert resolve_dtype("auto", torch.device("cpu")) is dtype
 
 
-@pytest.fixture(params=[PanelLinear, FbgemmLinear, None])
-def half_kind(request, cache, monkeypatch):
-    """The half weights that a model gets: with a C++ compiler, without one, and without FBGEMM."""
-    if request.param is FbgemmLinear and not has_fbgemm():
-        pytest.skip("this torch has no FBGEMM")
-    if request.param is not PanelLinear:
-        monkeypatch.setattr(compilation, "has_compiler", lambda: False)
-    elif not compilation.has_compiler():
+@pytest.fixture(params=["a library", "a broken library", "no compiler", "no compiler nor FBGEMM"])
+def half_kind(request, monkeypatch):
+    """The half weights that a model gets, by what there is to multiply."""
+    if "library" in request.param and not compilation.has_compiler():
         pytest.skip("there is no C++ compiler")
-    if request.param is None:
+    if request.param == "a library":
+        return PanelLinear
+    if request.param == "a broken library":
+        monkeypatch.setattr(compilation, "kernels_path", lambda: Path(__file__))
+    else:
+        monkeypatch.setattr(compilation, "has_compiler", lambda: False)
+    if "FBGEMM" in request.param:
         monkeypatch.setattr("engine.model.has_fbgemm", lambda: False)
-    return request.param
+        return None
+    if not has_fbgemm():
+        pytest.skip("this torch has no FBGEMM")
+    return FbgemmLinear
 
 
 def test_what_is_not_compiled_has_half_weights_in_its_large_layers_only_and_computes_the_same(

@@ -1,5 +1,6 @@
 """The routes: a FastAPI application over an Ingress, and what every error looks like on the way out."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -109,6 +110,7 @@ def _document(api: FastAPI) -> None:
     api.openapi = openapi  # type: ignore[method-assign]
 
 
+@functools.cache
 def _installed_version() -> str:
     try:
         return metadata.version("paceline")

@@ -166,14 +166,15 @@ void multiply_panel(const Rows& rows, int64_t count, const T* panel, int64_t dep
   alignas(kLine) float wide[kWideDepth * kPanel];
   const bool is_wide = count >= kMany;
   const int64_t step = is_wide ? kWideDepth : kDepth;
-  for (int64_t first = 0; first < depth; first += step, panel += step * kPanel) {
+  for (int64_t first = 0; first < depth; first += step) {
     const int64_t some = std::min(step, depth - first);
+    const T* weights = panel + first * kPanel;
     const Rows part{rows.inputs + first, rows.stride, rows.outputs, rows.output_stride};
     if (is_wide) {
-      widen(panel, some, wide);
+      widen(weights, some, wide);
       add_all(part, count, static_cast<const float*>(wide), some, first == 0, false);
     } else {
-      add_all(part, count, panel, some, first == 0, true);
+      add_all(part, count, weights, some, first == 0, true);
     }
   }
 }
@@ -194,8 +195,8 @@ void multiply(const at::Tensor& rows, const at::Tensor& panels, at::Tensor& outp
 
 at::Tensor half_linear(const at::Tensor& rows, const at::Tensor& panels) {
   TORCH_CHECK(
-      rows.dim() == 2 && panels.dim() == 3 && panels.size(1) == rows.size(1) && panels.size(2) == kPanel &&
-          panels.is_contiguous(),
+      rows.dim() == 2 && panels.dim() == 3 && panels.size(1) == rows.size(1) && panels.size(1) > 0 &&
+          panels.size(2) == kPanel && panels.is_contiguous(),
       "half_linear: rows ", rows.sizes(), " do not go with panels ", panels.sizes());
   const at::Tensor whole = rows.contiguous();
   at::Tensor outputs = at::empty({whole.size(0), panels.size(0) * kPanel}, whole.options());

@@ -1,7 +1,7 @@
 // Attention of short rows over keys and values in blocks, read where they lie; see paged_attention.py.
 //
 // What a token gets does not depend on the rows beside its own, on how many tokens its row has, on how wide the table of
-// blocks is or on what lies between the places it sees: every sum runs over places in order, and one not seen adds zero.
+// blocks is or on what lies between the places it sees: sums over places run in order, and one not seen adds zero.
 
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
@@ -23,7 +23,7 @@ constexpr int64_t kLanes = Vec::size();
 constexpr int64_t kQueries = 32;
 // Queries that share one loading of keys or values to registers.
 constexpr int64_t kTile = 4;
-// As many of them are worth a register's lanes, whether all are there or not.
+// As many of them are worth computing all kQueries side by side.
 constexpr int64_t kMany = 24;
 constexpr int64_t kPair = 2 * kLanes;
 // Places whose weights are in the first cache together.
@@ -110,7 +110,7 @@ void weigh(Vec (&below)[N]) {
   const Vec least(kLeast), zero(0.0f);
   Vec found[N];
   for (int n = 0; n < N; ++n) {
-    found[n] = Vec::blendv(least, at::vec::minimum(below[n], zero), below[n] > least);
+    found[n] = Vec::blendv(least, below[n], below[n] > least);
   }
   for (int n = 0; n < N; ++n) {
     found[n] = found[n].exp_u20();
@@ -268,24 +268,24 @@ void score_many(
   }
 }
 
-// What turns scores of one register's queries to weights, and the weights' sums so far.
+// What turns scores of one register's queries to weights: the highest score, and the weights' sum so far.
 struct Softening {
-  Vec base, poison, total;
+  Vec top{kUnseen}, total{0.0f};
 
-  explicit Softening(Vec top) : total(0.0f) {
-    const Vec zero(0.0f), is_finite = top < Vec(-kUnseen);
-    base = Vec::blendv(zero, top, is_finite & (top > Vec(kUnseen)));
-    poison = Vec::blendv(Vec(std::numeric_limits<float>::quiet_NaN()), zero, is_finite);
+  // Nan where a score is not finite, so that it stays visible, else zero.
+  Vec poison() const {
+    return Vec::blendv(Vec(std::numeric_limits<float>::quiet_NaN()), Vec(0.0f), top < Vec(-kUnseen));
   }
 };
 
 void soften_many(Softening* pair, const float* scores, int64_t places, float* weights) {
+  const Vec poison[2] = {pair[0].poison(), pair[1].poison()};
   Softening both[2] = {pair[0], pair[1]};
   for (int64_t i = 0; i < places; ++i, scores += kQueries, weights += kQueries) {
-    Vec found[2] = {Vec::loadu(scores) - both[0].base, Vec::loadu(scores + kLanes) - both[1].base};
+    Vec found[2] = {Vec::loadu(scores) - both[0].top, Vec::loadu(scores + kLanes) - both[1].top};
     weigh(found);
     for (int half = 0; half < 2; ++half) {
-      const Vec weight = found[half] + both[half].poison;
+      const Vec weight = found[half] + poison[half];
       both[half].total = both[half].total + weight;
       weight.store(weights + half * kLanes);
     }
@@ -318,14 +318,23 @@ void mix_many(const float* weights, const Seen& seen, int64_t first, int64_t las
   }
 }
 
+// Whether the masks of all queries are zero at some places.
 bool sees_all(const std::vector<Query>& queries, int64_t place, int64_t count) {
+  Vec any(0.0f);
   const float* last = nullptr;
-  return std::all_of(queries.begin(), queries.end(), [&](const Query& query) {
-    // Heads share their token's.
-    const bool is_known = query.mask == last;
+  for (const Query& query : queries) {
+    if (query.mask == last) {
+      // Heads share their token's.
+      continue;
+    }
     last = query.mask;
-    return is_known || std::all_of(last + place, last + place + count, [](float mask) { return mask == 0.0f; });
-  });
+    for (int64_t i = 0; i < count; i += kLanes) {
+      any = any | Vec::loadu(last + place + i, std::min(kLanes, count - i));
+    }
+  }
+  float found[kLanes];
+  any.store(found);
+  return std::all_of(found, found + kLanes, [](float mask) { return mask == 0.0f; });
 }
 
 void score_block(
@@ -345,57 +354,64 @@ void score_block(
   }
 }
 
+// Grow a buffer to some floats, which begin where a register's do.
+float* reserve(std::vector<Vec>& buffer, int64_t count) {
+  buffer.resize(std::max<size_t>(buffer.size(), (count + kLanes - 1) / kLanes));
+  return reinterpret_cast<float*>(buffer.data());
+}
+
 void attend_many(const std::vector<Query>& queries, const Seen& seen, float scale) {
-  constexpr int64_t registers = kQueries / kLanes;
-  static thread_local std::vector<float> inputs, masks, scores, weights, outputs;
-  const float open[kQueries] = {};
+  static thread_local std::vector<Vec> buffers[5];
+  alignas(Vec) const float open[kQueries] = {};
   const int64_t count = queries.size(), some = std::max<int64_t>(1, kPlaces / seen.block);
+  float* inputs = reserve(buffers[0], seen.dim * kQueries);
+  float* masks = reserve(buffers[1], seen.block * kQueries);
+  float* scores = reserve(buffers[2], seen.places() * kQueries);
+  float* weights = reserve(buffers[3], some * seen.block * kQueries);
+  float* outputs = reserve(buffers[4], seen.dim * kQueries);
   // What there is no query for is zeros, and not used.
-  inputs.assign(seen.dim * kQueries, 0.0f);
-  masks.assign(seen.block * kQueries, 0.0f);
-  outputs.assign(seen.dim * kQueries, 0.0f);
-  scores.resize(std::max<size_t>(scores.size(), seen.places() * kQueries));
-  weights.resize(std::max<size_t>(weights.size(), some * seen.block * kQueries));
+  std::fill_n(inputs, seen.dim * kQueries, 0.0f);
+  std::fill_n(masks, seen.block * kQueries, 0.0f);
+  std::fill_n(outputs, seen.dim * kQueries, 0.0f);
   for (int64_t n = 0; n < count; ++n) {
     for (int64_t d = 0; d < seen.dim; ++d) {
       inputs[d * kQueries + n] = queries[n].query[d];
     }
   }
-  Vec tops[registers];
-  std::fill(tops, tops + registers, Vec(kUnseen));
+  Softening softenings[kQueries / kLanes];
   for (int64_t index = 0; index < seen.num_blocks; ++index) {
-    float* found = scores.data() + index * seen.block * kQueries;
+    float* found = scores + index * seen.block * kQueries;
     if (sees_all(queries, index * seen.block, seen.block)) {
-      score_block(inputs.data(), seen.key(index), seen, scale, open, 0, found);
+      score_block(inputs, seen.key(index), seen, scale, open, 0, found);
     } else {
       for (int64_t n = 0; n < count; ++n) {
         for (int64_t j = 0; j < seen.block; ++j) {
           masks[j * kQueries + n] = queries[n].mask[index * seen.block + j];
         }
       }
-      score_block(inputs.data(), seen.key(index), seen, scale, masks.data(), kQueries, found);
+      score_block(inputs, seen.key(index), seen, scale, masks, kQueries, found);
     }
-    for (int64_t r = 0; r < registers; ++r) {
+    for (int64_t lane = 0; lane < kQueries; lane += kLanes) {
+      Vec& top = softenings[lane / kLanes].top;
       for (int64_t j = 0; j < seen.block; ++j) {
-        tops[r] = at::vec::maximum(tops[r], Vec::loadu(found + j * kQueries + r * kLanes));
+        top = at::vec::maximum(top, Vec::loadu(found + j * kQueries + lane));
       }
     }
   }
-  std::vector<Softening> softenings(tops, tops + registers);
   for (int64_t first = 0; first < seen.num_blocks; first += some) {
     const int64_t last = std::min(first + some, seen.num_blocks);
     for (int64_t pair = 0; pair < kQueries; pair += kPair) {
-      const float* part = scores.data() + first * seen.block * kQueries + pair;
-      soften_many(&softenings[pair / kLanes], part, (last - first) * seen.block, weights.data() + pair);
+      const float* part = scores + first * seen.block * kQueries + pair;
+      soften_many(&softenings[pair / kLanes], part, (last - first) * seen.block, weights + pair);
       for (int64_t at = 0; at < seen.dim; at += kDims) {
-        mix_many(weights.data() + pair, seen, first, last, at, outputs.data() + at * kQueries + pair);
+        mix_many(weights + pair, seen, first, last, at, outputs + at * kQueries + pair);
       }
     }
   }
-  for (int64_t r = 0; r < registers; ++r) {
-    const Vec total = at::vec::maximum(softenings[r].total, Vec(1.0f));
+  for (int64_t lane = 0; lane < kQueries; lane += kLanes) {
+    const Vec total = at::vec::maximum(softenings[lane / kLanes].total, Vec(1.0f));
     for (int64_t d = 0; d < seen.dim; ++d) {
-      float* output = outputs.data() + d * kQueries + r * kLanes;
+      float* output = outputs + d * kQueries + lane;
       (Vec::loadu(output) / total).store(output);
     }
   }

@@ -15,6 +15,7 @@ from engine.drafters.run_ahead import RunAheadDrafter
 from engine.grammar import Grammars, from_regex
 from engine.half_weights import PanelLinear
 from engine.model import CausalLM
+from engine.paged_attention import suits
 from engine.sampling import SamplingParams
 from tests.engine.conftest import VOCAB, save_llama
 from tests.engine.running import make_engine, run
@@ -42,7 +43,8 @@ def path(request, target_path, tmp_path):
     """A model whose linear layers run with half weights, and one whose weights need their 32 bits."""
     if request.param == "32-bit weights":
         return target_path
-    module = AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.bfloat16)
+    # Its heads are large enough for attention in C++, which those of the other are not.
+    module = AutoModelForCausalLM.from_pretrained(save_llama(tmp_path, seed=1, hidden=64), dtype=torch.bfloat16)
     module.save_pretrained(tmp_path)
     return str(tmp_path)
 
@@ -55,6 +57,7 @@ def test_compiled_text_does_not_depend_on_the_draft(path, request, tmp_path):
     assert model.is_compiled
     has_halves = any(isinstance(child, PanelLinear) for child in model._step.modules())
     assert has_halves == ("16-bit weights" in request.node.name)
+    assert suits(model.kv_shape[2], model.dtype) == has_halves
     generator = torch.Generator().manual_seed(0)
     requests = []
     for i in range(60):

@@ -142,6 +142,11 @@ def test_only_scaled_weights_have_too_wide_a_range(half, kind):
     assert torch.equal(found(torch.eye(8)), wide.T)
 
 
+def test_weights_next_to_zero_are_kept_or_left_alone(half):
+    weight = (torch.rand(8, 8, generator=torch.Generator().manual_seed(3)) + 1).bfloat16().float() * 2.0**-126
+    assert torch.equal(half(linear(weight))(torch.eye(8)), weight.T)
+
+
 def test_a_layer_of_zeros_is_a_layer_of_zeros(half):
     assert torch.equal(half(linear(torch.zeros(3, 4)))(torch.ones(2, 4)), torch.zeros(2, 3))
 

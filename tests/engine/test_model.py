@@ -267,3 +267,10 @@ def test_what_is_not_compiled_has_half_weights_in_its_large_layers_only_and_comp
     assert model.forward(build([ForwardRow(text[:20], 0, [1, 2, 3], 0)], kv)).shape == (0, 64)
     logits = model.forward(build([ForwardRow(text[20:], 20, [1, 2, 3], len(text) - 20)], kv))
     assert (logits - expect(text)[20:]).abs().max() < 1e-4
+
+
+def test_a_model_without_large_layers_does_not_wait_for_the_library(tmp_path, monkeypatch):
+    save(transformers.LlamaConfig(**SIZES), tmp_path)
+    monkeypatch.setattr(compilation, "MAX_BYTES", 0)
+    monkeypatch.setattr(compilation, "load_kernels", pytest.fail)
+    load(tmp_path)

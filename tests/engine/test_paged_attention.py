@@ -64,7 +64,9 @@ SHAPES = [
     {"rows": 2, "length": 3, "width": 5, "dim": 128, "heads": 8, "kv_heads": 8},
     {"rows": 2, "length": 1, "width": 5, "heads": 7, "kv_heads": 1},
     {"rows": 2, "length": 50, "width": 9},
-    {"rows": 2, "length": 29, "width": 9, "size": 3, "dim": 80, "heads": 2},
+    {"rows": 2, "length": 29, "width": 30, "size": 3, "dim": 80, "heads": 2},
+    {"rows": 1, "length": 29, "width": 3, "size": 80, "dim": 16},
+    {"rows": 1, "length": 29, "width": 4, "size": 22, "dim": 128},
 ]
 
 
@@ -121,6 +123,26 @@ def test_a_token_gets_the_same_bits_in_a_draft_of_any_length(kernel, shape):
     for length in (1, 2, 3, 4, 5, 7, 9, 33):
         some = kernel(query[:length], keys, values, blocks, mask[:, :, :length].contiguous(), scale=0.2)
         assert torch.equal(some, together[:length])
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("missed", [None, 14])
+def test_a_token_of_a_prompt_gets_the_same_bits_in_pieces_of_any_length(kernel, missed, window):
+    """Blocks that all tokens see are scored without a mask; a place that one of them does not see counts."""
+    query, keys, values, blocks, mask = example(1, 40, 9)
+    places = torch.arange(9 * 16)
+    last = 70 + torch.arange(40).unsqueeze(-1)
+    seen = (places <= last) & (places > last - (window or 200))
+    if missed is not None:
+        seen[missed, 40] = False
+    mask = torch.where(seen, 0.0, -INF).view(mask.shape)
+    together = kernel(query, keys, values, blocks, mask, scale=0.2)
+    assert (together - by_torch((query, keys, values, blocks, mask), 0.2)).abs().max() < 1e-5
+    for length in (1, 7, 8, 10):
+        for first in range(0, 40, length):
+            part = slice(first, first + length)
+            some = kernel(query[part], keys, values, blocks, mask[:, :, part].contiguous(), scale=0.2)
+            assert torch.equal(some, together[part])
 
 
 @pytest.mark.parametrize("gap", [1, 5, 16, 23])

@@ -42,29 +42,30 @@ constexpr int64_t kLine = 64;
 // Products of a thread that are worth waking it.
 constexpr int64_t kShare = 1 << 16;
 
-// Load a group's outputs from `at` on, and those apart from them.
-void load(const float* group, int64_t at, Vec* pair) {
-  pair[0] = Vec::loadu(group + at);
-  pair[1] = Vec::loadu(group + at + kApart);
+// Where a pair of registers' first outputs are in a panel; the second ones are kApart behind them.
+constexpr int64_t place(int64_t pair) {
+  const int64_t at = pair * kLanes;
+  return at / kApart * kGroup + at % kApart;
 }
 
-void load(const at::Half* group, int64_t at, Vec* pair) {
-  at::vec::load_to_float(group + at, pair[0]);
-  at::vec::load_to_float(group + at + kApart, pair[1]);
+// Load one input's weights for a pair of registers, whose first outputs are at `at`.
+void load(const float* weights, int64_t at, Vec* pair) {
+  pair[0] = Vec::loadu(weights + at);
+  pair[1] = Vec::loadu(weights + at + kApart);
+}
+
+void load(const at::Half* weights, int64_t at, Vec* pair) {
+  at::vec::load_to_float(weights + at, pair[0]);
+  at::vec::load_to_float(weights + at + kApart, pair[1]);
 }
 
 // Two bfloat16 numbers are the halves of 32 bits, so that widening them takes an instruction each.
-void load(const at::BFloat16* group, int64_t at, Vec* pair) {
+void load(const at::BFloat16* weights, int64_t at, Vec* pair) {
   static_assert(Words::size() == kLanes && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
-  const Words words = Words::loadu(group + 2 * at), low = words << Words(16), high = words & Words(-65536);
+  const Words words = Words::loadu(weights + at / kGroup * kGroup + at % kGroup * 2);
+  const Words low = words << Words(16), high = words & Words(-65536);
   std::memcpy(&pair[0], &low, sizeof(Vec));
   std::memcpy(&pair[1], &high, sizeof(Vec));
-}
-
-// Where the outputs of a tile's vector are in a panel.
-constexpr int64_t place(int64_t pair, int64_t second) {
-  const int64_t at = pair * kLanes;
-  return at / kApart * kGroup + at % kApart + second * kApart;
 }
 
 // Ask for weights of one input. Those behind the last are the next panel's, or nobody's, which does no harm.
@@ -88,7 +89,7 @@ void add(const Rows& rows, const T* panel, int64_t depth, bool is_first) {
   for (int64_t pair = 0; pair < kPanel / (2 * kLanes); pair += kPairs) {
     Vec sums[R][kPairs][2];
     const auto output = [&](int r, int p, int second) {
-      return rows.outputs + r * rows.output_stride + place(pair + p, second);
+      return rows.outputs + r * rows.output_stride + place(pair + p) + second * kApart;
     };
     for (int r = 0; r < R; ++r) {
       for (int p = 0; p < kPairs; ++p) {
@@ -104,7 +105,7 @@ void add(const Rows& rows, const T* panel, int64_t depth, bool is_first) {
       }
       Vec wide[kPairs][2];
       for (int p = 0; p < kPairs; ++p) {
-        load(weights + place(pair + p, 0) / kGroup * kGroup, (pair + p) * kLanes % kApart, wide[p]);
+        load(weights, place(pair + p), wide[p]);
       }
       for (int r = 0; r < R; ++r) {
         const Vec input(rows.inputs[r * rows.stride + i]);
@@ -152,11 +153,10 @@ void widen(const T* panel, int64_t depth, float* wide) {
   for (int64_t i = 0; i < depth * kPanel; i += kPanel) {
     fetch(panel + i);
     for (int64_t pair = 0; pair < kPanel / (2 * kLanes); ++pair) {
-      const int64_t group = place(pair, 0) / kGroup * kGroup, at = pair * kLanes % kApart;
       Vec parts[2];
-      load(panel + i + group, at, parts);
-      parts[0].store(wide + i + group + at);
-      parts[1].store(wide + i + group + at + kApart);
+      load(panel + i, place(pair), parts);
+      parts[0].store(wide + i + place(pair));
+      parts[1].store(wide + i + place(pair) + kApart);
     }
   }
 }

@@ -197,19 +197,24 @@ void transpose(const float* keys, int64_t stride, int64_t count, int64_t dim, fl
   }
 }
 
+// Grow a buffer to some floats, which begin where a register's do.
+float* reserve(std::vector<Vec>& buffer, int64_t count) {
+  buffer.resize(std::max<size_t>(buffer.size(), (count + kLanes - 1) / kLanes));
+  return reinterpret_cast<float*>(buffer.data());
+}
+
 void attend_few(std::vector<Query>& queries, const Seen& seen, float scale) {
-  static thread_local std::vector<float> scores;
-  static thread_local std::vector<Vec> keys;
-  scores.resize(std::max<size_t>(scores.size(), queries.size() * seen.places()));
-  keys.resize(std::max<size_t>(keys.size(), seen.dim));
+  static thread_local std::vector<Vec> buffer, keys;
+  float* scores = reserve(buffer, queries.size() * seen.places());
+  float* transposed = reserve(keys, seen.dim * kLanes);
   for (size_t i = 0; i < queries.size(); ++i) {
-    queries[i].scores = scores.data() + i * seen.places();
+    queries[i].scores = scores + i * seen.places();
   }
   for (int64_t index = 0; index < seen.num_blocks; ++index) {
     for (int64_t j = 0; j < seen.block; j += kLanes) {
       const int64_t count = std::min(kLanes, seen.block - j);
       const float* part = seen.key(index) + j * seen.stride;
-      transpose(part, seen.stride, count, seen.dim, reinterpret_cast<float*>(keys.data()));
+      transpose(part, seen.stride, count, seen.dim, transposed);
       in_tiles(queries, [&](auto size, const Query* tile) {
         score<size>(tile, keys.data(), seen.dim, scale, index * seen.block + j, count);
       });
@@ -337,29 +342,6 @@ bool sees_all(const std::vector<Query>& queries, int64_t place, int64_t count) {
   return std::all_of(found, found + kLanes, [](float mask) { return mask == 0.0f; });
 }
 
-void score_block(
-    const float* queries,
-    const float* key,
-    const Seen& seen,
-    float scale,
-    const float* mask,
-    int64_t stride,
-    float* scores) {
-  int64_t j = 0;
-  for (; j + kKeys <= seen.block; j += kKeys) {
-    score_many<kKeys>(queries, key + j * seen.stride, seen, scale, mask + j * stride, stride, scores + j * kQueries);
-  }
-  for (; j < seen.block; ++j) {
-    score_many<1>(queries, key + j * seen.stride, seen, scale, mask + j * stride, stride, scores + j * kQueries);
-  }
-}
-
-// Grow a buffer to some floats, which begin where a register's do.
-float* reserve(std::vector<Vec>& buffer, int64_t count) {
-  buffer.resize(std::max<size_t>(buffer.size(), (count + kLanes - 1) / kLanes));
-  return reinterpret_cast<float*>(buffer.data());
-}
-
 void attend_many(const std::vector<Query>& queries, const Seen& seen, float scale) {
   static thread_local std::vector<Vec> buffers[5];
   alignas(Vec) const float open[kQueries] = {};
@@ -378,19 +360,30 @@ void attend_many(const std::vector<Query>& queries, const Seen& seen, float scal
       inputs[d * kQueries + n] = queries[n].query[d];
     }
   }
+  const auto score_block = [&](int64_t index, const float* mask, int64_t stride) {
+    const float* key = seen.key(index);
+    float* found = scores + index * seen.block * kQueries;
+    int64_t j = 0;
+    for (; j + kKeys <= seen.block; j += kKeys) {
+      score_many<kKeys>(inputs, key + j * seen.stride, seen, scale, mask + j * stride, stride, found + j * kQueries);
+    }
+    for (; j < seen.block; ++j) {
+      score_many<1>(inputs, key + j * seen.stride, seen, scale, mask + j * stride, stride, found + j * kQueries);
+    }
+  };
   Softening softenings[kQueries / kLanes];
   for (int64_t index = 0; index < seen.num_blocks; ++index) {
-    float* found = scores + index * seen.block * kQueries;
     if (sees_all(queries, index * seen.block, seen.block)) {
-      score_block(inputs, seen.key(index), seen, scale, open, 0, found);
+      score_block(index, open, 0);
     } else {
       for (int64_t n = 0; n < count; ++n) {
         for (int64_t j = 0; j < seen.block; ++j) {
           masks[j * kQueries + n] = queries[n].mask[index * seen.block + j];
         }
       }
-      score_block(inputs, seen.key(index), seen, scale, masks, kQueries, found);
+      score_block(index, masks, kQueries);
     }
+    const float* found = scores + index * seen.block * kQueries;
     for (int64_t lane = 0; lane < kQueries; lane += kLanes) {
       Vec& top = softenings[lane / kLanes].top;
       for (int64_t j = 0; j < seen.block; ++j) {

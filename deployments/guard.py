@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.config import Limits
 from deployments.errors import error_body, headers_of, kind_of_status
-from deployments.proxy import SERVE_HEADERS
+from deployments.proxy import EARLY_BODY, SERVE_HEADERS
 
 OPEN_ROUTES = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 
@@ -43,7 +43,7 @@ class Guard:
         if self._keys and scope["path"] not in OPEN_ROUTES and not self._has_key(headers):
             await _refuse(send, 401, "no valid API key; send 'Authorization: Bearer <key>'")
             return
-        messages = await self._read(receive)
+        messages = await self._read(scope, receive)
         if messages is None:
             limit = self._limits.max_body_bytes
             await _refuse(send, 413, f"the body is larger than {limit:,} bytes")
@@ -59,12 +59,13 @@ class Guard:
         matches = [hmac.compare_digest(sent[0][7:], key) for key in self._keys]
         return any(matches)
 
-    async def _read(self, receive: Receive) -> list[Message] | None:
+    async def _read(self, scope: Scope, receive: Receive) -> list[Message] | None:
         """Return the whole body's messages; None when it is too large, however it was sent."""
+        early = (scope.get("extensions") or {}).get(EARLY_BODY)
         messages: list[Message] = []
         size = 0
         while True:
-            message = await receive()
+            message = await receive() if early is None else {"type": "http.request", "body": early}
             messages.append(message)
             size += len(message.get("body", b""))
             if size > self._limits.max_body_bytes:

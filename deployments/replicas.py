@@ -50,12 +50,13 @@ class ServeRouters:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
+        # Not by reference: over Serve's own connection between replicas. A delivery as an object in Ray's store costs
+        # more than a round's whole overhead.
+        self._generate = handle.generate.options(stream=True, _by_reference=False)
 
     async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
         """Stream a request's tokens from the replica that takes it."""
-        # Not by reference: over Serve's own connection between replicas. A delivery as an object in Ray's store costs
-        # more than a round's whole overhead.
-        rounds = self._handle.generate.options(stream=True, _by_reference=False).remote(request)
+        rounds = self._generate.remote(request)
         try:
             async for outputs in rounds:
                 yield outputs

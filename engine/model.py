@@ -253,6 +253,8 @@ class CausalLM:
             candidate.check(batch, self._forward_eagerly(batch))
         load_noise(compilation.noise_path())
         self._compiled = candidate
+        # Nothing computes with it any more, and where weights are packed, half of the memory or more is its own.
+        self.module = self._step.module
         logger.info("%s: compiled pass loaded and checked in %.1f s", self.info.name, time.monotonic() - started)
 
     def _take_compiled(self) -> None:

@@ -79,10 +79,9 @@ def _save(tokenizer: str, folder: Path) -> None:
 
 
 def _weight_bytes(model: CausalLM) -> int:
-    module = model._step.module if model.is_compiled else model.module
     return sum(
         layer.in_features * layer.out_features * (2 if isinstance(layer, HalfLinear) else layer.weight.element_size())
-        for layer in module.modules()
+        for layer in model.module.modules()
         if isinstance(layer, HalfLinear | nn.Linear)
     )
 

@@ -1,9 +1,12 @@
 """Compiled passes: the same logits as the eager ones, the same text with and without speculation, eager where not."""
 
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from engine import compilation, noise
@@ -53,10 +56,13 @@ def path(request, target_path, tmp_path):
 @needs_compiler
 def test_compiled_text_does_not_depend_on_the_draft(path, request, tmp_path):
     model = load(path)
+    loaded = [weakref.ref(layer.weight) for layer in model.module.modules() if type(layer) is nn.Linear]
     model.compile()
     assert model.is_compiled
     has_halves = any(isinstance(child, PanelLinear) for child in model._step.modules())
     assert has_halves == ("16-bit weights" in request.node.name)
+    gc.collect()
+    assert {weight() is None for weight in loaded} == {has_halves}  # nobody keeps those that others replace
     assert suits(model.kv_shape[2], model.dtype) == has_halves
     generator = torch.Generator().manual_seed(0)
     requests = []

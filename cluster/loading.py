@@ -18,6 +18,11 @@ from engine.verifier import ModelVerifier
 
 logger = logging.getLogger(__name__)
 
+_WORTH = 0.8
+"""Of the time that fewer threads take, more must take less than this: other processes want the cores too, and a number
+that came out ahead by chance stays. On two vCPUs of one core, a second thread took 0.9 at best, and where it had to be
+woken for each layer, as here, passes took twice as long as with one."""
+
 
 def load_drafter(
     config: ModelConfig, target: ModelConfig, engine: EngineConfig, *, run_ahead: bool
@@ -65,7 +70,7 @@ def _load(config: ModelConfig, *, shard: Shard | None = None) -> CausalLM:
     # Several ranks run their passes together, so they cannot try different numbers of them.
     if config.num_threads is None and model.device.type == "cpu" and cores > 1 and shard is None:
         started = time.monotonic()
-        threads = fit_threads(model, cores)
+        threads = fit_threads(model, cores, worth=_WORTH)
         logger.info("%s runs with threads: %s, chosen in %.1f s", config.path, threads, time.monotonic() - started)
     if config.pinned and model.device.type == "cpu" and (core := home_core()) is not None:
         model.threads = replace(model.threads or Threads.always(config.num_threads or 1), core=core)

@@ -120,7 +120,7 @@ class AppConfig(BaseModel):
     compile: Compile = "auto"
     """auto: on a CPU, passes run compiled as soon as a process in the background has done so; off: never."""
     num_threads: Annotated[int | None, OrNone] = Field(None, ge=1)
-    """CPU threads of one model's forward pass; none tries what is fastest, up to the cores that it has."""
+    """CPU threads of one model's forward pass; none tries what pays, up to the cores that it has."""
     target_revision: Annotated[str | None, OrNone] = None
     """Hub revision of the target."""
     draft_revision: Annotated[str | None, OrNone] = None

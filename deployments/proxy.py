@@ -15,7 +15,8 @@ SERVE_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-
 EARLY_BODY = "paceline.body"
 """Where `scope["extensions"]` has a body that travels with its head."""
 MAX_EARLY_BYTES = 2**16
-"""Of a body that does: the proxy holds it, and pickles it once more."""
+"""Of a body that does. The proxy holds two more of it for as long as it is answered; up to 100 KiB, Ray sends a call's
+arguments along with the call."""
 
 
 class DropServeHeaders:
@@ -35,7 +36,8 @@ class DropServeHeaders:
 class SendBodyEarly:
     """Passes requests on with their bodies in the scope, where those are announced and small.
 
-    They can be received all the same, as ever.
+    They can be received all the same, as ever. Until such a body has come, Serve does not know of the request: it has
+    no slot of the Ingress yet, and its time does not run.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -67,6 +69,10 @@ def middlewares() -> list[Middleware]:
 
 
 def _announced_bytes(scope: Scope) -> int:
-    """Return the length of a request's body as its head has it; 0 where it does not tell."""
-    lengths = [value for name, value in scope["headers"] if name.lower() == b"content-length"]
-    return int(lengths[0]) if len(lengths) == 1 and lengths[0].isdigit() else 0
+    """Return the length of a request's body as its head has it; 0 where it does not tell, or not in one way only."""
+    names = (b"content-length", b"transfer-encoding")
+    told = [(name.lower(), value) for name, value in scope["headers"] if name.lower() in names]
+    match told:
+        case [(b"content-length", value)] if value.isdigit() and len(value) <= len(str(MAX_EARLY_BYTES)):
+            return int(value)
+    return 0

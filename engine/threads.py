@@ -21,9 +21,6 @@ _NUM_TURNS = 4
 _PASSES_OF_TURN = 3
 _MAX_TURN_S = 0.02
 _MAX_TRIAL_S = 0.1
-_WORTH = 0.8
-"""More threads must take less than this share of the time: other processes want the cores too, and a number that came
-out ahead by chance stays. Threads of one core take 0.9 at best, and where they have to be woken, up to twice it."""
 _BLOCK_SIZE = 16
 _CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 """All that this process had before any thread kept to one."""
@@ -60,20 +57,24 @@ class Threads:
         return ", ".join(f"{count} for {name}" for name, (_, count) in parts)
 
 
-def fit_threads(model: CausalLM, limit: int) -> Threads:
-    """Try numbers of threads up to `limit` on this model's passes, and keep the fastest for each kind of pass."""
-    threads = Threads(tuple((rows * length, _fit(model, limit, rows, length)) for rows, length in _SIZES.values()))
-    model.threads = threads
-    return threads
+def fit_threads(model: CausalLM, limit: int, *, worth: float = 0.9) -> Threads:
+    """Try numbers of threads up to `limit` on this model's passes, and keep what pays for each kind of pass.
+
+    Args:
+        worth: more threads must take less than this share of the time.
+    """
+    counts = ((rows * length, _fit(model, limit, worth, rows, length)) for rows, length in _SIZES.values())
+    model.threads = Threads(tuple(counts))
+    return model.threads
 
 
-def _fit(model: CausalLM, limit: int, rows: int, length: int) -> int:
+def _fit(model: CausalLM, limit: int, worth: float, rows: int, length: int) -> int:
     """Return the fewest threads that are about as fast as any, from `limit` down for as long as fewer are."""
     best, behind = limit, 1.0
     for count in sorted({2**power for power in range(limit.bit_length())} - {limit}, reverse=True):
         best_s, seconds = _measure(model, (best, count), rows, length)
         relative = behind * seconds / best_s  # to the fastest
-        if _WORTH * relative > 1:
+        if worth * relative > 1:
             break
         best, behind = count, max(1.0, relative)
     return best

@@ -36,9 +36,9 @@ ENVIRONMENT = {
 PINNING = "on" if len(os.sched_getaffinity(0)) == 2 else "off"
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
-REQUEST_TIMEOUT_S = 120.0
+READ_TIMEOUT_S = 120.0
 FIRST_SETTLE_S = 10.0
-"""After the first answer: what comes once (memory is moved to huge pages, for a second or three) is over then."""
+"""After the first answer: memory is moved to huge pages five seconds after it is loaded, for a second to three."""
 SETTLE_S = 0.5
 """After a thaw, what has become due meanwhile is done first."""
 
@@ -228,9 +228,13 @@ class ServeMethod:
             except BaseException:
                 self._server.stop()
                 raise
-        self._client = self._runner.run(_open_client(self._server.url))
-        time.sleep(FIRST_SETTLE_S)
-        freeze(self._server.pid)
+        try:
+            self._client = self._runner.run(_open_client(self._server.url))
+            time.sleep(FIRST_SETTLE_S)
+            freeze(self._server.pid)
+        except BaseException:
+            self._server.stop()
+            raise
 
     def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
         with self._server.frozen_afterwards():
@@ -297,5 +301,5 @@ class ServeMethod:
 
 async def _open_client(url: str) -> aiohttp.ClientSession:
     """Return a client for as many streams as are wanted; one is made within the event loop that it is used in."""
-    timeout = aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_S)
     return aiohttp.ClientSession(url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))

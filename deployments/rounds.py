@@ -143,7 +143,7 @@ class RoundLoop:
 
     async def _run(self) -> None:
         while True:
-            if not self._engine.has_work:
+            if not self._engine.has_work and self._lost is None:
                 self._wake.clear()
                 await self._wake.wait()
             if self._lost is not None:

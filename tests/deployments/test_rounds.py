@@ -151,3 +151,14 @@ async def test_a_loop_that_stops_says_so_to_open_streams(rig: Rig) -> None:
             pass
     with pytest.raises(TargetError):
         rig.loop.check()
+
+
+async def test_a_loss_that_is_reported_during_the_last_round_is_made_good_without_a_request(rig: Rig) -> None:
+    rig.verifier.gate.clear()
+    last = asyncio.create_task(tokens(rig.loop, generation(max_tokens=1)))
+    await asyncio.sleep(0.01)
+    rig.loop.report_loss(TargetError("it died"))
+    rig.verifier.gate.set()
+    await last
+    await asyncio.sleep(0.01)
+    assert rig.group.num_recoveries == 1

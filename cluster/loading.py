@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _WORTH = 0.8
 """Of the time that fewer threads take, more must take less than this: other processes want the cores too, and a number
-that came out ahead by chance stays. On two vCPUs of one core, a second thread took 0.9 at best, and where it had to be
+that came out ahead by chance stays. On two virtual cores a second thread took 0.9 at best, and where it had to be
 woken for each layer, as here, passes took twice as long as with one."""
 
 

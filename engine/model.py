@@ -5,6 +5,7 @@ weights and, under tensor parallelism, the slicing. What cannot be served exactl
 reason.
 """
 
+import copy
 import functools
 import logging
 import threading
@@ -53,7 +54,12 @@ class Shard:
 
 
 class CausalLM:
-    """A decoder-only language model on one device, or one rank's shard of it."""
+    """A decoder-only language model on one device, or one rank's shard of it.
+
+    Attributes:
+        threads: how many passes run with; None leaves that to torch.
+        when_compiled: called, in a thread of its own, once passes run compiled that ran eagerly before.
+    """
 
     def __init__(self, module: nn.Module, config: PreTrainedConfig, info: ModelInfo, shard: Shard | None) -> None:
         self.module = module
@@ -66,6 +72,7 @@ class CausalLM:
         self._windows: list[int | None] = []
         self._compiled: CompiledForward | None = None
         self.threads: Threads | None = None
+        self.when_compiled: Callable[[], None] | None = None
 
     @classmethod
     def load(cls, config: ModelConfig, *, shard: Shard | None = None) -> "CausalLM":
@@ -248,9 +255,12 @@ class CausalLM:
         compilation.load_kernels()
         candidate = CompiledForward(self._package, self._step)
         kv = self.kv_tensors(16, 16)
+        # Another thread may be serving with the module, whose fused layers keep parts of a pass between two calls.
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
         for rows in samples():
             batch = build(rows, kv)
-            candidate.check(batch, self._forward_eagerly(batch))
+            candidate.check(batch, self._forward_eagerly(batch, module))
         load_noise(compilation.noise_path())
         self._compiled = candidate
         # Nothing computes with it any more, and where weights are packed, half of the memory or more is its own.
@@ -261,6 +271,8 @@ class CausalLM:
         self._try_to_adopt()
         if self.is_compiled:
             self.use_huge_pages()  # the packed weights have come since
+            if self.when_compiled is not None:
+                self.when_compiled()
 
     def use_huge_pages(self) -> None:
         """Move this process's memory to huge pages if passes read enough of it; see `huge_pages.collapse`."""
@@ -282,8 +294,9 @@ class CausalLM:
         if self.threads is not None:
             self.threads.use(len(batch.token_ids))
 
-    def _forward_eagerly(self, batch: ForwardBatch) -> Tensor:
-        return call(self.module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged).float()
+    def _forward_eagerly(self, batch: ForwardBatch, module: nn.Module | None = None) -> Tensor:
+        module = self.module if module is None else module
+        return call(module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged).float()
 
     def _probe(self) -> None:
         """Run two tokens through every layer: unknown attention features raise here, not in a round."""

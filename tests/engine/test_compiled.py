@@ -3,6 +3,7 @@
 import gc
 import logging
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from engine.compiled import PIECE_LENGTH, CompiledForward, CompileError, can_run
 from engine.config import ModelConfig
 from engine.drafters.model import ModelDrafter
 from engine.drafters.run_ahead import RunAheadDrafter
+from engine.fusion import FusedLinear
 from engine.grammar import Grammars, from_regex
 from engine.half_weights import PanelLinear
 from engine.model import CausalLM
@@ -227,3 +229,19 @@ def test_what_is_in_the_cache_needs_no_right_to_write_there(tmp_path):
     path.touch()
     path.with_suffix(".lock").mkdir()  # root may write everywhere
     compilation.compile_once(path, pytest.fail)
+
+
+def test_a_package_is_checked_beside_passes_that_are_under_way(target_path, monkeypatch):
+    """Fused layers keep parts of a pass between two calls; those of a pass that is being served must stay."""
+    model = load(target_path)
+    fused = [layer for layer in model.module.modules() if isinstance(layer, FusedLinear)]
+    for layer in fused:
+        layer.pending = [torch.ones(1)]
+    candidate = SimpleNamespace(check=lambda batch, expected: None)
+    monkeypatch.setattr("engine.model.CompiledForward", lambda *_: candidate)
+    monkeypatch.setattr("engine.model.load_noise", lambda _: None)
+    monkeypatch.setattr(compilation, "load_kernels", lambda: None)
+    model._adopt()
+    assert model.is_compiled
+    assert fused
+    assert [len(layer.pending) for layer in fused] == [1] * len(fused)

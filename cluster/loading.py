@@ -67,11 +67,18 @@ def _load(config: ModelConfig, *, shard: Shard | None = None) -> CausalLM:
     """
     cores = count_cores(ray.get_runtime_context().get_node_id()) // (shard.world_size if shard else 1)
     model = CausalLM.load(replace(config, num_threads=config.num_threads or max(1, cores)), shard=shard)
-    # Several ranks run their passes together, so they cannot try different numbers of them.
-    if config.num_threads is None and model.device.type == "cpu" and cores > 1 and shard is None:
+    core = home_core() if config.pinned else None
+
+    def choose() -> None:
         started = time.monotonic()
-        threads = fit_threads(model, cores, worth=_WORTH)
+        threads = model.threads = replace(fit_threads(model, cores, worth=_WORTH), core=core)
         logger.info("%s runs with threads: %s, chosen in %.1f s", config.path, threads, time.monotonic() - started)
-    if config.pinned and model.device.type == "cpu" and (core := home_core()) is not None:
-        model.threads = replace(model.threads or Threads.always(config.num_threads or 1), core=core)
+
+    if model.device.type == "cpu":
+        # Several ranks run their passes together, so they cannot try different numbers of them.
+        if config.num_threads is None and cores > 1 and shard is None:
+            choose()
+            model.when_compiled = choose  # those of eager passes may be too many
+        elif core is not None:
+            model.threads = Threads.always(config.num_threads or 1, core=core)
     return model

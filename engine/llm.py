@@ -223,9 +223,14 @@ def _load(config: ModelConfig) -> CausalLM:
     with Console(stderr=True).status(f"loading {config.path}") as status:
         model = CausalLM.load(config)
         if model.device.type == "cpu" and limit > 1:
+
+            def choose() -> None:
+                logger.info("%s runs with threads: %s", config.path, fit_threads(model, limit))
+                torch.set_num_threads(limit)
+
             status.update(f"choosing threads for {config.path}")
-            logger.info("%s runs with threads: %s", config.path, fit_threads(model, limit))
-            torch.set_num_threads(limit)
+            choose()
+            model.when_compiled = choose  # those of eager passes may be too many
     return model
 
 

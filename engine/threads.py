@@ -48,9 +48,9 @@ class Threads:
             _pinned.count = count
 
     @classmethod
-    def always(cls, count: int) -> "Threads":
+    def always(cls, count: int, core: int | None = None) -> "Threads":
         """Return the same number for passes of every size."""
-        return cls(tuple((rows * length, count) for rows, length in _SIZES.values()))
+        return cls(tuple((rows * length, count) for rows, length in _SIZES.values()), core)
 
     def __str__(self) -> str:
         parts = zip(_SIZES, self.counts, strict=True)

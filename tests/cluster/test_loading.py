@@ -6,6 +6,7 @@ import pytest
 
 from cluster import loading
 from engine.config import EngineConfig, ModelConfig
+from engine.threads import Threads
 from tests.cluster.models import save_llama
 
 
@@ -24,6 +25,21 @@ def test_huge_pages_are_asked_for_once_all_is_loaded(role, monkeypatch, tmp_path
     else:
         loading.load_verifier(config, engine, shard=None)
     assert asked.get(timeout=10) == path
+
+
+@pytest.mark.parametrize("core", [None, 1])
+def test_threads_are_chosen_anew_when_a_compiled_pass_has_come(core, monkeypatch, tmp_path):
+    counts = iter([2, 1])
+    monkeypatch.setattr(loading, "fit_threads", lambda *_, worth: Threads.always(next(counts)))
+    monkeypatch.setattr(loading.ray, "get_runtime_context", lambda: Context())
+    monkeypatch.setattr(loading, "count_cores", lambda _: 2)
+    monkeypatch.setattr(loading, "home_core", lambda: 1)
+    config = ModelConfig(str(save_llama(tmp_path, seed=1)), device="cpu", pinned=core is not None)
+    model = loading._load(config)
+    assert model.threads == Threads.always(2, core)
+    monkeypatch.setattr(model, "_try_to_adopt", lambda: setattr(model, "_compiled", object()))
+    model._take_compiled()
+    assert model.threads == Threads.always(1, core)
 
 
 class Context:

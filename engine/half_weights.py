@@ -126,10 +126,15 @@ class FbgemmLinear(HalfLinear):
 
 def with_half_weights(module: nn.Module) -> nn.Module:
     """Return a module that shares all tensors with `module`, with half weights wherever that changes no product."""
-    tensors = [*module.parameters(), *module.buffers()]
-    shared = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    shared = shared_copy(module)
     use_half_weights(shared, PanelLinear)
     return shared
+
+
+def shared_copy(module: nn.Module) -> nn.Module:
+    """Return a module that shares all tensors with `module`, and nothing else."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
 def use_half_weights(module: nn.Module, kind: type[HalfLinear], *, smallest: int = 0) -> None:

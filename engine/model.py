@@ -5,7 +5,6 @@ weights and, under tensor parallelism, the slicing. What cannot be served exactl
 reason.
 """
 
-import copy
 import functools
 import logging
 import threading
@@ -28,7 +27,15 @@ from engine.compiled import CompiledForward, CompileError, Step, call, can_run, 
 from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.fusion import fuse_projections
-from engine.half_weights import MIN_LARGE, FbgemmLinear, HalfLinear, PanelLinear, has_fbgemm, use_half_weights
+from engine.half_weights import (
+    MIN_LARGE,
+    FbgemmLinear,
+    HalfLinear,
+    PanelLinear,
+    has_fbgemm,
+    shared_copy,
+    use_half_weights,
+)
 from engine.huge_pages import HUGE_PAGE_BYTES, collapse
 from engine.noise import Draws
 from engine.shards import load_shard
@@ -256,8 +263,7 @@ class CausalLM:
         candidate = CompiledForward(self._package, self._step)
         kv = self.kv_tensors(16, 16)
         # Another thread may be serving with the module, whose fused layers keep parts of a pass between two calls.
-        tensors = [*self.module.parameters(), *self.module.buffers()]
-        module = copy.deepcopy(self.module, {id(tensor): tensor for tensor in tensors})
+        module = shared_copy(self.module)
         for rows in samples():
             batch = build(rows, kv)
             candidate.check(batch, self._forward_eagerly(batch, module))

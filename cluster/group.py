@@ -12,13 +12,13 @@ from ray.util.placement_group import PlacementGroup
 
 from cluster.config import GroupConfig as GroupConfig
 from cluster.cores import count_cores
-from cluster.credentials import make_credentials
-from cluster.crew import Crew, start_draft, start_target
 from cluster.placement import STRATEGY, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
-from engine.draft import Drafter, NoDrafter, Verifier
+from cluster.transport.credentials import make_credentials
+from cluster.worker_set import Crew, start_draft, start_target
 from engine.errors import ModelError, TargetError
-from engine.vocabulary import check_same_vocabulary
+from engine.models.tokenizer import check_same_vocabulary
+from engine.protocols import Drafter, NoDrafter, Verifier
 
 if TYPE_CHECKING:
     from engine.config import ModelInfo

@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cluster.channel import ChannelError, ConnectionLostError, DeadlineError, Link, PeerGoneError
-from cluster.messages import (
+from cluster.protocol.messages import (
     AnyReply,
     Drafts,
     MalformedMessageError,
@@ -26,10 +25,11 @@ from cluster.messages import (
     Verify,
     VerifyEntry,
 )
-from cluster.prefix_table import Acknowledged
-from cluster.validation import check_drafts, check_verdicts
-from engine.draft import NO_DRAFT, Draft, ProposeRow, Verdict, VerifyRow
+from cluster.protocol.prefix_delta import Acknowledged
+from cluster.protocol.validation import check_drafts, check_verdicts
+from cluster.transport.channel import ChannelError, ConnectionLostError, DeadlineError, Link, PeerGoneError
 from engine.errors import TargetError
+from engine.protocols import NO_DRAFT, Draft, ProposeRow, Verdict, VerifyRow
 
 if TYPE_CHECKING:
     from engine.stats import RunAheadStats

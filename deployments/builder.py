@@ -10,8 +10,8 @@ from ray.serve import Application
 from cluster.placement import STRATEGY, placement_bundles
 from deployments.autoscaling import autoscaling_config
 from deployments.config import AppConfig, api_keys, group_config
-from deployments.ingress import Ingress
-from deployments.router import Router
+from deployments.ingress.ingress import Ingress
+from deployments.router.router import Router
 
 STREAMS_PER_INGRESS = 10_000
 

@@ -8,7 +8,7 @@ logits.py and noise.py (how a token is drawn), batch.py, attention.py, model.py 
 
 from typing import TYPE_CHECKING, Any
 
-from engine.sampling import SamplingParams
+from engine.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.llm import LLM

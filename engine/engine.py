@@ -10,10 +10,10 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
-from engine.draft import NO_DRAFT, Draft, Drafter, ProposeRow, Verifier, VerifyRow
+from engine.draft_length import Goodput
 from engine.errors import PromptTooLongError, RequestError
-from engine.goodput import Goodput
-from engine.sampling import SamplingParams
+from engine.protocols import NO_DRAFT, Draft, Drafter, ProposeRow, Verifier, VerifyRow
+from engine.sampling.params import SamplingParams
 from engine.scheduler import ScheduledRow, Scheduler
 from engine.sequence import RequestOutput, Sequence
 from engine.stats import SpeculationStats

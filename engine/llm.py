@@ -21,18 +21,18 @@ from engine.config import (
     Speculation,
     Verification,
 )
-from engine.draft import Drafter, NoDrafter, TokenLogprobs
-from engine.drafters.model import ModelDrafter
+from engine.drafting.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import RequestError
-from engine.grammar import Grammars
-from engine.model import CausalLM
-from engine.sampling import SamplingParams
+from engine.execution.cpu.threads import fit_threads
+from engine.models.causal_lm import CausalLM
+from engine.models.tokenizer import check_same_vocabulary, load_tokenizer
+from engine.protocols import Drafter, NoDrafter, TokenLogprobs
+from engine.sampling.grammar import Grammars
+from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason, RequestOutput
 from engine.stats import SpeculationStats
-from engine.threads import fit_threads
-from engine.verifier import ModelVerifier
-from engine.vocabulary import check_same_vocabulary, load_tokenizer
+from engine.verification.verifier import ModelVerifier
 
 T = TypeVar("T")
 

@@ -8,10 +8,10 @@ computes them again later: nothing that was committed is lost.
 from collections import deque
 from dataclasses import dataclass
 
+from engine.block_pool import BlockPool, block_digest
 from engine.config import EngineConfig
-from engine.draft import Draft, Verdict
 from engine.errors import QueueFullError
-from engine.kv_cache import BlockPool, block_digest
+from engine.protocols import Draft, Verdict
 from engine.sequence import RequestOutput, Sequence
 from engine.stats import SpeculationStats
 

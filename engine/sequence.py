@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.detokenizer import Detokenizer
-from engine.draft import TokenLogprobs, Verdict
-from engine.sampling import SamplingParams
+from engine.protocols import TokenLogprobs, Verdict
+from engine.sampling.params import SamplingParams
 
 FinishReason = Literal["stop", "length"]
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from engine import noise
-from engine.attention import KVTensors
-from engine.batch import ForwardBatch
 from engine.config import ModelInfo
-from engine.draft import Draft, Drafter, ProposeRow
-from engine.drafters.run_ahead import RunAheadDrafter
+from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.execution.attention import KVTensors
+from engine.execution.batch import ForwardBatch
+from engine.protocols import Draft, Drafter, ProposeRow
+from engine.sampling import noise
 
 
 class MarkovModel:

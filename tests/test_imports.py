@@ -7,7 +7,7 @@ import pytest
 
 TOKENIZER = """
 from engine.config import BUNDLED_TARGET, ModelConfig
-from engine.vocabulary import load_tokenizer
+from engine.models.tokenizer import load_tokenizer
 load_tokenizer(ModelConfig(str(BUNDLED_TARGET)))
 """
 SERVE_RUN = """
@@ -28,15 +28,15 @@ def imported(code: str, packages: set[str]) -> list[str]:
     "code",
     [
         pytest.param("import engine", id="engine"),
-        pytest.param("import deployments.proxy", id="proxy"),
+        pytest.param("import deployments.ingress.proxy", id="proxy"),
         pytest.param(SERVE_RUN, id="serve run"),
-        pytest.param("import cluster.workers", id="worker before it loads"),
+        pytest.param("import cluster.workers.actors", id="worker before it loads"),
     ],
 )
 def test_what_loads_nothing_imports_no_library_of_models(code: str) -> None:
     assert imported(code, {"torch", "transformers"}) == []
 
 
-@pytest.mark.parametrize("module", ["deployments.router", "deployments.ingress"])
+@pytest.mark.parametrize("module", ["deployments.router.router", "deployments.ingress.ingress"])
 def test_what_holds_no_tensors_imports_no_torch(module: str) -> None:
     assert imported(f"import {module}{TOKENIZER}", {"torch"}) == []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from engine import noise
+from engine.sampling import noise
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 CONTINUATION_TOKENS = 128

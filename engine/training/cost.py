@@ -1,6 +1,6 @@
 """What one token costs: a decode step of a single request, through the engine's own forward pass.
 
-A model that was compiled before (`python -m engine.compilation`) runs compiled, as it does when it is served.
+A model that was compiled before (`python -m engine.execution.cpu.packages`) runs compiled, as when it is served.
 """
 
 import statistics
@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from engine.batch import ForwardRow, build
 from engine.config import ModelConfig
-from engine.model import CausalLM
+from engine.execution.batch import ForwardRow, build
+from engine.models.causal_lm import CausalLM
 
 CONTEXT_TOKENS = 256
 _BLOCK_SIZE = 16

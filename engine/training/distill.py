@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.config import ModelConfig
+from engine.models.tokenizer import check_same_vocabulary
 from engine.training.acceptance import CONTINUATION_TOKENS, TEMPERATURES, Continuations, continue_prompts
 from engine.training.checkpoint import Checkpointer, load_tensor, save_model, save_tensor
 from engine.training.corpus import Batches, Corpus, Rows, read_corpus, render, tokenize
 from engine.training.loop import Plan, autocast, train
 from engine.training.models import Size, build_model, count_parameters, load_model
 from engine.training.optimizer import make_optimizers
-from engine.vocabulary import check_same_vocabulary
 
 PROMPT_TOKENS = 64
 HELD_OUT_PROMPTS = 32

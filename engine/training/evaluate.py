@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.config import ModelConfig
+from engine.models.tokenizer import check_same_vocabulary
 from engine.training.acceptance import CONTINUATION_TOKENS, TEMPERATURES, Acceptance, continue_prompts
 from engine.training.checkpoint import write_whole
 from engine.training.corpus import read_corpus, read_text
@@ -17,7 +18,6 @@ from engine.training.errors import TrainingError
 from engine.training.models import load_model
 from engine.training.pretrain import TRAINING_RECORD, held_out_loss
 from engine.training.speedup import best, predict
-from engine.vocabulary import check_same_vocabulary
 
 PAIR = Path(__file__).parent.parent / "pair"
 BUNDLED_TARGET = PAIR / "target"

@@ -1,1 +1,1 @@
-"""The verification rules: which draft tokens stay, and the target's own token after them."""
+"""Which draft tokens stay: verifier (the target pass), coupled, rejection."""

@@ -8,7 +8,7 @@ ids travel.
 
 from collections.abc import Sequence
 
-from engine.draft import Draft
+from engine.protocols import Draft
 
 
 def coupled(drawn: Sequence[int], drafts: Sequence[Draft]) -> list[tuple[list[int], list[int]]]:

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine import noise
-from engine.draft import Draft
-from engine.logits import Run, gumbel_rows, probabilities
+from engine.protocols import Draft
+from engine.sampling import noise
+from engine.sampling.logits import Run, gumbel_rows, probabilities
 
 
 def rejection(shaped: Tensor, runs: Sequence[Run], drafts: Sequence[Draft]) -> list[tuple[list[int], list[int]]]:

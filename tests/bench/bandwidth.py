@@ -10,8 +10,8 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from engine.half_weights import HalfLinear
-from engine.model import CausalLM
+from engine.execution.cpu.half_weights import HalfLinear
+from engine.models.causal_lm import CausalLM
 from tests.bench.compare import conditions
 from tests.bench.figures import measure
 from tests.bench.with_engine import EngineMethod

@@ -7,8 +7,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import engine.drafters.model as drafting
-import engine.verifier as verifying
+import engine.drafting.model as drafting
+import engine.verification.verifier as verifying
 from engine.detokenizer import Detokenizer
 from engine.llm import LLM
 from tests.bench.compare import conditions

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from engine.batch import ForwardBatch
 from engine.config import EngineConfig, Speculation
-from engine.draft import Draft, Drafter, NoDrafter, ProposeRow, Verdict, Verifier, VerifyRow
-from engine.drafters.model import ModelDrafter
-from engine.drafters.run_ahead import RunAheadDrafter
+from engine.drafting.model import ModelDrafter
+from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.engine import Engine
+from engine.execution.batch import ForwardBatch
 from engine.llm import run_in_process
-from engine.sampling import SamplingParams
-from engine.verifier import ModelVerifier
+from engine.protocols import Draft, Drafter, NoDrafter, ProposeRow, Verdict, Verifier, VerifyRow
+from engine.sampling.params import SamplingParams
+from engine.verification.verifier import ModelVerifier
 from tests.fakes import ContextModel
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from tests.bench.workload import Workload
 
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
 SETTLE_S = 10.0
-OWN = ("Ingress", "Router", "TargetWorker", "DraftWorker", "trial_process")
+OWN = ("Ingress", "Router", "TargetWorker", "DraftWorker", "grammar_check")
 """The processes that run this project's code. The others are Ray's, shown and not judged: its HTTP proxy grew by about
 3 KB per request over 5,600 requests, nearly all of them refused at the door."""
 MAX_MIB_PER_MINUTE = 10.0

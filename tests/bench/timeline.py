@@ -19,20 +19,20 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from rich.console import Console
 
-from cluster.channel import Channel
-from cluster.credentials import Credentials, make_credentials
-from cluster.endpoint import Endpoint
-from cluster.messages import AnyReply, AnyRequest
+from cluster.protocol.messages import AnyReply, AnyRequest
 from cluster.remote import RemoteDrafter, RemoteVerifier
-from cluster.responder import DraftResponder, TargetResponder
-from cluster.server import Server
+from cluster.transport.channel import Channel
+from cluster.transport.credentials import Credentials, make_credentials
+from cluster.transport.endpoint import Endpoint
+from cluster.transport.server import Server
+from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig, ModelConfig, ModelInfo
-from engine.drafters.run_ahead import RunAheadDrafter
+from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.engine import Engine
-from engine.model import CausalLM
-from engine.sampling import SamplingParams
+from engine.models.causal_lm import CausalLM
+from engine.sampling.params import SamplingParams
 from engine.stats import RunAheadStats
-from engine.verifier import ModelVerifier
+from engine.verification.verifier import ModelVerifier
 from tests.bench.pictures import STYLE, save
 from tests.bench.workload import Workload
 

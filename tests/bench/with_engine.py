@@ -7,11 +7,11 @@ from dataclasses import replace
 import torch
 
 from engine.config import EngineConfig, Speculation
-from engine.draft import Draft, Drafter, ProposeRow, Verdict, Verifier, VerifyRow
 from engine.engine import Engine
 from engine.llm import LLM, run_in_process
-from engine.sampling import SamplingParams
-from engine.verifier import ModelVerifier
+from engine.protocols import Draft, Drafter, ProposeRow, Verdict, Verifier, VerifyRow
+from engine.sampling.params import SamplingParams
+from engine.verification.verifier import ModelVerifier
 from tests.bench.figures import Batch, Timeline, since
 from tests.bench.workload import Cell, Workload
 

@@ -30,7 +30,7 @@ ENVIRONMENT = {
     "RAY_ADDRESS": "local",  # a cluster of its own, whatever else runs on this machine
     "RAY_USAGE_STATS_ENABLED": "0",
     # As `make serve` has it:
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy:middlewares",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.ingress.proxy:middlewares",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
 }
 PINNING = "on" if len(os.sched_getaffinity(0)) == 2 else "off"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Compile, Device, Dtype, ModelConfig
-from engine.vocabulary import load_tokenizer
+from engine.models.tokenizer import load_tokenizer
 
 SHARED_PROMPTS = Path(__file__).parents[3] / "shared" / "data" / "prompts"
 SEED = 20

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Callable, Sequence
 
-from cluster.channel import Link
-from cluster.messages import AnyReply, AnyRequest, Ping, decode_request, encode
-from engine.draft import Draft, ProposeRow, Verdict, VerifyRow, chain
-from engine.sampling import SamplingParams
+from cluster.protocol.messages import AnyReply, AnyRequest, Ping, decode_request, encode
+from cluster.transport.channel import Link
+from engine.protocols import Draft, ProposeRow, Verdict, VerifyRow, chain
+from engine.sampling.params import SamplingParams
 
 Answer = Callable[[AnyRequest], AnyReply | None]
 

@@ -18,11 +18,11 @@ import logging
 import pytest
 
 from cluster import remote
-from cluster.messages import AnyRequest, Drafts, Failure, Ping, Pong, PrefixMissing, Propose, Verdicts, Verify
+from cluster.protocol.messages import AnyRequest, Drafts, Failure, Ping, Pong, PrefixMissing, Propose, Verdicts, Verify
 from cluster.remote import RemoteDrafter, RemoteVerifier
-from cluster.responder import DraftResponder, TargetResponder
-from engine.draft import NO_DRAFT, Draft, Verdict, chain
+from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.errors import TargetError
+from engine.protocols import NO_DRAFT, Draft, Verdict, chain
 from tests.cluster.fakes import EchoDrafter, FakeLink, SumVerifier, propose_row, verify_row
 
 VOCAB = 1000

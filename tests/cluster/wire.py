@@ -4,11 +4,11 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-from cluster.channel import Channel
-from cluster.credentials import Credentials
-from cluster.endpoint import Endpoint
-from cluster.messages import AnyReply, AnyRequest, Ping, Pong
-from cluster.server import Server
+from cluster.protocol.messages import AnyReply, AnyRequest, Ping, Pong
+from cluster.transport.channel import Channel
+from cluster.transport.credentials import Credentials
+from cluster.transport.endpoint import Endpoint
+from cluster.transport.server import Server
 
 
 def pong(request: AnyRequest) -> AnyReply:

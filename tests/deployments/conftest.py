@@ -7,9 +7,9 @@ from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerFast
 
 from deployments.config import AppConfig
-from deployments.ingress import Ingress
+from deployments.ingress.ingress import Ingress
 from engine.config import ModelConfig
-from engine.grammar import Grammars
+from engine.sampling.grammar import Grammars
 from tests.deployments.fakes import EOS_TOKEN_IDS, VOCAB_SIZE, LocalRouters, Rig
 from tests.fakes import byte_tokenizer
 

@@ -6,19 +6,19 @@ from collections.abc import AsyncGenerator, Sequence
 import torch
 from prometheus_client import Metric
 
-from deployments.generation import Generation
 from deployments.metrics import RouterMetrics
-from deployments.parameters import ModelLimits
-from deployments.rounds import RoundLoop
-from deployments.router import Description
+from deployments.openai.parameters import ModelLimits
+from deployments.router.generation import Generation
+from deployments.router.round_loop import RoundLoop
+from deployments.router.router import Description
 from engine.config import EngineConfig, ModelInfo
-from engine.draft import Drafter, NoDrafter, Verdict, Verifier, VerifyRow
 from engine.engine import Engine
 from engine.errors import TargetError
-from engine.grammar import Grammars
-from engine.sampling import SamplingParams
+from engine.protocols import Drafter, NoDrafter, Verdict, Verifier, VerifyRow
+from engine.sampling.grammar import Grammars
+from engine.sampling.params import SamplingParams
 from engine.sequence import RequestOutput
-from engine.verifier import ModelVerifier
+from engine.verification.verifier import ModelVerifier
 from tests.fakes import MarkovModel, byte_tokenizer
 
 VOCAB_SIZE = 259  # bytes and three special tokens

@@ -10,7 +10,7 @@ import uvicorn
 
 from deployments.config import AppConfig
 from engine.config import ModelConfig
-from engine.grammar import Grammars
+from engine.sampling.grammar import Grammars
 from tests.deployments.conftest import make_app
 from tests.deployments.fakes import EOS_TOKEN_IDS, VOCAB_SIZE, LocalRouters, Rig
 

@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from deployments.builder import app
 from deployments.config import AppConfig
-from engine.grammar import from_regex
 from engine.llm import LLM
-from engine.sampling import SamplingParams
+from engine.sampling.grammar import from_regex
+from engine.sampling.params import SamplingParams
 from tests.fakes import byte_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
@@ -67,7 +67,7 @@ def url(pair):
     root = str(Path(__file__).parents[2])
     variables = {
         "PYTHONPATH": root,
-        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.proxy:middlewares",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.ingress.proxy:middlewares",
         "RAY_SERVE_PROXY_USE_GRPC": "1",
     }
     ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables})

@@ -14,12 +14,12 @@ import torch
 
 from cluster.group import GroupConfig, SpeculationGroup
 from engine.config import EngineConfig, ModelConfig
-from engine.draft import NoDrafter
 from engine.engine import Engine
 from engine.errors import ModelMismatchError, TargetError
-from engine.model import CausalLM
-from engine.sampling import SamplingParams
-from engine.verifier import ModelVerifier
+from engine.models.causal_lm import CausalLM
+from engine.protocols import NoDrafter
+from engine.sampling.params import SamplingParams
+from engine.verification.verifier import ModelVerifier
 from tests.cluster.models import save_llama
 
 pytestmark = pytest.mark.e2e

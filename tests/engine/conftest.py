@@ -2,10 +2,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine import compilation, kernels
 from engine.config import ModelConfig
-from engine.grammar import Grammars
-from engine.model import CausalLM
+from engine.execution.cpu import kernels
+from engine.execution.cpu import packages as compilation
+from engine.models.causal_lm import CausalLM
+from engine.sampling.grammar import Grammars
 from tests.engine.tokenizers import END, json_tokenizer, saved
 
 VOCAB = 64

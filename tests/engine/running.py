@@ -5,11 +5,11 @@ import time
 from dataclasses import replace
 
 from engine.config import EngineConfig
-from engine.draft import NoDrafter
 from engine.engine import Engine
 from engine.llm import run_in_process
-from engine.logits import Run, draw, shape
-from engine.verifier import ModelVerifier
+from engine.protocols import NoDrafter
+from engine.sampling.logits import Run, draw, shape
+from engine.verification.verifier import ModelVerifier
 
 
 def make_engine(model, drafter=None, *, tokenizer=None, grammars=None, clock=time.perf_counter, **settings):

@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.drafters.model import ModelDrafter
+from engine.drafting.model import ModelDrafter
 from engine.errors import TargetError
-from engine.sampling import SamplingParams
+from engine.sampling.params import SamplingParams
 from tests.engine.running import expected_tokens, make_engine, step
 from tests.fakes import ContextModel, ForgetfulDrafter, TreeDrafter
 

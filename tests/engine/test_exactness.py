@@ -33,10 +33,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.draft import NoDrafter
-from engine.drafters.model import ModelDrafter
-from engine.drafters.run_ahead import RunAheadDrafter
-from engine.sampling import SamplingParams
+from engine.drafting.model import ModelDrafter
+from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.protocols import NoDrafter
+from engine.sampling.params import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.laws import p_value, shaped_law
 from tests.engine.running import make_engine, run

@@ -22,9 +22,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.drafters.model import ModelDrafter
-from engine.drafters.run_ahead import RunAheadDrafter
-from engine.sampling import SamplingParams
+from engine.drafting.model import ModelDrafter
+from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.sampling.params import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.grammars import GRAMMARS, matches
 from tests.engine.running import make_engine, run_outputs

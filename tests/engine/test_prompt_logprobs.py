@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.drafters.model import ModelDrafter
-from engine.sampling import SamplingParams
+from engine.drafting.model import ModelDrafter
+from engine.sampling.params import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.running import make_engine, run, run_outputs
 

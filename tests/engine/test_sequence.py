@@ -8,10 +8,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from engine.config import BUNDLED_TARGET, ModelConfig
 from engine.detokenizer import Detokenizer
-from engine.draft import Verdict
-from engine.sampling import SamplingParams
+from engine.models.tokenizer import load_tokenizer
+from engine.protocols import Verdict
+from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
-from engine.vocabulary import load_tokenizer
 from tests.fakes import byte_tokenizer
 
 TEXT = "Déjà vu: ein «Überraschungsei», 漢字とかな, 🙂👩‍👩‍👧 — the end. "

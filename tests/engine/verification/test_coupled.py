@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from engine.draft import NO_DRAFT, Draft, chain
+from engine.protocols import NO_DRAFT, Draft, chain
 from engine.verification.coupled import walk
 from tests.engine.laws import VOCAB, K, completed, joint, random_tables, total_variation
 

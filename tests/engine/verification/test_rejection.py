@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 
-from engine.draft import Draft, chain
+from engine.protocols import Draft, chain
 from engine.verification.rejection import decide
 from tests.engine.laws import VOCAB, K, completed, joint, random_tables, total_variation
 

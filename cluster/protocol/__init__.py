@@ -1,0 +1,1 @@
+"""What travels: messages, prefix_delta, validation."""

@@ -1,0 +1,1 @@
+"""How it travels: frames, endpoint, credentials, channel (client), listener and server (worker)."""

@@ -1,0 +1,1 @@
+"""The processes that compute: actors, loading, responder, tensor_parallel."""

@@ -1,0 +1,200 @@
+"""A request in, a reply out: the worker's side of a round, without Ray and without sockets."""
+
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from cluster.protocol.messages import (
+    AnyReply,
+    AnyRequest,
+    Drafts,
+    Failure,
+    Ping,
+    Pong,
+    PrefixDelta,
+    PrefixMissing,
+    Propose,
+    Request,
+    Verdicts,
+    Verify,
+)
+from cluster.protocol.prefix_delta import PrefixTable
+from engine.errors import TargetError
+from engine.protocols import Drafter, ProposeRow, Verdict, VerifyRow
+from engine.stats import RunAheadStats
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ShardVerifier(Protocol):
+    """A verifier that can also run its forward pass without deciding, as the ranks above 0 do."""
+
+    async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
+        """Return one verdict per row, or none at all when another rank decides."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Forget a request that has ended."""
+        ...
+
+
+@runtime_checkable
+class RunsAhead(Protocol):
+    """A drafter that goes on between two requests, pass by pass; see `RunAheadDrafter`."""
+
+    stats: RunAheadStats
+
+    @property
+    def has_time(self) -> bool:
+        """Whether `advance` has something to do before the next request may be expected."""
+        ...
+
+    def advance(self) -> bool:
+        """Do one forward pass, or what must come before it; return whether there is more to do."""
+        ...
+
+    def stop(self) -> None:
+        """Give up what was prepared."""
+        ...
+
+
+class DraftResponder:
+    """Answers `Propose` from a drafter in this process; whatever goes wrong is an answer too."""
+
+    def __init__(self, drafter: Drafter, *, capacity: int, version: int) -> None:
+        self._drafter = drafter
+        self._ahead = drafter if isinstance(drafter, RunsAhead) else None
+        self._table = PrefixTable(capacity)
+        self._version = version
+
+    def answer(self, request: AnyRequest) -> AnyReply | None:
+        """Return the reply to a request, or None to one that was meant for another version of the group."""
+        if request.version != self._version:
+            return None
+        started = time.perf_counter()
+        try:
+            return self._answer(request, started)
+        except Exception as error:  # the drafter's failures cost the Router one draft, not this process
+            logger.exception("Round %d failed", request.round)
+            return Failure(request.round, self._version, _since(started), f"{type(error).__name__}: {error}")
+
+    def work(self) -> bool:
+        """Prepare for the next request, a forward pass at most; return whether there is more to do."""
+        if self._ahead is None or not self._ahead.has_time:
+            return False
+        try:
+            return self._ahead.advance()
+        except Exception:  # as above: it costs what was prepared
+            logger.exception("Running ahead failed")
+            self._ahead.stop()
+            return False
+
+    def _answer(self, request: AnyRequest, started: float) -> AnyReply:
+        for request_id in request.released:
+            self._table.release(request_id)
+            self._drafter.release(request_id)
+        if isinstance(request, Ping):
+            return Pong(request.round, self._version, _since(started))
+        if not isinstance(request, Propose):
+            return Failure(request.round, self._version, 0.0, f"a draft worker takes no {type(request).__name__}")
+        deltas = [entry.prefix for entry in request.rows]
+        if missing := self._table.missing(deltas):
+            return PrefixMissing(request.round, self._version, _since(started), missing)
+        for request_id in self._table.apply(deltas):
+            self._drafter.release(request_id)
+        rows = [self._row(entry.prefix, entry.num_draft_tokens) for entry in request.rows]
+        drafts = finish(self._drafter.propose(rows))
+        stats = None if self._ahead is None else self._ahead.stats
+        return Drafts(request.round, self._version, _since(started), drafts, stats)
+
+    def _row(self, delta: PrefixDelta, num_draft_tokens: int) -> ProposeRow:
+        prefix = self._table[delta.request_id]
+        return ProposeRow(delta.request_id, prefix.token_ids, prefix.prompt_length, prefix.params, num_draft_tokens)
+
+
+class TargetResponder:
+    """Answers `Verify` from one rank of the target.
+
+    Every rank is sent the same requests and runs the same forward passes, whose sums tie the ranks together: a rank
+    that skipped one would add its next pass to the others' last. So a gap in the rounds, or any failure, ends this
+    rank; the group sees it end and restarts all of them. Only rank 0 answers.
+    """
+
+    def __init__(self, verifier: ShardVerifier, *, rank: int, capacity: int, version: int) -> None:
+        self._verifier = verifier
+        self._rank = rank
+        self._table = PrefixTable(capacity)
+        self._version = version
+        self._round = 0
+
+    def answer(self, request: AnyRequest) -> AnyReply | None:
+        """Return rank 0's reply; None from the other ranks, and to a request for another version of the group.
+
+        Raises:
+            TargetError: this rank missed a round, or was sent something that is no `Verify`.
+        """
+        if request.version != self._version:
+            return None
+        self._follow(request)
+        reply = self._answer(request)
+        return reply if self._rank == 0 else None
+
+    def _follow(self, request: Request) -> None:
+        if request.round != self._round + 1:
+            raise TargetError(f"rank {self._rank} was sent round {request.round} after round {self._round}")
+        self._round = request.round
+
+    def _answer(self, request: AnyRequest) -> AnyReply:
+        if not isinstance(request, Verify):
+            raise TargetError(f"a target worker takes no {type(request).__name__}")
+        started = time.perf_counter()
+        for request_id in request.released:
+            self._table.release(request_id)
+            self._verifier.release(request_id)
+        deltas = [entry.prefix for entry in request.rows]
+        if missing := self._table.missing(deltas):
+            return PrefixMissing(request.round, self._version, _since(started), missing)
+        for request_id in self._table.apply(deltas):
+            self._verifier.release(request_id)
+        verdicts = finish(self._verifier.verify(self._rows(request), decides=self._rank == 0))
+        return Verdicts(request.round, self._version, _since(started), verdicts)
+
+    def _rows(self, request: Verify) -> list[VerifyRow]:
+        rows = []
+        for entry in request.rows:
+            prefix = self._table[entry.prefix.request_id]
+            rows.append(
+                VerifyRow(
+                    request_id=entry.prefix.request_id,
+                    token_ids=prefix.token_ids,
+                    prompt_length=prefix.prompt_length,
+                    params=prefix.params,
+                    start=entry.start,
+                    length=entry.length,
+                    block_ids=prefix.block_ids,
+                    draft=entry.draft,
+                )
+            )
+        return rows
+
+
+def finish(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of a coroutine that computes and never waits, without an event loop.
+
+    Raises:
+        RuntimeError: it waited.
+    """
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    coroutine.close()
+    raise RuntimeError("a worker's model waited for something; it must only compute")
+
+
+def _since(started: float) -> float:
+    return time.perf_counter() - started

@@ -1,0 +1,115 @@
+"""Guard: the ASGI middleware before every route: header and body limits, the API key, and clients that leave.
+
+Routes that need no key are `OPEN_ROUTES`; everything else does, known or not. The route is read from `scope["path"]`,
+which no header can change.
+
+Serve's proxy obeys headers by which a client can switch off its deadline and its disconnect detection, and name its
+request. It reads them before us, unless it was told to drop them (`proxy.py`), so nothing here relies on it: deadlines
+are the Router's, request ids are our own, a client that leaves is noticed here, and the headers end here.
+"""
+
+import asyncio
+import hmac
+import json
+from collections.abc import Iterable, Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.config import Limits
+from deployments.errors import error_body, headers_of, kind_of_status
+from deployments.ingress.proxy import EARLY_BODY, SERVE_HEADERS
+
+OPEN_ROUTES = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
+
+
+class Guard:
+    """Refuses what is too large or has no key, before anything reads it."""
+
+    def __init__(self, app: ASGIApp, *, limits: Limits, api_keys: Sequence[str]) -> None:
+        self._app = app
+        self._limits = limits
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: list[tuple[bytes, bytes]] = scope["headers"]
+        size = sum(len(name) + len(value) for name, value in headers)
+        if size > (limit := self._limits.max_header_bytes):
+            await _refuse(send, 431, f"the headers have {size:,} bytes, at most {limit:,} are allowed")
+            return
+        if self._keys and scope["path"] not in OPEN_ROUTES and not self._has_key(headers):
+            await _refuse(send, 401, "no valid API key; send 'Authorization: Bearer <key>'")
+            return
+        messages = await self._read(scope, receive)
+        if messages is None:
+            limit = self._limits.max_body_bytes
+            await _refuse(send, 413, f"the body is larger than {limit:,} bytes")
+            return
+        headers = [(name, value) for name, value in headers if name.lower() not in SERVE_HEADERS]
+        await _run_while_connected(self._app, {**scope, "headers": headers}, messages, receive, send)
+
+    def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        sent = [value for name, value in headers if name.lower() == b"authorization"]
+        if len(sent) != 1 or not sent[0].startswith(b"Bearer "):
+            return False
+        # Every key is compared, in constant time each: the answer's delay tells nothing.
+        matches = [hmac.compare_digest(sent[0][7:], key) for key in self._keys]
+        return any(matches)
+
+    async def _read(self, scope: Scope, receive: Receive) -> list[Message] | None:
+        """Return the whole body's messages; None when it is too large, however it was sent."""
+        early = (scope.get("extensions") or {}).get(EARLY_BODY)
+        messages: list[Message] = []
+        size = 0
+        while True:
+            message = await receive() if early is None else {"type": "http.request", "body": early}
+            messages.append(message)
+            size += len(message.get("body", b""))
+            if size > self._limits.max_body_bytes:
+                return None
+            if message["type"] != "http.request" or not message.get("more_body"):
+                return messages
+
+
+async def _run_while_connected(
+    app: ASGIApp, scope: Scope, messages: list[Message], receive: Receive, send: Send
+) -> None:
+    """Run a route over a body that was read already; cancel it when the client leaves, streaming or not."""
+    body = b"".join(message.get("body", b"") for message in messages)
+    pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    left = asyncio.Event()
+
+    async def replay() -> Message:
+        if pending:
+            return pending.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def watch() -> None:
+        if messages[-1]["type"] != "http.disconnect":
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        left.set()
+
+    route = asyncio.ensure_future(app(scope, replay, send))
+    watcher = asyncio.create_task(watch())
+    try:
+        await asyncio.wait([route, watcher], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watcher.cancel()
+        route.cancel()
+        await asyncio.wait([route, watcher])
+    if not route.cancelled():
+        route.result()
+
+
+async def _refuse(send: Send, status: int, message: str) -> None:
+    kind = kind_of_status(status)
+    body = json.dumps(error_body(kind, message)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    headers += [(name.lower().encode(), value.encode()) for name, value in headers_of(kind).items()]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,1 @@
+"""OpenAI's APIs: fields, requests, bodies, parameters, writers, tools, structured output."""

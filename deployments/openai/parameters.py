@@ -1,0 +1,182 @@
+"""From a request's fields to SamplingParams, within the operator's limits and the room the model has left."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from deployments.config import Limits
+from deployments.openai.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from engine.errors import PromptTooLongError, RequestError
+from engine.sampling.params import SamplingParams
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the served pair can do, as the Router found it."""
+
+    vocab_size: int
+    max_model_len: int
+    num_speculative_tokens: int
+
+
+def sampling_params(
+    request: CompletionRequest | ChatCompletionRequest,
+    prompts: Sequence[Sequence[int]],
+    model: ModelLimits,
+    limits: Limits,
+) -> SamplingParams:
+    """Return how to draw the tokens of a request.
+
+    Raises:
+        RequestError: a field beyond a limit; nothing has been queued.
+    """
+    stop = _stop_strings(request, limits)
+    _check_limits(request, model, limits)
+    logprobs = _logprobs(request, limits)
+    max_tokens = _max_tokens(request, prompts, model)
+    return SamplingParams(
+        temperature=_or(request.temperature, 1.0),
+        top_p=_or(request.top_p, 1.0),
+        top_k=max(0, _or(request.top_k, 0)),
+        min_p=_or(request.min_p, 0.0),
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(request.logit_bias or {}, model, limits),
+        seed=request.seed,
+        stop=stop,
+        stop_token_ids=list(request.stop_token_ids or []),
+        include_stop_str_in_output=bool(request.include_stop_str_in_output),
+        min_tokens=_or(request.min_tokens, 0),
+        max_tokens=max(1, max_tokens),  # a prompt alone is scored by the pass that brings one token
+        ignore_eos=bool(request.ignore_eos),
+        skip_special_tokens=_or(request.skip_special_tokens, True),
+        logprobs=logprobs,
+        prompt_logprobs=logprobs if isinstance(request, CompletionRequest) and request.echo else None,
+        num_speculative_tokens=_draft_length(request, model),
+        n=_or(request.n, 1),
+    )
+
+
+def check_token_ids(prompts: Sequence[Sequence[int]], model: ModelLimits, field: str) -> None:
+    """Refuse token ids that the model does not have.
+
+    Raises:
+        RequestError: naming the first such id.
+    """
+    for prompt in prompts:
+        top = max(prompt, default=0)
+        if top >= model.vocab_size:
+            raise RequestError(f"{field} holds token id {top}, the model's ids end at {model.vocab_size - 1}", field)
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def _at_most(field: str, value: float, limit: float, what: str = "") -> None:
+    if value > limit:
+        raise RequestError(f"{field} is {value:,}{what}, at most {limit:,} are allowed", field)
+
+
+def _check_limits(request: CompletionRequest | ChatCompletionRequest, model: ModelLimits, limits: Limits) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options is only allowed with stream", "stream_options")
+    _at_most("n", _or(request.n, 1), limits.max_n)
+    ids = request.stop_token_ids or []
+    _at_most("stop_token_ids", len(ids), limits.max_stop_token_ids, " entries")
+    check_token_ids([ids], model, "stop_token_ids")
+    if isinstance(request, ChatCompletionRequest):
+        _at_most("messages", len(request.messages), limits.max_messages, " entries")
+        return
+    if request.max_tokens == 0 and not request.echo:
+        raise RequestError("max_tokens is 0; at least 1 is needed without echo", "max_tokens")
+    if request.max_tokens == 0 and request.min_tokens:
+        raise RequestError(f"min_tokens is {request.min_tokens}, max_tokens only 0", "min_tokens")
+    if request.best_of is not None and request.best_of != _or(request.n, 1):
+        raise RequestError(f"best_of is {request.best_of}, it must equal n ({_or(request.n, 1)})", "best_of")
+
+
+def _stop_strings(request: GenerationRequest, limits: Limits) -> list[str]:
+    stop = [request.stop] if isinstance(request.stop, str) else list(request.stop or [])
+    _at_most("stop", len(stop), limits.max_stop, " entries")
+    for text in stop:
+        _at_most("stop", len(text), limits.max_stop_chars, " characters long")
+    return stop
+
+
+def _logit_bias(bias: dict[str, float], model: ModelLimits, limits: Limits) -> dict[int, float]:
+    _at_most("logit_bias", len(bias), limits.max_logit_bias, " entries")
+    by_id: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 11):
+            raise RequestError(f"logit_bias has the key {key[:20]!r}, not a token id", "logit_bias")
+        by_id[int(key)] = value
+    check_token_ids([list(by_id)], model, "logit_bias")
+    return by_id
+
+
+def _logprobs(request: CompletionRequest | ChatCompletionRequest, limits: Limits) -> int | None:
+    if isinstance(request, CompletionRequest):
+        field, logprobs = "logprobs", request.logprobs
+    else:
+        field, logprobs = "top_logprobs", request.top_logprobs
+        if logprobs is not None and not request.logprobs:
+            raise RequestError("top_logprobs is only allowed with logprobs", field)
+        if request.logprobs and logprobs is None:
+            logprobs = 0
+    if logprobs is not None:
+        _at_most(field, logprobs, limits.max_logprobs)
+    return logprobs
+
+
+def _draft_length(request: GenerationRequest, model: ModelLimits) -> int | None:
+    speculation = request.speculative
+    if speculation is None:
+        return None
+    length = speculation.num_speculative_tokens
+    if speculation.enabled is False:
+        if length:
+            raise RequestError(
+                f"speculative.num_speculative_tokens is {length}, but speculation is not enabled",
+                "speculative.num_speculative_tokens",
+            )
+        return 0
+    if length is not None:
+        field = "speculative.num_speculative_tokens"
+        _at_most(field, length, model.num_speculative_tokens)
+    return length
+
+
+def _max_tokens(
+    request: CompletionRequest | ChatCompletionRequest,
+    prompts: Sequence[Sequence[int]],
+    model: ModelLimits,
+) -> int:
+    longest = max(len(prompt) for prompt in prompts)
+    room = model.max_model_len - longest
+    field = "prompt" if isinstance(request, CompletionRequest) else "messages"
+    if room < 1:
+        raise PromptTooLongError(
+            f"{field} has {longest:,} tokens, the model takes {model.max_model_len:,} with the text to come", field
+        )
+    wanted, name = request.max_tokens, "max_tokens"
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        if wanted not in (None, request.max_completion_tokens):
+            raise RequestError(
+                f"max_tokens is {wanted}, max_completion_tokens {request.max_completion_tokens}; give one",
+                "max_tokens",
+            )
+        wanted, name = request.max_completion_tokens, "max_completion_tokens"
+    if wanted is None:
+        default = min(16, room) if isinstance(request, CompletionRequest) else room
+        return max(default, min(_or(request.min_tokens, 0), room))
+    if wanted > room:
+        raise PromptTooLongError(
+            f"{name} is {wanted:,}, {field} has {longest:,} tokens, together more than the model's"
+            f" {model.max_model_len:,}",
+            name,
+        )
+    return wanted

@@ -1,0 +1,1 @@
+"""One replica: router, round_loop, stream, generation."""

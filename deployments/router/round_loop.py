@@ -1,0 +1,220 @@
+"""RoundLoop: runs the engine's rounds while there is work, hands each request its tokens, and brings the target back.
+
+One task owns the engine. A request is a stream, and an entry in `_streams` for each of its sequences; when its
+generator is closed, whatever the reason, they leave the engine at once.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
+
+from deployments.metrics import RouterMetrics
+from deployments.router.generation import Generation
+from deployments.router.stream import Stream
+from engine.engine import Engine
+from engine.errors import TargetError
+from engine.sequence import RequestOutput
+
+logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
+
+RECOVERY_PAUSE_S = 1.0
+
+
+class Recoverable(Protocol):
+    """What the loop needs of a speculation group."""
+
+    async def recover(self) -> None:
+        """Bring lost target ranks back.
+
+        Raises:
+            TargetError: not this time.
+        """
+        ...
+
+
+class RoundLoop:
+    """Drives one engine over one group, for as long as the replica lives."""
+
+    def __init__(
+        self, engine: Engine, group: Recoverable, metrics: RouterMetrics, *, max_recoveries: int, round_timeout_s: float
+    ) -> None:
+        self._engine = engine
+        self._group = group
+        self._metrics = metrics
+        self._max_recoveries = max_recoveries
+        self._round_timeout_s = round_timeout_s
+        self._streams: dict[str, Stream] = {}
+        self._wake = asyncio.Event()
+        self._lost: TargetError | None = None
+        self._num_failures = 0
+        self._last_progress = time.monotonic()
+        self._task = asyncio.create_task(self._run(), name="rounds")
+        self._task.add_done_callback(self._fail_streams)
+
+    async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
+        """Admit a request and yield its tokens, as often as it wants them, once per round at most.
+
+        Raises:
+            RequestError: it does not fit the model; nothing was queued.
+            QueueFullError: too many requests wait already; nothing was queued.
+            TargetError: the target could not be brought back.
+            TimeoutError: the request's deadline has passed.
+        """
+        self.check()
+        deadline = asyncio.get_running_loop().time() + request.timeout_s
+        stream = Stream(request.interval_s)
+        unfinished = self._admit(request, stream)
+        is_late = False
+        try:
+            while unfinished and not is_late:
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        outputs = await stream.next()
+                except TimeoutError:
+                    is_late, outputs = True, stream.take()
+                for output in outputs:
+                    if output.finish_reason is not None:
+                        unfinished.discard(output.request_id)
+                        self._metrics.observe_finished(output.finish_reason, time.monotonic() - stream.started)
+                if is_late:
+                    self._end(stream, unfinished)
+                if outputs:
+                    yield outputs
+            if is_late and unfinished:
+                raise TimeoutError(f"the request took longer than {request.timeout_s:g} s")
+        finally:
+            if not is_late:
+                self._end(stream, unfinished)
+
+    def report_loss(self, error: TargetError) -> None:
+        """Have the target brought back although no round is there to notice that it died."""
+        self._lost = error
+        self._wake.set()
+
+    def check(self) -> None:
+        """Raise unless rounds are being finished while there is work.
+
+        Raises:
+            TargetError: the loop has ended or makes no progress; the replica should be replaced.
+        """
+        if self._task.done():
+            raise TargetError("the round loop has ended")
+        if self._num_failures > self._max_recoveries:
+            raise TargetError(f"the target failed {self._num_failures} times in a row")
+        idle_s = time.monotonic() - self._last_progress
+        if self._engine.has_work and idle_s > self._round_timeout_s:
+            raise TargetError(f"no round was finished for {idle_s:.0f} s, although there is work")
+
+    async def stop(self) -> None:
+        """End the loop; streams still open get an error."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    def _end(self, stream: Stream, unfinished: set[str]) -> None:
+        """Have what a request still wants leave the engine."""
+        stream.close()
+        for request_id in unfinished:
+            # One that has finished in a round nobody took any more is not there.
+            self._streams.pop(request_id, None)
+            self._engine.abort(request_id)
+            self._metrics.observe_finished("abort", time.monotonic() - stream.started)
+
+    def _admit(self, request: Generation, stream: Stream) -> set[str]:
+        """Add all sequences of a request, or none."""
+        if not self._engine.has_work:
+            self._last_progress = time.monotonic()
+        added: set[str] = set()
+        try:
+            for sequence in request.sequences():
+                self._engine.add(
+                    sequence.request_id, sequence.prompt_token_ids, sequence.params, cache_salt=request.cache_salt
+                )
+                added.add(sequence.request_id)
+                self._streams[sequence.request_id] = stream
+        except Exception:
+            for request_id in added:
+                del self._streams[request_id]
+                self._engine.abort(request_id)
+            raise
+        self._wake.set()
+        return added
+
+    async def _run(self) -> None:
+        while True:
+            if not self._engine.has_work and self._lost is None:
+                self._wake.clear()
+                await self._wake.wait()
+            if self._lost is not None:
+                lost, self._lost = self._lost, None
+                await self._recover(lost)
+                continue
+            started = time.perf_counter()
+            turn = asyncio.Event()
+            asyncio.get_running_loop().call_soon(turn.set)
+            try:
+                outputs = await self._engine.step()
+            except TargetError as error:
+                await self._recover(error)
+                continue
+            self._num_failures = 0
+            self._last_progress = time.monotonic()
+            self._deliver(outputs)
+            # Others run while the peers compute. Where those answer at once, nobody may be kept waiting either.
+            await turn.wait()
+            self._metrics.observe_round(
+                time.perf_counter() - started,
+                wait_s=getattr(self._engine.drafter, "last_wait_s", 0.0),
+                draft_s=getattr(self._engine.drafter, "last_compute_s", 0.0),
+                target_s=getattr(self._engine.verifier, "last_compute_s", 0.0),
+            )
+
+    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
+        """Give each stream its part of a round."""
+        rounds: dict[Stream, list[RequestOutput]] = {}
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue  # its client left during the round
+            rounds.setdefault(stream, []).append(output)
+            if output.finish_reason is not None:
+                del self._streams[output.request_id]
+        for stream, part in rounds.items():
+            if not stream.has_tokens:
+                self._metrics.observe_first_token(time.monotonic() - stream.started)
+            stream.put(part)
+
+    async def _recover(self, error: TargetError) -> None:
+        """Restart the target and go on from the committed tokens; give up after too many times in a row.
+
+        Only the loop's own task calls this: a reset must never happen while a step is under way.
+        """
+        self._num_failures += 1
+        logger.warning("target lost (%s); recovery %d of %d", error, self._num_failures, self._max_recoveries)
+        if self._num_failures > self._max_recoveries:
+            self._abort_all(TargetError(f"the target failed {self._num_failures} times in a row: {error}"))
+            return
+        try:
+            await self._group.recover()
+        except TargetError as again:
+            logger.warning("recovery failed: %s", again)
+            await asyncio.sleep(RECOVERY_PAUSE_S * self._num_failures)
+            return
+        self._engine.reset()
+        self._metrics.observe_recovery()
+        self._last_progress = time.monotonic()
+        logger.info("target is back; %d requests resume", self._engine.num_waiting)
+
+    def _abort_all(self, error: Exception) -> None:
+        for request_id in self._streams:
+            self._engine.abort(request_id)
+        for stream in set(self._streams.values()):
+            stream.fail(error)
+
+    def _fail_streams(self, task: asyncio.Task[None]) -> None:
+        """Say goodbye to every open stream when the loop ends, be it by a bug."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("the round loop ended", exc_info=error)
+        self._abort_all(TargetError("the replica is shutting down" if task.cancelled() else "the round loop ended"))

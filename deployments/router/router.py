@@ -1,0 +1,123 @@
+"""Router: owns the sequences, runs the engine over its own speculation group, streams what is committed."""
+
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+
+from prometheus_client import Metric
+
+from cluster.cores import home_core
+from cluster.group import SpeculationGroup
+from deployments.autoscaling import NUM_REQUESTS
+from deployments.config import AppConfig, group_config
+from deployments.metrics import RouterMetrics
+from deployments.openai.parameters import ModelLimits
+from deployments.router.generation import Generation
+from deployments.router.round_loop import RoundLoop
+from engine.config import ModelInfo
+from engine.engine import Engine
+from engine.errors import TargetError
+from engine.models.tokenizer import load_tokenizer
+from engine.sequence import RequestOutput
+
+logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a Router serves, for the Ingress and for people."""
+
+    target: ModelInfo
+    draft: ModelInfo | None
+    limits: ModelLimits
+
+
+class Router:
+    """One replica: one engine, one speculation group."""
+
+    async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]
+        """Place and load the group; the replica is ready when this returns.
+
+        Raises:
+            ModelError: a model that cannot be served.
+            TargetError: the workers did not start.
+        """
+        settings = group_config(config)
+        started = time.monotonic()
+        logger.info("loading the target %s and the draft %s", config.target_path, config.draft_path or "(none)")
+        self._group = await SpeculationGroup.start(settings)
+        if config.pinning == "on" and (core := home_core()) is not None:
+            os.sched_setaffinity(0, {core})  # of this thread, which runs the rounds
+        target = self._group.target_info
+        self._engine = Engine(
+            settings.engine,
+            drafter=self._group.drafter,
+            verifier=self._group.verifier,
+            num_blocks=self._group.num_blocks,
+            vocab_size=target.vocab_size,
+            max_model_len=target.max_model_len,
+            eos_token_ids=target.eos_token_ids,
+            tokenizer=load_tokenizer(settings.target),
+        )
+        self._metrics = RouterMetrics(config.model_name, self._engine, self._group.drafter)
+        self._loop = RoundLoop(
+            self._engine,
+            self._group,
+            self._metrics,
+            max_recoveries=config.max_recoveries,
+            round_timeout_s=config.round_timeout_s,
+        )
+        self._description = Description(
+            target=target,
+            draft=self._group.draft_info,
+            limits=ModelLimits(target.vocab_size, self._engine.max_model_len, settings.engine.num_speculative_tokens),
+        )
+        logger.info("ready after %.1f s", time.monotonic() - started)
+
+    async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
+        """Admit a request and yield its tokens; see `RoundLoop.generate`, also for what it raises."""
+        rounds = self._loop.generate(request)
+        try:
+            async for outputs in rounds:
+                yield outputs
+        finally:
+            # Not left to the garbage collector: closing it is what frees the blocks of a client that went away.
+            await rounds.aclose()
+
+    async def describe(self) -> Description:
+        """Return what this replica serves."""
+        return self._description
+
+    async def collect(self) -> list[Metric]:
+        """Return this replica's metrics."""
+        return self._metrics.collect()
+
+    async def check_progress(self) -> None:
+        """Raise unless rounds are being finished while there is work.
+
+        Raises:
+            TargetError: no progress.
+        """
+        self._loop.check()
+
+    async def check_health(self) -> None:
+        """Serve's health check: a replica that cannot bring its target back is replaced."""
+        self._loop.check()
+        if self._engine.has_work:
+            return  # a round notices by itself
+        try:
+            await self._group.check_health()
+        except TargetError as error:
+            self._loop.report_loss(error)
+
+    def record_autoscaling_stats(self) -> dict[str, int]:
+        """Report the queue depth to Serve's autoscaler."""
+        return {NUM_REQUESTS: self._engine.num_running + self._engine.num_waiting}
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_loop"):
+            await self._loop.stop()
+        if hasattr(self, "_group"):
+            await self._group.stop()

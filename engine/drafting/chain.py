@@ -1,0 +1,91 @@
+"""Chain: the draft tokens of one request as they are drawn, with what each of them was drawn from."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.protocols import Draft, chain
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """What is likely to be committed next: the higher a token's score, the likelier.
+
+    Attributes:
+        scores: [n, m].
+        token_ids: [n, m] whose scores they are; None is the whole vocabulary.
+    """
+
+    scores: Tensor
+    token_ids: Tensor | None = None
+
+    def row(self, index: int) -> "Ranking":
+        """Return one row, as a ranking of one."""
+        ids = None if self.token_ids is None else self.token_ids[index : index + 1]
+        return Ranking(self.scores[index : index + 1], ids)
+
+    def top(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the highest scores of each row and their tokens, [n, count] each, the best first."""
+        scores, ids = self.scores.topk(min(count, self.scores.shape[-1]), -1)
+        return scores, ids if self.token_ids is None else self.token_ids.gather(-1, ids)
+
+    @staticmethod
+    def joined(rankings: Sequence["Ranking"]) -> "Ranking":
+        """Return the rows of all rankings, which are of one kind."""
+        ids = [own.token_ids for own in rankings if own.token_ids is not None]
+        return Ranking(torch.cat([own.scores for own in rankings]), torch.cat(ids) if ids else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What one forward pass drew, still on the device.
+
+    Attributes:
+        tokens: [n].
+        top: [n, m] ids and [n, m] probabilities that the tokens were sampled from; the rejection rule only.
+        ranking: [n] of the next committed token; for running ahead only.
+    """
+
+    tokens: Tensor
+    top: tuple[Tensor, Tensor] | None = None
+    ranking: Ranking | None = None
+
+
+@dataclass(slots=True)
+class Chain:
+    """One request's draft tokens; `top_ids`, `top_probs` and `rankings` are per token, or empty."""
+
+    token_ids: list[int] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    top_probs: list[list[float]] = field(default_factory=list)
+    rankings: list[Ranking] = field(default_factory=list)
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        del self.token_ids[length:], self.top_ids[length:], self.top_probs[length:], self.rankings[length:]
+
+    def draft(self) -> Draft:
+        """Return the chain as it is sent to the target."""
+        draft = chain(list(self.token_ids))
+        if not self.top_ids:
+            return draft
+        return Draft(draft.token_ids, draft.parents, list(self.top_ids), list(self.top_probs))
+
+
+def extend(chains: Sequence[Chain], drawn: Sequence[Drawn], rows: Sequence[int], counts: Sequence[int]) -> None:
+    """Append the first `counts` draws of a row to each chain; where draws come to the host, rankings stay."""
+    if not drawn:
+        return
+    tokens = torch.stack([one.tokens for one in drawn], 1).tolist()
+    tops = [one.top for one in drawn if one.top is not None]
+    ids = torch.stack([top[0] for top in tops], 1).tolist() if tops else []
+    probs = torch.stack([top[1] for top in tops], 1).tolist() if tops else []
+    rankings = [one.ranking for one in drawn if one.ranking is not None]
+    for own, row, count in zip(chains, rows, counts, strict=True):
+        own.token_ids += tokens[row][:count]
+        if tops:
+            own.top_ids += ids[row][:count]
+            own.top_probs += probs[row][:count]
+        own.rankings += [ranking.row(row) for ranking in rankings[:count]]

@@ -1,0 +1,270 @@
+"""ModelDrafter: a small model drafts a chain for every request of a batch, k forward passes for k tokens.
+
+It keeps the keys and values of the prefixes it has seen, as a cache: each proposal brings the committed tokens,
+the drafter keeps the longest common prefix of them and what it holds, and computes the rest. A rejected draft
+token, a request it never saw and a request it forgot are the same case.
+"""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Container, Generator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.block_pool import BlockPool
+from engine.config import EngineConfig
+from engine.drafting.chain import Chain, Drawn, Ranking, extend
+from engine.execution.batch import ForwardBatch, ForwardRow, build, next_tokens
+from engine.execution.memory import count_blocks
+from engine.models.causal_lm import CausalLM
+from engine.protocols import NO_DRAFT, Draft, ProposeRow
+from engine.sampling import noise
+from engine.sampling.grammar import Grammars, matcher_of
+from engine.sampling.logits import Run, draw, noised, plan_draws, shape
+from engine.sampling.noise import Draws
+from engine.sampling.params import SamplingParams
+
+TOP_M = 32
+"""Under the rejection rule the drafter samples from its m likeliest tokens only, so that a sparse row can travel."""
+
+
+@dataclass(slots=True)
+class Prefix:
+    """The tokens whose keys and values are in the draft's cache, and where."""
+
+    token_ids: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+
+
+class ModelDrafter:
+    """Drafts with a model in this process."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        config: EngineConfig,
+        *,
+        token_limit: int | None = None,
+        ranks: bool = False,
+        grammars: Grammars | None = None,
+    ) -> None:
+        """Make the draft's KV cache.
+
+        Args:
+            token_limit: the target's vocabulary size, where it differs from the draft's: families pad theirs
+                differently. Ids beyond it are never drafted; the target's further ids are never likely.
+            ranks: keep at every draw what may be committed next, for running ahead.
+            grammars: without them, no request may have one.
+        """
+        self.model = model
+        self._grammars = grammars
+        self._vocab_size = token_limit or model.info.vocab_size
+        num_blocks = count_blocks(model, config)
+        self._pool = BlockPool(num_blocks, config.block_size, share=False)
+        self._kv = model.kv_tensors(num_blocks, config.block_size)
+        self._sends_rows = config.verification == "rejection"
+        self._ranks = ranks
+        self._chunk = config.max_num_batched_tokens
+        self._prefixes: OrderedDict[str, Prefix] = OrderedDict()
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        """Return a chain per row; an empty one where none is wanted, the context is full or the cache has no room."""
+        with torch.inference_mode():
+            return self._propose(rows)
+
+    def release(self, request_id: str) -> None:
+        """Free a request's blocks."""
+        if (prefix := self._prefixes.pop(request_id, None)) is not None:
+            self._pool.free(prefix.block_ids)
+        if self._grammars is not None:
+            self._grammars.release(request_id)
+
+    def _propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        drafts = [NO_DRAFT] * len(rows)
+        current = {row.request_id for row in rows}
+        able = [
+            i for i, row in enumerate(rows) if row.num_draft_tokens and self._make_room(row, row.token_ids, current)
+        ]
+        if able:
+            chains = [Chain() for _ in able]
+            self._draft([rows[i] for i in able], chains)
+            for i, drawn in zip(able, chains, strict=True):
+                drafts[i] = drawn.draft()
+        return drafts
+
+    def _make_room(self, row: ProposeRow, text: Sequence[int], current: Container[str]) -> bool:
+        """Bring the row's prefix down to what still stands, and reserve blocks for its draft.
+
+        Args:
+            text: the committed tokens and the draft tokens already drawn after them.
+            current: requests whose prefixes may not be evicted for this one.
+        """
+        length = len(row.token_ids) + row.num_draft_tokens
+        if length > self.model.info.max_model_len:
+            return False
+        prefix = self._prefixes.setdefault(row.request_id, Prefix())
+        self._prefixes.move_to_end(row.request_id)
+        # The last token's logits are needed again, so its entry never counts as computed.
+        del prefix.token_ids[common_length(prefix.token_ids, text[:-1]) :]
+        if max(text[len(prefix.token_ids) :]) >= self.model.info.vocab_size:
+            return False
+        missing = self._pool.blocks_for(length) - len(prefix.block_ids)
+        blocks = self._pool.allocate(max(missing, 0))
+        while blocks is None:
+            victim = next((name for name in self._prefixes if name not in current), None)
+            if victim is None:
+                return False
+            self.release(victim)
+            blocks = self._pool.allocate(missing)
+        prefix.block_ids += blocks
+        return True
+
+    def _draft(self, rows: Sequence[ProposeRow], chains: Sequence[Chain]) -> None:
+        """Draw until every row's chain has `num_draft_tokens` tokens; at least one is missing in each."""
+        prefixes = [self._prefixes[row.request_id] for row in rows]
+        heads = [len(chain.token_ids) for chain in chains]
+        texts = [[*row.token_ids, *chain.token_ids] for row, chain in zip(rows, chains, strict=True)]
+        counts = [row.num_draft_tokens - head for row, head in zip(rows, heads, strict=True)]
+        depth = max(counts)
+        batch = finish(self._catch_up(texts, prefixes))
+        lengths = [len(text) for text in texts]
+        steps = next_tokens(
+            [prefix.block_ids for prefix in prefixes], lengths, depth - 1, self._kv, self.model.info.max_model_len
+        )
+        plan = self._plan([row.params for row in rows], lengths, depth)
+        drawn: list[Drawn] = []
+        for step in range(depth):
+            if step:
+                batch = steps.at(step - 1, drawn[-1].tokens)
+            depths = [[head + step] for head in heads]
+            runs = functools.partial(self._runs, rows, depths, lambda: self._paths(chains, drawn))
+            drawn.append(self._pass(batch, plan[step], runs))
+        extend(chains, drawn, range(len(chains)), counts)
+        for text, prefix, chain, head, count in zip(texts, prefixes, chains, heads, counts, strict=True):
+            # The last draft token's logits are still wanted, and what a row drew beyond its draft may have no block.
+            prefix.token_ids = [*text, *chain.token_ids[head : head + count - 1]]
+
+    def _catch_up(self, texts: Sequence[list[int]], prefixes: Sequence[Prefix]) -> Generator[None, None, ForwardBatch]:
+        """Compute every row up to its last tokens, and stop after every pass.
+
+        Returns:
+            The pass that is left to do: the last tokens of all rows, with a row of logits for each.
+        """
+        while True:
+            room = self._chunk
+            parts = []
+            for text, prefix in zip(texts, prefixes, strict=True):
+                start = len(prefix.token_ids)
+                count = min(len(text) - start - 1, room)
+                if count > MAX_TAIL and room:
+                    parts.append((prefix, ForwardRow(text[start : start + count], start, prefix.block_ids, 0)))
+                    room -= count
+            if not parts:
+                break
+            self.model.forward(build([part for _, part in parts], self._kv))
+            for prefix, part in parts:
+                prefix.token_ids += part.token_ids
+            yield
+        tips = [
+            ForwardRow(text[len(prefix.token_ids) :], len(prefix.token_ids), prefix.block_ids, 1)
+            for text, prefix in zip(texts, prefixes, strict=True)
+        ]
+        return build(tips, self._kv)
+
+    def _plan(self, params: Sequence[SamplingParams], positions: Sequence[int], steps: int) -> Sequence[Draws | None]:
+        """Return what each step's pass needs to draw by itself; None where what is drawn depends on more than that."""
+        if self._sends_rows or self.model.info.vocab_size > self._vocab_size or not all(own.is_plain for own in params):
+            return [None] * steps
+        return plan_draws(params, positions, self.model.device, steps)
+
+    def _pass(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
+        """Compute a batch and draw the next draft token of every row."""
+        if draws is None or not self.model.can_draw(batch):
+            return self._draw(self.model.forward(batch), runs())
+        _, scores, tokens = self.model.forward_and_draw(batch, draws)
+        return Drawn(tokens, None, self._ranking(scores) if self._ranks else None)
+
+    def _ranking(self, scores: Tensor) -> Ranking:
+        """Return what to keep of scores [n, vocab] that the next committed token is likely to maximise."""
+        return Ranking(scores)
+
+    def _in_target_ids(self, logits: Tensor) -> Tensor:
+        """Cut or widen logits [rows, own vocab] to the target's vocabulary."""
+        missing = self._vocab_size - logits.shape[-1]
+        return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+
+    def _runs(
+        self, rows: Sequence[ProposeRow], depths: Sequence[list[int]], paths: Callable[[], list[list[list[int]]]]
+    ) -> list[Run]:
+        """Return every request's logit rows; `paths`, the tokens drawn above each, are fetched only if they count."""
+        counted = any(row.params.depends_on_path for row in rows)
+        above: Sequence[Sequence[list[int]]] = paths() if counted else [()] * len(rows)
+        eos = self.model.info.eos_token_ids
+        return [
+            Run(
+                params=row.params,
+                token_ids=row.token_ids,
+                prompt_length=row.prompt_length,
+                depths=own,
+                paths=path,
+                end_ids=(*eos, *row.params.stop_token_ids),
+                matcher=matcher_of(self._grammars, row),
+            )
+            for row, own, path in zip(rows, depths, above, strict=True)
+        ]
+
+    @staticmethod
+    def _paths(chains: Sequence[Chain], drawn: Sequence[Drawn]) -> list[list[list[int]]]:
+        new = torch.stack([one.tokens for one in drawn], -1).tolist() if drawn else [[]] * len(chains)
+        return [[[*chain.token_ids, *tokens]] for chain, tokens in zip(chains, new, strict=True)]
+
+    def _draw(self, logits: Tensor, runs: Sequence[Run]) -> Drawn:
+        """Draw the next draft token of every row of `logits` [n, own vocab]."""
+        shaped = shape(self._in_target_ids(logits), runs)
+        if self._sends_rows:
+            tokens, top = self._sample_sparse(shaped, runs)
+            if not self._ranks:
+                return Drawn(tokens, top)
+            # What follows a rejection is drawn with the verifier's noise for it.
+            return Drawn(tokens, top, self._ranking(noised(shaped, runs, noise.RESIDUAL_STREAM)))
+        scores = noised(shaped, runs)
+        return Drawn(scores.argmax(-1), None, self._ranking(scores) if self._ranks else None)
+
+    def _sample_sparse(self, shaped: Tensor, runs: Sequence[Run]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Sample from the top m tokens; returns the tokens [rows] and the rows they came from, [rows, m] each."""
+        top, ids = shaped.topk(min(TOP_M, shaped.shape[-1]), -1)
+        sparse = torch.full_like(shaped, float("-inf")).scatter_(-1, ids, top)
+        tokens = draw(sparse, runs, noise.DRAFT_STREAM)
+        probs = top.softmax(-1)
+        flags = [run.params.temperature == 0 for run in runs for _ in run.depths]
+        greedy = torch.tensor(flags, device=shaped.device)
+        certain = (ids == tokens.unsqueeze(-1)).to(probs.dtype)
+        return tokens, (ids, torch.where(greedy.unsqueeze(-1), certain, probs))
+
+
+MAX_TAIL = 8
+"""Rows with at most this many tokens to catch up do it in the pass that computes the tips."""
+
+
+def common_length(known: Sequence[int], wanted: Sequence[int]) -> int:
+    """Return the length of the longest common prefix; the usual case, few tokens apart, is one comparison."""
+    length = min(len(known), len(wanted))
+    while length and known[:length] != wanted[:length]:
+        low = max(length - 16, 0)
+        if known[:low] == wanted[:low]:
+            return next(i for i in range(low, length) if known[i] != wanted[i])
+        length = low
+    return length
+
+
+def finish(work: Generator[None, None, ForwardBatch]) -> ForwardBatch:
+    """Do work that could stop between passes without stopping."""
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            result: ForwardBatch = end.value
+            return result

@@ -1,0 +1,143 @@
+"""Trunk and Branches: what a drafter prepares for while the target verifies what it proposed.
+
+A trunk is one request's committed tokens and the draft that was sent for them. A branch is a guess at the verdict (so
+many accepted, then this token) with the draft that would follow. The branches of all trunks grow together, one token
+per forward pass: every branch sees its trunk up to where it leaves it, and its own tokens. Their keys and values lie in
+scratch places behind the trunk; those of the branch that comes true are moved to where they belong.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.drafting.chain import Chain, Drawn, extend
+from engine.drafting.run_ahead.verdicts import Options
+from engine.execution.attention import Group, KVTensors, PagedContext
+from engine.execution.batch import ForwardBatch
+from engine.protocols import ProposeRow
+from engine.sampling.params import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Trunk:
+    """One request as it was last proposed for.
+
+    Attributes:
+        base: how many tokens were committed then.
+        chain: the draft that was sent.
+        outlook: [length + 1], what may come after each number of accepted tokens.
+        roots: per branch, the verdict it bets on: how many accepted, and the token after them.
+    """
+
+    row: ProposeRow
+    base: int
+    chain: Chain
+    outlook: list[Options] = field(default_factory=list)
+    roots: list[tuple[int, int]] = field(default_factory=list)
+
+    def verdict(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
+        """Return the verdict that leads to these committed tokens: how many accepted, and the token after them.
+
+        None if it takes none or more than one.
+        """
+        accepted = len(token_ids) - self.base - 1
+        if not 0 <= accepted <= len(self.chain.token_ids):
+            return None
+        if list(token_ids[self.base : -1]) != self.chain.token_ids[:accepted]:
+            return None
+        return accepted, token_ids[-1]
+
+
+class Branches:
+    """The branches of some trunks, padded to the same number per trunk, as they grow.
+
+    Branch b's entry of step s lies `s * width + b` places behind its trunk.
+
+    Attributes:
+        roots: [trunks * width] the tokens the branches begin with.
+        num_computed: tokens computed of each branch, its root included.
+    """
+
+    def __init__(self, trunks: Sequence[Trunk], width: int, tables: Sequence[Sequence[int]], kv: KVTensors) -> None:
+        """Lay out the branches.
+
+        Args:
+            width: branches per trunk, padding included.
+            tables: the trunks' block tables, scratch places included.
+        """
+        self.trunks = list(trunks)
+        self.num_computed = 0
+        self._width = width
+        self._kv = kv
+        self._drawn: list[Drawn] = []
+        device = kv.keys[0].device
+        # A trunk with fewer branches computes its last one again.
+        self._bets = [(trunk.roots + trunk.roots[-1:] * width)[:width] for trunk in trunks]
+        self.roots = torch.tensor([[token for _, token in bets] for bets in self._bets], device=device).flatten()
+        accepted = torch.tensor([[count for count, _ in bets] for bets in self._bets], device=device)
+        blocks = max(len(table) for table in tables)
+        self._table = torch.tensor([[*table, *[0] * (blocks - len(table))] for table in tables], device=device)
+        self._first = torch.tensor([trunk.base for trunk in trunks], device=device).unsqueeze(-1) + accepted
+        self._places = torch.tensor(
+            [trunk.base + len(trunk.chain.token_ids) for trunk in trunks], device=device
+        ).unsqueeze(-1) + torch.arange(width, device=device)
+        self._indices = torch.arange(self.roots.numel(), device=device)
+
+    def next_pass(self, tokens: Tensor) -> ForwardBatch:
+        """Return the pass that computes every branch's next token, `tokens` [trunks * width]."""
+        step = self.num_computed
+        own = self._places.unsqueeze(-1) + torch.arange(step + 1, device=tokens.device) * self._width
+        group = Group(
+            start=0,
+            rows=len(self.trunks),
+            length=self._width,
+            blocks=self._table,
+            positions=self._first + step,
+            places=own[:, :, -1],
+            limits=self._first,
+            extra=own,
+        )
+        return ForwardBatch(tokens, self._indices, PagedContext(self._kv, [group]))
+
+    def add(self, drawn: Drawn) -> None:
+        """Take what was drawn after the pass."""
+        self.num_computed += 1
+        self._drawn.append(drawn)
+
+    def depths(self) -> list[list[int]]:
+        """Return, per trunk and branch, how many tokens stand between the tip and the next draw."""
+        return [[accepted + 1 + self.num_computed for accepted, _ in bets] for bets in self._bets]
+
+    def draws(self) -> tuple[list[SamplingParams], list[int]]:
+        """Return, per branch, the request's parameters and the position of the first token that is drawn."""
+        params = [trunk.row.params for trunk in self.trunks for _ in range(self._width)]
+        return params, [
+            trunk.base + accepted + 1
+            for trunk, bets in zip(self.trunks, self._bets, strict=True)
+            for accepted, _ in bets
+        ]
+
+    def paths(self) -> list[list[list[int]]]:
+        """Return, per trunk and branch, the tokens between the tip and the next draw."""
+        drawn = torch.stack([one.tokens for one in self._drawn], -1).tolist() if self._drawn else []
+        rows = iter(drawn or [[]] * self.roots.numel())
+        return [
+            [[*trunk.chain.token_ids[:accepted], token, *next(rows)] for accepted, token in bets]
+            for trunk, bets in zip(self.trunks, self._bets, strict=True)
+        ]
+
+    def chains(self, chosen: Sequence[tuple[Trunk, int]]) -> list[Chain]:
+        """Return the drafts that some trunks' branches got so far."""
+        chains = [Chain() for _ in chosen]
+        rows = [self.trunks.index(trunk) * self._width + branch for trunk, branch in chosen]
+        extend(chains, self._drawn, rows, [self.num_computed] * len(chains))
+        return chains
+
+    def entries(self, trunk: Trunk, branch: int) -> tuple[list[int], list[int]]:
+        """Return the places of a branch's computed tokens, and where they belong if it came true."""
+        scratch = trunk.base + len(trunk.chain.token_ids) + branch
+        first = trunk.base + trunk.roots[branch][0]
+        steps = range(self.num_computed)
+        return [scratch + step * self._width for step in steps], [first + step for step in steps]

@@ -1,0 +1,1 @@
+"""Forward passes: batch, attention, memory, and a folder per kind of device."""

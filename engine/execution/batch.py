@@ -1,0 +1,190 @@
+"""ForwardBatch: the rows of one forward pass, flattened to tokens, positions, slots and attention groups."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.execution.attention import Group, KVTensors, PagedContext
+
+MAX_GROUPED_LENGTH = 16
+"""Rows of up to this many tokens are padded to one length and attend together; longer ones are prefill chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardRow:
+    """A run of tokens to compute for one request.
+
+    Attributes:
+        token_ids: the tokens, committed ones first, then the draft's nodes.
+        start: place of the first token in the request's context.
+        block_ids: the request's block table.
+        num_logits: logits are wanted for the last so many tokens.
+        parents: the draft's tree, for the last `len(parents)` tokens; None is a chain.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_ids: Sequence[int]
+    num_logits: int
+    parents: Sequence[int] | None = None
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """The tensors of one forward pass.
+
+    Attributes:
+        token_ids: [tokens] int64.
+        logit_indices: [n] the flat indices of the tokens whose logits are wanted, in row order.
+        paged: for the attention function.
+    """
+
+    token_ids: Tensor
+    logit_indices: Tensor
+    paged: PagedContext
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions for the rotary embedding, [tokens] int64."""
+        return torch.cat([group.positions.flatten() for group in self.paged.groups])
+
+
+def depths(parents: Sequence[int]) -> list[int]:
+    """Return each node's distance from the committed tip, 1 for its children."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(1 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def build(rows: Sequence[ForwardRow], kv: KVTensors) -> ForwardBatch:
+    """Flatten rows into a batch: the short rows as one padded group, then the long ones. Keeps the order of logits."""
+    short = [i for i, row in enumerate(rows) if len(row.token_ids) <= MAX_GROUPED_LENGTH]
+    long = [i for i, row in enumerate(rows) if len(row.token_ids) > MAX_GROUPED_LENGTH]
+    clusters = ([short] if short else []) + [[i] for i in long]
+    tokens: list[Tensor] = []
+    groups: list[Group] = []
+    ends = [0] * len(rows)
+    start = 0
+    for members in clusters:
+        ids, group = _group([rows[i] for i in members], start, kv)
+        groups.append(group)
+        tokens.append(ids.flatten())
+        for nth, i in enumerate(members):
+            ends[i] = start + nth * group.length + len(rows[i].token_ids)
+        start += group.rows * group.length
+    wanted = [i for row, end in zip(rows, ends, strict=True) for i in range(end - row.num_logits, end)]
+    return ForwardBatch(
+        token_ids=torch.cat(tokens) if len(tokens) > 1 else tokens[0],
+        logit_indices=torch.tensor(wanted, dtype=torch.int64, device=kv.keys[0].device),
+        paged=PagedContext(kv, groups),
+    )
+
+
+def _group(rows: Sequence[ForwardRow], start: int, kv: KVTensors) -> tuple[Tensor, Group]:
+    """Return the tokens [rows, length] of some rows and their group."""
+    device = kv.keys[0].device
+    length = max(len(row.token_ids) for row in rows)
+    width = max(-(-(row.start + len(row.token_ids)) // kv.block_size) for row in rows)
+    tables = [_padded(row.block_ids[:width], width, 0) for row in rows]
+    # A padding token sees place 0, so that its softmax is finite.
+    columns = [
+        [_padded(row.token_ids, length, 0) for row in rows],
+        [_padded(_positions(row), length, 0) for row in rows],
+        [_padded(range(row.start, row.start + len(row.token_ids)), length, -1) for row in rows],
+        [_padded(_limits(row), length, 1) for row in rows],
+    ]
+    tokens, positions, places, limits = torch.tensor(columns, dtype=torch.int64, device=device)
+    is_tree = any(row.parents is not None for row in rows)
+    return tokens, Group(
+        start=start,
+        rows=len(rows),
+        length=length,
+        blocks=torch.tensor(tables, dtype=torch.int64, device=device),
+        positions=positions,
+        places=places,
+        limits=limits,
+        extra=torch.tensor(_seen_nodes(rows, length), dtype=torch.int64, device=device) if is_tree else None,
+        is_prompt_start=len(rows) == 1 and rows[0].start == 0 and rows[0].parents is None and length > 1,
+    )
+
+
+def _padded(values: Sequence[int], length: int, filler: int) -> list[int]:
+    return [*values, *[filler] * (length - len(values))]
+
+
+def _positions(row: ForwardRow) -> Sequence[int]:
+    """Return a token's distance from the beginning; in a tree that is not its place."""
+    end = row.start + len(row.token_ids)
+    if row.parents is None:
+        return range(row.start, end)
+    tip = end - len(row.parents) - 1
+    return [*range(row.start, tip + 1), *(tip + depth for depth in depths(row.parents))]
+
+
+def _limits(row: ForwardRow) -> Sequence[int]:
+    """Return how much of the context each token sees whatever the tree: up to itself, or up to the committed tip."""
+    end = row.start + len(row.token_ids)
+    if row.parents is None:
+        return range(row.start + 1, end + 1)
+    num_nodes = len(row.parents)
+    return [*range(row.start + 1, end - num_nodes + 1), *[end - num_nodes] * num_nodes]
+
+
+def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[list[int]]]:
+    """Return the places of the nodes that each token sees, itself included, padded with places it sees anyway."""
+    paths: list[list[list[int]]] = []
+    for row in rows:
+        parents = row.parents or ()
+        first = row.start + len(row.token_ids) - len(parents)
+        nodes: list[list[int]] = []
+        for node, parent in enumerate(parents):
+            nodes.append([*(nodes[parent] if parent >= 0 else ()), first + node])
+        committed = len(row.token_ids) - len(parents)
+        paths.append([[]] * committed + nodes + [[]] * (length - len(row.token_ids)))
+    deepest = max(len(path) for row_paths in paths for path in row_paths)
+    return [[_padded(path, deepest, 0) for path in row_paths] for row_paths in paths]
+
+
+@dataclass(slots=True)
+class NextTokens:
+    """Forward passes that append one token to each of some rows; all but the tokens is known beforehand.
+
+    Attributes:
+        positions, places, limits: [steps, rows, 1].
+        blocks: [rows, width].
+        indices: [rows], the logits of every row are wanted.
+    """
+
+    kv: KVTensors
+    positions: Tensor
+    places: Tensor
+    limits: Tensor
+    blocks: Tensor
+    indices: Tensor
+
+    def at(self, step: int, token_ids: Tensor) -> ForwardBatch:
+        """Return the pass that computes `token_ids` [rows] as the rows' next tokens."""
+        group = Group(0, len(token_ids), 1, self.blocks, self.positions[step], self.places[step], self.limits[step])
+        return ForwardBatch(token_ids, self.indices, PagedContext(self.kv, [group]))
+
+
+def next_tokens(
+    tables: Sequence[Sequence[int]], lengths: Sequence[int], steps: int, kv: KVTensors, max_length: int
+) -> NextTokens:
+    """Prepare `steps` passes at once, so that no step waits for the host.
+
+    Args:
+        tables: the rows' block tables. A row whose table ends early writes its surplus tokens to block 0.
+        lengths: the rows' lengths, where the first pass puts its tokens.
+        max_length: of the model's context; surplus tokens may lie beyond it, and no model has to know such a position.
+    """
+    device = kv.keys[0].device
+    width = max(len(table) for table in tables)
+    blocks = torch.tensor([_padded(table, width, 0) for table in tables], dtype=torch.int64, device=device)
+    places = [[[length + step] for length in lengths] for step in range(steps + 1)]
+    known = torch.tensor(places, dtype=torch.int64, device=device)
+    positions = known[:-1].clamp(max=max_length - 1)
+    return NextTokens(kv, positions, known[:-1], known[1:], blocks, torch.arange(len(tables), device=device))

@@ -1,0 +1,248 @@
+"""Compilation: making the packages that `CompiledForward` runs, and keeping them.
+
+Compiling takes about a minute. It happens in a process of its own while the model is already served eagerly, and its
+result stays in the cache folder for later starts. A package belongs to a configuration, not to weights. By hand:
+
+    python -m engine.execution.cpu.packages MODEL_DIRECTORY...
+"""
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import is_concrete_int
+
+from engine.config import ModelConfig
+from engine.execution import attention
+from engine.execution.batch import ForwardBatch
+from engine.execution.cpu import compiled, half_weights, kernels, paged_attention
+from engine.execution.cpu.compiled import CompileError, GumbelNoise, Step, arguments
+from engine.models import fusion
+from engine.sampling import noise
+from engine.sampling.noise import Draws
+
+logger = logging.getLogger(__name__)
+
+CACHE_VARIABLE = "PACELINE_CACHE_DIR"
+MAX_BYTES = 2 * 2**30
+"""Larger models spend their time reading weights; and compiling holds a second copy of them."""
+_OPTIONS = {
+    "aot_inductor.package_constants_in_so": False,
+    # Small ones would become part of the code, but they are weights too.
+    "always_keep_tensor_constants": True,
+    # Rotary sines are computed once, not in every layer and head.
+    "realize_opcount_threshold": 5,
+    # What lies between the products is too little for more than one thread.
+    "cpp.threads": 1,
+    "aot_inductor.custom_ops_to_c_shims": kernels.shims([half_weights.SCHEMA, paged_attention.SCHEMA]),
+}
+
+
+def package_path(step: Step, config: Any) -> Path:
+    """Return where the package of such a model is kept on such a machine."""
+    settings = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+    parts = (
+        json.dumps(settings, sort_keys=True, default=str),
+        [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in step.tensors.items()],
+        _digest(attention, compiled, fusion, half_weights, kernels, noise, paged_attention),
+    )
+    return _cached(parts)
+
+
+def noise_path() -> Path:
+    """Return where the package of the noise is kept."""
+    return _cached(_digest(noise, compiled))
+
+
+def kernels_path() -> Path:
+    """Return where the library that packages call is kept."""
+    return _cached([*_digest(kernels), *(source.read_text() for source in kernels.SOURCES)]).with_suffix(".so")
+
+
+def _digest(*modules: ModuleType) -> list[str]:
+    sources = (Path(module.__file__ or "").read_bytes() for module in (*modules, sys.modules[__name__]))
+    return [hashlib.sha256(source).hexdigest() for source in sources]
+
+
+def _cached(parts: object) -> Path:
+    """Return the path of a package that depends on `parts`, on the libraries and on this machine."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")] if cpuinfo.exists() else []
+    machine = (torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), flags[:1])
+    root = os.environ.get(CACHE_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "paceline"
+    return Path(root).expanduser() / f"{hashlib.sha256(repr((parts, machine)).encode()).hexdigest()[:24]}.pt2"
+
+
+def compile_step(step: Step, batch: ForwardBatch, draws: Draws, path: Path) -> None:
+    """Compile a model's pass to a package.
+
+    Args:
+        batch, draws: an example whose rows, tokens, context, logits and keys are all different numbers, none of them 1.
+
+    Raises:
+        CompileError: it cannot be compiled for batches of every shape.
+    """
+    own, keys, values = arguments(batch, draws)
+    size = torch.export.Dim.AUTO
+    one, two, three = (dict.fromkeys(range(count), size) for count in (1, 2, 3))
+    any_kv = [two for _ in keys]
+    shapes = (one, two, two, two, three, two, one, one, one, one, any_kv, any_kv)
+    _compile(step.eval(), (*own, keys, values), shapes, path)
+
+
+def compile_noise(path: Path) -> None:
+    """Compile the noise, which costs as much as a small draft's pass when it is computed operator by operator.
+
+    Raises:
+        CompileError: it cannot be compiled.
+    """
+    keys = noise.keys([1, 2, 3], [4, 5, 6], noise.TARGET_STREAM, torch.device("cpu"))
+    any_size = {0: torch.export.Dim.AUTO}
+    _compile(GumbelNoise(), (keys, torch.arange(50, dtype=torch.int32)), (any_size, any_size), path)
+
+
+def compile_kernels(path: Path) -> None:
+    """Build the library that packages call.
+
+    Raises:
+        CompileError: it cannot be built.
+    """
+    with _as_compile_errors():
+        kernels.build(path)
+
+
+def load_kernels() -> None:
+    """Load the library that packages call, which takes ten seconds longer where it was not built before.
+
+    Raises:
+        CompileError: it cannot be built.
+        OSError: it cannot be loaded.
+    """
+    if not has_compiler():
+        raise CompileError("there is no C++ compiler")
+    compile_once(kernels_path(), compile_kernels)
+    kernels.load(kernels_path())
+
+
+@contextlib.contextmanager
+def _as_compile_errors() -> Iterator[None]:
+    try:
+        yield
+    except CompileError:
+        raise
+    except Exception as error:  # whatever tracing or the C++ compiler finds; eager serving goes on
+        raise CompileError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _compile(module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...], path: Path) -> None:
+    with _as_compile_errors():
+        with torch.no_grad():
+            program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
+        _check_symbolic(program, shapes)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            package = Path(folder) / "package.pt2"
+            torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=_OPTIONS)
+            package.replace(path)
+
+
+def _check_symbolic(program: torch.export.ExportedProgram, shapes: tuple[Any, ...]) -> None:
+    """Raise unless every size that may vary is symbolic: a package does not check the sizes it is given."""
+    wanted = torch.utils._pytree.tree_leaves(shapes, is_leaf=lambda part: isinstance(part, dict))
+    names = set(program.graph_signature.user_inputs)
+    inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
+    for node, dims in zip(inputs, wanted, strict=True):
+        fixed = [dim for dim in dims if is_concrete_int(node.meta["val"].shape[dim])]
+        if fixed:
+            raise CompileError(f"dimension {fixed[0]} of {node.name} is not symbolic")
+
+
+class Compiling:
+    """A process that compiles a package, and a thread that waits for it."""
+
+    def __init__(self, config: ModelConfig, dtype: str, ready: Callable[[], None]) -> None:
+        """Start; `ready` is called from a thread when the packages are there. A failure is logged."""
+        command = [sys.executable, "-m", "engine.execution.cpu.packages", config.path, "--dtype", dtype]
+        self._ready = ready
+        self._process = subprocess.Popen(
+            command + (["--revision", config.revision] if config.revision else []),
+            cwd=Path(__file__).parents[3],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        os.setpriority(os.PRIO_PROCESS, self._process.pid, 10)
+        threading.Thread(target=self._wait, daemon=True, name="compiling").start()
+
+    def _wait(self) -> None:
+        started = time.monotonic()
+        _, errors = self._process.communicate()
+        if self._process.returncode:
+            reason = (errors.strip().splitlines() or [f"exit status {self._process.returncode}"])[-1]
+            logger.warning("Serving eagerly, compiling failed: %s", reason)
+            return
+        logger.info("Compiled in %.0f s", time.monotonic() - started)
+        self._ready()
+
+
+def has_compiler() -> bool:
+    """Return whether this machine can compile C++."""
+    try:
+        return bool(torch._inductor.cpp_builder.get_cpp_compiler())
+    except torch._inductor.exc.InvalidCxxCompiler:
+        return False
+
+
+def compile_once(path: Path, compile_to: Callable[[Path], None]) -> None:
+    """Make a package unless it is there; of several processes one compiles and the others wait.
+
+    Raises:
+        CompileError: it cannot be compiled.
+    """
+    if path.exists():  # it comes whole; a folder that others filled may not be ours to write
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            compile_to(path)
+
+
+def main() -> None:
+    """Compile the given models, as far as that was not done before."""
+    from engine.models.causal_lm import CausalLM  # which imports this module
+
+    parser = argparse.ArgumentParser(prog="python -m engine.execution.cpu.packages", description=main.__doc__)
+    parser.add_argument("models", nargs="+", metavar="MODEL_DIRECTORY")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--revision")
+    options = parser.parse_args()
+    for path in options.models:
+        config = ModelConfig(path, dtype=options.dtype, device="cpu", revision=options.revision)
+        try:
+            CausalLM.load(config).compile()
+        except (CompileError, OSError) as error:
+            sys.exit(f"{path}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Transformers models: registry (which can be served), tokenizer, shards, fusion, causal_lm."""

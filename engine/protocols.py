@@ -1,0 +1,151 @@
+"""Draft, Verdict, and the two roles of a round: Drafter proposes, Verifier decides.
+
+Words: *draft tokens* are proposed and not yet verified; *accepted* ones were kept; *recovered* is the token the target
+puts in place of the first rejected one; *bonus* is the token after a fully accepted draft; *committed* tokens (accepted
+plus the recovered or bonus one) are final and visible.
+
+A draft is a tree: `parents[i]` is the index of node i's parent, -1 the committed tip, and `parents[i] < i`. A
+chain is the tree in which `parents[i] == i - 1`. An empty draft is ordinary decoding, on the same path.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What a drafter proposes for one request.
+
+    `top_ids` and `top_probs` ([n][m] each) are the distributions the tokens were sampled from, restricted to the
+    drafter's top m tokens: present for the rejection rule only. All their weight is in the m entries.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    top_ids: list[list[int]] | None = None
+    top_probs: list[list[float]] | None = None
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node's parent is the node before it."""
+        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+
+
+def chain(token_ids: list[int]) -> Draft:
+    """Return the draft in which each token follows the one before it."""
+    return Draft(token_ids, list(range(-1, len(token_ids) - 1)))
+
+
+NO_DRAFT = Draft()
+
+
+@dataclass(slots=True)
+class ProposeRow:
+    """One request of a proposal: its committed tokens and how many draft tokens are wanted."""
+
+    request_id: str
+    token_ids: Sequence[int]
+    prompt_length: int
+    params: SamplingParams
+    num_draft_tokens: int
+
+
+@dataclass(slots=True)
+class VerifyRow:
+    """One request of a verification.
+
+    The forward pass computes `token_ids[start : start + length]` and, if that reaches the committed tip, the draft
+    after it; only then does the row get tokens. `block_ids` is the request's whole block table.
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    prompt_length: int
+    params: SamplingParams
+    start: int
+    length: int
+    block_ids: Sequence[int]
+    draft: Draft
+
+    @property
+    def reaches_tip(self) -> bool:
+        """Whether this pass computes the last committed token, so that a new one can be drawn."""
+        return self.start + self.length == len(self.token_ids)
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Prompt tokens whose log probabilities this pass finds: each at the token before it, if they are asked for."""
+        if self.params.prompt_logprobs is None:
+            return 0
+        return max(0, min(self.start + self.length, self.prompt_length - 1) - self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities at one position: the token's own, its rank (1 = most likely), and the top ones."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The tokens one request commits in a round: `num_accepted` draft tokens and one of the target's own.
+
+    `path` holds the draft nodes accepted, root first: their KV entries are the ones to keep. Empty `token_ids`
+    mean that the row was an unfinished prefill. `prompt_logprobs` belong to the prompt tokens from `start + 1` on.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    path: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def num_accepted(self) -> int:
+        """How many draft tokens were kept."""
+        return len(self.path)
+
+
+class Drafter(Protocol):
+    """Proposes draft tokens; may always answer with empty drafts, and never raises for its own failures."""
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        """Return one draft per row, of at most `num_draft_tokens` nodes each."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Forget a request that has ended; unknown ids are ignored."""
+        ...
+
+
+class Verifier(Protocol):
+    """Runs the target over committed tips and drafts, and decides."""
+
+    async def verify(self, rows: Sequence[VerifyRow]) -> list[Verdict]:
+        """Return one verdict per row.
+
+        Raises:
+            TargetError: the round did not finish; it can be run again from the committed tokens.
+        """
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Forget a request that has ended; unknown ids are ignored."""
+        ...
+
+
+class NoDrafter:
+    """Proposes nothing: plain decoding."""
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        """Return an empty draft for every row."""
+        return [NO_DRAFT] * len(rows)
+
+    def release(self, request_id: str) -> None:
+        """Hold nothing, forget nothing."""

@@ -1,0 +1,272 @@
+"""From logits to what is drawn from: the one place where sampling parameters apply, at every draft position.
+
+Both verification rules and the drafters use it, so a draft is shaped as the target will shape it. The order is vLLM's:
+logit_bias, min_tokens and grammar, penalties, temperature, min_p, top_k, top_p. Penalties count the tokens up to *that*
+row, the committed ones and the draft's own path above it, and the grammar stands where those tokens lead.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.sampling import noise
+from engine.sampling.grammar import Matcher
+from engine.sampling.noise import Draws
+from engine.sampling.params import SamplingParams
+
+_NUM_CANDIDATES = 256
+"""Tokens to look among first for those that top_k and top_p keep."""
+
+
+@dataclass(slots=True)
+class Run:
+    """Consecutive logit rows of one request.
+
+    Attributes:
+        token_ids: the committed tokens.
+        depths: per row, how many draft tokens stand between the committed tip and the row; 0 is the tip itself.
+        paths: per row, those draft tokens. Needed if `params.depends_on_path`, else empty.
+        end_ids: ids that may not be drawn before min_tokens: end-of-text and stop ids.
+        matcher: where the request stands in its grammar, if it has one.
+    """
+
+    params: SamplingParams
+    token_ids: Sequence[int]
+    prompt_length: int
+    depths: Sequence[int]
+    paths: Sequence[Sequence[int]] = ()
+    end_ids: Sequence[int] = field(default_factory=tuple)
+    matcher: Matcher | None = None
+
+    @property
+    def positions(self) -> list[int]:
+        """The absolute position of the token drawn from each row."""
+        return [len(self.token_ids) + depth for depth in self.depths]
+
+
+def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Apply every run's parameters to its rows, in place where it can.
+
+    Args:
+        logits: [n, vocab] float32, the runs' rows one after the other.
+
+    Returns:
+        [n, vocab] unnormalised log probabilities; -inf where a token may not be drawn. A greedy row keeps temperature
+        1: its token is the argmax.
+    """
+    start = 0
+    for run in runs:
+        rows = logits[start : start + len(run.depths)]
+        start += len(run.depths)
+        params = run.params
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=logits.device)
+            rows[:, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+        if params.min_tokens:
+            _forbid_the_end(rows, run)
+        if run.matcher is not None:
+            forbid(rows, run.matcher.masks(run.token_ids[run.prompt_length :], run.paths))
+    if any(run.params.has_penalties for run in runs):
+        _penalise(logits, runs)
+    if any(0 < run.params.temperature != 1 for run in runs):
+        logits.div_(_column(runs, logits, lambda params: params.temperature or 1.0))
+    if any(run.params.min_p > 0 for run in runs):
+        floor = logits.amax(-1, keepdim=True) + _column(runs, logits, lambda params: params.min_p).log()
+        logits.masked_fill_(logits < floor, float("-inf"))
+    if any(run.params.top_k > 0 or run.params.top_p < 1 for run in runs):
+        _keep_top(logits, runs)
+    return logits
+
+
+def forbid(logits: Tensor, masks: Sequence[bytes]) -> None:
+    """Set the logits of tokens that may not come next to -inf, in place.
+
+    Args:
+        logits: [rows, vocab].
+        masks: [rows] a grammar's; see `Matcher.masks`.
+    """
+    packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8)
+    bits = (
+        packed.view(len(masks), -1, 1).to(logits.device) >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+    )
+    allowed = bits.view(len(masks), -1)[:, : logits.shape[-1]] != 0
+    # A draft may know none of the tokens that the target's vocabulary would allow.
+    is_possible = (allowed & (logits > float("-inf"))).any(-1, keepdim=True)
+    logits.masked_fill_(~allowed & is_possible, float("-inf"))
+
+
+def plan_draws(
+    params: Sequence[SamplingParams], positions: Sequence[int], device: torch.device, steps: int = 1
+) -> list[Draws]:
+    """Return what the passes of `steps` steps, each a position further, need to draw a token per row by themselves.
+
+    Args:
+        params: per row; where they are not plain, the row is drawn greedily, of no use to anybody.
+        positions: per row, of the token that the first step draws.
+    """
+    # Branches of one request often draw at the same position, and noise costs more than looking it up.
+    known: dict[tuple[int, int], int] = {}
+    rows, temperatures = [0] * len(params), [1.0] * len(params)
+    for i, (own, position) in enumerate(zip(params, positions, strict=True)):
+        if own.temperature > 0 and own.is_plain:
+            rows[i] = known.setdefault((own.seed or 0, position), len(known) + 1)
+            temperatures[i] = own.temperature
+    seeds = [seed for seed, _ in known]
+    later = [position + step for step in range(steps) for _, position in known]
+    keys = noise.keys(seeds * steps, later, noise.TARGET_STREAM, device).view(steps, len(known), 2)
+    column = torch.tensor(temperatures, device=device).unsqueeze(-1)
+    index = torch.tensor(rows, dtype=torch.int64, device=device)
+    return [Draws(column, own, index) for own in keys]
+
+
+def draw(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM) -> Tensor:
+    """Draw one token per row: the argmax for greedy requests, else Gumbel-max with the request's own noise.
+
+    Args:
+        shaped: [n, vocab], from `shape`.
+
+    Returns:
+        [n] int64.
+    """
+    return noised(shaped, runs, stream).argmax(-1)
+
+
+def noised(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM) -> Tensor:
+    """Return the scores whose argmax `draw` draws, [n, vocab]; without a row's best, it would draw the next one."""
+    if all(run.params.temperature == 0 for run in runs):
+        return shaped
+    return shaped + gumbel_rows(runs, shaped, stream)
+
+
+def gumbel_rows(runs: Sequence[Run], like: Tensor, stream: int) -> Tensor:
+    """Return the noise of every row, [n, vocab]; 0 where the request is greedy."""
+    positions = [position for run in runs for position in run.positions]
+    seeds = [run.params.seed or 0 for run in runs for _ in run.depths]
+    keys = noise.keys(seeds, positions, stream, like.device)
+    rows = noise.gumbel(keys, torch.arange(like.shape[-1], dtype=torch.int32, device=like.device))
+    if any(run.params.temperature == 0 for run in runs):
+        rows.masked_fill_(_column(runs, like, lambda params: params.temperature) == 0, 0.0)
+    return rows
+
+
+def probabilities(shaped: Tensor, runs: Sequence[Run]) -> Tensor:
+    """Return the distributions the rows are drawn from, [n, vocab]; one-hot where the request is greedy."""
+    probs = shaped.softmax(-1)
+    if any(run.params.temperature == 0 for run in runs):
+        certain = torch.zeros_like(probs).scatter_(-1, shaped.argmax(-1, keepdim=True), 1.0)
+        greedy = _column(runs, shaped, lambda params: params.temperature) == 0
+        probs = torch.where(greedy, certain, probs)
+    return probs
+
+
+def _sent(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers as a tensor on a device, without waiting for what the device does."""
+    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+
+
+def _may_ask(device: torch.device) -> bool:
+    """Return whether a look at a result, to save work, is cheap: elsewhere it waits for everything before it."""
+    return device.type == "cpu"
+
+
+def _column(runs: Sequence[Run], like: Tensor, value: Callable[[SamplingParams], float]) -> Tensor:
+    """Return one number per row, [n, 1]."""
+    numbers = [value(run.params) for run in runs for _ in run.depths]
+    return _sent(numbers, like.device, like.dtype).unsqueeze(-1)
+
+
+def _forbid_the_end(rows: Tensor, run: Run) -> None:
+    committed = len(run.token_ids) - run.prompt_length
+    early = [i for i, depth in enumerate(run.depths) if committed + depth < run.params.min_tokens]
+    if early and run.end_ids:
+        ends = torch.tensor(list(run.end_ids), device=rows.device)
+        rows[torch.tensor(early, device=rows.device).unsqueeze(-1), ends] = float("-inf")
+
+
+def _penalise(logits: Tensor, runs: Sequence[Run]) -> None:
+    """Repetition counts prompt and output, presence and frequency the output only, as in vLLM."""
+    ends = list(itertools.accumulate(len(run.depths) for run in runs))
+    penalised = [
+        (run, list(range(end - len(run.depths), end)))
+        for run, end in zip(runs, ends, strict=True)
+        if run.params.has_penalties
+    ]
+    chosen = [run for run, _ in penalised]
+    device, vocab = logits.device, logits.shape[-1]
+    rows = torch.tensor([row for _, own in penalised for row in own], device=device)
+    run_of_row = torch.tensor([i for i, (_, own) in enumerate(penalised) for _ in own], device=device)
+    in_prompt = _count([run.token_ids[: run.prompt_length] for run in chosen], vocab, device) > 0
+    counts = _count([run.token_ids[run.prompt_length :] for run in chosen], vocab, device)[run_of_row]
+    if any(run.paths for run in chosen):
+        counts += _count([path for run in chosen for path in run.paths or [()] * len(run.depths)], vocab, device)
+    seen = in_prompt[run_of_row] | (counts > 0)
+    own_logits = logits[rows]
+    repetition = _column(chosen, logits, lambda params: params.repetition_penalty)
+    penalised_logits = torch.where(own_logits > 0, own_logits / repetition, own_logits * repetition)
+    own_logits = torch.where(seen, penalised_logits, own_logits)
+    own_logits -= _column(chosen, logits, lambda params: params.frequency_penalty) * counts
+    own_logits -= _column(chosen, logits, lambda params: params.presence_penalty) * (counts > 0)
+    logits[rows] = own_logits
+
+
+def _count(texts: Sequence[Sequence[int]], vocab: int, device: torch.device) -> Tensor:
+    """Return how often each token occurs in each text, [texts, vocab] int32."""
+    tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64, device=device)
+    lengths = torch.tensor([len(text) for text in texts], device=device)
+    owner = torch.arange(len(texts), device=device).repeat_interleave(lengths, output_size=len(tokens))
+    counts = torch.zeros(len(texts), vocab, dtype=torch.int32, device=device)
+    return counts.index_put_((owner, tokens), torch.ones_like(owner, dtype=torch.int32), accumulate=True)
+
+
+def _keep_top(logits: Tensor, runs: Sequence[Run]) -> None:
+    """Keep each row's top_k tokens, then the fewest of them that hold top_p of their weight; of equals the first.
+
+    A greedy row is left alone: its token is always among those kept.
+    """
+    vocab = logits.shape[-1]
+    params = [run.params for run in runs for _ in run.depths]
+    limits = [own.top_k if 0 < own.top_k < vocab else vocab for own in params]
+    cut = [i for i, own in enumerate(params) if own.temperature > 0 and (limits[i] < vocab or own.top_p < 1)]
+    # Few tokens hold the weight of most rows, and finding them takes a tenth of sorting all or less.
+    count = max(_NUM_CANDIDATES, *(limits[i] for i in cut if limits[i] < vocab), 0)
+    if not _may_ask(logits.device) and any(limits[i] > count for i in cut):
+        count = vocab
+    while cut:
+        rows = _sent(cut, logits.device)
+        limit = _sent([limits[i] for i in cut], logits.device).unsqueeze(-1)
+        top_p = _sent([params[i].top_p for i in cut], logits.device).unsqueeze(-1)
+        kept, is_found = _top(logits[rows], limit, top_p, min(count, vocab))
+        logits[rows] = kept
+        if all(limits[i] <= count for i in cut):
+            break
+        cut = [i for i, found in zip(cut, is_found.tolist(), strict=True) if not found]
+        count *= 16
+
+
+def _top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Find the tokens to keep among the `count` likeliest ones; the number of candidates does not change the result.
+
+    Args:
+        logits: [n, vocab]; limit, top_p: [n, 1].
+
+    Returns:
+        [n, vocab] with -inf for all others, and whether the candidates of each row were enough; if not, it is as given.
+    """
+    values, ids = logits.topk(count, -1)
+    held = logits.softmax(-1).gather(-1, ids).cumsum(-1)
+    is_limited = limit < logits.shape[-1]
+    enough = top_p * torch.where(is_limited, held.gather(-1, limit.clamp(max=count) - 1), 1.0)
+    enough.masked_fill_(top_p >= 1, float("inf"))
+    before = F.pad(held[:, :-1], (1, 0))
+    size = ((before < enough) & (torch.arange(count, device=logits.device) < limit)).sum(-1, keepdim=True).clamp(min=1)
+    is_found = (limit <= count) | (held[:, -1:] >= enough)
+    last = values.gather(-1, size - 1)
+    above, level = logits > last, logits == last
+    room = size - above.sum(-1, keepdim=True)
+    if not _may_ask(logits.device) or bool((level.sum(-1, keepdim=True) > room).any()):
+        level &= level.cumsum(-1) <= room
+    return logits.masked_fill(~(above | level) & is_found, float("-inf")), is_found.squeeze(-1)

@@ -1,0 +1,194 @@
+"""ModelVerifier: one target pass over all committed tips and drafts of a batch, then the verification rule per row."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.execution.batch import ForwardBatch, ForwardRow, build, depths
+from engine.execution.memory import count_blocks
+from engine.models.causal_lm import CausalLM
+from engine.protocols import Draft, TokenLogprobs, Verdict, VerifyRow
+from engine.sampling.grammar import Grammars, Matcher, matcher_of
+from engine.sampling.logits import Run, draw, plan_draws, shape
+from engine.verification.coupled import coupled
+from engine.verification.rejection import rejection
+
+
+class ModelVerifier:
+    """Verifies with a model in this process; holds KV tensors and matchers, nothing that no row brings again."""
+
+    def __init__(self, model: CausalLM, config: EngineConfig, grammars: Grammars | None = None) -> None:
+        """Make the KV tensors; without `grammars`, no request may have one."""
+        self.model = model
+        self._grammars = grammars
+        self.num_blocks = count_blocks(model, config)
+        self._kv = model.kv_tensors(self.num_blocks, config.block_size)
+        self._rejects = config.verification == "rejection"
+        self._end_ids = tuple(model.info.eos_token_ids)
+
+    async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
+        """Compute the rows and, unless another rank decides, return their verdicts."""
+        with torch.inference_mode():
+            batch = build([_forward_row(row) for row in rows], self._kv)
+            if decides:
+                verdicts = self._decide(rows, batch)
+                self._keep_paths(rows, [verdict.path for verdict in verdicts])
+                return verdicts
+            self.model.forward(batch)
+            self._keep_paths(rows, [[]] * len(rows))
+            return []
+
+    def release(self, request_id: str) -> None:
+        """Forget where a request stood in its grammar."""
+        if self._grammars is not None:
+            self._grammars.release(request_id)
+
+    def _decide(self, rows: Sequence[VerifyRow], batch: ForwardBatch) -> list[Verdict]:
+        deciding = [(i, row) for i, row in enumerate(rows) if row.reaches_tip]
+        runs = [_run(row, self._end_ids, matcher_of(self._grammars, row)) for _, row in deciding]
+        logits, drawn = self._forward(batch, runs)
+        verdicts, logits = _read_prompts(rows, logits)
+        if not deciding:
+            return verdicts
+        raw = logits.log_softmax(-1) if any(row.params.logprobs is not None for _, row in deciding) else None
+        drafts = [row.draft for _, row in deciding]
+        if self._rejects:
+            decisions = rejection(shape(logits, runs), runs, drafts)
+        else:
+            decisions = coupled(_drawn(logits, drawn, runs), drafts)
+        start = 0
+        for (i, row), (tokens, path) in zip(deciding, decisions, strict=True):
+            logprobs = None
+            if raw is not None and row.params.logprobs is not None:
+                rows_used = [start, *(start + 1 + node for node in path)]
+                logprobs = _logprobs(raw[rows_used], tokens, row.params.logprobs)
+            verdicts[i] = replace(verdicts[i], token_ids=tokens, path=path, logprobs=logprobs)
+            start += _num_deciding(row)
+        return verdicts
+
+    def _forward(self, batch: ForwardBatch, runs: Sequence[Run]) -> tuple[Tensor, list[int] | None]:
+        """Compute the logits and, where the pass can do that as well, draw a token from each row."""
+        params = [run.params for run in runs for _ in run.depths]
+        has_prompts = len(params) < len(batch.logit_indices)
+        if self._rejects or has_prompts or not self.model.can_draw(batch):
+            return self.model.forward(batch), None
+        positions = [position for run in runs for position in run.positions]
+        (draws,) = plan_draws(params, positions, self.model.device)
+        logits, _, tokens = self.model.forward_and_draw(batch, draws)
+        return logits, tokens.tolist()
+
+    def _keep_paths(self, rows: Sequence[VerifyRow], paths: Sequence[list[int]]) -> None:
+        """Move the accepted nodes' keys and values behind the tips, where the committed contexts go on.
+
+        What a chain keeps is there already. Where a draft branches, the rank that decided tells the others, which
+        hand in empty paths.
+        """
+        branching = [i for i, row in enumerate(rows) if not row.draft.is_chain]
+        if not branching:
+            return
+        # [drafts, nodes] each path, root first; a node is one more than its number, and 0 is none.
+        kept = torch.zeros(len(branching), max(len(rows[i].draft.token_ids) for i in branching), dtype=torch.int64)
+        for known, i in zip(kept, branching, strict=True):
+            known[: len(paths[i])] = torch.tensor(paths[i], dtype=torch.int64) + 1
+        if self.model.shard is not None:
+            kept = self.model.shard.all_reduce(kept.to(self.model.device))
+        sources: list[int] = []
+        targets: list[int] = []
+        for i, known in zip(branching, kept.tolist(), strict=True):
+            nodes = [node - 1 for node in known if node]
+            sources += [self._slot(rows[i], node) for node in nodes]
+            targets += [self._slot(rows[i], depth) for depth in range(len(nodes))]
+        moves = torch.tensor([sources, targets], dtype=torch.int64, device=self.model.device)
+        self._kv.move(moves[0], moves[1])
+
+    def _slot(self, row: VerifyRow, node: int) -> int:
+        """Return where the entry of a draft's node lies."""
+        block, offset = divmod(len(row.token_ids) + node, self._kv.block_size)
+        return row.block_ids[block] * self._kv.block_size + offset
+
+
+def _drawn(logits: Tensor, known: list[int] | None, runs: Sequence[Run]) -> list[int]:
+    """Return the target's draw from each row; `known` is what the pass itself drew, right for plain parameters only."""
+    if known is None:
+        everything: list[int] = draw(shape(logits, runs), runs).tolist()
+        return everything
+    ends = itertools.accumulate(len(run.depths) for run in runs)
+    others = [(run, end) for run, end in zip(runs, ends, strict=True) if not run.params.is_plain]
+    if others:
+        rows = [row for run, end in others for row in range(end - len(run.depths), end)]
+        own = [run for run, _ in others]
+        for row, token in zip(rows, draw(shape(logits[rows], own), own).tolist(), strict=True):
+            known[row] = token
+    return known
+
+
+def _forward_row(row: VerifyRow) -> ForwardRow:
+    tokens = [*row.token_ids[row.start : row.start + row.length]]
+    if not row.reaches_tip:
+        return ForwardRow(tokens, row.start, row.block_ids, row.length if row.num_prompt_logprobs else 0)
+    draft = row.draft
+    return ForwardRow(
+        token_ids=tokens + draft.token_ids,
+        start=row.start,
+        block_ids=row.block_ids,
+        num_logits=(row.length if row.num_prompt_logprobs else 1) + len(draft.token_ids),
+        parents=None if draft.is_chain else draft.parents,
+    )
+
+
+def _num_deciding(row: VerifyRow) -> int:
+    """Return how many of a row's last logits its next tokens are drawn from."""
+    return 1 + len(row.draft.token_ids) if row.reaches_tip else 0
+
+
+def _read_prompts(rows: Sequence[VerifyRow], logits: Tensor) -> tuple[list[Verdict], Tensor]:
+    """Return verdicts that hold the prompts' log probabilities and nothing else, and the logits to decide by."""
+    if not any(row.num_prompt_logprobs for row in rows):
+        return [Verdict()] * len(rows), logits
+    verdicts, deciding = [], []
+    for row, part in zip(rows, logits.split_with_sizes([_forward_row(row).num_logits for row in rows]), strict=True):
+        deciding.append(part[len(part) - _num_deciding(row) :])
+        prompt_logprobs: list[TokenLogprobs] = []
+        if row.params.prompt_logprobs is not None and (count := row.num_prompt_logprobs):
+            tokens = list(row.token_ids[row.start + 1 : row.start + 1 + count])
+            prompt_logprobs = _logprobs(part[:count].log_softmax(-1), tokens, row.params.prompt_logprobs)
+        verdicts.append(Verdict(prompt_logprobs=prompt_logprobs))
+    return verdicts, torch.cat(deciding)
+
+
+def _run(row: VerifyRow, eos_token_ids: tuple[int, ...], matcher: Matcher | None) -> Run:
+    draft, params = row.draft, row.params
+    return Run(
+        params=params,
+        token_ids=row.token_ids,
+        prompt_length=row.prompt_length,
+        depths=[0, *depths(draft.parents)],
+        paths=paths(draft) if params.depends_on_path else (),
+        end_ids=(*eos_token_ids, *params.stop_token_ids),
+        matcher=matcher,
+    )
+
+
+def paths(draft: Draft) -> list[list[int]]:
+    """Return the draft tokens above and at the tip and each node: [nodes + 1] lists."""
+    found: list[list[int]] = [[]]
+    for token, parent in zip(draft.token_ids, draft.parents, strict=True):
+        found.append([*found[parent + 1], token])
+    return found
+
+
+def _logprobs(raw: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:
+    """Return the target's log probabilities before any shaping. raw: [n, vocab]."""
+    chosen = raw.gather(-1, torch.tensor(tokens, device=raw.device).unsqueeze(-1))
+    ranks = (raw > chosen).sum(-1) + 1
+    top, ids = raw.topk(count, -1) if count else (raw[:, :0], raw[:, :0].long())
+    return [
+        TokenLogprobs(logprob, rank, top_ids, top_logprobs)
+        for logprob, rank, top_ids, top_logprobs in zip(
+            chosen.squeeze(-1).tolist(), ranks.tolist(), ids.tolist(), top.tolist(), strict=True
+        )
+    ]

@@ -1,0 +1,85 @@
+"""Every way in which a reply can be impossible is seen before the engine uses it."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.protocol.messages import MalformedMessageError
+from cluster.protocol.validation import check_drafts, check_verdicts
+from engine.protocols import Draft, TokenLogprobs, Verdict, chain
+from tests.cluster.fakes import propose_row, verify_row
+
+ROW = propose_row("a", [1], k=3)
+TREE = Draft([5, 6, 7], [-1, 0, -1])
+
+
+@pytest.mark.parametrize("draft", [Draft(), chain([1, 2, 9]), TREE, Draft([4], [-1], [[4, 9]], [[0.5, 0.5]])])
+def test_a_possible_draft_passes(draft):
+    check_drafts([draft], [ROW], 10)
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (chain([1, 2, 3, 4]), "4 tokens, asked were 3"),
+        (Draft([1, 2], [-1]), "1 parents for 2"),
+        (chain([10]), "outside 0 to 9"),
+        (chain([-1]), "outside 0 to 9"),
+        (Draft([1, 2], [-1, 1]), "parent"),
+        (Draft([1], [-2]), "parent"),
+        (Draft([4], [-1], [[4]], None), "some tokens only"),
+        (Draft([4], [-1], [[4]], [[1.0], [1.0]]), "some tokens only"),
+        (Draft([4], [-1], [[10]], [[1.0]]), "no tokens"),
+        (Draft([4], [-1], [[4, 5]], [[1.0]]), "no tokens"),
+        (Draft([4], [-1], [[5]], [[1.0]]), "does not hold"),
+        (Draft([4], [-1], [[4]], [[float("nan")]]), "probability"),
+    ],
+)
+def test_an_impossible_draft_is_named(draft, message):
+    with pytest.raises(MalformedMessageError, match=f"draft of a: .*{message}"):
+        check_drafts([draft], [ROW], 10)
+
+
+def tree_row():
+    return replace(verify_row("a", [1, 2]), draft=TREE)
+
+
+@pytest.mark.parametrize(
+    "verdict", [Verdict([9]), Verdict([5, 1], [0]), Verdict([5, 6, 1], [0, 1]), Verdict([7, 1], [2])]
+)
+def test_a_possible_verdict_passes(verdict):
+    check_verdicts([verdict], [tree_row()], 10)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "message"),
+    [
+        (Verdict([]), "0 tokens after 0"),
+        (Verdict([1, 2], []), "2 tokens after 0"),
+        (Verdict([10]), "outside"),
+        (Verdict([6, 1], [1]), "path"),
+        (Verdict([5, 7, 1], [0, 2]), "path"),
+        (Verdict([5, 1], [3]), "path"),
+        (Verdict([5, 1], [-1]), "path"),
+        (Verdict([6, 1], [0]), "not drafted"),
+    ],
+)
+def test_an_impossible_verdict_is_named(verdict, message):
+    with pytest.raises(MalformedMessageError, match=f"verdict of a: .*{message}"):
+        check_verdicts([verdict], [tree_row()], 10)
+
+
+def test_an_unfinished_prefill_brings_no_token():
+    row = replace(verify_row("a", [1, 2, 3]), start=0)
+    check_verdicts([Verdict()], [row], 10)
+    with pytest.raises(MalformedMessageError, match="unfinished prefill"):
+        check_verdicts([Verdict([1])], [row], 10)
+
+
+def test_prompt_log_probabilities_come_as_asked():
+    row = verify_row("a", [1, 2, 3])
+    row = replace(row, start=0, length=3, prompt_length=3, params=replace(row.params, prompt_logprobs=0))
+    found = [TokenLogprobs(-1.0, 1, [], [])] * 2
+    check_verdicts([Verdict([1], prompt_logprobs=found)], [row], 10)
+    with pytest.raises(MalformedMessageError, match="1 prompt log probabilities, asked were 2"):
+        check_verdicts([Verdict([1], prompt_logprobs=found[:1])], [row], 10)

@@ -1,0 +1,308 @@
+"""Real sockets: deadlines, connections that break, and replies that nobody waits for."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from cluster.protocol.messages import AnyReply, AnyRequest, Pong, PrefixMissing, encode
+from cluster.transport import channel as channel_module
+from cluster.transport import frames as frames_module
+from cluster.transport.channel import Channel, ConnectionLostError, DeadlineError, PeerGoneError
+from cluster.transport.credentials import Credentials, make_credentials, tls_context
+from cluster.transport.endpoint import Endpoint
+from cluster.transport.frames import Frames, frame
+from tests.cluster.wire import connected, from_afar, ping, serving
+
+
+@pytest.fixture
+def credentials() -> Credentials:
+    return make_credentials()
+
+
+@pytest.mark.parametrize("place", ["near", "afar"])
+async def test_calls_are_answered(credentials: Credentials, place: str) -> None:
+    with serving(credentials) as server:
+        endpoint = server.endpoint if place == "near" else from_afar(server.endpoint)
+        with connected(endpoint, credentials) as channel:
+            for number in range(1, 50):
+                assert (await channel.call(ping(number))).round == number
+            replies = await asyncio.gather(*(channel.call(ping(number)) for number in range(50, 80)))
+            assert [reply.round for reply in replies] == list(range(50, 80))
+            assert not channel.dropped
+
+
+@pytest.mark.parametrize("place", ["near", "afar"])
+def test_calls_are_answered_on_the_event_loop_that_ray_uses(credentials: Credentials, place: str) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    with contextlib.closing(uvloop.new_event_loop()) as loop:
+        loop.run_until_complete(test_calls_are_answered(credentials, place))
+
+
+@pytest.mark.parametrize("place", ["near", "afar"])
+async def test_large_messages_go_both_ways(credentials: Credentials, place: str) -> None:
+    """Larger than any socket's buffers, so that both ends meet messages in pieces."""
+    words = [f"{i:09}" for i in range(500_000)]
+
+    def answer(request: AnyRequest) -> AnyReply:
+        return PrefixMissing(request.round, request.version, 0.0, request.released)
+
+    with serving(credentials, answer) as server:
+        endpoint = server.endpoint if place == "near" else from_afar(server.endpoint)
+        with connected(endpoint, credentials) as channel:
+            for reply in await asyncio.gather(*(channel.call(ping(number, released=words)) for number in (1, 2))):
+                assert isinstance(reply, PrefixMissing)
+                assert reply.request_ids == words
+
+
+@contextlib.asynccontextmanager
+async def raw_peer(
+    credentials: Credentials, folder: Path
+) -> AsyncIterator[tuple[Endpoint, "asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]]"]]:
+    """A worker that does what the test says; gives its connections as they come."""
+    connections: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+
+    async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.put_nowait((reader, writer))
+
+    own = make_credentials()
+    path = folder / "peer.sock"
+    near = await asyncio.start_unix_server(welcome, path)
+    far = await asyncio.start_server(
+        welcome, "127.0.0.1", ssl=tls_context(own, credentials.certificate, is_server=True)
+    )
+    try:
+        yield Endpoint(str(path), *far.sockets[0].getsockname(), own.certificate), connections
+    finally:
+        near.close()
+        far.close()
+
+
+async def read_one(reader: asyncio.StreamReader) -> bytes:
+    frames = Frames()
+    while not (payloads := frames.feed(await reader.read(1000))):
+        pass
+    return payloads[0]
+
+
+async def test_replies_that_nobody_waits_for_are_dropped_and_counted(credentials: Credentials, tmp_path: Path) -> None:
+    """A raw peer repeats, reorders, mixes in another version and garbage; the call gets its own reply."""
+    async with raw_peer(credentials, tmp_path) as (endpoint, connections):
+        with connected(endpoint, credentials) as channel:
+            call = asyncio.create_task(channel.call(ping(7)))
+            reader, writer = await connections.get()
+            await read_one(reader)
+            for payload in (
+                encode(Pong(6, 1, 0.0)),
+                encode(Pong(7, 2, 0.0)),
+                b"\xc1",
+                encode(Pong(7, 1, 0.25)),
+                encode(Pong(7, 1, 0.5)),
+            ):
+                writer.write(frame(payload))
+            assert (await call).compute_s == 0.25
+            again = asyncio.create_task(channel.call(ping(8)))
+            await read_one(reader)
+            writer.write(frame(encode(Pong(8, 1, 0.0))))
+            await again
+            assert channel.dropped == {"late": 2, "version": 1, "malformed": 1}
+
+
+async def test_a_silent_peer_costs_the_deadline_and_its_late_reply_is_dropped(
+    credentials: Credentials, tmp_path: Path
+) -> None:
+    async with raw_peer(credentials, tmp_path) as (endpoint, connections):
+        with connected(endpoint, credentials) as channel:
+            with pytest.raises(DeadlineError, match=r"round 1 within 0\.2 s"):
+                await channel.call(ping(1, deadline_s=0.2))
+            reader, writer = await connections.get()
+            assert await read_one(reader) == encode(ping(1, deadline_s=0.2))
+            second = asyncio.create_task(channel.call(ping(2)))
+            await read_one(reader)
+            writer.write(frame(encode(Pong(1, 1, 0.0))) + frame(encode(Pong(2, 1, 0.0))))
+            assert (await second).round == 2
+            assert channel.dropped == {"late": 1}
+
+
+async def test_a_broken_connection_ends_the_calls_and_the_next_call_makes_another(
+    credentials: Credentials, tmp_path: Path
+) -> None:
+    async with raw_peer(credentials, tmp_path) as (endpoint, connections):
+        with connected(endpoint, credentials) as channel:
+            calls = [asyncio.create_task(channel.call(ping(number))) for number in (1, 2)]
+            reader, writer = await connections.get()
+            await read_one(reader)
+            writer.write(frame(encode(Pong(1, 1, 0.0)))[:-1])  # half a reply must not reach the next connection
+            writer.close()
+            for call in calls:
+                with pytest.raises(ConnectionLostError):
+                    await call
+            third = asyncio.create_task(channel.call(ping(3)))
+            reader, writer = await connections.get()
+            assert await read_one(reader) == encode(ping(3))
+            writer.write(frame(encode(Pong(3, 1, 0.0))))
+            assert (await third).round == 3
+
+
+async def test_a_peer_that_announces_too_much_is_left(
+    credentials: Credentials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frames_module, "MAX_MESSAGE_BYTES", 1000)
+    async with raw_peer(credentials, tmp_path) as (endpoint, connections):
+        with connected(endpoint, credentials) as channel:
+            call = asyncio.create_task(channel.call(ping(1)))
+            _, writer = await connections.get()
+            writer.write(frame(b"x" * 1001)[:100])
+            with pytest.raises(ConnectionLostError):
+                await call
+            assert channel.dropped == {"malformed": 1}
+
+
+async def test_what_a_peer_does_not_take_waits_for_the_deadline_only(credentials: Credentials, tmp_path: Path) -> None:
+    async with raw_peer(credentials, tmp_path) as (endpoint, connections):
+        with connected(endpoint, credentials) as channel:
+            large = ["x" * 1000] * 10_000
+            await channel.post(ping(1, released=large))
+            with pytest.raises(DeadlineError):
+                await channel.post(ping(2, deadline_s=0.2, released=large))
+            reader, _ = await connections.get()
+            third = asyncio.create_task(channel.post(ping(3)))
+            frames, payloads = Frames(), []
+            while not payloads or payloads[-1] != encode(ping(3)):
+                payloads += frames.feed(await reader.read(2**20))
+            await third
+            assert len(payloads) == 2  # the second was never begun
+
+
+async def test_a_death_notice_ends_a_call_that_waits_for_room(credentials: Credentials, tmp_path: Path) -> None:
+    async with raw_peer(credentials, tmp_path) as (endpoint, _):
+        with connected(endpoint, credentials) as channel:
+            await channel.post(ping(1, released=["x" * 1000] * 10_000))
+            call = asyncio.create_task(channel.call(ping(2, deadline_s=60)))
+            await asyncio.sleep(0.1)
+            channel.fail("process 9 died")
+            with pytest.raises(PeerGoneError, match="process 9 died"):
+                await call
+
+
+async def test_a_broken_connection_is_told_of_where_no_call_waits(credentials: Credentials, tmp_path: Path) -> None:
+    async with raw_peer(credentials, tmp_path) as (endpoint, connections):
+        with connected(endpoint, credentials) as channel:
+            reasons: asyncio.Queue[str] = asyncio.Queue()
+            channel.on_break = reasons.put_nowait
+            await channel.post(ping(1))
+            _, writer = await connections.get()
+            writer.close()
+            assert await reasons.get()
+        await asyncio.sleep(0.1)
+        assert reasons.empty()  # closing it oneself is no news
+
+
+async def test_what_cannot_be_reached_by_its_path_is_reached_by_tls(credentials: Credentials, tmp_path: Path) -> None:
+    """A temporary folder that nodes share shows the socket on each of them; only on one it answers."""
+    path = tmp_path / "dead.sock"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    with serving(credentials) as server, connected(server.endpoint._replace(path=str(path)), credentials) as channel:
+        await channel.call(ping(1))
+
+
+async def test_a_path_is_trusted_once(credentials: Credentials, tmp_path: Path) -> None:
+    """Once the worker has removed its socket, anybody could put another there."""
+    async with raw_peer(credentials, tmp_path) as (near, connections):
+        with (
+            serving(credentials) as server,
+            connected(server.endpoint._replace(path=near.path), credentials) as channel,
+        ):
+            call = asyncio.create_task(channel.call(ping(1)))
+            _, writer = await connections.get()
+            writer.close()
+            with pytest.raises(ConnectionLostError):
+                await call
+            assert (await channel.call(ping(2))).round == 2
+            assert connections.empty()
+
+
+async def test_a_connection_that_was_given_up_does_not_break_the_next(credentials: Credentials) -> None:
+    with serving(credentials) as server, connected(server.endpoint, credentials) as channel:
+        await channel.call(ping(1))
+        current = channel._connection
+        call = asyncio.create_task(channel.call(ping(2)))
+        await asyncio.sleep(0)
+        channel.lost(channel_module._Connection(channel), "too late")
+        assert channel._connection is current
+        assert (await call).round == 2
+
+
+@pytest.mark.parametrize("stranger", ["client", "server"])
+async def test_a_stranger_gets_no_answer(credentials: Credentials, stranger: str) -> None:
+    with serving(credentials) as server:
+        endpoint, shown = from_afar(server.endpoint), credentials
+        if stranger == "client":
+            shown = make_credentials()
+        else:
+            endpoint = endpoint._replace(certificate=make_credentials().certificate)
+        with connected(endpoint, shown) as channel, pytest.raises((DeadlineError, ConnectionLostError)):
+            await channel.call(ping(1, deadline_s=0.3))
+        with connected(from_afar(server.endpoint), credentials) as channel:
+            await channel.call(ping(1))
+
+
+async def test_the_death_notice_ends_the_calls_that_wait(credentials: Credentials, tmp_path: Path) -> None:
+    async with raw_peer(credentials, tmp_path) as (endpoint, _):
+        with connected(endpoint, credentials) as channel:
+            call = asyncio.create_task(channel.call(ping(1)))
+            await asyncio.sleep(0)
+            channel.fail("process 9 died")
+            with pytest.raises(PeerGoneError, match="process 9 died"):
+                await call
+            with pytest.raises(PeerGoneError):
+                await channel.call(ping(2))
+            with pytest.raises(PeerGoneError):
+                await channel.post(ping(3))
+
+
+async def test_a_worker_that_is_not_there_yet_is_waited_for(credentials: Credentials) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    endpoint = Endpoint("", "127.0.0.1", port, make_credentials().certificate)
+    channel = Channel(endpoint, credentials, version=1)
+    with pytest.raises(DeadlineError, match="the worker is not reached"):
+        await channel.call(ping(1, deadline_s=0.2))
+    call = asyncio.create_task(channel.call(ping(2, deadline_s=60)))
+    await asyncio.sleep(0)
+    channel.fail("process 9 died")
+    with pytest.raises(PeerGoneError, match="process 9 died"):
+        await call
+    channel.close()
+
+
+async def test_a_killed_process_ends_the_call_at_once(credentials: Credentials) -> None:
+    """The kernel closes its sockets: sooner than Ray's death notice, and than the deadline."""
+    program = (
+        "import json, sys, time\n"
+        "from cluster.transport.server import Server\n"
+        "server = Server('127.0.0.1', sys.argv[1])\n"
+        "print(json.dumps(server.endpoint), flush=True)\n"
+        "server.serve(lambda request: time.sleep(60))\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, credentials.certificate, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    endpoint = Endpoint(*json.loads(await process.stdout.readline()))
+    with connected(endpoint, credentials) as channel:
+        call = asyncio.create_task(channel.call(ping(1, deadline_s=60)))
+        while Path(endpoint.path).exists():  # noqa: ASYNC240
+            await asyncio.sleep(0.01)
+        process.kill()
+        await process.wait()
+        with pytest.raises(ConnectionLostError):
+            await call
+        with pytest.raises(DeadlineError):
+            await channel.call(ping(2, deadline_s=0.2))

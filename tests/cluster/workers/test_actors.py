@@ -1,0 +1,42 @@
+"""What a worker tells whoever started the application."""
+
+import gc
+import subprocess
+import sys
+
+import pytest
+
+from cluster.workers.actors import _importing
+from tests.cluster.models import save_llama
+
+LOAD = """
+import sys
+from cluster.workers.actors import show_progress
+from engine.config import ModelConfig
+from engine.models.causal_lm import CausalLM
+show_progress()
+CausalLM.load(ModelConfig(sys.argv[1], dtype="float32", device="cpu"))
+"""
+
+
+def test_a_worker_says_what_it_loaded_and_how_long_that_took(tmp_path):
+    path = str(save_llama(tmp_path / "model", seed=0))
+    process = subprocess.run([sys.executable, "-c", LOAD, path], capture_output=True, text=True, check=True)
+    [line] = process.stderr.splitlines()
+    assert line.startswith("INFO ")
+    assert f"{path}: 0.0 M parameters in float32 on cpu, loaded in " in line
+
+
+def test_what_is_imported_is_left_out_of_garbage_collections_which_go_on_afterwards():
+    before = gc.get_freeze_count()
+    try:
+        with _importing():
+            assert not gc.isenabled()
+            kept = [[] for _ in range(1000)]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= before + len(kept)
+        with pytest.raises(ImportError), _importing():
+            raise ImportError
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()

@@ -1,0 +1,88 @@
+"""What a worker answers, and what ends it."""
+
+import pytest
+
+from cluster.protocol.messages import (
+    Failure,
+    Ping,
+    Pong,
+    PrefixDelta,
+    PrefixMissing,
+    Propose,
+    ProposeEntry,
+    Verify,
+    VerifyEntry,
+)
+from cluster.workers.responder import DraftResponder, TargetResponder, finish
+from engine.errors import TargetError
+from engine.protocols import Draft
+from engine.sampling.params import SamplingParams
+from tests.cluster.fakes import EchoDrafter, SumVerifier
+
+
+def propose(number, *entries, version=1):
+    return Propose(number, version, 1.0, [], [ProposeEntry(entry, 2) for entry in entries])
+
+
+def verify(number, *entries, version=1):
+    return Verify(number, version, 1.0, [], [VerifyEntry(entry, 0, 1, Draft()) for entry in entries])
+
+
+WHOLE = PrefixDelta("a", 0, [5], 1, SamplingParams())
+UNKNOWN = PrefixDelta("b", 3, [5], 1)
+
+
+def test_nothing_changes_when_a_prefix_is_missing():
+    echo = EchoDrafter()
+    responder = DraftResponder(echo, capacity=4, version=1)
+    reply = responder.answer(propose(1, WHOLE, UNKNOWN))
+    assert isinstance(reply, PrefixMissing)
+    assert reply.request_ids == ["b"]
+    assert echo.seen == []
+    assert isinstance(responder.answer(propose(2, PrefixDelta("a", 1, [6], 1))), PrefixMissing)
+
+
+def test_another_version_is_not_answered():
+    assert DraftResponder(EchoDrafter(), capacity=4, version=2).answer(propose(1, WHOLE)) is None
+    assert TargetResponder(SumVerifier(), rank=0, capacity=4, version=2).answer(verify(1, WHOLE)) is None
+
+
+def test_a_ping_is_answered_and_a_verify_refused_by_a_draft_worker():
+    responder = DraftResponder(EchoDrafter(), capacity=4, version=1)
+    assert isinstance(responder.answer(Ping(1, 1, 1.0, [])), Pong)
+    assert isinstance(responder.answer(verify(2, WHOLE)), Failure)
+
+
+def test_all_ranks_miss_a_prefix_alike_and_stay_in_step():
+    verifiers = [SumVerifier(), SumVerifier()]
+    ranks = [TargetResponder(one, rank=i, capacity=4, version=1) for i, one in enumerate(verifiers)]
+    assert [type(rank.answer(verify(1, UNKNOWN))) for rank in ranks] == [PrefixMissing, type(None)]
+    for rank in ranks:
+        rank.answer(verify(2, WHOLE))
+    assert verifiers[0].seen == verifiers[1].seen != []
+
+
+def test_a_rank_that_missed_a_round_ends():
+    rank = TargetResponder(SumVerifier(), rank=1, capacity=4, version=1)
+    rank.answer(verify(1, WHOLE))
+    with pytest.raises(TargetError, match="round 3 after round 1"):
+        rank.answer(verify(3, WHOLE))
+
+
+def test_a_rank_that_is_sent_a_round_twice_ends():
+    rank = TargetResponder(SumVerifier(), rank=1, capacity=4, version=1)
+    rank.answer(verify(1, WHOLE))
+    with pytest.raises(TargetError, match="round 1 after round 1"):
+        rank.answer(verify(1, WHOLE))
+
+
+def test_a_model_that_waits_is_a_bug():
+    class Waiting:
+        def __await__(self):
+            yield
+
+    async def waits():
+        await Waiting()
+
+    with pytest.raises(RuntimeError, match="must only compute"):
+        finish(waits())

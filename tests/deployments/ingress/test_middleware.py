@@ -1,0 +1,145 @@
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+
+import httpx
+import pytest
+
+from deployments.config import AppConfig
+from deployments.ingress.middleware import OPEN_ROUTES, SERVE_HEADERS, Guard
+from deployments.ingress.proxy import EARLY_BODY
+from tests.deployments.conftest import make_app, make_client
+from tests.deployments.fakes import LocalRouters, Rig
+
+KEY = "secret-key"
+BODY = {"prompt": "a", "max_tokens": 2}
+
+
+@pytest.fixture
+async def guarded(config: AppConfig, routers: LocalRouters) -> AsyncIterator[httpx.AsyncClient]:
+    async with make_client(await make_app(config, routers, keys=("another", KEY))) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    "header", [None, "Bearer wrong", "Bearer ", "Basic secret-key", "secret-key", "bearer secret-key"]
+)
+async def test_only_a_known_key_opens(guarded: httpx.AsyncClient, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header}
+    response = await guarded.post("/v1/completions", json=BODY, headers=headers)
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("key", ["another", KEY])
+async def test_every_known_key_opens(guarded: httpx.AsyncClient, key: str) -> None:
+    response = await guarded.post("/v1/completions", json=BODY, headers={"Authorization": f"Bearer {key}"})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/models",
+        "/v1/models/",
+        "//v1/models",
+        "/health/../v1/models",
+        "/health/",
+        "/health/x",
+        "/%68ealth/../v1/models",
+        "/nothing",
+        "/v1/models?path=/health",
+        "/v1/models;/health",
+    ],
+)
+async def test_no_path_gets_around_the_key(guarded: httpx.AsyncClient, path: str) -> None:
+    scope_path = path.partition("?")[0]
+    response = await guarded.get(path, headers={"Host": "/health", "X-Original-URL": "/health"})
+    assert response.status_code == 401, scope_path
+
+
+async def test_open_routes_need_no_key(guarded: httpx.AsyncClient) -> None:
+    statuses = {path: (await guarded.get(path)).status_code for path in OPEN_ROUTES}
+    assert statuses == dict.fromkeys(OPEN_ROUTES, 200)
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+async def test_a_large_body_is_refused(client: httpx.AsyncClient, is_chunked: bool) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield b"x" * 2**20
+
+    content = pieces() if is_chunked else b"x" * (5 * 2**20)
+    response = await client.post("/v1/completions", content=content)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+async def test_large_headers_are_refused(client: httpx.AsyncClient) -> None:
+    response = await client.get("/v1/models", headers={"x-large": "x" * 20_000})
+    assert response.status_code == 431
+
+
+async def test_headers_that_serve_obeys_do_not_reach_the_routes(config: AppConfig) -> None:
+    seen: list[Iterable[tuple[bytes, bytes]]] = []
+
+    async def app(scope, receive, send):
+        seen.append(scope["headers"])
+        await receive()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async with make_client(Guard(app, limits=config.limits, api_keys=[])) as client:
+        await client.get("/", headers={name.decode().title(): "1" for name in SERVE_HEADERS})
+    assert not {name.lower() for name, _ in seen[0]} & SERVE_HEADERS
+
+
+async def test_a_client_cannot_name_a_request(client: httpx.AsyncClient, routers: LocalRouters) -> None:
+    response = await client.post("/v1/completions", json=BODY, headers={"x-request-id": "mine"})
+    assert routers.last is not None
+    assert response.json()["id"] == routers.last.request_id
+    assert "mine" not in routers.last.request_id
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_client_that_leaves_ends_its_request_whatever_its_headers(
+    config: AppConfig, routers: LocalRouters, rig: Rig, is_stream: bool, is_early: bool
+) -> None:
+    app = await make_app(config, routers)
+    left = asyncio.Event()
+    body = b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true, "stream": %s}' % str(is_stream).lower().encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    headers = [(b"content-type", b"application/json"), (b"x-request-disconnect-disabled", b"?1")]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/v1/completions",
+        "raw_path": b"/v1/completions",
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": ("127.0.0.1", 1),
+        "server": ("paceline", 80),
+        "extensions": {EARLY_BODY: body} if is_early else {},  # it is received once more then
+    }
+    call = asyncio.create_task(app(scope, receive, send))
+    while rig.verifier.num_rounds < 3:
+        await asyncio.sleep(0.001)
+    left.set()
+    await call
+    assert rig.engine.num_running == 0
+    assert rig.engine.num_free_blocks == rig.engine.num_blocks

@@ -1,0 +1,161 @@
+"""CallReader: a text is read the same however it is cut, and no later than it must be."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deployments.openai.call_reader import Arguments, CallReader, CallStart
+from deployments.openai.tools import Hermes, Llama3
+
+Read = tuple[str, list[tuple[str, str]]]
+
+
+def read(form: Hermes | Llama3, pieces: list[str]) -> Read:
+    reader = form.reader()
+    text = ""
+    calls: list[tuple[str, str]] = []
+    for i, piece in enumerate(pieces):
+        for found in reader.feed(piece, is_last=i == len(pieces) - 1):
+            match found:
+                case CallStart():
+                    calls.append((found.name, ""))
+                case Arguments():
+                    calls[-1] = (calls[-1][0], calls[-1][1] + found.text)
+                case _:
+                    text += found
+    return text, calls
+
+
+ONE = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+TRICKY = r'<tool_call>{"name": "g", "arguments": {"s": "</tool_call>}\"{"}}</tool_call>'
+G = ("g", r'{"s": "</tool_call>}\"{"}')
+F = ("f", '{"a": 1}')
+LLAMA = '{"name": "f", "parameters": {"a": 1}}'
+HERMES = [
+    ("hello", "hello", []),
+    ("", "", []),
+    (ONE, "", [F]),
+    (f"Well:\n{ONE}\n{ONE}\n", "Well:\n", [F, F]),
+    (f"{TRICKY}{ONE}", "", [G, F]),
+    (f"{ONE}\n two  words {ONE} \n", "two  words ", [F, F]),
+    # Other orders and keys.
+    ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>x', "x", [F]),
+    ('<tool_call>{"type": "function", "name": "f", "arguments": {"a": 1}, "x": [1, "}"]}</tool_call>', "", [F]),
+    ('<tool_call>{"id": 7, "name": "f", "arguments": {"a": 1}}</tool_call>', "", [F]),
+    # What only begins like a call.
+    ("a <tool_ b <tool_call", "a <tool_ b <tool_call", []),
+    ("<tool_call>", "<tool_call>", []),
+    ("<tool_call> x", "<tool_call> x", []),
+    ("<tool_call>{not json}</tool_call>", "<tool_call>{not json}</tool_call>", []),
+    (f"<tool_call>{{not json}}</tool_call>{ONE}", "<tool_call>{not json}</tool_call>", [F]),
+    ('<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
+    (
+        '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+        '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+        [],
+    ),
+    ('<tool_call>{"name": "f", "argum', '<tool_call>{"name": "f", "argum', []),
+    (f"<tool_call>{ONE}", "<tool_call>", [F]),
+    # What a limit cuts, or a model gets wrong, once it has begun.
+    ('<tool_call>{"name": "f", "arguments": {"a', "", [("f", '{"a')]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}', "", [F]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}}\n</tool_', "", [F]),
+    (f'<tool_call>{{"name": "f", "arguments": {{"a": 1}}</tool_call>{ONE}', "", [F, F]),
+    (f'<tool_call>{{"name": "f", "arguments": {{"a": [1</tool_call>{ONE}', "", [("f", '{"a": [1'), F]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1}} and so on', "and so on", [F]),
+    ('<tool_call>{"name": "f", "arguments": {"a": 1} and so on', "and so on", [F]),
+]
+LLAMA3 = [
+    ("", "", []),
+    (" \n", " \n", []),
+    ("hello {", "hello {", []),
+    ("; x", "; x", []),
+    (f" {LLAMA}", "", [F]),
+    (f"<|python_tag|>{LLAMA}; {LLAMA}\n", "", [F, F]),
+    ('<|python_tag|>{"type": "function", "name": "f", "arguments": {"a": 1}};\n' + LLAMA, "", [F, F]),
+    ('{"parameters": {"a": 1}, "name": "f"}', "", [F]),
+    ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ("<|python", "<|python", []),
+    ('{"name": "f"}', '{"name": "f"}', []),
+    ('{"a": 1}, {', '{"a": 1}, {', []),
+    ("{" * 3000, "{" * 3000, []),
+    ('{"name": "f", "para', '{"name": "f", "para', []),
+    ('{"name": "f", "parameters": {"a": 1}', "", [F]),
+    (f"{LLAMA}; hello", "; hello", [F]),
+    (f"{LLAMA} \n<b>", "<b>", [F]),
+]
+CASES: Any = [(Hermes(), *case) for case in HERMES] + [(Llama3(), *case) for case in LLAMA3]
+
+
+@pytest.mark.parametrize(("form", "text", "expected", "calls"), CASES)
+def test_a_text_is_read_the_same_letter_by_letter(form: Any, text: str, expected: str, calls: Any) -> None:
+    assert read(form, [text]) == (expected, calls)
+    assert read(form, [*text, ""]) == (expected, calls)
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        *(
+            "<tool_call>",
+            "</tool_call>",
+            "<|python_tag|>",
+            "\n",
+            " ",
+            ";",
+            "{",
+            "}",
+            "}}",
+            '"',
+            "\\",
+            ",",
+            "[",
+            "]",
+            "<",
+        ),
+        *(
+            '{"name": "f", "arguments": ',
+            '{"name": "f", "parameters": {"a": ',
+            '{"arguments": {}, "name": "g"}',
+            "text",
+        ),
+        *(ONE, TRICKY, LLAMA),
+    ]
+)
+
+
+@given(st.sampled_from([Hermes(), Llama3()]), st.lists(FRAGMENTS, max_size=12), st.data())
+def test_any_text_is_read_the_same_however_it_is_cut(
+    form: Hermes | Llama3, fragments: list[str], data: st.DataObject
+) -> None:
+    text = "".join(fragments)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
+    assert read(form, pieces) == read(form, [text]) == read(form, [*text, ""])
+
+
+@given(st.sampled_from([Hermes(), Llama3()]), st.text("<tool_cal>/|pyhng{}\"';, \n", max_size=60))
+def test_a_text_without_a_call_loses_no_character(form: Hermes | Llama3, text: str) -> None:
+    assert read(form, [*text, ""]) == (text, [])
+
+
+def test_nothing_is_held_back_longer_than_it_must_be() -> None:
+    reader = Hermes().reader()
+    assert reader.feed("hello <", is_last=False) == ["hello "]
+    assert reader.feed("b>", is_last=False) == ["<b>"]
+    assert reader.feed('<tool_call>\n{"name": "f", "arguments": ', is_last=False) == []
+    (start, *rest) = reader.feed('{"a": "b', is_last=False)
+    assert isinstance(start, CallStart)
+    assert start.name == "f"
+    assert rest == [Arguments('{"a": "b')]
+    assert reader.feed('c</t"', is_last=False) == [Arguments('c</t"')]
+    assert reader.feed("}}\n</tool_call>\nbye", is_last=False) == [Arguments("}"), "bye"]
+    assert Llama3().reader().feed("hello", is_last=False) == ["hello"]
+
+
+def test_a_call_has_an_id_of_its_own() -> None:
+    found = CallReader("<tool_call>", "</tool_call>").feed(ONE + ONE, is_last=True)
+    ids = [piece.id for piece in found if isinstance(piece, CallStart)]
+    assert len(set(ids)) == 2

@@ -1,0 +1,193 @@
+"""Structured outputs through HTTP: the text matches, and what cannot be matched is refused before it is queued."""
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+
+from deployments.config import AppConfig, Limits
+from engine.config import ModelInfo
+from tests.deployments.conftest import make_app, make_client
+from tests.deployments.fakes import MAX_MODEL_LEN, VOCAB_SIZE, LocalRouters
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 3, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+# 6 s on the machine that this was written on; nothing in it looks expensive.
+SLOW = {"type": "integer", "multipleOf": 10_000_019}
+QUOTE, BRACE = ord('"') - ord("!"), ord("}") - ord("!")
+
+
+async def text_of(client: httpx.AsyncClient, **body: Any) -> str:
+    sent = {"prompt": "abc", "temperature": 0, "max_tokens": 300, **body}
+    response = await client.post("/v1/completions", json=sent)
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    assert choice["finish_reason"] == "stop", choice
+    return choice["text"]
+
+
+async def error_of(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    response = await client.post(path, json=body if "messages" in body else {"prompt": "abc", **body})
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("schema", [SCHEMA, json.dumps(SCHEMA)], ids=["object", "text"])
+async def test_json_fits_its_schema(schema: Any, temperature: float, client: httpx.AsyncClient) -> None:
+    text = await text_of(client, structured_outputs={"json": schema}, temperature=temperature, seed=4)
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize("regex", [r"[a-c]{3}-\d\d", r"(yes|no)!?", r"é+ü"])
+async def test_a_regular_expression_matches_the_whole_text(regex: str, client: httpx.AsyncClient) -> None:
+    assert re.fullmatch(regex, await text_of(client, structured_outputs={"regex": regex}, temperature=1, seed=1))
+
+
+@pytest.mark.parametrize("choices", [["red", "redder", 'q"\\/\n\x7f\x00'], ["ü"]])
+async def test_a_choice_is_one_of_them(choices: list[str], client: httpx.AsyncClient) -> None:
+    for seed in range(5):
+        text = await text_of(client, structured_outputs={"choice": choices}, temperature=100, seed=seed)
+        assert text in choices
+
+
+@pytest.mark.parametrize("grammar", ['root ::= "(" root ")" | [0-9]', 'start: "(" start ")" | /[0-9]/'])
+async def test_a_grammar_is_followed_in_either_notation(grammar: str, client: httpx.AsyncClient) -> None:
+    text = await text_of(client, structured_outputs={"grammar": grammar}, temperature=100, seed=3)
+    assert re.fullmatch(r"\(*[0-9]\)*", text)
+    assert text.count("(") == text.count(")")
+
+
+async def test_the_openai_client_gets_what_it_asks_for(client: httpx.AsyncClient) -> None:
+    sdk = openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client)
+    messages: Any = [{"role": "user", "content": "who?"}]
+    options: Any = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 300}
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    chat = await sdk.chat.completions.create(**options, response_format=schema)
+    jsonschema.validate(json.loads(chat.choices[0].message.content or ""), SCHEMA)
+
+    biased = {**options, "logit_bias": {str(QUOTE): 50, str(BRACE): 60}}  # so that strings and the object end
+    chat = await sdk.chat.completions.create(**biased, response_format={"type": "json_object"})
+    assert isinstance(json.loads(chat.choices[0].message.content or ""), dict)
+
+    chat = await sdk.chat.completions.create(**options, extra_body={"structured_outputs": {"choice": ["left"]}})
+    assert chat.choices[0].message.content == "left"
+    chat = await sdk.chat.completions.create(**{**options, "max_tokens": 3}, response_format={"type": "text"})
+    assert len(chat.choices[0].message.content or "") == 3
+
+
+async def test_a_stream_says_the_same(client: httpx.AsyncClient) -> None:
+    outputs = {"json": SCHEMA}
+    whole = await text_of(client, structured_outputs=outputs, temperature=1, seed=9)
+    body = {"prompt": "abc", "temperature": 1, "seed": 9, "max_tokens": 300, "structured_outputs": outputs}
+    response = await client.post("/v1/completions", json={**body, "stream": True})
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: {")]
+    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == whole
+
+
+MESSAGES = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
+        ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "has regex, choice"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
+        ({"structured_outputs": {"choice": [3]}}, "structured_outputs.choice.0", "valid string"),
+        ({"structured_outputs": {"ebnf": "x"}}, "structured_outputs.ebnf", "not a field"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
+        ({"structured_outputs": {"grammar": "hello"}}, "structured_outputs.grammar", "neither Lark nor GBNF"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
+        ({"structured_outputs": {"json": "[" * 5000}}, "structured_outputs.json", "not JSON"),
+        ({"structured_outputs": {"json": "3"}}, "structured_outputs.json", "is an object"),
+        ({"structured_outputs": {"json": {"type": "mouse"}}}, "structured_outputs.json", "mouse"),
+        ({"structured_outputs": {"json": {"$ref": "http://localhost/"}}}, "structured_outputs.json", "not present"),
+        ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex", "70,000 characters, at most"),
+        ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens", "where the text ends"),
+        ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "where the grammar does"),
+        ({"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format", "json_schema"),
+        ({"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
+        (
+            {"messages": MESSAGES, "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+            "with a response_format",
+        ),
+        (
+            {
+                "messages": MESSAGES,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "array", "uniqueItems": True}},
+                },
+            },
+            "response_format.json_schema.schema",
+            "uniqueItems",
+        ),
+    ],
+)
+async def test_a_format_that_cannot_be_followed_is_refused_by_name(
+    body: dict[str, Any], param: str, message: str, client: httpx.AsyncClient, routers: LocalRouters
+) -> None:
+    error = await error_of(client, **body)
+    assert message in error["message"]
+    assert error["param"] == param
+    assert routers.last is None
+
+
+@pytest.fixture
+async def hasty(config: AppConfig, routers: LocalRouters) -> AsyncIterator[httpx.AsyncClient]:
+    config = config.model_copy(update={"limits": Limits(grammar_timeout_s=3.0)})
+    async with make_client(await make_app(config, routers)) as client:
+        yield client
+
+
+async def test_a_grammar_that_takes_too_long_is_stopped(hasty: httpx.AsyncClient) -> None:
+    """And nothing else waits for it: neither texts meanwhile, nor formats afterwards."""
+    await text_of(hasty, structured_outputs={"regex": "a"})
+    started = time.monotonic()
+    slow = asyncio.create_task(error_of(hasty, structured_outputs={"json": SLOW}))
+    await asyncio.sleep(0.1)
+    response = await hasty.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
+    assert response.status_code == 200
+    assert not slow.done()
+    error = await slow
+    assert error["message"] == "structured_outputs.json cannot be compiled within 3 s"
+    assert error["param"] == "structured_outputs.json"
+    assert time.monotonic() - started < 30
+    assert await text_of(hasty, structured_outputs={"regex": "b"}) == "b"
+
+
+async def test_a_model_whose_texts_do_not_end_cannot_follow_a_grammar(
+    config: AppConfig, routers: LocalRouters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = await routers.describe()
+    endless = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, [], 1000, "float32", "cpu")
+
+    async def describe() -> Any:
+        return type(described)(endless, None, described.limits)
+
+    monkeypatch.setattr(routers, "describe", describe)
+    async with make_client(await make_app(config, routers)) as client:
+        error = await error_of(client, structured_outputs={"regex": "a"})
+    assert "cannot follow a grammar: it has no end-of-sequence token" in error["message"]
+    assert error["param"] == "structured_outputs.regex"
+
+
+def test_the_process_holds_no_project_code() -> None:
+    """It is started often, and beside a model's memory."""
+    source = (Path(__file__).parents[3] / "deployments" / "grammar_check" / "process.py").read_text()
+    assert not re.search(r"^(from|import) (engine|cluster|deployments)", source, re.MULTILINE)

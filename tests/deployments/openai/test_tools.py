@@ -1,0 +1,260 @@
+"""Tools: a required call always fits its schema, and arrives in a stream piece by piece."""
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from deployments.config import AppConfig
+from deployments.ingress.prompts import PromptEncoder
+from deployments.openai.requests import ChatMessage
+from deployments.openai.tools import Hermes, Llama3, Tool, form_of
+from engine.errors import RequestError
+from tests.deployments.conftest import TEMPLATE, make_app, make_client
+from tests.deployments.fakes import LocalRouters
+from tests.fakes import byte_tokenizer
+
+HERMES = (
+    "{% if tools %}<|start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "Answer in <tool_call></tool_call><|end|>\n{% endif %}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|end|>\n{% endfor %}<|start|>assistant\n"
+)
+LLAMA = HERMES.replace("<tool_call>", "").replace("</tool_call>", "").replace('"arguments"', '"parameters"')
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"city": {"enum": ["Bern", "Oslo"]}},
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "description": "Forecast", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+USER: Any = [{"role": "user", "content": "x"}]
+
+
+# --- Forms ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_form_is_the_templates() -> None:
+    assert isinstance(form_of(HERMES), Hermes)
+    assert isinstance(form_of(LLAMA), Llama3)
+    assert form_of(TEMPLATE) is None
+    assert form_of(None) is None
+
+
+# --- Prompts --------------------------------------------------------------------------------------------------------
+
+
+def save(template: str, path: Path) -> PreTrainedTokenizerFast:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_tokenizer(), eos_token="</s>", additional_special_tokens=["<|start|>", "<|end|>"]
+    )
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(path)
+    return tokenizer
+
+
+def test_a_conversation_with_calls_is_rendered_as_the_template_wants(tmp_path: Path) -> None:
+    tokenizer = save(HERMES, tmp_path)
+    call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"a": [1]}'}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "12 </s>"},
+    ]
+    encoder = PromptEncoder(tokenizer)
+    tools = [Tool.model_validate(tool) for tool in TOOLS]
+    ids = encoder.encode_chat([ChatMessage.model_validate(message) for message in messages], 4096, tools)
+    text = encoder.decode(ids)
+    assert '"name": "weather"' in text
+    assert '<tool_call>\n{"name": "clock", "arguments": {"a": [1]}}\n</tool_call><|end|>' in text
+    assert "<|start|>tool\n12 </s><|end|>" in text
+    assert 256 not in ids  # </s> is four characters
+    bad = Tool.model_validate({"type": "function", "function": {"name": "f", "description": "a <|end|>"}})
+    with pytest.raises(RequestError, match="special token"):
+        encoder.encode_chat([ChatMessage(role="user", content="x")], 4096, [bad])
+
+
+# --- HTTP -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[HERMES, LLAMA], ids=["hermes", "llama"])
+async def sdk(
+    request: pytest.FixtureRequest, routers: LocalRouters, tmp_path: Path
+) -> AsyncIterator[openai.AsyncOpenAI]:
+    save(request.param, tmp_path)
+    config = AppConfig(target_model=str(tmp_path), served_model_name="tiny")
+    async with make_client(await make_app(config, routers)) as client:
+        yield openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
+
+
+def check(name: str, arguments: str) -> None:
+    assert name in ("weather", "clock")
+    jsonschema.validate(json.loads(arguments), SCHEMA if name == "weather" else {"type": "object"})
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_named_function_is_called_with_its_schema(sdk: openai.AsyncOpenAI, seed: int) -> None:
+    chat = await sdk.chat.completions.create(
+        model="tiny",
+        messages=USER,
+        tools=TOOLS[:1],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        temperature=1,
+        seed=seed,
+        extra_body={"repetition_penalty": 2.0},
+    )
+    message = chat.choices[0].message
+    (call,) = message.tool_calls or []
+    assert call.type == "function"
+    assert call.function.name == "weather"
+    check(call.function.name, call.function.arguments)
+    assert message.content is None
+    assert chat.choices[0].finish_reason == "stop"  # as at OpenAI: that it calls is no news
+
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+FORCED: Any = {
+    "model": "tiny",
+    "messages": USER,
+    "tools": TOOLS[:1],
+    "tool_choice": "required",
+    "parallel_tool_calls": False,
+    "temperature": 1,
+    "seed": 2,
+    "extra_body": {"repetition_penalty": 2.0},
+}
+
+
+@pytest.mark.parametrize(("choice", "n"), [("required", 2), (NAMED, 1)], ids=["required", "named"])
+async def test_a_stream_of_deltas_is_the_whole_answer(sdk: openai.AsyncOpenAI, choice: Any, n: int) -> None:
+    options: Any = {**FORCED, "tool_choice": choice, "n": n, "logprobs": True, "max_tokens": 80}
+    options["extra_body"] = {"return_token_ids": True, "repetition_penalty": 2.0}
+    wholes = (await sdk.chat.completions.create(**options)).choices
+    chunks = [chunk async for chunk in await sdk.chat.completions.create(**options, stream=True)]
+    for whole in wholes:
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == whole.index]
+        assert "".join(piece.delta.content or "" for piece in mine) == ""
+        deltas = [delta for piece in mine for delta in piece.delta.tool_calls or []]
+        for index, call in enumerate(whole.message.tool_calls or []):
+            assert call.type == "function"
+            first, *rest = [delta for delta in deltas if delta.index == index]
+            assert first.id
+            assert first.type == "function"
+            assert first.function is not None
+            assert (first.function.name, first.function.arguments) == (call.function.name, "")
+            assert all(delta.id is None and delta.type is None for delta in rest)
+            assert len(rest) > 1  # in fragments, as they are generated
+            fragments = [delta.function.arguments or "" for delta in rest if delta.function]
+            assert "".join(fragments) == call.function.arguments
+            if whole.finish_reason != "length":
+                check(call.function.name, call.function.arguments)
+        assert {delta.index for delta in deltas} == set(range(len(whole.message.tool_calls or [])))
+        ends = [piece.finish_reason for piece in mine if piece.finish_reason]
+        assert ends == [whole.finish_reason]
+        assert mine[-1].finish_reason in ("length", "tool_calls" if choice == "required" else "stop")
+        token_ids = [token for piece in mine for token in (piece.model_extra or {}).get("token_ids") or []]
+        assert token_ids == (whole.model_extra or {})["token_ids"]
+        logprobs = [entry for piece in mine if piece.logprobs for entry in piece.logprobs.content or []]
+        assert whole.logprobs is not None
+        assert logprobs == whole.logprobs.content
+
+
+async def test_the_clients_own_helper_puts_a_stream_together(sdk: openai.AsyncOpenAI) -> None:
+    whole = (await sdk.chat.completions.create(**FORCED)).choices[0]
+    async with sdk.chat.completions.stream(**FORCED) as stream:
+        streamed = (await stream.get_final_completion()).choices[0]
+
+    def calls(message: Any) -> list[tuple[str, str]]:
+        return [(call.function.name, call.function.arguments) for call in message.tool_calls]
+
+    assert calls(streamed.message) == calls(whole.message)
+    assert streamed.finish_reason == whole.finish_reason
+
+
+async def test_a_call_that_the_limit_cuts_is_sent_as_far_as_it_came(sdk: openai.AsyncOpenAI) -> None:
+    cut = (await sdk.chat.completions.create(**FORCED, max_tokens=60)).choices[0]
+    whole = (await sdk.chat.completions.create(**FORCED)).choices[0]
+    (part,), (call,) = cut.message.tool_calls or [], whole.message.tool_calls or []
+    assert part.type == call.type == "function"
+    assert cut.finish_reason == "length"
+    assert 0 < len(part.function.arguments) < len(call.function.arguments)
+    assert call.function.arguments.startswith(part.function.arguments)
+
+
+async def test_text_and_several_calls_stream_each_in_its_place(sdk: openai.AsyncOpenAI) -> None:
+    bare = '{"name": "clock", "arguments": {"s": "a } </tool_call> b"}}'
+    for text, content in (
+        (f"Well.\n<tool_call>\n{bare}\n</tool_call>\n<tool_call>{bare}</tool_call>", "Well.\n"),
+        (f"{bare}; {bare}", None),
+    ):
+        options: Any = {"model": "tiny", "messages": USER, "tools": TOOLS[1:]}
+        options["extra_body"] = {"structured_outputs": {"choice": [text]}}
+        whole = (await sdk.chat.completions.create(**options)).choices[0]
+        if whole.message.tool_calls is None:  # the other form's
+            assert whole.message.content == text
+            continue
+        calls = [call.function.arguments for call in whole.message.tool_calls if call.type == "function"]
+        assert calls == ['{"s": "a } </tool_call> b"}'] * 2
+        assert whole.message.content == content
+        assert whole.finish_reason == "tool_calls"
+        chunks = [chunk.choices[0] async for chunk in await sdk.chat.completions.create(**options, stream=True)]
+        streamed: dict[int, str] = {}
+        for delta in (delta for chunk in chunks for delta in chunk.delta.tool_calls or []):
+            assert delta.function is not None
+            streamed[delta.index] = streamed.get(delta.index, "") + (delta.function.arguments or "")
+        assert list(streamed.items()) == list(enumerate(calls))
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == (content or "")
+        return
+    pytest.fail("neither text was read as calls")
+
+
+async def test_text_stays_text_when_the_choice_is_the_models(sdk: openai.AsyncOpenAI) -> None:
+    options: Any = {"model": "tiny", "messages": USER, "temperature": 0, "max_tokens": 6}
+    for choice in ("auto", "none"):
+        chat = await sdk.chat.completions.create(**options, tools=TOOLS, tool_choice=choice)
+        assert len(chat.choices[0].message.content or "") == 6
+        assert chat.choices[0].message.tool_calls is None
+        assert chat.choices[0].finish_reason == "length"
+
+
+async def test_a_template_without_tools_refuses_them(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/chat/completions", json={"messages": USER, "tools": TOOLS})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
+        ({"tools": []}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "mouse"}}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages.1"),
+        ({"messages": [*USER, {"role": "user"}]}, "messages.1"),
+    ],
+)
+async def test_a_bad_tool_is_refused_by_name(sdk: openai.AsyncOpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as error:
+        await sdk.chat.completions.create(**{"model": "tiny", "messages": USER, **fields})
+    assert error.value.param == param

@@ -1,0 +1,32 @@
+import pytest
+
+from deployments.router.generation import Generation, choice_index
+from engine.sampling.params import MAX_SEED, SamplingParams
+
+
+def seeds(seed: int | None, n: int, num_prompts: int = 1) -> list[int | None]:
+    request = Generation("id", [[1]] * num_prompts, SamplingParams(n=n, seed=seed), 1.0)
+    return [sequence.params.seed for sequence in request.sequences()]
+
+
+def test_choices_are_numbered_prompt_by_prompt() -> None:
+    request = Generation("cmpl-a-b", [[1], [2]], SamplingParams(n=2), 1.0)
+    sequences = request.sequences()
+    assert [choice_index(sequence.request_id) for sequence in sequences] == [0, 1, 2, 3]
+    assert [sequence.prompt_token_ids for sequence in sequences] == [[1], [1], [2], [2]]
+    assert all(sequence.params.n == 1 for sequence in sequences)
+
+
+def test_every_prompt_of_a_batch_gets_the_seeds_it_would_get_alone() -> None:
+    assert seeds(5, n=2, num_prompts=2) == [5, 6, 5, 6]
+
+
+def test_a_request_without_a_seed_gets_one_per_sequence() -> None:
+    found = seeds(None, n=4)
+    assert len(set(found)) == 4
+    assert all(seed is not None and 0 <= seed <= MAX_SEED for seed in found)
+
+
+@pytest.mark.parametrize("seed", [MAX_SEED, MAX_SEED - 1, -(2**63)])
+def test_seeds_stay_in_range(seed: int) -> None:
+    assert all(found is not None and -(2**63) <= found <= MAX_SEED for found in seeds(seed, n=3))

@@ -1,0 +1,164 @@
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from deployments.router.generation import Generation
+from deployments.router.round_loop import RoundLoop
+from engine.errors import QueueFullError, RequestError, TargetError
+from tests.deployments.fakes import Rig, generation
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    yield rig
+    await rig.loop.stop()
+
+
+async def tokens(loop: RoundLoop, request: Generation) -> list[int]:
+    return [token async for outputs in loop.generate(request) for output in outputs for token in output.token_ids]
+
+
+async def rounds_to_settle(rig: Rig) -> int:
+    before = rig.verifier.num_rounds
+    while rig.engine.has_work:
+        await asyncio.sleep(0)
+    return rig.verifier.num_rounds - before
+
+
+async def test_a_request_gets_its_tokens_once_per_round(rig: Rig) -> None:
+    rounds = [outputs async for outputs in rig.loop.generate(generation())]
+    assert [len(outputs) for outputs in rounds] == [1] * 8
+    assert rounds[-1][0].finish_reason == "length"
+    assert not rig.engine.has_work
+
+
+async def test_a_request_of_many_sequences_is_one_stream(rig: Rig) -> None:
+    rounds = [outputs async for outputs in rig.loop.generate(generation(n=2, num_prompts=2))]
+    assert {output.request_id for output in rounds[0]} == {f"request-{index}" for index in range(4)}
+    assert len(rounds) == 8
+
+
+async def test_a_client_that_leaves_frees_its_blocks_within_a_round(rig: Rig) -> None:
+    stream = rig.loop.generate(generation(max_tokens=400))
+    await anext(stream)
+    await stream.aclose()
+    assert rig.engine.num_running == 0
+    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+    assert await rounds_to_settle(rig) <= 1
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_round_does_not_disturb_the_others(rig: Rig) -> None:
+    alone = await tokens(rig.loop, generation())
+    leaving = rig.loop.generate(Generation("other", [[9, 9]], generation(max_tokens=400).params, 60.0))
+    await anext(leaving)
+    staying = asyncio.create_task(tokens(rig.loop, generation()))
+    await asyncio.sleep(0)
+    rig.verifier.gate.clear()
+    await asyncio.sleep(0)
+    await leaving.aclose()
+    rig.verifier.gate.set()
+    assert await staying == alone
+
+
+async def test_a_client_that_leaves_before_taking_its_last_round_is_no_error(rig: Rig) -> None:
+    stream = rig.loop.generate(generation(max_tokens=2))
+    await anext(stream)
+    await rounds_to_settle(rig)
+    await stream.aclose()
+    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+
+
+async def test_a_refused_request_leaves_nothing_behind(rig: Rig) -> None:
+    with pytest.raises(RequestError):
+        await tokens(rig.loop, Generation("request", [[1], [999]], generation().params, 60.0))
+    assert not rig.engine.has_work
+
+
+async def test_a_full_queue_refuses_the_whole_request() -> None:
+    rig = Rig(max_queued_requests=2)
+    with pytest.raises(QueueFullError):
+        await tokens(rig.loop, generation(num_prompts=3))
+    assert not rig.engine.has_work
+    await rig.loop.stop()
+
+
+async def test_a_deadline_ends_the_request(rig: Rig) -> None:
+    rig.verifier.gate.clear()
+    with pytest.raises(TimeoutError, match=r"0\.01 s"):
+        await tokens(rig.loop, generation(timeout_s=0.01))
+    rig.verifier.gate.set()
+    assert not rig.engine.has_work
+
+
+@pytest.mark.parametrize("lose_after", [0, 1, 5])
+async def test_a_lost_target_does_not_change_the_tokens(rig: Rig, lose_after: int) -> None:
+    alone = await tokens(rig.loop, generation())
+    rig.verifier.lose_after = rig.verifier.num_rounds + lose_after
+    assert await tokens(rig.loop, generation()) == alone
+    assert rig.group.num_recoveries == 1
+    rig.loop.check()
+
+
+async def test_recovery_is_tried_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deployments.router.round_loop.RECOVERY_PAUSE_S", 0.0)
+    rig.group.num_failures = 2
+    rig.verifier.lose_after = 3
+    assert len(await tokens(rig.loop, generation())) == 8
+
+
+async def test_a_target_that_stays_lost_is_an_error_and_makes_the_replica_unhealthy(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deployments.router.round_loop.RECOVERY_PAUSE_S", 0.0)
+    rig.group.num_failures = 100
+    rig.verifier.lose_after = 3
+    with pytest.raises(TargetError, match="4 times in a row"):
+        await tokens(rig.loop, generation())
+    with pytest.raises(TargetError):
+        rig.loop.check()
+    with pytest.raises(TargetError):
+        await tokens(rig.loop, generation())
+
+
+async def test_a_target_lost_while_idle_is_brought_back(rig: Rig) -> None:
+    rig.verifier.is_lost = True
+    rig.loop.report_loss(TargetError("noticed by a health check"))
+    while not rig.group.num_recoveries:
+        await asyncio.sleep(0)
+    assert len(await tokens(rig.loop, generation())) == 8
+
+
+async def test_no_progress_in_time_is_unhealthy(rig: Rig) -> None:
+    rig.loop.check()
+    rig.verifier.gate.clear()
+    stream = asyncio.create_task(tokens(rig.loop, generation()))
+    await asyncio.sleep(0)
+    rig.loop._last_progress -= 61
+    with pytest.raises(TargetError, match="no round was finished"):
+        rig.loop.check()
+    rig.verifier.gate.set()
+    assert len(await stream) == 8
+
+
+async def test_a_loop_that_stops_says_so_to_open_streams(rig: Rig) -> None:
+    stream = rig.loop.generate(generation(max_tokens=400))
+    await anext(stream)
+    await rig.loop.stop()
+    with pytest.raises(TargetError, match="shutting down"):
+        async for _ in stream:
+            pass
+    with pytest.raises(TargetError):
+        rig.loop.check()
+
+
+async def test_a_loss_that_is_reported_during_the_last_round_is_made_good_without_a_request(rig: Rig) -> None:
+    rig.verifier.gate.clear()
+    last = asyncio.create_task(tokens(rig.loop, generation(max_tokens=1)))
+    await asyncio.sleep(0.01)
+    rig.loop.report_loss(TargetError("it died"))
+    rig.verifier.gate.set()
+    await last
+    await asyncio.sleep(0.01)
+    assert rig.group.num_recoveries == 1

@@ -1,0 +1,214 @@
+import asyncio
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.config import AppConfig
+from deployments.ingress.answer import Answer
+from deployments.openai.choices import Choice
+from deployments.router.stream import Stream
+from engine.errors import TargetError
+from engine.sequence import FinishReason, RequestOutput
+from tests.deployments.conftest import make_app, make_client
+from tests.deployments.fakes import LocalRouters, Rig, generation
+
+
+def output(token: int, *, finish_reason: FinishReason | None = None, request_id: str = "a-0") -> RequestOutput:
+    return RequestOutput(request_id, [token], "x", finish_reason, None, None, 3, 0, 0, 0)
+
+
+async def is_waiting(stream: Stream) -> bool:
+    """Whether `next` would wait; nothing is lost by asking."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+    return not stream._is_ready.is_set()
+
+
+async def tokens(stream: Stream) -> list[int]:
+    return [token for output in await stream.next() for token in output.token_ids]
+
+
+async def test_without_an_interval_every_round_goes_at_once() -> None:
+    stream = Stream(0.0)
+    for token in range(3):
+        stream.put([output(token)])
+        assert await tokens(stream) == [token]
+
+
+async def test_rounds_that_nobody_took_go_together() -> None:
+    stream = Stream(0.0)
+    for token in range(3):
+        stream.put([output(token)])
+    assert await tokens(stream) == [0, 1, 2]
+    assert await is_waiting(stream)
+
+
+def let_pass(stream: Stream) -> None:
+    """Move the clock past the interval, before anything else is due."""
+    stream._due = 0.0
+
+
+async def test_the_first_round_goes_at_once_and_those_within_the_interval_with_the_first_after_it() -> None:
+    stream = Stream(3600.0)
+    stream.put([output(0)])
+    assert await tokens(stream) == [0]
+    stream.put([output(1)])
+    stream.put([output(2)])
+    let_pass(stream)
+    assert await is_waiting(stream)
+    stream.put([output(3)])
+    assert await tokens(stream) == [1, 2, 3]
+    stream.put([output(4)])
+    assert await is_waiting(stream)
+
+
+async def test_what_no_round_follows_goes_by_itself() -> None:
+    stream = Stream(0.02)
+    stream.put([output(0)])
+    await stream.next()
+    stream.put([output(1)])
+    async with asyncio.timeout(5):
+        assert await tokens(stream) == [1]
+
+
+@pytest.mark.parametrize("interval_s", [3600.0, math.inf])
+async def test_the_last_round_of_a_sequence_goes_at_once(interval_s: float) -> None:
+    stream = Stream(interval_s)
+    stream.put([output(0), output(7, request_id="a-1")])
+    if interval_s < math.inf:
+        await stream.next()
+    stream.put([output(1)])
+    assert await is_waiting(stream)
+    stream.put([output(2, finish_reason="stop"), output(8, request_id="a-1")])
+    assert (await tokens(stream))[-3:] == [1, 2, 8]
+    stream.put([output(9, request_id="a-1")])
+    assert await is_waiting(stream)
+    stream.put([output(10, finish_reason="length", request_id="a-1")])
+    assert await tokens(stream) == [9, 10]
+
+
+async def test_without_end_a_sequence_comes_whole() -> None:
+    stream = Stream(math.inf)
+    stream.put([output(0)])
+    stream.put([output(1)])
+    assert await is_waiting(stream)
+    stream.put([output(2, finish_reason="length")])
+    assert await tokens(stream) == [0, 1, 2]
+
+
+async def test_an_error_comes_after_what_was_there_before_it() -> None:
+    stream = Stream(3600.0)
+    stream.put([output(0)])
+    await stream.next()
+    stream.put([output(1)])
+    stream.fail(TargetError("lost"))
+    assert await tokens(stream) == [1]
+    with pytest.raises(TargetError, match="lost"):
+        await stream.next()
+
+
+async def test_what_was_taken_early_is_not_delivered_again() -> None:
+    stream = Stream(3600.0)
+    stream.put([output(0)])
+    await stream.next()
+    stream.put([output(1)])
+    assert stream._timer is not None
+    stream.put([output(2, finish_reason="stop", request_id="a-1")])
+    assert await tokens(stream) == [1, 2]
+    assert stream._timer is None
+
+
+async def test_a_closed_stream_wakes_nobody() -> None:
+    stream = Stream(3600.0)
+    stream.put([output(0)])
+    await stream.next()
+    stream.put([output(1)])
+    timer = stream._timer
+    stream.close()
+    assert timer is not None
+    assert timer.cancelled()
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": ["abc", "de"], "n": 2, "logprobs": 2, "echo": True}),
+        ("/v1/completions", {"prompt": "abc", "stream_options": {"continuous_usage_stats": True}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+async def test_fewer_chunks_say_the_same(
+    path: str, asked: dict[str, Any], config: AppConfig, routers: LocalRouters
+) -> None:
+    length = {"max_output_tokens": 8} if path == "/v1/responses" else {"max_tokens": 8, "return_token_ids": True}
+    body = {"temperature": 0, "seed": 1, "ignore_eos": True, "stream": True, **length, **asked}
+    heard = []
+    for interval_s in (0.0, 3600.0):
+        app = await make_app(config.model_copy(update={"stream_interval_s": interval_s}), routers)
+        async with make_client(app) as client:
+            heard.append(said(await client.post(path, json=body)))
+    assert heard[1].pop("num_events") < heard[0].pop("num_events")
+    assert heard[0] == heard[1]
+
+
+async def test_acceptance_is_told_by_rounds_however_they_were_sent() -> None:
+    choice = Choice(0, [1])
+    rounds = [replace(output(token), num_draft_tokens=4, num_accepted_tokens=token) for token in range(3)]
+    writer = SimpleNamespace(choices=[choice], chunk=lambda choice, output: [output])
+    [joined] = Answer(writer, None)._chunks(rounds)
+    assert (choice.drafted, choice.accepted) == ([4, 4, 4], [0, 1, 2])
+    assert (joined.token_ids, joined.text, joined.num_accepted_tokens) == ([0, 1, 2], "xxx", 3)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+async def test_a_response_that_is_not_streamed_leaves_the_router_once_a_sequence_at_most(
+    num_prompts: int, client: httpx.AsyncClient, routers: LocalRouters
+) -> None:
+    await client.post("/v1/completions", json={"prompt": ["abc"] * num_prompts, "max_tokens": 8})
+    assert 1 <= routers.num_deliveries <= num_prompts
+
+
+async def test_a_deadline_withholds_nothing(rig: Rig) -> None:
+    request = replace(generation(max_tokens=400), interval_s=3600.0, timeout_s=0.5)
+    stream = rig.loop.generate(request)
+    first = await anext(stream)
+    rounds = rig.verifier.num_rounds
+    while rig.verifier.num_rounds < rounds + 3:
+        await asyncio.sleep(0)
+    rig.verifier.gate.clear()
+    withheld = await anext(stream)
+    assert len(withheld) >= 2
+    with pytest.raises(TimeoutError, match=r"0\.5 s"):
+        await anext(stream)
+    rig.verifier.gate.set()
+    assert first[0].finish_reason is None
+
+
+def said(response: httpx.Response) -> dict[str, Any]:
+    """What a stream says all in all: everything of each choice, joined, and how many events it took."""
+    found: dict[str, Any] = {"num_events": 0}
+    for line in response.text.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        found["num_events"] += 1
+        event = json.loads(line.removeprefix("data: "))
+        if "delta" in event:
+            found["text"] = found.get("text", "") + event["delta"]
+        for choice in event.get("choices", ()):
+            own = found.setdefault(choice["index"], {"text": "", "ids": [], "logprobs": []})
+            own["text"] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            own["ids"] += choice.get("token_ids", [])
+            own["prompt"] = own.get("prompt") or choice.get("prompt_token_ids")
+            own["finish_reason"] = choice["finish_reason"]
+            for entries in (choice.get("logprobs") or {}).values():
+                own["logprobs"] += sorted(map(str, entries))
+            own["logprobs"].sort()
+        found["usage"] = event.get("usage") or found.get("usage")
+    assert len(found) > 2, response.text
+    return found

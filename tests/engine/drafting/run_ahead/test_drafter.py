@@ -1,0 +1,173 @@
+"""Running ahead: whatever was prepared, interrupted or guessed wrong, the drafts are those of a fresh drafter."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.drafting.model import ModelDrafter
+from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.llm import run_in_process
+from engine.protocols import ProposeRow
+from engine.sampling.params import SamplingParams
+from tests.engine.drafting.test_model import Counting
+from tests.engine.running import make_engine, run
+from tests.fakes import ContextModel, InterruptedDrafter
+
+VOCAB = 64
+K = 4
+
+
+def context_model(seed):
+    """Many laws: each token of the context decides which one holds, so a wrong entry shows."""
+    weights = 3 * torch.randn(101, VOCAB, generator=torch.Generator().manual_seed(seed))
+    return ContextModel(weights.softmax(-1), [1])
+
+
+MODEL = context_model(1)
+
+
+def config(**settings):
+    return EngineConfig(
+        **{"num_blocks": 1000, "block_size": 4, "max_num_batched_tokens": 24, "num_speculative_tokens": K, **settings}
+    )
+
+
+def row(token_ids, k=K, *, name="a", params=None):
+    return ProposeRow(name, list(token_ids), 3, params or SamplingParams(temperature=0), k)
+
+
+def propose(drafter, *rows):
+    return run_in_process(drafter.propose(rows))
+
+
+def finish(drafter):
+    while drafter.advance():
+        pass
+
+
+def next_token(token_ids, params):
+    """The likeliest next token by the draft itself: what a target much like it would draw."""
+    return propose(ModelDrafter(MODEL, config()), row(token_ids, 1, params=params))[0].token_ids[0]
+
+
+@pytest.mark.parametrize("num_blocks", [1000, 120], ids=["much room", "little room"])
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0.8, seed=3),
+        SamplingParams(temperature=0.8, seed=3, presence_penalty=0.5, repetition_penalty=1.3, min_tokens=9),
+        SamplingParams(temperature=1.0, seed=4, top_k=2),
+    ],
+    ids=["greedy", "sampled", "penalties", "few tokens"],
+)
+def test_what_was_prepared_is_what_a_fresh_drafter_draws(params, verification, num_blocks):
+    """Six requests with verdicts of every kind, the drafter interrupted anywhere; a draft may be short, never other.
+
+    As in a worker, what is committed is appended to the lists that the rows came with, and a request may end or be
+    forgotten at any time.
+    """
+    chance = random.Random(1)
+    settings = config(verification=verification, num_blocks=num_blocks)
+    drafter = RunAheadDrafter(MODEL, settings)
+    texts = {str(i): [chance.randrange(2, VOCAB) for _ in range(chance.randrange(3, 40))] for i in range(6)}
+    for _ in range(60):
+        asked = [name for name in texts if chance.random() < 0.8]
+        rows = [row(texts[name], chance.choice([0, 1, 3, K, K]), name=name, params=params) for name in asked]
+        drafts = propose(drafter, *(replace(own, token_ids=texts[own.request_id]) for own in rows))
+        fresh = propose(ModelDrafter(MODEL, config(verification=verification)), *rows)
+        if chance.random() < 0.1:
+            drafter.release(chance.choice(list(texts)))
+        for proposed, right in zip(drafts, fresh, strict=True):
+            count = len(proposed.token_ids)
+            assert proposed.token_ids == right.token_ids[:count]
+            assert proposed.parents == right.parents[:count]
+            if verification == "rejection" and count:
+                assert proposed.top_ids == right.top_ids[:count]
+                assert proposed.top_probs == right.top_probs[:count]
+        for _ in range(chance.choice([0, 1, 3, 5, 100])):
+            drafter.advance()
+        for name, proposed in zip(asked, fresh, strict=True):
+            accepted = proposed.token_ids[: chance.randrange(len(proposed.token_ids) + 1)]
+            own = next_token([*texts[name], *accepted], params)
+            texts[name] += [*accepted, own if chance.random() < 0.5 else chance.randrange(2, VOCAB)]
+    assert drafter.stats.hits > (10 if num_blocks == 1000 else 1)
+    assert min(drafter.stats.misses[reason] for reason in ("token", "unprepared", "stale")) > 5
+    assert 0 < drafter.stats.num_wasted < drafter.stats.num_forwards
+    for name in texts:
+        drafter.release(name)
+    assert drafter._pool.num_free == settings.num_blocks
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_verdict_that_was_foreseen_costs_no_pass(temperature):
+    model, params = Counting(MODEL), SamplingParams(temperature=temperature, seed=5)
+    drafter, text = RunAheadDrafter(model, config()), [5, 9, 4]
+    propose(drafter, row(text, 0, params=params))  # as in a round that computes the prompt
+    drafted = []
+    for _ in range(8):
+        finish(drafter)
+        text = [*text, *drafted]
+        text.append(next_token(text, params))
+        model.passes.clear()
+        drafted = propose(drafter, row(text, K, params=params))[0].token_ids
+        assert model.passes == []
+        assert drafted == propose(ModelDrafter(MODEL, config()), row(text, K, params=params))[0].token_ids
+    assert (drafter.stats.hits, drafter.stats.misses, drafter.stats.num_wasted) == (8, {}, 0)
+
+
+def test_a_target_like_the_draft_is_foreseen_from_the_first_round_on():
+    drafter = RunAheadDrafter(MODEL, config())
+
+    class Ahead:
+        async def propose(self, rows):
+            drafts = await drafter.propose(rows)
+            finish(drafter)
+            return drafts
+
+        def release(self, request_id):
+            drafter.release(request_id)
+
+    prompts = [[2 + i, 3, 5, 7 + i] for i in range(8)]
+    requests = [(p, SamplingParams(seed=i, max_tokens=40, ignore_eos=True)) for i, p in enumerate(prompts)]
+    engine = make_engine(MODEL, lambda _: Ahead(), num_speculative_tokens=K)
+    texts = run(engine, requests)
+    assert texts == run(make_engine(MODEL, num_speculative_tokens=0), requests)
+    assert drafter.stats.misses == {}
+    assert drafter.stats.hits == engine.stats.num_drafts
+    assert drafter._pool.num_free == drafter._pool.num_blocks - 1
+
+
+def test_a_cache_without_room_prepares_nothing_and_drafts_all_the_same():
+    drafter = RunAheadDrafter(MODEL, config(num_blocks=5))
+    text = [5, 9, 4, 8, 7]
+    for _ in range(3):
+        drafts = propose(drafter, row(text))
+        assert drafts == propose(ModelDrafter(MODEL, config()), row(text))
+        finish(drafter)
+        text += [*drafts[0].token_ids[:1], 7]
+    assert drafter.stats.num_forwards == 0
+
+
+def test_tokens_that_end_the_text_are_not_prepared_for():
+    drafter, params = RunAheadDrafter(MODEL, config()), SamplingParams(temperature=0, logit_bias={1: 100.0})
+    propose(drafter, row([5, 9, 4], 0, params=params))
+    finish(drafter)
+    assert all(token != 1 for _, token in drafter._trunks["a"].roots)
+
+
+def test_an_early_verdict_gets_the_missing_tokens_drawn():
+    chance = random.Random(2)
+    # The clock stands still: no measured time says that drawing them is not worth the wait.
+    drafter, text = InterruptedDrafter(RunAheadDrafter(MODEL, config(), clock=lambda: 0.0)), [5, 9, 4]
+    for _ in range(40):
+        [draft] = propose(drafter, row(text))
+        assert draft == propose(ModelDrafter(MODEL, config()), row(text))[0]
+        accepted = chance.choice([1, K, K])
+        text += draft.token_ids[:accepted]
+        text.append(next_token(text, row(text).params) if accepted == K else 7)
+    assert drafter.drafter.stats.hits > 10

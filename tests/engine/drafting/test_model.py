@@ -1,0 +1,181 @@
+"""The model drafter's cache: whatever it held before, it proposes what a fresh one would."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig
+
+from engine.config import EngineConfig, ModelConfig
+from engine.drafting.model import TOP_M, ModelDrafter, common_length
+from engine.llm import run_in_process
+from engine.models.causal_lm import CausalLM
+from engine.protocols import ProposeRow
+from engine.sampling.logits import Run, probabilities, shape
+from engine.sampling.params import SamplingParams
+from tests.engine.conftest import VOCAB
+from tests.engine.tiny import SIZES, save
+from tests.fakes import MarkovModel
+
+CONFIG = EngineConfig(num_blocks=1000, block_size=4, max_num_batched_tokens=24)
+GREEDY = SamplingParams(temperature=0)
+
+
+def row(token_ids, k, *, name="a", params=GREEDY):
+    return ProposeRow(name, list(token_ids), 3, params, k)
+
+
+def propose(drafter, *rows):
+    return run_in_process(drafter.propose(rows))
+
+
+class Counting:
+    """A model that counts its forward passes and their tokens."""
+
+    def __init__(self, model):
+        self.model = model
+        self.passes = []
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def forward(self, batch):
+        self.passes.append(batch.token_ids.numel())
+        return self.model.forward(batch)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_proposals_do_not_depend_on_what_the_drafter_remembers(draft, temperature):
+    """Fifteen requests committing by chance: all, some or none of a draft, rounds without one, longer gaps."""
+    chance = random.Random(1)
+    kept = ModelDrafter(draft, CONFIG)
+    params = SamplingParams(temperature=temperature, seed=3, presence_penalty=0.5)
+    texts = {str(i): [chance.randrange(2, VOCAB) for _ in range(chance.randrange(3, 40))] for i in range(15)}
+    for _ in range(12):
+        asked = [name for name in texts if chance.random() < 0.7]
+        rows = [row(texts[name], chance.randrange(1, 6), name=name, params=params) for name in asked]
+        drafts = propose(kept, *rows)
+        assert drafts == propose(ModelDrafter(draft, CONFIG), *rows)
+        for name, proposed in zip(asked, drafts, strict=True):
+            accepted = chance.randrange(len(proposed.token_ids) + 1)
+            texts[name] += [*proposed.token_ids[:accepted], chance.randrange(2, VOCAB)]
+        for name in texts.keys() - set(asked):
+            texts[name] += [chance.randrange(2, VOCAB) for _ in range(chance.choice([0, 1, 12]))]
+
+
+def test_tokens_drawn_beyond_a_rows_own_draft_are_not_remembered(draft):
+    """The row has no block for them; the text may still turn out to be exactly those tokens."""
+    kept, text = ModelDrafter(draft, CONFIG), [5, 9, 4, 8, 30, 2, 7]
+    for cache in (*kept._kv.keys, *kept._kv.values):
+        cache.fill_(20.0)  # what is not computed shows
+    longer = propose(ModelDrafter(draft, CONFIG), row(text, 4))[0].token_ids
+    propose(kept, row(text, 1), row([7, 7, 7], 5, name="b"))
+    text += longer
+    assert propose(kept, row(text, 3)) == propose(ModelDrafter(draft, CONFIG), row(text, 3))
+
+
+def test_k_tokens_take_k_passes_once_the_context_is_computed(draft):
+    model = Counting(draft)
+    drafter, text = ModelDrafter(model, CONFIG), list(range(2, 60))
+    first = propose(drafter, row(text, 4))[0].token_ids
+    assert max(model.passes) <= CONFIG.max_num_batched_tokens
+    assert sum(model.passes) == len(text) + 3
+    model.passes.clear()
+    propose(drafter, row([*text, *first, 7], 4))
+    # The last draft token was never computed: it and the bonus token are caught up together.
+    assert model.passes == [2, 1, 1, 1]
+    model.passes.clear()
+    propose(drafter, row([*text, *first, 7, 9], 4))
+    assert model.passes == [1, 1, 1, 1]
+
+
+def test_each_row_gets_as_many_tokens_as_it_asked_for(draft):
+    drafter = ModelDrafter(draft, CONFIG)
+    drafts = propose(drafter, *(row([4, 5, 6 + i], i, name=str(i)) for i in range(5)))
+    assert [len(d.token_ids) for d in drafts] == [0, 1, 2, 3, 4]
+    assert all(d.is_chain for d in drafts)
+
+
+def test_a_full_context_gets_no_draft(draft):
+    drafter = ModelDrafter(draft, EngineConfig(num_blocks=300, block_size=4))
+    limit = draft.info.max_model_len
+    fits, too_long = propose(drafter, row([3] * (limit - 2), 2), row([3] * (limit - 1), 2, name="b"))
+    assert len(fits.token_ids) == 2
+    assert too_long.token_ids == []
+
+
+def test_a_cache_without_room_evicts_requests_that_are_not_asked_for(draft):
+    drafter = ModelDrafter(draft, EngineConfig(num_blocks=6, block_size=4))
+    free = drafter._pool.num_free
+    propose(drafter, row([3] * 10, 2, name="old"))
+    both = propose(drafter, row([4] * 10, 2, name="new"), row([5] * 10, 2, name="newer"))
+    assert [len(d.token_ids) for d in both] == [2, 2]
+    third = propose(drafter, row([4] * 10, 2, name="new"), row([5] * 10, 2, name="newer"), row([6] * 10, 2))[2]
+    assert third.token_ids == []
+    for name in ("old", "new", "newer", "a", "never seen"):
+        drafter.release(name)
+    assert drafter._pool.num_free == free
+
+
+def test_rows_of_the_rejection_rule_are_what_the_tokens_were_sampled_from():
+    """At most TOP_M entries that sum to 1: the model's own probabilities, cut to its likeliest tokens."""
+    torch.manual_seed(0)
+    model = MarkovModel(torch.rand(50, 50).softmax(-1))
+    drafter = ModelDrafter(model, EngineConfig(num_blocks=50, verification="rejection"))
+    params = SamplingParams(temperature=0.7, seed=5, top_k=40)
+    (found,) = propose(drafter, row([4, 5, 6], 3, params=params))
+    context = [4, 5, 6]
+    for token, ids, probs in zip(found.token_ids, found.top_ids, found.top_probs, strict=True):
+        run = Run(params, context, 3, [0])
+        law = probabilities(shape(model.transitions[context[-1:]].log(), [run]), [run])[0]
+        assert len(ids) == len(set(ids)) == TOP_M
+        assert token in ids
+        assert sum(probs) == pytest.approx(1)
+        assert probs == pytest.approx((law[ids] / law[ids].sum()).tolist(), abs=1e-6)
+        context.append(token)
+
+
+def test_a_greedy_draft_is_certain_of_its_tokens():
+    model = MarkovModel(torch.rand(8, 8, generator=torch.Generator().manual_seed(1)).softmax(-1))
+    drafter = ModelDrafter(model, EngineConfig(num_blocks=50, verification="rejection"))
+    (found,) = propose(drafter, row([4, 5, 6], 3))
+    for token, ids, probs in zip(found.token_ids, found.top_ids, found.top_probs, strict=True):
+        assert dict(zip(ids, probs, strict=True)) == {i: float(i == token) for i in range(8)}
+
+
+@pytest.fixture(scope="module")
+def small_vocabulary(tmp_path_factory):
+    path = save(LlamaConfig(**{**SIZES, "vocab_size": 60}), tmp_path_factory.mktemp("small"), seed=4)
+    return CausalLM.load(ModelConfig(path, dtype="float32", device="cpu"))
+
+
+def test_a_draft_with_fewer_ids_than_the_target_passes_on_texts_it_cannot_read(small_vocabulary):
+    """Families pad their vocabularies differently; one prompt must not take the drafter down."""
+    drafter = ModelDrafter(small_vocabulary, CONFIG, token_limit=VOCAB)
+    params = SamplingParams(
+        seed=1, presence_penalty=1.0, repetition_penalty=1.2, logit_bias={63: 50.0}, stop_token_ids=[62], min_tokens=5
+    )
+    readable, not_readable = propose(
+        drafter, row([4, 5, 6], 3, params=params), row([4, 63, 6], 3, name="b", params=params)
+    )
+    assert len(readable.token_ids) == 3
+    assert max(readable.token_ids) < 60
+    assert not_readable.token_ids == []
+
+
+def test_ids_beyond_the_targets_are_never_drafted(draft):
+    drafter = ModelDrafter(draft, CONFIG, token_limit=10)
+    drafts = propose(
+        drafter, *(row([4, 5, i], 4, name=str(i), params=SamplingParams(seed=i, temperature=5.0)) for i in range(10))
+    )
+    assert max(token for d in drafts for token in d.token_ids) < 10
+
+
+@given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(0, 2), max_size=60), st.integers(0, 60))
+def test_common_length_is_the_length_of_the_longest_common_prefix(known, other, shared):
+    wanted = known[:shared] + other
+    length = common_length(known, wanted)
+    assert known[:length] == wanted[:length]
+    assert length == min(len(known), len(wanted)) or known[length] != wanted[length]

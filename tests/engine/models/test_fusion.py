@@ -1,0 +1,63 @@
+"""Fused projections compute what the separate ones did, bit for bit or within rounding."""
+
+import pytest
+import torch
+from torch import nn
+
+from engine.models.fusion import FusedLinear, FusedSibling, fuse_projections
+
+
+class Block(nn.Module):
+    """Three projections of one input, of different widths, as in grouped-query attention."""
+
+    def __init__(self, *, bias=True, kind=nn.Linear):
+        super().__init__()
+        self.q_proj = nn.Linear(8, 12, bias=bias)
+        self.k_proj = kind(8, 4, bias=bias)
+        self.v_proj = nn.Linear(8, 4, bias=bias)
+
+    def forward(self, x):
+        return [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_fused_run_computes_what_its_layers_did(bias):
+    torch.manual_seed(0)
+    model = nn.ModuleList([Block(bias=bias)]).requires_grad_(False)
+    x = torch.randn(3, 8)
+    before = model[0](x)
+    fuse_projections(model)
+    assert isinstance(model[0].q_proj, FusedLinear)
+    assert isinstance(model[0].v_proj, FusedSibling)
+    for _ in range(2):
+        for fused, plain in zip(model[0](x), before, strict=True):
+            torch.testing.assert_close(fused, plain)
+
+
+def test_fusing_keeps_the_number_of_parameters():
+    model = nn.ModuleList([Block()])
+    before = sum(parameter.numel() for parameter in model.parameters())
+    fuse_projections(model)
+    assert sum(parameter.numel() for parameter in model.parameters()) == before
+
+
+def test_layers_that_do_more_than_multiply_are_left_alone():
+    class Other(nn.Linear):
+        pass
+
+    model = nn.ModuleList([Block(kind=Other)])
+    fuse_projections(model)
+    assert type(model[0].q_proj) is nn.Linear
+
+
+def test_layers_of_which_only_some_have_a_bias_are_left_alone():
+    block = Block()
+    block.v_proj = nn.Linear(8, 4, bias=False)
+    model = nn.ModuleList([block])
+    fuse_projections(model)
+    assert type(block.q_proj) is nn.Linear
+
+
+def test_a_loaded_model_is_fused(target):
+    kinds = {type(module) for module in target.module.modules()}
+    assert {FusedLinear, FusedSibling} <= kinds

@@ -1,0 +1,131 @@
+"""Masks: what may follow a text and a draft; and what is no grammar.
+
+| mutant | caught by |
+|---|---|
+| mask: the draft's path is ignored | test_a_mask_is_that_of_a_fresh_matcher |
+| mask: no rollback after a path | test_a_mask_is_that_of_a_fresh_matcher |
+| matcher: a restart keeps the old output | test_a_mask_is_that_of_a_fresh_matcher |
+"""
+
+import pytest
+import torch
+
+from engine.errors import ModelError, RequestError
+from engine.sampling import grammar as grammar_module
+from engine.sampling.grammar import Grammars, from_json_schema, from_regex, from_text
+from engine.sampling.logits import forbid
+from engine.sampling.params import SamplingParams
+from tests.engine.conftest import VOCAB
+from tests.engine.grammars import GRAMMARS
+from tests.engine.running import make_engine, run
+from tests.engine.tokenizers import END, json_tokenizer, saved
+
+
+def allowed(grammars, grammar, tokens):
+    """The tokens after `tokens`, by a matcher that saw nothing else."""
+    matcher = grammars.compile(grammar)
+    assert matcher.try_consume_tokens(tokens) == len(tokens)
+    mask = matcher.compute_bitmask()
+    return {token for token in range(VOCAB) if mask[token // 8] >> token % 8 & 1}
+
+
+def masked(matcher, output, paths):
+    logits = torch.zeros(len(paths), VOCAB)
+    forbid(logits, matcher.masks(output, paths))
+    return [{token for token in range(VOCAB) if row[token] == 0} for row in logits]
+
+
+def random_walk(grammars, grammar, length, generator):
+    """Tokens that the grammar allows one after the other; the end is left out."""
+    tokens = []
+    while len(tokens) < length and (choices := sorted(allowed(grammars, grammar, tokens) - {END})):
+        tokens.append(choices[int(torch.randint(len(choices), (1,), generator=generator))])
+    return tokens
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_mask_is_that_of_a_fresh_matcher(name, make_grammars):
+    """After every path, allowed or not, in any order of requests, and when committed tokens are taken back."""
+    generator = torch.Generator().manual_seed(0)
+    grammars, grammar = make_grammars(), GRAMMARS[name]
+    matcher = grammars.matcher("a", grammar)
+    for _ in range(20):
+        text = random_walk(grammars, grammar, 12, generator)
+        other = random_walk(grammars, grammar, 12, generator)
+        for tip in range(len(text) + 1):
+            tails = [text[tip : tip + length] for length in range(4)]
+            if other[:tip] == text[:tip]:
+                tails += [other[tip : tip + length] for length in range(4)]
+            rows = masked(matcher, text[:tip], tails)
+            assert rows == [allowed(grammars, grammar, text[:tip] + tail) for tail in tails]
+
+
+def test_only_the_end_follows_a_text_that_is_complete(make_grammars):
+    grammars = make_grammars()
+    matcher = grammars.matcher("a", GRAMMARS["choice"])
+    ids = json_tokenizer().convert_tokens_to_ids
+    text = [ids("true")]
+    assert masked(matcher, text, [[], [END], [END, 7]]) == [{END}] * 3
+    assert masked(matcher, [], [[ids("true")]]) == [{END}]
+
+
+def test_a_row_below_a_forbidden_token_stays_as_it_is(make_grammars):
+    matcher = make_grammars().matcher("a", GRAMMARS["choice"])
+    first, below, deeper = masked(matcher, [], [[], [0], [0, 5]])
+    assert len(first) < VOCAB
+    assert below == deeper == set(range(VOCAB))
+
+
+def test_a_draft_that_knows_no_allowed_token_is_left_alone(make_grammars):
+    matcher = make_grammars().matcher("a", from_regex("a"))
+    logits = torch.full((1, VOCAB), float("-inf"))
+    logits[0, 0] = 0.0
+    forbid(logits, matcher.masks([], [[]]))
+    assert logits[0, 0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: from_regex("(a"), "unclosed group"),
+        (lambda: from_regex("(?=a)b"), "look-around"),
+        (lambda: from_json_schema({"type": "array", "uniqueItems": True}), "uniqueItems"),
+        (lambda: from_json_schema({"$ref": "http://127.0.0.1/x"}), "not present"),
+        (lambda: from_json_schema({"type": "mouse"}), "mouse"),
+        (lambda: from_text("hello world"), "neither Lark nor GBNF"),
+        (lambda: from_text('start: "a" | nothing'), "nothing"),
+        (lambda: from_text("start: " + "(" * 9999 + '"a"' + ")" * 9999), "too deeply nested"),
+    ],
+)
+def test_what_is_no_grammar_is_refused(make, message, make_grammars):
+    with pytest.raises(RequestError, match=message):
+        make_grammars().check(make())
+
+
+def test_a_grammar_for_a_model_that_cannot_follow_one_is_refused(tmp_path):
+    grammars = Grammars(saved(json_tokenizer(), tmp_path), vocab_size=VOCAB, eos_token_ids=[])
+    with pytest.raises(RequestError, match="no end-of-sequence token"):
+        grammars.check(GRAMMARS["json"])
+
+
+def test_a_grammar_that_no_grammars_were_loaded_for_is_an_error(target):
+    with pytest.raises(ModelError, match="without grammars"):
+        run(make_engine(target), [([3, 4], SamplingParams(grammar=GRAMMARS["json"]))])
+
+
+def test_a_text_whose_grammar_gets_too_complex_ends_and_says_so(target, make_grammars, monkeypatch, caplog):
+    grammars = make_grammars()
+    monkeypatch.setitem(grammar_module.LIMITS, "step_max_items", 150)
+    ambiguous = from_text('start: start start start | "a" | "b" | start "c"?')
+    engine = make_engine(target, grammars=grammars, num_speculative_tokens=0)
+    (tokens,) = run(engine, [([3, 4], SamplingParams(grammar=ambiguous, max_tokens=60, temperature=0))]).values()
+    assert 1 < len(tokens) < 60
+    assert tokens[-1] == END
+    assert "too complex" in caplog.text
+
+
+@pytest.mark.parametrize("field", ["min_tokens", "ignore_eos"])
+def test_what_would_go_on_past_the_end_is_refused(field):
+    with pytest.raises(RequestError) as error:
+        SamplingParams(grammar=GRAMMARS["json"], **{field: 1})
+    assert error.value.param == field

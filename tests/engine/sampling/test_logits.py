@@ -1,0 +1,189 @@
+"""Shaping, row by row, against the same rules written down again without tensors."""
+
+import random
+
+import pytest
+import torch
+
+from engine.sampling.logits import Run, draw, probabilities, shape
+from engine.sampling.params import SamplingParams
+from tests.engine.laws import shaped_law
+
+VOCAB = 12
+
+
+def random_params(chance):
+    def sometimes(value, otherwise):
+        return value if chance.random() < 0.4 else otherwise
+
+    return SamplingParams(
+        temperature=chance.choice([0.0, 0.3, 0.7, 1.0, 1.8]),
+        top_p=sometimes(chance.uniform(0.05, 0.99), 1.0),
+        top_k=sometimes(chance.randrange(1, 15), chance.choice([0, -1])),
+        min_p=sometimes(chance.uniform(0.01, 0.6), 0.0),
+        repetition_penalty=sometimes(chance.uniform(0.5, 2.0), 1.0),
+        presence_penalty=sometimes(chance.uniform(-2, 2), 0.0),
+        frequency_penalty=sometimes(chance.uniform(-2, 2), 0.0),
+        logit_bias=sometimes({chance.randrange(VOCAB): chance.uniform(-4, 4), 3: 1.5}, {}),
+        min_tokens=sometimes(chance.randrange(1, 9), 0),
+        seed=chance.randrange(10**6),
+    )
+
+
+def random_run(chance):
+    params = random_params(chance)
+    prompt, output = chance.randrange(1, 6), chance.randrange(6)
+    committed = [chance.randrange(VOCAB) for _ in range(prompt + output)]
+    paths = [[]]
+    for _ in range(chance.randrange(5)):
+        paths.append([*chance.choice(paths), chance.randrange(VOCAB)])
+    given = paths if params.has_penalties or chance.random() < 0.3 else ()
+    run = Run(params, committed, prompt, [len(path) for path in paths], given, (0, 7))
+    return run, paths
+
+
+def test_every_row_of_a_mixed_batch_has_its_own_law():
+    """Two hundred batches of chains and trees, every parameter on somewhere."""
+    chance = random.Random(0)
+    for _ in range(200):
+        batch = [random_run(chance) for _ in range(chance.randrange(1, 6))]
+        runs = [run for run, _ in batch]
+        rows = [(run, path) for run, paths in batch for path in paths]
+        logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(chance.randrange(10**9))) * 3
+        wanted = [
+            shaped_law(row, run.params, [*run.token_ids, *path], run.prompt_length, run.end_ids)
+            for (run, path), row in zip(rows, logits.double().tolist(), strict=True)
+        ]
+        found = probabilities(shape(logits.clone(), runs), runs)
+        torch.testing.assert_close(found, torch.tensor(wanted), atol=2e-6, rtol=1e-4)
+
+
+def one(params, *, committed=(1, 2), prompt_length=2, depth=0, path=(), end_ids=()):
+    return Run(params, list(committed), prompt_length, [depth], [list(path)], end_ids)
+
+
+def law_of(logits, run):
+    return probabilities(shape(torch.tensor([logits]), [run]), [run])[0].tolist()
+
+
+def test_a_draft_token_counts_for_the_rows_below_it_only():
+    params = SamplingParams(presence_penalty=2.0)
+    runs = [Run(params, [1], 1, [0, 1, 1], [[], [0], [2]])]
+    shaped = shape(torch.zeros(3, 3), runs)
+    assert shaped.tolist() == [[0, 0, 0], [-2, 0, 0], [0, 0, -2]]
+
+
+def test_presence_and_frequency_leave_the_prompt_alone():
+    run = one(SamplingParams(presence_penalty=1.0, frequency_penalty=0.5), committed=[0, 0, 1, 1], prompt_length=2)
+    assert shape(torch.zeros(1, 3), [run]).tolist() == [[0, -2, 0]]
+
+
+def test_repetition_counts_the_prompt_too():
+    run = one(SamplingParams(repetition_penalty=2.0), committed=[0, 1], prompt_length=1)
+    assert shape(torch.tensor([[4.0, -4.0, 4.0]]), [run]).tolist() == [[2, -8, 4]]
+
+
+def test_min_tokens_forbids_the_end_up_to_the_row_that_draws_token_number_min_tokens():
+    run = Run(SamplingParams(min_tokens=3), [5, 5], 1, [0, 1, 2, 3], (), (0,))
+    assert shape(torch.zeros(4, 2), [run])[:, 0].isinf().tolist() == [True, True, False, False]
+
+
+def test_top_p_never_leaves_a_row_empty():
+    assert law_of([0.0, 1.0, 2.0], one(SamplingParams(top_p=1e-6))) == [0, 0, 1]
+
+
+def test_top_p_keeps_the_smallest_set_that_holds_enough():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    kept = [sum(p > 0 for p in law_of(logits, one(SamplingParams(top_p=p)))) for p in (0.49, 0.51, 0.79, 0.81, 0.96)]
+    assert kept == [1, 2, 2, 3, 4]
+
+
+def test_top_p_is_taken_of_what_temperature_and_top_k_left():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    assert sum(p > 0 for p in law_of(logits, one(SamplingParams(top_p=0.6, top_k=2)))) == 1
+    assert sum(p > 0 for p in law_of(logits, one(SamplingParams(top_p=0.51, temperature=0.5)))) == 1
+    assert sum(p > 0 for p in law_of(logits, one(SamplingParams(top_p=0.51, temperature=2.0)))) == 2
+
+
+def test_of_equal_logits_top_k_keeps_the_lowest_ids():
+    assert law_of([1.0, 1.0, 1.0, 1.0], one(SamplingParams(top_k=2))) == [0.5, 0.5, 0, 0]
+
+
+def test_a_greedy_row_takes_the_highest_logit_whatever_else_is_set():
+    run = one(SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.2, seed=4))
+    shaped = shape(torch.tensor([[0.1, 0.3, 0.2]]), [run])
+    assert draw(shaped, [run]).tolist() == [1]
+    assert probabilities(shaped, [run]).tolist() == [[0, 1, 0]]
+
+
+def test_a_row_is_shaped_and_drawn_alike_in_any_company():
+    chance = random.Random(1)
+    runs = [random_run(chance)[0] for _ in range(12)]
+    logits = torch.randn(sum(len(run.depths) for run in runs), VOCAB, generator=torch.Generator().manual_seed(1))
+    together = draw(shape(logits.clone(), runs), runs).tolist()
+    alone, start = [], 0
+    for run in runs:
+        rows = logits[start : start + len(run.depths)].clone()
+        alone += draw(shape(rows, [run]), [run]).tolist()
+        start += len(run.depths)
+    assert together == alone
+
+
+def test_the_noise_of_a_row_is_that_of_the_position_it_draws_for():
+    """A row two tokens below the tip draws what the tip draws two tokens later."""
+    params, logits = SamplingParams(seed=9), torch.zeros(1, 50)
+    early = one(params, committed=[1] * 4, depth=2)
+    late = one(params, committed=[1] * 6, depth=0)
+    assert draw(logits, [early]).tolist() == draw(logits, [late]).tolist()
+    draws = {int(draw(logits, [one(params, depth=depth)])) for depth in range(20)}
+    assert len(draws) > 10
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 100.0])
+def test_extreme_temperatures_stay_finite(temperature):
+    law = law_of([3.0, 30.0, -20.0], one(SamplingParams(temperature=temperature)))
+    assert sum(law) == pytest.approx(1)
+
+
+def test_a_top_p_that_rounds_to_nothing_keeps_the_likeliest():
+    assert law_of([1.0, 3.0, 2.0], one(SamplingParams(temperature=1.0, top_p=1e-60))) == [0, 1, 0]
+
+
+def kept_by_sorting(row, top_k, top_p):
+    """The rule, token by token, over a stable sort."""
+    order = sorted(range(len(row)), key=lambda i: -row[i])[: top_k or None]
+    weights = torch.tensor([row[i] for i in order], dtype=torch.float64).softmax(-1).tolist()
+    kept, before = set(), 0.0
+    for token, weight in zip(order, weights, strict=True):
+        if top_p < 1 and before >= top_p:
+            break
+        kept.add(token)
+        before += weight
+    return kept
+
+
+@pytest.mark.parametrize("may_ask", [True, False])
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 4.0])
+def test_looking_among_the_likeliest_first_keeps_what_sorting_all_would_keep(scale, may_ask, monkeypatch):
+    """A large vocabulary with many equal logits; flat rows need more tokens than are looked among first."""
+    monkeypatch.setattr("engine.sampling.logits._may_ask", lambda _: may_ask)
+    chance = random.Random(5)
+    generator = torch.Generator().manual_seed(6)
+    vocab = 1000
+    for _ in range(8):
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                top_p=chance.choice([1.0, 0.3003, 0.7007, 0.98765]),
+                top_k=chance.choice([0, 0, 1, 40, 300, 2000]),
+            )
+            for _ in range(5)
+        ]
+        runs = [one(own) for own in params]
+        logits = (torch.randn(5, vocab, generator=generator) * scale * 8).round() / 8
+        found = shape(logits.clone(), runs)
+        for i, own in enumerate(params):
+            top_k = own.top_k if own.top_k < vocab else 0
+            kept = kept_by_sorting(logits[i].tolist(), top_k, own.top_p)
+            assert {token for token in range(vocab) if found[i, token] > float("-inf")} == kept
+            assert torch.equal(found[i], shape(logits[i : i + 1].clone(), runs[i : i + 1])[0])

@@ -1,0 +1,262 @@
+"""The control of the draft length: its choices over a model of costs, and the engine's text, which must not notice."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from engine.draft_length import Goodput
+from engine.drafting.model import ModelDrafter
+from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.sampling.params import SamplingParams
+from tests.engine.laws import p_value
+from tests.engine.running import make_engine, run
+from tests.engine.test_exactness import TARGET, UNLIKE, joint_law
+from tests.fakes import InterruptedDrafter
+
+MAX_K = 4
+MEMORY_BOUND = {"draft": 0.2, "row": 0.02, "fixed": 1.0}
+CHEAP_DRAFT = {"draft": 0.05, "row": 0.001, "fixed": 1.0}
+COMPUTE_BOUND = {"draft": 0.3, "row": 0.3, "fixed": 1.0}
+
+
+class Machine:
+    """Rounds whose times follow a formula, on a machine that others use too.
+
+    Single rounds take -20 % to +60 % of that, and some hundred in a row all take 1.4 times as long.
+    """
+
+    def __init__(self, *, draft, row, fixed, acceptance, seed=1, most=MAX_K):
+        self.draft, self.row, self.fixed, self.acceptance = draft, row, fixed, acceptance
+        self.random = random.Random(seed)
+        self.most = most
+        self.lengths = Counter()
+        self.num_rounds = 0
+
+    def round_s(self, batch_size, k):
+        return k * self.draft + self.fixed + self.row * batch_size * (1 + k)
+
+    def rate(self, batch_size, k):
+        """Tokens per second with this length in every round, in expectation."""
+        return batch_size * sum(self.acceptance**i for i in range(k + 1)) / self.round_s(batch_size, k)
+
+    def run(self, control, batch_size, num_rounds, *, is_measured=lambda _: True, limit=None):
+        """Return the tokens per second that these rounds made, noise apart."""
+        tokens = elapsed = 0.0
+        limits = [self.most if limit is None else limit] * batch_size
+        for _ in range(num_rounds):
+            self.num_rounds += 1
+            measured = is_measured(self.num_rounds)
+            k = control.choose(limits, is_measured=measured)
+            self.lengths[k] += 1
+            for _ in range(batch_size):
+                accepted = next((i for i in range(k) if self.random.random() > self.acceptance), k)
+                control.observe_draft(k, accepted)
+                tokens += 1 + accepted
+            elapsed += self.round_s(batch_size, k)
+            if measured:
+                neighbour = 1.4 if self.num_rounds // 150 % 2 else 1.0
+                noise = self.random.uniform(0.8, 1.6) * neighbour
+                control.observe(limits, self.round_s(batch_size, k) * noise)
+        return tokens / elapsed
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 32])
+@pytest.mark.parametrize("acceptance", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("costs", [MEMORY_BOUND, CHEAP_DRAFT, COMPUTE_BOUND], ids=["memory", "cheap draft", "compute"])
+def test_adaptive_is_never_much_below_the_better_of_off_and_fixed(batch_size, acceptance, costs):
+    machine = Machine(**costs, acceptance=acceptance)
+    made = machine.run(Goodput(MAX_K), batch_size, 3000)
+    assert made >= 0.95 * max(machine.rate(batch_size, 0), machine.rate(batch_size, MAX_K))
+
+
+def test_trials_cost_little_when_the_load_flickers_over_a_border():
+    machine = Machine(**COMPUTE_BOUND, acceptance=0.3)
+    control = Goodput(MAX_K)
+    rates = [machine.run(control, size, 3) for _ in range(800) for size in (8, 9)]
+    off = [machine.rate(batch_size, 0) for batch_size in (8, 9)]
+    assert sum(rates) / len(rates) > 0.95 * sum(off) / 2
+
+
+def test_the_draft_length_follows_the_load_and_comes_back():
+    machine = Machine(draft=0.05, row=0.2, fixed=10.0, acceptance=0.7)
+    control = Goodput(MAX_K)
+    means = []
+    for batch_size in (1, 64, 1):
+        machine.run(control, batch_size, 300)
+        machine.lengths.clear()
+        machine.run(control, batch_size, 1000)
+        means.append(sum(k * count for k, count in machine.lengths.items()) / 1000)
+    assert means[0] > 3
+    assert means[1] < 1
+    assert means[2] > 3
+
+
+def test_a_draft_that_stays_away_is_like_one_that_is_always_wrong():
+    control = Goodput(MAX_K)
+    for _ in range(2000):
+        control.observe_draft(MAX_K, 0)
+    assert control.expected_tokens(MAX_K, [MAX_K]) < 1.01
+
+
+def test_acceptance_is_learned_by_position_and_limits_count():
+    control = Goodput(3)
+    for _ in range(1000):
+        control.observe_draft(3, 1)
+    assert control.expected_tokens(0, [3]) == 1
+    assert control.expected_tokens(1, [3]) == pytest.approx(2, abs=0.01)
+    assert control.expected_tokens(3, [3]) == pytest.approx(2, abs=0.01)
+    assert control.expected_tokens(3, [3, 0]) == pytest.approx(3, abs=0.02)
+
+
+def test_requests_that_allow_less_get_the_best_of_that():
+    machine = Machine(**CHEAP_DRAFT, acceptance=0.9)
+    machine.run(Goodput(MAX_K), 4, 2000, limit=2)
+    assert set(machine.lengths) == {0, 1, 2}
+    assert machine.lengths[2] > 1500
+    none = Machine(**CHEAP_DRAFT, acceptance=0.9)
+    none.run(Goodput(MAX_K), 4, 100, limit=0)
+    assert none.lengths == {0: 100}
+
+
+def test_nothing_is_tried_while_prompts_are_computed():
+    machine = Machine(**CHEAP_DRAFT, acceptance=0.9)
+    control = Goodput(MAX_K)
+    machine.run(control, 1, 500, is_measured=lambda _: False)
+    assert machine.lengths == {MAX_K: 500}
+
+
+def test_a_long_draft_is_found_without_trying_every_length():
+    machine = Machine(draft=0.01, row=0.001, fixed=1.0, acceptance=0.95, most=64)
+    machine.run(Goodput(64), 1, 3000)
+    made = sum(machine.rate(1, k) * count for k, count in machine.lengths.items()) / 3000
+    assert made > 0.93 * max(machine.rate(1, k) for k in range(65))
+    assert len(machine.lengths) < 9
+
+
+@pytest.mark.parametrize(("mode", "lengths"), [("fixed", {MAX_K}), ("off", {0})])
+def test_configured_lengths_stay(mode, lengths):
+    machine = Machine(**COMPUTE_BOUND, acceptance=0.1)
+    control = Goodput(MAX_K, mode)
+    machine.run(control, 8, 500)
+    assert set(machine.lengths) == lengths
+    assert control.reason == mode
+
+
+# --- In the engine --------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes at random, so that every length looks best for a while."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.random = random.Random(0)
+
+    def __call__(self):
+        self.now += self.random.choice([0.1, 1.0, 5.0])
+        return self.now
+
+
+class Asked:
+    """Passes proposals on and notes what was asked for."""
+
+    def __init__(self, drafter):
+        self.drafter = drafter
+        self.lengths = []
+
+    async def propose(self, rows):
+        self.lengths.append(max(row.num_draft_tokens for row in rows))
+        return await self.drafter.propose(rows)
+
+    def release(self, request_id):
+        self.drafter.release(request_id)
+
+
+DRAFTERS = {
+    "itself": lambda config: ModelDrafter(TARGET, config),
+    "unlike": lambda config: ModelDrafter(UNLIKE, config),
+    "running ahead": lambda config: InterruptedDrafter(RunAheadDrafter(TARGET, config)),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_coupled_text_does_not_depend_on_the_control(name):
+    requests = [
+        ([3, 1, 4, i % 5], SamplingParams(seed=i, max_tokens=40 + i, num_speculative_tokens=(None, None, 2, 1)[i % 4]))
+        for i in range(30)
+    ]
+    settings = {"max_num_seqs": 2, "block_size": 4}
+    engine = make_engine(TARGET, DRAFTERS[name], speculation="adaptive", clock=Clock(), **settings)
+    assert run(engine, requests) == run(make_engine(TARGET, num_speculative_tokens=0, **settings), requests)
+    visited = {k for k, _ in engine.stats.num_rounds_by_length}
+    assert visited == {0, 1, 2, 3, 4}
+
+
+def test_samples_under_the_rejection_rule_have_the_targets_law_whatever_the_control_does():
+    engine = make_engine(
+        TARGET,
+        DRAFTERS["unlike"],
+        speculation="adaptive",
+        verification="rejection",
+        num_speculative_tokens=3,
+        max_num_seqs=7,
+        clock=Clock(),
+    )
+    prompt = [3, 1, 4, 1, 0, 2, 2]
+    tokens = run(engine, [(prompt, SamplingParams(seed=seed, max_tokens=3)) for seed in range(2000)])
+    counts = Counter(tuple(found) for found in tokens.values())
+    assert p_value(counts, joint_law(SamplingParams())) > 1e-5
+
+
+def test_a_drafter_is_left_alone_while_no_draft_is_wanted():
+    asked = []
+
+    def drafter(config):
+        asked.append(Asked(ModelDrafter(TARGET, config)))
+        return asked[0]
+
+    requests = [([3, 1, 4, i % 5], SamplingParams(seed=i, max_tokens=60)) for i in range(20)]
+    engine = make_engine(TARGET, drafter, speculation="adaptive", max_num_seqs=2, clock=Clock())
+    run(engine, requests)
+    rounds = engine.stats.num_rounds_by_length
+    drafted = sum(count for (k, _), count in rounds.items() if k)
+    assert 0 < len(asked[0].lengths) <= drafted < engine.stats.num_rounds
+    assert {reason for _, reason in rounds} == {"goodput", "trial"}
+    run(make_engine(TARGET, lambda config: asked[0], speculation="off"), requests)
+    assert len(asked[0].lengths) <= drafted
+
+
+@pytest.mark.parametrize("slowdown", [3.0, 1 / 3])
+def test_a_trial_is_not_compared_with_rounds_of_long_ago(slowdown):
+    """Interrupted by another load, on a machine whose speed changes meanwhile."""
+    control = Goodput(MAX_K)
+
+    def rounds(count, limits, speed):
+        for _ in range(count):
+            length = control.choose(limits, is_measured=True)
+            control.observe(limits, 0.01 * (1 + 0.1 * length) * speed)
+
+    while control.reason != "trial":
+        rounds(1, [MAX_K], 1.0)
+    rounds(2, [MAX_K], 1.0)
+    challenger = control.num_draft_tokens
+    rounds(50, [MAX_K] * 3, slowdown)
+    rounds(60, [MAX_K], slowdown)
+    cost = control._loads[(0, MAX_K)].costs.get(challenger)
+    assert cost is None or cost == pytest.approx((1 + 0.1 * challenger) / (1 + 0.1 * MAX_K), rel=0.01)
+
+
+def test_requests_that_wait_for_blocks_do_not_stop_the_control():
+    requests = [([i % 5, 1, 2], SamplingParams(seed=i, max_tokens=200, ignore_eos=True)) for i in range(12)]
+    engine = make_engine(
+        TARGET, lambda config: ModelDrafter(UNLIKE, config), speculation="adaptive", num_blocks=120, block_size=4
+    )
+    rounds = Counter()
+
+    def look(engine, _):
+        if engine.scheduler.waiting:
+            rounds[engine.scheduler.has_prompts] += 1
+
+    run(engine, requests, between=look)
+    assert rounds[False] > 5 * rounds[True]

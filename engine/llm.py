@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -24,8 +23,9 @@ from engine.config import (
 from engine.drafting.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import RequestError
-from engine.execution.cpu.threads import fit_threads
-from engine.models.causal_lm import CausalLM
+from engine.execution.backend import Backend
+from engine.execution.memory import plan_kv_blocks
+from engine.execution.registry import load_backend, survey
 from engine.models.tokenizer import check_same_vocabulary, load_tokenizer
 from engine.protocols import Drafter, NoDrafter, TokenLogprobs
 from engine.sampling.grammar import Grammars
@@ -123,19 +123,22 @@ class LLM:
             config = replace(config, num_speculative_tokens=0)
         target_config = ModelConfig(str(model), dtype=dtype, device=device, compile=compile)
         self.tokenizer = load_tokenizer(target_config)
+        draft_config = None
+        if draft_model is not None and config.num_speculative_tokens > 0:
+            draft_config = ModelConfig(str(draft_model), dtype=dtype, device=device, compile=compile)
+            check_same_vocabulary(target_config, draft_config)
+        config = _with_planned_blocks(config, [target_config, *([draft_config] if draft_config else [])])
         target = _load(target_config)
         self._grammars = Grammars(
             target_config, vocab_size=target.info.vocab_size, eos_token_ids=target.info.eos_token_ids
         )
-        draft = None
-        if draft_model is not None and config.num_speculative_tokens > 0:
-            draft_config = ModelConfig(str(draft_model), dtype=dtype, device=device, compile=compile)
-            check_same_vocabulary(target_config, draft_config)
-            draft = _load(draft_config)
-        verifier = ModelVerifier(target, config, self._grammars)  # its KV blocks get a share of what the models leave
+        verifier = ModelVerifier(target, config, self._grammars)
         drafter: Drafter = NoDrafter()
-        if draft is not None:
+        backends = [target]
+        if draft_config is not None:
+            draft = _load(draft_config)
             drafter = ModelDrafter(draft, config, token_limit=target.info.vocab_size, grammars=self._grammars)
+            backends.append(draft)
         self.engine = Engine(
             config,
             drafter=drafter,
@@ -146,7 +149,8 @@ class LLM:
             eos_token_ids=target.info.eos_token_ids,
             tokenizer=self.tokenizer,
         )
-        target.use_huge_pages_soon()
+        for backend in backends:
+            backend.warm_up()
 
     @property
     def stats(self) -> SpeculationStats:
@@ -217,21 +221,18 @@ class LLM:
                 del pending[output.request_id]
 
 
-def _load(config: ModelConfig) -> CausalLM:
-    """Load a model, and settle with how many of torch's threads its passes run."""
-    limit = torch.get_num_threads()
-    with Console(stderr=True).status(f"loading {config.path}") as status:
-        model = CausalLM.load(config)
-        if model.device.type == "cpu" and limit > 1:
+def _load(config: ModelConfig) -> Backend:
+    with Console(stderr=True).status(f"loading {config.path}"):
+        return load_backend(config)
 
-            def choose() -> None:
-                logger.info("%s runs with threads: %s", config.path, fit_threads(model, limit))
-                torch.set_num_threads(limit)
 
-            status.update(f"choosing threads for {config.path}")
-            choose()
-            model.when_compiled = choose  # those of eager passes may be too many
-    return model
+def _with_planned_blocks(config: EngineConfig, models: Sequence[ModelConfig]) -> EngineConfig:
+    """Return the configuration with the KV blocks that fit beside these models, before any of them is loaded."""
+    if config.num_blocks is not None:
+        return config
+    surveys = [survey(model, config) for model in models]
+    free_bytes = min(found.free_bytes for found in surveys)
+    return replace(config, num_blocks=plan_kv_blocks(free_bytes, [found.footprint for found in surveys], config))
 
 
 def run_in_process(coroutine: Coroutine[object, None, T]) -> T:

@@ -9,32 +9,45 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from engine.config import ModelInfo
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.execution.attention import KVTensors
+from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch
 from engine.protocols import Draft, Drafter, ProposeRow
 from engine.sampling import noise
 
 
-class MarkovModel:
+class LawBackend:
+    """A backend whose logits are a law that is written down; subclasses give `logits` and `allocate_kv`."""
+
+    device = torch.device("cpu")
+
+    def run(self, batch: ForwardBatch, draws: noise.Draws | None = None) -> PassOutput:
+        logits = self.logits(batch)
+        scores = logits if draws is None else noise.noised_logits(logits, draws)
+        return PassOutput(logits, scores, scores.argmax(-1))
+
+    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
+        return partial
+
+    def warm_up(self, *, compile_missing: bool = True) -> None:
+        pass
+
+
+class MarkovModel(LawBackend):
     """A model in which the next token depends on the last one only: its joint law can be written down."""
 
     def __init__(self, transitions: torch.Tensor, eos_token_ids: Sequence[int] = ()) -> None:
         self.transitions = transitions
-        self.shard = None
-        self.device = torch.device("cpu")
         vocab = transitions.shape[0]
         self.info = ModelInfo("markov", vocab, 4096, list(eos_token_ids), vocab * vocab, "float32", "cpu")
 
-    def kv_tensors(self, num_blocks: int, block_size: int) -> KVTensors:
+    def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         return KVTensors((1, 1, 1), num_blocks, block_size, torch.empty(0))
 
-    def can_draw(self, _: ForwardBatch) -> bool:
-        return False
-
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
         return self.transitions[batch.token_ids[batch.logit_indices]].log()
 
 
-class ContextModel:
+class ContextModel(LawBackend):
     """A model in which the next token depends on every token that attention lets it see, and on where each stands.
 
     What it reads comes out of the KV blocks, through the batch's own masks: an entry that is missing, stale or somebody
@@ -44,21 +57,13 @@ class ContextModel:
     def __init__(self, laws: torch.Tensor, eos_token_ids: Sequence[int] = ()) -> None:
         """Make a model of `laws` [states, vocab]."""
         self.laws = laws
-        self.shard = None
-        self.device = torch.device("cpu")
         states, vocab = laws.shape
         self.info = ModelInfo("context", vocab, 4096, list(eos_token_ids), states * vocab, "float32", "cpu")
 
-    def kv_tensors(self, num_blocks: int, block_size: int) -> KVTensors:
+    def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         return KVTensors((1, 1, 1), num_blocks, block_size, torch.empty(0, dtype=torch.int64))
 
-    def kv_block_bytes(self, block_size: int) -> int:
-        return 16 * block_size
-
-    def can_draw(self, _: ForwardBatch) -> bool:
-        return False
-
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
         paged = batch.paged
         (entries,) = paged.kv.keys
         entries.view(-1)[paged.slots] = self._entry(batch.token_ids, batch.positions)
@@ -76,20 +81,6 @@ class ContextModel:
 
     def _entry(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return (token_ids + 1) * (3 * positions**2 + 1)
-
-
-class DrawingModel(ContextModel):
-    """The same, drawing tokens in its passes as a compiled model does."""
-
-    def can_draw(self, _: ForwardBatch) -> bool:
-        return True
-
-    def forward_and_draw(
-        self, batch: ForwardBatch, draws: noise.Draws
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits = self.forward(batch)
-        scores = noise.scores(logits, draws.temperatures, draws.keys, draws.rows)
-        return logits, scores, scores.argmax(-1)
 
 
 class ConstantDrafter:

@@ -1,27 +1,17 @@
-"""What a worker loads: a model, with the threads that suit it, and the drafter or verifier over it."""
+"""What a worker loads: a backend, with the cores that its placement gives it, and the drafter or verifier over it."""
 
 import logging
-import time
-from dataclasses import replace
 
-import ray
-
-from cluster.cores import count_cores, home_core
 from engine.config import EngineConfig, ModelConfig, ModelInfo
 from engine.drafting.model import ModelDrafter
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
-from engine.execution.cpu.threads import Threads, fit_threads
-from engine.models.causal_lm import CausalLM, Shard
+from engine.execution.registry import load_backend
+from engine.models.causal_lm import Shard
 from engine.models.registry import eos_token_ids, read_config
 from engine.sampling.grammar import Grammars
 from engine.verification.verifier import ModelVerifier
 
 logger = logging.getLogger(__name__)
-
-_WORTH = 0.8
-"""Of the time that fewer threads take, more must take less than this: other processes want the cores too, and a number
-that came out ahead by chance stays. On two virtual cores a second thread took 0.9 at best, and where it had to be
-woken for each layer, as here, passes took twice as long as with one."""
 
 
 def load_drafter(
@@ -32,14 +22,14 @@ def load_drafter(
     Raises:
         ModelError: the model cannot be served.
     """
-    model = _load(config)
+    backend = load_backend(config)
     target_config = read_config(target)
     limit = target_config.get_text_config().vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=eos_token_ids(target, target_config))
     drafter_class = RunAheadDrafter if run_ahead else ModelDrafter
-    drafter = drafter_class(model, engine, token_limit=limit, grammars=grammars)
-    model.use_huge_pages_soon()
-    return drafter, model.info
+    drafter = drafter_class(backend, engine, token_limit=limit, grammars=grammars)
+    backend.warm_up()
+    return drafter, backend.info
 
 
 def load_verifier(config: ModelConfig, engine: EngineConfig, *, shard: Shard | None) -> tuple[ModelVerifier, ModelInfo]:
@@ -48,37 +38,10 @@ def load_verifier(config: ModelConfig, engine: EngineConfig, *, shard: Shard | N
     Raises:
         ModelError: the model cannot be served.
     """
-    model = _load(config, shard=shard)
-    info = model.info
-    if shard is not None and model.device.type == "cpu":
-        # Ranks on CPU take their KV blocks from one memory.
-        engine = replace(engine, memory_fraction=engine.memory_fraction / shard.world_size)
+    backend = load_backend(config, shard=shard)
+    info = backend.info
     grammars = Grammars(config, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
-    verifier = ModelVerifier(model, engine, grammars)
+    verifier = ModelVerifier(backend, engine, grammars)
     logger.info("%d KV blocks of %d tokens", verifier.num_blocks, engine.block_size)
-    model.use_huge_pages_soon()
+    backend.warm_up()
     return verifier, info
-
-
-def _load(config: ModelConfig, *, shard: Shard | None = None) -> CausalLM:
-    """Load a model and settle its number of threads, within the cores that its share of the ranks leaves it.
-
-    Ray would leave a worker one thread, by OMP_NUM_THREADS, whatever the machine has.
-    """
-    cores = count_cores(ray.get_runtime_context().get_node_id()) // (shard.world_size if shard else 1)
-    model = CausalLM.load(replace(config, num_threads=config.num_threads or max(1, cores)), shard=shard)
-    core = home_core() if config.pinned else None
-
-    def choose() -> None:
-        started = time.monotonic()
-        threads = model.threads = replace(fit_threads(model, cores, worth=_WORTH), core=core)
-        logger.info("%s runs with threads: %s, chosen in %.1f s", config.path, threads, time.monotonic() - started)
-
-    if model.device.type == "cpu":
-        # Several ranks run their passes together, so they cannot try different numbers of them.
-        if config.num_threads is None and cores > 1 and shard is None:
-            choose()
-            model.when_compiled = choose  # those of eager passes may be too many
-        elif core is not None:
-            model.threads = Threads.always(config.num_threads or 1, core=core)
-    return model

@@ -17,13 +17,12 @@ from torch import Tensor
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.drafting.chain import Chain, Drawn, Ranking, extend
+from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build, next_tokens
-from engine.execution.memory import count_blocks
-from engine.models.causal_lm import CausalLM
 from engine.protocols import NO_DRAFT, Draft, ProposeRow
 from engine.sampling import noise
 from engine.sampling.grammar import Grammars, matcher_of
-from engine.sampling.logits import Run, draw, noised, plan_draws, shape
+from engine.sampling.logits import Run, draw, needs_shaping, noised, plan_draws, shape
 from engine.sampling.noise import Draws
 from engine.sampling.params import SamplingParams
 
@@ -44,7 +43,7 @@ class ModelDrafter:
 
     def __init__(
         self,
-        model: CausalLM,
+        backend: Backend,
         config: EngineConfig,
         *,
         token_limit: int | None = None,
@@ -54,17 +53,19 @@ class ModelDrafter:
         """Make the draft's KV cache.
 
         Args:
+            config: with its `num_blocks` planned.
             token_limit: the target's vocabulary size, where it differs from the draft's: families pad theirs
                 differently. Ids beyond it are never drafted; the target's further ids are never likely.
             ranks: keep at every draw what may be committed next, for running ahead.
             grammars: without them, no request may have one.
         """
-        self.model = model
+        assert config.num_blocks is not None
+        self.backend = backend
         self._grammars = grammars
-        self._vocab_size = token_limit or model.info.vocab_size
-        num_blocks = count_blocks(model, config)
+        self._vocab_size = token_limit or backend.info.vocab_size
+        num_blocks = config.num_blocks + 1
         self._pool = BlockPool(num_blocks, config.block_size, share=False)
-        self._kv = model.kv_tensors(num_blocks, config.block_size)
+        self._kv = backend.allocate_kv(num_blocks, config.block_size)
         self._sends_rows = config.verification == "rejection"
         self._ranks = ranks
         self._chunk = config.max_num_batched_tokens
@@ -103,13 +104,13 @@ class ModelDrafter:
             current: requests whose prefixes may not be evicted for this one.
         """
         length = len(row.token_ids) + row.num_draft_tokens
-        if length > self.model.info.max_model_len:
+        if length > self.backend.info.max_model_len:
             return False
         prefix = self._prefixes.setdefault(row.request_id, Prefix())
         self._prefixes.move_to_end(row.request_id)
         # The last token's logits are needed again, so its entry never counts as computed.
         del prefix.token_ids[common_length(prefix.token_ids, text[:-1]) :]
-        if max(text[len(prefix.token_ids) :]) >= self.model.info.vocab_size:
+        if max(text[len(prefix.token_ids) :]) >= self.backend.info.vocab_size:
             return False
         missing = self._pool.blocks_for(length) - len(prefix.block_ids)
         blocks = self._pool.allocate(max(missing, 0))
@@ -132,7 +133,7 @@ class ModelDrafter:
         batch = finish(self._catch_up(texts, prefixes))
         lengths = [len(text) for text in texts]
         steps = next_tokens(
-            [prefix.block_ids for prefix in prefixes], lengths, depth - 1, self._kv, self.model.info.max_model_len
+            [prefix.block_ids for prefix in prefixes], lengths, depth - 1, self._kv, self.backend.info.max_model_len
         )
         plan = self._plan([row.params for row in rows], lengths, depth)
         drawn: list[Drawn] = []
@@ -164,7 +165,7 @@ class ModelDrafter:
                     room -= count
             if not parts:
                 break
-            self.model.forward(build([part for _, part in parts], self._kv))
+            self.backend.run(build([part for _, part in parts], self._kv))
             for prefix, part in parts:
                 prefix.token_ids += part.token_ids
             yield
@@ -176,16 +177,16 @@ class ModelDrafter:
 
     def _plan(self, params: Sequence[SamplingParams], positions: Sequence[int], steps: int) -> Sequence[Draws | None]:
         """Return what each step's pass needs to draw by itself; None where what is drawn depends on more than that."""
-        if self._sends_rows or self.model.info.vocab_size > self._vocab_size or not all(own.is_plain for own in params):
+        if self._sends_rows or self.backend.info.vocab_size > self._vocab_size or any(map(needs_shaping, params)):
             return [None] * steps
-        return plan_draws(params, positions, self.model.device, steps)
+        return plan_draws(params, positions, self.backend.device, steps)
 
     def _pass(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
         """Compute a batch and draw the next draft token of every row."""
-        if draws is None or not self.model.can_draw(batch):
-            return self._draw(self.model.forward(batch), runs())
-        _, scores, tokens = self.model.forward_and_draw(batch, draws)
-        return Drawn(tokens, None, self._ranking(scores) if self._ranks else None)
+        output = self.backend.run(batch, draws)
+        if draws is None:
+            return self._draw(output.logits, runs())
+        return Drawn(output.tokens, None, self._ranking(output.scores) if self._ranks else None)
 
     def _ranking(self, scores: Tensor) -> Ranking:
         """Return what to keep of scores [n, vocab] that the next committed token is likely to maximise."""
@@ -202,7 +203,7 @@ class ModelDrafter:
         """Return every request's logit rows; `paths`, the tokens drawn above each, are fetched only if they count."""
         counted = any(row.params.depends_on_path for row in rows)
         above: Sequence[Sequence[list[int]]] = paths() if counted else [()] * len(rows)
-        eos = self.model.info.eos_token_ids
+        eos = self.backend.info.eos_token_ids
         return [
             Run(
                 params=row.params,

@@ -7,7 +7,7 @@ name, which is not in its mask registry, so transformers builds no mask of its o
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from engine.errors import ModelError
-from engine.execution.cpu.paged_attention import attend, attend_to_blocks, suits
 
 ATTENTION_NAME = "paceline"
 _UNDERSTOOD = {
@@ -111,9 +110,29 @@ def slots_of(blocks: Tensor, places: Tensor, block_size: int) -> Tensor:
     return torch.where((places < 0) | (index >= blocks.shape[1]), 0, slots)
 
 
+class AttentionContext(Protocol):
+    """What the attention function needs of one forward pass; a backend may bring its own."""
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
+    ) -> Tensor:
+        """Write a layer's new keys and values to their slots, then attend.
+
+        Args:
+            query: [heads, tokens, head_dim].
+            key, value: [kv_heads, tokens, head_dim].
+            window: how many places a token sees back; None sees all.
+            scaling: what products are multiplied by; None is one over the root of head_dim.
+
+        Returns:
+            [tokens, heads, head_dim].
+        """
+        ...
+
+
 @dataclass(slots=True)
 class PagedContext:
-    """What the attention function needs of one forward pass."""
+    """The eager context: it attends group by group, with torch's own operators."""
 
     kv: KVTensors
     groups: list[Group]
@@ -127,31 +146,27 @@ class PagedContext:
             self._slots = torch.cat([slots_of(group.blocks, group.places, size).flatten() for group in self.groups])
         return self._slots
 
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
+    ) -> Tensor:
+        """Write, then attend; see `AttentionContext.attend`."""
+        keys, values = self.kv.keys[layer], self.kv.values[layer]
+        write_slots(keys, self.slots, key)
+        write_slots(values, self.slots, value)
+        outputs = []
+        for group in self.groups:
+            tokens = slice(group.start, group.start + group.rows * group.length)
+            if group.is_prompt_start and (window is None or group.length <= window):
+                output = _attend_to_self(query[:, tokens], key[:, tokens], value[:, tokens], scaling)
+            else:
+                output = _attend_to_gathered(group, query[:, tokens], keys, values, window, scaling)
+            outputs.append(output)
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-@dataclass(slots=True)
-class TracedContext:
-    """What the attention function needs while it is traced for compiling: one group, as tensors only.
 
-    Attributes:
-        slots: [rows * length]; blocks: [rows, width].
-        ends: [rows, length] the place behind the last that each token sees.
-        masks: [rows, 1, length, context] additive, by window.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    slots: Tensor
-    blocks: Tensor
-    ends: Tensor
-    masks: dict[int | None, Tensor]
-    _copied: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
-
-    def mask(self, window: int | None, copies: int) -> Tensor:
-        """Return [rows, 1, copies * length, context], copied once for all layers: for a prompt that is many bytes."""
-        key = (window, copies)
-        if key not in self._copied:
-            self._copied[key] = self.masks[window].repeat(1, 1, copies, 1)
-        return self._copied[key]
+def write_slots(cache: Tensor, slots: Tensor, entries: Tensor) -> None:
+    """Write [kv_heads, tokens, head_dim] entries to the slots [tokens] of one layer's keys or values."""
+    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, entries.transpose(0, 1))
 
 
 def paged_attention(
@@ -163,7 +178,7 @@ def paged_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Write this pass's keys and values to their slots, then attend group by group.
+    """Write this pass's keys and values to their slots, then attend; the function that transformers calls.
 
     Args:
         query: [1, heads, tokens, head_dim].
@@ -178,49 +193,9 @@ def paged_attention(
     strange = sorted(name for name in kwargs.keys() - _UNDERSTOOD if kwargs[name] is not None)
     if strange or attention_mask is not None or kwargs.get("dropout"):
         raise ModelError(f"attention with {', '.join(strange) or 'a mask or dropout'} is not supported")
-    paged: PagedContext | TracedContext = kwargs["paged"]
-    window: int | None = kwargs.get("sliding_window")
+    context: AttentionContext = kwargs["paged"]
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    if isinstance(paged, TracedContext):
-        return _traced_attention(paged, layer, query, key, value, window, scaling), None
-    keys, values = paged.kv.keys[layer], paged.kv.values[layer]
-    keys.view(-1, *keys.shape[2:]).index_copy_(0, paged.slots, key[0].transpose(0, 1))
-    values.view(-1, *values.shape[2:]).index_copy_(0, paged.slots, value[0].transpose(0, 1))
-    outputs = []
-    for group in paged.groups:
-        stop = group.start + group.rows * group.length
-        queries = query[0, :, group.start : stop]
-        if group.is_prompt_start and (window is None or group.length <= window):
-            own = slice(group.start, stop)
-            outputs.append(_attend_to_self(queries, key[0, :, own], value[0, :, own], scaling))
-        else:
-            outputs.append(_attend_to_gathered(group, queries, keys, values, window, scaling))
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output.unsqueeze(0), None
-
-
-def _traced_attention(
-    context: TracedContext,
-    layer: int,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: int | None,
-    scaling: float | None,
-) -> Tensor:
-    """Do the same for one group, without a decision that depends on a number. Returns [1, tokens, heads, d]."""
-    keys, values = context.keys[layer], context.values[layer]
-    keys.view(-1, *keys.shape[2:]).index_copy_(0, context.slots, key[0].transpose(0, 1))
-    values.view(-1, *values.shape[2:]).index_copy_(0, context.slots, value[0].transpose(0, 1))
-    mask = context.masks[window]
-    if suits(query.shape[-1], query.dtype):
-        cache = (keys, values, context.blocks, context.ends)
-        return attend_to_blocks(query[0].transpose(0, 1), *cache, mask, scaling).unsqueeze(0)
-    rows, _, length, _ = mask.shape
-    mask = context.mask(window, query.shape[1] // keys.shape[2])
-    # By rows of blocks, not flat: the compiler would divide to find each number's row again.
-    read = (keys[context.blocks], values[context.blocks])
-    return attend(rows, length, query[0], *read, mask, scaling).unsqueeze(0)
+    return context.attend(layer, query[0], key[0], value[0], kwargs.get("sliding_window"), scaling).unsqueeze(0), None
 
 
 def _attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -240,7 +215,32 @@ def _attend_to_gathered(
     mask = group.mask(window, copies, query, keys.shape[1])
     blocks = group.blocks.flatten()
     key, value = keys.index_select(0, blocks), values.index_select(0, blocks)
-    return attend(group.rows, group.length, query, key, value, mask, scaling)
+    return attend_to_gathered(group.rows, group.length, query, key, value, mask, scaling)
+
+
+def attend_to_gathered(
+    rows: int, length: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
+) -> Tensor:
+    """Attend to gathered blocks.
+
+    The query heads of one kv head become more queries: grouped-query attention without copying keys.
+
+    Args:
+        query: [heads, rows * length, d].
+        key, value: the rows' blocks one after the other, [..., kv_heads, d].
+        mask: [rows, 1, copies * length, context].
+    """
+    heads, _, head_dim = query.shape
+    kv_heads = key.shape[-2]
+    copies = heads // kv_heads
+    context = (rows, mask.shape[-1], kv_heads, head_dim)
+    key, value = key.view(context).transpose(1, 2), value.view(context).transpose(1, 2)
+    # [kv_heads, copies, rows, length, d] -> [rows, kv_heads, copies * length, d]
+    query = query.view(kv_heads, copies, rows, length, head_dim).permute(2, 0, 1, 3, 4)
+    query = query.reshape(rows, kv_heads, copies * length, head_dim)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    output = output.view(rows, kv_heads, copies, length, head_dim).permute(0, 3, 1, 2, 4)
+    return output.reshape(rows * length, heads, head_dim)
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,40 +1,45 @@
-"""How many KV blocks fit: a number from the configuration, or a share of the memory that is free."""
+"""The memory plan: how many KV blocks every worker on a device gets, decided once, before any of them loads.
 
-from pathlib import Path
+Draft and target on one device share it; ranks of a target on CPUs share one memory, too. Weights and workspaces come
+first. Of what is left a share goes to keys and values, split so that draft and target hold the same number of tokens.
+"""
 
-import torch
+from collections.abc import Sequence
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.models.causal_lm import CausalLM
+from engine.models.footprint import Footprint
 
 
-def count_blocks(model: CausalLM, config: EngineConfig) -> int:
-    """Return the number of KV blocks for a model, block 0 included.
+def plan_kv_blocks(free_bytes: int, workers: Sequence[Footprint], config: EngineConfig) -> int:
+    """Return the KV blocks that each worker on a device can have, block 0 aside; a pure function.
+
+    Args:
+        free_bytes: of the device, before any of the workers has loaded.
+        workers: everything that will be loaded on it: the target's ranks, and the draft if it is there.
 
     Raises:
-        ModelError: the memory does not hold a single request of full length.
+        ModelError: the device does not hold the models, or not a single request of full length beside them.
     """
-    length = min(config.max_model_len or model.info.max_model_len, model.info.max_model_len)
-    per_request = -(-(length + config.num_speculative_tokens) // config.block_size)
     if config.num_blocks is not None:
-        return config.num_blocks + 1
-    wanted = per_request * config.max_num_seqs
-    budget = int(free_bytes(model.device) * config.memory_fraction)
-    affordable = budget // model.kv_block_bytes(config.block_size)
-    if affordable < per_request:
+        return config.num_blocks
+    weights = sum(worker.weight_bytes for worker in workers)
+    workspace = sum(worker.workspace_bytes for worker in workers)
+    budget = int((free_bytes - weights - workspace) * config.memory_fraction)
+    length = min(worker.max_model_len for worker in workers) + config.num_speculative_tokens
+    blocks_per_request = -(-length // config.block_size)
+    block_bytes = config.block_size * sum(worker.kv_token_bytes for worker in workers)
+    affordable = budget // block_bytes
+    if affordable < blocks_per_request:
+        names = " and ".join(dict.fromkeys(worker.name for worker in workers))
         raise ModelError(
-            f"{model.info.name}: one request of {length} tokens needs {per_request} KV blocks, "
-            f"but only {affordable} fit into {budget / 2**20:.0f} MiB (memory_fraction {config.memory_fraction})"
+            f"{names}: {_gib(free_bytes)} are free; weights take {_gib(weights)}, a pass {_gib(workspace)}, and of the "
+            f"rest memory_fraction {config.memory_fraction:g} leaves {_gib(max(budget, 0))} for KV blocks, but one "
+            f"request of {length:,} tokens needs {_gib(blocks_per_request * block_bytes)}; lower max_model_len or "
+            "max_num_batched_tokens, or raise memory_fraction"
         )
-    return min(wanted, affordable) + 1
+    return min(affordable, blocks_per_request * config.max_num_seqs)
 
 
-def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device; on Linux CPUs what the kernel calls available."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ModelError("cannot read the free memory of this machine; set num_blocks")
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"

@@ -7,7 +7,6 @@ the ranks. Embeddings, norms and the head are whole on every rank. No DTensor: p
 import fnmatch
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +18,7 @@ from transformers.utils.hub import cached_file
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.execution.attention import ATTENTION_NAME
-
-if TYPE_CHECKING:
-    from engine.models.causal_lm import Shard
+from engine.models.causal_lm import Shard
 
 _WHOLE = {"replicated", "replicated_with_grad_allreduce"}
 
@@ -29,7 +26,7 @@ _WHOLE = {"replicated", "replicated_with_grad_allreduce"}
 class RowLinear(nn.Linear):
     """A linear layer over a slice of its inputs; the ranks' results are summed."""
 
-    shard: "Shard"
+    shard: Shard
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the whole result of `x` [..., in / world_size]."""
@@ -38,19 +35,23 @@ class RowLinear(nn.Linear):
 
 
 def load_shard(
-    config: ModelConfig, model_config: PreTrainedConfig, shard: "Shard", dtype: torch.dtype, device: torch.device
+    config: ModelConfig, model_config: PreTrainedConfig, shard: Shard, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
     """Build the model without memory, narrow its sliced layers, and read this rank's part of every weight.
 
     Raises:
         ModelError: the model has no plan, a style we do not slice, or sizes that the ranks cannot share evenly.
     """
-    plan = _plan(config.path, model_config, shard.world_size)
+    plan = plan_of(config.path, model_config, shard.world_size)
     with torch.device("meta"):
         module: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             model_config, attn_implementation=ATTENTION_NAME, dtype=dtype
         )
-    styles = {name: style for name, child in module.named_modules() if (style := _style(plan, name, child))}
+    styles = {
+        name: style
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Linear) and (style := style_of(plan, name))
+    }
     for name, style in styles.items():
         _narrow(module, name, style, shard)
     module.to_empty(device=device)
@@ -60,7 +61,12 @@ def load_shard(
     return module
 
 
-def _plan(path: str, config: PreTrainedConfig, world_size: int) -> dict[str, str]:
+def plan_of(path: str, config: PreTrainedConfig, world_size: int) -> dict[str, str]:
+    """Return the model's own tensor-parallel plan, by patterns of layer names.
+
+    Raises:
+        ModelError: it has none, or one that cannot be followed exactly.
+    """
     plan = {f"model.{name}": style for name, style in (config.base_model_tp_plan or {}).items()}
     if not plan:
         raise ModelError(f"{path} is {config.model_type}, which has no tensor parallel plan in transformers")
@@ -72,14 +78,15 @@ def _plan(path: str, config: PreTrainedConfig, world_size: int) -> dict[str, str
     return plan
 
 
-def _style(plan: dict[str, str], name: str, child: nn.Module) -> str | None:
+def style_of(plan: dict[str, str], name: str) -> str | None:
+    """Return how a layer is sliced, colwise or rowwise; None where every rank holds it whole."""
     for pattern, style in plan.items():
-        if style not in _WHOLE and isinstance(child, nn.Linear) and fnmatch.fnmatchcase(name, pattern):
+        if style not in _WHOLE and fnmatch.fnmatchcase(name, pattern):
             return style
     return None
 
 
-def _narrow(module: nn.Module, name: str, style: str, shard: "Shard") -> None:
+def _narrow(module: nn.Module, name: str, style: str, shard: Shard) -> None:
     """Replace the linear layer `name` by this rank's part of it."""
     parent = module.get_submodule(name.rpartition(".")[0])
     whole = module.get_submodule(name)
@@ -104,11 +111,11 @@ def _restore_buffers(module: nn.Module) -> None:
             module._init_weights(child)  # type: ignore[operator]
 
 
-def _read(config: ModelConfig, module: nn.Module, styles: dict[str, str], shard: "Shard") -> None:
+def _read(config: ModelConfig, module: nn.Module, styles: dict[str, str], shard: Shard) -> None:
     """Copy this rank's slice of every weight from the files into the model; tied names are one tensor."""
     wanted = module.state_dict(keep_vars=True)
     found = set()
-    for file in _weight_files(config):
+    for file in weight_files(config):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - not a dict
                 if name not in wanted:
@@ -120,7 +127,7 @@ def _read(config: ModelConfig, module: nn.Module, styles: dict[str, str], shard:
         raise ModelError(f"{config.path} lacks the weights {', '.join(sorted(missing)[:3])}")
 
 
-def _slice(weight: "object", style: str | None, kind: str, shard: "Shard") -> Tensor:
+def _slice(weight: "object", style: str | None, kind: str, shard: Shard) -> Tensor:
     """Return this rank's part of one tensor in a file."""
     shape = weight.get_shape()  # type: ignore[attr-defined]
     axis = {"colwise": 0, "rowwise": 1}.get(style or "")
@@ -131,7 +138,8 @@ def _slice(weight: "object", style: str | None, kind: str, shard: "Shard") -> Te
     return weight[window] if axis == 0 else weight[:, window]  # type: ignore[index, no-any-return]
 
 
-def _weight_files(config: ModelConfig) -> list[Path]:
+def weight_files(config: ModelConfig) -> list[Path]:
+    """Return a model's safetensors files."""
     index = cached_file(
         config.path,
         "model.safetensors.index.json",

@@ -82,6 +82,12 @@ def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
     return logits
 
 
+def needs_shaping(params: SamplingParams) -> bool:
+    """Return whether `shape` does more to a row than divide by its temperature, so that no pass can draw from it."""
+    is_cut = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
+    return bool(is_cut or params.depends_on_path or params.logit_bias or params.min_tokens)
+
+
 def forbid(logits: Tensor, masks: Sequence[bytes]) -> None:
     """Set the logits of tokens that may not come next to -inf, in place.
 
@@ -105,14 +111,14 @@ def plan_draws(
     """Return what the passes of `steps` steps, each a position further, need to draw a token per row by themselves.
 
     Args:
-        params: per row; where they are not plain, the row is drawn greedily, of no use to anybody.
+        params: per row; a row that needs shaping is drawn greedily, and has to be drawn again from its shaped logits.
         positions: per row, of the token that the first step draws.
     """
     # Branches of one request often draw at the same position, and noise costs more than looking it up.
     known: dict[tuple[int, int], int] = {}
     rows, temperatures = [0] * len(params), [1.0] * len(params)
     for i, (own, position) in enumerate(zip(params, positions, strict=True)):
-        if own.temperature > 0 and own.is_plain:
+        if own.temperature > 0 and not needs_shaping(own):
             rows[i] = known.setdefault((own.seed or 0, position), len(known) + 1)
             temperatures[i] = own.temperature
     seeds = [seed for seed, _ in known]

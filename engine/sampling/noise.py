@@ -24,7 +24,8 @@ ACCEPT_STREAM = 2
 RESIDUAL_STREAM = 3
 """The rejection rule's recovered and bonus tokens."""
 
-_compiled: Callable[[Tensor, Tensor], Tensor] | None = None
+_implementations: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+"""Faster functions for the noise of a whole vocabulary, by device type."""
 _MASK64 = (1 << 64) - 1
 
 
@@ -43,11 +44,23 @@ class Draws:
     rows: Tensor
 
 
-def scores(logits: Tensor, temperatures: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
-    """Return [n, vocab] numbers whose argmax is drawn; the arguments are those of `Draws`, beside [n, vocab] logits."""
+def noised_logits(logits: Tensor, draws: Draws) -> Tensor:
+    """Return [n, vocab] numbers whose argmax is drawn, logits over temperature plus noise. logits: [n, vocab]."""
+    if not len(draws.keys):
+        return logits  # all greedy
     token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    none = torch.zeros_like(logits[:1])
-    return logits / temperatures + torch.cat([none, plain_gumbel(keys, token_ids)])[rows]
+    return _add_noise(logits, draws.temperatures, gumbel(draws.keys, token_ids), draws.rows)
+
+
+def scores(logits: Tensor, temperatures: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
+    """Return the same as `noised_logits`, of tensors only and without a decision, so that it can be traced."""
+    token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    return _add_noise(logits, temperatures, plain_gumbel(keys, token_ids), rows)
+
+
+def _add_noise(logits: Tensor, temperatures: Tensor, gumbel_noise: Tensor, rows: Tensor) -> Tensor:
+    no_noise = torch.zeros_like(logits[:1])
+    return logits / temperatures + torch.cat([no_noise, gumbel_noise])[rows]
 
 
 def keys(seeds: Sequence[int], positions: Sequence[int], stream: int, device: torch.device) -> Tensor:
@@ -69,8 +82,9 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     Returns:
         [n, vocab] or [n, m].
     """
-    if _compiled is not None and token_ids.dim() == 1 and keys.device.type == "cpu":
-        return _compiled(keys, token_ids)
+    implementation = _implementations.get(keys.device.type)
+    if implementation is not None and token_ids.dim() == 1:
+        return implementation(keys, token_ids)
     return plain_gumbel(keys, token_ids)
 
 
@@ -79,10 +93,16 @@ def plain_gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-uniform(keys, token_ids)))
 
 
-def use(compiled: Callable[[Tensor, Tensor], Tensor] | None) -> None:
-    """Compute `gumbel` on CPUs with this function from now on; it must be the same function. None is the one above."""
-    global _compiled
-    _compiled = compiled
+def implement(device_type: str, implementation: Callable[[Tensor, Tensor], Tensor] | None) -> None:
+    """Compute `gumbel` with a backend's function on such devices from now on; None takes `plain_gumbel` again.
+
+    Args:
+        implementation: of keys [n, 2] and token ids [vocab]; the same function as `plain_gumbel`.
+    """
+    if implementation is None:
+        _implementations.pop(device_type, None)
+    else:
+        _implementations[device_type] = implementation
 
 
 def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:

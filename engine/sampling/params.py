@@ -71,12 +71,6 @@ class SamplingParams:
         return self.has_penalties or self.grammar is not None
 
     @property
-    def is_plain(self) -> bool:
-        """Whether temperature and seed alone decide which token the model's logits lead to."""
-        is_cut = self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
-        return not (is_cut or self.depends_on_path or self.logit_bias or self.min_tokens)
-
-    @property
     def has_penalties(self) -> bool:
         """Whether a token's logit depends on the tokens before it by counting."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -1,6 +1,6 @@
 """What one token costs: a decode step of a single request, through the engine's own forward pass.
 
-A model that was compiled before (`python -m engine.execution.cpu.packages`) runs compiled, as when it is served.
+A model that was compiled before (`python -m engine.execution.cpu`) runs compiled, as when it is served.
 """
 
 import statistics
@@ -11,7 +11,7 @@ import torch
 
 from engine.config import ModelConfig
 from engine.execution.batch import ForwardRow, build
-from engine.models.causal_lm import CausalLM
+from engine.execution.registry import load_backend
 
 CONTEXT_TOKENS = 256
 _BLOCK_SIZE = 16
@@ -35,22 +35,19 @@ class _DecodeStep:
     """A model with a filled cache and the next token to compute."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = CausalLM.load(ModelConfig(str(folder)))
-        self.model.use_compiled()
-        self.model.use_huge_pages()
-        context = min(CONTEXT_TOKENS, self.model.info.max_model_len - 1)
+        self.backend = load_backend(ModelConfig(str(folder), compile="auto"))
+        self.backend.warm_up(compile_missing=False)
+        context = min(CONTEXT_TOKENS, self.backend.info.max_model_len - 1)
         blocks = list(range(context // _BLOCK_SIZE + 1))
-        kv = self.model.kv_tensors(len(blocks), _BLOCK_SIZE)
-        with torch.inference_mode():
-            self.model.forward(build([ForwardRow([1] * context, 0, blocks, 1)], kv))
+        kv = self.backend.allocate_kv(len(blocks), _BLOCK_SIZE)
+        self.backend.run(build([ForwardRow([1] * context, 0, blocks, 1)], kv))
         # Computed again and again: it writes the same keys and values to the same place.
         self.batch = build([ForwardRow([1], context, blocks, 1)], kv)
         self.time_ms()
 
-    @torch.inference_mode()
     def time_ms(self) -> float:
         began = time.perf_counter()
-        self.model.forward(self.batch)
-        if self.model.device.type == "cuda":
+        self.backend.run(self.batch)
+        if self.backend.device.type == "cuda":
             torch.cuda.synchronize()
         return 1000 * (time.perf_counter() - began)

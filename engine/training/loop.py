@@ -19,7 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from engine.models.causal_lm import resolve_dtype
+from engine.execution.registry import resolve_dtype
 from engine.training.checkpoint import Checkpointer
 from engine.training.errors import TrainingError
 from engine.training.optimizer import lr_factor, set_lr

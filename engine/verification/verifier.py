@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build, depths
-from engine.execution.memory import count_blocks
-from engine.models.causal_lm import CausalLM
 from engine.protocols import Draft, TokenLogprobs, Verdict, VerifyRow
 from engine.sampling.grammar import Grammars, Matcher, matcher_of
-from engine.sampling.logits import Run, draw, plan_draws, shape
+from engine.sampling.logits import Run, draw, needs_shaping, plan_draws, shape
 from engine.verification.coupled import coupled
 from engine.verification.rejection import rejection
 
@@ -21,14 +20,20 @@ from engine.verification.rejection import rejection
 class ModelVerifier:
     """Verifies with a model in this process; holds KV tensors and matchers, nothing that no row brings again."""
 
-    def __init__(self, model: CausalLM, config: EngineConfig, grammars: Grammars | None = None) -> None:
-        """Make the KV tensors; without `grammars`, no request may have one."""
-        self.model = model
+    def __init__(self, backend: Backend, config: EngineConfig, grammars: Grammars | None = None) -> None:
+        """Make the KV tensors.
+
+        Args:
+            config: with its `num_blocks` planned.
+            grammars: without them, no request may have one.
+        """
+        assert config.num_blocks is not None
+        self.backend = backend
         self._grammars = grammars
-        self.num_blocks = count_blocks(model, config)
-        self._kv = model.kv_tensors(self.num_blocks, config.block_size)
+        self.num_blocks = config.num_blocks + 1
+        self._kv = backend.allocate_kv(self.num_blocks, config.block_size)
         self._rejects = config.verification == "rejection"
-        self._end_ids = tuple(model.info.eos_token_ids)
+        self._end_ids = tuple(backend.info.eos_token_ids)
 
     async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
         """Compute the rows and, unless another rank decides, return their verdicts."""
@@ -38,7 +43,7 @@ class ModelVerifier:
                 verdicts = self._decide(rows, batch)
                 self._keep_paths(rows, [verdict.path for verdict in verdicts])
                 return verdicts
-            self.model.forward(batch)
+            self.backend.run(batch)
             self._keep_paths(rows, [[]] * len(rows))
             return []
 
@@ -71,15 +76,15 @@ class ModelVerifier:
         return verdicts
 
     def _forward(self, batch: ForwardBatch, runs: Sequence[Run]) -> tuple[Tensor, list[int] | None]:
-        """Compute the logits and, where the pass can do that as well, draw a token from each row."""
+        """Compute the logits and, unless a rule or a prompt wants logits alone, draw a token from each row."""
         params = [run.params for run in runs for _ in run.depths]
         has_prompts = len(params) < len(batch.logit_indices)
-        if self._rejects or has_prompts or not self.model.can_draw(batch):
-            return self.model.forward(batch), None
+        if self._rejects or has_prompts:
+            return self.backend.run(batch).logits, None
         positions = [position for run in runs for position in run.positions]
-        (draws,) = plan_draws(params, positions, self.model.device)
-        logits, _, tokens = self.model.forward_and_draw(batch, draws)
-        return logits, tokens.tolist()
+        (draws,) = plan_draws(params, positions, self.backend.device)
+        output = self.backend.run(batch, draws)
+        return output.logits, output.tokens.tolist()
 
     def _keep_paths(self, rows: Sequence[VerifyRow], paths: Sequence[list[int]]) -> None:
         """Move the accepted nodes' keys and values behind the tips, where the committed contexts go on.
@@ -94,15 +99,14 @@ class ModelVerifier:
         kept = torch.zeros(len(branching), max(len(rows[i].draft.token_ids) for i in branching), dtype=torch.int64)
         for known, i in zip(kept, branching, strict=True):
             known[: len(paths[i])] = torch.tensor(paths[i], dtype=torch.int64) + 1
-        if self.model.shard is not None:
-            kept = self.model.shard.all_reduce(kept.to(self.model.device))
+        kept = self.backend.all_reduce(kept)
         sources: list[int] = []
         targets: list[int] = []
         for i, known in zip(branching, kept.tolist(), strict=True):
             nodes = [node - 1 for node in known if node]
             sources += [self._slot(rows[i], node) for node in nodes]
             targets += [self._slot(rows[i], depth) for depth in range(len(nodes))]
-        moves = torch.tensor([sources, targets], dtype=torch.int64, device=self.model.device)
+        moves = torch.tensor([sources, targets], dtype=torch.int64, device=self.backend.device)
         self._kv.move(moves[0], moves[1])
 
     def _slot(self, row: VerifyRow, node: int) -> int:
@@ -112,12 +116,12 @@ class ModelVerifier:
 
 
 def _drawn(logits: Tensor, known: list[int] | None, runs: Sequence[Run]) -> list[int]:
-    """Return the target's draw from each row; `known` is what the pass itself drew, right for plain parameters only."""
+    """Return the target's draw from each row; `known` is what the pass drew, right where nothing needs shaping."""
     if known is None:
         everything: list[int] = draw(shape(logits, runs), runs).tolist()
         return everything
     ends = itertools.accumulate(len(run.depths) for run in runs)
-    others = [(run, end) for run, end in zip(runs, ends, strict=True) if not run.params.is_plain]
+    others = [(run, end) for run, end in zip(runs, ends, strict=True) if needs_shaping(run.params)]
     if others:
         rows = [row for run, end in others for row in range(end - len(run.depths), end)]
         own = [run for run, _ in others]

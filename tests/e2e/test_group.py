@@ -16,7 +16,7 @@ from cluster.group import GroupConfig, SpeculationGroup
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.errors import ModelMismatchError, TargetError
-from engine.models.causal_lm import CausalLM
+from engine.execution.registry import load_backend
 from engine.protocols import NoDrafter
 from engine.sampling.params import SamplingParams
 from engine.verification.verifier import ModelVerifier
@@ -81,7 +81,7 @@ def model_config(path: Path) -> ModelConfig:
 async def expected(config: GroupConfig) -> Text:
     """The target's own text, in one process and without drafts."""
     torch.set_num_threads(1)
-    model = CausalLM.load(config.target)
+    model = load_backend(config.target)
     verifier = ModelVerifier(model, ENGINE)
     generation = submit(
         Engine(

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from engine.config import ModelConfig
 from engine.execution.cpu import kernels
 from engine.execution.cpu import packages as compilation
-from engine.models.causal_lm import CausalLM
+from engine.execution.registry import load_backend
 from engine.sampling.grammar import Grammars
 from tests.engine.tokenizers import END, json_tokenizer, saved
 
@@ -48,13 +48,13 @@ def target_path(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def target(target_path):
-    return CausalLM.load(ModelConfig(target_path, dtype="float32", device="cpu"))
+    return load_backend(ModelConfig(target_path, dtype="float32", device="cpu"))
 
 
 @pytest.fixture(scope="session")
 def draft(tmp_path_factory):
     path = save_llama(tmp_path_factory.mktemp("draft"), seed=2, layers=1, hidden=16)
-    return CausalLM.load(ModelConfig(path, dtype="float32", device="cpu"))
+    return load_backend(ModelConfig(path, dtype="float32", device="cpu"))
 
 
 @pytest.fixture(scope="session")

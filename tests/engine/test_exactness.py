@@ -39,12 +39,11 @@ from engine.protocols import NoDrafter
 from engine.sampling.params import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.laws import p_value, shaped_law
-from tests.engine.running import make_engine, run
+from tests.engine.running import expected_tokens, make_engine, run
 from tests.fakes import (
     ConstantDrafter,
     ContextModel,
     CuttingDrafter,
-    DrawingModel,
     ForgetfulDrafter,
     InterruptedDrafter,
     TreeDrafter,
@@ -199,8 +198,8 @@ LAWS = {
     "drafter",
     [
         lambda _: NoDrafter(),
-        lambda config: ModelDrafter(DrawingModel(TARGET.laws), config),
-        lambda config: InterruptedDrafter(RunAheadDrafter(DrawingModel(TARGET.laws), config)),
+        lambda config: ModelDrafter(TARGET, config),
+        lambda config: InterruptedDrafter(RunAheadDrafter(TARGET, config)),
         lambda _: TreeDrafter(range(5)),
     ],
     ids=["none", "itself", "running ahead", "trees"],
@@ -213,8 +212,8 @@ def test_what_a_pass_draws_is_what_would_be_drawn_outside(names, drafter):
         ([i % 5, i % 3, 1], replace(params[i % len(params)], seed=i, max_tokens=20 + i % 7, ignore_eos=True))
         for i in range(56)
     ]
-    expected = run(make_engine(TARGET, num_speculative_tokens=0), requests)
-    engine = make_engine(DrawingModel(TARGET.laws), drafter, num_speculative_tokens=4)
+    expected = {str(i): expected_tokens(TARGET, *request) for i, request in enumerate(requests)}
+    engine = make_engine(TARGET, drafter, num_speculative_tokens=4)
     assert run(engine, requests) == expected
     if isinstance(engine.drafter, ModelDrafter):
         assert engine.stats.acceptance_rate == 1.0

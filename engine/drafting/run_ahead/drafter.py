@@ -24,7 +24,7 @@ from engine.drafting.model import ModelDrafter, Prefix
 from engine.drafting.run_ahead.branches import Branches, Trunk
 from engine.drafting.run_ahead.foresight import NUM_CANDIDATES, Foresight
 from engine.drafting.run_ahead.pace import WIDTHS, Pace
-from engine.models.causal_lm import CausalLM
+from engine.execution.backend import Backend
 from engine.protocols import Draft, ProposeRow
 from engine.sampling.grammar import Grammars
 from engine.stats import RunAheadStats
@@ -55,7 +55,7 @@ class RunAheadDrafter(ModelDrafter):
 
     def __init__(
         self,
-        model: CausalLM,
+        backend: Backend,
         config: EngineConfig,
         *,
         token_limit: int | None = None,
@@ -63,7 +63,7 @@ class RunAheadDrafter(ModelDrafter):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Make the draft's KV cache; `clock` (seconds, from any start) is what passes and rounds are measured with."""
-        super().__init__(model, config, token_limit=token_limit, ranks=True, grammars=grammars)
+        super().__init__(backend, config, token_limit=token_limit, ranks=True, grammars=grammars)
         self.stats = RunAheadStats()
         self._depth = max(1, config.num_speculative_tokens)
         self._foresight = Foresight(self._depth, shares_noise=config.verification == "coupled")
@@ -226,7 +226,7 @@ class RunAheadDrafter(ModelDrafter):
         for prefix, (trunk, branch) in chosen:
             for own, places in zip(slots, branches.entries(trunk, branch), strict=True):
                 own += [self._slot(prefix.block_ids, place) for place in places]
-        sources, targets = (torch.tensor(own, device=self.model.device) for own in slots)
+        sources, targets = (torch.tensor(own, device=self.backend.device) for own in slots)
         self._kv.move(sources, targets)
 
     def _slot(self, block_ids: Sequence[int], place: int) -> int:
@@ -285,7 +285,7 @@ class RunAheadDrafter(ModelDrafter):
     def _make_scratch(self, trunk: Trunk, width: int) -> bool:
         """Reserve places for a trunk's branches, from blocks that nobody else uses."""
         length = trunk.base + len(trunk.chain.token_ids)
-        if length + 1 + self._depth > self.model.info.max_model_len:
+        if length + 1 + self._depth > self.backend.info.max_model_len:
             return False
         prefix = self._prefixes[trunk.row.request_id]
         blocks = self._pool.allocate(self._pool.blocks_for(length + width * self._depth) - len(prefix.block_ids))
@@ -318,7 +318,7 @@ class RunAheadDrafter(ModelDrafter):
         self._foresight.look(trunks, drawn.ranking)
         for trunk in trunks:
             params = trunk.row.params
-            eos = () if params.ignore_eos else self.model.info.eos_token_ids
+            eos = () if params.ignore_eos else self.backend.info.eos_token_ids
             self._foresight.bet(trunk, width, {*eos, *params.stop_token_ids})
         self._passed()
         yield

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import PacelineError
-from engine.execution.attention import Group, KVTensors, PagedContext, TracedContext, additive_mask, slots_of
+from engine.execution.attention import Group, KVTensors, PagedContext, additive_mask, slots_of
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.cpu.half_weights import with_half_weights
+from engine.execution.cpu.traced import TracedContext
+from engine.models.causal_lm import forward
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
@@ -30,20 +32,6 @@ _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 class CompileError(PacelineError):
     """A model's forward pass cannot be compiled, or computes something else when it is."""
-
-
-def call(
-    module: nn.Module, token_ids: Tensor, positions: Tensor, wanted: Tensor, context: PagedContext | TracedContext
-) -> Tensor:
-    """Run a model's own forward, whatever it does behind its head included; returns [n, vocab] logits at `wanted`."""
-    logits: Tensor = module(
-        input_ids=token_ids.unsqueeze(0),
-        position_ids=positions.unsqueeze(0),
-        use_cache=False,
-        logits_to_keep=wanted,
-        paged=context,
-    ).logits
-    return logits[0]
 
 
 class Step(nn.Module):
@@ -82,7 +70,7 @@ class Step(nn.Module):
         }
         ends = torch.cat([limits.unsqueeze(-1), extra + 1], -1).amax(-1)
         context = TracedContext(keys, values, slots_of(blocks, places, size).flatten(), blocks, ends, masks)
-        logits = call(self.module, token_ids, positions.flatten(), wanted, context).float()
+        logits = forward(self.module, token_ids, positions.flatten(), wanted, context).float()
         scores = noise.scores(logits, temperatures, noise_keys, noise_rows)
         return logits, scores, scores.argmax(-1)
 
@@ -232,4 +220,4 @@ def load_noise(path: Path) -> None:
         difference = float((run([keys, token_ids])[0] - noise.plain_gumbel(keys, token_ids)).abs().amax())
         if not difference < _NOISE_TOLERANCE:
             raise CompileError(f"the compiled noise differs from the eager one by {difference:.1e}")
-    noise.use(lambda keys, token_ids: run([keys, token_ids])[0])
+    noise.implement("cpu", lambda keys, token_ids: run([keys, token_ids])[0])

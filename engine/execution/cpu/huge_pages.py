@@ -13,12 +13,14 @@ import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 HUGE_PAGE_BYTES = 2**21
+COLLAPSE_AFTER_S = 5.0
 
 _MAPS = Path("/proc/self/smaps")
 _NORMAL, _COLLAPSE = 0, 25  # MADV_NORMAL, which changes nothing, and MADV_COLLAPSE of asm-generic/mman-common.h
@@ -30,7 +32,22 @@ _one_at_a_time = threading.Lock()
 _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)\s*(.*)")
 
 
-def collapse() -> tuple[int, int]:
+def collapse_soon(name: str) -> None:
+    """Call `collapse` in the background, a little later: what this model works with may still be loading."""
+    timer = threading.Timer(COLLAPSE_AFTER_S, collapse, [name])
+    timer.daemon = True
+    timer.start()
+
+
+def collapse(name: str) -> None:
+    """Move this process's memory to huge pages and log how much of it is there, in a model's name."""
+    started = time.monotonic()
+    moved, total = collapse_all()
+    text = "%s: %.0f of %.0f MB of this process on huge pages after %.1f s"
+    logger.info(text, name, moved / 1e6, total / 1e6, time.monotonic() - started)
+
+
+def collapse_all() -> tuple[int, int]:
     """Move all memory of this process, KV blocks included, to huge pages; takes a second for each 0.3 to 1 GB.
 
     Passes may run meanwhile, and memory may come and go.

@@ -3,10 +3,9 @@
 Compiling takes about a minute. It happens in a process of its own while the model is already served eagerly, and its
 result stays in the cache folder for later starts. A package belongs to a configuration, not to weights. By hand:
 
-    python -m engine.execution.cpu.packages MODEL_DIRECTORY...
+    python -m engine.execution.cpu MODEL_DIRECTORY...
 """
 
-import argparse
 import contextlib
 import fcntl
 import hashlib
@@ -31,9 +30,9 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from engine.config import ModelConfig
 from engine.execution import attention
 from engine.execution.batch import ForwardBatch
-from engine.execution.cpu import compiled, half_weights, kernels, paged_attention
+from engine.execution.cpu import compiled, half_weights, kernels, paged_attention, traced
 from engine.execution.cpu.compiled import CompileError, GumbelNoise, Step, arguments
-from engine.models import fusion
+from engine.models import causal_lm, fusion
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
@@ -60,7 +59,7 @@ def package_path(step: Step, config: Any) -> Path:
     parts = (
         json.dumps(settings, sort_keys=True, default=str),
         [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in step.tensors.items()],
-        _digest(attention, compiled, fusion, half_weights, kernels, noise, paged_attention),
+        _digest(attention, causal_lm, compiled, fusion, half_weights, kernels, noise, paged_attention, traced),
     )
     return _cached(parts)
 
@@ -178,7 +177,7 @@ class Compiling:
 
     def __init__(self, config: ModelConfig, dtype: str, ready: Callable[[], None]) -> None:
         """Start; `ready` is called from a thread when the packages are there. A failure is logged."""
-        command = [sys.executable, "-m", "engine.execution.cpu.packages", config.path, "--dtype", dtype]
+        command = [sys.executable, "-m", "engine.execution.cpu", config.path, "--dtype", dtype]
         self._ready = ready
         self._process = subprocess.Popen(
             command + (["--revision", config.revision] if config.revision else []),
@@ -225,24 +224,3 @@ def compile_once(path: Path, compile_to: Callable[[Path], None]) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             compile_to(path)
-
-
-def main() -> None:
-    """Compile the given models, as far as that was not done before."""
-    from engine.models.causal_lm import CausalLM  # which imports this module
-
-    parser = argparse.ArgumentParser(prog="python -m engine.execution.cpu.packages", description=main.__doc__)
-    parser.add_argument("models", nargs="+", metavar="MODEL_DIRECTORY")
-    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    parser.add_argument("--revision")
-    options = parser.parse_args()
-    for path in options.models:
-        config = ModelConfig(path, dtype=options.dtype, device="cpu", revision=options.revision)
-        try:
-            CausalLM.load(config).compile()
-        except (CompileError, OSError) as error:
-            sys.exit(f"{path}: {error}")
-
-
-if __name__ == "__main__":
-    main()

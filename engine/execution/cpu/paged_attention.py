@@ -5,9 +5,9 @@ and attending to them took most of the time; the C++ beside this file reads them
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from engine.execution.attention import attend_to_gathered
 from engine.execution.cpu import kernels
 
 _LANES = 16
@@ -46,31 +46,7 @@ def _gather_and_attend(
     """Compute the same with torch's own operators; what `ends` tells, the mask does too."""
     rows, _, length, _ = mask.shape
     mask = mask.repeat(1, 1, query.shape[1] // keys.shape[2], 1)
-    return attend(rows, length, query.transpose(0, 1), keys[blocks], values[blocks], mask, scale)
-
-
-def attend(
-    rows: int, length: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
-) -> Tensor:
-    """Attention over gathered blocks.
-
-    Args:
-        query: [heads, rows * length, d].
-        key, value: the rows' blocks one after the other, [..., kv_heads, d].
-        mask: [rows, 1, copies * length, context].
-    """
-    heads, _, head_dim = query.shape
-    kv_heads = key.shape[-2]
-    copies = heads // kv_heads
-    context = (rows, mask.shape[-1], kv_heads, head_dim)
-    key, value = key.view(context).transpose(1, 2), value.view(context).transpose(1, 2)
-    # The query heads of one kv head become more queries: grouped-query attention without copying keys.
-    # [kv_heads, copies, rows, length, d] -> [rows, kv_heads, copies * length, d]
-    query = query.view(kv_heads, copies, rows, length, head_dim).permute(2, 0, 1, 3, 4)
-    query = query.reshape(rows, kv_heads, copies * length, head_dim)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    output = output.view(rows, kv_heads, copies, length, head_dim).permute(0, 3, 1, 2, 4)
-    return output.reshape(rows * length, heads, head_dim)
+    return attend_to_gathered(rows, length, query.transpose(0, 1), keys[blocks], values[blocks], mask, scale)
 
 
 SCHEMA = (

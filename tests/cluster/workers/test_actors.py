@@ -13,9 +13,9 @@ LOAD = """
 import sys
 from cluster.workers.actors import show_progress
 from engine.config import ModelConfig
-from engine.models.causal_lm import CausalLM
+from engine.execution.registry import load_backend
 show_progress()
-CausalLM.load(ModelConfig(sys.argv[1], dtype="float32", device="cpu"))
+load_backend(ModelConfig(sys.argv[1], dtype="float32", device="cpu"))
 """
 
 

@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.model import TOP_M, ModelDrafter, common_length
+from engine.execution.registry import load_backend
 from engine.llm import run_in_process
-from engine.models.causal_lm import CausalLM
 from engine.protocols import ProposeRow
 from engine.sampling.logits import Run, probabilities, shape
 from engine.sampling.params import SamplingParams
@@ -41,9 +41,9 @@ class Counting:
     def __getattr__(self, name):
         return getattr(self.model, name)
 
-    def forward(self, batch):
+    def run(self, batch, draws=None):
         self.passes.append(batch.token_ids.numel())
-        return self.model.forward(batch)
+        return self.model.run(batch, draws)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -148,7 +148,7 @@ def test_a_greedy_draft_is_certain_of_its_tokens():
 @pytest.fixture(scope="module")
 def small_vocabulary(tmp_path_factory):
     path = save(LlamaConfig(**{**SIZES, "vocab_size": 60}), tmp_path_factory.mktemp("small"), seed=4)
-    return CausalLM.load(ModelConfig(path, dtype="float32", device="cpu"))
+    return load_backend(ModelConfig(path, dtype="float32", device="cpu"))
 
 
 def test_a_draft_with_fewer_ids_than_the_target_passes_on_texts_it_cannot_read(small_vocabulary):

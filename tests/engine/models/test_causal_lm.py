@@ -15,7 +15,7 @@ from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cpu import packages as compilation
 from engine.execution.cpu.half_weights import FbgemmLinear, HalfLinear, PanelLinear, has_fbgemm
-from engine.models.causal_lm import CausalLM, resolve_device, resolve_dtype
+from engine.execution.registry import load_backend, resolve_device, resolve_dtype
 from tests.engine.tiny import SIZES, save
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -64,7 +64,7 @@ def quiet():
 
 
 def load(path):
-    return CausalLM.load(ModelConfig(str(path), dtype="float32", device="cpu"))
+    return load_backend(ModelConfig(str(path), dtype="float32", device="cpu"))
 
 
 def reference(path):
@@ -93,11 +93,11 @@ def test_one_batch_of_every_kind_of_row_computes_transformers_own_logits(name, t
     generator = torch.Generator().manual_seed(3)
     text = torch.randint(2, 64, (6, 48), generator=generator).tolist()
     order = (torch.randperm(6 * 8, generator=generator) + 1).view(6, 8).tolist()
-    kv = model.kv_tensors(49, 8)
+    kv = model.allocate_kv(49, 8)
     for cache in (*kv.keys, *kv.values):
         cache.normal_(std=30.0, generator=generator)
     done = [17, 33, 12, 25]
-    model.forward(build([ForwardRow(text[i][:n], 0, order[i], 0) for i, n in enumerate(done)], kv))
+    model.run(build([ForwardRow(text[i][:n], 0, order[i], 0) for i, n in enumerate(done)], kv))
     tree = [-1, 0, -1, 2, 2, 4]
     drafted = text[3][40:46]
     rows = [
@@ -108,7 +108,7 @@ def test_one_batch_of_every_kind_of_row_computes_transformers_own_logits(name, t
         ForwardRow(text[4][:5], 0, order[4], 5),
         ForwardRow(text[5][:20], 0, order[5], 2),
     ]
-    logits = model.forward(build(rows, kv))
+    logits = model.run(build(rows, kv)).logits
     wanted = [
         expect(text[0][:40])[17:],
         expect(text[1][:34])[33:],
@@ -127,25 +127,25 @@ def test_a_prompt_in_chunks_computes_what_it_computes_whole(name, tmp_path):
     save(family(name), tmp_path, factor=3.0)
     expect, model = reference(tmp_path), load(tmp_path)
     text = torch.randint(2, 64, (45,), generator=torch.Generator().manual_seed(4)).tolist()
-    kv, blocks = model.kv_tensors(8, 8), [4, 7, 1, 2, 6, 3]
+    kv, blocks = model.allocate_kv(8, 8), [4, 7, 1, 2, 6, 3]
     found, start = [], 0
     for size in (3, 17, 1, 20, 4):
         row = ForwardRow(text[start : start + size], start, blocks, size)
-        found.append(model.forward(build([row], kv)))
+        found.append(model.run(build([row], kv)).logits)
         start += size
     assert (torch.cat(found) - expect(text)).abs().max() < 1e-4
 
 
 def test_an_accepted_path_of_a_tree_counts_as_context_after_it_was_moved(target):
     """The keys of a node carry the rotary position of its depth, so moving them is all there is to do."""
-    kv, blocks = target.kv_tensors(8, 4), [5, 2, 7]
+    kv, blocks = target.allocate_kv(8, 4), [5, 2, 7]
     prompt, drafted, parents = [9, 4, 30, 7, 8], [11, 12, 13, 14], [-1, -1, 1, 2]
-    target.forward(build([ForwardRow([*prompt, *drafted], 0, blocks, 0, parents=parents)], kv))
+    target.run(build([ForwardRow([*prompt, *drafted], 0, blocks, 0, parents=parents)], kv))
     slots = torch.tensor([blocks[place // 4] * 4 + place % 4 for place in range(5, 9)])
     kv.move(slots[[1, 2, 3]], slots[[0, 1, 2]])
-    moved = target.forward(build([ForwardRow([40], 8, blocks, 1)], kv))
-    straight = target.kv_tensors(8, 4)
-    whole = target.forward(build([ForwardRow([*prompt, 12, 13, 14, 40], 0, blocks, 1)], straight))
+    moved = target.run(build([ForwardRow([40], 8, blocks, 1)], kv)).logits
+    straight = target.allocate_kv(8, 4)
+    whole = target.run(build([ForwardRow([*prompt, 12, 13, 14, 40], 0, blocks, 1)], straight)).logits
     assert (moved - whole).abs().max() < 1e-5
 
 
@@ -198,10 +198,9 @@ def test_weights_that_are_pickles_are_refused(tmp_path):
 
 
 def test_the_cache_has_the_models_heads(target):
-    kv = target.kv_tensors(5, 16)
+    kv = target.allocate_kv(5, 16)
     assert isinstance(kv, KVTensors)
     assert [tuple(keys.shape) for keys in kv.keys] == [(5, 16, 2, 8)] * 2
-    assert target.kv_block_bytes(16) == sum(x[0].nbytes for x in (*kv.keys, *kv.values))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -235,7 +234,7 @@ def half_kind(request, monkeypatch):
     else:
         monkeypatch.setattr(compilation, "has_compiler", lambda: False)
     if "FBGEMM" in request.param:
-        monkeypatch.setattr("engine.models.causal_lm.has_fbgemm", lambda: False)
+        monkeypatch.setattr("engine.execution.cpu.backend.has_fbgemm", lambda: False)
         return None
     if not has_fbgemm():
         pytest.skip("this torch has no FBGEMM")
@@ -249,13 +248,13 @@ def test_what_is_not_compiled_has_half_weights_in_its_large_layers_only_and_comp
     save(config, tmp_path, factor=3.0)
     module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     module.save_pretrained(tmp_path)
-    monkeypatch.setattr("engine.models.causal_lm.MIN_LARGE", 64 * 32)
+    monkeypatch.setattr("engine.execution.cpu.backend.MIN_LARGE", 64 * 32)
     model, expect = load(tmp_path), reference(tmp_path)
     if half_kind is PanelLinear:
-        assert not any(isinstance(layer, HalfLinear) for layer in model.module.modules())
+        assert not any(isinstance(layer, HalfLinear) for layer in model.model.module.modules())
     monkeypatch.setattr(compilation, "MAX_BYTES", 0)
     model = load(tmp_path)
-    layers = [layer for layer in model.module.modules() if isinstance(layer, nn.Linear | HalfLinear)]
+    layers = [layer for layer in model.model.module.modules() if isinstance(layer, nn.Linear | HalfLinear)]
     large = {layer for layer in layers if layer.in_features * layer.out_features >= 64 * 32}
     halves = {layer for layer in layers if isinstance(layer, HalfLinear)}
     assert halves == (large if half_kind else set())
@@ -263,9 +262,9 @@ def test_what_is_not_compiled_has_half_weights_in_its_large_layers_only_and_comp
     assert 0 < len(large) < len(layers)
     assert model.info.num_parameters == module.num_parameters()
     text = list(range(2, 40))
-    kv = model.kv_tensors(4, 16)
-    assert model.forward(build([ForwardRow(text[:20], 0, [1, 2, 3], 0)], kv)).shape == (0, 64)
-    logits = model.forward(build([ForwardRow(text[20:], 20, [1, 2, 3], len(text) - 20)], kv))
+    kv = model.allocate_kv(4, 16)
+    assert model.run(build([ForwardRow(text[:20], 0, [1, 2, 3], 0)], kv)).logits.shape == (0, 64)
+    logits = model.run(build([ForwardRow(text[20:], 20, [1, 2, 3], len(text) - 20)], kv)).logits
     assert (logits - expect(text)[20:]).abs().max() < 1e-4
 
 

@@ -59,5 +59,5 @@ def test_layers_of_which_only_some_have_a_bias_are_left_alone():
 
 
 def test_a_loaded_model_is_fused(target):
-    kinds = {type(module) for module in target.module.modules()}
+    kinds = {type(module) for module in target.model.module.modules()}
     assert {FusedLinear, FusedSibling} <= kinds

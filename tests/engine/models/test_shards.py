@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.execution.batch import ForwardRow, build
+from engine.execution.registry import load_backend
 from engine.llm import run_in_process
-from engine.models.causal_lm import CausalLM, Shard
+from engine.models.causal_lm import Shard
 from engine.protocols import NO_DRAFT, Draft
 from engine.sampling.params import SamplingParams
 from engine.verification.verifier import ModelVerifier
@@ -63,7 +64,7 @@ def save_family(name, path, **changes):
 
 
 def load(path, shard=None):
-    return CausalLM.load(ModelConfig(str(path), dtype="float32", device="cpu"), shard=shard)
+    return load_backend(ModelConfig(str(path), dtype="float32", device="cpu"), shard=shard)
 
 
 def load_ranks(path, world_size):
@@ -78,13 +79,13 @@ def logits_of(models):
     prompt, chain, tree = list(range(5, 28)), [3, 9, 4], [8, 2, 6]
 
     def compute(model):
-        kv = model.kv_tensors(9, 8)
-        first = model.forward(build([ForwardRow(prompt, 0, [1, 2, 3, 4], 23)], kv))
+        kv = model.allocate_kv(9, 8)
+        first = model.run(build([ForwardRow(prompt, 0, [1, 2, 3, 4], 23)], kv)).logits
         rows = [
             ForwardRow([prompt[-1], *chain], 22, [1, 2, 3, 4], 4),
             ForwardRow([7, 7, *tree], 0, [5], 4, parents=[-1, -1, 1]),
         ]
-        return torch.cat([first, model.forward(build(rows, kv))])
+        return torch.cat([first, model.run(build(rows, kv)).logits])
 
     with ThreadPoolExecutor(len(models)) as pool:
         return list(pool.map(compute, models))

@@ -18,7 +18,7 @@ from engine.execution.cpu import packages as compilation
 from engine.execution.cpu.compiled import PIECE_LENGTH, CompiledForward, CompileError, can_run, example, pieces, samples
 from engine.execution.cpu.half_weights import PanelLinear
 from engine.execution.cpu.paged_attention import suits
-from engine.models.causal_lm import CausalLM
+from engine.execution.registry import load_backend
 from engine.models.fusion import FusedLinear
 from engine.sampling import noise
 from engine.sampling.grammar import Grammars, from_regex
@@ -37,11 +37,11 @@ needs_compiler = pytest.mark.skipif(not compilation.has_compiler(), reason="ther
 @pytest.fixture(autouse=True)
 def own_noise(cache):
     yield
-    noise.use(None)
+    noise.implement("cpu", None)
 
 
 def load(path):
-    return CausalLM.load(ModelConfig(path, dtype="float32", device="cpu"))
+    return load_backend(ModelConfig(path, dtype="float32", device="cpu"))
 
 
 @pytest.fixture(params=["16-bit weights", "32-bit weights"])
@@ -59,14 +59,14 @@ def path(request, target_path, tmp_path):
 @needs_compiler
 def test_compiled_text_does_not_depend_on_the_draft(path, request, tmp_path):
     model = load(path)
-    loaded = [weakref.ref(layer.weight) for layer in model.module.modules() if type(layer) is nn.Linear]
+    loaded = [weakref.ref(layer.weight) for layer in model.model.module.modules() if type(layer) is nn.Linear]
     model.compile()
     assert model.is_compiled
     has_halves = any(isinstance(child, PanelLinear) for child in model._step.modules())
     assert has_halves == ("16-bit weights" in request.node.name)
     gc.collect()
     assert {weight() is None for weight in loaded} == {has_halves}  # nobody keeps those that others replace
-    assert suits(model.kv_shape[2], model.dtype) == has_halves
+    assert suits(model.model.kv_shape[2], model.model.dtype) == has_halves
     generator = torch.Generator().manual_seed(0)
     requests = []
     for i in range(60):
@@ -92,7 +92,7 @@ def test_compiled_text_does_not_depend_on_the_draft(path, request, tmp_path):
         engine = make_engine(model, drafter, grammars=grammars, num_speculative_tokens=4)
         assert run(engine, requests) == plain
         assert engine.stats.acceptance_rate > (0.98 if type(engine.drafter) is not TreeDrafter else 0)
-    noise.use(None)
+    noise.implement("cpu", None)
     eager = run(make_engine(load(path), grammars=grammars, num_speculative_tokens=0), requests)
     assert sum(eager[name] == plain[name] for name in plain) >= 58  # a rounding may tip a near-tie
 
@@ -111,7 +111,7 @@ def mixed_rows():
 
 
 def both_caches(model):
-    kv, others = model.kv_tensors(60, 16), model.kv_tensors(60, 16)
+    kv, others = model.allocate_kv(60, 16), model.allocate_kv(60, 16)
     for cache, other in zip((*kv.keys, *kv.values), (*others.keys, *others.values), strict=True):
         other.copy_(cache.normal_())
     return kv, others
@@ -129,11 +129,11 @@ def test_pieces_compute_what_the_whole_batch_does(window, tmp_path):
     kv, others = both_caches(model)
     batch = build(mixed_rows(), kv)
     with torch.inference_mode():
-        expected = model._forward_eagerly(build(mixed_rows(), others))
+        expected = model.logits(build(mixed_rows(), others))
         found = torch.full_like(expected, float("nan"))
         lengths = []
         for piece, where in pieces(batch):
-            found[where] = model._forward_eagerly(piece)
+            found[where] = model.logits(piece)
             lengths.append(len(piece.token_ids))
     assert max(lengths) == PIECE_LENGTH
     assert sum(lengths) == len(batch.token_ids)
@@ -148,11 +148,11 @@ def test_prompts_run_compiled_however_many_threads_there_are(target_path, monkey
     model.compile()
     kv, others = both_caches(model)
     with torch.inference_mode():
-        expected = model._forward_eagerly(build(mixed_rows(), others))
-    monkeypatch.setattr(model, "_forward_eagerly", lambda batch: pytest.fail("it ran eagerly"))
+        expected = model.logits(build(mixed_rows(), others))
+    monkeypatch.setattr(model, "logits", lambda batch: pytest.fail("it ran eagerly"))
     for count in (2, 1):
         torch.set_num_threads(count)
-        assert (model.forward(build(mixed_rows(), kv)) - expected).abs().max() < 1e-4
+        assert (model.run(build(mixed_rows(), kv)).logits - expected).abs().max() < 1e-4
         assert_same_caches(kv, others)
 
 
@@ -162,12 +162,12 @@ def test_windows_compile(tmp_path):
     save(MistralConfig(**SIZES, sliding_window=24), tmp_path)
     model = load(str(tmp_path))
     model.compile()  # compares with the eager pass itself
-    kv, others = model.kv_tensors(16, 16), model.kv_tensors(16, 16)
+    kv, others = model.allocate_kv(16, 16), model.allocate_kv(16, 16)
     rows = [ForwardRow(list(range(2, 2 + n)), 20 + n, [2 * n, 2 * n + 1, 15], n) for n in (1, 2, 5)]
     for cache, other in zip((*kv.keys, *kv.values), (*others.keys, *others.values), strict=True):
         other.copy_(cache.normal_())
     with torch.inference_mode():
-        found, expected = model.forward(build(rows, kv)), model._forward_eagerly(build(rows, others))
+        found, expected = model.run(build(rows, kv)).logits, model.logits(build(rows, others))
     assert (found - expected).abs().max() < 1e-4
     for cache, other in zip((*kv.keys, *kv.values), (*others.keys, *others.values), strict=True):
         assert torch.allclose(cache, other, atol=1e-5)  # what was written counts as much as what was returned
@@ -184,12 +184,13 @@ def test_other_weights_use_the_same_package_and_a_wrong_package_is_refused(targe
     other.compile()
     assert path.stat().st_mtime_ns == before
     candidate = CompiledForward(path, other._step)
-    batch = build(samples()[0], other.kv_tensors(16, 16))
+    batch = build(samples()[0], other.allocate_kv(16, 16))
     with torch.inference_mode(), pytest.raises(CompileError, match="differs from the eager one"):
-        candidate.check(batch, model._forward_eagerly(batch))
+        candidate.check(batch, model.logits(batch))
     path.write_bytes(b"no package")
     with caplog.at_level(logging.WARNING):
-        again = CausalLM.load(ModelConfig(target_path, dtype="float32", device="cpu", compile="auto"))
+        again = load_backend(ModelConfig(target_path, dtype="float32", device="cpu", compile="auto"))
+        again.warm_up()
     assert not again.is_compiled
     assert "runs eagerly" in caplog.text
     path.unlink()
@@ -198,13 +199,14 @@ def test_other_weights_use_the_same_package_and_a_wrong_package_is_refused(targe
 def test_without_a_compiler_it_runs_eagerly(target_path, monkeypatch, caplog):
     monkeypatch.setattr("engine.execution.cpu.packages.has_compiler", lambda: False)
     with caplog.at_level(logging.INFO):
-        model = CausalLM.load(ModelConfig(target_path, dtype="float32", device="cpu", compile="auto"))
+        model = load_backend(ModelConfig(target_path, dtype="float32", device="cpu", compile="auto"))
+        model.warm_up()
     assert not model.is_compiled
     assert "there is no C++ compiler" in caplog.text
 
 
 def test_one_pass_computes_short_rows_only(target):
-    kv = target.kv_tensors(16, 16)
+    kv = target.allocate_kv(16, 16)
     assert can_run(example(kv)[0])
     assert can_run(build([ForwardRow([3] * 20, 0, [1, 2], 1)], kv))
     assert can_run(build([ForwardRow([3] * PIECE_LENGTH, 16, list(range(1, 10)), 1)], kv))
@@ -235,12 +237,12 @@ def test_what_is_in_the_cache_needs_no_right_to_write_there(tmp_path):
 def test_a_package_is_checked_beside_passes_that_are_under_way(target_path, monkeypatch):
     """Fused layers keep parts of a pass between two calls; those of a pass that is being served must stay."""
     model = load(target_path)
-    fused = [layer for layer in model.module.modules() if isinstance(layer, FusedLinear)]
+    fused = [layer for layer in model.model.module.modules() if isinstance(layer, FusedLinear)]
     for layer in fused:
         layer.pending = [torch.ones(1)]
     candidate = SimpleNamespace(check=lambda batch, expected: None)
-    monkeypatch.setattr("engine.models.causal_lm.CompiledForward", lambda *_: candidate)
-    monkeypatch.setattr("engine.models.causal_lm.load_noise", lambda _: None)
+    monkeypatch.setattr("engine.execution.cpu.backend.CompiledForward", lambda *_: candidate)
+    monkeypatch.setattr("engine.execution.cpu.backend.load_noise", lambda _: None)
     monkeypatch.setattr(compilation, "load_kernels", lambda: None)
     model._adopt()
     assert model.is_compiled

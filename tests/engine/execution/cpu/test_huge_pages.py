@@ -2,17 +2,15 @@
 
 import mmap
 import re
-import threading
 from pathlib import Path
 from queue import Queue
 
 import pytest
 import torch
 
-from engine import LLM
-from engine.config import EngineConfig, ModelConfig
+from engine.config import ModelConfig
 from engine.execution.cpu import huge_pages
-from engine.models.causal_lm import CausalLM
+from engine.execution.registry import load_backend
 from tests.cluster.models import save_llama
 
 SIZE = 32 * 2**20
@@ -45,7 +43,7 @@ def collapse():
         pytest.skip("this kernel gives huge pages to all memory or to none")
     memory = mapped()
     memory[:] = bytes(SIZE)
-    huge_pages.collapse()
+    huge_pages.collapse_all()
     if figures(memory)["AnonHugePages"] == 0:
         pytest.skip("this kernel moves nothing to huge pages")
     return huge_pages.collapse
@@ -84,7 +82,7 @@ def test_what_is_hardly_there_is_not_filled(collapse):
 def test_a_system_without_them_is_left_alone_and_says_so(monkeypatch, tmp_path, caplog):
     caplog.set_level("INFO", logger=huge_pages.__name__)
     monkeypatch.setattr(huge_pages, "_MAPS", tmp_path / "nothing")
-    assert huge_pages.collapse() == (0, 0)
+    assert huge_pages.collapse_all() == (0, 0)
     assert "no huge pages: " in caplog.text
 
 
@@ -94,38 +92,21 @@ def test_a_kernel_that_refuses_is_reported(monkeypatch, caplog):
     monkeypatch.setattr(huge_pages, "_COLLAPSE", 12345)  # no advice of any kernel
     memory = mapped()
     memory[:] = bytes(SIZE)
-    moved, wanted = huge_pages.collapse()
+    moved, wanted = huge_pages.collapse_all()
     assert moved == 0 < wanted
     assert "few huge pages: Invalid argument" in caplog.text
 
 
-@pytest.fixture
-def soon(monkeypatch):
-    monkeypatch.setattr("engine.models.causal_lm._HUGE_PAGES_AFTER_S", 0.01)
-
-
-def test_a_model_asks_for_them_in_the_background_where_its_weights_are_worth_a_page(soon, monkeypatch, tmp_path):
-    asked: Queue[threading.Thread] = Queue()
-    monkeypatch.setattr("engine.models.causal_lm.collapse", lambda: asked.put(threading.current_thread()) or (0, 0))
-    model = CausalLM.load(ModelConfig(str(save_llama(tmp_path, seed=1)), compile="off", device="cpu"))
-    monkeypatch.setattr("engine.models.causal_lm.HUGE_PAGE_BYTES", huge_pages.HUGE_PAGE_BYTES)
-    before = threading.active_count()
-    model.use_huge_pages()
-    model.use_huge_pages_soon()
-    assert asked.empty()
-    assert threading.active_count() == before
-    monkeypatch.setattr("engine.models.causal_lm.HUGE_PAGE_BYTES", 1)
-    model.use_huge_pages_soon()
-    assert asked.get(timeout=10) is not threading.current_thread()
-
-
-def test_an_llm_asks_for_them_once_it_has_loaded(soon, monkeypatch, tmp_path):
-    asked: Queue[str] = Queue()
-    monkeypatch.setattr("engine.models.causal_lm.HUGE_PAGE_BYTES", 1)
-    monkeypatch.setattr("engine.models.causal_lm._move_to_huge_pages", asked.put)
+def test_a_model_asks_for_them_in_the_background_where_its_weights_are_worth_a_page(monkeypatch, tmp_path):
+    requests: Queue[str] = Queue()
+    monkeypatch.setattr("engine.execution.cpu.backend.collapse_soon", requests.put)
     path = str(save_llama(tmp_path, seed=1))
-    LLM(path, None, compile="off", device="cpu", engine_config=EngineConfig(max_model_len=64))
-    assert asked.get(timeout=10) == path
+    model = load_backend(ModelConfig(path, compile="off", device="cpu"))
+    model.warm_up()
+    assert requests.empty()
+    monkeypatch.setattr("engine.execution.cpu.backend.HUGE_PAGE_BYTES", 1)
+    model.warm_up()
+    assert requests.get_nowait() == path
 
 
 def test_memory_that_goes_meanwhile_ends_nothing(collapse, monkeypatch):

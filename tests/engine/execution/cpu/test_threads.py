@@ -1,8 +1,4 @@
-"""Threads: the fewest that are about as fast as any, for each kind of pass."""
-
-import os
-import threading
-from types import SimpleNamespace
+"""Threads: one for every 64 million multiplications of a pass, within the worker's cores."""
 
 import pytest
 import torch
@@ -10,19 +6,9 @@ import torch
 from engine.config import ModelConfig
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cpu import threads
-from engine.execution.cpu.threads import fit_threads
-from engine.models.causal_lm import CausalLM
+from engine.execution.cpu.threads import num_threads
+from engine.execution.registry import load_backend
 from tests.cluster.models import save_llama
-
-SECONDS = {
-    1: {1: 1.0, 2: 0.99, 4: 1.05, 6: 1.1},  # one row: a second thread gains nothing
-    8: {1: 1.0, 2: 0.5, 4: 0.49, 6: 0.7},
-}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return CausalLM.load(ModelConfig(str(save_llama(tmp_path_factory.mktemp("model"), seed=1)), compile="off"))
 
 
 @pytest.fixture(autouse=True)
@@ -31,72 +17,26 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def test_the_fewest_of_the_fastest_are_kept_for_each_kind_of_pass(model, monkeypatch):
-    def measure(_, counts, rows, length):
-        if length == 5:
-            return [SECONDS[rows][count] for count in counts]
-        return [1 / count if length == 512 else 1.0 for count in counts]  # short prompts gain nothing either
+@pytest.mark.parametrize(
+    ("num_weights", "num_tokens", "max_threads", "expected"),
+    [
+        pytest.param(5_500_000, 5, 8, 1, id="a small model decodes"),
+        pytest.param(5_500_000, 40, 8, 3, id="a small model decodes a batch"),
+        pytest.param(5_500_000, 1024, 8, 8, id="a small model reads a prompt"),
+        pytest.param(380_000_000, 1, 8, 5, id="a large model decodes"),
+        pytest.param(380_000_000, 1, 2, 2, id="more than there are cores"),
+        pytest.param(8_000_000_000, 1, 1, 1, id="one core"),
+    ],
+)
+def test_a_pass_gets_a_thread_for_every_64_million_multiplications(num_weights, num_tokens, max_threads, expected):
+    assert num_threads(num_weights, num_tokens, max_threads) == expected
 
-    monkeypatch.setattr(threads, "_measure", measure)
-    assert str(fit_threads(model, 6)) == "1 for decoding, 2 for a batch, 1 for prompts, 6 for long prompts"
-    for num_tokens, count in [(1, 1), (5, 1), (6, 2), (40, 2), (41, 1), (128, 1), (129, 6), (1000, 6)]:
-        model.threads.use(num_tokens)
+
+def test_passes_of_one_model_run_with_the_threads_of_their_size(tmp_path, monkeypatch):
+    path = str(save_llama(tmp_path, seed=1))
+    model = load_backend(ModelConfig(path, compile="off", device="cpu", num_threads=3))
+    monkeypatch.setattr(threads, "MULTIPLICATIONS_PER_THREAD", 5 * model.info.num_parameters)
+    kv = model.allocate_kv(4, 16)
+    for length, count in [(3, 1), (10, 2), (20, 3), (5, 1)]:
+        model.run(build([ForwardRow([1] * length, 0, [1, 2], 1)], kv))
         assert torch.get_num_threads() == count
-
-
-def test_a_little_slower_each_time_is_not_about_as_fast(model, monkeypatch):
-    """Each number is compared with the fastest, not with the one before it."""
-    seconds = {8: 1.0, 4: 1.06, 2: 1.12, 1: 1.18}
-    monkeypatch.setattr(threads, "_measure", lambda _, counts, *__: [seconds[count] for count in counts])
-    assert str(fit_threads(model, 8)).startswith("4 for decoding")
-    assert str(fit_threads(model, 8, worth=0.8)).startswith("1 for decoding")
-
-
-def test_numbers_take_turns_and_the_first_pass_of_a_turn_is_not_counted(model, monkeypatch):
-    """A machine that becomes slow halfway is so for both; that threads must be made first is no cost of a pass."""
-    order = []
-    clock = iter(range(10_000))
-    monkeypatch.setattr(model, "forward", lambda _: order.append(torch.get_num_threads()))
-    monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(threads, "_MAX_TURN_S", float("inf"))
-    monkeypatch.setattr(threads, "_MAX_TRIAL_S", float("inf"))
-    assert threads._measure(model, (2, 1), 1, 5) == [1, 1]
-    assert order == ([2] * (1 + threads._PASSES_OF_TURN) + [1] * (1 + threads._PASSES_OF_TURN)) * threads._NUM_TURNS
-
-
-def test_a_pass_that_takes_long_is_counted_once_in_each_of_two_turns(model, monkeypatch):
-    seconds = iter(range(10_000))
-    order = []
-    monkeypatch.setattr(model, "forward", lambda _: order.append(torch.get_num_threads()))
-    monkeypatch.setattr(threads, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-    assert threads._measure(model, (2, 1), 1, 5) == [1, 1]
-    assert order == [2, 2, 1, 1] * 2
-
-
-def test_a_pass_runs_with_the_threads_of_its_size(model):
-    """Also the measuring is real here."""
-    fit_threads(model, 2)
-    model.threads = threads.Threads(((5, 2), (40, 1)))
-    kv = model.kv_tensors(4, 16)
-    for length, count in [(3, 2), (20, 1), (5, 2)]:
-        model.forward(build([ForwardRow([1] * length, 0, [1, 2], 1)], kv))
-        assert torch.get_num_threads() == count
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no such calls")
-def test_passes_of_one_thread_keep_to_their_core_and_others_use_all():
-    found = []
-
-    def passes():
-        kept = threads.Threads(((5, 1), (40, 2)), core=min(threads._CORES))
-        for num_tokens in (3, 20, 5):
-            kept.use(num_tokens)
-            found.append(os.sched_getaffinity(0))
-        threads.Threads(((5, 1),)).use(3)
-        found.append(os.sched_getaffinity(0))
-
-    thread = threading.Thread(target=passes)  # what it keeps to ends with it
-    thread.start()
-    thread.join()
-    assert found == [{min(threads._CORES)}, threads._CORES, {min(threads._CORES)}, {min(threads._CORES)}]
-    assert os.sched_getaffinity(0) == threads._CORES

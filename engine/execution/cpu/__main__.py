@@ -1,0 +1,30 @@
+"""Compile models before they are served: `python -m engine.execution.cpu MODEL_DIRECTORY...`."""
+
+import argparse
+import sys
+
+import torch
+
+from engine.config import ModelConfig
+from engine.execution.cpu.backend import load_cpu
+from engine.execution.cpu.compiled import CompileError
+from engine.execution.registry import resolve_dtype
+
+
+def main() -> None:
+    """Compile the given models, unless that was done before."""
+    parser = argparse.ArgumentParser(prog="python -m engine.execution.cpu", description=main.__doc__)
+    parser.add_argument("models", nargs="+", metavar="MODEL_DIRECTORY")
+    parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--revision")
+    options = parser.parse_args()
+    for path in options.models:
+        config = ModelConfig(path, dtype=options.dtype, device="cpu", revision=options.revision)
+        try:
+            load_cpu(config, resolve_dtype(config.dtype, torch.device("cpu")), None).compile()
+        except (CompileError, OSError) as error:
+            sys.exit(f"{path}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""CpuBackend: compiled passes where they pay, 16-bit weights that stay 16-bit, and as many threads as a pass needs."""
+
+import functools
+import logging
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from engine.config import ModelConfig
+from engine.execution.backend import PassOutput
+from engine.execution.batch import ForwardBatch, build
+from engine.execution.cpu import packages
+from engine.execution.cpu.compiled import CompiledForward, CompileError, Step, can_run, example, load_noise, samples
+from engine.execution.cpu.half_weights import (
+    MIN_LARGE,
+    FbgemmLinear,
+    HalfLinear,
+    PanelLinear,
+    has_fbgemm,
+    shared_copy,
+    use_half_weights,
+)
+from engine.execution.cpu.host_memory import free_bytes as free_bytes
+from engine.execution.cpu.huge_pages import HUGE_PAGE_BYTES, collapse, collapse_soon
+from engine.execution.cpu.threads import Threads
+from engine.execution.eager import EagerBackend, log_loaded
+from engine.models.causal_lm import CausalLM, Shard
+from engine.models.loader import load_model
+from engine.sampling import noise
+from engine.sampling.noise import Draws
+
+logger = logging.getLogger(__name__)
+
+
+class CpuBackend(EagerBackend):
+    """Runs a model on the CPU: eagerly at first, compiled as soon as a package of its pass is there."""
+
+    def __init__(self, model: CausalLM, config: ModelConfig, max_threads: int) -> None:
+        """Pack the weights that are 16-bit numbers.
+
+        Raises:
+            ModelError: see `EagerBackend`.
+        """
+        self._config = config
+        self._num_bytes = sum(p.numel() * p.element_size() for p in model.module.parameters())
+        self._compiled: CompiledForward | None = None
+        self._threads = Threads(model.info.num_parameters, max_threads)
+        if model.dtype == torch.float32 and self._reason_not_to_compile(model) is not None:
+            # A compiled pass has them beside the float32 ones.
+            _pack_large_layers(model)
+        super().__init__(model)
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardBatch, draws: Draws | None = None) -> PassOutput:
+        """Compute a batch; see `Backend.run`."""
+        self._threads.use(len(batch.token_ids))
+        compiled = self._compiled
+        if compiled is None:
+            return super().run(batch, draws)
+        if can_run(batch):
+            return PassOutput(*compiled(batch, draws))
+        logits = compiled.in_pieces(batch)
+        scores = logits if draws is None else noise.noised_logits(logits, draws)
+        return PassOutput(logits, scores, scores.argmax(-1))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether passes run compiled."""
+        return self._compiled is not None
+
+    def warm_up(self, *, compile_missing: bool = True) -> None:
+        """Run compiled, now if that was done before, else as soon as a process of its own has done it."""
+        if self._config.compile == "auto":
+            if (reason := self._reason_not_to_compile(self.model)) is not None:
+                logger.info("%s runs eagerly: %s", self.info.name, reason)
+            elif not self.use_compiled() and compile_missing:
+                found = [path.exists() for path in self._package_files]
+                text = "%s: compiling in the background, eager until then (%d of %d parts found in the cache)"
+                logger.info(text, self.info.name, sum(found), len(found))
+                packages.Compiling(self._config, self.info.dtype, self._adopt_when_ready)
+        if self._num_bytes >= HUGE_PAGE_BYTES:
+            collapse_soon(self.info.name)
+
+    def compile(self) -> None:
+        """Run compiled from now on; takes a minute where it was never done before.
+
+        Raises:
+            CompileError: this model cannot be compiled here, or would compute something else.
+        """
+        if (reason := self._reason_not_to_compile(self.model)) is not None:
+            raise CompileError(reason)
+        packages.load_kernels()
+        kv, step = self.allocate_kv(16, 16), self._step
+        with torch.inference_mode():
+            packages.compile_once(self._package, lambda path: packages.compile_step(step, *example(kv), path))
+        packages.compile_once(packages.noise_path(), packages.compile_noise)
+        self._adopt()
+
+    def use_compiled(self) -> bool:
+        """Run compiled if that was done before; return whether it was."""
+        if self._reason_not_to_compile(self.model) is not None:
+            return False
+        was_compiled = all(path.exists() for path in self._package_files)
+        if was_compiled:
+            self._try_to_adopt()
+        return was_compiled
+
+    @functools.cached_property
+    def _step(self) -> Step:
+        step = Step(self.model.module, self.windows)
+        _log_half_weights(self.info.name, step)
+        return step
+
+    @functools.cached_property
+    def _package(self) -> Path:
+        return packages.package_path(self._step, self.model.config)
+
+    @property
+    def _package_files(self) -> list[Path]:
+        return [self._package, packages.noise_path(), packages.kernels_path()]
+
+    def _reason_not_to_compile(self, model: CausalLM) -> str | None:
+        if model.shard is not None and model.shard.world_size > 1:
+            return "it is one of several ranks"
+        if self._num_bytes > packages.MAX_BYTES:
+            return "it is bound by memory, not by calls"
+        if not packages.has_compiler():
+            return "there is no C++ compiler"
+        return None
+
+    def _adopt_when_ready(self) -> None:
+        self._try_to_adopt()
+        if self._num_bytes >= HUGE_PAGE_BYTES:
+            collapse(self.info.name)  # the packed weights have come since
+
+    def _try_to_adopt(self) -> None:
+        try:
+            self._adopt()
+        except (CompileError, OSError, RuntimeError) as error:
+            logger.warning("%s runs eagerly: %s", self.info.name, error)
+
+    @torch.inference_mode()
+    def _adopt(self) -> None:
+        """Take the package, after comparing it with the eager pass on batches of several shapes."""
+        started = time.monotonic()
+        packages.load_kernels()
+        candidate = CompiledForward(self._package, self._step)
+        kv = self.allocate_kv(16, 16)
+        # Another thread may be serving with the module, whose fused layers keep parts of a pass between two calls.
+        module = shared_copy(self.model.module)
+        for rows in samples():
+            batch = build(rows, kv)
+            candidate.check(batch, self.logits(batch, module))
+        load_noise(packages.noise_path())
+        self._compiled = candidate
+        # Nothing computes with it any more, and where weights are packed, half of the memory or more is its own.
+        self.model.module = self._step.module
+        logger.info("%s: compiled pass loaded and checked in %.1f s", self.info.name, time.monotonic() - started)
+
+
+def load_cpu(config: ModelConfig, dtype: torch.dtype, shard: Shard | None) -> CpuBackend:
+    """Load a model for the CPU; its passes use at most `num_threads` threads, by default what torch has.
+
+    Raises:
+        ModelError: the model cannot be served.
+    """
+    started = time.monotonic()
+    max_threads = config.num_threads or torch.get_num_threads()
+    torch.set_num_threads(max_threads)
+    model = load_model(config, device=torch.device("cpu"), dtype=dtype, shard=shard)
+    backend = CpuBackend(model, config, max_threads)
+    log_loaded(backend, time.monotonic() - started)
+    return backend
+
+
+def fastest_dtype() -> torch.dtype:
+    """Return bfloat16 on CPUs with AMX, else float32.
+
+    With AVX512-BF16 alone products take up to twice as long as in float32 (oneDNN 3.12, Emerald Rapids without AMX).
+    """
+    return torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
+
+
+def bytes_per_weight(dtype: torch.dtype) -> int:
+    """Return the memory of a weight while a model loads; float32 ones are packed to 16 bits beside what was loaded."""
+    return dtype.itemsize + (2 if dtype == torch.float32 else 0)
+
+
+def _pack_large_layers(model: CausalLM) -> None:
+    if not any(type(layer) is nn.Linear and layer.weight.numel() >= MIN_LARGE for layer in model.module.modules()):
+        return
+    kind: type[HalfLinear] | None = PanelLinear
+    try:
+        packages.load_kernels()
+    except (CompileError, OSError) as error:
+        kind = FbgemmLinear if has_fbgemm() else None
+        logger.info("%s: products by %s: %s", model.info.name, "FBGEMM" if kind else "torch, in float32", error)
+    if kind is not None:
+        use_half_weights(model.module, kind, smallest=MIN_LARGE)
+        _log_half_weights(model.info.name, model.module)
+
+
+def _log_half_weights(name: str, module: nn.Module) -> None:
+    halves = [isinstance(layer, HalfLinear) for layer in module.modules() if isinstance(layer, HalfLinear | nn.Linear)]
+    logger.info("%s: %d of %d linear layers have 16-bit weights", name, sum(halves), len(halves))

@@ -1,0 +1,97 @@
+"""EagerBackend: passes operator by operator, on any device that torch knows."""
+
+import logging
+import time
+
+import torch
+from torch import Tensor, nn
+
+from engine.config import ModelConfig
+from engine.errors import ModelError
+from engine.execution.attention import KVTensors
+from engine.execution.backend import PassOutput
+from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.models.causal_lm import CausalLM, Shard, forward
+from engine.models.loader import load_model
+from engine.sampling import noise
+from engine.sampling.noise import Draws
+
+logger = logging.getLogger(__name__)
+
+
+class EagerBackend:
+    """Runs a loaded model as transformers wrote it, but for attention and fused projections."""
+
+    def __init__(self, model: CausalLM) -> None:
+        """Try the model on two tokens.
+
+        Raises:
+            ModelError: it asks for something that our attention does not compute, or memory does not hold the trial.
+        """
+        self.model = model
+        self.info = model.info
+        self.device = model.device
+        self.windows = self._try()
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardBatch, draws: Draws | None = None) -> PassOutput:
+        """Compute a batch; see `Backend.run`."""
+        logits = self.logits(batch)
+        scores = logits if draws is None else noise.noised_logits(logits, draws)
+        return PassOutput(logits, scores, scores.argmax(-1))
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
+        """Allocate a KV cache for this model."""
+        like = torch.empty(0, dtype=self.model.dtype, device=self.device)
+        return KVTensors(self.model.kv_shape, num_blocks, block_size, like)
+
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """Sum a tensor over the ranks that share the model."""
+        shard = self.model.shard
+        return partial if shard is None else shard.all_reduce(partial.to(self.device))
+
+    def warm_up(self, *, compile_missing: bool = True) -> None:
+        """Do nothing: every pass is like the first."""
+
+    def logits(self, batch: ForwardBatch, module: nn.Module | None = None) -> Tensor:
+        """Compute [n, vocab] float32 logits, with the model's own module or with another of the same kind."""
+        module = self.model.module if module is None else module
+        return forward(module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged).float()
+
+    @torch.inference_mode()
+    def _try(self) -> list[int | None]:
+        """Run two tokens through every layer; unknown attention features raise here, not in a round.
+
+        Returns:
+            The attention windows that the layers ask for.
+        """
+        name = type(self.model.module).__name__
+        try:
+            kv = self.allocate_kv(2, 16)
+            self.logits(build([ForwardRow([0, 0], 0, [1], 1)], kv))
+            step = build([ForwardRow([0], 2, [1], 1)], kv)
+            self.logits(step)
+        except torch.OutOfMemoryError as error:
+            raise ModelError(f"{self.info.name} does not fit into the memory of {self.device}: {error}") from error
+        except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+            raise ModelError(f"{name} is not built like the models served here: {error}") from error
+        return step.paged.groups[0].windows
+
+
+def load_eager(config: ModelConfig, device: torch.device, dtype: torch.dtype, shard: Shard | None) -> EagerBackend:
+    """Load a model to run eagerly.
+
+    Raises:
+        ModelError: the model cannot be served.
+    """
+    started = time.monotonic()
+    backend = EagerBackend(load_model(config, device=device, dtype=dtype, shard=shard))
+    log_loaded(backend, time.monotonic() - started)
+    return backend
+
+
+def log_loaded(backend: EagerBackend, seconds: float) -> None:
+    """Log what was loaded."""
+    info = backend.info
+    size = f"{info.num_parameters / 1e6:.1f} M parameters in {info.dtype}"
+    logger.info("%s: %s on %s, loaded in %.1f s", info.name, size, info.device, seconds)

@@ -1,0 +1,89 @@
+"""The backend registry: which device a configuration means, and the backend that serves there."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import ModelError
+from engine.execution.backend import Backend
+from engine.models.causal_lm import Shard
+from engine.models.footprint import Footprint, footprint
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a worker finds before it loads: its device, the memory that is free there, and what its model will take.
+
+    Attributes:
+        device: names the device among all of its node's.
+        free_bytes: what models and caches may still take.
+    """
+
+    device: str
+    free_bytes: int
+    footprint: Footprint
+
+
+def load_backend(config: ModelConfig, *, shard: Shard | None = None) -> Backend:
+    """Load a model, or one rank's shard of it, on the device that the configuration names.
+
+    Raises:
+        ModelError: no such device, or the model cannot be served.
+    """
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    if device.type == "cpu":
+        from engine.execution.cpu.backend import load_cpu
+
+        return load_cpu(config, dtype, shard)
+    from engine.execution.eager import load_eager
+
+    return load_eager(config, device, dtype, shard)
+
+
+def resolve_device(device: str) -> torch.device:
+    """Return the device that `device` names, with its index; auto is CUDA where there is one.
+
+    Ray shows each worker its own GPUs as 0 to n, so the current one is the worker's.
+
+    Raises:
+        ModelError: CUDA was asked for and there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ModelError("device is cuda, but no CUDA device is visible to this process")
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """Return the number format that `dtype` names; auto is bfloat16 where the device multiplies that faster."""
+    if dtype != "auto":
+        resolved = getattr(torch, dtype)
+        assert isinstance(resolved, torch.dtype)
+        return resolved
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    from engine.execution.cpu.backend import fastest_dtype
+
+    return fastest_dtype()
+
+
+def survey(config: ModelConfig, engine: EngineConfig, *, world_size: int = 1) -> Survey:
+    """Measure a device and a model, for the memory plan.
+
+    Raises:
+        ModelError: no such device or model, or this system does not tell how much memory is free.
+    """
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    if device.type == "cpu":
+        from engine.execution.cpu.backend import bytes_per_weight, free_bytes
+
+        name, num_free, weight_size = "cpu", free_bytes(), bytes_per_weight(dtype)
+    else:
+        name, weight_size = str(torch.cuda.get_device_properties(device).uuid), dtype.itemsize
+        num_free, _ = torch.cuda.mem_get_info(device)
+    taken = footprint(config, engine, dtype=dtype, bytes_per_weight=weight_size, world_size=world_size)
+    return Survey(name, num_free, taken)

@@ -1,0 +1,95 @@
+"""Footprint: what a model takes on a device, read from its configuration and file headers before it loads."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedConfig
+
+from engine.config import EngineConfig, ModelConfig
+from engine.models.causal_lm import kv_shape
+from engine.models.registry import read_config
+from engine.models.shards import plan_of, style_of, weight_files
+
+_LOGIT_COPIES = 4
+"""Logits, their scores, and what shaping or log probabilities copy."""
+_MASK_COPIES = 2
+_ACTIVATION_COPIES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one worker's model takes.
+
+    Attributes:
+        name: of the model, for messages.
+        weight_bytes: this rank's weights, as they are held.
+        workspace_bytes: what a pass needs besides, at most: masks, gathered keys and values, activations, logits.
+        kv_token_bytes: keys and values of one token over all layers.
+        max_model_len: tokens of the longest context.
+    """
+
+    name: str
+    weight_bytes: int
+    workspace_bytes: int
+    kv_token_bytes: int
+    max_model_len: int
+
+
+def footprint(
+    config: ModelConfig, engine: EngineConfig, *, dtype: torch.dtype, bytes_per_weight: int, world_size: int = 1
+) -> Footprint:
+    """Return the footprint of a model, or of one of its ranks, without loading it.
+
+    Raises:
+        ModelError: no such model, or one that cannot be served so.
+    """
+    model_config = read_config(config)
+    weight_bytes = _num_weights(config, model_config, world_size) * bytes_per_weight
+    return of_weights(config.path, weight_bytes, model_config, engine, dtype=dtype, world_size=world_size)
+
+
+def of_weights(
+    name: str,
+    weight_bytes: int,
+    model_config: PreTrainedConfig,
+    engine: EngineConfig,
+    *,
+    dtype: torch.dtype,
+    world_size: int = 1,
+) -> Footprint:
+    """Return the footprint of a model whose weights take `weight_bytes` on each rank; a pure function."""
+    text = model_config.get_text_config()
+    layers, kv_heads, head_dim = kv_shape(model_config, world_size)
+    longest = int(text.max_position_embeddings)
+    max_model_len = min(engine.max_model_len or longest, longest)
+    layer_token_bytes = 2 * kv_heads * head_dim * dtype.itemsize
+    num_tokens = engine.max_num_batched_tokens
+    num_logits = engine.max_num_seqs * (1 + engine.num_speculative_tokens)
+    widest = max(text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    workspace_bytes = (
+        _MASK_COPIES * num_tokens * max_model_len * dtype.itemsize
+        + 2 * max_model_len * layer_token_bytes
+        + _ACTIVATION_COPIES * num_tokens * widest * dtype.itemsize
+        + _LOGIT_COPIES * num_logits * text.vocab_size * torch.float32.itemsize
+    )
+    return Footprint(name, weight_bytes, workspace_bytes, layers * layer_token_bytes, max_model_len)
+
+
+def _num_weights(config: ModelConfig, model_config: PreTrainedConfig, world_size: int) -> int:
+    """Return how many weights one rank holds, from the headers of the model's files."""
+    plan = plan_of(config.path, model_config, world_size) if world_size > 1 else {}
+    return sum(_num_weights_in(file, plan, world_size) for file in weight_files(config))
+
+
+def _num_weights_in(file: Path, plan: dict[str, str], world_size: int) -> int:
+    total = 0
+    with safe_open(file, framework="pt") as weights:
+        for name in weights.keys():  # noqa: SIM118 - not a dict
+            size = 1
+            for length in weights.get_slice(name).get_shape():
+                size *= length
+            is_sliced = style_of(plan, name.rpartition(".")[0]) is not None
+            total += size // world_size if is_sliced else size
+    return total

@@ -1,0 +1,57 @@
+"""Loader: from a directory of safetensors to a CausalLM on a device, whole or one rank's shard of it."""
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from engine.config import ModelConfig, ModelInfo
+from engine.errors import ModelError
+from engine.execution.attention import ATTENTION_NAME
+from engine.models.causal_lm import CausalLM, Shard
+from engine.models.fusion import fuse_projections
+from engine.models.registry import eos_token_ids, read_config
+from engine.models.shards import load_shard
+
+
+def load_model(
+    config: ModelConfig, *, device: torch.device, dtype: torch.dtype, shard: Shard | None = None
+) -> CausalLM:
+    """Load a model, or one rank's shard of it, with our attention function and fused projections.
+
+    Raises:
+        ModelError: no such model, no safetensors, or an architecture that cannot be served.
+    """
+    model_config = read_config(config)
+    if shard is None or shard.world_size == 1:
+        module = _load_whole(config, device, dtype)
+    else:
+        module = load_shard(config, model_config, shard, dtype, device)
+    module.eval().requires_grad_(False)
+    fuse_projections(module)
+    info = ModelInfo(
+        name=config.path,
+        vocab_size=model_config.get_text_config().vocab_size,
+        max_model_len=int(model_config.get_text_config().max_position_embeddings),
+        eos_token_ids=eos_token_ids(config, model_config),
+        num_parameters=sum(p.numel() for p in module.parameters()),
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+    )
+    return CausalLM(module, model_config, info, device, dtype, shard)
+
+
+def _load_whole(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        module: nn.Module = AutoModelForCausalLM.from_pretrained(
+            config.path,
+            revision=config.revision,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load {config.path}: {error}") from error
+    return module.to(device)

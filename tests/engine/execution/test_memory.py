@@ -1,0 +1,108 @@
+"""The memory plan, case by case: what fits where, before anything is loaded."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.execution.memory import plan_kv_blocks
+from engine.models.footprint import of_weights
+
+GIB = 2**30
+
+
+def llama(hidden, intermediate, layers, heads, kv_heads):
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        vocab_size=128_256,
+        max_position_embeddings=131_072,
+    )
+
+
+MODELS = {
+    "1B": (1.24e9, llama(2048, 8192, 16, 32, 8)),
+    "8B": (8.03e9, llama(4096, 14_336, 32, 32, 8)),
+    "70B": (70.6e9, llama(8192, 28_672, 80, 64, 8)),
+}
+
+
+def worker(name, engine, *, ranks=1):
+    num_weights, config = MODELS[name]
+    # Embeddings and head are whole on each rank.
+    whole = 2 * config.vocab_size * config.hidden_size if ranks > 1 else 0
+    weight_bytes = int(2 * ((num_weights - whole) / ranks + whole))
+    return of_weights(name, weight_bytes, config, engine, dtype=torch.bfloat16, world_size=ranks)
+
+
+def blocks(free_gib, models, *, ranks=1, **settings):
+    engine = EngineConfig(**settings)
+    workers = [worker(name, engine, ranks=ranks) for name in models]
+    return plan_kv_blocks(int(free_gib * GIB), workers, engine)
+
+
+FULL = (131_072 + 4 + 15) // 16
+"""Blocks of one request of full length, its draft included."""
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "models", "settings", "requests"),
+    [
+        pytest.param(79, ["8B"], {}, 1.94, id="8B alone on 80 GB, 131k"),
+        pytest.param(79, ["8B", "1B"], {}, 1.46, id="8B and its 1B draft share 80 GB, 131k"),
+        pytest.param(79, ["8B", "1B"], {"memory_fraction": 0.9}, 2.62, id="the same with more of the memory"),
+        pytest.param(79, ["70B"], {"ranks": 4}, 2.09, id="a rank of 70B over four"),
+        pytest.param(79, ["1B"], {}, 9.4, id="1B alone: the draft on a GPU of its own"),
+        pytest.param(23, ["1B"], {}, 2.41, id="the draft on a cheaper card, 24 GB"),
+        pytest.param(15.5, ["1B"], {}, 1.47, id="the draft on a card of 16 GB"),
+    ],
+)
+def test_what_fits(free_gib, models, settings, requests):
+    assert blocks(free_gib, models, **settings) / FULL == pytest.approx(requests, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "models", "settings"),
+    [
+        pytest.param(15.5, ["8B"], {}, id="8B on 16 GB: the weights alone do not fit"),
+        pytest.param(23, ["8B"], {}, id="8B on 24 GB: no request of 131k fits beside them"),
+        pytest.param(79, ["70B"], {"ranks": 2}, id="70B over two"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_figures(free_gib, models, settings):
+    with pytest.raises(ModelError, match=r"GiB are free; weights take .* lower max_model_len"):
+        blocks(free_gib, models, **settings)
+
+
+def test_a_shorter_context_makes_room():
+    short = blocks(23, ["8B"], max_model_len=8192)
+    assert short >= (8192 + 4) // 16
+
+
+def test_nobody_gets_more_than_all_requests_of_full_length_need():
+    assert blocks(1000, ["1B"], max_model_len=1024, max_num_seqs=2) == 2 * ((1024 + 4 + 15) // 16)
+
+
+def test_workers_of_one_device_hold_the_same_number_of_tokens_within_its_memory():
+    engine = EngineConfig(memory_fraction=1.0)
+    workers = [worker("8B", engine), worker("1B", engine)]
+    count = plan_kv_blocks(79 * GIB, workers, engine)
+    taken = sum(w.weight_bytes + w.workspace_bytes + count * 16 * w.kv_token_bytes for w in workers)
+    assert taken <= 79 * GIB < taken + 16 * sum(w.kv_token_bytes for w in workers)
+
+
+def test_ranks_on_one_cpu_share_its_memory():
+    engine = EngineConfig(max_model_len=1024, max_num_seqs=10_000)
+    one = worker("1B", engine)
+    alone = plan_kv_blocks(200 * GIB, [one], engine)
+    beside = plan_kv_blocks(200 * GIB, [one, one], engine)
+    assert beside < alone / 1.9
+
+
+def test_a_number_from_the_configuration_is_taken_as_it_is():
+    assert blocks(1, ["70B"], num_blocks=7) == 7

@@ -1,0 +1,57 @@
+"""What a model takes, read before it loads, against what it takes once it is loaded."""
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, ModelConfig
+from engine.execution.registry import load_backend
+from engine.models.footprint import footprint
+from tests.engine.conftest import VOCAB, save_llama
+
+
+def measure(path, *, world_size=1, **settings):
+    return footprint(
+        ModelConfig(path), EngineConfig(**settings), dtype=torch.float32, bytes_per_weight=4, world_size=world_size
+    )
+
+
+def test_the_weights_counted_in_the_files_are_those_that_are_loaded(target_path):
+    model = load_backend(ModelConfig(target_path, dtype="float32", device="cpu")).model
+    assert measure(target_path).weight_bytes == 4 * sum(p.numel() for p in model.module.parameters())
+
+
+def test_a_rank_takes_its_slices_and_all_that_every_rank_holds_whole(target_path):
+    """Embeddings, head and norms are whole on both ranks; all other layers are halves."""
+    whole, half = measure(target_path), measure(target_path, world_size=2)
+    kept_whole = 4 * (2 * VOCAB * 32 + 5 * 32)
+    assert half.weight_bytes == kept_whole + (whole.weight_bytes - kept_whole) // 2
+    assert half.kv_token_bytes == whole.kv_token_bytes // 2
+
+
+def test_keys_and_values_of_a_token_take_what_the_cache_allocates(target):
+    kv = target.allocate_kv(3, 16)
+    allocated = sum(cache.nbytes for cache in (*kv.keys, *kv.values))
+    assert measure(target.info.name).kv_token_bytes == allocated // (3 * 16)
+
+
+def test_the_context_is_the_models_own_or_a_shorter_one(target_path):
+    assert measure(target_path).max_model_len == 512
+    assert measure(target_path, max_model_len=100).max_model_len == 100
+    assert measure(target_path, max_model_len=100_000).max_model_len == 512
+
+
+@pytest.mark.parametrize("field", ["max_num_batched_tokens", "max_num_seqs", "num_speculative_tokens"])
+def test_a_pass_over_more_needs_more_workspace(target_path, field):
+    small, large = measure(target_path, **{field: 4}), measure(target_path, **{field: 64})
+    assert small.workspace_bytes < large.workspace_bytes
+
+
+def test_several_files_are_counted_together(tmp_path):
+    path = save_llama(tmp_path, seed=1)
+    whole = measure(path).weight_bytes
+    from transformers import AutoModelForCausalLM
+
+    AutoModelForCausalLM.from_pretrained(path).save_pretrained(path, max_shard_size="10KB")
+    (tmp_path / "model.safetensors").unlink()
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert measure(path).weight_bytes == whole

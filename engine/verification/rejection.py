@@ -28,10 +28,7 @@ def rejection(shaped: Tensor, runs: Sequence[Run], drafts: Sequence[Draft]) -> l
         Per request, the tokens to commit and the path of accepted nodes.
     """
     accepted, law = decide(probabilities(shaped, runs), _coins(runs, shaped.device), drafts)
-    ends = [
-        Run(run.params, run.token_ids, run.prompt_length, [run.depths[count]])
-        for run, count in zip(runs, accepted, strict=True)
-    ]
+    ends = [Run(run.request, [run.depths[count]]) for run, count in zip(runs, accepted, strict=True)]
     final = (law.log() + gumbel_rows(ends, law, noise.RESIDUAL_STREAM)).argmax(-1).tolist()
     return [
         ([*draft.token_ids[:count], token], list(range(count)))

@@ -49,12 +49,12 @@ class ModelVerifier:
 
     def _decide(self, rows: Sequence[VerifyRow], batch: ForwardBatch) -> list[Verdict]:
         deciding = [(i, row) for i, row in enumerate(rows) if row.reaches_tip]
-        runs = [_run(row, self._end_ids, matcher_of(self._grammars, row)) for _, row in deciding]
+        runs = [_run(row, self._end_ids, matcher_of(self._grammars, row.request)) for _, row in deciding]
         logits, drawn = self._forward(batch, runs)
         verdicts, logits = _read_prompts(rows, logits)
         if not deciding:
             return verdicts
-        raw = logits.log_softmax(-1) if any(row.params.logprobs is not None for _, row in deciding) else None
+        raw = logits.log_softmax(-1) if any(row.request.params.logprobs is not None for _, row in deciding) else None
         drafts = [row.draft for _, row in deciding]
         if self._rejects:
             decisions = rejection(shape(logits, runs), runs, drafts)
@@ -63,9 +63,9 @@ class ModelVerifier:
         start = 0
         for (i, row), (tokens, path) in zip(deciding, decisions, strict=True):
             logprobs = None
-            if raw is not None and row.params.logprobs is not None:
+            if raw is not None and (count := row.request.params.logprobs) is not None:
                 rows_used = [start, *(start + 1 + node for node in path)]
-                logprobs = _logprobs(raw[rows_used], tokens, row.params.logprobs)
+                logprobs = _logprobs(raw[rows_used], tokens, count)
             verdicts[i] = replace(verdicts[i], token_ids=tokens, path=path, logprobs=logprobs)
             start += _num_deciding(row)
         return verdicts
@@ -107,7 +107,7 @@ class ModelVerifier:
 
     def _slot(self, row: VerifyRow, node: int) -> int:
         """Return where the entry of a draft's node lies."""
-        block, offset = divmod(len(row.token_ids) + node, self._kv.block_size)
+        block, offset = divmod(len(row.request.token_ids) + node, self._kv.block_size)
         return row.block_ids[block] * self._kv.block_size + offset
 
 
@@ -127,7 +127,7 @@ def _drawn(logits: Tensor, known: list[int] | None, runs: Sequence[Run]) -> list
 
 
 def _forward_row(row: VerifyRow) -> ForwardRow:
-    tokens = [*row.token_ids[row.start : row.start + row.length]]
+    tokens = row.request.token_ids[row.start : row.start + row.length]
     if not row.reaches_tip:
         return ForwardRow(tokens, row.start, row.block_ids, row.length if row.num_prompt_logprobs else 0)
     draft = row.draft
@@ -153,19 +153,18 @@ def _read_prompts(rows: Sequence[VerifyRow], logits: Tensor) -> tuple[list[Verdi
     for row, part in zip(rows, logits.split_with_sizes([_forward_row(row).num_logits for row in rows]), strict=True):
         deciding.append(part[len(part) - _num_deciding(row) :])
         prompt_logprobs: list[TokenLogprobs] = []
-        if row.params.prompt_logprobs is not None and (count := row.num_prompt_logprobs):
-            tokens = list(row.token_ids[row.start + 1 : row.start + 1 + count])
-            prompt_logprobs = _logprobs(part[:count].log_softmax(-1), tokens, row.params.prompt_logprobs)
+        num_top = row.request.params.prompt_logprobs
+        if num_top is not None and (count := row.num_prompt_logprobs):
+            tokens = row.request.token_ids[row.start + 1 : row.start + 1 + count]
+            prompt_logprobs = _logprobs(part[:count].log_softmax(-1), tokens, num_top)
         verdicts.append(Verdict(prompt_logprobs=prompt_logprobs))
     return verdicts, torch.cat(deciding)
 
 
 def _run(row: VerifyRow, eos_token_ids: tuple[int, ...], matcher: Matcher | None) -> Run:
-    draft, params = row.draft, row.params
+    draft, params = row.draft, row.request.params
     return Run(
-        params=params,
-        token_ids=row.token_ids,
-        prompt_length=row.prompt_length,
+        row.request,
         depths=[0, *depths(draft.parents)],
         paths=paths(draft) if params.depends_on_path else (),
         end_ids=(*eos_token_ids, *params.stop_token_ids),

@@ -26,6 +26,7 @@ from engine.sampling.grammar import Grammars, matcher_of
 from engine.sampling.logits import Run, draw, noised, plan_draws, shape
 from engine.sampling.noise import Draws
 from engine.sampling.params import SamplingParams
+from engine.verification.rule import find_rule
 
 TOP_M = 32
 """Under the rejection rule the drafter samples from its m likeliest tokens only, so that a sparse row can travel."""
@@ -65,7 +66,7 @@ class ModelDrafter:
         num_blocks = count_blocks(model, config)
         self._pool = BlockPool(num_blocks, config.block_size, share=False)
         self._kv = model.kv_tensors(num_blocks, config.block_size)
-        self._sends_rows = config.verification == "rejection"
+        self._sends_rows = find_rule(config.verification).needs_draft_rows
         self._ranks = ranks
         self._chunk = config.max_num_batched_tokens
         self._prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()

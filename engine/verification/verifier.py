@@ -1,6 +1,5 @@
 """ModelVerifier: one target pass over all committed tips and drafts of a batch, then the verification rule per row."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,9 +12,8 @@ from engine.execution.memory import count_blocks
 from engine.models.causal_lm import CausalLM
 from engine.protocols import Draft, TokenLogprobs, Verdict, VerifyRow
 from engine.sampling.grammar import Grammars, Matcher, matcher_of
-from engine.sampling.logits import Run, draw, plan_draws, shape
-from engine.verification.coupled import coupled
-from engine.verification.rejection import rejection
+from engine.sampling.logits import Run, plan_draws
+from engine.verification.rule import find_rule
 
 
 class ModelVerifier:
@@ -27,7 +25,7 @@ class ModelVerifier:
         self._grammars = grammars
         self.num_blocks = count_blocks(model, config)
         self._kv = model.kv_tensors(self.num_blocks, config.block_size)
-        self._rejects = config.verification == "rejection"
+        self._rule = find_rule(config.verification)
         self._end_ids = tuple(model.info.eos_token_ids)
 
     async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
@@ -56,10 +54,7 @@ class ModelVerifier:
             return verdicts
         raw = logits.log_softmax(-1) if any(row.request.params.logprobs is not None for _, row in deciding) else None
         drafts = [row.draft for _, row in deciding]
-        if self._rejects:
-            decisions = rejection(shape(logits, runs), runs, drafts)
-        else:
-            decisions = coupled(_drawn(logits, drawn, runs), drafts)
+        decisions = self._rule.decide(logits, runs, drafts, drawn)
         start = 0
         for (i, row), (tokens, path) in zip(deciding, decisions, strict=True):
             logprobs = None
@@ -74,7 +69,7 @@ class ModelVerifier:
         """Compute the logits and, where the pass can do that as well, draw a token from each row."""
         params = [run.params for run in runs for _ in run.depths]
         has_prompts = len(params) < len(batch.logit_indices)
-        if self._rejects or has_prompts or not self.model.can_draw(batch):
+        if not self._rule.shares_noise or has_prompts or not self.model.can_draw(batch):
             return self.model.forward(batch), None
         positions = [position for run in runs for position in run.positions]
         (draws,) = plan_draws(params, positions, self.model.device)
@@ -109,21 +104,6 @@ class ModelVerifier:
         """Return where the entry of a draft's node lies."""
         block, offset = divmod(len(row.request.token_ids) + node, self._kv.block_size)
         return row.block_ids[block] * self._kv.block_size + offset
-
-
-def _drawn(logits: Tensor, known: list[int] | None, runs: Sequence[Run]) -> list[int]:
-    """Return the target's draw from each row; `known` is what the pass itself drew, right for plain parameters only."""
-    if known is None:
-        everything: list[int] = draw(shape(logits, runs), runs).tolist()
-        return everything
-    ends = itertools.accumulate(len(run.depths) for run in runs)
-    others = [(run, end) for run, end in zip(runs, ends, strict=True) if not run.params.is_plain]
-    if others:
-        rows = [row for run, end in others for row in range(end - len(run.depths), end)]
-        own = [run for run, _ in others]
-        for row, token in zip(rows, draw(shape(logits[rows], own), own).tolist(), strict=True):
-            known[row] = token
-    return known
 
 
 def _forward_row(row: VerifyRow) -> ForwardRow:

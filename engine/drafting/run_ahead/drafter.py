@@ -28,6 +28,7 @@ from engine.models.causal_lm import CausalLM
 from engine.protocols import Draft, ProposeRow
 from engine.sampling.grammar import Grammars
 from engine.stats import RunAheadStats
+from engine.verification.rule import find_rule
 
 _MAX_SCORES_BYTES = 1 << 28
 """What a round's scores may take; where the vocabulary is larger, only the best of them are kept."""
@@ -66,7 +67,7 @@ class RunAheadDrafter(ModelDrafter):
         super().__init__(model, config, token_limit=token_limit, ranks=True, grammars=grammars)
         self.stats = RunAheadStats()
         self._depth = max(1, config.num_speculative_tokens)
-        self._foresight = Foresight(self._depth, shares_noise=config.verification == "coupled")
+        self._foresight = Foresight(self._depth, shares_noise=find_rule(config.verification).shares_noise)
         self._trunks: dict[str, Trunk] = {}
         self._branches: Branches | None = None
         self._work: Generator[None, None, None] | None = None

@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.draft_length import Goodput
 from engine.errors import PromptTooLongError, RequestError
-from engine.protocols import NO_DRAFT, Draft, Drafter, ProposeRow, Verifier, VerifyRow
+from engine.protocols import NO_DRAFT, Draft, Drafter, ProposeRow, Request, Verifier, VerifyRow
 from engine.sampling.params import SamplingParams
 from engine.scheduler import ScheduledRow, Scheduler
 from engine.sequence import RequestOutput, Sequence
@@ -102,10 +102,7 @@ class Engine:
             raise RequestError("stop strings need a tokenizer, and this engine has none", "stop")
         self.scheduler.add(
             Sequence(
-                request_id=request_id,
-                token_ids=list(prompt_token_ids),
-                prompt_length=len(prompt_token_ids),
-                params=params,
+                Request(request_id, list(prompt_token_ids), len(prompt_token_ids), params),
                 salt=hashlib.sha256((cache_salt or "").encode()).digest(),
                 end_ids=frozenset() if params.ignore_eos else self._eos,
                 detokenizer=detokenizer,
@@ -157,12 +154,12 @@ class Engine:
 
         def will_speculate(row: ScheduledRow) -> bool:
             # A prompt that is still being computed wants no draft yet, but a drafter that runs ahead can prepare one.
-            return num_draft_tokens > 0 and row.sequence.params.num_speculative_tokens != 0
+            return num_draft_tokens > 0 and row.sequence.request.params.num_speculative_tokens != 0
 
         asked = [row for row in rows if will_speculate(row)]
         if not asked:
             return [NO_DRAFT] * len(rows)
-        proposed = await self.drafter.propose([_propose_row(row.sequence, row.num_draft_tokens) for row in asked])
+        proposed = await self.drafter.propose([ProposeRow(row.sequence.request, row.num_draft_tokens) for row in asked])
         found = {id(row): draft for row, draft in zip(asked, proposed, strict=True)}
         return [found.get(id(row), NO_DRAFT) for row in rows]
 
@@ -198,20 +195,5 @@ class Engine:
         self.verifier.release(request_id)
 
 
-def _propose_row(sequence: Sequence, num_draft_tokens: int) -> ProposeRow:
-    return ProposeRow(
-        sequence.request_id, sequence.token_ids, sequence.prompt_length, sequence.params, num_draft_tokens
-    )
-
-
 def _verify_row(sequence: Sequence, length: int, draft: Draft) -> VerifyRow:
-    return VerifyRow(
-        sequence.request_id,
-        sequence.token_ids,
-        sequence.prompt_length,
-        sequence.params,
-        sequence.num_computed,
-        length,
-        sequence.block_ids,
-        draft,
-    )
+    return VerifyRow(sequence.request, sequence.num_computed, length, sequence.block_ids, draft)

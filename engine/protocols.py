@@ -9,7 +9,7 @@ chain is the tree in which `parents[i] == i - 1`. An empty draft is ordinary dec
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from engine.sampling.params import SamplingParams
@@ -42,29 +42,50 @@ def chain(token_ids: list[int]) -> Draft:
 NO_DRAFT = Draft()
 
 
-@dataclass(slots=True)
-class ProposeRow:
-    """One request of a proposal: its committed tokens and how many draft tokens are wanted."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What every room knows of a request.
+
+    Exactly one owner appends to `token_ids`: `Sequence.commit` where the engine runs, `PrefixTable.apply` in a worker.
+    All others only read the list, and copy it if they keep it for longer than the call that brought it.
+
+    Attributes:
+        token_ids: the prompt and the committed output, never a draft token.
+        prompt_length: how many of them are the prompt.
+    """
 
     request_id: str
-    token_ids: Sequence[int]
+    token_ids: list[int]
     prompt_length: int
     params: SamplingParams
+
+    @property
+    def output(self) -> list[int]:
+        """The committed tokens after the prompt, as a new list."""
+        return self.token_ids[self.prompt_length :]
+
+    def copy(self) -> "Request":
+        """Return the request as it is now: tokens that its owner appends later do not appear in the copy."""
+        return replace(self, token_ids=list(self.token_ids))
+
+
+@dataclass(slots=True)
+class ProposeRow:
+    """One row of a proposal: a request, and how many draft tokens it wants."""
+
+    request: Request
     num_draft_tokens: int
 
 
 @dataclass(slots=True)
 class VerifyRow:
-    """One request of a verification.
+    """One row of a verification: a request, and what the target computes of it.
 
     The forward pass computes `token_ids[start : start + length]` and, if that reaches the committed tip, the draft
     after it; only then does the row get tokens. `block_ids` is the request's whole block table.
     """
 
-    request_id: str
-    token_ids: Sequence[int]
-    prompt_length: int
-    params: SamplingParams
+    request: Request
     start: int
     length: int
     block_ids: Sequence[int]
@@ -73,14 +94,14 @@ class VerifyRow:
     @property
     def reaches_tip(self) -> bool:
         """Whether this pass computes the last committed token, so that a new one can be drawn."""
-        return self.start + self.length == len(self.token_ids)
+        return self.start + self.length == len(self.request.token_ids)
 
     @property
     def num_prompt_logprobs(self) -> int:
-        """Prompt tokens whose log probabilities this pass finds: each at the token before it, if they are asked for."""
-        if self.params.prompt_logprobs is None:
+        """Number of prompt tokens whose log probabilities this pass computes, each at the token before it."""
+        if self.request.params.prompt_logprobs is None:
             return 0
-        return max(0, min(self.start + self.length, self.prompt_length - 1) - self.start)
+        return max(0, min(self.start + self.length, self.request.prompt_length - 1) - self.start)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ class Scheduler:
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks; a round in flight ignores it when it comes back."""
         for queue in (self.running, self.waiting):
-            for sequence in [s for s in queue if s.request_id == request_id]:
+            for sequence in [s for s in queue if s.request.request_id == request_id]:
                 queue.remove(sequence)
                 self._free(sequence)
 
@@ -127,12 +127,12 @@ class Scheduler:
             return ScheduledRow(sequence, length, 0)
         wanted = self._most_draft_tokens(sequence, num_speculative_tokens)
         # The round commits one token beyond the draft, so the last token allowed is never drafted.
-        room = min(sequence.num_remaining - 1, self._max_model_len - len(sequence.token_ids) - 1, budget - 1)
+        room = min(sequence.num_remaining - 1, self._max_model_len - len(sequence.request.token_ids) - 1, budget - 1)
         return ScheduledRow(sequence, length, max(0, min(wanted, room)))
 
     @staticmethod
     def _most_draft_tokens(sequence: Sequence, num_speculative_tokens: int) -> int:
-        asked = sequence.params.num_speculative_tokens
+        asked = sequence.request.params.num_speculative_tokens
         return num_speculative_tokens if asked is None else min(asked, num_speculative_tokens)
 
     def _reserve(self, row: ScheduledRow, rows: list[ScheduledRow]) -> bool:
@@ -159,7 +159,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, budget: int, num_speculative_tokens: int) -> ScheduledRow | None:
         """Move the first waiting request to running, or leave it where it is when its blocks are not there."""
         if not sequence.lacks_prompt_logprobs:
-            sequence.block_ids, sequence.digests = self.pool.match(sequence.token_ids, sequence.salt)
+            sequence.block_ids, sequence.digests = self.pool.match(sequence.request.token_ids, sequence.salt)
         sequence.num_computed = len(sequence.block_ids) * self.config.block_size
         row = self._row(sequence, budget, num_speculative_tokens)
         if not self._grow(sequence, sequence.num_computed + row.length + row.num_draft_tokens):
@@ -170,7 +170,7 @@ class Scheduler:
         if not sequence.was_admitted:
             sequence.was_admitted = True
             sequence.num_cached = sequence.num_computed
-            self.stats.num_prompt_tokens += sequence.prompt_length
+            self.stats.num_prompt_tokens += sequence.request.prompt_length
         return row
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -186,10 +186,10 @@ class Scheduler:
     def _publish(self, sequence: Sequence) -> None:
         """Name the sequence's blocks that became full of committed, computed tokens."""
         size = self.config.block_size
-        computed = min(sequence.num_computed, len(sequence.token_ids))
+        computed = min(sequence.num_computed, len(sequence.request.token_ids))
         while (len(sequence.digests) + 1) * size <= computed:
             nth = len(sequence.digests)
             parent = sequence.digests[-1] if sequence.digests else sequence.salt
-            digest = block_digest(parent, sequence.token_ids[nth * size : (nth + 1) * size])
+            digest = block_digest(parent, sequence.request.token_ids[nth * size : (nth + 1) * size])
             sequence.digests.append(digest)
             self.pool.publish(sequence.block_ids[nth], digest)

@@ -4,8 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.detokenizer import Detokenizer
-from engine.protocols import TokenLogprobs, Verdict
-from engine.sampling.params import SamplingParams
+from engine.protocols import Request, TokenLogprobs, Verdict
 
 FinishReason = Literal["stop", "length"]
 
@@ -35,17 +34,15 @@ class RequestOutput:
 class Sequence:
     """A request inside the engine; compared by identity, because queues are searched for it every round.
 
+    It owns the request's `token_ids`, the only truth about the request: `commit` alone appends to them.
+
     Attributes:
-        token_ids: prompt and committed output; the only truth about the request.
-        num_computed: how many of them have keys and values in `block_ids`.
+        num_computed: how many of the token ids have keys and values in `block_ids`.
         digests: names of the full, computed blocks (`kv_cache.block_digest`).
         prompt_logprobs: those of the prompt tokens computed so far, if they are asked for; the first token has none.
     """
 
-    request_id: str
-    token_ids: list[int]
-    prompt_length: int
-    params: SamplingParams
+    request: Request
     salt: bytes
     end_ids: frozenset[int]
     detokenizer: Detokenizer | None
@@ -61,12 +58,12 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         """Committed tokens after the prompt."""
-        return len(self.token_ids) - self.prompt_length
+        return len(self.request.token_ids) - self.request.prompt_length
 
     @property
     def num_uncomputed(self) -> int:
         """Committed tokens that still need a forward pass; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed
+        return len(self.request.token_ids) - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
@@ -76,31 +73,32 @@ class Sequence:
     @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether the whole prompt has to be computed, cached or not."""
-        return self.params.prompt_logprobs is not None and self.num_output_tokens == 0
+        return self.request.params.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
     def num_remaining(self) -> int:
         """Tokens that may still be committed."""
-        return self.params.max_tokens - self.num_output_tokens
+        return self.request.params.max_tokens - self.num_output_tokens
 
     def commit(self, verdict: Verdict, num_draft_tokens: int) -> RequestOutput:
         """Append a round's tokens up to the first that ends the request, and return what is new."""
+        request, params = self.request, self.request.params
         prompt_logprobs = self.prompt_logprobs if self.lacks_prompt_logprobs else None
         committed: list[int] = []
         shown: list[int] = []
         text = ""
         for token in verdict.token_ids:
-            self.token_ids.append(token)
+            request.token_ids.append(token)
             committed.append(token)
-            may_stop = self.num_output_tokens >= self.params.min_tokens
-            is_end = may_stop and (token in self.end_ids or token in self.params.stop_token_ids)
+            may_stop = self.num_output_tokens >= params.min_tokens
+            is_end = may_stop and (token in self.end_ids or token in params.stop_token_ids)
             if is_end:
                 self.finish_reason = "stop"
                 # As in vLLM: a stop id is named, end-of-text is not.
-                self.stop_reason = token if token in self.params.stop_token_ids else None
-            if not is_end or self.params.include_stop_str_in_output:
+                self.stop_reason = token if token in params.stop_token_ids else None
+            if not is_end or params.include_stop_str_in_output:
                 shown.append(token)
-            if self.params.stop:  # one of them may end the text within a round
+            if params.stop:  # one of them may end the text within a round
                 text += self._decode(shown, may_stop)
                 shown = []
             if self.finish_reason is None and self.num_remaining <= 0:
@@ -111,13 +109,13 @@ class Sequence:
         if self.finish_reason is not None and self.detokenizer is not None and not isinstance(self.stop_reason, str):
             text += self.detokenizer.finish()
         return RequestOutput(
-            request_id=self.request_id,
+            request_id=request.request_id,
             token_ids=committed,
             text=text,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=verdict.logprobs[: len(committed)] if verdict.logprobs is not None else None,
-            num_prompt_tokens=self.prompt_length,
+            num_prompt_tokens=request.prompt_length,
             num_cached_tokens=self.num_cached,
             num_draft_tokens=num_draft_tokens,
             num_accepted_tokens=min(verdict.num_accepted, len(committed)),
@@ -130,6 +128,6 @@ class Sequence:
         text, stop = self.detokenizer.append(token_ids, may_stop=may_stop)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
-            if self.params.include_stop_str_in_output:
+            if self.request.params.include_stop_str_in_output:
                 text += stop
         return text

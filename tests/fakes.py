@@ -124,7 +124,7 @@ class ForgetfulDrafter:
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         for row in rows:
             if self.random.random() < 0.2:
-                self.drafter.release(row.request_id)
+                self.drafter.release(row.request.request_id)
         drafts = await self.drafter.propose(rows)
         lengths = [self.random.choice([0, 1, 2, 8]) for _ in drafts]
         return [Draft(d.token_ids[:n], d.parents[:n]) for d, n in zip(drafts, lengths, strict=True)]

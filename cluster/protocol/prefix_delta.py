@@ -10,23 +10,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.protocol.messages import PrefixDelta
-from engine.protocols import ProposeRow, VerifyRow
-from engine.sampling.params import SamplingParams
+from engine.protocols import ProposeRow, Request, VerifyRow
 
 
 @dataclass(slots=True)
 class Prefix:
-    """One request as a worker knows it: committed tokens only, never a draft token."""
+    """One request as a worker knows it, and its block table (the target's; empty in a draft worker)."""
 
-    token_ids: list[int]
-    prompt_length: int
-    params: SamplingParams
+    request: Request
     block_ids: list[int]
 
 
 class PrefixTable:
     """Worker side: request id -> Prefix, at most `capacity` of them, the least recently used ones leave first.
 
+    It owns the requests it holds: `apply` alone changes their `token_ids`.
     The same deltas in the same order leave the same table, so the ranks of one target agree without talking.
     """
 
@@ -65,18 +63,17 @@ class PrefixTable:
         held = self._prefixes.get(delta.request_id)
         return (
             held is not None
-            and 0 < delta.offset <= len(held.token_ids)
+            and 0 < delta.offset <= len(held.request.token_ids)
             and 0 <= delta.block_offset <= len(held.block_ids)
         )
 
     def _apply(self, delta: PrefixDelta) -> None:
         if delta.params is not None:
-            self._prefixes[delta.request_id] = Prefix(
-                list(delta.token_ids), delta.prompt_length, delta.params, list(delta.block_ids)
-            )
+            request = Request(delta.request_id, list(delta.token_ids), delta.prompt_length, delta.params)
+            self._prefixes[delta.request_id] = Prefix(request, list(delta.block_ids))
         else:
             prefix = self._prefixes[delta.request_id]
-            prefix.token_ids[delta.offset :] = delta.token_ids
+            prefix.request.token_ids[delta.offset :] = delta.token_ids
             prefix.block_ids[delta.block_offset :] = delta.block_ids
         self._prefixes.move_to_end(delta.request_id)
 
@@ -99,7 +96,7 @@ class Acknowledged:
 
     def ask(self, rows: Sequence[ProposeRow | VerifyRow]) -> tuple[list[PrefixDelta], list[str]]:
         """Return what the peer must be told before it can compute `rows`, and the ids that have ended."""
-        self._asked = {row.request_id for row in rows}
+        self._asked = {row.request.request_id for row in rows}
         return [self._delta(row) for row in rows], list(self._released)
 
     def answered(self, released: Iterable[str]) -> None:
@@ -109,11 +106,12 @@ class Acknowledged:
     def acknowledge(self, rows: Iterable[ProposeRow | VerifyRow]) -> None:
         """Record that the peer has answered for these rows."""
         for row in rows:
-            if row.request_id in self._released:
+            request_id = row.request.request_id
+            if request_id in self._released:
                 continue
-            self._lengths[row.request_id] = len(row.token_ids)
+            self._lengths[request_id] = len(row.request.token_ids)
             if isinstance(row, VerifyRow):
-                self._block_ids[row.request_id] = list(row.block_ids)
+                self._block_ids[request_id] = list(row.block_ids)
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended, and tell the peer if it knows of it."""
@@ -134,16 +132,17 @@ class Acknowledged:
         self._released.clear()
 
     def _delta(self, row: ProposeRow | VerifyRow) -> PrefixDelta:
-        offset = min(self._lengths.get(row.request_id, 0), len(row.token_ids))
+        request = row.request
+        offset = min(self._lengths.get(request.request_id, 0), len(request.token_ids))
         block_ids = row.block_ids if isinstance(row, VerifyRow) else ()
-        known = self._block_ids.get(row.request_id, []) if offset else []
+        known = self._block_ids.get(request.request_id, []) if offset else []
         block_offset = _common_length(known, block_ids)
         return PrefixDelta(
-            request_id=row.request_id,
+            request_id=request.request_id,
             offset=offset,
-            token_ids=list(row.token_ids[offset:]),
-            prompt_length=row.prompt_length,
-            params=row.params if offset == 0 else None,
+            token_ids=request.token_ids[offset:],
+            prompt_length=request.prompt_length,
+            params=request.params if offset == 0 else None,
             block_offset=block_offset,
             block_ids=list(block_ids[block_offset:]),
         )

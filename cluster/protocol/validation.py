@@ -16,7 +16,7 @@ def check_drafts(drafts: Sequence[Draft], rows: Sequence[ProposeRow], vocab_size
     _check_count(len(drafts), len(rows), "drafts")
     for draft, row in zip(drafts, rows, strict=True):
         if problem := _draft_problem(draft, row.num_draft_tokens, vocab_size):
-            raise MalformedMessageError(f"draft of {row.request_id}: {problem}")
+            raise MalformedMessageError(f"draft of {row.request.request_id}: {problem}")
 
 
 def check_verdicts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow], vocab_size: int) -> None:
@@ -28,7 +28,7 @@ def check_verdicts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow], vocab
     _check_count(len(verdicts), len(rows), "verdicts")
     for verdict, row in zip(verdicts, rows, strict=True):
         if problem := _verdict_problem(verdict, row, vocab_size):
-            raise MalformedMessageError(f"verdict of {row.request_id}: {problem}")
+            raise MalformedMessageError(f"verdict of {row.request.request_id}: {problem}")
 
 
 def _check_count(num_found: int, num_rows: int, what: str) -> None:

@@ -111,8 +111,7 @@ class DraftResponder:
         return Drafts(request.round, self._version, _since(started), drafts, stats)
 
     def _row(self, delta: PrefixDelta, num_draft_tokens: int) -> ProposeRow:
-        prefix = self._table[delta.request_id]
-        return ProposeRow(delta.request_id, prefix.token_ids, prefix.prompt_length, prefix.params, num_draft_tokens)
+        return ProposeRow(self._table[delta.request_id].request, num_draft_tokens)
 
 
 class TargetResponder:
@@ -166,18 +165,7 @@ class TargetResponder:
         rows = []
         for entry in request.rows:
             prefix = self._table[entry.prefix.request_id]
-            rows.append(
-                VerifyRow(
-                    request_id=entry.prefix.request_id,
-                    token_ids=prefix.token_ids,
-                    prompt_length=prefix.prompt_length,
-                    params=prefix.params,
-                    start=entry.start,
-                    length=entry.length,
-                    block_ids=prefix.block_ids,
-                    draft=entry.draft,
-                )
-            )
+            rows.append(VerifyRow(prefix.request, entry.start, entry.length, prefix.block_ids, entry.draft))
         return rows
 
 

@@ -19,19 +19,20 @@ from engine.config import EngineConfig
 from engine.drafting.chain import Chain, Drawn, Ranking, extend
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build, next_tokens
-from engine.protocols import NO_DRAFT, Draft, ProposeRow
+from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request
 from engine.sampling import noise
 from engine.sampling.grammar import Grammars, matcher_of
 from engine.sampling.logits import Run, draw, needs_shaping, noised, plan_draws, shape
 from engine.sampling.noise import Draws
 from engine.sampling.params import SamplingParams
+from engine.verification.rule import find_rule
 
 TOP_M = 32
 """Under the rejection rule the drafter samples from its m likeliest tokens only, so that a sparse row can travel."""
 
 
 @dataclass(slots=True)
-class Prefix:
+class CachedPrefix:
     """The tokens whose keys and values are in the draft's cache, and where."""
 
     token_ids: list[int] = field(default_factory=list)
@@ -66,10 +67,10 @@ class ModelDrafter:
         num_blocks = config.num_blocks + 1
         self._pool = BlockPool(num_blocks, config.block_size, share=False)
         self._kv = backend.allocate_kv(num_blocks, config.block_size)
-        self._sends_rows = config.verification == "rejection"
+        self._sends_rows = find_rule(config.verification).needs_draft_rows
         self._ranks = ranks
         self._chunk = config.max_num_batched_tokens
-        self._prefixes: OrderedDict[str, Prefix] = OrderedDict()
+        self._prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a chain per row; an empty one where none is wanted, the context is full or the cache has no room."""
@@ -85,9 +86,11 @@ class ModelDrafter:
 
     def _propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         drafts = [NO_DRAFT] * len(rows)
-        current = {row.request_id for row in rows}
+        current = {row.request.request_id for row in rows}
         able = [
-            i for i, row in enumerate(rows) if row.num_draft_tokens and self._make_room(row, row.token_ids, current)
+            i
+            for i, row in enumerate(rows)
+            if row.num_draft_tokens and self._make_room(row, row.request.token_ids, current)
         ]
         if able:
             chains = [Chain() for _ in able]
@@ -103,11 +106,12 @@ class ModelDrafter:
             text: the committed tokens and the draft tokens already drawn after them.
             current: requests whose prefixes may not be evicted for this one.
         """
-        length = len(row.token_ids) + row.num_draft_tokens
+        request = row.request
+        length = len(request.token_ids) + row.num_draft_tokens
         if length > self.backend.info.max_model_len:
             return False
-        prefix = self._prefixes.setdefault(row.request_id, Prefix())
-        self._prefixes.move_to_end(row.request_id)
+        prefix = self._prefixes.setdefault(request.request_id, CachedPrefix())
+        self._prefixes.move_to_end(request.request_id)
         # The last token's logits are needed again, so its entry never counts as computed.
         del prefix.token_ids[common_length(prefix.token_ids, text[:-1]) :]
         if max(text[len(prefix.token_ids) :]) >= self.backend.info.vocab_size:
@@ -125,9 +129,10 @@ class ModelDrafter:
 
     def _draft(self, rows: Sequence[ProposeRow], chains: Sequence[Chain]) -> None:
         """Draw until every row's chain has `num_draft_tokens` tokens; at least one is missing in each."""
-        prefixes = [self._prefixes[row.request_id] for row in rows]
+        requests = [row.request for row in rows]
+        prefixes = [self._prefixes[request.request_id] for request in requests]
         heads = [len(chain.token_ids) for chain in chains]
-        texts = [[*row.token_ids, *chain.token_ids] for row, chain in zip(rows, chains, strict=True)]
+        texts = [[*request.token_ids, *chain.token_ids] for request, chain in zip(requests, chains, strict=True)]
         counts = [row.num_draft_tokens - head for row, head in zip(rows, heads, strict=True)]
         depth = max(counts)
         batch = finish(self._catch_up(texts, prefixes))
@@ -135,20 +140,22 @@ class ModelDrafter:
         steps = next_tokens(
             [prefix.block_ids for prefix in prefixes], lengths, depth - 1, self._kv, self.backend.info.max_model_len
         )
-        plan = self._plan([row.params for row in rows], lengths, depth)
+        plan = self._plan([request.params for request in requests], lengths, depth)
         drawn: list[Drawn] = []
         for step in range(depth):
             if step:
                 batch = steps.at(step - 1, drawn[-1].tokens)
             depths = [[head + step] for head in heads]
-            runs = functools.partial(self._runs, rows, depths, lambda: self._paths(chains, drawn))
+            runs = functools.partial(self._runs, requests, depths, lambda: self._paths(chains, drawn))
             drawn.append(self._pass(batch, plan[step], runs))
         extend(chains, drawn, range(len(chains)), counts)
         for text, prefix, chain, head, count in zip(texts, prefixes, chains, heads, counts, strict=True):
             # The last draft token's logits are still wanted, and what a row drew beyond its draft may have no block.
             prefix.token_ids = [*text, *chain.token_ids[head : head + count - 1]]
 
-    def _catch_up(self, texts: Sequence[list[int]], prefixes: Sequence[Prefix]) -> Generator[None, None, ForwardBatch]:
+    def _catch_up(
+        self, texts: Sequence[list[int]], prefixes: Sequence[CachedPrefix]
+    ) -> Generator[None, None, ForwardBatch]:
         """Compute every row up to its last tokens, and stop after every pass.
 
         Returns:
@@ -198,23 +205,21 @@ class ModelDrafter:
         return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def _runs(
-        self, rows: Sequence[ProposeRow], depths: Sequence[list[int]], paths: Callable[[], list[list[list[int]]]]
+        self, requests: Sequence[Request], depths: Sequence[list[int]], paths: Callable[[], list[list[list[int]]]]
     ) -> list[Run]:
         """Return every request's logit rows; `paths`, the tokens drawn above each, are fetched only if they count."""
-        counted = any(row.params.depends_on_path for row in rows)
-        above: Sequence[Sequence[list[int]]] = paths() if counted else [()] * len(rows)
+        counted = any(request.params.depends_on_path for request in requests)
+        above: Sequence[Sequence[list[int]]] = paths() if counted else [()] * len(requests)
         eos = self.backend.info.eos_token_ids
         return [
             Run(
-                params=row.params,
-                token_ids=row.token_ids,
-                prompt_length=row.prompt_length,
+                request,
                 depths=own,
                 paths=path,
-                end_ids=(*eos, *row.params.stop_token_ids),
-                matcher=matcher_of(self._grammars, row),
+                end_ids=(*eos, *request.params.stop_token_ids),
+                matcher=matcher_of(self._grammars, request),
             )
-            for row, own, path in zip(rows, depths, above, strict=True)
+            for request, own, path in zip(requests, depths, above, strict=True)
         ]
 
     @staticmethod

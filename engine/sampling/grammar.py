@@ -23,7 +23,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from engine.config import ModelConfig
 from engine.errors import ModelError, RequestError
 from engine.models.tokenizer import load_tokenizer
-from engine.protocols import ProposeRow, VerifyRow
+from engine.protocols import Request
 
 logger = logging.getLogger(__name__)
 
@@ -210,17 +210,17 @@ class Matcher:
         return mask[: len(self._grammars.end_mask)]
 
 
-def matcher_of(grammars: Grammars | None, row: ProposeRow | VerifyRow) -> Matcher | None:
+def matcher_of(grammars: Grammars | None, request: Request) -> Matcher | None:
     """Return the matcher of a request that has a grammar.
 
     Raises:
         ModelError: the model cannot follow one; such a request should not have come so far.
     """
-    if row.params.grammar is None:
+    if request.params.grammar is None:
         return None
     if grammars is None:
         raise ModelError("a request with a grammar reached a model that was loaded without grammars")
-    return grammars.matcher(row.request_id, row.params.grammar)
+    return grammars.matcher(request.request_id, request.params.grammar)
 
 
 def _literal(text: str) -> str:

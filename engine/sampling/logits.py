@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.protocols import Request
 from engine.sampling import noise
 from engine.sampling.grammar import Matcher
 from engine.sampling.noise import Draws
@@ -27,25 +28,27 @@ class Run:
     """Consecutive logit rows of one request.
 
     Attributes:
-        token_ids: the committed tokens.
         depths: per row, how many draft tokens stand between the committed tip and the row; 0 is the tip itself.
         paths: per row, those draft tokens. Needed if `params.depends_on_path`, else empty.
         end_ids: ids that may not be drawn before min_tokens: end-of-text and stop ids.
         matcher: where the request stands in its grammar, if it has one.
     """
 
-    params: SamplingParams
-    token_ids: Sequence[int]
-    prompt_length: int
+    request: Request
     depths: Sequence[int]
     paths: Sequence[Sequence[int]] = ()
     end_ids: Sequence[int] = field(default_factory=tuple)
     matcher: Matcher | None = None
 
     @property
+    def params(self) -> SamplingParams:
+        """The request's sampling parameters."""
+        return self.request.params
+
+    @property
     def positions(self) -> list[int]:
         """The absolute position of the token drawn from each row."""
-        return [len(self.token_ids) + depth for depth in self.depths]
+        return [len(self.request.token_ids) + depth for depth in self.depths]
 
 
 def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
@@ -69,7 +72,7 @@ def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
         if params.min_tokens:
             _forbid_the_end(rows, run)
         if run.matcher is not None:
-            forbid(rows, run.matcher.masks(run.token_ids[run.prompt_length :], run.paths))
+            forbid(rows, run.matcher.masks(run.request.output, run.paths))
     if any(run.params.has_penalties for run in runs):
         _penalise(logits, runs)
     if any(0 < run.params.temperature != 1 for run in runs):
@@ -186,7 +189,7 @@ def _column(runs: Sequence[Run], like: Tensor, value: Callable[[SamplingParams],
 
 
 def _forbid_the_end(rows: Tensor, run: Run) -> None:
-    committed = len(run.token_ids) - run.prompt_length
+    committed = len(run.request.token_ids) - run.request.prompt_length
     early = [i for i, depth in enumerate(run.depths) if committed + depth < run.params.min_tokens]
     if early and run.end_ids:
         ends = torch.tensor(list(run.end_ids), device=rows.device)
@@ -205,8 +208,8 @@ def _penalise(logits: Tensor, runs: Sequence[Run]) -> None:
     device, vocab = logits.device, logits.shape[-1]
     rows = torch.tensor([row for _, own in penalised for row in own], device=device)
     run_of_row = torch.tensor([i for i, (_, own) in enumerate(penalised) for _ in own], device=device)
-    in_prompt = _count([run.token_ids[: run.prompt_length] for run in chosen], vocab, device) > 0
-    counts = _count([run.token_ids[run.prompt_length :] for run in chosen], vocab, device)[run_of_row]
+    in_prompt = _count([run.request.token_ids[: run.request.prompt_length] for run in chosen], vocab, device) > 0
+    counts = _count([run.request.output for run in chosen], vocab, device)[run_of_row]
     if any(run.paths for run in chosen):
         counts += _count([path for run in chosen for path in run.paths or [()] * len(run.depths)], vocab, device)
     seen = in_prompt[run_of_row] | (counts > 0)

@@ -6,26 +6,33 @@ text does not depend on the draft at all. Exact for any draft, chain or tree, at
 ids travel.
 """
 
+import itertools
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from engine.protocols import Draft
+from engine.sampling.logits import Run, draw, needs_shaping, shape
 
 
-def coupled(drawn: Sequence[int], drafts: Sequence[Draft]) -> list[tuple[list[int], list[int]]]:
-    """Decide a batch.
+class Coupled:
+    """The coupled rule, for chains and trees; see `rule.Rule`."""
 
-    Args:
-        drawn: [n] the target's draws: per request at the tip, then after each draft node.
+    needs_draft_rows = False
+    shares_noise = True
 
-    Returns:
-        Per request, the tokens to commit and the path of accepted nodes.
-    """
-    verdicts = []
-    start = 0
-    for draft in drafts:
-        verdicts.append(walk(draft, drawn[start : start + 1 + len(draft.token_ids)]))
-        start += 1 + len(draft.token_ids)
-    return verdicts
+    def decide(
+        self, logits: Tensor, runs: Sequence[Run], drafts: Sequence[Draft], drawn: list[int] | None
+    ) -> list[tuple[list[int], list[int]]]:
+        """Draw the target's token at every row, and walk each draft along them."""
+        tokens = _drawn(logits, drawn, runs)
+        decisions = []
+        start = 0
+        for draft in drafts:
+            end = start + 1 + len(draft.token_ids)
+            decisions.append(walk(draft, tokens[start:end]))
+            start = end
+        return decisions
 
 
 def walk(draft: Draft, drawn: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -45,3 +52,18 @@ def walk(draft: Draft, drawn: Sequence[int]) -> tuple[list[int], list[int]]:
         path.append(node)
         tokens.append(token)
     return tokens, path
+
+
+def _drawn(logits: Tensor, known: list[int] | None, runs: Sequence[Run]) -> list[int]:
+    """Return the target's draw from each row; `known` is what the pass drew, right where nothing needs shaping."""
+    if known is None:
+        everything: list[int] = draw(shape(logits, runs), runs).tolist()
+        return everything
+    ends = itertools.accumulate(len(run.depths) for run in runs)
+    others = [(run, end) for run, end in zip(runs, ends, strict=True) if needs_shaping(run.params)]
+    if others:
+        rows = [row for run, end in others for row in range(end - len(run.depths), end)]
+        own = [run for run, _ in others]
+        for row, token in zip(rows, draw(shape(logits[rows], own), own).tolist(), strict=True):
+            known[row] = token
+    return known

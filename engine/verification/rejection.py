@@ -15,40 +15,39 @@ from torch import Tensor
 
 from engine.protocols import Draft
 from engine.sampling import noise
-from engine.sampling.logits import Run, gumbel_rows, probabilities
+from engine.sampling.logits import Run, gumbel_rows, probabilities, shape
 
 
-def rejection(shaped: Tensor, runs: Sequence[Run], drafts: Sequence[Draft]) -> list[tuple[list[int], list[int]]]:
-    """Decide a batch of chains; of a tree only the chain it begins with is looked at.
+class Rejection:
+    """The rejection rule, for chains; of a tree it considers only the chain that its first nodes form."""
 
-    Args:
-        shaped: [n, vocab] from `logits.shape`; per request the tip's row, then one row per draft token.
+    needs_draft_rows = True
+    shares_noise = False
 
-    Returns:
-        Per request, the tokens to commit and the path of accepted nodes.
-    """
-    accepted, law = decide(probabilities(shaped, runs), _coins(runs, shaped.device), drafts)
-    ends = [
-        Run(run.params, run.token_ids, run.prompt_length, [run.depths[count]])
-        for run, count in zip(runs, accepted, strict=True)
-    ]
-    final = (law.log() + gumbel_rows(ends, law, noise.RESIDUAL_STREAM)).argmax(-1).tolist()
-    return [
-        ([*draft.token_ids[:count], token], list(range(count)))
-        for draft, count, token in zip(drafts, accepted, final, strict=True)
-    ]
+    def decide(
+        self, logits: Tensor, runs: Sequence[Run], drafts: Sequence[Draft], drawn: list[int] | None
+    ) -> list[tuple[list[int], list[int]]]:
+        """Accept each draft up to its first rejected token, and draw the token that follows; see `rule.Rule`."""
+        shaped = shape(logits, runs)
+        accepted, law = accept(probabilities(shaped, runs), _coins(runs, shaped.device), drafts)
+        ends = [Run(run.request, [run.depths[count]]) for run, count in zip(runs, accepted, strict=True)]
+        final = (law.log() + gumbel_rows(ends, law, noise.RESIDUAL_STREAM)).argmax(-1).tolist()
+        return [
+            ([*draft.token_ids[:count], token], list(range(count)))
+            for draft, count, token in zip(drafts, accepted, final, strict=True)
+        ]
 
 
-def decide(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tuple[list[int], Tensor]:
-    """Keep each draft up to its first rejected token: the rule itself, a function of the coins alone.
+def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tuple[list[int], Tensor]:
+    """Accept each draft up to its first rejected token: the rule itself, a function of the coins alone.
 
     Args:
         target_probs: [n, vocab] per request the tip's row, then one row per draft token.
-        coins: [n] uniform numbers; the one of a request's last row is not looked at.
+        coins: [n] uniform numbers; that of a request's last row is not used.
 
     Returns:
-        Per request how many tokens stay, and [requests, vocab] the weights of the token after them, which need not
-        sum to 1.
+        Per request the number of accepted tokens, and [requests, vocab] the weights of the token after them, which need
+        not sum to 1.
     """
     device = target_probs.device
     lengths = [_chain_length(draft) for draft in drafts]

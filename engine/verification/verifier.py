@@ -1,6 +1,5 @@
 """ModelVerifier: one target pass over all committed tips and drafts of a batch, then the verification rule per row."""
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,9 +11,8 @@ from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build, depths
 from engine.protocols import Draft, TokenLogprobs, Verdict, VerifyRow
 from engine.sampling.grammar import Grammars, Matcher, matcher_of
-from engine.sampling.logits import Run, draw, needs_shaping, plan_draws, shape
-from engine.verification.coupled import coupled
-from engine.verification.rejection import rejection
+from engine.sampling.logits import Run, plan_draws
+from engine.verification.rule import find_rule
 
 
 class ModelVerifier:
@@ -32,7 +30,7 @@ class ModelVerifier:
         self._grammars = grammars
         self.num_blocks = config.num_blocks + 1
         self._kv = backend.allocate_kv(self.num_blocks, config.block_size)
-        self._rejects = config.verification == "rejection"
+        self._rule = find_rule(config.verification)
         self._end_ids = tuple(backend.info.eos_token_ids)
 
     async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
@@ -54,23 +52,20 @@ class ModelVerifier:
 
     def _decide(self, rows: Sequence[VerifyRow], batch: ForwardBatch) -> list[Verdict]:
         deciding = [(i, row) for i, row in enumerate(rows) if row.reaches_tip]
-        runs = [_run(row, self._end_ids, matcher_of(self._grammars, row)) for _, row in deciding]
+        runs = [_run(row, self._end_ids, matcher_of(self._grammars, row.request)) for _, row in deciding]
         logits, drawn = self._forward(batch, runs)
         verdicts, logits = _read_prompts(rows, logits)
         if not deciding:
             return verdicts
-        raw = logits.log_softmax(-1) if any(row.params.logprobs is not None for _, row in deciding) else None
+        raw = logits.log_softmax(-1) if any(row.request.params.logprobs is not None for _, row in deciding) else None
         drafts = [row.draft for _, row in deciding]
-        if self._rejects:
-            decisions = rejection(shape(logits, runs), runs, drafts)
-        else:
-            decisions = coupled(_drawn(logits, drawn, runs), drafts)
+        decisions = self._rule.decide(logits, runs, drafts, drawn)
         start = 0
         for (i, row), (tokens, path) in zip(deciding, decisions, strict=True):
             logprobs = None
-            if raw is not None and row.params.logprobs is not None:
+            if raw is not None and (count := row.request.params.logprobs) is not None:
                 rows_used = [start, *(start + 1 + node for node in path)]
-                logprobs = _logprobs(raw[rows_used], tokens, row.params.logprobs)
+                logprobs = _logprobs(raw[rows_used], tokens, count)
             verdicts[i] = replace(verdicts[i], token_ids=tokens, path=path, logprobs=logprobs)
             start += _num_deciding(row)
         return verdicts
@@ -79,7 +74,7 @@ class ModelVerifier:
         """Compute the logits and, unless a rule or a prompt wants logits alone, draw a token from each row."""
         params = [run.params for run in runs for _ in run.depths]
         has_prompts = len(params) < len(batch.logit_indices)
-        if self._rejects or has_prompts:
+        if not self._rule.shares_noise or has_prompts:
             return self.backend.run(batch).logits, None
         positions = [position for run in runs for position in run.positions]
         (draws,) = plan_draws(params, positions, self.backend.device)
@@ -111,27 +106,12 @@ class ModelVerifier:
 
     def _slot(self, row: VerifyRow, node: int) -> int:
         """Return where the entry of a draft's node lies."""
-        block, offset = divmod(len(row.token_ids) + node, self._kv.block_size)
+        block, offset = divmod(len(row.request.token_ids) + node, self._kv.block_size)
         return row.block_ids[block] * self._kv.block_size + offset
 
 
-def _drawn(logits: Tensor, known: list[int] | None, runs: Sequence[Run]) -> list[int]:
-    """Return the target's draw from each row; `known` is what the pass drew, right where nothing needs shaping."""
-    if known is None:
-        everything: list[int] = draw(shape(logits, runs), runs).tolist()
-        return everything
-    ends = itertools.accumulate(len(run.depths) for run in runs)
-    others = [(run, end) for run, end in zip(runs, ends, strict=True) if needs_shaping(run.params)]
-    if others:
-        rows = [row for run, end in others for row in range(end - len(run.depths), end)]
-        own = [run for run, _ in others]
-        for row, token in zip(rows, draw(shape(logits[rows], own), own).tolist(), strict=True):
-            known[row] = token
-    return known
-
-
 def _forward_row(row: VerifyRow) -> ForwardRow:
-    tokens = [*row.token_ids[row.start : row.start + row.length]]
+    tokens = row.request.token_ids[row.start : row.start + row.length]
     if not row.reaches_tip:
         return ForwardRow(tokens, row.start, row.block_ids, row.length if row.num_prompt_logprobs else 0)
     draft = row.draft
@@ -157,19 +137,18 @@ def _read_prompts(rows: Sequence[VerifyRow], logits: Tensor) -> tuple[list[Verdi
     for row, part in zip(rows, logits.split_with_sizes([_forward_row(row).num_logits for row in rows]), strict=True):
         deciding.append(part[len(part) - _num_deciding(row) :])
         prompt_logprobs: list[TokenLogprobs] = []
-        if row.params.prompt_logprobs is not None and (count := row.num_prompt_logprobs):
-            tokens = list(row.token_ids[row.start + 1 : row.start + 1 + count])
-            prompt_logprobs = _logprobs(part[:count].log_softmax(-1), tokens, row.params.prompt_logprobs)
+        num_top = row.request.params.prompt_logprobs
+        if num_top is not None and (count := row.num_prompt_logprobs):
+            tokens = row.request.token_ids[row.start + 1 : row.start + 1 + count]
+            prompt_logprobs = _logprobs(part[:count].log_softmax(-1), tokens, num_top)
         verdicts.append(Verdict(prompt_logprobs=prompt_logprobs))
     return verdicts, torch.cat(deciding)
 
 
 def _run(row: VerifyRow, eos_token_ids: tuple[int, ...], matcher: Matcher | None) -> Run:
-    draft, params = row.draft, row.params
+    draft, params = row.draft, row.request.params
     return Run(
-        params=params,
-        token_ids=row.token_ids,
-        prompt_length=row.prompt_length,
+        row.request,
         depths=[0, *depths(draft.parents)],
         paths=paths(draft) if params.depends_on_path else (),
         end_ids=(*eos_token_ids, *params.stop_token_ids),

@@ -11,6 +11,7 @@ import engine.drafting.model as drafting
 import engine.verification.verifier as verifying
 from engine.detokenizer import Detokenizer
 from engine.llm import LLM
+from engine.verification.rule import RULES
 from tests.bench.compare import conditions
 from tests.bench.spans import Spans
 from tests.bench.with_engine import generate, load
@@ -88,8 +89,9 @@ def _wrap_modules(spans: Spans) -> None:
     for name in ("plan_draws", "shape", "draw"):
         spans.wrap(drafting, name, "draft: sampling and noise")
     spans.wrap(verifying, "build", "verify: build inputs")
-    for name in ("plan_draws", "shape", "draw", "coupled", "rejection"):
-        spans.wrap(verifying, name, "verify: sampling, noise, rule")
+    spans.wrap(verifying, "plan_draws", "verify: sampling, noise, rule")
+    for rule in RULES.values():
+        spans.wrap(rule, "decide", "verify: sampling, noise, rule")
     spans.wrap(Detokenizer, "append", "detokenizing")
 
 

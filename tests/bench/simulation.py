@@ -104,7 +104,7 @@ class SimulatedDrafter:
                 pass
         self._lane.now = max(self._lane.now, arrival)
         # As over a wire: what the Router commits meanwhile, the worker does not see.
-        drafts = await self._drafter.propose([replace(row, token_ids=list(row.token_ids)) for row in rows])
+        drafts = await self._drafter.propose([replace(row, request=row.request.copy()) for row in rows])
         self._router.now = max(self._router.now, self._lane.now + self._network_s)
         return drafts
 

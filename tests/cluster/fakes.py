@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from cluster.protocol.messages import AnyReply, AnyRequest, Ping, decode_request, encode
 from cluster.transport.channel import Link
-from engine.protocols import Draft, ProposeRow, Verdict, VerifyRow, chain
+from engine.protocols import Draft, ProposeRow, Request, Verdict, VerifyRow, chain
 from engine.sampling.params import SamplingParams
 
 Answer = Callable[[AnyRequest], AnyReply | None]
@@ -61,8 +62,8 @@ class EchoDrafter:
         self.released: list[str] = []
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        self.seen.append([snapshot(row) for row in rows])
-        return [chain(list(row.token_ids[-row.num_draft_tokens :])) for row in rows]
+        self.seen.append([replace(row, request=row.request.copy()) for row in rows])
+        return [chain(row.request.token_ids[-row.num_draft_tokens :]) for row in rows]
 
     def release(self, request_id: str) -> None:
         self.released.append(request_id)
@@ -79,32 +80,23 @@ class SumVerifier:
 
     async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
         self.decided.append(decides)
-        self.seen.append([VerifyRow(**{name: copied(row, name) for name in VerifyRow.__slots__}) for row in rows])
+        self.seen.append([replace(row, request=row.request.copy(), block_ids=list(row.block_ids)) for row in rows])
         if not decides:
             return []
-        return [Verdict([sum(row.token_ids) % self.vocab_size]) if row.reaches_tip else Verdict() for row in rows]
+        return [
+            Verdict([sum(row.request.token_ids) % self.vocab_size]) if row.reaches_tip else Verdict() for row in rows
+        ]
 
     def release(self, request_id: str) -> None:
         self.released.append(request_id)
 
 
-def copied(row: object, name: str) -> object:
-    value = getattr(row, name)
-    return list(value) if isinstance(value, list) else value
-
-
-def snapshot(row: ProposeRow) -> ProposeRow:
-    return ProposeRow(row.request_id, list(row.token_ids), row.prompt_length, row.params, row.num_draft_tokens)
-
-
 def propose_row(request_id: str, token_ids: Sequence[int], *, k: int = 3) -> ProposeRow:
-    return ProposeRow(request_id, list(token_ids), 2, SamplingParams(seed=5), k)
+    return ProposeRow(Request(request_id, list(token_ids), 2, SamplingParams(seed=5)), k)
 
 
 def verify_row(
     request_id: str, token_ids: Sequence[int], *, block_ids: Sequence[int] = (1,), draft: Sequence[int] = ()
 ) -> VerifyRow:
-    length = len(token_ids)
-    return VerifyRow(
-        request_id, list(token_ids), 2, SamplingParams(seed=5), length - 1, 1, list(block_ids), chain(list(draft))
-    )
+    request = Request(request_id, list(token_ids), 2, SamplingParams(seed=5))
+    return VerifyRow(request, len(token_ids) - 1, 1, list(block_ids), chain(list(draft)))

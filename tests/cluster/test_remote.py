@@ -79,7 +79,7 @@ async def test_every_round_reaches_the_worker_whole():
     for i in range(5):
         rows = [propose_row(name, ids) for name, ids in tokens.items()]
         assert await side.propose(*rows) == [ids[-3:] for ids in tokens.values()]
-        assert [row.token_ids for row in side.echo.seen[-1]] == list(tokens.values())
+        assert [row.request.token_ids for row in side.echo.seen[-1]] == list(tokens.values())
         tokens["a"] += [10 + i, 20 + i]
         tokens["b"] += [30 + i]
     assert not side.drafter.fallbacks
@@ -146,7 +146,7 @@ async def test_a_lost_reply_does_not_double_tokens():
     await side.propose(propose_row("a", [1, 2, 3, 4]))
     await side.recover()
     await side.propose(propose_row("a", [1, 2, 3, 4, 5]))
-    assert side.echo.seen[-1][0].token_ids == [1, 2, 3, 4, 5]
+    assert side.echo.seen[-1][0].request.token_ids == [1, 2, 3, 4, 5]
 
 
 async def test_a_late_reply_is_not_taken_for_the_next_one():

@@ -7,7 +7,7 @@ from dataclasses import replace
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.llm import run_in_process
-from engine.protocols import NoDrafter
+from engine.protocols import NoDrafter, Request
 from engine.sampling.logits import Run, draw, shape
 from engine.verification.verifier import ModelVerifier
 
@@ -72,7 +72,7 @@ def expected_tokens(model, prompt, params):
     ends = set() if params.ignore_eos else set(model.info.eos_token_ids)
     while len(tokens) - len(prompt) < params.max_tokens:
         end_ids = (*model.info.eos_token_ids, *params.stop_token_ids)
-        one = [Run(params, tokens, len(prompt), [0], [[]], end_ids)]
+        one = [Run(Request("", tokens, len(prompt), params), [0], [[]], end_ids)]
         token = int(draw(shape(model.law(tokens).log().unsqueeze(0), one), one))
         tokens.append(token)
         if token in ends | set(params.stop_token_ids) and len(tokens) - len(prompt) >= params.min_tokens:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from engine.config import BUNDLED_TARGET, ModelConfig
 from engine.detokenizer import Detokenizer
 from engine.models.tokenizer import load_tokenizer
-from engine.protocols import Verdict
+from engine.protocols import Request, Verdict
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from tests.fakes import byte_tokenizer
@@ -41,7 +41,7 @@ def committed(tokenizer, token_ids, cuts, params, end_ids):
     """Commit tokens round by round, each of `cuts` tokens; what came of them, joined."""
     prompt = tokenizer.encode(PROMPT).ids
     detokenizer = Detokenizer(tokenizer, prompt, stop=params.stop)
-    sequence = Sequence("a", [*prompt], len(prompt), params, b"", frozenset(end_ids), detokenizer)
+    sequence = Sequence(Request("a", [*prompt], len(prompt), params), b"", frozenset(end_ids), detokenizer)
     text, ids, left = "", [], list(token_ids)
     while left and sequence.finish_reason is None:
         count = next(cuts)
@@ -67,7 +67,8 @@ def test_a_cut_or_broken_character_is_the_same_however_it_came(name, count):
 def test_no_text_waits_for_a_later_character():
     tokenizer = tokenizers()["bytes"]
     first, second = tokenizer.encode("漢").ids, tokenizer.encode("字").ids
-    sequence = Sequence("a", [1], 1, SamplingParams(max_tokens=9), b"", frozenset(), Detokenizer(tokenizer, [1]))
+    request = Request("a", [1], 1, SamplingParams(max_tokens=9))
+    sequence = Sequence(request, b"", frozenset(), Detokenizer(tokenizer, [1]))
     assert sequence.commit(Verdict([*first, second[0]]), 0).text == "漢"
     assert sequence.commit(Verdict(second[1:]), 0).text == "字"
 

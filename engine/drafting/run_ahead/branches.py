@@ -16,7 +16,7 @@ from engine.drafting.chain import Chain, Drawn, extend
 from engine.drafting.run_ahead.verdicts import Options
 from engine.execution.attention import Group, KVTensors, PagedContext
 from engine.execution.batch import ForwardBatch
-from engine.protocols import ProposeRow
+from engine.protocols import Request
 from engine.sampling.params import SamplingParams
 
 
@@ -25,17 +25,21 @@ class Trunk:
     """One request as it was last proposed for.
 
     Attributes:
-        base: how many tokens were committed then.
+        request: a copy, so that its tokens stay those that were committed then.
         chain: the draft that was sent.
         outlook: [length + 1], what may come after each number of accepted tokens.
         roots: per branch, the verdict it bets on: how many accepted, and the token after them.
     """
 
-    row: ProposeRow
-    base: int
+    request: Request
     chain: Chain
     outlook: list[Options] = field(default_factory=list)
     roots: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def base(self) -> int:
+        """Number of tokens that were committed when the draft was sent."""
+        return len(self.request.token_ids)
 
     def verdict(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
         """Return the verdict that leads to these committed tokens: how many accepted, and the token after them.
@@ -112,7 +116,7 @@ class Branches:
 
     def draws(self) -> tuple[list[SamplingParams], list[int]]:
         """Return, per branch, the request's parameters and the position of the first token that is drawn."""
-        params = [trunk.row.params for trunk in self.trunks for _ in range(self._width)]
+        params = [trunk.request.params for trunk in self.trunks for _ in range(self._width)]
         return params, [
             trunk.base + accepted + 1
             for trunk, bets in zip(self.trunks, self._bets, strict=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.drafting.chain import Chain, Ranking
-from engine.drafting.model import ModelDrafter, Prefix
+from engine.drafting.model import CachedPrefix, ModelDrafter
 from engine.drafting.run_ahead.branches import Branches, Trunk
 from engine.drafting.run_ahead.foresight import NUM_CANDIDATES, Foresight
 from engine.drafting.run_ahead.pace import WIDTHS, Pace
@@ -28,6 +28,7 @@ from engine.execution.backend import Backend
 from engine.protocols import Draft, ProposeRow
 from engine.sampling.grammar import Grammars
 from engine.stats import RunAheadStats
+from engine.verification.rule import find_rule
 
 _MAX_SCORES_BYTES = 1 << 28
 """What a round's scores may take; where the vocabulary is larger, only the best of them are kept."""
@@ -66,7 +67,7 @@ class RunAheadDrafter(ModelDrafter):
         super().__init__(backend, config, token_limit=token_limit, ranks=True, grammars=grammars)
         self.stats = RunAheadStats()
         self._depth = max(1, config.num_speculative_tokens)
-        self._foresight = Foresight(self._depth, shares_noise=config.verification == "coupled")
+        self._foresight = Foresight(self._depth, shares_noise=find_rule(config.verification).shares_noise)
         self._trunks: dict[str, Trunk] = {}
         self._branches: Branches | None = None
         self._work: Generator[None, None, None] | None = None
@@ -107,8 +108,8 @@ class RunAheadDrafter(ModelDrafter):
 
     def _propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         self._settle()
-        # Their owner appends to the same lists what is committed next, maybe before this is settled.
-        outcome = self._look_up([replace(row, token_ids=list(row.token_ids)) for row in rows])
+        # The outcome may be settled in a later call, and by then the requests' owner may have appended tokens.
+        outcome = self._look_up([replace(row, request=row.request.copy()) for row in rows])
         rows, chains = outcome.rows, outcome.chains
         if all(len(chain.token_ids) == row.num_draft_tokens for row, chain in zip(rows, chains, strict=True)):
             self._unsettled = outcome
@@ -158,15 +159,15 @@ class RunAheadDrafter(ModelDrafter):
         self._work = None
         for row, verdict in zip(outcome.rows, outcome.verdicts, strict=True):
             if verdict is not None:
-                self._foresight.learn(self._trunks[row.request_id], *verdict)
+                self._foresight.learn(self._trunks[row.request.request_id], *verdict)
         if outcome.chosen:
             assert self._branches is not None
-            prefixes = [self._prefixes[outcome.rows[i].request_id] for i in outcome.chosen]
+            prefixes = [self._prefixes[outcome.rows[i].request.request_id] for i in outcome.chosen]
             self._move(list(zip(prefixes, outcome.chosen.values(), strict=True)), self._branches)
         for row, chain in zip(outcome.rows, outcome.chains, strict=True):
             if chain.token_ids:
-                self._prefixes[row.request_id].token_ids = [*row.token_ids, *chain.token_ids[:-1]]
-        current = {row.request_id for row in outcome.rows}
+                self._prefixes[row.request.request_id].token_ids = [*row.request.token_ids, *chain.token_ids[:-1]]
+        current = {row.request.request_id for row in outcome.rows}
         for name in self._trunks.keys() - current:
             self._trim(name, len(self._prefixes[name].token_ids))
         self.stop()
@@ -192,8 +193,8 @@ class RunAheadDrafter(ModelDrafter):
 
     def _verdict(self, row: ProposeRow) -> tuple[int, int] | None:
         """Return what came of a row's last draft: how many accepted, and the token after; None if it is not known."""
-        trunk = self._trunks.get(row.request_id)
-        return None if trunk is None else trunk.verdict(row.token_ids)
+        trunk = self._trunks.get(row.request.request_id)
+        return None if trunk is None else trunk.verdict(row.request.token_ids)
 
     def _ranking(self, scores: Tensor) -> Ranking:
         # Only the branch that comes true needs its best scores found, so it is done late where memory allows it.
@@ -205,22 +206,22 @@ class RunAheadDrafter(ModelDrafter):
 
     def _is_able(self, row: ProposeRow, chain: Chain, current: set[str]) -> bool:
         """Fit a row and what is prepared for it into the cache; nothing is drafted for one that does not fit."""
-        if not self._make_room(row, [*row.token_ids, *chain.token_ids], current):
+        if not self._make_room(row, [*row.request.token_ids, *chain.token_ids], current):
             chain.cut(0)
             return False
-        self._trim(row.request_id, len(row.token_ids) + row.num_draft_tokens)
+        self._trim(row.request.request_id, len(row.request.token_ids) + row.num_draft_tokens)
         return True
 
     def _find_branch(self, row: ProposeRow, verdict: tuple[int, int]) -> tuple[Trunk, int] | str:
         """Return a row's trunk and the branch that came true, or the reason why none did."""
-        trunk, branches = self._trunks[row.request_id], self._branches
+        trunk, branches = self._trunks[row.request.request_id], self._branches
         if branches is None or not branches.num_computed or not trunk.roots:
             return "unprepared"
         if verdict not in trunk.roots:
             return "token"
         return trunk, trunk.roots.index(verdict)
 
-    def _move(self, chosen: Sequence[tuple[Prefix, tuple[Trunk, int]]], branches: Branches) -> None:
+    def _move(self, chosen: Sequence[tuple[CachedPrefix, tuple[Trunk, int]]], branches: Branches) -> None:
         """Bring the keys and values of the branches that came true to where they belong."""
         slots: tuple[list[int], list[int]] = ([], [])
         for prefix, (trunk, branch) in chosen:
@@ -255,8 +256,8 @@ class RunAheadDrafter(ModelDrafter):
     def _prepare(self, drafted: Sequence[tuple[ProposeRow, Chain]]) -> None:
         """Begin to draft for the likeliest verdicts on what was just proposed."""
         self._depth = max((row.num_draft_tokens for row, _ in drafted), default=0) or self._depth
-        trunks = [Trunk(row, len(row.token_ids), chain) for row, chain in drafted]
-        self._trunks = {trunk.row.request_id: trunk for trunk in trunks}
+        trunks = [Trunk(row.request, chain) for row, chain in drafted]
+        self._trunks = {trunk.request.request_id: trunk for trunk in trunks}
         self._work = self._grow(trunks)
 
     def _grow(self, trunks: Sequence[Trunk]) -> Generator[None, None, None]:
@@ -269,13 +270,13 @@ class RunAheadDrafter(ModelDrafter):
         trunks = [trunk for trunk in trunks if trunk.roots]
         if not trunks:
             return
-        tables = [self._prefixes[trunk.row.request_id].block_ids for trunk in trunks]
+        tables = [self._prefixes[trunk.request.request_id].block_ids for trunk in trunks]
         branches = self._branches = Branches(trunks, width, tables, self._kv)
-        rows = [trunk.row for trunk in trunks]
+        requests = [trunk.request for trunk in trunks]
         tokens = branches.roots
         params, positions = branches.draws()
         for draws in self._plan(params, positions, self._depth):
-            runs = functools.partial(self._runs, rows, branches.depths(), branches.paths)
+            runs = functools.partial(self._runs, requests, branches.depths(), branches.paths)
             drawn = self._pass(branches.next_pass(tokens), draws, runs)
             branches.add(drawn)
             tokens = drawn.tokens
@@ -287,7 +288,7 @@ class RunAheadDrafter(ModelDrafter):
         length = trunk.base + len(trunk.chain.token_ids)
         if length + 1 + self._depth > self.backend.info.max_model_len:
             return False
-        prefix = self._prefixes[trunk.row.request_id]
+        prefix = self._prefixes[trunk.request.request_id]
         blocks = self._pool.allocate(self._pool.blocks_for(length + width * self._depth) - len(prefix.block_ids))
         if blocks is None:
             return False
@@ -296,8 +297,8 @@ class RunAheadDrafter(ModelDrafter):
 
     def _find_roots(self, trunks: Sequence[Trunk], width: int) -> Generator[None, None, None]:
         """Compute every trunk to its end, and bet on verdicts by what the draft would have drawn."""
-        texts = [[*trunk.row.token_ids, *trunk.chain.token_ids] for trunk in trunks]
-        prefixes = [self._prefixes[trunk.row.request_id] for trunk in trunks]
+        texts = [[*trunk.request.token_ids, *trunk.chain.token_ids] for trunk in trunks]
+        prefixes = [self._prefixes[trunk.request.request_id] for trunk in trunks]
         catching_up = self._catch_up(texts, prefixes)
         while True:
             try:
@@ -307,17 +308,17 @@ class RunAheadDrafter(ModelDrafter):
                 break
             self._passed()
             yield
-        rows = [trunk.row for trunk in trunks]
+        requests = [trunk.request for trunk in trunks]
         depths = [[len(trunk.chain.token_ids)] for trunk in trunks]
-        (draws,) = self._plan([row.params for row in rows], [len(text) for text in texts], 1)
-        runs = functools.partial(self._runs, rows, depths, lambda: [[trunk.chain.token_ids] for trunk in trunks])
+        (draws,) = self._plan([request.params for request in requests], [len(text) for text in texts], 1)
+        runs = functools.partial(self._runs, requests, depths, lambda: [[trunk.chain.token_ids] for trunk in trunks])
         drawn = self._pass(batch, draws, runs)
         for text, prefix in zip(texts, prefixes, strict=True):
             prefix.token_ids = text
         assert drawn.ranking is not None
         self._foresight.look(trunks, drawn.ranking)
         for trunk in trunks:
-            params = trunk.row.params
+            params = trunk.request.params
             eos = () if params.ignore_eos else self.backend.info.eos_token_ids
             self._foresight.bet(trunk, width, {*eos, *params.stop_token_ids})
         self._passed()

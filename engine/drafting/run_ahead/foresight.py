@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from engine.drafting.chain import Ranking
 from engine.drafting.run_ahead.branches import Trunk
 from engine.drafting.run_ahead.verdicts import AcceptedLengths, Confidence, Options, likeliest
-from engine.protocols import ProposeRow
+from engine.protocols import Request
 
 NUM_CANDIDATES = 10
 
@@ -31,7 +31,7 @@ class Foresight:
         drafted = trunk.chain.token_ids
         if drafted:
             self.accepted.observe(accepted, len(drafted))
-        confidence = self._confidence_in(trunk.row)
+        confidence = self._confidence_in(trunk.request)
         # Without shared noise the scores speak only of what follows a rejection.
         first = 0 if self._shares_noise else accepted
         taken = [*drafted[first:accepted], token]
@@ -53,8 +53,8 @@ class Foresight:
         """Choose the verdicts to draft for; nothing is drafted after the tokens that end the text."""
         drafted = trunk.chain.token_ids
         lengths = None if self._shares_noise else self.accepted.probabilities(len(drafted))
-        verdicts = likeliest(trunk.outlook, drafted, self._confidence_in(trunk.row), lengths)
+        verdicts = likeliest(trunk.outlook, drafted, self._confidence_in(trunk.request), lengths)
         trunk.roots = [verdict for verdict in verdicts if verdict[1] not in end_ids][:width]
 
-    def _confidence_in(self, row: ProposeRow) -> Confidence:
-        return self._confidence[row.params.temperature == 0]
+    def _confidence_in(self, request: Request) -> Confidence:
+        return self._confidence[request.params.temperature == 0]

@@ -19,14 +19,14 @@ def test_a_repeated_delta_changes_nothing():
     table.apply([whole("a", [1, 2, 3])])
     for _ in range(2):
         table.apply([PrefixDelta("a", 3, [4, 5], 1)])
-        assert table["a"].token_ids == [1, 2, 3, 4, 5]
+        assert table["a"].request.token_ids == [1, 2, 3, 4, 5]
 
 
 def test_a_lower_offset_rolls_back():
     table = PrefixTable(4)
     table.apply([whole("a", [1, 2, 3, 4, 5], [7, 8])])
     table.apply([PrefixDelta("a", 2, [9], 1, None, 1, [6])])
-    assert table["a"].token_ids == [1, 2, 9]
+    assert table["a"].request.token_ids == [1, 2, 9]
     assert table["a"].block_ids == [7, 6]
 
 
@@ -72,7 +72,7 @@ def test_release_forgets_and_ignores_the_unknown():
 def test_parameters_are_sent_once():
     known = Acknowledged()
     row = propose_row("a", [1, 2, 3])
-    assert known.ask([row])[0][0].params == row.params
+    assert known.ask([row])[0][0].params == row.request.params
     known.acknowledge([row])
     assert known.ask([row])[0][0].params is None
     assert known.ask([row])[0][0].token_ids == []
@@ -110,7 +110,7 @@ def test_whatever_is_lost_evicted_or_preempted_the_worker_holds_what_was_committ
             assert table.missing(deltas) == []
         table.apply(deltas)
         for name in names:
-            assert table[name].token_ids == tokens[name]
+            assert table[name].request.token_ids == tokens[name]
             assert table[name].block_ids == blocks[name]
         if rng.random() < 0.7:
             known.acknowledge(rows)

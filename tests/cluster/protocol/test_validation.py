@@ -78,7 +78,8 @@ def test_an_unfinished_prefill_brings_no_token():
 
 def test_prompt_log_probabilities_come_as_asked():
     row = verify_row("a", [1, 2, 3])
-    row = replace(row, start=0, length=3, prompt_length=3, params=replace(row.params, prompt_logprobs=0))
+    request = replace(row.request, prompt_length=3, params=replace(row.request.params, prompt_logprobs=0))
+    row = replace(row, request=request, start=0, length=3)
     found = [TokenLogprobs(-1.0, 1, [], [])] * 2
     check_verdicts([Verdict([1], prompt_logprobs=found)], [row], 10)
     with pytest.raises(MalformedMessageError, match="1 prompt log probabilities, asked were 2"):

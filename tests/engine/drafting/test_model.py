@@ -12,7 +12,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.drafting.model import TOP_M, ModelDrafter, common_length
 from engine.execution.registry import load_backend
 from engine.llm import run_in_process
-from engine.protocols import ProposeRow
+from engine.protocols import ProposeRow, Request
 from engine.sampling.logits import Run, probabilities, shape
 from engine.sampling.params import SamplingParams
 from tests.engine.conftest import VOCAB
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def row(token_ids, k, *, name="a", params=GREEDY):
-    return ProposeRow(name, list(token_ids), 3, params, k)
+    return ProposeRow(Request(name, list(token_ids), 3, params), k)
 
 
 def propose(drafter, *rows):
@@ -128,7 +128,7 @@ def test_rows_of_the_rejection_rule_are_what_the_tokens_were_sampled_from():
     (found,) = propose(drafter, row([4, 5, 6], 3, params=params))
     context = [4, 5, 6]
     for token, ids, probs in zip(found.token_ids, found.top_ids, found.top_probs, strict=True):
-        run = Run(params, context, 3, [0])
+        run = Run(Request("a", context, 3, params), [0])
         law = probabilities(shape(model.transitions[context[-1:]].log(), [run]), [run])[0]
         assert len(ids) == len(set(ids)) == TOP_M
         assert token in ids

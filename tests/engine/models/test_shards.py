@@ -127,7 +127,10 @@ class SecondBranchDrafter:
         self._texts = texts
 
     async def propose(self, rows):
-        return [self._tree(self._texts[row.request_id], len(row.token_ids), row.num_draft_tokens) for row in rows]
+        return [
+            self._tree(self._texts[row.request.request_id], len(row.request.token_ids), row.num_draft_tokens)
+            for row in rows
+        ]
 
     def _tree(self, text, length, num_nodes):
         right = text[length : length + num_nodes - 1]

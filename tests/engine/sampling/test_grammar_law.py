@@ -102,7 +102,11 @@ class Unconstrained:
         self._drafter = drafter
 
     async def propose(self, rows):
-        return await self._drafter.propose([replace(row, params=replace(row.params, grammar=None)) for row in rows])
+        return await self._drafter.propose([replace(row, request=self._free(row.request)) for row in rows])
+
+    @staticmethod
+    def _free(request):
+        return replace(request, params=replace(request.params, grammar=None))
 
     def release(self, request_id):
         self._drafter.release(request_id)

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from engine.protocols import Request
 from engine.sampling.logits import Run, draw, probabilities, shape
 from engine.sampling.params import SamplingParams
 from tests.engine.laws import shaped_law
@@ -38,7 +39,7 @@ def random_run(chance):
     for _ in range(chance.randrange(5)):
         paths.append([*chance.choice(paths), chance.randrange(VOCAB)])
     given = paths if params.has_penalties or chance.random() < 0.3 else ()
-    run = Run(params, committed, prompt, [len(path) for path in paths], given, (0, 7))
+    run = Run(Request("", committed, prompt, params), [len(path) for path in paths], given, (0, 7))
     return run, paths
 
 
@@ -51,7 +52,7 @@ def test_every_row_of_a_mixed_batch_has_its_own_law():
         rows = [(run, path) for run, paths in batch for path in paths]
         logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(chance.randrange(10**9))) * 3
         wanted = [
-            shaped_law(row, run.params, [*run.token_ids, *path], run.prompt_length, run.end_ids)
+            shaped_law(row, run.params, [*run.request.token_ids, *path], run.request.prompt_length, run.end_ids)
             for (run, path), row in zip(rows, logits.double().tolist(), strict=True)
         ]
         found = probabilities(shape(logits.clone(), runs), runs)
@@ -59,7 +60,7 @@ def test_every_row_of_a_mixed_batch_has_its_own_law():
 
 
 def one(params, *, committed=(1, 2), prompt_length=2, depth=0, path=(), end_ids=()):
-    return Run(params, list(committed), prompt_length, [depth], [list(path)], end_ids)
+    return Run(Request("", list(committed), prompt_length, params), [depth], [list(path)], end_ids)
 
 
 def law_of(logits, run):
@@ -68,7 +69,7 @@ def law_of(logits, run):
 
 def test_a_draft_token_counts_for_the_rows_below_it_only():
     params = SamplingParams(presence_penalty=2.0)
-    runs = [Run(params, [1], 1, [0, 1, 1], [[], [0], [2]])]
+    runs = [Run(Request("", [1], 1, params), [0, 1, 1], [[], [0], [2]])]
     shaped = shape(torch.zeros(3, 3), runs)
     assert shaped.tolist() == [[0, 0, 0], [-2, 0, 0], [0, 0, -2]]
 
@@ -84,7 +85,7 @@ def test_repetition_counts_the_prompt_too():
 
 
 def test_min_tokens_forbids_the_end_up_to_the_row_that_draws_token_number_min_tokens():
-    run = Run(SamplingParams(min_tokens=3), [5, 5], 1, [0, 1, 2, 3], (), (0,))
+    run = Run(Request("", [5, 5], 1, SamplingParams(min_tokens=3)), [0, 1, 2, 3], (), (0,))
     assert shape(torch.zeros(4, 2), [run])[:, 0].isinf().tolist() == [True, True, False, False]
 
 

@@ -1,6 +1,6 @@
 """The rejection rule by exact enumeration: every draft, every way the coins can fall, in float64.
 
-The coins of a position are cut where the rule's decision may change and at a few more places; the rule's own `decide`
+The coins of a position are cut where the rule's decision may change and at a few more places; the rule's own `accept`
 says what each piece leads to, its length says how likely it is.
 """
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.protocols import Draft, chain
-from engine.verification.rejection import decide
+from engine.verification.rejection import accept
 from tests.engine.laws import VOCAB, K, completed, joint, random_tables, total_variation
 
 CUTS = (0.0, 0.07, 0.31, 0.5, 0.83, 1.0)
@@ -39,7 +39,7 @@ def emitted_law(target, proposals):
             coins += [*(coin for coin, _ in fall), 0.5]
             drafts.append(draft)
             weights.append(prob * float(torch.tensor([length for _, length in fall], dtype=torch.float64).prod()))
-    accepted, after = decide(torch.stack(rows), torch.tensor(coins, dtype=torch.float64), drafts)
+    accepted, after = accept(torch.stack(rows), torch.tensor(coins, dtype=torch.float64), drafts)
     after = after / after.sum(-1, keepdim=True)
     heads = {}
     for draft, weight, count, law in zip(drafts, weights, accepted, after.tolist(), strict=True):
@@ -76,7 +76,7 @@ def test_a_drafter_that_is_the_target_loses_nothing():
     target = random_tables(3)
     proposals = list(sampled_drafts(target))
     rows = torch.stack([target[tuple(d.token_ids[:i])] for d, _, _ in proposals for i in range(K + 1)])
-    accepted, _ = decide(
+    accepted, _ = accept(
         rows, torch.full((len(rows),), 1 - 2.0**-24, dtype=torch.float64), [d for d, _, _ in proposals]
     )
     assert accepted == [K] * len(proposals)
@@ -97,21 +97,21 @@ def test_a_tree_counts_as_the_chain_it_begins_with():
     rows = torch.stack([target[()], target[(0,)], target[(1,)], target[()], target[(2,)]])
     tree, after = Draft([0, 1], [-1, -1]), chain([2])
     coins = torch.tensor([0.0, 0.0, 0.9, 0.0, 0.9], dtype=torch.float64)
-    accepted, law = decide(rows, coins, [tree, after])
+    accepted, law = accept(rows, coins, [tree, after])
     assert accepted == [1, 1]
     assert torch.equal(law, rows[[1, 4]])
 
 
 def test_a_token_the_target_never_draws_is_rejected_by_a_coin_of_zero():
     rows = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-    accepted, law = decide(rows, torch.zeros(2), [chain([0])])
+    accepted, law = accept(rows, torch.zeros(2), [chain([0])])
     assert accepted == [0]
     assert law.tolist() == [[0.0, 1.0, 0.0]]
 
 
 def test_nothing_is_accepted_after_a_rejection():
     rows = torch.full((4, VOCAB), 1 / VOCAB)
-    accepted, _ = decide(rows, torch.tensor([0.0, 0.99, 0.0, 0.0]), [chain([0, 1, 2])])
+    accepted, _ = accept(rows, torch.tensor([0.0, 0.99, 0.0, 0.0]), [chain([0, 1, 2])])
     assert accepted == [1]
 
 
@@ -119,5 +119,5 @@ def test_an_empty_residual_falls_back_to_the_target():
     """Only rounding can reject a token where draft and target agree; then there is nothing left to subtract from."""
     row = [0.25, 0.75, 0.0]
     draft = Draft([0], [-1], [[0, 1, 2]], [[0.2500001, 0.7500001, 0.0]])
-    accepted, law = decide(torch.tensor([row, row]), torch.tensor([1 - 2.0**-24, 0.5]), [draft])
+    accepted, law = accept(torch.tensor([row, row]), torch.tensor([1 - 2.0**-24, 0.5]), [draft])
     assert (accepted, law.tolist()) == ([0], [row])

@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.drafting.model import ModelDrafter
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.llm import run_in_process
-from engine.protocols import ProposeRow
+from engine.protocols import ProposeRow, Request
 from engine.sampling.params import SamplingParams
 from tests.engine.drafting.test_model import Counting
 from tests.engine.running import make_engine, run
@@ -36,7 +36,7 @@ def config(**settings):
 
 
 def row(token_ids, k=K, *, name="a", params=None):
-    return ProposeRow(name, list(token_ids), 3, params or SamplingParams(temperature=0), k)
+    return ProposeRow(Request(name, list(token_ids), 3, params or SamplingParams(temperature=0)), k)
 
 
 def propose(drafter, *rows):
@@ -78,7 +78,8 @@ def test_what_was_prepared_is_what_a_fresh_drafter_draws(params, verification, n
     for _ in range(60):
         asked = [name for name in texts if chance.random() < 0.8]
         rows = [row(texts[name], chance.choice([0, 1, 3, K, K]), name=name, params=params) for name in asked]
-        drafts = propose(drafter, *(replace(own, token_ids=texts[own.request_id]) for own in rows))
+        owned = [replace(own.request, token_ids=texts[own.request.request_id]) for own in rows]
+        drafts = propose(drafter, *(replace(own, request=shared) for own, shared in zip(rows, owned, strict=True)))
         fresh = propose(ModelDrafter(MODEL, config(verification=verification)), *rows)
         if chance.random() < 0.1:
             drafter.release(chance.choice(list(texts)))
@@ -169,5 +170,5 @@ def test_an_early_verdict_gets_the_missing_tokens_drawn():
         assert draft == propose(ModelDrafter(MODEL, config()), row(text))[0]
         accepted = chance.choice([1, K, K])
         text += draft.token_ids[:accepted]
-        text.append(next_token(text, row(text).params) if accepted == K else 7)
+        text.append(next_token(text, row(text).request.params) if accepted == K else 7)
     assert drafter.drafter.stats.hits > 10

@@ -10,7 +10,7 @@ from engine.drafting.chain import Chain
 from engine.drafting.run_ahead.branches import Trunk
 from engine.drafting.run_ahead.foresight import Foresight
 from engine.drafting.run_ahead.verdicts import AcceptedLengths, Confidence, Options, likeliest
-from engine.protocols import ProposeRow
+from engine.protocols import Request
 from engine.sampling.params import SamplingParams
 
 
@@ -65,7 +65,7 @@ def test_how_far_scores_are_to_be_trusted_is_learned(sharpness):
 def test_a_verdict_teaches_what_its_rule_lets_the_scores_say(shares_noise):
     """Without shared noise, that drafted tokens were kept says nothing about the scores above them."""
     foresight = Foresight(2, shares_noise=shares_noise)
-    trunk = Trunk(ProposeRow("a", [1], 1, SamplingParams(temperature=0), 2), 1, Chain([5, 7]))
+    trunk = Trunk(Request("a", [1], 1, SamplingParams(temperature=0)), Chain([5, 7]))
     trunk.outlook = [Options([5, 6], [2.0, 1.0]), Options([7, 8], [2.0, 1.0]), Options([9, 4], [1.0, 1.0])]
     before = Confidence().weights([2.0, 1.0])
     for _ in range(50):

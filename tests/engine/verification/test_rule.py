@@ -1,0 +1,71 @@
+"""The registry of rules, and what drafters and verifiers may rely on in each of them."""
+
+from typing import get_args
+
+import pytest
+import torch
+
+from engine.config import EngineConfig, Verification
+from engine.protocols import Request, chain
+from engine.sampling.logits import Run, draw
+from engine.sampling.params import SamplingParams
+from engine.verification.rule import RULES, find_rule
+
+VOCAB = 6
+
+
+def decide(rule, logits, drafts, *, drawn=None, temperature=0.0):
+    params = SamplingParams(temperature=temperature, seed=7)
+    runs = [
+        Run(Request(str(i), [1, 2], 1, params), list(range(1 + len(draft.token_ids)))) for i, draft in enumerate(drafts)
+    ]
+    return rule.decide(logits.clone(), runs, drafts, drawn)
+
+
+def rows(*tokens):
+    """Logits whose argmax in each row is the given token."""
+    return torch.nn.functional.one_hot(torch.tensor(tokens), VOCAB).float() * 9
+
+
+def test_the_configuration_offers_the_rules_of_the_registry():
+    assert get_args(Verification) == tuple(RULES)
+    assert EngineConfig().verification in RULES
+
+
+def test_an_unknown_rule_is_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="'greedy'; the rules are: coupled, rejection"):
+        find_rule("greedy")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_decides_each_request_of_a_batch_by_its_own_rows(name):
+    logits = rows(3, 4, 5, 2, 1)
+    drafts = [chain([3, 4]), chain([5])]
+    assert decide(find_rule(name), logits, drafts) == [([3, 4, 5], [0, 1]), ([2], [])]
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if not RULES[name].needs_draft_rows])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_rule_that_needs_no_draft_rows_ignores_them(name, temperature):
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    bare = chain([3, 4])
+    with_rows = type(bare)(bare.token_ids, bare.parents, [[3, 1], [4, 2]], [[0.5, 0.5], [0.9, 0.1]])
+    rule = find_rule(name)
+    assert decide(rule, logits, [bare], temperature=temperature) == decide(
+        rule, logits, [with_rows], temperature=temperature
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if RULES[name].shares_noise])
+def test_a_rule_that_shares_noise_commits_what_the_draft_draws_from_the_same_logits(name):
+    """So a draft from the target itself is accepted whole, and the token after it is foreseen."""
+    rule, logits = find_rule(name), torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2))
+    run = Run(Request("0", [1, 2], 1, SamplingParams(temperature=1.0, seed=7)), [0, 1, 2, 3])
+    drawn = draw(logits, [run]).tolist()
+    assert decide(rule, logits, [chain(drawn[:3])], temperature=1.0) == [(drawn, [0, 1, 2])]
+
+
+@pytest.mark.parametrize("name", [name for name in RULES if RULES[name].shares_noise])
+def test_tokens_that_the_pass_drew_are_taken_as_they_are(name):
+    logits = rows(3, 4, 5)
+    assert decide(find_rule(name), logits, [chain([0, 1])], drawn=[0, 1, 2]) == [([0, 1, 2], [0, 1])]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.config import EngineConfig, ModelConfig
+from engine.drafting.registry import Method, choose_method
 
 RunAhead = Literal["auto", "on", "off"]
 
@@ -15,7 +16,7 @@ class GroupConfig:
     target: ModelConfig
     """The model whose text is served."""
     draft: ModelConfig | None = None
-    """The model that proposes; None decodes plainly, without a draft worker."""
+    """The model that the drafting method loads, if it loads one."""
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Bounds of the batch, the cache and the draft."""
     run_ahead: RunAhead = "auto"
@@ -33,3 +34,13 @@ class GroupConfig:
     """What a round waits for the target before the target counts as lost."""
     start_timeout_s: float = 600.0
     """What placing and loading the workers may take."""
+
+    @property
+    def method(self) -> Method:
+        """How drafts are made, and where."""
+        return choose_method(self.engine, has_draft_model=self.draft is not None)
+
+    @property
+    def has_draft_worker(self) -> bool:
+        """Whether drafts are made in a process of their own."""
+        return self.method.runs_in == "draft"

@@ -18,10 +18,10 @@ from cluster.transport.credentials import make_credentials
 from cluster.worker_set import Crew, start_draft, start_target
 from engine.errors import ModelError, TargetError
 from engine.models.tokenizer import check_same_vocabulary
-from engine.protocols import Drafter, NoDrafter, Verifier
 
 if TYPE_CHECKING:
     from engine.config import ModelInfo
+    from engine.protocols import Drafter, Verifier
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,9 @@ class SpeculationGroup:
         self._remote_verifier = RemoteVerifier(timeout_s=config.verify_timeout_s)
         self._remote_drafter = RemoteDrafter(timeout_s=config.draft_timeout_s, prepares=config.run_ahead == "on")
         self.verifier: Verifier = self._remote_verifier
-        self.drafter: Drafter = NoDrafter() if config.draft is None else self._remote_drafter
+        self.drafter: Drafter = (
+            self._remote_drafter if config.has_draft_worker else config.method.make(config.engine, None)
+        )
 
     @classmethod
     async def start(cls, config: GroupConfig) -> "SpeculationGroup":
@@ -149,7 +151,7 @@ class SpeculationGroup:
 
     async def _start_all(self) -> None:
         starting: list[Coroutine[None, None, None]] = [self._start_target()]
-        if self.config.draft is not None:
+        if self.config.draft is not None and self.config.has_draft_worker:
             starting += [
                 self._start_draft(),
                 asyncio.to_thread(check_same_vocabulary, self.config.target, self.config.draft),

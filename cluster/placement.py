@@ -40,10 +40,10 @@ def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
     """
     size = config.tensor_parallel_size
     target = _on_gpu(config.target, num_gpus)
-    draft = config.draft is not None and _on_gpu(config.draft, num_gpus)
+    draft = config.has_draft_worker and config.draft is not None and _on_gpu(config.draft, num_gpus)
     share = 0.5 if target and draft and size == 1 and num_gpus == 1 else 1.0
     bundles = [{"CPU": REPLICA_CPUS}]
-    if config.draft is not None:
+    if config.has_draft_worker:
         bundles.append(_bundle(draft, share, DRAFT_CPUS, config.draft_accelerator_type))
     rank = _bundle(target, share, TARGET_CPUS / size, config.target_accelerator_type)
     return bundles + [dict(rank) for _ in range(size)]
@@ -55,7 +55,7 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
     Args:
         num_cores: cores of the node that the group is on, as far as Ray may use them.
     """
-    draft = config.draft
+    draft = config.draft if config.has_draft_worker else None
     if draft is None:
         return replace(config, run_ahead="off")
     draft_gpus, target_gpus = bundles[DRAFT_BUNDLE].get("GPU", 0), bundles[target_bundle(config, 0)].get("GPU", 0)
@@ -78,7 +78,7 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
 
 def target_bundle(config: GroupConfig, rank: int) -> int:
     """Return the index of a target rank's bundle."""
-    return rank + (1 if config.draft is None else 2)
+    return rank + (2 if config.has_draft_worker else 1)
 
 
 def actor_options(group: PlacementGroup, index: int) -> dict[str, Any]:

@@ -73,7 +73,7 @@ async def start_draft(config: GroupConfig, placement: PlacementGroup, credential
         ModelError: the model cannot be served.
         TargetError: the worker died.
     """
-    assert config.draft is not None
+    assert config.draft is not None, "every method of a draft worker loads a model"
     actor_class = ray.remote(DraftWorker).options(**actor_options(placement, DRAFT_BUNDLE))
     crew = Crew("draft worker", [actor_class.remote(config.engine, version)])
     try:

@@ -8,6 +8,7 @@ read here.
 import difflib
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -20,12 +21,14 @@ from engine.config import (
     BUNDLED_TARGET,
     Compile,
     Device,
+    Drafting,
     Dtype,
     EngineConfig,
     ModelConfig,
     Speculation,
     Verification,
 )
+from engine.drafting.registry import Method, choose_method
 
 API_KEY_VARIABLE = "PACELINE_API_KEY"
 BUNDLED = "bundled"
@@ -135,6 +138,9 @@ class AppConfig(BaseModel):
     """Draft tokens per round at most; 0 is plain decoding."""
     speculation: Speculation = "adaptive"
     """adaptive: as many draft tokens as measured goodput says, none included; fixed: always all; off: no draft."""
+    drafting: Drafting = "auto"
+    """Who drafts: model is the draft model; none is nobody, and no draft model is loaded; auto is model where there is
+    a draft model, else none."""
     verification: Verification = "coupled"
     """The verification rule: coupled (shared noise) or rejection (Leviathan et al.)."""
     max_num_seqs: int = Field(32, ge=1)
@@ -180,6 +186,11 @@ class AppConfig(BaseModel):
             raise ValueError("pinning is on: one core cannot have run_ahead on, several target ranks or device cuda")
         return self
 
+    @model_validator(mode="after")
+    def _check_drafting(self) -> Self:
+        _ = self.drafting_method
+        return self
+
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
         """Validate what Serve passes; the error is one line that names the argument.
@@ -206,34 +217,51 @@ class AppConfig(BaseModel):
 
     @property
     def draft_path(self) -> str | None:
-        """The draft's directory or hub name; None is plain decoding."""
+        """The directory or hub name of the draft model that is loaded, if one is."""
+        return self._named_draft if self.drafting_method.loads_model else None
+
+    @property
+    def drafting_method(self) -> Method:
+        """How drafts are made, and where."""
+        return choose_method(engine_config(self), has_draft_model=self._named_draft is not None)
+
+    @property
+    def _named_draft(self) -> str | None:
         choice = self.draft_model
         if choice == "auto":
             choice = BUNDLED if self.target_model == BUNDLED else "none"
-        if choice == "none" or self.num_speculative_tokens == 0 or self.speculation == "off":
+        if choice == "none":
             return None
         return str(BUNDLED_DRAFT) if choice == BUNDLED else choice
 
 
+def engine_config(config: AppConfig) -> EngineConfig:
+    """Return the engine's settings as the operator chose them."""
+    return EngineConfig(
+        num_speculative_tokens=config.num_speculative_tokens,
+        speculation=config.speculation,
+        drafting=config.drafting,
+        verification=config.verification,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_queued_requests=config.max_queued_requests,
+        max_model_len=config.max_model_len,
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        memory_fraction=config.memory_fraction,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
 def group_config(config: AppConfig) -> GroupConfig:
     """Return what one speculation group is built from."""
-    draft_path = config.draft_path
+    draft_path, engine = config.draft_path, engine_config(config)
+    if not config.drafting_method.proposes:
+        engine = replace(engine, num_speculative_tokens=0)
     return GroupConfig(
         target=_model_config(config, config.target_path, config.target_revision),
         draft=_model_config(config, draft_path, config.draft_revision) if draft_path else None,
-        engine=EngineConfig(
-            num_speculative_tokens=config.num_speculative_tokens if draft_path else 0,
-            speculation=config.speculation,
-            verification=config.verification,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_queued_requests=config.max_queued_requests,
-            max_model_len=config.max_model_len,
-            block_size=config.block_size,
-            num_blocks=config.num_blocks,
-            memory_fraction=config.memory_fraction,
-            enable_prefix_caching=config.enable_prefix_caching,
-        ),
+        engine=engine,
         tensor_parallel_size=config.tensor_parallel_size,
         run_ahead=config.run_ahead,
     )

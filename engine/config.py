@@ -10,6 +10,7 @@ BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "off"]
+Drafting = Literal["auto", "none", "model"]
 Verification = Literal["coupled", "rejection"]
 Speculation = Literal["adaptive", "fixed", "off"]
 
@@ -42,6 +43,9 @@ class EngineConfig:
     """Draft tokens per round at most (k); 0 is plain decoding."""
     speculation: Speculation = "adaptive"
     """adaptive: as many of them, from none to all, as measured goodput says. fixed: always all. off: none."""
+    drafting: Drafting = "auto"
+    """Who drafts: model is the draft model; none is nobody, and no draft model is loaded; auto is model where there is
+    a draft model, else none."""
     verification: Verification = "coupled"
     """coupled: shared Gumbel noise, token ids only. rejection: Leviathan et al., sparse draft rows."""
     max_num_seqs: int = 32

@@ -14,20 +14,21 @@ from engine.config import (
     BUNDLED_TARGET,
     Compile,
     Device,
+    Drafting,
     Dtype,
     EngineConfig,
     ModelConfig,
     Speculation,
     Verification,
 )
-from engine.drafting.model import ModelDrafter
+from engine.drafting.registry import DraftModel, choose_method
 from engine.engine import Engine
 from engine.errors import RequestError
 from engine.execution.backend import Backend
 from engine.execution.memory import plan_kv_blocks
 from engine.execution.registry import load_backend, survey
 from engine.models.tokenizer import check_same_vocabulary, load_tokenizer
-from engine.protocols import Drafter, NoDrafter, TokenLogprobs
+from engine.protocols import TokenLogprobs
 from engine.sampling.grammar import Grammars
 from engine.sampling.params import SamplingParams
 from engine.sequence import FinishReason, RequestOutput
@@ -81,13 +82,15 @@ class LLM:
         model: a transformers directory; the default is the bundled target.
         draft_model: likewise; None decodes without speculation. "bundled" is the bundled draft, and only goes with the
             bundled target.
-        num_speculative_tokens: draft tokens per round, at most; None leaves it to `engine_config`, as in the next two.
+        num_speculative_tokens: draft tokens per round, at most; None leaves this and the next three to `engine_config`.
         speculation: "adaptive" chooses their number by measured goodput, "fixed" takes them all, "off" none.
+        drafting: "auto" is "model" where there is a draft model; "none" leaves it unloaded.
         verification: "coupled" or "rejection".
         compile: "auto" compiles decode steps on a CPU, in the background and once per machine; "off" does not.
         seed: requests without a seed derive theirs from it, so that a run can be repeated.
 
     Raises:
+        ValueError: a drafting method or a verification rule that does not exist, or a method without its draft model.
         ModelError: a model that cannot be served.
         ModelMismatchError: the draft's token ids are not the target's.
     """
@@ -99,6 +102,7 @@ class LLM:
         *,
         num_speculative_tokens: int | None = None,
         speculation: Speculation | None = None,
+        drafting: Drafting | None = None,
         verification: Verification | None = None,
         dtype: Dtype = "auto",
         device: Device = "auto",
@@ -117,14 +121,16 @@ class LLM:
             if num_speculative_tokens is None
             else num_speculative_tokens,
             speculation=speculation or config.speculation,
+            drafting=drafting or config.drafting,
             verification=verification or config.verification,
         )
-        if draft_model is None or config.speculation == "off":
+        method = choose_method(config, has_draft_model=draft_model is not None)
+        if not method.proposes:
             config = replace(config, num_speculative_tokens=0)
         target_config = ModelConfig(str(model), dtype=dtype, device=device, compile=compile)
         self.tokenizer = load_tokenizer(target_config)
         draft_config = None
-        if draft_model is not None and config.num_speculative_tokens > 0:
+        if method.loads_model:
             draft_config = ModelConfig(str(draft_model), dtype=dtype, device=device, compile=compile)
             check_same_vocabulary(target_config, draft_config)
         config = _with_planned_blocks(config, [target_config, *([draft_config] if draft_config else [])])
@@ -133,15 +139,14 @@ class LLM:
             target_config, vocab_size=target.info.vocab_size, eos_token_ids=target.info.eos_token_ids
         )
         verifier = ModelVerifier(target, config, self._grammars)
-        drafter: Drafter = NoDrafter()
         backends = [target]
+        draft = None
         if draft_config is not None:
-            draft = _load(draft_config)
-            drafter = ModelDrafter(draft, config, token_limit=target.info.vocab_size, grammars=self._grammars)
-            backends.append(draft)
+            backends.append(_load(draft_config))
+            draft = DraftModel(backends[-1], target.info.vocab_size, self._grammars)
         self.engine = Engine(
             config,
-            drafter=drafter,
+            drafter=method.make(config, draft),
             verifier=verifier,
             num_blocks=verifier.num_blocks,
             vocab_size=target.info.vocab_size,

@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.drafting.registry import METHODS
+from engine.verification.rule import RULES
+
 ROOT = Path(__file__).parents[1]
 
 FORBIDDEN = {
@@ -54,3 +57,70 @@ def test_every_file_says_what_it_is(package: str) -> None:
         if not ast.get_docstring(ast.parse(path.read_text()))
     ]
     assert offences == []
+
+
+REGISTRIES = {ROOT / "engine/drafting/registry.py": METHODS, ROOT / "engine/verification/rule.py": RULES}
+SETTINGS = {"drafting", "verification"}
+
+
+def text_constants(node: ast.AST) -> set[str]:
+    """The texts in an expression, those of subscripts left out: they name fields."""
+    if isinstance(node, ast.Subscript):
+        return text_constants(node.value)
+    own = {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
+    return own.union(*(text_constants(child) for child in ast.iter_child_nodes(node)))
+
+
+def compared_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """The names of methods and rules that a file compares something with, and any text compared with their settings.
+
+    "none" is a word of several settings, so it counts as a name only where it is compared with one of those two.
+    """
+    names = {name for registry in REGISTRIES.values() for name in registry} - {"none"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            sides: list[ast.AST] = [node.left, *node.comparators]
+        elif isinstance(node, ast.Match):
+            sides = [node.subject, *(case.pattern for case in node.cases)]
+        else:
+            continue
+        texts = {text for side in sides for text in text_constants(side)}
+        words = {
+            inner.attr if isinstance(inner, ast.Attribute) else inner.id
+            for side in sides
+            for inner in ast.walk(side)
+            if isinstance(inner, ast.Attribute | ast.Name)
+        }
+        yield from ((node.lineno, text) for text in sorted(texts if words & SETTINGS else texts & names))
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_only_a_registry_compares_the_names_of_methods_and_rules(package: str) -> None:
+    offences = [
+        f"{path.relative_to(ROOT)}:{line} compares with {name!r}"
+        for path in source_files(package)
+        if path not in REGISTRIES
+        for line, name in compared_names(ast.parse(path.read_text()))
+    ]
+    assert offences == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        'config.verification == "rejection"',
+        'name != "coupled"',
+        'name in ("ngram", "model")',
+        '"model" == name',
+        'config.drafting == "none"',
+        'drafting in {"none"}',
+        'match name:\n    case "coupled" | "exact": pass',
+    ],
+)
+def test_a_comparison_with_a_name_is_found(code: str) -> None:
+    assert list(compared_names(ast.parse(code)))
+
+
+@pytest.mark.parametrize("code", ['tool_choice == "none"', 'verification = "coupled"', 'body["model"] == name'])
+def test_what_is_no_comparison_with_a_name_is_left_alone(code: str) -> None:
+    assert not list(compared_names(ast.parse(code)))

@@ -3,11 +3,11 @@
 import logging
 
 from engine.config import EngineConfig, ModelConfig, ModelInfo
-from engine.drafting.model import ModelDrafter
-from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.drafting.registry import DraftModel, choose_method
 from engine.execution.registry import load_backend
 from engine.models.causal_lm import Shard
 from engine.models.registry import eos_token_ids, read_config
+from engine.protocols import Drafter
 from engine.sampling.grammar import Grammars
 from engine.verification.verifier import ModelVerifier
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 def load_drafter(
     config: ModelConfig, target: ModelConfig, engine: EngineConfig, *, run_ahead: bool
-) -> tuple[ModelDrafter, ModelInfo]:
+) -> tuple[Drafter, ModelInfo]:
     """Load the draft; ids beyond the target's vocabulary are never drafted.
 
     Raises:
@@ -26,8 +26,8 @@ def load_drafter(
     target_config = read_config(target)
     limit = target_config.get_text_config().vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=eos_token_ids(target, target_config))
-    drafter_class = RunAheadDrafter if run_ahead else ModelDrafter
-    drafter = drafter_class(backend, engine, token_limit=limit, grammars=grammars)
+    method = choose_method(engine, has_draft_model=True)
+    drafter = method.make(engine, DraftModel(backend, limit, grammars, run_ahead))
     backend.warm_up()
     return drafter, backend.info
 

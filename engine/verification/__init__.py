@@ -1,1 +1,4 @@
-"""Which draft tokens stay: verifier (the target pass), rule (what one needs, and all by name), coupled, rejection."""
+"""Which draft tokens are committed, in reading order.
+
+rule (what a rule needs and decides, and every rule by name), verifier (the target's pass), coupled, rejection.
+"""

@@ -6,7 +6,7 @@ import pytest
 
 from cluster.config import GroupConfig
 from cluster.placement import DRAFT_BUNDLE, placement_bundles, settle, target_bundle
-from engine.config import ModelConfig
+from engine.config import EngineConfig, ModelConfig
 
 AUTO = GroupConfig(ModelConfig("target"), ModelConfig("draft"))
 
@@ -45,6 +45,15 @@ def test_the_indices_name_the_bundles():
     assert [DRAFT_BUNDLE, target_bundle(config, 0), target_bundle(config, 1)] == [1, 2, 3]
     assert target_bundle(replace(config, draft=None), 0) == 1
     assert len(placement_bundles(replace(config, draft=None), num_gpus=0)) == 3
+
+
+def test_a_method_that_runs_in_the_router_gets_no_draft_worker():
+    """Nor does the draft model, which it does not load, take half of the only GPU."""
+    config = replace(AUTO, engine=EngineConfig(drafting="none"))
+    bundles = placement_bundles(config, num_gpus=1)
+    assert [bundle.get("GPU", 0) for bundle in bundles] == [0, 1]
+    assert target_bundle(config, 0) == 1
+    assert settle(config, bundles, num_cores=8).run_ahead == "off"
 
 
 @pytest.mark.parametrize(

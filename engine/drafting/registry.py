@@ -1,0 +1,89 @@
+"""Drafting methods by their name in the configuration: who makes the drafter, and in which process it runs.
+
+To add a method, write its file, and give it a line in `METHODS` and its name in `engine.config.Drafting`. A factory
+imports the method's file when it is called: the Router asks where a method runs, and has no need of torch.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from engine.config import EngineConfig
+from engine.protocols import Drafter, NoDrafter
+
+if TYPE_CHECKING:
+    from engine.execution.backend import Backend
+    from engine.sampling.grammar import Grammars
+
+Process = Literal["router", "draft", "target"]
+"""Where a method runs in a speculation group: with the committed tokens, in a draft worker, or with the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A loaded draft model, and what its drafter must know beside it.
+
+    Attributes:
+        token_limit: the target's vocabulary size; ids beyond it are never drafted.
+        run_ahead: somebody calls `advance` between two proposals, so that drafting can go on meanwhile.
+    """
+
+    backend: "Backend"
+    token_limit: int
+    grammars: "Grammars | None" = None
+    run_ahead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One way to draft.
+
+    Attributes:
+        make: returns the drafter; the draft model is None for a method that loads none.
+        proposes: False where no draft is ever made, so that nothing has to be reserved for one.
+        loads_model: the method needs a draft model.
+    """
+
+    runs_in: Process
+    make: Callable[[EngineConfig, DraftModel | None], Drafter]
+    proposes: bool = True
+    loads_model: bool = False
+
+
+def _no_drafter(_config: EngineConfig, _draft: DraftModel | None) -> Drafter:
+    return NoDrafter()
+
+
+def _model_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
+    from engine.drafting.model import ModelDrafter
+    from engine.drafting.run_ahead.drafter import RunAheadDrafter
+
+    assert draft is not None
+    drafter_class = RunAheadDrafter if draft.run_ahead else ModelDrafter
+    return drafter_class(draft.backend, config, token_limit=draft.token_limit, grammars=draft.grammars)
+
+
+METHODS: Mapping[str, Method] = {
+    "none": Method("router", _no_drafter, proposes=False),
+    "model": Method("draft", _model_drafter, loads_model=True),
+}
+
+
+def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
+    """Return the method that `config.drafting` names, or none at all if speculation is off.
+
+    "auto" takes a draft model where there is one. With "none", a draft model is left unloaded.
+
+    Raises:
+        ValueError: an unknown name, or a method that needs a draft model where there is none.
+    """
+    name = config.drafting
+    if name == "auto":
+        name = "model" if has_draft_model else "none"
+    if name not in METHODS:
+        raise ValueError(f"drafting is {name!r}; the methods are: auto, {', '.join(METHODS)}")
+    if config.num_speculative_tokens == 0 or config.speculation == "off":
+        return METHODS["none"]
+    if METHODS[name].loads_model and not has_draft_model:
+        raise ValueError(f"drafting is {name!r}, which needs a draft_model, and there is none")
+    return METHODS[name]

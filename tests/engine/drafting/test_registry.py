@@ -1,0 +1,76 @@
+"""The registry of drafting methods: which one a configuration chooses, where it runs, what it makes."""
+
+from typing import get_args
+
+import pytest
+
+from engine.config import Drafting, EngineConfig
+from engine.drafting.model import ModelDrafter
+from engine.drafting.registry import METHODS, DraftModel, choose_method
+from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.llm import LLM, run_in_process
+from engine.protocols import NO_DRAFT, ProposeRow, Request
+from engine.sampling.params import SamplingParams
+from tests.engine.drafting.run_ahead.test_drafter import MODEL
+
+
+def test_the_configuration_offers_the_methods_of_the_registry():
+    assert get_args(Drafting) == ("auto", *METHODS)
+    assert EngineConfig().drafting == "auto"
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_draft_model", "expected"),
+    [
+        ({}, True, "model"),
+        ({}, False, "none"),
+        ({"drafting": "model"}, True, "model"),
+        ({"drafting": "none"}, True, "none"),
+        ({"drafting": "none"}, False, "none"),
+        ({"num_speculative_tokens": 0}, True, "none"),
+        ({"speculation": "off"}, True, "none"),
+        ({"drafting": "model", "speculation": "off"}, False, "none"),
+    ],
+)
+def test_a_configuration_chooses_one_method(settings, has_draft_model, expected):
+    assert choose_method(EngineConfig(**settings), has_draft_model=has_draft_model) is METHODS[expected]
+
+
+def test_a_method_without_its_draft_model_is_refused():
+    with pytest.raises(ValueError, match="drafting is 'model', which needs a draft_model"):
+        choose_method(EngineConfig(drafting="model"), has_draft_model=False)
+
+
+@pytest.mark.parametrize("speculation", ["adaptive", "off"])
+def test_an_unknown_method_is_refused_with_the_known_ones(speculation):
+    with pytest.raises(ValueError, match="drafting is 'ngrm'; the methods are: auto, none, model"):
+        choose_method(EngineConfig(drafting="ngrm", speculation=speculation), has_draft_model=True)
+
+
+def test_an_llm_refuses_a_method_before_it_loads_anything():
+    with pytest.raises(ValueError, match="needs a draft_model"):
+        LLM("/nowhere", None, drafting="model")
+
+
+def test_a_draft_model_is_used_in_the_draft_worker_only():
+    assert METHODS["model"].runs_in == "draft"
+    assert METHODS["model"].loads_model
+    assert [name for name, method in METHODS.items() if method.loads_model and method.runs_in != "draft"] == []
+
+
+def test_a_method_that_proposes_nothing_makes_a_drafter_that_proposes_nothing():
+    drafter = METHODS["none"].make(EngineConfig(), None)
+    row = ProposeRow(Request("a", [1, 2], 1, SamplingParams()), 3)
+    assert run_in_process(drafter.propose([row])) == [NO_DRAFT]
+    assert [name for name, method in METHODS.items() if not method.proposes] == ["none"]
+
+
+@pytest.mark.parametrize(("run_ahead", "expected"), [(False, ModelDrafter), (True, RunAheadDrafter)])
+def test_the_model_method_runs_ahead_where_somebody_calls_advance(run_ahead, expected):
+    config = EngineConfig(num_blocks=10)
+    drafter = METHODS["model"].make(config, DraftModel(MODEL, 4, run_ahead=run_ahead))
+    assert type(drafter) is expected
+    row = ProposeRow(Request("a", [1, 2], 1, SamplingParams(temperature=9.0, seed=1)), 3)
+    [draft] = run_in_process(drafter.propose([row]))
+    assert len(draft.token_ids) == 3
+    assert max(draft.token_ids) < 4

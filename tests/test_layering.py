@@ -24,6 +24,15 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield node.module
 
 
+def imported_names(path: Path) -> Iterator[str]:
+    """Return what is imported, each name of a `from` import by itself: it may be a module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def source_files(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
@@ -52,5 +61,20 @@ def test_every_file_says_what_it_is(package: str) -> None:
         str(path.relative_to(ROOT))
         for path in source_files(package)
         if not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert offences == []
+
+
+def test_only_the_transport_knows_how_messages_travel() -> None:
+    """Everything else imports names of the package `cluster.transport`, and none of its modules."""
+    room, mirror = ROOT / "cluster" / "transport", ROOT / "tests" / "cluster"
+    inside = {path.stem for path in room.glob("*.py")}
+    offences = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for package in (*FORBIDDEN, "tests")
+        for path in source_files(package)
+        if not path.is_relative_to(room) and not path.is_relative_to(mirror)
+        for module in imported_names(path)
+        if module.startswith("cluster.transport.") and module.split(".")[2] in inside
     ]
     assert offences == []

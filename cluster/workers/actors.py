@@ -1,9 +1,9 @@
-"""DraftWorker and TargetWorker: the Ray actors. Shells around a responder and a socket.
+"""DraftWorker and TargetWorker: the Ray actors, which join a responder to a server.
 
-Each goes through `listen`, `load` and `serve`. `serve` lasts as long as the worker does and runs in its own thread of
-the actor, so that the reference to it is the death notice, while pings are still answered.
+The group calls `listen`, `load` and `serve` in this order. `serve` lasts as long as the worker does, so the reference
+to its result tells the group when the worker ends. It runs in a thread of its own, so the actor still answers pings.
 
-The Router names these classes and holds no tensors, so what needs torch is imported where a worker comes to it.
+The Router imports this module to start the actors but must not import torch, so torch is imported inside the methods.
 """
 
 import contextlib
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from cluster.transport.endpoint import Endpoint
-from cluster.transport.server import Server
+from cluster.transport import Endpoint, listen
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig, ModelConfig, ModelInfo
 
@@ -28,24 +27,23 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
-    """Where a worker is and how it is reached."""
+class WorkerProcess:
+    """A worker's process and where it listens."""
 
     endpoint: Endpoint
-    node_id: str
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a worker holds after loading; block 0 is counted in `num_blocks`."""
+    """What a worker has loaded; `num_blocks` includes block 0."""
 
     info: ModelInfo
     num_blocks: int
 
 
 def show_progress() -> None:
-    """Write what this process loads to stderr, which Ray shows to whoever started the application."""
+    """Log to stderr, which Ray shows in the terminal that started the application."""
     logging.basicConfig(format="%(levelname)s %(asctime)s -- %(message)s", force=True)
     for package in ("cluster", "engine"):
         logging.getLogger(package).setLevel(logging.INFO)
@@ -53,9 +51,9 @@ def show_progress() -> None:
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """Import without garbage collections: an eighth of the time goes into them, and what modules hold is no garbage.
+    """Import without garbage collections, which take an eighth of the time and find nothing in modules.
 
-    Later ones leave it out, too.
+    Later collections skip the imported objects, too.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -68,23 +66,24 @@ def _importing() -> Iterator[None]:
 
 
 class Worker:
-    """What both workers share: a socket, a thread that serves it, and a pulse."""
+    """What both kinds of worker share: listening, and answering pings."""
 
     def __init__(self, engine: EngineConfig, version: int) -> None:
         show_progress()
         self._engine = engine
         self._version = version
-        # Running, preempted and just ended requests; what leaves the table too early is sent again.
+        # Room for running, preempted and just ended requests; a prefix that is evicted too early is sent again.
         self._capacity = 4 * engine.max_num_seqs
 
-    def listen(self, client_certificate: str) -> Presence:
-        """Open the doors to the one client that holds this certificate."""
+    def listen(self, client_identity: str) -> WorkerProcess:
+        """Accept connections from the client with this identity, from now on."""
         self._host = ray.util.get_node_ip_address()
-        self._server = Server(self._host, client_certificate)
-        return Presence(self._server.endpoint, ray.get_runtime_context().get_node_id(), os.getpid())
+        node_id = ray.get_runtime_context().get_node_id()
+        self._server = listen(self._host, node_id=node_id, client_identity=client_identity)
+        return WorkerProcess(self._server.endpoint, os.getpid())
 
     def ping(self) -> None:
-        """Return at once: the process lives."""
+        """Return at once, which shows that the process is alive."""
 
 
 class DraftWorker(Worker):
@@ -100,7 +99,7 @@ class DraftWorker(Worker):
         return Loaded(info, 0)
 
     def serve(self) -> None:
-        """Answer proposals for as long as the worker lives."""
+        """Answer proposals until the worker ends."""
         self._server.serve(self._responder.answer, self._responder.work)
 
 
@@ -113,7 +112,7 @@ class TargetWorker(Worker):
         self._world_size = world_size
 
     def open_store(self, timeout_s: float) -> "StoreAddress":
-        """Open the store of this version's world; rank 0 only."""
+        """Open the store by which the ranks of this version find each other; rank 0 only."""
         with _importing():
             from cluster.workers.tensor_parallel import open_store
 
@@ -121,7 +120,7 @@ class TargetWorker(Worker):
         return address
 
     def load(self, config: ModelConfig, address: "StoreAddress | None", timeout_s: float) -> Loaded:
-        """Load this rank's shard; with more than one rank, enter the world whose store is at `address` first."""
+        """Load this rank's shard; with several ranks, join them first, through the store at `address`."""
         with _importing():
             from cluster.workers.loading import load_verifier
             from cluster.workers.tensor_parallel import join_store, join_world
@@ -143,7 +142,7 @@ class TargetWorker(Worker):
         return Loaded(info, verifier.num_blocks)
 
     def serve(self) -> None:
-        """Verify for as long as the worker lives; a failure ends it, because the other ranks cannot go on without."""
+        """Verify until the worker ends; any failure ends it, because the other ranks cannot go on without it."""
         from cluster.workers.tensor_parallel import leave_world
 
         try:

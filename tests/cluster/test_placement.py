@@ -3,12 +3,26 @@
 from dataclasses import replace
 
 import pytest
+from ray import PlacementGroupID
+from ray.util.placement_group import PlacementGroup
 
 from cluster.config import GroupConfig
-from cluster.placement import DRAFT_BUNDLE, placement_bundles, settle, target_bundle
+from cluster.placement import (
+    DRAFT_BUNDLE,
+    Bundle,
+    PlacementError,
+    actor_options,
+    placement_bundles,
+    settle,
+    target_bundle,
+)
 from engine.config import ModelConfig
 
 AUTO = GroupConfig(ModelConfig("target"), ModelConfig("draft"))
+
+
+def gpus(bundles: list[Bundle]) -> list[float]:
+    return [bundle.get("GPU", 0) for bundle in bundles]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -19,18 +33,42 @@ def test_a_group_on_cpu_fits_a_laptop(size):
     assert not any("GPU" in bundle for bundle in bundles)
 
 
-def test_every_worker_has_a_gpu_where_there_are_enough():
-    bundles = placement_bundles(replace(AUTO, tensor_parallel_size=2), num_gpus=8)
-    assert [bundle.get("GPU", 0) for bundle in bundles] == [0, 1, 1, 1]
+@pytest.mark.parametrize(
+    ("size", "has_draft", "num_gpus", "expected"),
+    [
+        (1, True, 0, [0, 0]),
+        (1, True, 1, [0.5, 0.5]),
+        (1, True, 2, [1, 1]),
+        (1, True, 8, [1, 1]),
+        (2, True, 2, [0.5, 0.5, 1]),
+        (2, True, 3, [1, 1, 1]),
+        (4, True, 4, [0.5, 0.5, 1, 1, 1]),
+        (4, True, 5, [1, 1, 1, 1, 1]),
+        (1, False, 1, [1]),
+        (4, False, 4, [1, 1, 1, 1]),
+    ],
+)
+def test_each_worker_has_a_gpu_and_the_draft_shares_one_if_none_is_left(size, has_draft, num_gpus, expected):
+    config = replace(AUTO, tensor_parallel_size=size, draft=AUTO.draft if has_draft else None)
+    bundles = placement_bundles(config, num_gpus=num_gpus)
+    assert gpus(bundles) == [0, *expected]
+    assert sum(gpus(bundles)) <= num_gpus
 
 
-def test_a_single_gpu_is_shared():
-    assert [bundle.get("GPU", 0) for bundle in placement_bundles(AUTO, num_gpus=1)] == [0, 0.5, 0.5]
-
-
-def test_a_device_that_is_named_is_asked_for():
+@pytest.mark.parametrize("num_gpus", [0, 2])
+def test_a_device_that_is_named_is_requested_whatever_the_cluster_has(num_gpus):
     config = GroupConfig(ModelConfig("target", device="cuda"), ModelConfig("draft", device="cpu"))
-    assert [bundle.get("GPU", 0) for bundle in placement_bundles(config, num_gpus=0)] == [0, 0, 1]
+    assert gpus(placement_bundles(config, num_gpus=num_gpus)) == [0, 0, 1]
+    config = replace(config, draft=ModelConfig("draft", device="cuda"), tensor_parallel_size=4)
+    assert gpus(placement_bundles(config, num_gpus=num_gpus)) == [0, 1, 1, 1, 1, 1]
+
+
+def test_too_few_gpus_are_refused_with_both_numbers():
+    with pytest.raises(PlacementError, match=r"target needs 4 GPUs, but the cluster has 2; device=cuda would wait"):
+        placement_bundles(replace(AUTO, tensor_parallel_size=4), num_gpus=2)
+    apart = replace(AUTO, target_accelerator_type="H100", draft_accelerator_type="L4")
+    with pytest.raises(PlacementError, match="target needs 1 GPUs and the draft 1, but the cluster has 1"):
+        placement_bundles(apart, num_gpus=1)
 
 
 def test_draft_and_target_may_need_different_accelerators():
@@ -38,6 +76,31 @@ def test_draft_and_target_may_need_different_accelerators():
     bundles = placement_bundles(config, num_gpus=8)
     assert "accelerator_type:L4" in bundles[DRAFT_BUNDLE]
     assert "accelerator_type:H100" in bundles[target_bundle(config, 0)]
+
+
+def test_an_accelerator_type_asks_for_a_gpu():
+    config = replace(AUTO, draft=ModelConfig("draft", device="cuda"), draft_accelerator_type="L4")
+    assert gpus(placement_bundles(config, num_gpus=0)) == [0, 1, 0]
+    with pytest.raises(PlacementError, match="the cluster has 0"):
+        placement_bundles(replace(AUTO, draft_accelerator_type="L4"), num_gpus=0)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_an_accelerator_type_on_the_cpu_is_refused_by_the_name_of_its_field(role):
+    on_cpu = GroupConfig(ModelConfig("target", device="cpu"), ModelConfig("draft", device="cpu"))
+    with pytest.raises(PlacementError, match=f"^{role}_accelerator_type is H100, but the {role}'s device is cpu$"):
+        placement_bundles(replace(on_cpu, **{f"{role}_accelerator_type": "H100"}), num_gpus=8)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 0.5, 1])
+def test_a_worker_without_a_gpu_sees_none(num_gpus):
+    bundles = [{"CPU": 0.1}, {"CPU": 0.2, "GPU": num_gpus} if num_gpus else {"CPU": 0.2}]
+    group = PlacementGroup(PlacementGroupID.from_random(), bundles)
+    options = actor_options(group, DRAFT_BUNDLE)
+    assert (options["num_cpus"], options["num_gpus"]) == (0.2, num_gpus)
+    variables = options["runtime_env"]["env_vars"]
+    assert variables.get("CUDA_VISIBLE_DEVICES") == (None if num_gpus else "")
+    assert variables["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_the_indices_name_the_bundles():

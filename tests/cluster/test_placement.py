@@ -112,8 +112,26 @@ def test_the_indices_name_the_bundles():
 
 @pytest.mark.parametrize(
     ("size", "num_gpus", "num_cores", "expected"),
-    [(1, 0, 2, "off"), (1, 0, 3, "on"), (4, 0, 5, "off"), (4, 0, 6, "on"), (1, 1, 64, "off"), (1, 2, 2, "on")],
-    ids=["two cores", "three", "ranks on five", "ranks on six", "one GPU", "two GPUs"],
+    [
+        (1, 0, 2, "off"),
+        (1, 0, 3, "on"),
+        (4, 0, 5, "off"),
+        (4, 0, 6, "on"),
+        (1, 1, 64, "off"),
+        (1, 2, 2, "on"),
+        (4, 4, 64, "off"),
+        (4, 5, 2, "on"),
+    ],
+    ids=[
+        "two cores",
+        "three",
+        "ranks on five",
+        "ranks on six",
+        "one GPU",
+        "two GPUs",
+        "ranks on all GPUs",
+        "on all but one",
+    ],
 )
 def test_the_draft_runs_ahead_where_it_takes_nothing_from_the_target(size, num_gpus, num_cores, expected):
     config = replace(AUTO, tensor_parallel_size=size)

@@ -1,6 +1,6 @@
-"""What makes speculative decoding distributed: Ray actors, placement, the wire, tensor parallelism. No HTTP.
+"""What makes speculative decoding distributed: Ray actors, placement, transport, tensor parallelism. No HTTP.
 
-In reading order: `messages` (what travels), `prefix_table` (what a worker remembers of it), `channel` (how it travels),
-`responder` (a request in, a reply out), `remote` (the engine's two protocols over a channel), `workers` (the Ray
-actors), `tensor_parallel`, `placement`, and `group`, which puts them together.
+In reading order: `config` (what a group is made of), `protocol/` (messages), `transport/` (how they travel), `remote`
+(the engine's two protocols over links), `workers/` (the Ray actors), `placement` (what Ray is asked for), `worker_set`
+(starting and stopping workers), and `group`, which puts them together.
 """

@@ -25,9 +25,9 @@ class GroupConfig:
     tensor_parallel_size: int = 1
     """Ranks that share the target's weights."""
     target_accelerator_type: str | None = None
-    """Ray's name of the GPU the target needs, such as H100; None takes any."""
+    """Ray's name of the GPU type that each target rank needs, such as H100; None takes any."""
     draft_accelerator_type: str | None = None
-    """Ray's name of the GPU the draft needs; None takes any."""
+    """Ray's name of the GPU type that the draft needs; None takes any."""
     draft_timeout_s: float = 1.0
     """What a round waits for its drafts, at most, before it goes on without."""
     verify_timeout_s: float = 60.0

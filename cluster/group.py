@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Coroutine
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import ray
@@ -12,10 +11,11 @@ from ray.util.placement_group import PlacementGroup
 
 from cluster.config import GroupConfig as GroupConfig
 from cluster.cores import count_cores
+from cluster.memory_plan import MemoryPlan
 from cluster.placement import STRATEGY, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
-from cluster.transport.credentials import make_credentials
-from cluster.worker_set import Crew, start_draft, start_target
+from cluster.transport import Connector
+from cluster.worker_set import WorkerSet, start_draft, start_target
 from engine.errors import ModelError, TargetError
 from engine.models.tokenizer import check_same_vocabulary
 
@@ -37,17 +37,20 @@ class SpeculationGroup:
     decoding goes on; target ranks are started again, all of them, when `recover` is called.
     """
 
-    def __init__(self, config: GroupConfig, placement: PlacementGroup, *, owns_placement: bool) -> None:
+    def __init__(
+        self, config: GroupConfig, placement: PlacementGroup, connector: Connector, *, owns_placement: bool
+    ) -> None:
         self.config = config
         self.target_info: ModelInfo
         self.draft_info: ModelInfo | None = None
         self.num_blocks: int
         self._placement = placement
         self._owns_placement = owns_placement
-        self._credentials = make_credentials()
+        self._connector = connector
         self._versions = itertools.count(1)
-        self._target: Crew | None = None
-        self._draft: Crew | None = None
+        self._memory_plan = MemoryPlan(config.engine, ["target", *(["draft"] if config.has_draft_worker else [])])
+        self._target: WorkerSet | None = None
+        self._draft: WorkerSet | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopped = False
         self._recovering = asyncio.Lock()
@@ -68,9 +71,10 @@ class SpeculationGroup:
         """
         current = ray.util.get_current_placement_group()
         placement = current or _make_placement(config)
-        num_cores = count_cores(ray.get_runtime_context().get_node_id())
+        node_id = ray.get_runtime_context().get_node_id()
+        num_cores = count_cores(node_id)
         config = settle(config, placement.bundle_specs, num_cores=num_cores)
-        group = cls(config, placement, owns_placement=current is None)
+        group = cls(config, placement, Connector(node_id), owns_placement=current is None)
         try:
             async with asyncio.timeout(config.start_timeout_s):
                 await asyncio.to_thread(placement.wait, int(config.start_timeout_s))
@@ -88,11 +92,11 @@ class SpeculationGroup:
 
     @property
     def process_ids(self) -> dict[str, int]:
-        """Process ids by worker: `draft`, `target-0`, `target-1`, ... as far as they are there."""
-        found = {} if self._draft is None else {"draft": self._draft.presences[0].pid}
+        """Process ids of the running workers, by name: `draft`, `target-0`, `target-1`, ..."""
+        process_ids = {} if self._draft is None else {"draft": self._draft.processes[0].pid}
         if self._target is not None:
-            found |= {f"target-{rank}": presence.pid for rank, presence in enumerate(self._target.presences)}
-        return found
+            process_ids |= {f"target-{rank}": process.pid for rank, process in enumerate(self._target.processes)}
+        return process_ids
 
     async def check_health(self) -> None:
         """Return if the target can take rounds.
@@ -100,12 +104,12 @@ class SpeculationGroup:
         Raises:
             TargetError: a rank is lost or does not answer.
         """
-        crew = self._target
-        if crew is None or not self._remote_verifier.is_available:
+        ranks = self._target
+        if ranks is None or not self._remote_verifier.is_available:
             raise TargetError("the target is not running")
         try:
             async with asyncio.timeout(_PING_TIMEOUT_S):
-                await asyncio.gather(*(actor.ping.remote() for actor in crew.actors))
+                await asyncio.gather(*(actor.ping.remote() for actor in ranks.actors))
         except (TimeoutError, ray.exceptions.RayError) as error:
             raise TargetError(f"a target rank does not answer: {error}") from error
 
@@ -122,7 +126,7 @@ class SpeculationGroup:
             limit_s = self.config.start_timeout_s
             try:
                 async with asyncio.timeout(limit_s):
-                    await self._own(self._start_target())
+                    await self._run_in_background(self._start_target())
             except TimeoutError as error:
                 raise TargetError(f"the target did not restart within {limit_s:g} s") from error
             except asyncio.CancelledError as error:
@@ -142,9 +146,9 @@ class SpeculationGroup:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._remote_drafter.disconnect("the group was stopped")
         self._remote_verifier.disconnect("the group was stopped")
-        for crew in (self._draft, self._target):
-            if crew is not None:
-                crew.dismiss()
+        for workers in (self._draft, self._target):
+            if workers is not None:
+                workers.kill()
         self._draft = self._target = None
         if self._owns_placement:
             ray.util.remove_placement_group(self._placement)
@@ -164,39 +168,45 @@ class SpeculationGroup:
             raise group.exceptions[0] from None
 
     async def _start_target(self) -> None:
-        config = self.config
         if self._target is not None:
-            self._target.dismiss()
+            self._target.kill()
             self._target = None
-            # The engine's block tables outlive the ranks: the new ones must have the same blocks, block 0 aside.
-            config = replace(config, engine=replace(config.engine, num_blocks=self.num_blocks - 1))
-        crew = await start_target(config, self._placement, self._credentials, next(self._versions))
-        self._target = crew
-        self.target_info = crew.loaded[0].info
-        self.num_blocks = min(loaded.num_blocks for loaded in crew.loaded)
+        ranks = await start_target(
+            self.config,
+            self._placement,
+            self._connector,
+            next(self._versions),
+            self._memory_plan,
+            self._remote_verifier.disconnect,
+        )
+        self._target = ranks
+        self.target_info = ranks.loaded[0].info
+        self.num_blocks = ranks.loaded[0].num_blocks
         self._remote_verifier.vocab_size = self._remote_drafter.vocab_size = self.target_info.vocab_size
-        self._remote_verifier.connect(crew.links)
-        self._own(self._watch_target(crew))
+        self._remote_verifier.connect(ranks.links)
+        self._run_in_background(self._watch_target(ranks))
 
     async def _start_draft(self) -> None:
-        crew = await start_draft(self.config, self._placement, self._credentials, next(self._versions))
-        self._draft = crew
-        self.draft_info = crew.loaded[0].info
-        self._remote_drafter.connect(crew.links[0])
-        self._own(self._watch_draft(crew))
+        draft = await start_draft(
+            self.config, self._placement, self._connector, next(self._versions), self._memory_plan
+        )
+        self._draft = draft
+        self.draft_info = draft.loaded[0].info
+        self._remote_drafter.connect(draft.links[0])
+        self._run_in_background(self._watch_draft(draft))
 
-    async def _watch_target(self, crew: Crew) -> None:
-        reason = await crew.ended()
-        if crew is self._target:
+    async def _watch_target(self, ranks: WorkerSet) -> None:
+        reason = await ranks.wait_for_end()
+        if ranks is self._target:
             logger.warning("A target rank was lost: %s", reason)
             self._remote_verifier.disconnect(f"a target rank was lost: {reason}")
 
-    async def _watch_draft(self, crew: Crew) -> None:
-        reason = await crew.ended()
+    async def _watch_draft(self, draft: WorkerSet) -> None:
+        reason = await draft.wait_for_end()
         self._draft = None
         logger.warning("Draft worker lost, decoding without drafts: %s", reason)
         self._remote_drafter.disconnect(reason)
-        crew.dismiss()
+        draft.kill()
         pause_s = _FIRST_RETRY_S
         while self._draft is None:
             await asyncio.sleep(pause_s)
@@ -207,7 +217,7 @@ class SpeculationGroup:
                 pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
                 logger.warning("Draft worker did not restart, next try in %g s: %s", pause_s, error)
 
-    def _own(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _run_in_background(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,12 +1,13 @@
-"""From the configuration to placement bundles, and from a bundle to the options of the actor in it.
+"""Placement: which resources a group requests from Ray, and the options of the actor in each bundle.
 
-Bundle 0 is the Router replica's (Serve pins a replica there, and its `ray_actor_options` must fit in it), then comes
-the draft worker's, if there is a draft, then one per target rank. Serve takes one strategy for all bundles of a replica
-(`placement_group_strategy`) and cannot ask for "these on one node, that one anywhere": PACK puts the target's ranks on
-one node where one has room, and lets the draft go to another. A group whose ranks are apart works, slower, and says so.
+Bundle 0 is the Router replica's: Serve places the replica there, and its `ray_actor_options` must fit into it. The
+draft worker's bundle follows, if there is a draft, then one bundle per target rank. Serve takes one strategy for all
+bundles of a replica (`placement_group_strategy`), so it cannot keep the ranks on one node and let the draft go
+anywhere. PACK puts the ranks on one node if one has room, and the draft on another if need be. A group whose ranks are
+on several nodes works, slower, and logs a warning.
 
-CPU shares are bookkeeping, not threads: draft and target take turns on the same cores, so whole cores for each
-would refuse a laptop. A group on CPU counts for less than one core; `num_threads` bounds what it really uses.
+The CPU shares only count towards Ray's totals and do not limit threads. Draft and target take turns on the same cores,
+so requesting whole cores for each would keep a group from starting on a laptop; `num_threads` limits the threads.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import GroupConfig
 from engine.config import ModelConfig
+from engine.errors import TargetError
 
 Bundle = dict[str, float]
 
@@ -27,52 +29,70 @@ REPLICA_CPUS = 0.1
 DRAFT_CPUS = 0.2
 TARGET_CPUS = 0.4
 STRATEGY = "PACK"
-DRAFT_CORES_OF = 4
-"""Of so many cores the draft gets one, where it computes at the same time as the target."""
+DRAFT_CORES = 1
+"""Cores of a draft on a CPU. The target's ranks share all cores, or all others where the draft runs ahead of them."""
 
 _PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+class PlacementError(TargetError):
+    """The cluster cannot hold the workers as they are configured."""
 
 
 def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
-    """Return the bundles of one group on a cluster with `num_gpus` GPUs, which decide what the device "auto" means.
+    """Return the bundles of one group on a cluster with `num_gpus` GPUs.
 
-    A single GPU is shared by the draft and a target of one rank.
+    Each worker on a GPU gets one of its own. If the cluster has only as many as the target has ranks, the draft shares
+    one with rank 0, half each: on a single GPU, and where the target's ranks take up all GPUs of a node.
+
+    Device "auto" uses the GPUs that are there. Without any, all workers run on the CPU, unless an accelerator type asks
+    for a GPU; too few are an error. Device "cuda" requests GPUs in any case, and waits for nodes that are yet to join.
+
+    Raises:
+        PlacementError: the cluster has too few GPUs, or an accelerator type is set for a model with device "cpu".
     """
     size = config.tensor_parallel_size
-    target = _on_gpu(config.target, num_gpus)
-    draft = config.has_draft_worker and config.draft is not None and _on_gpu(config.draft, num_gpus)
-    share = 0.5 if target and draft and size == 1 and num_gpus == 1 else 1.0
+    target_on_gpu = _is_on_gpu("target", config.target, config.target_accelerator_type, num_gpus)
+    draft_on_gpu = (
+        config.has_draft_worker
+        and config.draft is not None
+        and _is_on_gpu("draft", config.draft, config.draft_accelerator_type, num_gpus)
+    )
+    _check_num_gpus(config, num_gpus, target_on_gpu=target_on_gpu, draft_on_gpu=draft_on_gpu)
+    shares = target_on_gpu and draft_on_gpu and _can_share(config) and size <= num_gpus < size + 1
+    share = 0.5 if shares else 1.0
     bundles = [{"CPU": REPLICA_CPUS}]
     if config.has_draft_worker:
-        bundles.append(_bundle(draft, share, DRAFT_CPUS, config.draft_accelerator_type))
-    rank = _bundle(target, share, TARGET_CPUS / size, config.target_accelerator_type)
-    return bundles + [dict(rank) for _ in range(size)]
+        bundles.append(_bundle(share * draft_on_gpu, DRAFT_CPUS, config.draft_accelerator_type))
+    for rank in range(size):
+        num = share if rank == 0 else 1.0
+        bundles.append(_bundle(num * target_on_gpu, TARGET_CPUS / size, config.target_accelerator_type))
+    return bundles
 
 
 def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_cores: int) -> GroupConfig:
-    """Decide what `run_ahead` "auto" means on these bundles; share out the cores where both models compute at once.
+    """Decide what `run_ahead` "auto" means on these bundles, and how many cores each model's passes may use.
 
     Args:
         num_cores: cores of the node that the group is on, as far as Ray may use them.
     """
-    draft = config.draft if config.has_draft_worker else None
-    if draft is None:
-        return replace(config, run_ahead="off")
-    draft_gpus, target_gpus = bundles[DRAFT_BUNDLE].get("GPU", 0), bundles[target_bundle(config, 0)].get("GPU", 0)
-    on_cores = not draft_gpus and not target_gpus
+    target_gpus = bundles[target_bundle(config, 0)].get("GPU", 0)
+    draft_gpus = bundles[DRAFT_BUNDLE].get("GPU", 0) if config.has_draft_worker else 0
+    num_models = config.tensor_parallel_size * (not target_gpus) + (config.has_draft_worker and not draft_gpus)
     shares_gpu = 0 < draft_gpus < 1
     # Besides the workers, the Router and the Ingress compute in every round.
-    is_apart = num_cores >= config.tensor_parallel_size + 2 if on_cores else not shares_gpu
-    run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_apart and not config.target.pinned)
-    config = replace(config, run_ahead="on" if run_ahead else "off")
-    if not (run_ahead and on_cores):
-        return config
-    draft_cores = max(1, num_cores // DRAFT_CORES_OF)
+    is_apart = num_cores > num_models if num_models else not shares_gpu
+    run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_apart)
+    run_ahead = run_ahead and config.has_draft_worker
+    draft_cores = int(run_ahead and not draft_gpus)
     target_cores = max(1, (num_cores - draft_cores) // config.tensor_parallel_size)
+    target, draft = config.target, config.draft
     return replace(
         config,
-        draft=replace(draft, num_threads=draft.num_threads or draft_cores),
-        target=replace(config.target, num_threads=config.target.num_threads or target_cores),
+        run_ahead="on" if run_ahead else "off",
+        target=replace(target, num_threads=target.num_threads or target_cores),
+        draft=draft and replace(draft, num_threads=draft.num_threads or DRAFT_CORES),
     )
 
 
@@ -84,28 +104,53 @@ def target_bundle(config: GroupConfig, rank: int) -> int:
 def actor_options(group: PlacementGroup, index: int) -> dict[str, Any]:
     """Return the Ray options of the actor that fills a bundle.
 
-    An idle worker must not spin on cores that the other model needs, hence OpenMP's passive waiting. Actors are never
-    restarted by Ray: a single rank cannot rejoin its world, and the group knows what else must be told.
+    An actor whose bundle has no GPU must not see one: Ray leaves the node's CUDA_VISIBLE_DEVICES as it is for such
+    actors, and the device "auto" would take the first GPU. An idle worker must not spin on cores that the other model
+    needs, hence OpenMP's passive waiting. Ray does not restart actors: a single rank cannot rejoin the others, and a
+    restart is the group's task.
     """
     bundle = group.bundle_specs[index]
+    num_gpus = bundle.get("GPU", 0)
     return {
         "num_cpus": bundle.get("CPU", 0),
-        "num_gpus": bundle.get("GPU", 0),
+        "num_gpus": num_gpus,
         "max_restarts": 0,
         "max_concurrency": 4,
-        "runtime_env": {"env_vars": _PASSIVE},
+        "runtime_env": {"env_vars": _PASSIVE if num_gpus else _PASSIVE | _NO_GPU},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
     }
 
 
-def _on_gpu(model: ModelConfig, num_gpus: float) -> bool:
-    return model.device == "cuda" or (model.device == "auto" and num_gpus > 0)
+def _is_on_gpu(role: str, model: ModelConfig, accelerator_type: str | None, num_gpus: float) -> bool:
+    if model.device == "cpu" and accelerator_type is not None:
+        raise PlacementError(f"{role}_accelerator_type is {accelerator_type}, but the {role}'s device is cpu")
+    return model.device == "cuda" or (model.device == "auto" and (num_gpus > 0 or accelerator_type is not None))
 
 
-def _bundle(on_gpu: bool, gpu_share: float, cpus: float, accelerator_type: str | None) -> Bundle:
-    bundle = {"CPU": cpus}
-    if on_gpu:
-        bundle["GPU"] = gpu_share
+def _can_share(config: GroupConfig) -> bool:
+    """Return whether one GPU can fit both accelerator types."""
+    return len({config.target_accelerator_type, config.draft_accelerator_type} - {None}) <= 1
+
+
+def _check_num_gpus(config: GroupConfig, num_gpus: float, *, target_on_gpu: bool, draft_on_gpu: bool) -> None:
+    """Refuse what device "auto" can never place on the GPUs that are there, instead of waiting for more."""
+    devices = {config.target.device} if target_on_gpu else set()
+    if config.draft is not None and draft_on_gpu:
+        devices.add(config.draft.device)
+    num_target = config.tensor_parallel_size * target_on_gpu
+    num_draft = int(draft_on_gpu and not (target_on_gpu and _can_share(config)))
+    if num_gpus < num_target + num_draft and "auto" in devices:
+        draft = f" and the draft {num_draft}" if num_draft else ""
+        raise PlacementError(
+            f"device is auto and the target needs {num_target} GPUs{draft}, but the cluster has {num_gpus:g}; "
+            "device=cuda would wait until there are enough, device=cpu would use none"
+        )
+
+
+def _bundle(num_gpus: float, num_cpus: float, accelerator_type: str | None) -> Bundle:
+    bundle = {"CPU": num_cpus}
+    if num_gpus:
+        bundle["GPU"] = num_gpus
     if accelerator_type is not None:
         bundle[f"accelerator_type:{accelerator_type}"] = 0.001
     return bundle

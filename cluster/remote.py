@@ -27,7 +27,7 @@ from cluster.protocol.messages import (
 )
 from cluster.protocol.prefix_delta import Acknowledged
 from cluster.protocol.validation import check_drafts, check_verdicts
-from cluster.transport.channel import ChannelError, ConnectionLostError, DeadlineError, Link, PeerGoneError
+from cluster.transport import ConnectionLostError, DeadlineError, Link, PeerGoneError, TransportError
 from engine.errors import TargetError
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, Verdict, VerifyRow
 
@@ -83,7 +83,7 @@ class RemoteDrafter:
     def disconnect(self, reason: str) -> None:
         """Go on without a worker until the next `connect`."""
         if self._link is not None:
-            self._link.fail(reason)
+            self._link.close(reason)
             self._link = None
         self._end_pause()
 
@@ -195,11 +195,12 @@ class RemoteVerifier:
         return bool(self._links)
 
     def connect(self, links: Sequence[Link]) -> None:
-        """Take new ranks, rank 0 first, which know nothing yet."""
+        """Use new ranks, rank 0 first, which hold no prefixes yet.
+
+        Their links must call `disconnect` when a connection breaks. The ranks above 0 never answer, so no call would
+        notice that a request to them was lost; after that all ranks must be started again.
+        """
         self._links = list(links)
-        for link in links:
-            # The ranks above 0 never answer, and what was on its way to one of them is lost: all must start anew.
-            link.on_break = self.disconnect
         self._round = 0
         self._acknowledged.clear()
 
@@ -207,7 +208,7 @@ class RemoteVerifier:
         """Raise TargetError, in the round that is under way and in all others, until the next `connect`."""
         links, self._links, self._lost = self._links, [], reason
         for link in links:
-            link.fail(reason)
+            link.close(reason)
 
     async def verify(self, rows: Sequence[VerifyRow]) -> list[Verdict]:
         """Return one verdict per row.
@@ -225,7 +226,7 @@ class RemoteVerifier:
             if not isinstance(reply, Verdicts):
                 raise MalformedMessageError(f"it answered {reply}")
             check_verdicts(reply.verdicts, rows, self.vocab_size)
-        except (ChannelError, MalformedMessageError) as error:
+        except (TransportError, MalformedMessageError) as error:
             # After a round that not all ranks finished, their next sums would not match.
             self.disconnect(str(error))
             raise TargetError(f"the target did not finish a round: {error}") from error

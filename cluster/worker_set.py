@@ -1,4 +1,4 @@
-"""Crew: one incarnation of the draft worker or of the target's ranks, from its first actor to its last."""
+"""WorkerSet: the draft worker, or all ranks of the target, from start to end; a restart makes a new set."""
 
 import asyncio
 import logging
@@ -10,10 +10,11 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from cluster.config import GroupConfig
+from cluster.memory_plan import MemoryPlan
 from cluster.placement import DRAFT_BUNDLE, actor_options, target_bundle
-from cluster.transport.channel import Channel
-from cluster.transport.credentials import Credentials
-from cluster.workers.actors import DraftWorker, Loaded, Presence, TargetWorker
+from cluster.transport import Connector, Link, OnBreak
+from cluster.workers.actors import DraftWorker, Loaded, TargetWorker, WorkerProcess
+from engine.config import ModelConfig
 from engine.errors import ModelError, TargetError
 
 logger = logging.getLogger(__name__)
@@ -22,51 +23,62 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class Crew:
-    """Workers that were started together and are given up together."""
+class WorkerSet:
+    """Workers that are started together and killed together.
+
+    Attributes:
+        name: what the log calls one of them.
+    """
 
     name: str
     actors: list[Any]
-    presences: list[Presence] = field(default_factory=list)
+    processes: list[WorkerProcess] = field(default_factory=list)
     loaded: list[Loaded] = field(default_factory=list)
-    links: list[Channel] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)
     serving: list[Any] = field(default_factory=list)
 
-    async def meet(self, credentials: Credentials, version: int) -> None:
-        """Learn where the workers are, and begin to connect to each."""
-        self.presences = await _results([actor.listen.remote(credentials.certificate) for actor in self.actors])
-        node_id = ray.get_runtime_context().get_node_id()
-        for presence in self.presences:
-            endpoint = presence.endpoint
-            if presence.node_id != node_id:
-                endpoint = endpoint._replace(path="")  # there, that path is somebody else's
-            self.links.append(Channel(endpoint, credentials, version=version))
+    async def connect(self, connector: Connector, version: int, on_break: OnBreak | None = None) -> None:
+        """Have every worker listen, and begin to connect to each."""
+        self.processes = await _results([actor.listen.remote(connector.identity) for actor in self.actors])
+        self.links = [
+            connector.connect(process.endpoint, version=version, on_break=on_break) for process in self.processes
+        ]
 
-    def serve(self) -> None:
-        """Let the workers serve."""
+    async def plan_memory(self, role: str, model: ModelConfig, plan: MemoryPlan) -> int:
+        """Return how many KV blocks each worker has; the first start surveys the workers' devices for that."""
+        if plan.is_made:
+            return await plan.join(role)
+        surveys = await _results([actor.survey.remote(model) for actor in self.actors])
+        node_ids = [process.endpoint.node_id for process in self.processes]
+        return await plan.join(role, list(zip(node_ids, surveys, strict=True)))
+
+    def start_serving(self) -> None:
+        """Have the workers answer requests until they end."""
         self.serving = [actor.serve.remote() for actor in self.actors]
-        for rank, presence in enumerate(self.presences):
-            logger.info("%s %d: process %d on node %s", self.name, rank, presence.pid, presence.node_id)
+        for rank, process in enumerate(self.processes):
+            logger.info("%s %d: process %d on node %s", self.name, rank, process.pid, process.endpoint.node_id)
 
-    async def ended(self) -> str:
-        """Wait until the first of the workers has ended, and return why it did."""
-        waiting = [asyncio.create_task(_outcome(reference)) for reference in self.serving]
+    async def wait_for_end(self) -> str:
+        """Wait until one of the workers has ended, and return the reason."""
+        outcomes = [asyncio.create_task(_outcome(reference)) for reference in self.serving]
         try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
         finally:
-            for task in waiting:
+            for task in outcomes:
                 task.cancel()
 
-    def dismiss(self) -> None:
-        """Close the connections and kill the processes."""
+    def kill(self) -> None:
+        """Close the links and kill the processes."""
         for link in self.links:
             link.close()
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
 
 
-async def start_draft(config: GroupConfig, placement: PlacementGroup, credentials: Credentials, version: int) -> Crew:
+async def start_draft(
+    config: GroupConfig, placement: PlacementGroup, connector: Connector, version: int, plan: MemoryPlan
+) -> WorkerSet:
     """Start the draft worker and wait until it has loaded.
 
     Raises:
@@ -75,22 +87,33 @@ async def start_draft(config: GroupConfig, placement: PlacementGroup, credential
     """
     assert config.draft is not None, "every method of a draft worker loads a model"
     actor_class = ray.remote(DraftWorker).options(**actor_options(placement, DRAFT_BUNDLE))
-    crew = Crew("draft worker", [actor_class.remote(config.engine, version)])
+    workers = WorkerSet("draft worker", [actor_class.remote(config.engine, version)])
     try:
-        [actor] = crew.actors
-        await crew.meet(credentials, version)
-        crew.loaded = await _results(
-            [actor.load.remote(config.draft, config.target, run_ahead=config.run_ahead == "on")]
+        [actor] = workers.actors
+        await workers.connect(connector, version)
+        num_blocks = await workers.plan_memory("draft", config.draft, plan)
+        workers.loaded = await _results(
+            [actor.load.remote(config.draft, config.target, num_blocks, run_ahead=config.run_ahead == "on")]
         )
-        crew.serve()
+        workers.start_serving()
     except BaseException:
-        crew.dismiss()
+        workers.kill()
         raise
-    return crew
+    return workers
 
 
-async def start_target(config: GroupConfig, placement: PlacementGroup, credentials: Credentials, version: int) -> Crew:
+async def start_target(
+    config: GroupConfig,
+    placement: PlacementGroup,
+    connector: Connector,
+    version: int,
+    plan: MemoryPlan,
+    on_break: OnBreak,
+) -> WorkerSet:
     """Start all ranks of the target, in a torch.distributed world of their own, and wait until all have loaded.
+
+    Args:
+        on_break: called when the connection to any rank breaks.
 
     Raises:
         ModelError: the model cannot be served.
@@ -98,7 +121,7 @@ async def start_target(config: GroupConfig, placement: PlacementGroup, credentia
     """
     size, timeout_s = config.tensor_parallel_size, config.start_timeout_s
     actor_class = ray.remote(TargetWorker)
-    crew = Crew(
+    workers = WorkerSet(
         "target rank",
         [
             actor_class.options(**actor_options(placement, target_bundle(config, rank))).remote(
@@ -108,31 +131,34 @@ async def start_target(config: GroupConfig, placement: PlacementGroup, credentia
         ],
     )
     try:
-        await crew.meet(credentials, version)
+        await workers.connect(connector, version, on_break)
         address = None
         if size > 1:
-            _warn_if_apart(crew.presences)
-            [address] = await _results([crew.actors[0].open_store.remote(timeout_s)])
-        crew.loaded = await _results([actor.load.remote(config.target, address, timeout_s) for actor in crew.actors])
-        crew.serve()
+            _warn_of_several_nodes(workers.processes)
+            [address] = await _results([workers.actors[0].open_store.remote(timeout_s)])
+        num_blocks = await workers.plan_memory("target", config.target, plan)
+        workers.loaded = await _results(
+            [actor.load.remote(config.target, num_blocks, address, timeout_s) for actor in workers.actors]
+        )
+        workers.start_serving()
     except BaseException:
-        crew.dismiss()
+        workers.kill()
         raise
-    return crew
+    return workers
 
 
-def _warn_if_apart(presences: list[Presence]) -> None:
-    num_nodes = len({presence.node_id for presence in presences})
+def _warn_of_several_nodes(ranks: list[WorkerProcess]) -> None:
+    num_nodes = len({rank.endpoint.node_id for rank in ranks})
     if num_nodes > 1:
         logger.warning(
             "The target's %d ranks are on %d nodes; every layer waits for the network between them",
-            len(presences),
+            len(ranks),
             num_nodes,
         )
 
 
 async def _results(references: list[Awaitable[T]]) -> list[T]:
-    """Wait for Ray's results; the one place where its exceptions become ours."""
+    """Wait for Ray's results, and translate Ray's exceptions into ours."""
     try:
         return list(await asyncio.gather(*references))
     except ray.exceptions.RayTaskError as error:

@@ -7,9 +7,9 @@ from ray import serve
 from ray._private.accelerators import NvidiaGPUAcceleratorManager as Nvidia
 from ray.serve import Application
 
-from cluster.placement import STRATEGY, placement_bundles
+from cluster.placement import STRATEGY, PlacementError, placement_bundles
 from deployments.autoscaling import autoscaling_config
-from deployments.config import AppConfig, api_keys, group_config
+from deployments.config import AppConfig, ArgumentError, api_keys, group_config
 from deployments.ingress.ingress import Ingress
 from deployments.router.router import Router
 
@@ -17,10 +17,17 @@ STREAMS_PER_INGRESS = 10_000
 
 
 def app(config: AppConfig) -> Application:
-    """Return the application: one Ingress over autoscaled Routers, each with its own speculation group."""
+    """Return the application: one Ingress over autoscaled Routers, each with its own speculation group.
+
+    Raises:
+        ArgumentError: the cluster cannot hold the workers as they are configured, or the API keys are wrong.
+    """
     # Read here and handed on: the processes of a cluster that is already there do not have the caller's environment.
     keys = api_keys(config)
-    bundles = placement_bundles(group_config(config), num_gpus=_count_gpus())
+    try:
+        bundles = placement_bundles(group_config(config), num_gpus=_count_gpus())
+    except PlacementError as error:
+        raise ArgumentError(str(error)) from None
     scaling = autoscaling_config(config.autoscaling)
     router: Any = serve.deployment(
         Router,

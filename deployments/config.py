@@ -120,6 +120,10 @@ class AppConfig(BaseModel):
     """Number format of both models; auto is bfloat16 on CUDA and on CPUs with AMX, else float32."""
     device: Device = "auto"
     """Where both models run; auto is cuda where there is one."""
+    target_accelerator_type: Annotated[str | None, OrNone] = None
+    """Ray's name of the GPU type that each target rank needs, such as `H100`; none takes any."""
+    draft_accelerator_type: Annotated[str | None, OrNone] = None
+    """Ray's name of the GPU type that the draft needs, which may be a cheaper one, such as `L4`; none takes any."""
     compile: Compile = "auto"
     """auto: on a CPU, passes run compiled as soon as a process in the background has done so; off: never."""
     num_threads: Annotated[int | None, OrNone] = Field(None, ge=1)
@@ -263,6 +267,8 @@ def group_config(config: AppConfig) -> GroupConfig:
         draft=_model_config(config, draft_path, config.draft_revision) if draft_path else None,
         engine=engine,
         tensor_parallel_size=config.tensor_parallel_size,
+        target_accelerator_type=config.target_accelerator_type,
+        draft_accelerator_type=config.draft_accelerator_type,
         run_ahead=config.run_ahead,
     )
 

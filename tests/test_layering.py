@@ -27,6 +27,15 @@ def imported_modules(path: Path) -> Iterator[str]:
             yield node.module
 
 
+def imported_names(path: Path) -> Iterator[str]:
+    """Return what is imported, each name of a `from` import by itself: it may be a module."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 def source_files(package: str) -> list[Path]:
     return sorted((ROOT / package).rglob("*.py"))
 
@@ -124,3 +133,18 @@ def test_a_comparison_with_a_name_is_found(code: str) -> None:
 @pytest.mark.parametrize("code", ['tool_choice == "none"', 'verification = "coupled"', 'body["model"] == name'])
 def test_what_is_no_comparison_with_a_name_is_left_alone(code: str) -> None:
     assert not list(compared_names(ast.parse(code)))
+
+
+def test_only_the_transport_knows_how_messages_travel() -> None:
+    """Everything else imports names of the package `cluster.transport`, and none of its modules."""
+    room, mirror = ROOT / "cluster" / "transport", ROOT / "tests" / "cluster"
+    inside = {path.stem for path in room.glob("*.py")}
+    offences = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for package in (*FORBIDDEN, "tests")
+        for path in source_files(package)
+        if not path.is_relative_to(room) and not path.is_relative_to(mirror)
+        for module in imported_names(path)
+        if module.startswith("cluster.transport.") and module.split(".")[2] in inside
+    ]
+    assert offences == []

@@ -1,6 +1,7 @@
-"""What a Router and its workers prove themselves with: self-signed certificates, each pinned by the other side.
+"""Certificates by which the Router and its workers recognise each other.
 
-Both are made in the process that holds them, and worth nothing after it. Only certificates travel, through Ray.
+Each process makes a key and a self-signed certificate of its own and keeps them until it ends. Only certificates are
+sent, through Ray, and each side accepts exactly the one certificate it was given.
 """
 
 import ssl
@@ -14,12 +15,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 _NAME = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "paceline")])
-_LIFETIME = timedelta(days=3650)  # a pinned certificate ends with its process
+_LIFETIME = timedelta(days=3650)  # longer than any process runs
 _CLOCK_SKEW = timedelta(days=1)
 
 
 class Credentials(NamedTuple):
-    """A certificate and its secret key, both PEM; the key is never sent anywhere."""
+    """A certificate and its secret key, both in PEM format; the key never leaves the process."""
 
     certificate: str
     secret_key: str
@@ -29,7 +30,7 @@ class Credentials(NamedTuple):
 
 
 def make_credentials() -> Credentials:
-    """Return new credentials."""
+    """Return a new key and its self-signed certificate."""
     key = ec.generate_private_key(ec.SECP256R1())
     now = datetime.now(UTC)
     certificate = (
@@ -46,15 +47,15 @@ def make_credentials() -> Credentials:
     return Credentials(certificate.public_bytes(Encoding.PEM).decode(), secret.decode())
 
 
-def tls_context(own: Credentials, peer_certificate: str, *, is_server: bool) -> ssl.SSLContext:
-    """Return a TLS 1.3 context that shows `own` and takes the one peer that holds `peer_certificate`."""
+def tls_context(credentials: Credentials, peer_certificate: str, *, is_server: bool) -> ssl.SSLContext:
+    """Return a TLS 1.3 context that presents `credentials` and accepts only the holder of `peer_certificate`."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # the certificate itself is what is known, not a name
+    context.check_hostname = False  # the certificate itself is compared, so its name does not matter
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=peer_certificate)
-    with tempfile.NamedTemporaryFile("w") as file:  # for its owner only; OpenSSL takes no key but from a file
-        file.write(own.secret_key + own.certificate)
+    with tempfile.NamedTemporaryFile("w") as file:  # readable by its owner only; OpenSSL loads keys from files only
+        file.write(credentials.secret_key + credentials.certificate)
         file.flush()
         context.load_cert_chain(file.name)
     return context

@@ -1,28 +1,30 @@
-"""Endpoint: where a worker is reached; and what both ends of a connection between nodes ask of it."""
+"""Endpoint: where a worker listens; and the TCP options that both ends of a connection set."""
 
 import socket
 from typing import NamedTuple
 
-_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, times
+_KEEP_ALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}  # seconds, seconds, probes
 
 
 class Endpoint(NamedTuple):
-    """Where a worker listens, and the certificate that proves it is that worker.
+    """Where a worker listens, and the certificate that proves its identity.
 
     Attributes:
-        path: of a Unix socket on the worker's node, good for one connection; empty where it could not be made.
+        node_id: Ray's id of the worker's node; only clients on that node may use `path`.
+        path: of a Unix socket that accepts one connection; empty if it could not be created.
     """
 
+    node_id: str
     path: str
     host: str
     port: int
     certificate: str
 
 
-def tune(connection: socket.socket) -> None:
-    """Have a TCP connection send at once, and break half a minute after its peer has gone without a word."""
+def set_tcp_options(connection: socket.socket) -> None:
+    """Send small messages without delay, and detect within half a minute that the peer's node has vanished."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEP_ALIVE.items():
-        if hasattr(socket, name):  # on Linux all
+        if hasattr(socket, name):  # Linux has all of them
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

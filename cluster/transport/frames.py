@@ -1,4 +1,4 @@
-"""Messages on a stream of bytes: each behind its length, four bytes in network order."""
+"""Messages on a byte stream: each is preceded by its length, four bytes in network order."""
 
 import struct
 
@@ -8,21 +8,21 @@ _LENGTH = struct.Struct("!I")
 
 
 def frame(payload: bytes) -> bytes:
-    """Return `payload` as it goes onto a stream."""
+    """Return `payload` preceded by its length."""
     return _LENGTH.pack(len(payload)) + payload
 
 
-class Frames:
-    """Cuts a stream back into messages, however the network has cut it."""
+class FrameReader:
+    """Splits a byte stream into messages, whatever pieces it arrives in."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Take what has arrived and return the messages that are whole now.
+        """Add received bytes and return the messages that are now complete.
 
         Raises:
-            MalformedMessageError: a message is announced that no peer may send; the stream is of no more use.
+            MalformedMessageError: the length of a message is above the limit; the stream cannot be read any further.
         """
         buffer = self._buffer
         buffer += data

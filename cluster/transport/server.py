@@ -1,7 +1,7 @@
-"""A worker's end of the wire: one client, answered by the thread that computes.
+"""SocketServer: a worker's end of the connection.
 
-That thread waits on the socket itself, so a reply leaves the moment it is ready, and a drafter can look for the next
-request between two forward passes.
+The thread that computes also waits on the socket. So a reply leaves as soon as it is computed, and a drafter can look
+for the next request between two forward passes.
 """
 
 import logging
@@ -14,9 +14,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from cluster.protocol.messages import AnyReply, AnyRequest, MalformedMessageError, decode_request, encode
-from cluster.transport.frames import Frames, frame
-from cluster.transport.listener import Doors
+from cluster.protocol.messages import MalformedMessageError, decode_request, encode
+from cluster.transport.frames import FrameReader, frame
+from cluster.transport.listener import Listener
+from cluster.transport.protocol import Answer, Server
 
 if TYPE_CHECKING:
     import socket
@@ -27,70 +28,72 @@ _READ_BYTES = 2**18
 _SEND_S = 10.0
 
 
-class Server:
-    """Serves whoever came in last: it is always the same client, which has lost its earlier connection."""
+def listen(host: str, *, node_id: str, client_identity: str) -> Server:
+    """Return a server that accepts connections from one client.
 
-    def __init__(self, host: str, client_certificate: str) -> None:
-        self.num_malformed = 0
-        self.num_overdue = 0
-        self._stopping = threading.Event()
-        self._doors = Doors(host, client_certificate)
-        self.endpoint = self._doors.endpoint
+    Args:
+        host: the address of this node to listen on.
+        node_id: Ray's id of this node.
+        client_identity: the `identity` of the client's Connector.
+    """
+    return SocketServer(host, node_id, client_identity)
+
+
+class SocketServer:
+    """Serves its client's newest connection: when the client connects again, the older connection is closed."""
+
+    def __init__(self, host: str, node_id: str, client_certificate: str) -> None:
+        self._is_closing = threading.Event()
+        self._listener = Listener(host, node_id, client_certificate)
+        self.endpoint = self._listener.endpoint
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._doors, selectors.EVENT_READ)
+        self._selector.register(self._listener, selectors.EVENT_READ)
         self._client: socket.socket | None = None
-        self._frames = Frames()
+        self._frames = FrameReader()
         self._payloads: deque[bytes] = deque()
 
-    def poll(self, timeout_s: float | None = 0.0) -> bool:
-        """Return whether a message waits; after at most `timeout_s`, or with None once anything has happened."""
-        if not self._payloads:
-            for key, _ in self._selector.select(timeout_s):
-                if key.fileobj is self._doors:
-                    self._welcome()
-                elif key.fileobj is self._client:
-                    self._read()
-        return bool(self._payloads)
-
-    def serve(self, answer: Callable[[AnyRequest], AnyReply | None], work: Callable[[], bool] = lambda: False) -> None:
-        """Answer requests, one at a time and in their order, until `stop` is called from another thread.
-
-        A malformed message is dropped and counted. So is a reply that took longer than its caller waits. What `answer`
-        or `work` raises ends it; the client learns that at once.
-
-        Args:
-            work: called over and over while no request waits, as long as it returns True.
-        """
+    def serve(self, answer: Answer, work: Callable[[], bool] = lambda: False) -> None:
+        """Answer requests in their order until `close` is called; see `Server.serve`."""
         is_working = False
         try:
-            while not self._stopping.is_set():
-                if self.poll(0 if is_working else None):
-                    self._serve_one(answer)
+            while not self._is_closing.is_set():
+                if self._has_message(0 if is_working else None):
+                    self._answer_one(answer)
                     is_working = True
                 elif is_working:
                     is_working = work()
         finally:
             self._drop_client("the server stops")
-            self._doors.close()
+            self._listener.close()
             self._selector.close()
 
-    def stop(self) -> None:
-        """Make `serve` return after the request it is at."""
-        self._stopping.set()
-        with suppress(OSError):  # it has ended by itself
-            self._doors.ring()
+    def close(self) -> None:
+        """Make `serve` return after the request it is answering; a later `serve` returns at once."""
+        self._is_closing.set()
+        with suppress(OSError):  # `serve` has ended by itself
+            self._listener.wake()
 
-    def _serve_one(self, answer: Callable[[AnyRequest], AnyReply | None]) -> None:
+    def _has_message(self, timeout_s: float | None) -> bool:
+        """Return whether a whole message has arrived; wait at most `timeout_s` for events, or without limit if None."""
+        if not self._payloads:
+            for key, _ in self._selector.select(timeout_s):
+                if key.fileobj is self._listener:
+                    self._take_client()
+                elif key.fileobj is self._client:
+                    self._read()
+        return bool(self._payloads)
+
+    def _answer_one(self, answer: Answer) -> None:
         started = time.monotonic()
         try:
             request = decode_request(self._payloads.popleft())
         except MalformedMessageError as error:
-            self.num_malformed += 1
-            logger.debug("Dropped a message: %s", error)
+            logger.debug("Dropped a message, malformed: %s", error)
             return
         reply = answer(request)
-        if time.monotonic() - started > request.deadline_s:
-            self.num_overdue += 1
+        seconds = time.monotonic() - started
+        if seconds > request.deadline_s:
+            logger.debug("Dropped a reply, late: %.3f s after its request of %g s", seconds, request.deadline_s)
         elif reply is not None:
             self._send(encode(reply))
 
@@ -101,7 +104,7 @@ class Server:
         try:
             with suppress(BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 data = data[self._client.send(data) :]
-            if data:  # more than there was room for
+            if data:  # the rest did not fit into the socket's buffer
                 self._client.settimeout(_SEND_S)
                 self._client.sendall(data)
                 self._client.setblocking(False)
@@ -109,7 +112,7 @@ class Server:
             self._drop_client(f"a reply could not be sent: {error}")
 
     def _read(self) -> None:
-        """Take what has arrived until a message is whole; of more the selector tells again."""
+        """Read until a message is complete; the selector reports any bytes left over again."""
         assert self._client is not None
         try:
             while data := self._client.recv(_READ_BYTES):
@@ -118,16 +121,13 @@ class Server:
                     return
         except (BlockingIOError, ssl.SSLWantReadError):
             return
-        except MalformedMessageError as error:
-            self.num_malformed += 1
-            self._drop_client(str(error))
-        except OSError as error:
+        except (MalformedMessageError, OSError) as error:
             self._drop_client(str(error))
         else:
             self._drop_client("it closed the connection")
 
-    def _welcome(self) -> None:
-        client = self._doors.take()
+    def _take_client(self) -> None:
+        client = self._listener.newest_client()
         if client is not None:
             self._drop_client("it has connected again")
             self._client = client
@@ -136,9 +136,9 @@ class Server:
     def _drop_client(self, reason: str) -> None:
         if self._client is None:
             return
-        logger.debug("The client is gone: %s", reason)
+        logger.debug("Closed the client's connection: %s", reason)
         self._selector.unregister(self._client)
         self._client.close()
         self._client = None
-        self._frames = Frames()
+        self._frames = FrameReader()
         self._payloads.clear()

@@ -1,9 +1,9 @@
-"""DraftWorker and TargetWorker: the Ray actors. Shells around a responder and a socket.
+"""DraftWorker and TargetWorker: the Ray actors, which join a responder to a server.
 
-Each goes through `listen`, `load` and `serve`. `serve` lasts as long as the worker does and runs in its own thread of
-the actor, so that the reference to it is the death notice, while pings are still answered.
+The group calls `listen`, `load` and `serve` in this order. `serve` lasts as long as the worker does, so the reference
+to its result tells the group when the worker ends. It runs in a thread of its own, so the actor still answers pings.
 
-The Router names these classes and holds no tensors, so what needs torch is imported where a worker comes to it.
+The Router imports this module to start the actors but must not import torch, so torch is imported inside the methods.
 """
 
 import contextlib
@@ -11,15 +11,15 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import ray
 
-from cluster.transport.endpoint import Endpoint
-from cluster.transport.server import Server
+from cluster.transport import Endpoint, listen
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig, ModelConfig, ModelInfo
+from engine.execution.memory import Survey
 
 if TYPE_CHECKING:
     from cluster.workers.tensor_parallel import StoreAddress
@@ -28,24 +28,23 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Presence:
-    """Where a worker is and how it is reached."""
+class WorkerProcess:
+    """A worker's process and where it listens."""
 
     endpoint: Endpoint
-    node_id: str
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What a worker holds after loading; block 0 is counted in `num_blocks`."""
+    """What a worker has loaded; `num_blocks` includes block 0."""
 
     info: ModelInfo
     num_blocks: int
 
 
 def show_progress() -> None:
-    """Write what this process loads to stderr, which Ray shows to whoever started the application."""
+    """Log to stderr, which Ray shows in the terminal that started the application."""
     logging.basicConfig(format="%(levelname)s %(asctime)s -- %(message)s", force=True)
     for package in ("cluster", "engine"):
         logging.getLogger(package).setLevel(logging.INFO)
@@ -53,9 +52,9 @@ def show_progress() -> None:
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """Import without garbage collections: an eighth of the time goes into them, and what modules hold is no garbage.
+    """Import without garbage collections, which take an eighth of the time and find nothing in modules.
 
-    Later ones leave it out, too.
+    Later collections skip the imported objects, too.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -68,64 +67,73 @@ def _importing() -> Iterator[None]:
 
 
 class Worker:
-    """What both workers share: a socket, a thread that serves it, and a pulse."""
+    """What both kinds of worker share: listening, and answering pings."""
 
-    def __init__(self, engine: EngineConfig, version: int) -> None:
+    def __init__(self, engine: EngineConfig, version: int, rank: int = 0, world_size: int = 1) -> None:
         show_progress()
         self._engine = engine
         self._version = version
-        # Running, preempted and just ended requests; what leaves the table too early is sent again.
+        self._rank = rank
+        self._world_size = world_size
+        # Room for running, preempted and just ended requests; a prefix that is evicted too early is sent again.
         self._capacity = 4 * engine.max_num_seqs
 
-    def listen(self, client_certificate: str) -> Presence:
-        """Open the doors to the one client that holds this certificate."""
+    def listen(self, client_identity: str) -> WorkerProcess:
+        """Accept connections from the client with this identity, from now on."""
         self._host = ray.util.get_node_ip_address()
-        self._server = Server(self._host, client_certificate)
-        return Presence(self._server.endpoint, ray.get_runtime_context().get_node_id(), os.getpid())
+        node_id = ray.get_runtime_context().get_node_id()
+        self._server = listen(self._host, node_id=node_id, client_identity=client_identity)
+        return WorkerProcess(self._server.endpoint, os.getpid())
+
+    def survey(self, config: ModelConfig) -> Survey:
+        """Measure this worker's device and the model that it is about to load, for the memory plan."""
+        with _importing():
+            from engine.execution.registry import survey
+
+        return survey(config, self._engine, world_size=self._world_size)
 
     def ping(self) -> None:
-        """Return at once: the process lives."""
+        """Return at once, which shows that the process is alive."""
 
 
 class DraftWorker(Worker):
     """Holds the draft's weights and a cache of committed prefixes; decides nothing that reaches a client."""
 
-    def load(self, config: ModelConfig, target: ModelConfig, *, run_ahead: bool) -> Loaded:
-        """Load the draft; ids beyond the target's vocabulary are never drafted."""
+    def load(self, config: ModelConfig, target: ModelConfig, num_blocks: int, *, run_ahead: bool) -> Loaded:
+        """Load the draft with its planned KV blocks; ids beyond the target's vocabulary are never drafted."""
         with _importing():
             from cluster.workers.loading import load_drafter
 
-        drafter, info = load_drafter(config, target, self._engine, run_ahead=run_ahead)
+        drafter, info = load_drafter(config, target, replace(self._engine, num_blocks=num_blocks), run_ahead=run_ahead)
         self._responder = DraftResponder(drafter, capacity=self._capacity, version=self._version)
         return Loaded(info, 0)
 
     def serve(self) -> None:
-        """Answer proposals for as long as the worker lives."""
+        """Answer proposals until the worker ends."""
         self._server.serve(self._responder.answer, self._responder.work)
 
 
 class TargetWorker(Worker):
     """One rank of the target: its shard of the weights and of the KV blocks."""
 
-    def __init__(self, engine: EngineConfig, version: int, rank: int, world_size: int) -> None:
-        super().__init__(engine, version)
-        self._rank = rank
-        self._world_size = world_size
-
     def open_store(self, timeout_s: float) -> "StoreAddress":
-        """Open the store of this version's world; rank 0 only."""
+        """Open the store by which the ranks of this version find each other; rank 0 only."""
         with _importing():
             from cluster.workers.tensor_parallel import open_store
 
         self._store, address = open_store(self._host, self._world_size, timeout_s)
         return address
 
-    def load(self, config: ModelConfig, address: "StoreAddress | None", timeout_s: float) -> Loaded:
-        """Load this rank's shard; with more than one rank, enter the world whose store is at `address` first."""
+    def load(self, config: ModelConfig, num_blocks: int, address: "StoreAddress | None", timeout_s: float) -> Loaded:
+        """Load this rank's shard with its planned KV blocks.
+
+        Args:
+            address: the store by which several ranks find each other first; None where there is one rank.
+        """
         with _importing():
             from cluster.workers.loading import load_verifier
             from cluster.workers.tensor_parallel import join_store, join_world
-            from engine.models.causal_lm import resolve_device
+            from engine.execution.registry import resolve_device
 
         shard = None
         if address is not None:
@@ -138,12 +146,12 @@ class TargetWorker(Worker):
                 host=self._host,
                 timeout_s=timeout_s,
             )
-        verifier, info = load_verifier(config, self._engine, shard=shard)
+        verifier, info = load_verifier(config, replace(self._engine, num_blocks=num_blocks), shard=shard)
         self._responder = TargetResponder(verifier, rank=self._rank, capacity=self._capacity, version=self._version)
         return Loaded(info, verifier.num_blocks)
 
     def serve(self) -> None:
-        """Verify for as long as the worker lives; a failure ends it, because the other ranks cannot go on without."""
+        """Verify until the worker ends; any failure ends it, because the other ranks cannot go on without it."""
         from cluster.workers.tensor_parallel import leave_world
 
         try:

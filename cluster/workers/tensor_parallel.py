@@ -1,13 +1,17 @@
 """The torch.distributed world of the target's ranks: a store on rank 0, NCCL on GPUs, gloo on CPU.
 
-The draft is outside it, and so is the Router. Both the store and gloo listen on the node's own address only. A world
-lives as long as its ranks; a rank that is lost takes the world with it, and the group makes a new one.
+Draft worker and Router are not part of it. The store, NCCL and gloo all use the node address that Ray uses, and no
+other. If a rank is lost, its world ends, and the group starts all ranks again in a new one.
 """
 
+import os
 import socket
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import NamedTuple
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -58,10 +62,18 @@ def join_world(
 ) -> Shard:
     """Enter the world and return this rank's shard of the model.
 
-    gloo listens on `host`, this node's own address; a sum waits at most `timeout_s` for the other ranks.
+    Args:
+        device: where this rank computes; CUDA without an index is the first GPU, as Ray shows each rank only its own.
+        host: this node's address, which NCCL or gloo communicates by.
+        timeout_s: how long a sum waits for the other ranks.
     """
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)  # NCCL refuses a device without an index
+        torch.cuda.set_device(device)
+        interface = find_interface(host, _interface_addresses())
+        if interface is not None:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": exactly this name, not a prefix
         dist.init_process_group(
             "nccl", store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
         )
@@ -73,10 +85,34 @@ def join_world(
     return Shard(rank, world_size, all_reduce)
 
 
+def find_interface(address: str, addresses: Mapping[str, Sequence[str]]) -> str | None:
+    """Return the name of the network interface that has an address, or None if none has.
+
+    Args:
+        addresses: of each interface, by its name.
+    """
+    ip = _parse_ip(address)
+    if ip is None:
+        return None
+    return next((name for name, texts in addresses.items() if ip in map(_parse_ip, texts)), None)
+
+
 def leave_world() -> None:
-    """Leave the world that this process has entered, if it has."""
+    """Leave the world, if this process is in one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _parse_ip(text: str) -> IPv4Address | IPv6Address | None:
+    """Parse an IP address; None for another kind of address, such as a hardware address."""
+    try:
+        return ip_address(text)
+    except ValueError:
+        return None
+
+
+def _interface_addresses() -> dict[str, list[str]]:
+    return {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
 
 
 def all_reduce(partial: Tensor) -> Tensor:

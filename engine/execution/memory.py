@@ -2,13 +2,48 @@
 
 Draft and target on one device share it; ranks of a target on CPUs share one memory, too. Weights and workspaces come
 first. Of what is left a share goes to keys and values, split so that draft and target hold the same number of tokens.
+
+The Router plans for its group and holds no tensors, so nothing here imports torch.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.models.footprint import Footprint
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What one worker's model takes.
+
+    Attributes:
+        name: of the model, for messages.
+        weight_bytes: this rank's weights, as they are held.
+        workspace_bytes: what a pass needs besides, at most: masks, gathered keys and values, activations, logits.
+        kv_token_bytes: keys and values of one token over all layers.
+        max_model_len: tokens of the longest context.
+    """
+
+    name: str
+    weight_bytes: int
+    workspace_bytes: int
+    kv_token_bytes: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What a worker finds before it loads: its device, the memory that is free there, and what its model will take.
+
+    Attributes:
+        device: names the device among all of its node's.
+        free_bytes: what models and caches may still take.
+    """
+
+    device: str
+    free_bytes: int
+    footprint: Footprint
 
 
 def plan_kv_blocks(free_bytes: int, workers: Sequence[Footprint], config: EngineConfig) -> int:

@@ -1,28 +1,13 @@
 """The backend registry: which device a configuration means, and the backend that serves there."""
 
-from dataclasses import dataclass
-
 import torch
 
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import ModelError
 from engine.execution.backend import Backend
+from engine.execution.memory import Survey
 from engine.models.causal_lm import Shard
-from engine.models.footprint import Footprint, footprint
-
-
-@dataclass(frozen=True, slots=True)
-class Survey:
-    """What a worker finds before it loads: its device, the memory that is free there, and what its model will take.
-
-    Attributes:
-        device: names the device among all of its node's.
-        free_bytes: what models and caches may still take.
-    """
-
-    device: str
-    free_bytes: int
-    footprint: Footprint
+from engine.models.footprint import footprint
 
 
 def load_backend(config: ModelConfig, *, shard: Shard | None = None) -> Backend:

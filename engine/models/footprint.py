@@ -1,6 +1,5 @@
 """Footprint: what a model takes on a device, read from its configuration and file headers before it loads."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -8,6 +7,7 @@ from safetensors import safe_open
 from transformers import PreTrainedConfig
 
 from engine.config import EngineConfig, ModelConfig
+from engine.execution.memory import Footprint
 from engine.models.causal_lm import kv_shape
 from engine.models.registry import read_config
 from engine.models.shards import plan_of, style_of, weight_files
@@ -16,25 +16,6 @@ _LOGIT_COPIES = 4
 """Logits, their scores, and what shaping or log probabilities copy."""
 _MASK_COPIES = 2
 _ACTIVATION_COPIES = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What one worker's model takes.
-
-    Attributes:
-        name: of the model, for messages.
-        weight_bytes: this rank's weights, as they are held.
-        workspace_bytes: what a pass needs besides, at most: masks, gathered keys and values, activations, logits.
-        kv_token_bytes: keys and values of one token over all layers.
-        max_model_len: tokens of the longest context.
-    """
-
-    name: str
-    weight_bytes: int
-    workspace_bytes: int
-    kv_token_bytes: int
-    max_model_len: int
 
 
 def footprint(

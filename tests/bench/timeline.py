@@ -21,10 +21,7 @@ from rich.console import Console
 
 from cluster.protocol.messages import AnyReply, AnyRequest
 from cluster.remote import RemoteDrafter, RemoteVerifier
-from cluster.transport.channel import Channel
-from cluster.transport.credentials import Credentials, make_credentials
-from cluster.transport.endpoint import Endpoint
-from cluster.transport.server import Server
+from cluster.transport import Connector, Endpoint, listen
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig, ModelConfig, ModelInfo
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
@@ -42,6 +39,7 @@ if TYPE_CHECKING:
 Pipe: TypeAlias = "Connection[Any, Any]"
 
 HOST = "127.0.0.1"
+NODE_ID = "this node"
 TIMEOUT_S = 60.0
 NUM_STREAMS = 4
 TEMPERATURE = 0.7
@@ -115,21 +113,19 @@ def draw(axes: Axes, spans: list[Span], first_s: float) -> None:
 def record(workload: Workload) -> tuple[list[Span], RunAheadStats]:
     """Run some streams one after the other; returns what was computed when, and what running ahead was worth."""
     config = EngineConfig(num_speculative_tokens=workload.num_speculative_tokens, speculation="fixed", max_num_seqs=1)
-    credentials = make_credentials()
+    connector = Connector(NODE_ID)
     context = get_context("spawn")
     cores = sorted(os.sched_getaffinity(0))
     pipes, processes = [], []
     for serve, core in ((_serve_draft, cores[0]), (_serve_target, cores[-1])):
         here, there = context.Pipe()
-        process = context.Process(
-            target=serve, args=(there, credentials.certificate, workload, config, core), daemon=True
-        )
+        process = context.Process(target=serve, args=(there, connector.identity, workload, config, core), daemon=True)
         process.start()
         pipes.append(here)
         processes.append(process)
     try:
         peers = [pipe.recv() for pipe in pipes]
-        asyncio.run(_run(workload, config, credentials, *peers))
+        asyncio.run(_run(workload, config, connector, *peers))
         for pipe in pipes:
             pipe.send("stop")
         (draft_spans, stats), (target_spans, _) = (pipe.recv() for pipe in pipes)
@@ -140,12 +136,13 @@ def record(workload: Workload) -> tuple[list[Span], RunAheadStats]:
     return sorted(draft_spans + target_spans, key=lambda span: span.started_s), stats
 
 
-async def _run(workload: Workload, config: EngineConfig, credentials: Credentials, draft: Peer, target: Peer) -> None:
-    channels = [Channel(peer.endpoint, credentials, version=1) for peer in (draft, target)]
+async def _run(workload: Workload, config: EngineConfig, connector: Connector, draft: Peer, target: Peer) -> None:
     drafter = RemoteDrafter(vocab_size=target.info.vocab_size, timeout_s=TIMEOUT_S, prepares=True)
-    drafter.connect(channels[0])
+    draft_link = connector.connect(draft.endpoint, version=1)
+    drafter.connect(draft_link)
     verifier = RemoteVerifier(vocab_size=target.info.vocab_size, timeout_s=TIMEOUT_S)
-    verifier.connect(channels[1:])
+    target_link = connector.connect(target.endpoint, version=1, on_break=verifier.disconnect)
+    verifier.connect([target_link])
     engine = Engine(
         config,
         drafter=drafter,
@@ -161,11 +158,11 @@ async def _run(workload: Workload, config: EngineConfig, credentials: Credential
             await engine.step()
     if drafter.fallbacks:
         raise RuntimeError(f"the draft worker failed: {dict(drafter.fallbacks)}")
-    for channel in channels:
-        channel.close()
+    for link in (draft_link, target_link):
+        link.close()
 
 
-def _serve_draft(pipe: Pipe, client_certificate: str, workload: Workload, config: EngineConfig, core: int) -> None:
+def _serve_draft(pipe: Pipe, client_identity: str, workload: Workload, config: EngineConfig, core: int) -> None:
     model = _load(workload.draft, workload, core)
     drafter = RunAheadDrafter(model, config)
     responder = DraftResponder(drafter, capacity=4, version=1)
@@ -184,11 +181,11 @@ def _serve_draft(pipe: Pipe, client_certificate: str, workload: Workload, config
             spans.append(Span("ahead", started, time.monotonic()))
         return is_more
 
-    _serve(pipe, client_certificate, answer, work, model.info, 0)
+    _serve(pipe, client_identity, answer, work, model.info, 0)
     pipe.send((spans, drafter.stats))
 
 
-def _serve_target(pipe: Pipe, client_certificate: str, workload: Workload, config: EngineConfig, core: int) -> None:
+def _serve_target(pipe: Pipe, client_identity: str, workload: Workload, config: EngineConfig, core: int) -> None:
     model = _load(workload.target, workload, core)
     verifier = ModelVerifier(model, config)
     responder = TargetResponder(verifier, rank=0, capacity=4, version=1)
@@ -200,24 +197,24 @@ def _serve_target(pipe: Pipe, client_certificate: str, workload: Workload, confi
         spans.append(Span("verify", started, time.monotonic()))
         return reply
 
-    _serve(pipe, client_certificate, answer, lambda: False, model.info, verifier.num_blocks)
+    _serve(pipe, client_identity, answer, lambda: False, model.info, verifier.num_blocks)
     pipe.send((spans, None))
 
 
 def _serve(
     pipe: Pipe,
-    client_certificate: str,
+    client_identity: str,
     answer: Callable[[AnyRequest], AnyReply | None],
     work: Callable[[], bool],
     info: ModelInfo,
     num_blocks: int,
 ) -> None:
     """Serve until the other end of the pipe says so."""
-    server = Server(HOST, client_certificate)
+    server = listen(HOST, node_id=NODE_ID, client_identity=client_identity)
 
     def wait() -> None:
         pipe.recv()
-        server.stop()
+        server.close()
 
     Thread(target=wait, daemon=True).start()
     pipe.send(Peer(server.endpoint, info, num_blocks))

@@ -1,31 +1,35 @@
-"""FakeLink: a link to a responder in this process that counts, drops, delays, repeats, reorders and dies on demand."""
+"""FakeLink, which connects to a responder in this process and fails on demand; and models that compute by rule."""
 
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from cluster.protocol.messages import AnyReply, AnyRequest, Ping, decode_request, encode
-from cluster.transport.channel import Link
+from cluster.transport import OnBreak
+from cluster.transport.message_link import MessageLink
 from engine.protocols import Draft, ProposeRow, Request, Verdict, VerifyRow, chain
 from engine.sampling.params import SamplingParams
 
 Answer = Callable[[AnyRequest], AnyReply | None]
 
 
-class FakeLink(Link):
-    """Everything goes through the real encoding, and replies through the real matching.
+class FakeLink(MessageLink):
+    """A link without sockets. Messages are really encoded, and replies really matched to calls.
 
-    `faults` holds what befalls the coming requests, one entry each: "lose" (the request never arrives), "lose reply",
-    "repeat" (the reply comes twice), "late" (the reply comes with that of the next
-    request that is no ping), or None.
+    `faults` holds what happens to the next requests, one entry each: "lose" (the request never arrives), "lose reply",
+    "repeat" (the reply comes twice), "late" (the reply comes with that of the next request other than a ping), or None.
     """
 
-    def __init__(self, answer: Answer, *, version: int = 1) -> None:
-        super().__init__(version)
+    def __init__(self, answer: Answer, *, version: int = 1, on_break: OnBreak | None = None) -> None:
+        super().__init__(version, on_break)
         self.answer = answer
         self.faults: list[str | None] = []
         self.requests: list[AnyRequest] = []
         self._late: list[bytes] = []
+
+    def break_connection(self, reason: str) -> None:
+        """Do as a link does whose connection breaks."""
+        self._report_break(reason)
 
     def _send_now(self, payload: bytes) -> bool:
         return False

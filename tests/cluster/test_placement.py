@@ -3,12 +3,26 @@
 from dataclasses import replace
 
 import pytest
+from ray import PlacementGroupID
+from ray.util.placement_group import PlacementGroup
 
 from cluster.config import GroupConfig
-from cluster.placement import DRAFT_BUNDLE, placement_bundles, settle, target_bundle
+from cluster.placement import (
+    DRAFT_BUNDLE,
+    Bundle,
+    PlacementError,
+    actor_options,
+    placement_bundles,
+    settle,
+    target_bundle,
+)
 from engine.config import EngineConfig, ModelConfig
 
 AUTO = GroupConfig(ModelConfig("target"), ModelConfig("draft"))
+
+
+def gpus(bundles: list[Bundle]) -> list[float]:
+    return [bundle.get("GPU", 0) for bundle in bundles]
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -19,18 +33,42 @@ def test_a_group_on_cpu_fits_a_laptop(size):
     assert not any("GPU" in bundle for bundle in bundles)
 
 
-def test_every_worker_has_a_gpu_where_there_are_enough():
-    bundles = placement_bundles(replace(AUTO, tensor_parallel_size=2), num_gpus=8)
-    assert [bundle.get("GPU", 0) for bundle in bundles] == [0, 1, 1, 1]
+@pytest.mark.parametrize(
+    ("size", "has_draft", "num_gpus", "expected"),
+    [
+        (1, True, 0, [0, 0]),
+        (1, True, 1, [0.5, 0.5]),
+        (1, True, 2, [1, 1]),
+        (1, True, 8, [1, 1]),
+        (2, True, 2, [0.5, 0.5, 1]),
+        (2, True, 3, [1, 1, 1]),
+        (4, True, 4, [0.5, 0.5, 1, 1, 1]),
+        (4, True, 5, [1, 1, 1, 1, 1]),
+        (1, False, 1, [1]),
+        (4, False, 4, [1, 1, 1, 1]),
+    ],
+)
+def test_each_worker_has_a_gpu_and_the_draft_shares_one_if_none_is_left(size, has_draft, num_gpus, expected):
+    config = replace(AUTO, tensor_parallel_size=size, draft=AUTO.draft if has_draft else None)
+    bundles = placement_bundles(config, num_gpus=num_gpus)
+    assert gpus(bundles) == [0, *expected]
+    assert sum(gpus(bundles)) <= num_gpus
 
 
-def test_a_single_gpu_is_shared():
-    assert [bundle.get("GPU", 0) for bundle in placement_bundles(AUTO, num_gpus=1)] == [0, 0.5, 0.5]
-
-
-def test_a_device_that_is_named_is_asked_for():
+@pytest.mark.parametrize("num_gpus", [0, 2])
+def test_a_device_that_is_named_is_requested_whatever_the_cluster_has(num_gpus):
     config = GroupConfig(ModelConfig("target", device="cuda"), ModelConfig("draft", device="cpu"))
-    assert [bundle.get("GPU", 0) for bundle in placement_bundles(config, num_gpus=0)] == [0, 0, 1]
+    assert gpus(placement_bundles(config, num_gpus=num_gpus)) == [0, 0, 1]
+    config = replace(config, draft=ModelConfig("draft", device="cuda"), tensor_parallel_size=4)
+    assert gpus(placement_bundles(config, num_gpus=num_gpus)) == [0, 1, 1, 1, 1, 1]
+
+
+def test_too_few_gpus_are_refused_with_both_numbers():
+    with pytest.raises(PlacementError, match=r"target needs 4 GPUs, but the cluster has 2; device=cuda would wait"):
+        placement_bundles(replace(AUTO, tensor_parallel_size=4), num_gpus=2)
+    apart = replace(AUTO, target_accelerator_type="H100", draft_accelerator_type="L4")
+    with pytest.raises(PlacementError, match="target needs 1 GPUs and the draft 1, but the cluster has 1"):
+        placement_bundles(apart, num_gpus=1)
 
 
 def test_draft_and_target_may_need_different_accelerators():
@@ -38,6 +76,31 @@ def test_draft_and_target_may_need_different_accelerators():
     bundles = placement_bundles(config, num_gpus=8)
     assert "accelerator_type:L4" in bundles[DRAFT_BUNDLE]
     assert "accelerator_type:H100" in bundles[target_bundle(config, 0)]
+
+
+def test_an_accelerator_type_asks_for_a_gpu():
+    config = replace(AUTO, draft=ModelConfig("draft", device="cuda"), draft_accelerator_type="L4")
+    assert gpus(placement_bundles(config, num_gpus=0)) == [0, 1, 0]
+    with pytest.raises(PlacementError, match="the cluster has 0"):
+        placement_bundles(replace(AUTO, draft_accelerator_type="L4"), num_gpus=0)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_an_accelerator_type_on_the_cpu_is_refused_by_the_name_of_its_field(role):
+    on_cpu = GroupConfig(ModelConfig("target", device="cpu"), ModelConfig("draft", device="cpu"))
+    with pytest.raises(PlacementError, match=f"^{role}_accelerator_type is H100, but the {role}'s device is cpu$"):
+        placement_bundles(replace(on_cpu, **{f"{role}_accelerator_type": "H100"}), num_gpus=8)
+
+
+@pytest.mark.parametrize("num_gpus", [0, 0.5, 1])
+def test_a_worker_without_a_gpu_sees_none(num_gpus):
+    bundles = [{"CPU": 0.1}, {"CPU": 0.2, "GPU": num_gpus} if num_gpus else {"CPU": 0.2}]
+    group = PlacementGroup(PlacementGroupID.from_random(), bundles)
+    options = actor_options(group, DRAFT_BUNDLE)
+    assert (options["num_cpus"], options["num_gpus"]) == (0.2, num_gpus)
+    variables = options["runtime_env"]["env_vars"]
+    assert variables.get("CUDA_VISIBLE_DEVICES") == (None if num_gpus else "")
+    assert variables["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 def test_the_indices_name_the_bundles():
@@ -58,8 +121,26 @@ def test_a_method_that_runs_in_the_router_gets_no_draft_worker():
 
 @pytest.mark.parametrize(
     ("size", "num_gpus", "num_cores", "expected"),
-    [(1, 0, 2, "off"), (1, 0, 3, "on"), (4, 0, 5, "off"), (4, 0, 6, "on"), (1, 1, 64, "off"), (1, 2, 2, "on")],
-    ids=["two cores", "three", "ranks on five", "ranks on six", "one GPU", "two GPUs"],
+    [
+        (1, 0, 2, "off"),
+        (1, 0, 3, "on"),
+        (4, 0, 5, "off"),
+        (4, 0, 6, "on"),
+        (1, 1, 64, "off"),
+        (1, 2, 2, "on"),
+        (4, 4, 64, "off"),
+        (4, 5, 2, "on"),
+    ],
+    ids=[
+        "two cores",
+        "three",
+        "ranks on five",
+        "ranks on six",
+        "one GPU",
+        "two GPUs",
+        "ranks on all GPUs",
+        "on all but one",
+    ],
 )
 def test_the_draft_runs_ahead_where_it_takes_nothing_from_the_target(size, num_gpus, num_cores, expected):
     config = replace(AUTO, tensor_parallel_size=size)
@@ -70,17 +151,24 @@ def test_the_draft_runs_ahead_where_it_takes_nothing_from_the_target(size, num_g
     assert settle(replace(config, draft=None), bundles, num_cores=num_cores).run_ahead == "off"
 
 
-def test_a_pinned_group_does_not_run_ahead_by_itself():
-    config = replace(AUTO, target=replace(AUTO.target, pinned=True))
-    assert settle(config, placement_bundles(config, num_gpus=0), num_cores=8).run_ahead == "off"
-
-
-def test_models_that_compute_at_once_share_out_the_cores():
-    config = replace(AUTO, tensor_parallel_size=2)
-    bundles = placement_bundles(config, num_gpus=0)
-    settled = settle(config, bundles, num_cores=8)
+@pytest.mark.parametrize(
+    ("run_ahead", "size", "expected"), [("on", 2, (1, 3)), ("off", 2, (1, 4)), ("on", 1, (1, 7)), ("off", 1, (1, 8))]
+)
+def test_the_draft_has_one_core_and_the_target_those_that_it_leaves(run_ahead, size, expected):
+    """Where they take turns, it leaves all of them."""
+    config = replace(AUTO, tensor_parallel_size=size, run_ahead=run_ahead)
+    settled = settle(config, placement_bundles(config, num_gpus=0), num_cores=8)
     assert settled.draft is not None
-    assert (settled.draft.num_threads, settled.target.num_threads) == (2, 3)
-    own = replace(config, target=ModelConfig("target", num_threads=5))
-    assert settle(own, bundles, num_cores=8).target.num_threads == 5
-    assert settle(replace(config, run_ahead="off"), bundles, num_cores=8).target.num_threads is None
+    assert (settled.draft.num_threads, settled.target.num_threads) == expected
+
+
+def test_a_number_of_threads_from_the_configuration_is_taken():
+    config = replace(AUTO, target=ModelConfig("target", num_threads=5), draft=ModelConfig("draft", num_threads=2))
+    settled = settle(config, placement_bundles(config, num_gpus=0), num_cores=8)
+    assert settled.draft is not None
+    assert (settled.draft.num_threads, settled.target.num_threads) == (2, 5)
+
+
+def test_a_target_without_a_draft_has_all_cores():
+    config = replace(AUTO, draft=None)
+    assert settle(config, placement_bundles(config, num_gpus=0), num_cores=8).target.num_threads == 8

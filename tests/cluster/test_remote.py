@@ -1,10 +1,10 @@
-"""The engine's two protocols over a link that misbehaves.
+"""The engine's two protocols over a link that fails in every way.
 
 Seven mutants of the draft protocol, each tried by hand, and the test that catches it:
 
 - `Acknowledged.delta` starts one token too late (`offset + 1`): test_every_round_reaches_the_worker_whole
-- `Link.deliver` takes a reply of any round: test_a_late_reply_is_not_taken_for_the_next_one
-- `Link.deliver` does not compare versions: test_a_reply_of_another_version_is_not_taken
+- `MessageLink.deliver` takes a reply of any round: test_a_late_reply_is_not_taken_for_the_next_one
+- `MessageLink.deliver` does not compare versions: test_a_reply_of_another_version_is_not_taken
 - `RemoteDrafter` treats `PrefixMissing` as a failure: test_a_drafter_that_forgets_is_told_again
 - `PrefixTable` appends the delta instead of putting it at its offset: test_a_lost_reply_does_not_double_tokens
 - `RemoteDrafter` acknowledges on any reply: test_one_evicted_row_does_not_spoil_the_others_of_its_batch
@@ -149,29 +149,29 @@ async def test_a_lost_reply_does_not_double_tokens():
     assert side.echo.seen[-1][0].request.token_ids == [1, 2, 3, 4, 5]
 
 
-async def test_a_late_reply_is_not_taken_for_the_next_one():
+async def test_a_late_reply_is_not_taken_for_the_next_one(dropped):
     side = DraftSide()
     side.link.faults = ["late"]
     assert await side.propose(propose_row("a", [1, 2, 3])) == [[]]
     await side.recover()
     assert await side.propose(propose_row("a", [1, 2, 3, 4])) == [[2, 3, 4]]
-    assert side.link.dropped == {"late": 1}
+    assert dropped() == {"late": 1}
 
 
-async def test_a_repeated_reply_is_dropped():
+async def test_a_repeated_reply_is_dropped(dropped):
     side = DraftSide()
     side.link.faults = ["repeat"]
     assert await side.propose(propose_row("a", [1, 2])) == [[1, 2]]
     assert await side.propose(propose_row("a", [1, 2, 3])) == [[1, 2, 3]]
-    assert side.link.dropped == {"late": 1}
+    assert dropped() == {"late": 1}
 
 
-async def test_a_reply_of_another_version_is_not_taken():
+async def test_a_reply_of_another_version_is_not_taken(dropped):
     link = answering(lambda request: Drafts(request.round, 2, 0.0, [chain([9])]))
     drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=0.05)
     drafter.connect(link)
     assert await drafter.propose([propose_row("a", [1])]) == [NO_DRAFT]
-    assert link.dropped["version"] == 1
+    assert dropped()["version"] == 1
     drafter.disconnect("done")
 
 
@@ -277,8 +277,12 @@ class TargetSide:
 
     def connect(self, version: int) -> None:
         self.links = [
-            FakeLink(TargetResponder(one, rank=rank, capacity=4, version=version).answer, version=version)
-            for rank, one in enumerate(self.verifiers)
+            FakeLink(
+                TargetResponder(verifier, rank=rank, capacity=4, version=version).answer,
+                version=version,
+                on_break=self.verifier.disconnect,
+            )
+            for rank, verifier in enumerate(self.verifiers)
         ]
         self.verifier.connect(self.links)
 
@@ -327,7 +331,7 @@ async def test_a_rank_above_0_whose_connection_breaks_ends_the_round():
     side.links[0].faults = ["lose"]
     waiting = asyncio.create_task(side.verifier.verify([verify_row("a", [1])]))
     await asyncio.sleep(0)
-    side.links[1].on_break("the worker closed the connection")
+    side.links[1].break_connection("the worker closed the connection")
     with pytest.raises(TargetError, match="the worker closed the connection"):
         await waiting
 

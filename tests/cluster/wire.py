@@ -1,4 +1,4 @@
-"""A server in a thread, and channels to it, for the tests of both ends of the wire."""
+"""A server in a thread, and channels to it, for the tests of both ends of a connection."""
 
 import contextlib
 import threading
@@ -8,7 +8,10 @@ from cluster.protocol.messages import AnyReply, AnyRequest, Ping, Pong
 from cluster.transport.channel import Channel
 from cluster.transport.credentials import Credentials
 from cluster.transport.endpoint import Endpoint
-from cluster.transport.server import Server
+from cluster.transport.protocol import OnBreak
+from cluster.transport.server import SocketServer
+
+NODE_ID = "this node"
 
 
 def pong(request: AnyRequest) -> AnyReply:
@@ -19,30 +22,31 @@ def ping(number: int, *, version: int = 1, deadline_s: float = 10.0, released: l
     return Ping(number, version, deadline_s, released or [])
 
 
+def make_server(credentials: Credentials) -> SocketServer:
+    return SocketServer("127.0.0.1", NODE_ID, credentials.certificate)
+
+
 @contextlib.contextmanager
 def serving(
     credentials: Credentials, answer: Callable[[AnyRequest], AnyReply | None] = pong, **options: object
-) -> Iterator[Server]:
-    server = Server("127.0.0.1", credentials.certificate)
+) -> Iterator[SocketServer]:
+    server = make_server(credentials)
     thread = threading.Thread(target=server.serve, args=(answer,), kwargs=options)
     thread.start()
     try:
         yield server
     finally:
-        server.stop()
+        server.close()
         thread.join(10)
         assert not thread.is_alive()
 
 
 @contextlib.contextmanager
-def connected(endpoint: Endpoint, credentials: Credentials, *, version: int = 1) -> Iterator[Channel]:
-    channel = Channel(endpoint, credentials, version=version)
+def connected(
+    endpoint: Endpoint, credentials: Credentials, *, is_near: bool = True, on_break: OnBreak | None = None
+) -> Iterator[Channel]:
+    channel = Channel(endpoint, credentials, is_near=is_near, version=1, on_break=on_break)
     try:
         yield channel
     finally:
         channel.close()
-
-
-def from_afar(endpoint: Endpoint) -> Endpoint:
-    """Return the endpoint as another node sees it, which has no such Unix socket."""
-    return endpoint._replace(path="")

@@ -117,3 +117,12 @@ def test_one_core_is_refused_to_what_computes_at_once(arguments):
     assert group_config(AppConfig.model_validate({"pinning": "on"})).target.pinned
     with pytest.raises(ArgumentError, match="pinning is on"):
         AppConfig.model_validate({"pinning": "on", **arguments})
+
+
+def test_draft_and_target_may_ask_for_gpus_of_different_types() -> None:
+    group = group_config(
+        AppConfig.model_validate({"target_accelerator_type": "H100", "draft_accelerator_type": "none"})
+    )
+    assert (group.target_accelerator_type, group.draft_accelerator_type) == ("H100", None)
+    group = group_config(AppConfig.model_validate({"draft_accelerator_type": "L4"}))
+    assert (group.target_accelerator_type, group.draft_accelerator_type) == (None, "L4")

@@ -5,7 +5,8 @@ import contextlib
 import json
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,15 @@ import pytest
 from cluster.protocol.messages import AnyReply, AnyRequest, Pong, PrefixMissing, encode
 from cluster.transport import channel as channel_module
 from cluster.transport import frames as frames_module
-from cluster.transport.channel import Channel, ConnectionLostError, DeadlineError, PeerGoneError
+from cluster.transport.channel import Channel
 from cluster.transport.credentials import Credentials, make_credentials, tls_context
 from cluster.transport.endpoint import Endpoint
-from cluster.transport.frames import Frames, frame
-from tests.cluster.wire import connected, from_afar, ping, serving
+from cluster.transport.errors import ConnectionLostError, DeadlineError, PeerGoneError
+from cluster.transport.frames import FrameReader, frame
+from tests.cluster.wire import NODE_ID, connected, ping, serving
+
+NEAR_AND_FAR = pytest.mark.parametrize("is_near", [True, False], ids=["same node", "other node"])
+Dropped = Callable[[], Counter[str]]
 
 
 @pytest.fixture
@@ -25,72 +30,81 @@ def credentials() -> Credentials:
     return make_credentials()
 
 
-@pytest.mark.parametrize("place", ["near", "afar"])
-async def test_calls_are_answered(credentials: Credentials, place: str) -> None:
-    with serving(credentials) as server:
-        endpoint = server.endpoint if place == "near" else from_afar(server.endpoint)
-        with connected(endpoint, credentials) as channel:
-            for number in range(1, 50):
-                assert (await channel.call(ping(number))).round == number
-            replies = await asyncio.gather(*(channel.call(ping(number)) for number in range(50, 80)))
-            assert [reply.round for reply in replies] == list(range(50, 80))
-            assert not channel.dropped
+@NEAR_AND_FAR
+async def test_calls_are_answered(credentials: Credentials, is_near: bool, dropped: Dropped) -> None:
+    with (
+        serving(credentials) as server,
+        connected(server.endpoint, credentials, is_near=is_near) as channel,
+    ):
+        for number in range(1, 50):
+            assert (await channel.call(ping(number))).round == number
+        replies = await asyncio.gather(*(channel.call(ping(number)) for number in range(50, 80)))
+        assert [reply.round for reply in replies] == list(range(50, 80))
+        assert not dropped()
 
 
-@pytest.mark.parametrize("place", ["near", "afar"])
-def test_calls_are_answered_on_the_event_loop_that_ray_uses(credentials: Credentials, place: str) -> None:
+@NEAR_AND_FAR
+def test_calls_are_answered_on_the_event_loop_that_ray_uses(
+    credentials: Credentials, is_near: bool, dropped: Dropped
+) -> None:
     uvloop = pytest.importorskip("uvloop")
     with contextlib.closing(uvloop.new_event_loop()) as loop:
-        loop.run_until_complete(test_calls_are_answered(credentials, place))
+        loop.run_until_complete(test_calls_are_answered(credentials, is_near, dropped))
 
 
-@pytest.mark.parametrize("place", ["near", "afar"])
-async def test_large_messages_go_both_ways(credentials: Credentials, place: str) -> None:
+@NEAR_AND_FAR
+async def test_large_messages_go_both_ways(credentials: Credentials, is_near: bool) -> None:
     """Larger than any socket's buffers, so that both ends meet messages in pieces."""
     words = [f"{i:09}" for i in range(500_000)]
 
     def answer(request: AnyRequest) -> AnyReply:
         return PrefixMissing(request.round, request.version, 0.0, request.released)
 
-    with serving(credentials, answer) as server:
-        endpoint = server.endpoint if place == "near" else from_afar(server.endpoint)
-        with connected(endpoint, credentials) as channel:
-            for reply in await asyncio.gather(*(channel.call(ping(number, released=words)) for number in (1, 2))):
-                assert isinstance(reply, PrefixMissing)
-                assert reply.request_ids == words
+    with (
+        serving(credentials, answer) as server,
+        connected(server.endpoint, credentials, is_near=is_near) as channel,
+    ):
+        for reply in await asyncio.gather(*(channel.call(ping(number, released=words)) for number in (1, 2))):
+            assert isinstance(reply, PrefixMissing)
+            assert reply.request_ids == words
 
 
 @contextlib.asynccontextmanager
 async def raw_peer(
     credentials: Credentials, folder: Path
 ) -> AsyncIterator[tuple[Endpoint, "asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]]"]]:
-    """A worker that does what the test says; gives its connections as they come."""
+    """A worker that does what the test says; its connections are put into the queue."""
     connections: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
 
-    async def welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connections.put_nowait((reader, writer))
 
-    own = make_credentials()
+    peer_credentials = make_credentials()
     path = folder / "peer.sock"
-    near = await asyncio.start_unix_server(welcome, path)
-    far = await asyncio.start_server(
-        welcome, "127.0.0.1", ssl=tls_context(own, credentials.certificate, is_server=True)
+    unix_server = await asyncio.start_unix_server(accept, path)
+    tcp_server = await asyncio.start_server(
+        accept, "127.0.0.1", ssl=tls_context(peer_credentials, credentials.certificate, is_server=True)
     )
     try:
-        yield Endpoint(str(path), *far.sockets[0].getsockname(), own.certificate), connections
+        yield (
+            Endpoint(NODE_ID, str(path), *tcp_server.sockets[0].getsockname(), peer_credentials.certificate),
+            connections,
+        )
     finally:
-        near.close()
-        far.close()
+        unix_server.close()
+        tcp_server.close()
 
 
 async def read_one(reader: asyncio.StreamReader) -> bytes:
-    frames = Frames()
+    frames = FrameReader()
     while not (payloads := frames.feed(await reader.read(1000))):
         pass
     return payloads[0]
 
 
-async def test_replies_that_nobody_waits_for_are_dropped_and_counted(credentials: Credentials, tmp_path: Path) -> None:
+async def test_replies_that_no_call_waits_for_are_dropped(
+    credentials: Credentials, tmp_path: Path, dropped: Dropped
+) -> None:
     """A raw peer repeats, reorders, mixes in another version and garbage; the call gets its own reply."""
     async with raw_peer(credentials, tmp_path) as (endpoint, connections):
         with connected(endpoint, credentials) as channel:
@@ -110,11 +124,11 @@ async def test_replies_that_nobody_waits_for_are_dropped_and_counted(credentials
             await read_one(reader)
             writer.write(frame(encode(Pong(8, 1, 0.0))))
             await again
-            assert channel.dropped == {"late": 2, "version": 1, "malformed": 1}
+            assert dropped() == {"late": 2, "version": 1, "malformed": 1}
 
 
 async def test_a_silent_peer_costs_the_deadline_and_its_late_reply_is_dropped(
-    credentials: Credentials, tmp_path: Path
+    credentials: Credentials, tmp_path: Path, dropped: Dropped
 ) -> None:
     async with raw_peer(credentials, tmp_path) as (endpoint, connections):
         with connected(endpoint, credentials) as channel:
@@ -126,7 +140,7 @@ async def test_a_silent_peer_costs_the_deadline_and_its_late_reply_is_dropped(
             await read_one(reader)
             writer.write(frame(encode(Pong(1, 1, 0.0))) + frame(encode(Pong(2, 1, 0.0))))
             assert (await second).round == 2
-            assert channel.dropped == {"late": 1}
+            assert dropped() == {"late": 1}
 
 
 async def test_a_broken_connection_ends_the_calls_and_the_next_call_makes_another(
@@ -160,10 +174,11 @@ async def test_a_peer_that_announces_too_much_is_left(
             writer.write(frame(b"x" * 1001)[:100])
             with pytest.raises(ConnectionLostError):
                 await call
-            assert channel.dropped == {"malformed": 1}
 
 
-async def test_what_a_peer_does_not_take_waits_for_the_deadline_only(credentials: Credentials, tmp_path: Path) -> None:
+async def test_a_message_that_the_peer_does_not_read_waits_for_the_deadline_only(
+    credentials: Credentials, tmp_path: Path
+) -> None:
     async with raw_peer(credentials, tmp_path) as (endpoint, connections):
         with connected(endpoint, credentials) as channel:
             large = ["x" * 1000] * 10_000
@@ -172,7 +187,7 @@ async def test_what_a_peer_does_not_take_waits_for_the_deadline_only(credentials
                 await channel.post(ping(2, deadline_s=0.2, released=large))
             reader, _ = await connections.get()
             third = asyncio.create_task(channel.post(ping(3)))
-            frames, payloads = Frames(), []
+            frames, payloads = FrameReader(), []
             while not payloads or payloads[-1] != encode(ping(3)):
                 payloads += frames.feed(await reader.read(2**20))
             await third
@@ -185,26 +200,25 @@ async def test_a_death_notice_ends_a_call_that_waits_for_room(credentials: Crede
             await channel.post(ping(1, released=["x" * 1000] * 10_000))
             call = asyncio.create_task(channel.call(ping(2, deadline_s=60)))
             await asyncio.sleep(0.1)
-            channel.fail("process 9 died")
+            channel.close("process 9 died")
             with pytest.raises(PeerGoneError, match="process 9 died"):
                 await call
 
 
-async def test_a_broken_connection_is_told_of_where_no_call_waits(credentials: Credentials, tmp_path: Path) -> None:
+async def test_a_broken_connection_is_reported_even_if_no_call_waits(credentials: Credentials, tmp_path: Path) -> None:
     async with raw_peer(credentials, tmp_path) as (endpoint, connections):
-        with connected(endpoint, credentials) as channel:
-            reasons: asyncio.Queue[str] = asyncio.Queue()
-            channel.on_break = reasons.put_nowait
+        reasons: asyncio.Queue[str] = asyncio.Queue()
+        with connected(endpoint, credentials, on_break=reasons.put_nowait) as channel:
             await channel.post(ping(1))
             _, writer = await connections.get()
             writer.close()
             assert await reasons.get()
         await asyncio.sleep(0.1)
-        assert reasons.empty()  # closing it oneself is no news
+        assert reasons.empty()  # closing the link is not a break
 
 
-async def test_what_cannot_be_reached_by_its_path_is_reached_by_tls(credentials: Credentials, tmp_path: Path) -> None:
-    """A temporary folder that nodes share shows the socket on each of them; only on one it answers."""
+async def test_a_unix_socket_that_does_not_answer_is_replaced_by_tls(credentials: Credentials, tmp_path: Path) -> None:
+    """Such as the socket of a worker that was killed before its client connected."""
     path = tmp_path / "dead.sock"
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(path))
@@ -212,8 +226,8 @@ async def test_what_cannot_be_reached_by_its_path_is_reached_by_tls(credentials:
         await channel.call(ping(1))
 
 
-async def test_a_path_is_trusted_once(credentials: Credentials, tmp_path: Path) -> None:
-    """Once the worker has removed its socket, anybody could put another there."""
+async def test_a_unix_socket_is_used_once(credentials: Credentials, tmp_path: Path) -> None:
+    """Once the worker has removed its socket, another process could create one at the same path."""
     async with raw_peer(credentials, tmp_path) as (near, connections):
         with (
             serving(credentials) as server,
@@ -228,28 +242,31 @@ async def test_a_path_is_trusted_once(credentials: Credentials, tmp_path: Path) 
             assert connections.empty()
 
 
-async def test_a_connection_that_was_given_up_does_not_break_the_next(credentials: Credentials) -> None:
+async def test_the_end_of_an_earlier_connection_does_not_break_the_current_one(credentials: Credentials) -> None:
     with serving(credentials) as server, connected(server.endpoint, credentials) as channel:
         await channel.call(ping(1))
         current = channel._connection
         call = asyncio.create_task(channel.call(ping(2)))
         await asyncio.sleep(0)
-        channel.lost(channel_module._Connection(channel), "too late")
+        channel.connection_lost(channel_module._Connection(channel), "too late")
         assert channel._connection is current
         assert (await call).round == 2
 
 
-@pytest.mark.parametrize("stranger", ["client", "server"])
-async def test_a_stranger_gets_no_answer(credentials: Credentials, stranger: str) -> None:
+@pytest.mark.parametrize("unknown", ["client", "server"])
+async def test_a_peer_with_an_unknown_certificate_gets_no_answer(credentials: Credentials, unknown: str) -> None:
     with serving(credentials) as server:
-        endpoint, shown = from_afar(server.endpoint), credentials
-        if stranger == "client":
-            shown = make_credentials()
+        endpoint, presented = server.endpoint, credentials
+        if unknown == "client":
+            presented = make_credentials()
         else:
             endpoint = endpoint._replace(certificate=make_credentials().certificate)
-        with connected(endpoint, shown) as channel, pytest.raises((DeadlineError, ConnectionLostError)):
+        with (
+            connected(endpoint, presented, is_near=False) as channel,
+            pytest.raises((DeadlineError, ConnectionLostError)),
+        ):
             await channel.call(ping(1, deadline_s=0.3))
-        with connected(from_afar(server.endpoint), credentials) as channel:
+        with connected(server.endpoint, credentials, is_near=False) as channel:
             await channel.call(ping(1))
 
 
@@ -258,7 +275,7 @@ async def test_the_death_notice_ends_the_calls_that_wait(credentials: Credential
         with connected(endpoint, credentials) as channel:
             call = asyncio.create_task(channel.call(ping(1)))
             await asyncio.sleep(0)
-            channel.fail("process 9 died")
+            channel.close("process 9 died")
             with pytest.raises(PeerGoneError, match="process 9 died"):
                 await call
             with pytest.raises(PeerGoneError):
@@ -270,13 +287,13 @@ async def test_the_death_notice_ends_the_calls_that_wait(credentials: Credential
 async def test_a_worker_that_is_not_there_yet_is_waited_for(credentials: Credentials) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    endpoint = Endpoint("", "127.0.0.1", port, make_credentials().certificate)
-    channel = Channel(endpoint, credentials, version=1)
-    with pytest.raises(DeadlineError, match="the worker is not reached"):
+    endpoint = Endpoint("another node", "", "127.0.0.1", port, make_credentials().certificate)
+    channel = Channel(endpoint, credentials, is_near=False, version=1)
+    with pytest.raises(DeadlineError, match="cannot connect to the worker"):
         await channel.call(ping(1, deadline_s=0.2))
     call = asyncio.create_task(channel.call(ping(2, deadline_s=60)))
     await asyncio.sleep(0)
-    channel.fail("process 9 died")
+    channel.close("process 9 died")
     with pytest.raises(PeerGoneError, match="process 9 died"):
         await call
     channel.close()
@@ -286,8 +303,8 @@ async def test_a_killed_process_ends_the_call_at_once(credentials: Credentials) 
     """The kernel closes its sockets: sooner than Ray's death notice, and than the deadline."""
     program = (
         "import json, sys, time\n"
-        "from cluster.transport.server import Server\n"
-        "server = Server('127.0.0.1', sys.argv[1])\n"
+        "from cluster.transport import listen\n"
+        "server = listen('127.0.0.1', node_id='this node', client_identity=sys.argv[1])\n"
         "print(json.dumps(server.endpoint), flush=True)\n"
         "server.serve(lambda request: time.sleep(60))\n"
     )

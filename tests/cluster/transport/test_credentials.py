@@ -1,4 +1,4 @@
-"""Who may talk to whom is decided by certificates alone."""
+"""Only processes that hold each other's certificate can connect."""
 
 import socket
 import ssl
@@ -30,7 +30,7 @@ def pair() -> tuple[Credentials, Credentials]:
     return make_credentials(), make_credentials()
 
 
-def test_the_two_that_know_each_other_talk(pair: tuple[Credentials, Credentials]) -> None:
+def test_two_processes_that_know_each_other_connect(pair: tuple[Credentials, Credentials]) -> None:
     server, client = pair
     shake_hands(
         tls_context(server, client.certificate, is_server=True),
@@ -38,20 +38,20 @@ def test_the_two_that_know_each_other_talk(pair: tuple[Credentials, Credentials]
     )
 
 
-@pytest.mark.parametrize("stranger", ["server", "client"])
-def test_a_stranger_is_refused(pair: tuple[Credentials, Credentials], stranger: str) -> None:
-    """A stranger's certificate bears the same name; only its key is another."""
+@pytest.mark.parametrize("unknown", ["server", "client"])
+def test_an_unknown_certificate_is_refused(pair: tuple[Credentials, Credentials], unknown: str) -> None:
+    """It has the same name as the expected one, but another key."""
     server, client = pair
-    shown_by_server = make_credentials() if stranger == "server" else server
-    shown_by_client = make_credentials() if stranger == "client" else client
+    server_credentials = make_credentials() if unknown == "server" else server
+    client_credentials = make_credentials() if unknown == "client" else client
     with pytest.raises(ssl.SSLError, match=r"(?i)verify failed|unknown ca|decrypt error"):
         shake_hands(
-            tls_context(shown_by_server, client.certificate, is_server=True),
-            tls_context(shown_by_client, server.certificate, is_server=False),
+            tls_context(server_credentials, client.certificate, is_server=True),
+            tls_context(client_credentials, server.certificate, is_server=False),
         )
 
 
-def test_who_shows_nothing_is_refused(pair: tuple[Credentials, Credentials]) -> None:
+def test_a_client_without_a_certificate_is_refused(pair: tuple[Credentials, Credentials]) -> None:
     server, client = pair
     anonymous = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     anonymous.check_hostname = False

@@ -1,7 +1,14 @@
-"""A world of two real processes on the loopback address."""
+"""A world of two real processes on the loopback address, and what NCCL is told."""
 
 import asyncio
+import os
 import sys
+
+import pytest
+import torch
+
+from cluster.workers import tensor_parallel
+from cluster.workers.tensor_parallel import find_interface, join_world
 
 PROGRAM = """
 import sys
@@ -37,3 +44,53 @@ async def test_two_ranks_sum_their_parts():
     results = await asyncio.gather(first.communicate(), second.communicate(port))
     assert [out.decode().strip() for out, _ in results] == ["[3.0, 20.0]"] * 2
     assert first.returncode == second.returncode == 0
+
+
+ADDRESSES = {
+    "lo": ["127.0.0.1", "::1", "00:00:00:00:00:00"],
+    "eth0": ["10.0.0.1", "fe80::fc:ff:fe00:1%eth0", "02:fc:00:00:00:01"],
+    "eth1": ["10.0.0.11", "fd00:0:0::2"],
+}
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [
+        ("127.0.0.1", "lo"),
+        ("10.0.0.1", "eth0"),
+        ("10.0.0.11", "eth1"),
+        ("fd00::2", "eth1"),
+        ("fe80::fc:ff:fe00:1%eth0", "eth0"),
+        ("10.0.0.2", None),
+        ("a-host-name", None),
+    ],
+)
+def test_the_interface_is_the_one_that_has_the_address(address, interface):
+    assert find_interface(address, ADDRESSES) == interface
+
+
+def test_this_machine_has_an_interface_for_the_loopback_address():
+    assert find_interface("127.0.0.1", tensor_parallel._interface_addresses()) is not None
+
+
+@pytest.mark.parametrize(
+    ("device", "index", "before", "after"),
+    [("cuda", 0, None, "=eth0"), ("cuda:1", 1, None, "=eth0"), ("cuda", 0, "ib0", "ib0")],
+    ids=["without an index", "with one", "an operator's interface"],
+)
+def test_nccl_is_given_a_device_with_an_index_and_the_interface_of_the_address(
+    device, index, before, after, monkeypatch
+):
+    selected, arguments = [], {}
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    monkeypatch.setattr(tensor_parallel, "_interface_addresses", lambda: ADDRESSES)
+    monkeypatch.setattr(
+        tensor_parallel.dist, "init_process_group", lambda backend, **options: arguments.update(options, name=backend)
+    )
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", before or "")
+    if before is None:
+        monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    join_world(None, rank=1, world_size=2, device=torch.device(device), host="10.0.0.1", timeout_s=1)
+    assert arguments["name"] == "nccl"
+    assert selected == [arguments["device_id"]] == [torch.device("cuda", index)]
+    assert os.environ["NCCL_SOCKET_IFNAME"] == after

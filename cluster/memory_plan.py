@@ -1,0 +1,67 @@
+"""MemoryPlan: gathers what a group's workers found on their devices, and gives each of them its KV blocks."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+
+from engine.config import EngineConfig
+from engine.execution.memory import Footprint, Survey, plan_kv_blocks
+
+Located = tuple[str, Survey]
+"""A survey and the node that it was made on."""
+
+
+class MemoryPlan:
+    """Plans once, when all roles have joined and before any of them has loaded; a restart keeps its blocks.
+
+    The engine's block tables outlive the target's ranks, so new ranks must have the same blocks.
+    """
+
+    def __init__(self, config: EngineConfig, roles: Collection[str]) -> None:
+        """Wait for these roles, such as `target` and `draft`."""
+        self._config = config
+        self._missing = set(roles)
+        self._surveys: dict[str, Sequence[Located]] = {}
+        self._num_blocks: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
+        if config.num_blocks is not None:
+            self._num_blocks.set_result(dict.fromkeys(roles, config.num_blocks))
+
+    @property
+    def is_made(self) -> bool:
+        """Whether nobody has to survey a device any more."""
+        return self._num_blocks.done()
+
+    async def join(self, role: str, surveys: Sequence[Located] = ()) -> int:
+        """Wait until every role has joined, and return how many KV blocks each worker of this one has, block 0 aside.
+
+        Args:
+            surveys: one for each worker of the role; none are needed once the plan is made.
+
+        Raises:
+            ModelError: the models do not fit on a device.
+        """
+        if not self.is_made:
+            self._surveys[role] = surveys
+            self._missing.discard(role)
+            if not self._missing:
+                self._num_blocks.set_result(plan_devices(self._surveys, self._config))
+        return (await asyncio.shield(self._num_blocks))[role]
+
+
+def plan_devices(surveys: dict[str, Sequence[Located]], config: EngineConfig) -> dict[str, int]:
+    """Return the KV blocks of each role: on each device what fits beside all of its workers, and the least of these.
+
+    Raises:
+        ModelError: the models do not fit on a device.
+    """
+    workers: dict[tuple[str, str], list[Footprint]] = defaultdict(list)
+    free_bytes: dict[tuple[str, str], int] = {}
+    roles: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for role, located in surveys.items():
+        for node_id, found in located:
+            device = (node_id, found.device)
+            workers[device].append(found.footprint)
+            free_bytes[device] = min(free_bytes.get(device, found.free_bytes), found.free_bytes)
+            roles[device].add(role)
+    fits = {device: plan_kv_blocks(free_bytes[device], workers[device], config) for device in workers}
+    return {role: min(fits[device] for device in fits if role in roles[device]) for role in surveys}

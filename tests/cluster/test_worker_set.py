@@ -1,0 +1,143 @@
+"""Starting, watching and killing workers, with actors that are plain objects."""
+
+import asyncio
+import logging
+
+import pytest
+import ray
+
+from cluster import worker_set
+from cluster.transport import Endpoint
+from cluster.worker_set import WorkerSet
+from cluster.workers.actors import WorkerProcess
+from engine.errors import ModelError, TargetError
+
+
+class Method:
+    """An actor's method: `remote` returns something to wait for."""
+
+    def __init__(self, function):
+        self._function = function
+
+    def remote(self, *arguments):
+        async def run():
+            return self._function(*arguments)
+
+        return asyncio.ensure_future(run())
+
+
+class FakeActor:
+    def __init__(self, rank, node_id="node 1"):
+        self.clients = []
+        self.ended = asyncio.get_running_loop().create_future()
+        endpoint = Endpoint(node_id, "", "127.0.0.1", rank, "certificate")
+
+        def listen(identity):
+            self.clients.append(identity)
+            return WorkerProcess(endpoint, 100 + rank)
+
+        self.listen = Method(listen)
+        self.serve = self
+
+    def remote(self):
+        return self.ended
+
+
+class FakeLink:
+    def __init__(self, endpoint, version, on_break):
+        self.endpoint, self.version, self.on_break = endpoint, version, on_break
+        self.is_closed = False
+
+    def close(self):
+        self.is_closed = True
+
+
+class FakeConnector:
+    identity = "the Router"
+
+    def connect(self, endpoint, *, version, on_break=None):
+        return FakeLink(endpoint, version, on_break)
+
+
+@pytest.fixture
+async def workers():
+    return WorkerSet("target rank", [FakeActor(0), FakeActor(1, "node 2")])
+
+
+async def test_each_worker_listens_for_the_router_and_gets_a_link(workers):
+    def on_break(reason):
+        pass
+
+    await workers.connect(FakeConnector(), 7, on_break)
+    assert [actor.clients for actor in workers.actors] == [["the Router"]] * 2
+    assert [link.endpoint.port for link in workers.links] == [0, 1]
+    assert {(link.version, link.on_break) for link in workers.links} == {(7, on_break)}
+    assert [process.pid for process in workers.processes] == [100, 101]
+
+
+async def test_the_log_says_where_each_worker_is(workers, caplog):
+    caplog.set_level(logging.INFO, "cluster.worker_set")
+    await workers.connect(FakeConnector(), 1)
+    workers.start_serving()
+    assert [record.getMessage() for record in caplog.records] == [
+        "target rank 0: process 100 on node node 1",
+        "target rank 1: process 101 on node node 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (None, "it stopped"),
+        (ray.exceptions.RayActorError(error_msg="The actor died.\nThe stack:"), "The actor died."),
+    ],
+)
+async def test_the_end_of_any_worker_is_the_end_of_the_set(workers, error, reason):
+    await workers.connect(FakeConnector(), 1)
+    workers.start_serving()
+    waiting = asyncio.create_task(workers.wait_for_end())
+    await asyncio.sleep(0)
+    if error is None:
+        workers.actors[1].ended.set_result(None)
+    else:
+        workers.actors[1].ended.set_exception(error)
+    assert await waiting == reason
+    workers.actors[0].ended.cancel()
+
+
+async def test_killing_closes_the_links_first(workers, monkeypatch):
+    await workers.connect(FakeConnector(), 1)
+    killed = []
+    monkeypatch.setattr(
+        worker_set.ray,
+        "kill",
+        lambda actor, no_restart: killed.append((actor, no_restart, all(link.is_closed for link in workers.links))),
+    )
+    workers.kill()
+    assert killed == [(actor, True, True) for actor in workers.actors]
+
+
+@pytest.mark.parametrize(("node_ids", "num_warnings"), [(["a", "a"], 0), (["a", "b"], 1)])
+def test_ranks_on_several_nodes_are_warned_of(node_ids, num_warnings, caplog):
+    worker_set._warn_of_several_nodes(
+        [WorkerProcess(Endpoint(node_id, "", "127.0.0.1", 1, ""), 1) for node_id in node_ids]
+    )
+    assert len(caplog.records) == num_warnings
+
+
+@pytest.mark.parametrize(
+    ("cause", "error", "message"),
+    [
+        (ModelError("no such model"), ModelError, "^no such model$"),
+        (ValueError("wrong shape"), TargetError, r"a worker failed to start: ValueError\('wrong shape'\)"),
+        (None, TargetError, "a worker died while starting"),
+    ],
+)
+async def test_errors_of_ray_become_ours(cause, error, message):
+    result = asyncio.get_running_loop().create_future()
+    if cause is None:
+        result.set_exception(ray.exceptions.RayActorError())
+    else:
+        result.set_exception(ray.exceptions.RayTaskError("load", "traceback", cause))
+    with pytest.raises(error, match=message):
+        await worker_set._results([result])

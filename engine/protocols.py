@@ -19,8 +19,8 @@ from engine.sampling.params import SamplingParams
 class Draft:
     """What a drafter proposes for one request.
 
-    `top_ids` and `top_probs` ([n][m] each) are the distributions the tokens were sampled from, restricted to the
-    drafter's top m tokens: present for the rejection rule only. All their weight is in the m entries.
+    `top_ids` and `top_probs` ([n][m] each) are the distributions that the tokens were sampled from, restricted to the
+    drafter's top m tokens, whose probabilities sum to 1. Only a rule that needs draft rows gets them.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -118,8 +118,8 @@ class TokenLogprobs:
 class Verdict:
     """The tokens one request commits in a round: `num_accepted` draft tokens and one of the target's own.
 
-    `path` holds the draft nodes accepted, root first: their KV entries are the ones to keep. Empty `token_ids`
-    mean that the row was an unfinished prefill. `prompt_logprobs` belong to the prompt tokens from `start + 1` on.
+    `path` holds the accepted draft nodes, root first: their KV entries are kept. `token_ids` are empty while the prompt
+    is still being computed. `prompt_logprobs` belong to the prompt tokens from `start + 1` on.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -169,4 +169,4 @@ class NoDrafter:
         return [NO_DRAFT] * len(rows)
 
     def release(self, request_id: str) -> None:
-        """Hold nothing, forget nothing."""
+        """Do nothing: no request is held."""

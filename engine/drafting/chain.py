@@ -15,14 +15,14 @@ class Ranking:
 
     Attributes:
         scores: [n, m].
-        token_ids: [n, m] whose scores they are; None is the whole vocabulary.
+        token_ids: [n, m] the tokens that the scores belong to; None where column i is token i.
     """
 
     scores: Tensor
     token_ids: Tensor | None = None
 
     def row(self, index: int) -> "Ranking":
-        """Return one row, as a ranking of one."""
+        """Return the ranking of one row."""
         ids = None if self.token_ids is None else self.token_ids[index : index + 1]
         return Ranking(self.scores[index : index + 1], ids)
 
@@ -33,9 +33,9 @@ class Ranking:
 
     @staticmethod
     def joined(rankings: Sequence["Ranking"]) -> "Ranking":
-        """Return the rows of all rankings, which are of one kind."""
-        ids = [own.token_ids for own in rankings if own.token_ids is not None]
-        return Ranking(torch.cat([own.scores for own in rankings]), torch.cat(ids) if ids else None)
+        """Return the rows of all rankings; all of them have `token_ids`, or none has."""
+        ids = [ranking.token_ids for ranking in rankings if ranking.token_ids is not None]
+        return Ranking(torch.cat([ranking.scores for ranking in rankings]), torch.cat(ids) if ids else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Drawn:
 
     Attributes:
         tokens: [n].
-        top: [n, m] ids and [n, m] probabilities that the tokens were sampled from; the rejection rule only.
-        ranking: [n] of the next committed token; for running ahead only.
+        top: [n, m] ids and [n, m] probabilities that the tokens were sampled from; for rules that need draft rows.
+        ranking: one row per token: what may be committed in its place; for running ahead.
     """
 
     tokens: Tensor
@@ -75,17 +75,17 @@ class Chain:
 
 
 def extend(chains: Sequence[Chain], drawn: Sequence[Drawn], rows: Sequence[int], counts: Sequence[int]) -> None:
-    """Append the first `counts` draws of a row to each chain; where draws come to the host, rankings stay."""
+    """Append the first `counts[i]` tokens drawn for row `rows[i]` to chain i; rankings stay on the device."""
     if not drawn:
         return
-    tokens = torch.stack([one.tokens for one in drawn], 1).tolist()
-    tops = [one.top for one in drawn if one.top is not None]
+    tokens = torch.stack([step.tokens for step in drawn], 1).tolist()
+    tops = [step.top for step in drawn if step.top is not None]
     ids = torch.stack([top[0] for top in tops], 1).tolist() if tops else []
     probs = torch.stack([top[1] for top in tops], 1).tolist() if tops else []
-    rankings = [one.ranking for one in drawn if one.ranking is not None]
-    for own, row, count in zip(chains, rows, counts, strict=True):
-        own.token_ids += tokens[row][:count]
+    rankings = [step.ranking for step in drawn if step.ranking is not None]
+    for extended, row, count in zip(chains, rows, counts, strict=True):
+        extended.token_ids += tokens[row][:count]
         if tops:
-            own.top_ids += ids[row][:count]
-            own.top_probs += probs[row][:count]
-        own.rankings += [ranking.row(row) for ranking in rankings[:count]]
+            extended.top_ids += ids[row][:count]
+            extended.top_probs += probs[row][:count]
+        extended.rankings += [ranking.row(row) for ranking in rankings[:count]]

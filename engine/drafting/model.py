@@ -33,7 +33,7 @@ TOP_M = 32
 
 @dataclass(slots=True)
 class CachedPrefix:
-    """The tokens whose keys and values are in the draft's cache, and where."""
+    """The tokens of one request whose keys and values are cached, and the blocks that hold them."""
 
     token_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
@@ -56,9 +56,9 @@ class ModelDrafter:
         Args:
             config: with its `num_blocks` planned.
             token_limit: the target's vocabulary size, where it differs from the draft's: families pad theirs
-                differently. Ids beyond it are never drafted; the target's further ids are never likely.
-            ranks: keep at every draw what may be committed next, for running ahead.
-            grammars: without them, no request may have one.
+                differently. Ids beyond it are never drafted, nor are ids that only the target has.
+            ranks: keep a ranking of the possible tokens with every draw, for running ahead.
+            grammars: None if no request may have a grammar.
         """
         assert config.num_blocks is not None
         self.backend = backend
@@ -100,11 +100,14 @@ class ModelDrafter:
         return drafts
 
     def _make_room(self, row: ProposeRow, text: Sequence[int], current: Container[str]) -> bool:
-        """Bring the row's prefix down to what still stands, and reserve blocks for its draft.
+        """Cut a row's cached prefix to what its text still begins with, and reserve blocks for its draft.
 
         Args:
             text: the committed tokens and the draft tokens already drawn after them.
             current: requests whose prefixes may not be evicted for this one.
+
+        Returns:
+            Whether the row can get a draft: it fits the context and the cache, and the draft knows all of its tokens.
         """
         request = row.request
         length = len(request.token_ids) + row.num_draft_tokens
@@ -112,7 +115,7 @@ class ModelDrafter:
             return False
         prefix = self._prefixes.setdefault(request.request_id, CachedPrefix())
         self._prefixes.move_to_end(request.request_id)
-        # The last token's logits are needed again, so its entry never counts as computed.
+        # The last token's logits are needed, so it is always computed again.
         del prefix.token_ids[common_length(prefix.token_ids, text[:-1]) :]
         if max(text[len(prefix.token_ids) :]) >= self.backend.info.vocab_size:
             return False
@@ -150,16 +153,16 @@ class ModelDrafter:
             drawn.append(self._pass(batch, plan[step], runs))
         extend(chains, drawn, range(len(chains)), counts)
         for text, prefix, chain, head, count in zip(texts, prefixes, chains, heads, counts, strict=True):
-            # The last draft token's logits are still wanted, and what a row drew beyond its draft may have no block.
+            # The last draft token is not computed yet, and tokens drawn beyond a row's own draft may have no block.
             prefix.token_ids = [*text, *chain.token_ids[head : head + count - 1]]
 
     def _catch_up(
         self, texts: Sequence[list[int]], prefixes: Sequence[CachedPrefix]
     ) -> Generator[None, None, ForwardBatch]:
-        """Compute every row up to its last tokens, and stop after every pass.
+        """Compute all but the last tokens of every row, yielding after every pass.
 
         Returns:
-            The pass that is left to do: the last tokens of all rows, with a row of logits for each.
+            The pass that remains: the last tokens of all rows, with a row of logits for each.
         """
         while True:
             room = self._chunk
@@ -183,7 +186,7 @@ class ModelDrafter:
         return build(tips, self._kv)
 
     def _plan(self, params: Sequence[SamplingParams], positions: Sequence[int], steps: int) -> Sequence[Draws | None]:
-        """Return what each step's pass needs to draw by itself; None where what is drawn depends on more than that."""
+        """Return what each step's pass needs to draw tokens itself; None where parameters or rule ask for more."""
         if self._sends_rows or self.backend.info.vocab_size > self._vocab_size or any(map(needs_shaping, params)):
             return [None] * steps
         return plan_draws(params, positions, self.backend.device, steps)
@@ -196,30 +199,36 @@ class ModelDrafter:
         return Drawn(output.tokens, None, self._ranking(output.scores) if self._ranks else None)
 
     def _ranking(self, scores: Tensor) -> Ranking:
-        """Return what to keep of scores [n, vocab] that the next committed token is likely to maximise."""
+        """Rank possible tokens by scores [n, vocab]; the token that is committed is likely to have the highest."""
         return Ranking(scores)
 
     def _in_target_ids(self, logits: Tensor) -> Tensor:
-        """Cut or widen logits [rows, own vocab] to the target's vocabulary."""
+        """Cut or pad logits [rows, draft's vocab] to the target's vocabulary."""
         missing = self._vocab_size - logits.shape[-1]
         return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def _runs(
         self, requests: Sequence[Request], depths: Sequence[list[int]], paths: Callable[[], list[list[list[int]]]]
     ) -> list[Run]:
-        """Return every request's logit rows; `paths`, the tokens drawn above each, are fetched only if they count."""
-        counted = any(request.params.depends_on_path for request in requests)
-        above: Sequence[Sequence[list[int]]] = paths() if counted else [()] * len(requests)
+        """Return a run per request.
+
+        Args:
+            depths: per request, those of its rows.
+            paths: returns, per request and row, the draft tokens before the row; called only if parameters depend on
+                them, since it waits for the device.
+        """
+        needs_paths = any(request.params.depends_on_path for request in requests)
+        known_paths: Sequence[Sequence[list[int]]] = paths() if needs_paths else [()] * len(requests)
         eos = self.backend.info.eos_token_ids
         return [
             Run(
                 request,
-                depths=own,
-                paths=path,
+                depths=row_depths,
+                paths=row_paths,
                 end_ids=(*eos, *request.params.stop_token_ids),
                 matcher=matcher_of(self._grammars, request),
             )
-            for request, own, path in zip(requests, depths, above, strict=True)
+            for request, row_depths, row_paths in zip(requests, depths, known_paths, strict=True)
         ]
 
     @staticmethod
@@ -228,19 +237,19 @@ class ModelDrafter:
         return [[[*chain.token_ids, *tokens]] for chain, tokens in zip(chains, new, strict=True)]
 
     def _draw(self, logits: Tensor, runs: Sequence[Run]) -> Drawn:
-        """Draw the next draft token of every row of `logits` [n, own vocab]."""
+        """Draw the next draft token of every row of `logits` [n, draft's vocab]."""
         shaped = shape(self._in_target_ids(logits), runs)
         if self._sends_rows:
             tokens, top = self._sample_sparse(shaped, runs)
             if not self._ranks:
                 return Drawn(tokens, top)
-            # What follows a rejection is drawn with the verifier's noise for it.
+            # The token after a rejection is what the draft can foresee, and the verifier draws it with this noise.
             return Drawn(tokens, top, self._ranking(noised(shaped, runs, noise.RESIDUAL_STREAM)))
         scores = noised(shaped, runs)
         return Drawn(scores.argmax(-1), None, self._ranking(scores) if self._ranks else None)
 
     def _sample_sparse(self, shaped: Tensor, runs: Sequence[Run]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Sample from the top m tokens; returns the tokens [rows] and the rows they came from, [rows, m] each."""
+        """Sample from the top m tokens; return the tokens [n], and the ids and probabilities [n, m] they came from."""
         top, ids = shaped.topk(min(TOP_M, shaped.shape[-1]), -1)
         sparse = torch.full_like(shaped, float("-inf")).scatter_(-1, ids, top)
         tokens = draw(sparse, runs, noise.DRAFT_STREAM)
@@ -252,22 +261,22 @@ class ModelDrafter:
 
 
 MAX_TAIL = 8
-"""Rows with at most this many tokens to catch up do it in the pass that computes the tips."""
+"""Rows that lag by at most this many tokens compute them in the pass of their last token."""
 
 
-def common_length(known: Sequence[int], wanted: Sequence[int]) -> int:
-    """Return the length of the longest common prefix; the usual case, few tokens apart, is one comparison."""
-    length = min(len(known), len(wanted))
-    while length and known[:length] != wanted[:length]:
+def common_length(known: Sequence[int], text: Sequence[int]) -> int:
+    """Return the length of the longest common prefix; fast where the two differ in their last tokens only."""
+    length = min(len(known), len(text))
+    while length and known[:length] != text[:length]:
         low = max(length - 16, 0)
-        if known[:low] == wanted[:low]:
-            return next(i for i in range(low, length) if known[i] != wanted[i])
+        if known[:low] == text[:low]:
+            return next(i for i in range(low, length) if known[i] != text[i])
         length = low
     return length
 
 
 def finish(work: Generator[None, None, ForwardBatch]) -> ForwardBatch:
-    """Do work that could stop between passes without stopping."""
+    """Run work that yields between passes to its end, and return its result."""
     while True:
         try:
             next(work)

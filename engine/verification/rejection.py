@@ -82,7 +82,7 @@ def _coins(runs: Sequence[Run], device: torch.device) -> Tensor:
 
 
 def _chain_length(draft: Draft) -> int:
-    """Return how many nodes come before the first that does not follow the one before it."""
+    """Return the length of the chain that a draft begins with."""
     return next((i for i, parent in enumerate(draft.parents) if parent != i - 1), len(draft.parents))
 
 
@@ -100,7 +100,7 @@ def _draft_prob(draft: Draft, position: int) -> float:
 
 
 def _residual(law: Tensor, draft_probs: Sequence[tuple[int, int, float]]) -> Tensor:
-    """Return [law - draft]+ [requests, vocab], not normalised; an empty one (rounding only) stays the target's row.
+    """Return [law - draft]+ [requests, vocab], not normalised; where rounding leaves nothing, the target's row.
 
     Args:
         draft_probs: the entries to subtract, as (row, token, probability).

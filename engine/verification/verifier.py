@@ -16,14 +16,14 @@ from engine.verification.rule import find_rule
 
 
 class ModelVerifier:
-    """Verifies with a model in this process; holds KV tensors and matchers, nothing that no row brings again."""
+    """Verifies with a model in this process. All it holds is cached: the rows of a round bring everything it needs."""
 
     def __init__(self, backend: Backend, config: EngineConfig, grammars: Grammars | None = None) -> None:
         """Make the KV tensors.
 
         Args:
             config: with its `num_blocks` planned.
-            grammars: without them, no request may have one.
+            grammars: None if no request may have a grammar.
         """
         assert config.num_blocks is not None
         self.backend = backend
@@ -46,7 +46,7 @@ class ModelVerifier:
             return []
 
     def release(self, request_id: str) -> None:
-        """Forget where a request stood in its grammar."""
+        """Drop a request's grammar matcher."""
         if self._grammars is not None:
             self._grammars.release(request_id)
 
@@ -82,15 +82,15 @@ class ModelVerifier:
         return output.logits, output.tokens.tolist()
 
     def _keep_paths(self, rows: Sequence[VerifyRow], paths: Sequence[list[int]]) -> None:
-        """Move the accepted nodes' keys and values behind the tips, where the committed contexts go on.
+        """Move the keys and values of accepted nodes to the places after the tips.
 
-        What a chain keeps is there already. Where a draft branches, the rank that decided tells the others, which
-        hand in empty paths.
+        The nodes of a chain are there already. If a draft branches, all ranks move the same nodes: the rank that
+        decided shares its paths, to which the others add empty ones.
         """
         branching = [i for i, row in enumerate(rows) if not row.draft.is_chain]
         if not branching:
             return
-        # [drafts, nodes] each path, root first; a node is one more than its number, and 0 is none.
+        # [drafts, nodes] each path, root first, as node index + 1; 0 is padding.
         kept = torch.zeros(len(branching), max(len(rows[i].draft.token_ids) for i in branching), dtype=torch.int64)
         for known, i in zip(kept, branching, strict=True):
             known[: len(paths[i])] = torch.tensor(paths[i], dtype=torch.int64) + 1
@@ -105,7 +105,7 @@ class ModelVerifier:
         self._kv.move(moves[0], moves[1])
 
     def _slot(self, row: VerifyRow, node: int) -> int:
-        """Return where the entry of a draft's node lies."""
+        """Return the slot of a draft node's keys and values."""
         block, offset = divmod(len(row.request.token_ids) + node, self._kv.block_size)
         return row.block_ids[block] * self._kv.block_size + offset
 
@@ -125,12 +125,12 @@ def _forward_row(row: VerifyRow) -> ForwardRow:
 
 
 def _num_deciding(row: VerifyRow) -> int:
-    """Return how many of a row's last logits its next tokens are drawn from."""
+    """Return how many of a row's last logits the rule decides by."""
     return 1 + len(row.draft.token_ids) if row.reaches_tip else 0
 
 
 def _read_prompts(rows: Sequence[VerifyRow], logits: Tensor) -> tuple[list[Verdict], Tensor]:
-    """Return verdicts that hold the prompts' log probabilities and nothing else, and the logits to decide by."""
+    """Return verdicts with the prompts' log probabilities only, and the logits that the rule decides by."""
     if not any(row.num_prompt_logprobs for row in rows):
         return [Verdict()] * len(rows), logits
     verdicts, deciding = [], []
@@ -157,11 +157,11 @@ def _run(row: VerifyRow, eos_token_ids: tuple[int, ...], matcher: Matcher | None
 
 
 def paths(draft: Draft) -> list[list[int]]:
-    """Return the draft tokens above and at the tip and each node: [nodes + 1] lists."""
-    found: list[list[int]] = [[]]
+    """Return the draft tokens from the root to the tip and to each node: [nodes + 1] lists, the tip's empty."""
+    to_node: list[list[int]] = [[]]
     for token, parent in zip(draft.token_ids, draft.parents, strict=True):
-        found.append([*found[parent + 1], token])
-    return found
+        to_node.append([*to_node[parent + 1], token])
+    return to_node
 
 
 def _logprobs(raw: Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:

@@ -1,9 +1,9 @@
-"""Trunk and Branches: what a drafter prepares for while the target verifies what it proposed.
+"""Trunk and Branches: drafts for likely verdicts, grown while the target verifies the draft that was sent.
 
-A trunk is one request's committed tokens and the draft that was sent for them. A branch is a guess at the verdict (so
-many accepted, then this token) with the draft that would follow. The branches of all trunks grow together, one token
-per forward pass: every branch sees its trunk up to where it leaves it, and its own tokens. Their keys and values lie in
-scratch places behind the trunk; those of the branch that comes true are moved to where they belong.
+A trunk is one request's committed tokens and the draft that was sent for them. A branch assumes a verdict (how many
+tokens are accepted, and which token follows) and holds the draft for that case. The branches of all trunks grow
+together, one token per forward pass. A branch attends to its trunk up to the verdict, and to its own tokens. Its keys
+and values lie in scratch places after the trunk's; when its verdict arrives, they move to their final places.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ class Trunk:
     Attributes:
         request: a copy, so that its tokens stay those that were committed then.
         chain: the draft that was sent.
-        outlook: [length + 1], what may come after each number of accepted tokens.
-        roots: per branch, the verdict it bets on: how many accepted, and the token after them.
+        outlook: [length + 1], the likeliest tokens after each number of accepted tokens.
+        roots: per branch, the verdict it assumes: how many accepted, and the token after them.
     """
 
     request: Request
@@ -44,7 +44,7 @@ class Trunk:
     def verdict(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
         """Return the verdict that leads to these committed tokens: how many accepted, and the token after them.
 
-        None if it takes none or more than one.
+        None if they are not what one verdict on this draft can commit.
         """
         accepted = len(token_ids) - self.base - 1
         if not 0 <= accepted <= len(self.chain.token_ids):
@@ -60,8 +60,8 @@ class Branches:
     Branch b's entry of step s lies `s * width + b` places behind its trunk.
 
     Attributes:
-        roots: [trunks * width] the tokens the branches begin with.
-        num_computed: tokens computed of each branch, its root included.
+        roots: [trunks * width] the first token of each branch.
+        num_computed: computed tokens of each branch, its root included.
     """
 
     def __init__(self, trunks: Sequence[Trunk], width: int, tables: Sequence[Sequence[int]], kv: KVTensors) -> None:
@@ -77,10 +77,11 @@ class Branches:
         self._kv = kv
         self._drawn: list[Drawn] = []
         device = kv.keys[0].device
-        # A trunk with fewer branches computes its last one again.
-        self._bets = [(trunk.roots + trunk.roots[-1:] * width)[:width] for trunk in trunks]
-        self.roots = torch.tensor([[token for _, token in bets] for bets in self._bets], device=device).flatten()
-        accepted = torch.tensor([[count for count, _ in bets] for bets in self._bets], device=device)
+        # A trunk with fewer branches computes its last one more than once.
+        self._verdicts = [(trunk.roots + trunk.roots[-1:] * width)[:width] for trunk in trunks]
+        first_tokens = [token for verdicts in self._verdicts for _, token in verdicts]
+        self.roots = torch.tensor(first_tokens, device=device)
+        accepted = torch.tensor([[count for count, _ in verdicts] for verdicts in self._verdicts], device=device)
         blocks = max(len(table) for table in tables)
         self._table = torch.tensor([[*table, *[0] * (blocks - len(table))] for table in tables], device=device)
         self._first = torch.tensor([trunk.base for trunk in trunks], device=device).unsqueeze(-1) + accepted
@@ -92,35 +93,35 @@ class Branches:
     def next_pass(self, tokens: Tensor) -> ForwardBatch:
         """Return the pass that computes every branch's next token, `tokens` [trunks * width]."""
         step = self.num_computed
-        own = self._places.unsqueeze(-1) + torch.arange(step + 1, device=tokens.device) * self._width
+        entries = self._places.unsqueeze(-1) + torch.arange(step + 1, device=tokens.device) * self._width
         group = Group(
             start=0,
             rows=len(self.trunks),
             length=self._width,
             blocks=self._table,
             positions=self._first + step,
-            places=own[:, :, -1],
+            places=entries[:, :, -1],
             limits=self._first,
-            extra=own,
+            extra=entries,
         )
         return ForwardBatch(tokens, self._indices, PagedContext(self._kv, [group]))
 
     def add(self, drawn: Drawn) -> None:
-        """Take what was drawn after the pass."""
+        """Append the tokens that the pass drew."""
         self.num_computed += 1
         self._drawn.append(drawn)
 
     def depths(self) -> list[list[int]]:
-        """Return, per trunk and branch, how many tokens stand between the tip and the next draw."""
-        return [[accepted + 1 + self.num_computed for accepted, _ in bets] for bets in self._bets]
+        """Return, per trunk and branch, the number of tokens between the tip and the next draw."""
+        return [[accepted + 1 + self.num_computed for accepted, _ in verdicts] for verdicts in self._verdicts]
 
     def draws(self) -> tuple[list[SamplingParams], list[int]]:
         """Return, per branch, the request's parameters and the position of the first token that is drawn."""
         params = [trunk.request.params for trunk in self.trunks for _ in range(self._width)]
         return params, [
             trunk.base + accepted + 1
-            for trunk, bets in zip(self.trunks, self._bets, strict=True)
-            for accepted, _ in bets
+            for trunk, verdicts in zip(self.trunks, self._verdicts, strict=True)
+            for accepted, _ in verdicts
         ]
 
     def paths(self) -> list[list[list[int]]]:
@@ -128,19 +129,19 @@ class Branches:
         drawn = torch.stack([one.tokens for one in self._drawn], -1).tolist() if self._drawn else []
         rows = iter(drawn or [[]] * self.roots.numel())
         return [
-            [[*trunk.chain.token_ids[:accepted], token, *next(rows)] for accepted, token in bets]
-            for trunk, bets in zip(self.trunks, self._bets, strict=True)
+            [[*trunk.chain.token_ids[:accepted], token, *next(rows)] for accepted, token in verdicts]
+            for trunk, verdicts in zip(self.trunks, self._verdicts, strict=True)
         ]
 
     def chains(self, chosen: Sequence[tuple[Trunk, int]]) -> list[Chain]:
-        """Return the drafts that some trunks' branches got so far."""
+        """Return the drafts of some branches, as far as they have grown."""
         chains = [Chain() for _ in chosen]
         rows = [self.trunks.index(trunk) * self._width + branch for trunk, branch in chosen]
         extend(chains, self._drawn, rows, [self.num_computed] * len(chains))
         return chains
 
     def entries(self, trunk: Trunk, branch: int) -> tuple[list[int], list[int]]:
-        """Return the places of a branch's computed tokens, and where they belong if it came true."""
+        """Return the scratch places of a branch's computed tokens, and their final places."""
         scratch = trunk.base + len(trunk.chain.token_ids) + branch
         first = trunk.base + trunk.roots[branch][0]
         steps = range(self.num_computed)

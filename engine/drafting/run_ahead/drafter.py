@@ -1,13 +1,13 @@
-"""RunAheadDrafter: after it has answered, a drafter goes on drafting for the likeliest verdicts.
+"""RunAheadDrafter: after its answer, a drafter goes on drafting for the likeliest verdicts.
 
-Speculative Speculative Decoding (Kumar, Dao, May, 2603.03251), inside the drafter: the next request brings the verdict,
-and if it was among the guesses its draft is there at once. Guesses come from the draft's own logits with the noise that
-the target will draw with, so they are good at any temperature. Nothing here can change a text: a prepared draft
-is a draft like any other.
+This is Speculative Speculative Decoding (Kumar, Dao, May, 2603.03251), inside the drafter. The next request brings the
+verdict; if it was among the guesses, its draft is ready. Guesses come from the draft's logits with the noise that the
+target will draw with, so they are good at any temperature. Nothing here can change a text: a prepared draft is a draft
+like any other.
 
-Work is done pass by pass through `advance`, so that whoever owns the drafter can look for the next request in between.
-A request that comes early finds shorter drafts, and the missing tokens are drawn then. A draft that is ready leaves at
-once: what has to be put in order after a verdict is the first thing `advance` does.
+`advance` does one pass at a time, so that the drafter's owner can look for the next request in between. A request that
+comes early finds shorter drafts; the missing tokens are drawn then. A draft that is ready is sent at once: the cache
+is brought up to date afterwards, by the first `advance`.
 """
 
 import functools
@@ -31,18 +31,18 @@ from engine.stats import RunAheadStats
 from engine.verification.rule import find_rule
 
 _MAX_SCORES_BYTES = 1 << 28
-"""What a round's scores may take; where the vocabulary is larger, only the best of them are kept."""
+"""Memory for a round's scores; if they would need more, only the highest of each row are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What came of the last drafts.
+    """The verdicts on the last drafts, and the drafts that are prepared for them.
 
     Attributes:
-        rows: as they were when this was told.
-        verdicts: per row, how many were accepted, and the token after; None where that is not known.
-        chosen: by row, the branch that came true, with its trunk.
-        chains: per row, what that branch has prepared.
+        rows: those of the proposal that brought the verdicts, with copies of the requests.
+        verdicts: per row, how many tokens were accepted, and the token after them; None where that is not known.
+        chosen: for rows with a branch for their verdict, the trunk and the index of that branch.
+        chains: per row, the draft of that branch; empty where there is none.
     """
 
     rows: list[ProposeRow]
@@ -52,7 +52,7 @@ class _Outcome:
 
 
 class RunAheadDrafter(ModelDrafter):
-    """A model drafter that prepares for the next request; without calls of `advance` it is an ordinary one."""
+    """A model drafter that prepares the next drafts in `advance`; if nobody calls that, it is an ordinary one."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class RunAheadDrafter(ModelDrafter):
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Make the draft's KV cache; `clock` (seconds, from any start) is what passes and rounds are measured with."""
+        """Make the draft's KV cache; `clock` (seconds, from any start) measures passes and rounds."""
         super().__init__(backend, config, token_limit=token_limit, ranks=True, grammars=grammars)
         self.stats = RunAheadStats()
         self._depth = max(1, config.num_speculative_tokens)
@@ -80,11 +80,11 @@ class RunAheadDrafter(ModelDrafter):
 
     @property
     def has_time(self) -> bool:
-        """Whether `advance` has something to do of which at least half is likely to fit before the next request."""
+        """Whether `advance` should be called: half a pass is likely to fit before the next request."""
         return self._unsettled is not None or self._pace.has_time
 
     def advance(self) -> bool:
-        """Put what came of the last drafts in order, or do one forward pass ahead; return whether there is more."""
+        """Settle the last outcome, or do one forward pass ahead; return whether there is more to do."""
         with torch.inference_mode():
             if self._unsettled is not None:
                 self._settle()
@@ -93,7 +93,7 @@ class RunAheadDrafter(ModelDrafter):
         return self._work is not None
 
     def release(self, request_id: str) -> None:
-        """Free a request's blocks; if something was being prepared for it, that of the others is dropped with it."""
+        """Free a request's blocks; if branches were growing for it, those of all requests are dropped."""
         try:
             self._settle()
         finally:
@@ -102,7 +102,7 @@ class RunAheadDrafter(ModelDrafter):
             super().release(request_id)
 
     def stop(self) -> None:
-        """Drop what is prepared."""
+        """Drop all branches."""
         self._trunks = {}
         self._branches = self._work = self._unsettled = None
 
@@ -119,23 +119,23 @@ class RunAheadDrafter(ModelDrafter):
             if lacking and self._is_worth_waiting([rows[i] for i in able], [chains[i] for i in able]):
                 self._draft_missing([rows[i] for i in lacking], [chains[i] for i in lacking])
             self._prepare([(rows[i], chains[i]) for i in able])
-        self._pace.answered()
+        self._pace.observe_answer()
         return [chain.draft() for chain in chains]
 
     def _look_up(self, rows: list[ProposeRow]) -> _Outcome:
-        """Find out what became of the last drafts, and what is prepared for that."""
+        """Find the verdicts on the last drafts, and the drafts that are prepared for them."""
         verdicts = [self._verdict(row) for row in rows]
         if any(verdict is not None for verdict in verdicts):
-            # One round lies between the last proposal and this one, and the time between them is that round's.
-            self._pace.asked(num_missing=0 if self._work is None else self._depth - self._num_grown())
+            # Exactly one round lies between the last proposal and this one, so the time between them is a round's.
+            self._pace.observe_request(num_missing=0 if self._work is None else self._depth - self._num_grown())
         chosen: dict[int, tuple[Trunk, int]] = {}
         for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
-            found = "stale" if verdict is None else self._find_branch(row, verdict)
-            if not isinstance(found, str):
-                chosen[i] = found
+            branch = "stale" if verdict is None else self._find_branch(row, verdict)
+            if not isinstance(branch, str):
+                chosen[i] = branch
                 self.stats.hits += row.num_draft_tokens > 0
             elif row.num_draft_tokens:
-                self.stats.misses[found] = self.stats.misses.get(found, 0) + 1
+                self.stats.misses[branch] = self.stats.misses.get(branch, 0) + 1
         chains = [Chain() for _ in rows]
         if chosen:
             assert self._branches is not None
@@ -149,13 +149,13 @@ class RunAheadDrafter(ModelDrafter):
 
     @torch.inference_mode()
     def _settle(self) -> None:
-        """Go on from drafts that were sent as they were prepared."""
+        """Bring the cache up to drafts that were sent as they were prepared, and prepare the next ones."""
         if self._unsettled is not None:
             outcome, self._unsettled = self._unsettled, None
             self._prepare([(outcome.rows[i], outcome.chains[i]) for i in self._take_over(outcome)])
 
     def _take_over(self, outcome: _Outcome) -> list[int]:
-        """Learn from an outcome and bring the cache up to it; returns the rows that fit into it."""
+        """Learn from an outcome and bring the cache up to it; return the indices of rows that can get a draft."""
         self._work = None
         for row, verdict in zip(outcome.rows, outcome.verdicts, strict=True):
             if verdict is not None:
@@ -174,11 +174,11 @@ class RunAheadDrafter(ModelDrafter):
         return [i for i, row in enumerate(outcome.rows) if self._is_able(row, outcome.chains[i], current)]
 
     def _draft_missing(self, rows: Sequence[ProposeRow], chains: Sequence[Chain]) -> None:
-        """Draw what is not prepared while the target waits."""
+        """Draw the tokens that are not prepared; the target waits for them."""
         missing = max(row.num_draft_tokens - len(chain.token_ids) for row, chain in zip(rows, chains, strict=True))
         started = self._clock()
         self._draft(rows, chains)
-        self._pace.drafted(self._clock() - started, missing)
+        self._pace.observe_late_steps(self._clock() - started, missing)
 
     def _step(self) -> None:
         """Do one forward pass ahead."""
@@ -186,18 +186,18 @@ class RunAheadDrafter(ModelDrafter):
         started = self._clock()
         try:
             next(self._work)
-            self._pace.passed(self._clock() - started)
+            self._pace.observe_pass(self._clock() - started)
         except StopIteration:
             self._work = None
-            self._pace.finished()
+            self._pace.observe_finish()
 
     def _verdict(self, row: ProposeRow) -> tuple[int, int] | None:
-        """Return what came of a row's last draft: how many accepted, and the token after; None if it is not known."""
+        """Return the verdict on a row's last draft: how many accepted, and the token after them; None if unknown."""
         trunk = self._trunks.get(row.request.request_id)
         return None if trunk is None else trunk.verdict(row.request.token_ids)
 
     def _ranking(self, scores: Tensor) -> Ranking:
-        # Only the branch that comes true needs its best scores found, so it is done late where memory allows it.
+        # Only branches whose verdict arrives need their top scores, so these are computed late if memory allows.
         ranking = Ranking(self._in_target_ids(scores))
         return ranking if self._keeps_scores else Ranking(*ranking.top(NUM_CANDIDATES))
 
@@ -205,7 +205,7 @@ class RunAheadDrafter(ModelDrafter):
         return 0 if self._branches is None else self._branches.num_computed
 
     def _is_able(self, row: ProposeRow, chain: Chain, current: set[str]) -> bool:
-        """Fit a row and what is prepared for it into the cache; nothing is drafted for one that does not fit."""
+        """Fit a row and its prepared draft into the cache; a row that does not fit loses its draft."""
         if not self._make_room(row, [*row.request.token_ids, *chain.token_ids], current):
             chain.cut(0)
             return False
@@ -213,7 +213,7 @@ class RunAheadDrafter(ModelDrafter):
         return True
 
     def _find_branch(self, row: ProposeRow, verdict: tuple[int, int]) -> tuple[Trunk, int] | str:
-        """Return a row's trunk and the branch that came true, or the reason why none did."""
+        """Return a row's trunk and the branch for its verdict, or the reason why there is none."""
         trunk, branches = self._trunks[row.request.request_id], self._branches
         if branches is None or not branches.num_computed or not trunk.roots:
             return "unprepared"
@@ -222,29 +222,31 @@ class RunAheadDrafter(ModelDrafter):
         return trunk, trunk.roots.index(verdict)
 
     def _move(self, chosen: Sequence[tuple[CachedPrefix, tuple[Trunk, int]]], branches: Branches) -> None:
-        """Bring the keys and values of the branches that came true to where they belong."""
-        slots: tuple[list[int], list[int]] = ([], [])
+        """Move the keys and values of the chosen branches to their final places."""
+        sources: list[int] = []
+        targets: list[int] = []
         for prefix, (trunk, branch) in chosen:
-            for own, places in zip(slots, branches.entries(trunk, branch), strict=True):
-                own += [self._slot(prefix.block_ids, place) for place in places]
-        sources, targets = (torch.tensor(own, device=self.backend.device) for own in slots)
-        self._kv.move(sources, targets)
+            scratch, final = branches.entries(trunk, branch)
+            sources += [self._slot(prefix.block_ids, place) for place in scratch]
+            targets += [self._slot(prefix.block_ids, place) for place in final]
+        moves = torch.tensor([sources, targets], dtype=torch.int64, device=self.backend.device)
+        self._kv.move(moves[0], moves[1])
 
     def _slot(self, block_ids: Sequence[int], place: int) -> int:
         size = self._kv.block_size
         return block_ids[place // size] * size + place % size
 
     def _trim(self, request_id: str, length: int) -> None:
-        """Give back a request's blocks beyond `length` tokens: only branches needed them."""
+        """Free a request's blocks beyond `length` tokens, which only branches needed."""
         prefix = self._prefixes[request_id]
         kept = self._pool.blocks_for(length)
         self._pool.free(prefix.block_ids[kept:])
         del prefix.block_ids[kept:]
 
     def _is_worth_waiting(self, rows: Sequence[ProposeRow], chains: Sequence[Chain]) -> bool:
-        """Decide whether the whole batch waits until the drafts that are missing are drawn.
+        """Decide whether the whole batch waits until the missing tokens are drawn.
 
-        It does if that commits more tokens per second: the target's time is what it took lately.
+        It waits if that is expected to commit more tokens per second, by the times that were measured recently.
         """
         if not any(chain.token_ids for chain in chains):
             return True
@@ -254,14 +256,14 @@ class RunAheadDrafter(ModelDrafter):
         return self._pace.slowdown(missing) < later / now
 
     def _prepare(self, drafted: Sequence[tuple[ProposeRow, Chain]]) -> None:
-        """Begin to draft for the likeliest verdicts on what was just proposed."""
+        """Plan the drafts for the likeliest verdicts on what was just proposed; `advance` makes them."""
         self._depth = max((row.num_draft_tokens for row, _ in drafted), default=0) or self._depth
         trunks = [Trunk(row.request, chain) for row, chain in drafted]
         self._trunks = {trunk.request.request_id: trunk for trunk in trunks}
         self._work = self._grow(trunks)
 
     def _grow(self, trunks: Sequence[Trunk]) -> Generator[None, None, None]:
-        """Find the verdicts to bet on and draft for each, stopping after every forward pass."""
+        """Choose the verdicts to draft for and grow a branch for each, yielding after every forward pass."""
         width = WIDTHS[self._pace.width]
         trunks = [trunk for trunk in trunks if self._make_scratch(trunk, width)]
         if not trunks:
@@ -284,7 +286,7 @@ class RunAheadDrafter(ModelDrafter):
             yield
 
     def _make_scratch(self, trunk: Trunk, width: int) -> bool:
-        """Reserve places for a trunk's branches, from blocks that nobody else uses."""
+        """Reserve places for a trunk's branches in free blocks; return whether there are enough."""
         length = trunk.base + len(trunk.chain.token_ids)
         if length + 1 + self._depth > self.backend.info.max_model_len:
             return False
@@ -296,7 +298,7 @@ class RunAheadDrafter(ModelDrafter):
         return True
 
     def _find_roots(self, trunks: Sequence[Trunk], width: int) -> Generator[None, None, None]:
-        """Compute every trunk to its end, and bet on verdicts by what the draft would have drawn."""
+        """Compute every trunk to its end, and choose verdicts by what the draft would have drawn at each position."""
         texts = [[*trunk.request.token_ids, *trunk.chain.token_ids] for trunk in trunks]
         prefixes = [self._prefixes[trunk.request.request_id] for trunk in trunks]
         catching_up = self._catch_up(texts, prefixes)
@@ -320,7 +322,7 @@ class RunAheadDrafter(ModelDrafter):
         for trunk in trunks:
             params = trunk.request.params
             eos = () if params.ignore_eos else self.backend.info.eos_token_ids
-            self._foresight.bet(trunk, width, {*eos, *params.stop_token_ids})
+            self._foresight.choose_roots(trunk, width, {*eos, *params.stop_token_ids})
         self._passed()
         yield
 

@@ -1,4 +1,4 @@
-"""Foresight: which verdicts on a draft to prepare for, and what the verdicts that came teach about the next."""
+"""Foresight: chooses the verdicts to draft for, and learns from the verdicts that arrive."""
 
 import itertools
 import math
@@ -13,44 +13,44 @@ NUM_CANDIDATES = 10
 
 
 class Foresight:
-    """Foretells verdicts from the draft's own scores, and under the rejection rule from those that came lately.
+    """Predicts verdicts from the draft's scores; where the rule shares no noise, also from recent accepted lengths.
 
     Attributes:
-        accepted: how many draft tokens were accepted lately.
+        accepted: how many draft tokens recent verdicts accepted.
     """
 
     def __init__(self, num_draft_tokens: int, *, shares_noise: bool) -> None:
-        """Know nothing yet; `shares_noise` says whether the target draws with the noise that the scores contain."""
+        """Start without observations; `shares_noise` is the rule's: the target draws with the noise in the scores."""
         self.accepted = AcceptedLengths(num_draft_tokens)
         self._shares_noise = shares_noise
-        # What separates draft and target weighs more where noise makes unlikely tokens win.
+        # Greedy requests are learned apart: noise lets unlikely tokens win, where draft and target differ more.
         self._confidence = {is_greedy: Confidence() for is_greedy in (False, True)}
 
     def learn(self, trunk: Trunk, accepted: int, token: int) -> None:
-        """Take what came of a trunk's draft."""
+        """Learn from the verdict on a trunk's draft: `accepted` tokens, then `token`."""
         drafted = trunk.chain.token_ids
         if drafted:
             self.accepted.observe(accepted, len(drafted))
         confidence = self._confidence_in(trunk.request)
-        # Without shared noise the scores speak only of what follows a rejection.
+        # Without shared noise, the scores predict only the token after the last accepted one.
         first = 0 if self._shares_noise else accepted
-        taken = [*drafted[first:accepted], token]
-        for options, chosen in zip(trunk.outlook[first : accepted + 1], taken, strict=False):
+        committed = [*drafted[first:accepted], token]
+        for options, committed_token in zip(trunk.outlook[first : accepted + 1], committed, strict=False):
             if options.token_ids:
-                confidence.observe(options.scores, options.index(chosen))
+                confidence.observe(options.scores, options.index(committed_token))
 
     def look(self, trunks: Sequence[Trunk], tips: Ranking) -> None:
-        """Note what may come at every position of some trunks; `tips` rank what follows their last tokens."""
-        rankings = [own for i, trunk in enumerate(trunks) for own in (*trunk.chain.rankings, tips.row(i))]
-        scores, ids = (part.tolist() for part in Ranking.joined(rankings).top(NUM_CANDIDATES))
-        counts = [own.index(-math.inf) if -math.inf in own else len(own) for own in scores]
-        outlook = (Options(own[:n], score[:n]) for own, score, n in zip(ids, scores, counts, strict=True))
+        """Set the outlook of some trunks; `tips` rank the tokens after each trunk's last draft token."""
+        rankings = [ranking for i, trunk in enumerate(trunks) for ranking in (*trunk.chain.rankings, tips.row(i))]
+        scores, ids = (tensor.tolist() for tensor in Ranking.joined(rankings).top(NUM_CANDIDATES))
+        counts = [row.index(-math.inf) if -math.inf in row else len(row) for row in scores]
+        outlook = (Options(tokens[:n], row[:n]) for tokens, row, n in zip(ids, scores, counts, strict=True))
         for trunk in trunks:
             trunk.outlook = list(itertools.islice(outlook, len(trunk.chain.token_ids) + 1))
             trunk.chain.rankings.clear()
 
-    def bet(self, trunk: Trunk, width: int, end_ids: Collection[int]) -> None:
-        """Choose the verdicts to draft for; nothing is drafted after the tokens that end the text."""
+    def choose_roots(self, trunk: Trunk, width: int, end_ids: Collection[int]) -> None:
+        """Choose the verdicts to draft for, at most `width`; none after which the text ends."""
         drafted = trunk.chain.token_ids
         lengths = None if self._shares_noise else self.accepted.probabilities(len(drafted))
         verdicts = likeliest(trunk.outlook, drafted, self._confidence_in(trunk.request), lengths)

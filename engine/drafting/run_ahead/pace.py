@@ -9,7 +9,11 @@ _SLACK = 0.8
 
 
 class Pace:
-    """Measured times of the drafter and of whoever it waits for, in seconds, and how many branches fit between."""
+    """Measured times of the drafter's passes and of the target's rounds, and the number of branches that fit.
+
+    Attributes:
+        width: index into `WIDTHS` of the number of branches per request.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -19,30 +23,30 @@ class Pace:
         self._gap_s: float | None = None
         self._answered = self._finished = 0.0
 
-    def asked(self, *, num_missing: int) -> None:
-        """Take the time between an answer and the next request; narrow or widen what is prepared.
+    def observe_request(self, *, num_missing: int) -> None:
+        """Measure the time from the last answer to this request, and adapt the width to it.
 
         Args:
-            num_missing: steps that the branches still lacked. A single one is cheaper to draw late than to guess less.
+            num_missing: steps that the branches still lack. One late step costs less than fewer branches would.
         """
         now = self._clock()
         if not self._answered:
             return
         gap = now - self._answered
         if gap > _LONGEST_ROUND_S:
-            return  # nobody was waiting
+            return  # the drafter was idle
         self._gap_s = _smooth(self._gap_s, gap)
         if num_missing > 1:
             self.width = max(0, self.width - 1)
         elif self._answered < self._finished < self._answered + _SLACK * gap:
             self.width = min(len(WIDTHS) - 1, self.width + 1)
 
-    def answered(self) -> None:
-        """Note that an answer leaves now."""
+    def observe_answer(self) -> None:
+        """Note that an answer is sent now."""
         self._answered = self._clock()
 
-    def finished(self) -> None:
-        """Note that everything is prepared."""
+    def observe_finish(self) -> None:
+        """Note that all branches are complete now."""
         self._finished = self._clock()
 
     @property
@@ -52,16 +56,16 @@ class Pace:
             return True
         return self._clock() - self._answered + self._pass_s / 2 < self._gap_s
 
-    def passed(self, seconds: float) -> None:
-        """Take what a pass ahead of the next request took."""
+    def observe_pass(self, seconds: float) -> None:
+        """Take the time of a pass that ran ahead of the next request."""
         self._pass_s = _smooth(self._pass_s or None, seconds)
 
-    def drafted(self, seconds: float, num_steps: int) -> None:
-        """Take what drafting so many tokens took while the target waited."""
+    def observe_late_steps(self, seconds: float, num_steps: int) -> None:
+        """Take the time of draft steps that the target waited for."""
         self._step_s = _smooth(self._step_s, seconds / num_steps)
 
     def slowdown(self, num_steps: int) -> float:
-        """Return a round's time with so many draft steps before it, over its time without; 1 until it is known."""
+        """Return the relative round time with `num_steps` late draft steps; 1 until both times are measured."""
         if self._step_s is None or not self._gap_s:
             return 1.0
         return 1 + num_steps * self._step_s / self._gap_s

@@ -26,38 +26,38 @@ class Options:
     scores: list[float]
 
     def index(self, token: int) -> int:
-        """Return where a token stands; one that is not among them is taken for the last."""
+        """Return a token's rank, from 0; a token that is not listed gets the last rank."""
         return self.token_ids.index(token) if token in self.token_ids else len(self.token_ids) - 1
 
 
 class Confidence:
-    """How far the draft's scores are to be trusted: P(token) ~ exp(sharpness * score), sharpness being learned."""
+    """How far to trust the draft's scores: P(token) ~ exp(sharpness * score), with a learned sharpness."""
 
     def __init__(self) -> None:
         self._sharpness = _PRIOR_SHARPNESS
 
     def weights(self, scores: Sequence[float]) -> list[float]:
-        """Return numbers in proportion to the tokens' probabilities, 1 for the first; the scores descend."""
+        """Return unnormalised probabilities of tokens with these descending scores; that of the first is 1."""
         sharpness, best = self._sharpness, scores[0]
         return [math.exp(sharpness * (score - best)) for score in scores]
 
-    def observe(self, scores: Sequence[float], taken: int) -> None:
-        """Learn which of the scores' tokens was committed, by a step up the logarithm of its probability."""
+    def observe(self, scores: Sequence[float], committed: int) -> None:
+        """Learn which token was committed (its rank), by a step up the gradient of its log probability."""
         weights = self.weights(scores)
         expected = sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
-        surprise = self._sharpness * (scores[taken] - expected)
+        surprise = self._sharpness * (scores[committed] - expected)
         self._sharpness *= math.exp(_STEP * max(-_LARGEST_SURPRISE, min(_LARGEST_SURPRISE, surprise)))
 
 
 class AcceptedLengths:
-    """How often exactly a tokens of a draft were accepted, lately."""
+    """The distribution of the number of accepted draft tokens, over recent verdicts."""
 
     def __init__(self, num_draft_tokens: int) -> None:
         rate = _PRIOR_ACCEPTANCE
         self._weights = [rate**a * (1 - rate) for a in range(num_draft_tokens)] + [rate**num_draft_tokens]
 
     def observe(self, num_accepted: int, length: int) -> None:
-        """Count a verdict; a short draft that was accepted whole leaves open what lies beyond its end."""
+        """Count a verdict; a short draft that was accepted whole says nothing about larger numbers."""
         last = num_accepted + 1 if num_accepted < length else len(self._weights)
         possible = [weight + 1e-9 for weight in self._weights[num_accepted:last]]
         scale = (1 - _DECAY) / sum(possible)
@@ -84,11 +84,11 @@ def likeliest(
     """Return the likeliest verdicts, (accepted, token after them), the best first.
 
     Args:
-        outlook: [length + 1] what may come after each number of accepted tokens.
-        drafted: [length] the draft; what was drafted at a position does not come instead of it.
-        lengths: [length + 1] the probability of each accepted length; None is as likely as its scores say.
+        outlook: [length + 1] the likeliest tokens after each number of accepted tokens.
+        drafted: [length] the draft; a draft token cannot be the token after its own rejection.
+        lengths: [length + 1] the probability of each number of accepted tokens; None takes it from the scores.
     """
-    found: list[tuple[float, int, int]] = []
+    verdicts: list[tuple[float, int, int]] = []
     reached = 1.0
     for accepted, options in enumerate(outlook):
         if not options.token_ids:
@@ -98,7 +98,7 @@ def likeliest(
         rest = sum(weights.values())
         if rest:
             ends = reached * rest / (kept + rest) if lengths is None else lengths[accepted]
-            found += [(ends * weight / rest, accepted, token) for token, weight in weights.items()]
+            verdicts += [(ends * weight / rest, accepted, token) for token, weight in weights.items()]
         reached *= kept / (kept + rest)
-    found.sort(key=itemgetter(0), reverse=True)
-    return [(accepted, token) for _, accepted, token in found]
+    verdicts.sort(key=itemgetter(0), reverse=True)
+    return [(accepted, token) for _, accepted, token in verdicts]

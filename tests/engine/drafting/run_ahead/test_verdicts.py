@@ -53,8 +53,8 @@ def test_how_far_scores_are_to_be_trusted_is_learned(sharpness):
     tail = []
     for step in range(6000):
         scores = sorted((chance.gauss(0, 1) for _ in range(6)), reverse=True)
-        [taken] = chance.choices(range(6), [math.exp(sharpness * score) for score in scores])
-        confidence.observe(scores, taken)
+        [committed] = chance.choices(range(6), [math.exp(sharpness * score) for score in scores])
+        confidence.observe(scores, committed)
         if step > 3000:
             near = confidence.weights([0.0, -0.2])
             tail.append(math.log(near[0] / near[1]) / 0.2)

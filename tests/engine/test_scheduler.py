@@ -18,13 +18,13 @@ def make_scheduler(*, num_blocks=100, max_model_len=1000, **settings):
     return Scheduler(config, num_blocks, max_model_len)
 
 
-def make_sequence(name, prompt, *, salt=b"", **params):
+def make_sequence(request_id, prompt, *, salt=b"", **params):
     params = SamplingParams(**({"max_tokens": 100} | params))
-    return Sequence(name, list(prompt), len(prompt), params, salt, frozenset({END}), None)
+    return Sequence(request_id, list(prompt), len(prompt), params, salt, frozenset({END}), None)
 
 
-def add(scheduler, name, prompt, **settings):
-    sequence = make_sequence(name, prompt, **settings)
+def add(scheduler, request_id, prompt, **settings):
+    sequence = make_sequence(request_id, prompt, **settings)
     scheduler.add(sequence)
     return sequence
 
@@ -46,13 +46,22 @@ def run_round(scheduler, k=0, **settings):
     return rows
 
 
+def name(sequence):
+    return sequence.request_id
+
+
+def tokens(sequence):
+    """A request's prompt and what was committed."""
+    return sequence.token_ids
+
+
 def shares(rows):
     """What each row of a round computes: its request, its tokens, its draft tokens."""
-    return [(row.sequence.request_id, row.length, row.num_draft_tokens) for row in rows]
+    return [(name(row.sequence), row.length, row.num_draft_tokens) for row in rows]
 
 
 def names(queue):
-    return [sequence.request_id for sequence in queue]
+    return [name(sequence) for sequence in queue]
 
 
 def num_shared(scheduler, prompt, **settings):
@@ -78,8 +87,8 @@ def test_a_full_queue_refuses_the_next_request():
 
 def test_requests_are_admitted_in_the_order_they_came_as_many_as_a_round_may_hold():
     scheduler = make_scheduler(max_num_seqs=2)
-    for name in "abc":
-        add(scheduler, name, [1, 2])
+    for letter in "abc":
+        add(scheduler, letter, [1, 2])
     assert shares(scheduler.next_batch(0)) == [("a", 2, 0), ("b", 2, 0)]
     assert names(scheduler.waiting) == ["c"]
 
@@ -105,8 +114,8 @@ def test_after_a_lost_round_decoding_requests_come_before_prompts():
 
 def test_no_round_is_larger_than_the_budget():
     scheduler = make_scheduler(max_num_batched_tokens=7)
-    for name in "abc":
-        add(scheduler, name, [1, 2])
+    for letter in "abc":
+        add(scheduler, letter, [1, 2])
     assert shares(run_round(scheduler, 4)) == [("a", 2, 0), ("b", 2, 0), ("c", 2, 0)]
     assert shares(run_round(scheduler, 4)) == [("a", 1, 4), ("b", 1, 1)]
     add(scheduler, "d", [1])
@@ -185,8 +194,8 @@ def test_no_draft_token_is_asked_beyond_the_context_length():
 
 def test_a_request_may_ask_for_shorter_drafts_but_not_for_longer_ones():
     scheduler = make_scheduler(num_speculative_tokens=3)
-    for name, asked in (("none", 0), ("short", 2), ("any", None), ("long", 9)):
-        add(scheduler, name, [1], num_speculative_tokens=asked)
+    for text, asked in (("none", 0), ("short", 2), ("any", None), ("long", 9)):
+        add(scheduler, text, [1], num_speculative_tokens=asked)
     run_round(scheduler, 3)
     assert scheduler.draft_limits == [0, 2, 3, 3]
     assert [row.num_draft_tokens for row in scheduler.next_batch(3)] == [0, 2, 3, 3]
@@ -227,7 +236,7 @@ def test_the_youngest_request_gives_its_blocks_to_the_older_ones_and_keeps_its_t
     assert names(scheduler.waiting) == ["young"]
     assert len(old.block_ids) == 3
     assert (young.block_ids, young.digests, young.num_computed) == ([], [], 0)
-    assert young.token_ids == [*range(10, 17), 7, 7]
+    assert tokens(young) == [*range(10, 17), 7, 7]
     assert scheduler.stats.num_preemptions == 1
 
 
@@ -262,13 +271,13 @@ def test_the_youngest_request_gives_way_itself_when_it_needs_more():
 
 def test_a_block_is_shared_once_its_last_entry_is_computed_and_not_before():
     scheduler = make_scheduler()
-    tokens = [1, 2, 3, 7]
-    sequence = add(scheduler, "a", tokens[:3])
+    prompt = [1, 2, 3]
+    sequence = add(scheduler, "a", prompt)
     run_round(scheduler, token=7)
-    assert sequence.token_ids == tokens  # committed, but the last one is not computed
-    assert num_shared(scheduler, [*tokens, 5]) == 0
+    assert tokens(sequence) == [*prompt, 7]  # committed, but the last one is not computed
+    assert num_shared(scheduler, [*prompt, 7, 5]) == 0
     run_round(scheduler)
-    assert num_shared(scheduler, [*tokens, 5]) == BLOCK
+    assert num_shared(scheduler, [*prompt, 7, 5]) == BLOCK
 
 
 def test_a_prompt_that_fills_its_block_is_shared_after_its_pass():
@@ -286,7 +295,7 @@ def test_rejected_draft_tokens_are_never_shared():
     run_round(scheduler)
     rows = scheduler.next_batch(4)
     scheduler.commit(rows, [chain([5, 5, 5, 5])], [Verdict([5, 6], [0])])
-    assert sequence.token_ids == [1, 2, 7, 5, 6]
+    assert tokens(sequence) == [1, 2, 7, 5, 6]
     assert sequence.num_computed == 4
     assert num_shared(scheduler, [1, 2, 7, 5, 6]) == BLOCK
     assert num_shared(scheduler, [1, 2, 7, 5, 5, 5, 5, 5, 5]) == BLOCK
@@ -297,8 +306,8 @@ def test_a_text_that_ends_inside_its_draft_is_shared_up_to_its_end():
     add(scheduler, "a", [1, 2])
     run_round(scheduler)
     rows = scheduler.next_batch(6)
-    tokens = [5, END, 5, 5, 5, 5]
-    (output,) = scheduler.commit(rows, [chain(tokens)], [Verdict([*tokens, 5], list(range(6)))])
+    draft = [5, END, 5, 5, 5, 5]
+    (output,) = scheduler.commit(rows, [chain(draft)], [Verdict([*draft, 5], list(range(6)))])
     assert (output.token_ids, output.finish_reason) == ([5, END], "stop")
     assert num_shared(scheduler, [1, 2, 7, 5, END, 5, 5, 5, 5]) == BLOCK
     assert scheduler.pool._digest_of.keys() == {1}
@@ -363,7 +372,7 @@ def test_a_round_computes_its_tokens_and_the_accepted_ones_of_the_draft():
     assert sequence.num_computed == 3
     run_round(scheduler, 4, num_accepted=2)
     assert sequence.num_computed == 6
-    assert len(sequence.token_ids) == 7
+    assert len(tokens(sequence)) == 7
     assert sequence.is_decoding
 
 
@@ -408,8 +417,8 @@ def test_a_round_in_flight_changes_nothing_of_a_request_that_was_aborted_meanwhi
     again = add(scheduler, "a", [1, 2])
     outputs = commit(scheduler, rows)
     assert [output.request_id for output in outputs] == ["b"]
-    assert sequence.token_ids == [1, 2]
-    assert again.token_ids == [1, 2]
+    assert tokens(sequence) == [1, 2]
+    assert tokens(again) == [1, 2]
     assert scheduler.pool.num_free == 99 - len(other.block_ids)
 
 
@@ -417,9 +426,9 @@ def test_log_probabilities_of_a_prompt_are_put_together_from_its_chunks():
     scheduler = make_scheduler(max_num_batched_tokens=3)
     add(scheduler, "a", range(7), prompt_logprobs=0)
     entries = [TokenLogprobs(-float(i), 1, [], []) for i in range(1, 7)]
-    for start, stop, tokens in ((0, 3, []), (3, 6, []), (6, 6, [7])):
+    for start, stop, committed in ((0, 3, []), (3, 6, []), (6, 6, [7])):
         rows = scheduler.next_batch(0)
-        outputs = scheduler.commit(rows, [chain([])], [Verdict(tokens, prompt_logprobs=entries[start:stop])])
+        outputs = scheduler.commit(rows, [chain([])], [Verdict(committed, prompt_logprobs=entries[start:stop])])
     assert outputs[0].prompt_logprobs == entries
 
 
@@ -449,12 +458,12 @@ def test_counters_tell_what_was_computed_and_what_drafts_were_worth():
 
 def test_after_a_reset_every_request_waits_in_its_old_order_and_keeps_its_tokens():
     scheduler = make_scheduler(max_num_seqs=2)
-    sequences = [add(scheduler, name, range(6)) for name in "abc"]
+    sequences = [add(scheduler, letter, range(6)) for letter in "abc"]
     run_round(scheduler)
     scheduler.reset()
     assert names(scheduler.waiting) == ["a", "b", "c"]
     assert scheduler.running == []
-    assert [sequence.token_ids for sequence in sequences] == [[*range(6), 7], [*range(6), 7], list(range(6))]
+    assert [tokens(sequence) for sequence in sequences] == [[*range(6), 7], [*range(6), 7], list(range(6))]
     assert scheduler.pool.num_free == 99
     assert num_shared(scheduler, list(range(6))) == 0
     assert shares(scheduler.next_batch(0)) == [("a", 7, 0), ("b", 7, 0)]

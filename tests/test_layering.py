@@ -18,6 +18,40 @@ FORBIDDEN = {
     "deployments": {"tests", "ssl", "cryptography"},
 }
 
+MIRRORED_ELSEWHERE = {
+    "cluster/group.py": "tests/e2e/test_group.py runs it over real processes",
+    "cluster/worker_set.py": "tests/e2e/test_group.py",
+    "cluster/transport/endpoint.py": "two addresses and how they are written; test_listener.py uses both",
+    "deployments/builder.py": "tests/deployments/test_app.py serves what it builds",
+    "deployments/grammar_check/checker.py": "tests/deployments/openai/test_structured_output.py",
+    "deployments/grammar_check/process.py": "tests/deployments/openai/test_structured_output.py",
+    "deployments/ingress/answer.py": "tests/deployments/ingress/test_routes.py",
+    "deployments/ingress/ingress.py": "tests/deployments/ingress/test_routes.py",
+    "deployments/ingress/router_client.py": "tests/deployments/router/test_stream.py",
+    "deployments/openai/bodies.py": "tests/deployments/ingress/test_routes.py",
+    "deployments/openai/chat_writer.py": "tests/deployments/openai/test_tools.py",
+    "deployments/openai/choices.py": "tests/deployments/ingress/test_routes.py",
+    "deployments/openai/fields.py": "tests/deployments/openai/test_requests.py",
+    "deployments/openai/parameters.py": "tests/deployments/openai/test_requests.py",
+    "deployments/openai/responses.py": "tests/deployments/test_responses_api.py",
+    "deployments/openai/responses_writer.py": "tests/deployments/test_responses_api.py",
+    "deployments/openai/writer.py": "tests/deployments/ingress/test_routes.py",
+    "deployments/router/router.py": "tests/deployments/router/test_stream.py",
+    "engine/config.py": "names and defaults only; tests/deployments/test_config.py compares them",
+    "engine/drafting/chain.py": "tests/engine/drafting/test_model.py",
+    "engine/drafting/run_ahead/branches.py": "tests/engine/drafting/run_ahead/test_drafter.py",
+    "engine/drafting/run_ahead/foresight.py": "tests/engine/drafting/run_ahead/test_drafter.py",
+    "engine/drafting/run_ahead/pace.py": "tests/engine/drafting/run_ahead/test_drafter.py",
+    "engine/execution/cpu/kernels.py": "tests/engine/execution/cpu/test_paged_attention.py",
+    "engine/execution/cpu/packages.py": "tests/engine/execution/cpu/test_compiled.py",
+    "engine/execution/memory.py": "tests/engine/models/test_causal_lm.py",
+    "engine/llm.py": "tests/engine/test_features.py",
+    "engine/protocols.py": "data without behaviour, and protocols",
+    "engine/training/errors.py": "one exception without behaviour",
+    "engine/verification/verifier.py": "tests/engine/test_exactness.py",
+}
+"""Modules without a test file of their own, and what tests them instead."""
+
 
 def imported_modules(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
@@ -148,3 +182,17 @@ def test_only_the_transport_knows_how_messages_travel() -> None:
         if module.startswith("cluster.transport.") and module.split(".")[2] in inside
     ]
     assert offences == []
+
+
+def mirror(module: Path) -> Path:
+    """The test file of a module: `engine/x/y.py` has `tests/engine/x/test_y.py`."""
+    return Path("tests", module.parent, f"test_{module.stem.strip('_')}.py")
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_every_module_has_a_test_file_of_its_own_or_a_reason(package: str) -> None:
+    modules = [path.relative_to(ROOT) for path in source_files(package) if path.name != "__init__.py"]
+    lacking = {str(module) for module in modules if not (ROOT / mirror(module)).is_file()}
+    listed = {module for module in MIRRORED_ELSEWHERE if module.startswith(f"{package}/")}
+    assert lacking - listed == set()
+    assert listed - lacking == set(), "these have a test file, or are gone: take them from the list"

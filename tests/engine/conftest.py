@@ -1,3 +1,5 @@
+import os
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -66,8 +68,11 @@ def make_grammars(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
-    """Keep packages in a folder of the session's: compiling takes time."""
-    monkeypatch.setenv(compilation.CACHE_VARIABLE, str(tmp_path_factory.getbasetemp() / "compiled"))
+    """Keep packages in one folder for all test processes of the session: compiling takes time."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    monkeypatch.setenv(compilation.CACHE_VARIABLE, str(folder / "compiled"))
 
 
 @pytest.fixture

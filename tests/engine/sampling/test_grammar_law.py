@@ -27,7 +27,7 @@ COMPLETE = {
     for text in map("".join, itertools.product("abcd", repeat=length))
     if LETTERS.fullmatch(text)
 }
-NUM_SAMPLES, LENGTH, DRAFT_LENGTH = 1500, 4, 4
+NUM_SAMPLES, LENGTH, DRAFT_LENGTH = 800, 4, 4
 
 
 def letters_law(model, prompt):

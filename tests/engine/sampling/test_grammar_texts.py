@@ -33,7 +33,7 @@ from tests.fakes import ForgetfulDrafter, InterruptedDrafter, TreeDrafter
 def requests(temperatures=(0.0, 0.7, 1.0)):
     generator = torch.Generator().manual_seed(3)
     found = []
-    for i, (name, temperature) in enumerate(itertools.product([*GRAMMARS] * 4, temperatures)):
+    for i, (name, temperature) in enumerate(itertools.product([*GRAMMARS] * 3, temperatures)):
         prompt = torch.randint(2, VOCAB, (3 + i % 20,), generator=generator).tolist()
         params = SamplingParams(
             temperature=temperature,
@@ -78,7 +78,7 @@ def test_texts_match_their_grammar(plain):
             name = next(name for name in GRAMMARS if GRAMMARS[name] == params.grammar)
             assert matches(name, tokenizer.decode(tokens[:-1])), tokenizer.decode(tokens)
             ended[name] += 1
-    assert all(count >= 6 for count in ended.values()), ended
+    assert all(count >= 4 for count in ended.values()), ended
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -89,13 +89,19 @@ def test_text_does_not_depend_on_the_draft(name, target, draft, make_grammars, p
     assert engine.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["the target itself", "a random draft", "running ahead"])
-def test_greedy_text_is_the_same_by_the_rejection_rule(name, target, draft, make_grammars):
+@pytest.fixture(scope="module")
+def greedy(target, make_grammars):
+    """Greedy requests, and their texts without speculation."""
     greedy = requests(temperatures=(0.0,))
-    plain = run(make_engine(target, grammars=make_grammars(), num_speculative_tokens=0), greedy)
+    return greedy, run(make_engine(target, grammars=make_grammars(), num_speculative_tokens=0), greedy)
+
+
+@pytest.mark.parametrize("name", ["the target itself", "a random draft", "running ahead"])
+def test_greedy_text_is_the_same_by_the_rejection_rule(name, target, draft, make_grammars, greedy):
     drafter = DRAFTERS[name](target, draft, make_grammars())
     engine = make_engine(target, drafter, grammars=make_grammars(), num_speculative_tokens=8, verification="rejection")
-    assert run(engine, greedy) == plain
+    requests, plain = greedy
+    assert run(engine, requests) == plain
 
 
 def test_a_target_that_drafts_for_itself_is_always_right(target, make_grammars):

@@ -94,8 +94,9 @@ def test_what_was_prepared_is_what_a_fresh_drafter_draws(params, verification, n
             drafter.advance()
         for name, proposed in zip(asked, fresh, strict=True):
             accepted = proposed.token_ids[: chance.randrange(len(proposed.token_ids) + 1)]
-            own = next_token([*texts[name], *accepted], params)
-            texts[name] += [*accepted, own if chance.random() < 0.5 else chance.randrange(2, VOCAB)]
+            texts[name] += accepted
+            is_foreseen = chance.random() < 0.5
+            texts[name].append(next_token(texts[name], params) if is_foreseen else chance.randrange(2, VOCAB))
     assert drafter.stats.hits > (10 if num_blocks == 1000 else 1)
     assert min(drafter.stats.misses[reason] for reason in ("token", "unprepared", "stale")) > 5
     assert 0 < drafter.stats.num_wasted < drafter.stats.num_forwards

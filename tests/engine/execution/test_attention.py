@@ -1,0 +1,183 @@
+"""The attention function against a softmax that is written down again token by token, and what it refuses."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.errors import ModelError
+from engine.execution.attention import KVTensors, additive_mask, paged_attention, slots_of
+from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardRow, build, depths
+
+KV_HEADS, HEADS, DIM, BLOCK = 2, 4, 8, 4
+LONG = MAX_GROUPED_LENGTH + 3
+
+
+class Layer:
+    """One attention layer, its cache, and a plain record of the keys and values that each request has."""
+
+    def __init__(self, seed=0):
+        self.kv = KVTensors((1, KV_HEADS, DIM), num_blocks=40, block_size=BLOCK, like=torch.empty(0))
+        self.generator = torch.Generator().manual_seed(seed)
+        self.entries = {}
+
+    def run(self, *rows, window=None):
+        """Pass random states of the rows' tokens through the function; return its outputs and the expected ones."""
+        batch = build([replace(row, num_logits=len(row.token_ids)) for row in rows], self.kv)
+        num_tokens = len(batch.token_ids)
+        query, key, value = (
+            torch.randn(1, heads, num_tokens, DIM, generator=self.generator) for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        output, weights = paged_attention(
+            SimpleNamespace(layer_idx=0), query, key, value, None, paged=batch.paged, sliding_window=window
+        )
+        assert weights is None
+        indices = iter(batch.logit_indices.tolist())  # of all tokens, in the order of the rows
+        found, expected = [], []
+        for row in rows:
+            entries = self.entries.setdefault(row.block_ids[0], {})
+            flat = [next(indices) for _ in row.token_ids]
+            entries |= {row.start + nth: (key[0, :, i], value[0, :, i]) for nth, i in enumerate(flat)}
+            for nth, i in enumerate(flat):
+                found.append(output[0, i])
+                expected.append(attend(query[0, :, i], [entries[place] for place in visible(row, nth, window)]))
+        return torch.stack(found), torch.stack(expected)
+
+
+def visible(row, nth, window):
+    """The places that the row's nth token sees: all before it, and of a tree its ancestors only."""
+    num_nodes = len(row.parents or ())
+    num_committed = len(row.token_ids) - num_nodes
+    node = nth - num_committed
+    tip = row.start + num_committed - 1
+    if node < 0:
+        places, position = list(range(row.start + nth + 1)), row.start + nth
+    else:
+        path, position = [], tip + depths(row.parents)[node]
+        while node >= 0:
+            path.append(tip + 1 + node)
+            node = row.parents[node]
+        places = [*range(tip + 1), *path]
+    return [place for place in places if window is None or place > position - window]
+
+
+def attend(query, entries):
+    """Softmax attention of one token. [heads, d] -> [heads, d]."""
+    copies = HEADS // KV_HEADS
+    keys, values = (torch.stack(states, 1).repeat_interleave(copies, 0) for states in zip(*entries, strict=True))
+    weights = (torch.einsum("hd,hnd->hn", query, keys) / math.sqrt(DIM)).softmax(-1)
+    return torch.einsum("hn,hnd->hd", weights, values)
+
+
+def prompt(length, block_ids, start=0):
+    return ForwardRow([1] * length, start, block_ids, 0)
+
+
+A, B, C = list(range(1, 11)), list(range(11, 21)), list(range(21, 31))
+
+
+@pytest.mark.parametrize("window", [None, 5], ids=["all", "window"])
+@pytest.mark.parametrize("length", [1, 7, LONG])
+def test_a_prompt_attends_to_itself(length, window):
+    torch.testing.assert_close(*Layer().run(prompt(length, A), window=window))
+
+
+@pytest.mark.parametrize("window", [None, 5], ids=["all", "window"])
+def test_every_kind_of_row_in_one_pass_attends_to_its_own_request(window):
+    layer = Layer()
+    layer.run(prompt(9, A), prompt(LONG, B), prompt(6, C))
+    tree = ForwardRow([1] * 5, 6, C, 0, parents=[-1, -1, 1, 0])
+    rows = (prompt(1, A, 9), prompt(4, B, LONG), tree)
+    torch.testing.assert_close(*layer.run(*rows, window=window))
+
+
+def test_a_long_chunk_attends_to_the_chunk_before_it():
+    layer = Layer()
+    layer.run(prompt(LONG, A))
+    torch.testing.assert_close(*layer.run(prompt(LONG, A, LONG), prompt(LONG, B), prompt(2, C)))
+
+
+def test_a_rejected_draft_is_overwritten_by_what_comes_next():
+    layer = Layer()
+    layer.run(prompt(6, A))
+    layer.run(prompt(4, A, 6))
+    torch.testing.assert_close(*layer.run(prompt(2, A, 7)))
+
+
+def test_requests_that_share_a_block_read_the_same_entries():
+    layer = Layer()
+    layer.run(prompt(4, A))
+    torch.testing.assert_close(*layer.run(prompt(2, [A[0], 31], 4)))
+
+
+def test_padding_changes_no_entry_but_those_of_block_0():
+    layer = Layer()
+    layer.run(prompt(6, A))
+    before = layer.kv.keys[0].clone()
+    layer.run(prompt(1, A, 6), prompt(3, B))
+    changed = (layer.kv.keys[0] != before).flatten(2).any(-1).nonzero().tolist()
+    assert [place for place in changed if place[0]] == [[2, 2], [11, 0], [11, 1], [11, 2]]
+
+
+def test_moved_entries_are_those_of_an_accepted_path():
+    kv = KVTensors((2, KV_HEADS, DIM), num_blocks=3, block_size=BLOCK, like=torch.empty(0))
+    for cache in (*kv.keys, *kv.values):
+        cache.view(-1, KV_HEADS, DIM)[:] = torch.arange(12.0).view(-1, 1, 1)
+    kv.move(torch.tensor([6, 7]), torch.tensor([5, 6]))  # 7 goes where 6 came from
+    for cache in (*kv.keys, *kv.values):
+        assert cache.view(12, -1)[:, 0].tolist() == [0, 1, 2, 3, 4, 6, 7, 7, 8, 9, 10, 11]
+
+
+def test_a_new_cache_holds_no_nan():
+    kv = KVTensors((1, KV_HEADS, DIM), num_blocks=3, block_size=BLOCK, like=torch.empty(0, dtype=torch.bfloat16))
+    assert kv.keys[0].dtype == torch.bfloat16
+    assert not kv.keys[0].any()
+    assert not kv.values[0].any()
+
+
+def test_places_become_slots_and_what_the_table_does_not_reach_goes_to_block_0():
+    blocks = torch.tensor([[3, 5]])
+    places = torch.tensor([[0, 3, 4, 7, 8, -1]])
+    assert slots_of(blocks, places, BLOCK).tolist() == [[12, 15, 20, 23, 0, 0]]
+
+
+def test_a_mask_is_zero_where_a_token_sees_a_place():
+    positions, limits = torch.tensor([[2, 3]]), torch.tensor([[3, 3]])
+    extra = torch.tensor([[[0], [4]]])
+    seen = additive_mask(6, positions, limits, extra, None, torch.float32)[0, 0] == 0
+    assert seen.int().tolist() == [[1, 1, 1, 0, 0, 0], [1, 1, 1, 0, 1, 0]]
+    seen = additive_mask(6, positions, limits, None, 2, torch.float32)[0, 0] == 0
+    assert seen.int().tolist() == [[0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0]]
+
+
+def test_a_mask_is_built_once_per_window():
+    group = build([prompt(3, A), prompt(2, B)], Layer().kv).paged.groups[0]
+    first = group.mask(None, 2, torch.empty(0), BLOCK)
+    assert first.shape == (2, 1, 6, BLOCK)
+    assert group.mask(None, 2, torch.empty(0), BLOCK) is first
+    group.mask(7, 2, torch.empty(0), BLOCK)
+    assert group.windows == [None, 7]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"softcap": 30.0}, "softcap"), ({"s_aux": 1, "alibi": 2}, "alibi, s_aux"), ({"dropout": 0.1}, "dropout")],
+)
+def test_a_feature_that_is_not_computed_is_refused_by_name(settings, message):
+    states = [torch.zeros(1, heads, 1, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    with pytest.raises(ModelError, match=message):
+        paged_attention(SimpleNamespace(layer_idx=0), *states, None, paged=None, **settings)
+
+
+def test_a_mask_of_the_models_own_is_refused():
+    states = [torch.zeros(1, heads, 1, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    with pytest.raises(ModelError, match="a mask"):
+        paged_attention(SimpleNamespace(layer_idx=0), *states, torch.zeros(1), paged=None)
+
+
+def test_a_feature_that_is_off_is_not_refused():
+    batch = build([prompt(1, A)], Layer().kv)
+    states = [torch.zeros(1, heads, 1, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    paged_attention(SimpleNamespace(layer_idx=0), *states, None, paged=batch.paged, softcap=None, dropout=0.0)

@@ -1,0 +1,136 @@
+"""Text as tokens come, one by one or several at once; `test_sequence` cuts it at random over several tokenizers."""
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models
+
+from engine.detokenizer import Detokenizer
+from tests.fakes import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    return tokenizer
+
+
+def ids(tokenizer, text):
+    return tokenizer.encode(text).ids
+
+
+def pieces(detokenizer, token_ids, **settings):
+    return [detokenizer.append([token], **settings) for token in token_ids]
+
+
+def test_each_token_gives_its_own_text(tokenizer):
+    detokenizer = Detokenizer(tokenizer, ids(tokenizer, "say "))
+    assert pieces(detokenizer, ids(tokenizer, "two")) == [("t", None), ("w", None), ("o", None)]
+    assert detokenizer.finish() == ""
+
+
+def test_several_tokens_give_the_text_of_all(tokenizer):
+    detokenizer = Detokenizer(tokenizer, ids(tokenizer, "say "))
+    assert detokenizer.append(ids(tokenizer, "two words")) == ("two words", None)
+
+
+def test_a_character_is_shown_when_its_last_byte_is_there(tokenizer):
+    detokenizer = Detokenizer(tokenizer, [])
+    assert [text for text, _ in pieces(detokenizer, ids(tokenizer, "a漢b"))] == ["a", "", "", "漢", "b"]
+
+
+def test_whole_characters_are_not_held_back_by_a_cut_one_behind_them(tokenizer):
+    detokenizer = Detokenizer(tokenizer, [])
+    assert detokenizer.append([*ids(tokenizer, "ab"), ids(tokenizer, "é")[0]]) == ("ab", None)
+    assert detokenizer.append(ids(tokenizer, "é")[1:]) == ("é", None)
+
+
+def test_a_text_that_ends_inside_a_character_says_so(tokenizer):
+    detokenizer = Detokenizer(tokenizer, [])
+    assert detokenizer.append(ids(tokenizer, "漢")[:2]) == ("", None)
+    assert detokenizer.finish() == "\ufffd"
+    assert detokenizer.finish() == ""
+
+
+@pytest.mark.parametrize("length", [1, 7, 100])
+def test_a_prompt_that_ends_inside_a_character_does_not_spoil_what_follows_it(tokenizer, length):
+    detokenizer = Detokenizer(tokenizer, ids(tokenizer, "é" * length)[:-1])
+    assert detokenizer.append(ids(tokenizer, "é")[1:]) == ("", None)  # begun in the prompt, so it belongs to that
+    assert detokenizer.append(ids(tokenizer, "ü")) == ("ü", None)
+
+
+def test_no_text_of_the_prompt_comes_out_again(tokenizer):
+    for length in range(60):
+        detokenizer = Detokenizer(tokenizer, ids(tokenizer, "x" * length))
+        assert detokenizer.append(ids(tokenizer, "y")) == ("y", None)
+        assert detokenizer.finish() == ""
+
+
+def test_a_space_that_only_stands_between_words_is_kept():
+    """A decoder that drops the first piece's space must see the word before."""
+    tokenizer = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1}, unk_token="▁one"))
+    tokenizer.decoder = decoders.Metaspace()
+    detokenizer = Detokenizer(tokenizer, [0])
+    assert detokenizer.append([1]) == (" two", None)
+    assert detokenizer.append([0, 1]) == (" one two", None)
+
+
+def test_special_tokens_are_shown_only_if_they_are_asked_for(tokenizer):
+    end = tokenizer.token_to_id("<end>")
+    token_ids = [*ids(tokenizer, "a"), end, *ids(tokenizer, "b")]
+    for skip, text in ((True, "ab"), (False, "a<end>b")):
+        detokenizer = Detokenizer(tokenizer, [], skip_special=skip)
+        assert detokenizer.append(token_ids) == (text, None)
+
+
+def test_a_stop_string_ends_the_text_before_it(tokenizer):
+    detokenizer = Detokenizer(tokenizer, [], stop=["STOP"])
+    assert detokenizer.append(ids(tokenizer, "go STOP here")) == ("go ", "STOP")
+
+
+def test_what_may_become_a_stop_string_waits_until_it_is_decided(tokenizer):
+    detokenizer = Detokenizer(tokenizer, [], stop=["abc"])
+    texts = [text for text, _ in pieces(detokenizer, ids(tokenizer, "xababd"))]
+    assert texts == ["x", "", "", "ab", "", "abd"]
+
+
+def test_a_stop_string_is_found_across_calls(tokenizer):
+    detokenizer = Detokenizer(tokenizer, [], stop=["abc"])
+    assert pieces(detokenizer, ids(tokenizer, "aabc")) == [("", None), ("a", None), ("", None), ("", "abc")]
+
+
+def test_the_beginning_of_a_stop_string_that_never_came_is_text(tokenizer):
+    detokenizer = Detokenizer(tokenizer, [], stop=["abc"])
+    assert detokenizer.append(ids(tokenizer, "xab")) == ("x", None)
+    assert detokenizer.finish() == "ab"
+    assert detokenizer.finish() == ""
+
+
+def test_a_beginning_and_a_cut_character_are_both_given_at_the_end(tokenizer):
+    detokenizer = Detokenizer(tokenizer, [], stop=["abc"])
+    detokenizer.append(ids(tokenizer, "ab"))
+    detokenizer.append(ids(tokenizer, "é")[:1])
+    assert detokenizer.finish() == "ab\ufffd"
+
+
+def test_the_first_of_several_stop_strings_wins(tokenizer):
+    detokenizer = Detokenizer(tokenizer, [], stop=["cd", "bc", "bcd"])
+    assert detokenizer.append(ids(tokenizer, "abcd")) == ("a", "bc")
+
+
+def test_the_longest_beginning_of_any_stop_string_is_held_back(tokenizer):
+    detokenizer = Detokenizer(tokenizer, [], stop=["b!", "aab?"])
+    assert detokenizer.append(ids(tokenizer, "xaab")) == ("x", None)
+    assert detokenizer.append(ids(tokenizer, "!")) == ("aa", "b!")
+
+
+def test_stop_strings_do_not_count_yet_below_min_tokens(tokenizer):
+    detokenizer = Detokenizer(tokenizer, [], stop=["ab"])
+    assert detokenizer.append(ids(tokenizer, "xaba"), may_stop=False) == ("xaba", None)
+    assert detokenizer.append(ids(tokenizer, "b")) == ("b", None)  # begun before it counted
+    assert detokenizer.append(ids(tokenizer, "ab")) == ("", "ab")
+
+
+def test_a_stop_string_within_a_run_of_cut_characters_is_found_where_it_is(tokenizer):
+    detokenizer = Detokenizer(tokenizer, [], stop=["!"])
+    broken = ids(tokenizer, "漢")[:2]
+    assert detokenizer.append([*ids(tokenizer, "a!b"), *broken]) == ("a", "!")

@@ -1,0 +1,470 @@
+"""Who gets a row of the next round, how long a draft, and which blocks; no model is needed to decide that."""
+
+import pytest
+
+from engine.config import EngineConfig
+from engine.errors import QueueFullError
+from engine.protocols import TokenLogprobs, Verdict, chain
+from engine.sampling.params import SamplingParams
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
+
+BLOCK = 4
+END = 9
+
+
+def make_scheduler(*, num_blocks=100, max_model_len=1000, **settings):
+    config = EngineConfig(**({"block_size": BLOCK, "max_num_batched_tokens": 64} | settings))
+    return Scheduler(config, num_blocks, max_model_len)
+
+
+def make_sequence(request_id, prompt, *, salt=b"", **params):
+    params = SamplingParams(**({"max_tokens": 100} | params))
+    return Sequence(request_id, list(prompt), len(prompt), params, salt, frozenset({END}), None)
+
+
+def add(scheduler, request_id, prompt, **settings):
+    sequence = make_sequence(request_id, prompt, **settings)
+    scheduler.add(sequence)
+    return sequence
+
+
+def commit(scheduler, rows, *, num_accepted=0, token=7):
+    """Commit a round in which each row that reaches its tip has so many draft tokens accepted, all of them `token`."""
+    drafts, verdicts = [], []
+    for row in rows:
+        accepted = min(num_accepted, row.num_draft_tokens)
+        reaches_tip = row.length == row.sequence.num_uncomputed
+        drafts.append(chain([token] * row.num_draft_tokens))
+        verdicts.append(Verdict([token] * (accepted + 1), list(range(accepted))) if reaches_tip else Verdict())
+    return scheduler.commit(rows, drafts, verdicts)
+
+
+def run_round(scheduler, k=0, **settings):
+    rows = scheduler.next_batch(k)
+    commit(scheduler, rows, **settings)
+    return rows
+
+
+def name(sequence):
+    return sequence.request_id
+
+
+def tokens(sequence):
+    """A request's prompt and what was committed."""
+    return sequence.token_ids
+
+
+def shares(rows):
+    """What each row of a round computes: its request, its tokens, its draft tokens."""
+    return [(name(row.sequence), row.length, row.num_draft_tokens) for row in rows]
+
+
+def names(queue):
+    return [name(sequence) for sequence in queue]
+
+
+def num_shared(scheduler, prompt, **settings):
+    """How many computed tokens another request with this prompt would find."""
+    blocks, _ = scheduler.pool.match(prompt, make_sequence("x", prompt, **settings).salt)
+    scheduler.pool.free(blocks)
+    return len(blocks) * BLOCK
+
+
+# Who shares the round.
+
+
+def test_a_full_queue_refuses_the_next_request():
+    scheduler = make_scheduler(max_queued_requests=2)
+    add(scheduler, "a", [1])
+    add(scheduler, "b", [1])
+    with pytest.raises(QueueFullError, match="2 requests are waiting, the limit is 2"):
+        add(scheduler, "c", [1])
+    scheduler.next_batch(0)
+    add(scheduler, "c", [1])
+    assert names(scheduler.waiting) == ["c"]
+
+
+def test_requests_are_admitted_in_the_order_they_came_as_many_as_a_round_may_hold():
+    scheduler = make_scheduler(max_num_seqs=2)
+    for letter in "abc":
+        add(scheduler, letter, [1, 2])
+    assert shares(scheduler.next_batch(0)) == [("a", 2, 0), ("b", 2, 0)]
+    assert names(scheduler.waiting) == ["c"]
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget_and_has_no_draft_meanwhile():
+    scheduler = make_scheduler(max_num_batched_tokens=5)
+    add(scheduler, "a", range(12))
+    assert [shares(run_round(scheduler, 3)) for _ in range(4)] == [
+        [("a", 5, 0)],
+        [("a", 5, 0)],
+        [("a", 2, 0)],
+        [("a", 1, 3)],
+    ]
+
+
+def test_after_a_lost_round_decoding_requests_come_before_prompts():
+    scheduler = make_scheduler(max_num_batched_tokens=8)
+    add(scheduler, "prompt", range(5))
+    add(scheduler, "decoding", [1])
+    assert shares(scheduler.next_batch(2)) == [("prompt", 5, 0), ("decoding", 1, 2)]
+    assert shares(scheduler.next_batch(2)) == [("decoding", 1, 2), ("prompt", 5, 0)]
+
+
+def test_no_round_is_larger_than_the_budget():
+    scheduler = make_scheduler(max_num_batched_tokens=7)
+    for letter in "abc":
+        add(scheduler, letter, [1, 2])
+    assert shares(run_round(scheduler, 4)) == [("a", 2, 0), ("b", 2, 0), ("c", 2, 0)]
+    assert shares(run_round(scheduler, 4)) == [("a", 1, 4), ("b", 1, 1)]
+    add(scheduler, "d", [1])
+    assert shares(run_round(scheduler, 1)) == [("a", 1, 1), ("b", 1, 1), ("c", 1, 1), ("d", 1, 0)]
+
+
+def test_a_request_that_fills_the_budget_leaves_the_others_waiting():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    add(scheduler, "a", range(4))
+    add(scheduler, "b", [1])
+    assert shares(scheduler.next_batch(0)) == [("a", 4, 0)]
+    assert names(scheduler.waiting) == ["b"]
+
+
+def test_a_round_computes_prompts_while_some_are_unfinished_or_can_be_admitted():
+    scheduler = make_scheduler(max_num_seqs=1, max_num_batched_tokens=4)
+    assert not scheduler.has_prompts
+    add(scheduler, "a", range(6))
+    assert scheduler.has_prompts
+    run_round(scheduler)
+    assert scheduler.has_prompts
+    run_round(scheduler)
+    assert not scheduler.has_prompts
+    add(scheduler, "b", [1])
+    assert not scheduler.has_prompts  # the round is full
+
+
+def test_a_prompt_that_waits_for_blocks_does_not_count_until_it_is_admitted():
+    scheduler = make_scheduler(num_blocks=1 + 3)
+    add(scheduler, "a", range(6))
+    add(scheduler, "b", range(10, 20))
+    assert shares(run_round(scheduler)) == [("a", 6, 0)]
+    assert names(scheduler.waiting) == ["b"]
+    assert not scheduler.has_prompts
+    assert not scheduler.waiting[0].block_ids
+    scheduler.abort("a")
+    assert shares(run_round(scheduler)) == [("b", 10, 0)]
+    add(scheduler, "c", [1])
+    assert scheduler.has_prompts
+
+
+def test_the_next_request_does_not_overtake_one_that_waits_for_blocks():
+    scheduler = make_scheduler(num_blocks=1 + 3)
+    add(scheduler, "a", range(6))
+    add(scheduler, "large", range(10, 20))
+    add(scheduler, "small", [1])
+    assert shares(scheduler.next_batch(0)) == [("a", 6, 0)]
+    assert names(scheduler.waiting) == ["large", "small"]
+
+
+# How long a draft may be.
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 9])
+def test_no_draft_token_is_asked_that_max_tokens_has_no_room_for(max_tokens):
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", [1, 2], max_tokens=max_tokens)
+    run_round(scheduler, 4)  # computes the prompt and commits a token
+    while sequence.finish_reason is None:
+        left = max_tokens - sequence.num_output_tokens
+        (row,) = scheduler.next_batch(4)
+        # The round commits a token of the target's own after the draft.
+        assert row.num_draft_tokens == min(4, left - 1)
+        commit(scheduler, [row], num_accepted=4)
+    assert sequence.num_output_tokens == max_tokens
+
+
+def test_no_draft_token_is_asked_beyond_the_context_length():
+    scheduler = make_scheduler(max_model_len=10)
+    add(scheduler, "a", range(6))
+    run_round(scheduler)
+    assert shares(run_round(scheduler, 9)) == [("a", 1, 2)]  # 7 committed, 2 drafted, 1 of the target's own
+    assert shares(run_round(scheduler, 9)) == [("a", 1, 1)]
+    assert shares(run_round(scheduler, 9)) == [("a", 1, 0)]
+
+
+def test_a_request_may_ask_for_shorter_drafts_but_not_for_longer_ones():
+    scheduler = make_scheduler(num_speculative_tokens=3)
+    for text, asked in (("none", 0), ("short", 2), ("any", None), ("long", 9)):
+        add(scheduler, text, [1], num_speculative_tokens=asked)
+    run_round(scheduler, 3)
+    assert scheduler.draft_limits == [0, 2, 3, 3]
+    assert [row.num_draft_tokens for row in scheduler.next_batch(3)] == [0, 2, 3, 3]
+    assert [row.num_draft_tokens for row in scheduler.next_batch(1)] == [0, 1, 1, 1]
+
+
+def test_only_decoding_requests_have_a_draft_limit():
+    scheduler = make_scheduler(max_num_batched_tokens=4, num_speculative_tokens=3)
+    add(scheduler, "a", range(6))
+    run_round(scheduler)
+    assert scheduler.draft_limits == []
+    run_round(scheduler)
+    assert scheduler.draft_limits == [3]
+
+
+# Which blocks.
+
+
+def test_a_row_has_blocks_for_its_tokens_and_its_draft():
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", range(BLOCK))
+    run_round(scheduler)
+    assert len(sequence.block_ids) == 1
+    scheduler.next_batch(BLOCK)  # the tip and 4 draft tokens
+    assert len(sequence.block_ids) == 3
+    scheduler.next_batch(0)
+    assert len(sequence.block_ids) == 3
+
+
+def test_the_youngest_request_gives_its_blocks_to_the_older_ones_and_keeps_its_tokens():
+    scheduler = make_scheduler(num_blocks=1 + 4)
+    old, young = add(scheduler, "old", range(7)), add(scheduler, "young", range(10, 17))
+    run_round(scheduler)
+    assert scheduler.pool.num_free == 0
+    run_round(scheduler)  # both tips are the 8th token; another one needs a third block
+    assert shares(scheduler.next_batch(0)) == [("old", 1, 0)]
+    assert names(scheduler.running) == ["old"]
+    assert names(scheduler.waiting) == ["young"]
+    assert len(old.block_ids) == 3
+    assert (young.block_ids, young.digests, young.num_computed) == ([], [], 0)
+    assert tokens(young) == [*range(10, 17), 7, 7]
+    assert scheduler.stats.num_preemptions == 1
+
+
+def test_a_preempted_request_is_the_first_to_come_back():
+    scheduler = make_scheduler(num_blocks=1 + 4)
+    add(scheduler, "old", range(7))
+    young = add(scheduler, "young", range(10, 17))
+    run_round(scheduler)
+    add(scheduler, "new", [1])
+    run_round(scheduler)
+    run_round(scheduler)
+    assert names(scheduler.waiting) == ["young", "new"]
+    scheduler.abort("old")
+    # Its first block can still be found, the rest is computed again; that is no cached prompt, and no new one.
+    assert shares(run_round(scheduler)) == [("young", 5, 0), ("new", 1, 0)]
+    assert young.num_cached == 0
+    assert scheduler.stats.num_prompt_tokens == 7 + 7 + 1
+
+
+def test_the_youngest_request_gives_way_itself_when_it_needs_more():
+    scheduler = make_scheduler(num_blocks=1 + 4)
+    add(scheduler, "old", range(5))
+    add(scheduler, "young", range(10, 17))
+    run_round(scheduler)
+    run_round(scheduler)
+    assert shares(run_round(scheduler)) == [("old", 1, 0)]
+    assert names(scheduler.waiting) == ["young"]
+
+
+# What others may share.
+
+
+def test_a_block_is_shared_once_its_last_entry_is_computed_and_not_before():
+    scheduler = make_scheduler()
+    prompt = [1, 2, 3]
+    sequence = add(scheduler, "a", prompt)
+    run_round(scheduler, token=7)
+    assert tokens(sequence) == [*prompt, 7]  # committed, but the last one is not computed
+    assert num_shared(scheduler, [*prompt, 7, 5]) == 0
+    run_round(scheduler)
+    assert num_shared(scheduler, [*prompt, 7, 5]) == BLOCK
+
+
+def test_a_prompt_that_fills_its_block_is_shared_after_its_pass():
+    scheduler = make_scheduler()
+    add(scheduler, "a", [1, 2, 3, 4])
+    scheduler.next_batch(0)
+    assert num_shared(scheduler, [1, 2, 3, 4, 5]) == 0
+    commit(scheduler, scheduler.next_batch(0))
+    assert num_shared(scheduler, [1, 2, 3, 4, 5]) == BLOCK
+
+
+def test_rejected_draft_tokens_are_never_shared():
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", [1, 2])
+    run_round(scheduler)
+    rows = scheduler.next_batch(4)
+    scheduler.commit(rows, [chain([5, 5, 5, 5])], [Verdict([5, 6], [0])])
+    assert tokens(sequence) == [1, 2, 7, 5, 6]
+    assert sequence.num_computed == 4
+    assert num_shared(scheduler, [1, 2, 7, 5, 6]) == BLOCK
+    assert num_shared(scheduler, [1, 2, 7, 5, 5, 5, 5, 5, 5]) == BLOCK
+
+
+def test_a_text_that_ends_inside_its_draft_is_shared_up_to_its_end():
+    scheduler = make_scheduler()
+    add(scheduler, "a", [1, 2])
+    run_round(scheduler)
+    rows = scheduler.next_batch(6)
+    draft = [5, END, 5, 5, 5, 5]
+    (output,) = scheduler.commit(rows, [chain(draft)], [Verdict([*draft, 5], list(range(6)))])
+    assert (output.token_ids, output.finish_reason) == ([5, END], "stop")
+    assert num_shared(scheduler, [1, 2, 7, 5, END, 5, 5, 5, 5]) == BLOCK
+    assert scheduler.pool._digest_of.keys() == {1}
+
+
+def test_a_request_computes_only_what_no_other_has():
+    scheduler = make_scheduler()
+    add(scheduler, "a", range(10))
+    run_round(scheduler)
+    sequence = add(scheduler, "b", [*range(9), 99])
+    assert shares(scheduler.next_batch(0))[1] == ("b", 2, 0)
+    assert sequence.num_cached == 8
+    assert sequence.block_ids[:2] == scheduler.running[0].block_ids[:2]
+    assert sequence.block_ids[2] != scheduler.running[0].block_ids[2]
+
+
+def test_a_shared_prefix_is_named_once_and_what_follows_it_by_all_before():
+    scheduler = make_scheduler()
+    first = add(scheduler, "a", range(10))
+    run_round(scheduler)
+    second = add(scheduler, "b", range(14))
+    run_round(scheduler)
+    assert len(second.digests) == 3
+    assert second.digests[:2] == first.digests
+    assert num_shared(scheduler, list(range(14))) == 12
+
+
+def test_requests_of_different_salts_share_nothing():
+    scheduler = make_scheduler()
+    add(scheduler, "a", range(10), salt=b"a")
+    run_round(scheduler)
+    assert num_shared(scheduler, list(range(10)), salt=b"a") == 8
+    assert num_shared(scheduler, list(range(10)), salt=b"b") == 0
+
+
+def test_without_prefix_caching_every_request_computes_its_own():
+    scheduler = make_scheduler(enable_prefix_caching=False)
+    add(scheduler, "a", range(10))
+    run_round(scheduler)
+    add(scheduler, "b", range(10))
+    assert shares(scheduler.next_batch(0))[1] == ("b", 10, 0)
+
+
+def test_a_request_for_its_prompts_log_probabilities_computes_the_whole_prompt_once():
+    scheduler = make_scheduler(num_blocks=1 + 6)
+    add(scheduler, "a", range(10))
+    run_round(scheduler)
+    sequence = add(scheduler, "b", range(10), prompt_logprobs=0)
+    assert shares(run_round(scheduler))[1] == ("b", 10, 0)
+    scheduler.reset()
+    assert sequence.num_output_tokens == 1
+    assert not sequence.lacks_prompt_logprobs
+
+
+# What a verdict changes.
+
+
+def test_a_round_computes_its_tokens_and_the_accepted_ones_of_the_draft():
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", [1, 2, 3])
+    run_round(scheduler)
+    assert sequence.num_computed == 3
+    run_round(scheduler, 4, num_accepted=2)
+    assert sequence.num_computed == 6
+    assert len(tokens(sequence)) == 7
+    assert sequence.is_decoding
+
+
+def test_an_unfinished_prompt_gives_no_output():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    add(scheduler, "a", range(6))
+    assert commit(scheduler, scheduler.next_batch(0)) == []
+    (output,) = commit(scheduler, scheduler.next_batch(0))
+    assert output.token_ids == [7]
+
+
+def test_a_finished_request_gives_up_its_blocks_and_its_place():
+    scheduler = make_scheduler(max_num_seqs=1)
+    add(scheduler, "a", range(6), max_tokens=1)
+    add(scheduler, "b", [1])
+    (output,) = commit(scheduler, scheduler.next_batch(0))
+    assert output.finish_reason == "length"
+    assert scheduler.running == []
+    assert scheduler.pool.num_free == 99
+    assert shares(scheduler.next_batch(0)) == [("b", 1, 0)]
+
+
+def test_an_aborted_request_is_gone_wherever_it_was():
+    scheduler = make_scheduler(max_num_seqs=1)
+    add(scheduler, "running", range(6))
+    add(scheduler, "waiting", [1])
+    run_round(scheduler)
+    scheduler.abort("waiting")
+    scheduler.abort("running")
+    scheduler.abort("unknown")
+    assert not scheduler.running
+    assert not scheduler.waiting
+    assert scheduler.pool.num_free == 99
+
+
+def test_a_round_in_flight_changes_nothing_of_a_request_that_was_aborted_meanwhile():
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", [1, 2])
+    other = add(scheduler, "b", [1, 2])
+    rows = scheduler.next_batch(0)
+    scheduler.abort("a")
+    again = add(scheduler, "a", [1, 2])
+    outputs = commit(scheduler, rows)
+    assert [output.request_id for output in outputs] == ["b"]
+    assert tokens(sequence) == [1, 2]
+    assert tokens(again) == [1, 2]
+    assert scheduler.pool.num_free == 99 - len(other.block_ids)
+
+
+def test_log_probabilities_of_a_prompt_are_put_together_from_its_chunks():
+    scheduler = make_scheduler(max_num_batched_tokens=3)
+    add(scheduler, "a", range(7), prompt_logprobs=0)
+    entries = [TokenLogprobs(-float(i), 1, [], []) for i in range(1, 7)]
+    for start, stop, committed in ((0, 3, []), (3, 6, []), (6, 6, [7])):
+        rows = scheduler.next_batch(0)
+        outputs = scheduler.commit(rows, [chain([])], [Verdict(committed, prompt_logprobs=entries[start:stop])])
+    assert outputs[0].prompt_logprobs == entries
+
+
+def test_log_probabilities_of_a_chunk_that_is_computed_again_are_not_doubled():
+    scheduler = make_scheduler(max_num_batched_tokens=3)
+    add(scheduler, "a", range(5), prompt_logprobs=0)
+    entries = [TokenLogprobs(-float(i), 1, [], []) for i in range(1, 5)]
+    scheduler.commit(scheduler.next_batch(0), [chain([])], [Verdict(prompt_logprobs=entries[:3])])
+    scheduler.reset()
+    scheduler.commit(scheduler.next_batch(0), [chain([])], [Verdict(prompt_logprobs=entries[:3])])
+    (output,) = scheduler.commit(scheduler.next_batch(0), [chain([])], [Verdict([7], prompt_logprobs=entries[3:])])
+    assert output.prompt_logprobs == entries
+
+
+def test_counters_tell_what_was_computed_and_what_drafts_were_worth():
+    scheduler = make_scheduler(num_speculative_tokens=4)
+    add(scheduler, "a", [1, 2, 3])
+    run_round(scheduler, 4)
+    run_round(scheduler, 4, num_accepted=3)
+    stats = scheduler.stats
+    assert (stats.num_prompt_tokens, stats.num_generation_tokens) == (3, 1 + 4)
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (1, 4, 3)
+
+
+# When the memory behind the blocks is lost.
+
+
+def test_after_a_reset_every_request_waits_in_its_old_order_and_keeps_its_tokens():
+    scheduler = make_scheduler(max_num_seqs=2)
+    sequences = [add(scheduler, letter, range(6)) for letter in "abc"]
+    run_round(scheduler)
+    scheduler.reset()
+    assert names(scheduler.waiting) == ["a", "b", "c"]
+    assert scheduler.running == []
+    assert [tokens(sequence) for sequence in sequences] == [[*range(6), 7], [*range(6), 7], list(range(6))]
+    assert scheduler.pool.num_free == 99
+    assert num_shared(scheduler, list(range(6))) == 0
+    assert shares(scheduler.next_batch(0)) == [("a", 7, 0), ("b", 7, 0)]
+    assert scheduler.stats.num_prompt_tokens == 12

@@ -1,0 +1,153 @@
+"""The loop around a model of one number: what is counted, saved, reported, and how a run stops and goes on."""
+
+import io
+import os
+import signal
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from engine.training.errors import TrainingError
+from engine.training.loop import MICRO_BATCH_TOKENS, Plan, accumulate_gradients, autocast, interruptible, train
+
+
+class Counting:
+    """A task whose batches tell their step, and whose loss falls as the one weight grows to 3."""
+
+    def __init__(self, weight: nn.Parameter, *, interrupted_at: int | None = None) -> None:
+        self.weight = weight
+        self.steps: list[int] = []
+        self.interrupted_at = interrupted_at
+
+    def batch(self, step: int) -> torch.Tensor:
+        self.steps.append(step)
+        if step == self.interrupted_at:
+            os.kill(os.getpid(), signal.SIGINT)
+        return torch.zeros(2, 5, dtype=torch.int64)
+
+    def loss(self, rows: torch.Tensor) -> torch.Tensor:
+        return (self.weight - 3) ** 2
+
+
+class MemoryCheckpointer:
+    """Keeps in memory how far a run has come."""
+
+    def __init__(self, step: int = 0) -> None:
+        self.model = nn.Module()
+        self.model.weight = nn.Parameter(torch.zeros(()))
+        self.optimizers = [torch.optim.SGD(self.model.parameters(), lr=0.1)]
+        self.optimizers[0].param_groups[0]["peak_lr"] = 0.1
+        self.step = step
+        self.saved: list[int] = []
+
+    def restore(self) -> int:
+        return self.step
+
+    def save(self, step: int) -> None:
+        self.saved.append(step)
+        self.step = step
+
+
+@pytest.fixture
+def checkpointer() -> MemoryCheckpointer:
+    return MemoryCheckpointer()
+
+
+def test_a_plan_without_steps_is_refused() -> None:
+    with pytest.raises(TrainingError, match="0 steps are none"):
+        Plan(steps=0)
+
+
+def test_a_run_takes_every_step_once_and_learns(checkpointer: MemoryCheckpointer, console: Console) -> None:
+    task = Counting(checkpointer.model.weight)
+    assert train(task, Plan(steps=30, lr_warmup=2), checkpointer, console)
+    assert task.steps == list(range(30))
+    assert checkpointer.saved == [30]
+    assert checkpointer.model.weight.item() > 2  # 30 clipped steps of at most 0.1
+    assert checkpointer.model.weight.grad is None
+
+
+def test_a_run_goes_on_after_the_last_checkpoint(console: Console) -> None:
+    checkpointer = MemoryCheckpointer(step=4)
+    task = Counting(checkpointer.model.weight)
+    assert train(task, Plan(steps=6), checkpointer, console)
+    assert task.steps == [4, 5]
+    assert isinstance(console.file, io.StringIO)
+    assert "resuming after step 4" in console.file.getvalue()
+
+
+def test_a_finished_run_takes_no_step(console: Console) -> None:
+    checkpointer = MemoryCheckpointer(step=6)
+    task = Counting(checkpointer.model.weight)
+    assert train(task, Plan(steps=6), checkpointer, console)
+    assert task.steps == []
+
+
+def test_a_signal_stops_the_run_after_its_step_and_the_next_run_ends_it(
+    checkpointer: MemoryCheckpointer, console: Console
+) -> None:
+    task = Counting(checkpointer.model.weight, interrupted_at=2)
+    assert not train(task, Plan(steps=6), checkpointer, console)
+    assert task.steps == [0, 1, 2]
+    assert checkpointer.saved == [3]
+    again = Counting(checkpointer.model.weight)
+    assert train(again, Plan(steps=6), checkpointer, console)
+    assert again.steps == [3, 4, 5]
+
+
+def test_reports_come_at_even_distances_and_not_at_the_end(checkpointer: MemoryCheckpointer, console: Console) -> None:
+    reported: list[int] = []
+    train(Counting(checkpointer.model.weight), Plan(steps=12, reports=3), checkpointer, console, reported.append)
+    assert reported == [3, 6, 9]
+
+
+def test_a_checkpoint_is_saved_when_its_time_has_come(checkpointer: MemoryCheckpointer, console: Console) -> None:
+    train(Counting(checkpointer.model.weight), Plan(steps=3, checkpoint_every_s=0), checkpointer, console)
+    assert checkpointer.saved == [1, 2, 3, 3]
+
+
+def test_a_signal_is_a_flag_only_inside() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with interruptible() as is_stopped:
+        assert not is_stopped()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert is_stopped()
+        assert signal.getsignal(signal.SIGTERM) == before  # a second one ends the process at once
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_batch_in_parts_has_the_gradient_and_the_loss_of_the_whole() -> None:
+    class Mean:
+        def __init__(self) -> None:
+            self.weight = nn.Parameter(torch.ones(()))
+            self.lengths: list[int] = []
+
+        def batch(self, step: int) -> torch.Tensor:
+            raise NotImplementedError
+
+        def loss(self, rows: torch.Tensor) -> torch.Tensor:
+            self.lengths.append(len(rows))
+            return self.weight * rows.double().mean()
+
+    task = Mean()
+    length = MICRO_BATCH_TOKENS // 2
+    batch = torch.arange(5).unsqueeze(1).expand(5, length + 1)
+    assert accumulate_gradients(task, batch) == pytest.approx(2.0)
+    assert task.lengths == [2, 2, 1]
+    assert task.weight.grad is not None
+    assert task.weight.grad.item() == pytest.approx(2.0)
+
+
+def test_rows_longer_than_a_part_are_parts_of_one_row() -> None:
+    weight = nn.Parameter(torch.zeros(()))
+    assert accumulate_gradients(Counting(weight), torch.zeros(3, MICRO_BATCH_TOKENS * 2, dtype=torch.int64)) == 9.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_numbers_are_those_that_models_are_served_in(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.training.loop.resolve_dtype", lambda *_: dtype)
+    with autocast(torch.device("cpu")):
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+    assert product.dtype is dtype

@@ -1,0 +1,76 @@
+"""Sizes by name, and models that begin as the identity."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from engine.training.errors import TrainingError
+from engine.training.models import Size, build_model, count_parameters, load_model
+
+
+@pytest.fixture(scope="module")
+def tokenizer(target: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(target)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2x128", Size(2, 128, 320, heads=4, kv_heads=2)),
+        ("4x96", Size(4, 96, 256, heads=3, kv_heads=1)),
+        ("1x32", Size(1, 32, 64, heads=1, kv_heads=1)),
+    ],
+)
+def test_layers_and_width_decide_the_rest(text: str, size: Size) -> None:
+    assert Size.parse(text) == size
+    assert Size.parse(text, context=64).context == 64
+
+
+@pytest.mark.parametrize("text", ["", "2", "x128", "2x", "0x128", "2x100", "2x0", "2x-32", "-1x32", "2x128x3", "axb"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(TrainingError, match="is not LAYERSxHIDDEN"):
+        Size.parse(text)
+
+
+def test_a_new_model_has_layers_that_change_nothing(tokenizer: PreTrainedTokenizerBase) -> None:
+    model = build_model(Size.parse("2x32"), tokenizer, seed=0)
+    states = model.model(torch.tensor([[3, 4, 5]]), output_hidden_states=True).hidden_states
+    torch.testing.assert_close(states[1], states[0])
+
+
+def test_a_seed_decides_a_models_weights_and_leaves_the_generator_alone(tokenizer: PreTrainedTokenizerBase) -> None:
+    before = torch.get_rng_state()
+    first, again, other = (build_model(Size.parse("1x32"), tokenizer, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    weights = [model.get_input_embeddings().weight for model in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+
+
+def test_a_model_ends_texts_with_its_tokenizers_token(tokenizer: PreTrainedTokenizerBase) -> None:
+    model = build_model(Size.parse("1x32", context=48), tokenizer, seed=0)
+    assert model.config.eos_token_id == tokenizer.eos_token_id
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.max_position_embeddings == 48
+
+
+def test_tied_parameters_are_counted_once(tokenizer: PreTrainedTokenizerBase) -> None:
+    model = build_model(Size.parse("1x32"), tokenizer, seed=0)
+    attention, mlp, norms = 4 * 32 * 32, 3 * 32 * 64, 3 * 32
+    assert count_parameters(model) == len(tokenizer) * 32 + attention + mlp + norms
+
+
+def test_a_saved_model_is_loaded_with_its_tokenizer(target: Path) -> None:
+    model, tokenizer = load_model(target)
+    assert model.dtype is torch.float32
+    assert len(tokenizer) == model.config.vocab_size
+
+
+def test_what_is_no_model_directory_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match="has no config"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(TrainingError, match=f"cannot load {tmp_path}"):
+        load_model(tmp_path)

@@ -11,8 +11,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from cluster.config import GroupConfig as GroupConfig
-from cluster.cores import count_cores
-from cluster.placement import STRATEGY, placement_bundles, settle
+from cluster.placement import STRATEGY, count_cores, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.transport.credentials import make_credentials
 from cluster.worker_set import Crew, start_draft, start_target

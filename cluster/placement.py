@@ -9,10 +9,12 @@ CPU shares are bookkeeping, not threads: draft and target take turns on the same
 would refuse a laptop. A group on CPU counts for less than one core; `num_threads` bounds what it really uses.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -63,7 +65,7 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
     shares_gpu = 0 < draft_gpus < 1
     # Besides the workers, the Router and the Ingress compute in every round.
     is_apart = num_cores >= config.tensor_parallel_size + 2 if on_cores else not shares_gpu
-    run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_apart and not config.target.pinned)
+    run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_apart)
     config = replace(config, run_ahead="on" if run_ahead else "off")
     if not (run_ahead and on_cores):
         return config
@@ -74,6 +76,14 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
         draft=replace(draft, num_threads=draft.num_threads or draft_cores),
         target=replace(config.target, num_threads=config.target.num_threads or target_cores),
     )
+
+
+def count_cores(node_id: str) -> int:
+    """Return how many cores of a node Ray may use; of this machine, if Ray does not know the node."""
+    nodes: list[dict[str, Any]] = ray.nodes()
+    allotted = next((node["Resources"].get("CPU", 0) for node in nodes if node["NodeID"] == node_id), 0)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cores, allotted or cores)))
 
 
 def target_bundle(config: GroupConfig, rank: int) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import click
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError
 
 from cluster.config import GroupConfig, RunAhead
 from engine.config import (
@@ -128,9 +128,6 @@ class AppConfig(BaseModel):
     run_ahead: RunAhead = "auto"
     """Whether the draft drafts for the likeliest verdicts while the target verifies: auto, on or off. auto is on where
     both have devices or cores of their own."""
-    pinning: Literal["on", "off"] = "off"
-    """on: Router, draft and target keep to one core for what one thread computes, and leave the others to HTTP; for one
-    group alone on two cores."""
     num_speculative_tokens: int = Field(4, ge=0, le=64)
     """Draft tokens per round at most; 0 is plain decoding."""
     speculation: Speculation = "adaptive"
@@ -173,12 +170,6 @@ class AppConfig(BaseModel):
     """Router replicas and when to have more."""
     limits: Annotated[Limits, BeforeValidator(_object_from_text)] = Limits()
     """What one request may ask for."""
-
-    @model_validator(mode="after")
-    def _check_pinning(self) -> Self:
-        if self.pinning == "on" and (self.run_ahead == "on" or self.tensor_parallel_size > 1 or self.device == "cuda"):
-            raise ValueError("pinning is on: one core cannot have run_ahead on, several target ranks or device cuda")
-        return self
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
@@ -268,7 +259,6 @@ def _model_config(config: AppConfig, path: str, revision: str | None) -> ModelCo
         compile=config.compile,
         revision=revision,
         num_threads=config.num_threads,
-        pinned=config.pinning == "on",
     )
 
 

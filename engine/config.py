@@ -30,8 +30,6 @@ class ModelConfig:
     """auto: passes run compiled where that pays, as soon as a process in the background has compiled them."""
     num_threads: int | None = None
     """CPU threads of a forward pass; None leaves torch's own choice, or a worker's, which tries some."""
-    pinned: bool = False
-    """Whether a worker's passes of one thread keep to one core."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import ray
 
-from cluster.cores import count_cores, home_core
+from cluster.placement import count_cores
 from engine.config import EngineConfig, ModelConfig, ModelInfo
 from engine.drafting.model import ModelDrafter
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
-from engine.execution.cpu.threads import Threads, fit_threads
+from engine.execution.cpu.threads import fit_threads
 from engine.models.causal_lm import CausalLM, Shard
 from engine.models.registry import eos_token_ids, read_config
 from engine.sampling.grammar import Grammars
@@ -67,18 +67,14 @@ def _load(config: ModelConfig, *, shard: Shard | None = None) -> CausalLM:
     """
     cores = count_cores(ray.get_runtime_context().get_node_id()) // (shard.world_size if shard else 1)
     model = CausalLM.load(replace(config, num_threads=config.num_threads or max(1, cores)), shard=shard)
-    core = home_core() if config.pinned else None
 
     def choose() -> None:
         started = time.monotonic()
-        threads = model.threads = replace(fit_threads(model, cores, worth=_WORTH), core=core)
+        threads = model.threads = fit_threads(model, cores, worth=_WORTH)
         logger.info("%s runs with threads: %s, chosen in %.1f s", config.path, threads, time.monotonic() - started)
 
-    if model.device.type == "cpu":
-        # Several ranks run their passes together, so they cannot try different numbers of them.
-        if config.num_threads is None and cores > 1 and shard is None:
-            choose()
-            model.when_compiled = choose  # those of eager passes may be too many
-        elif core is not None:
-            model.threads = Threads.always(config.num_threads or 1, core=core)
+    # Several ranks run their passes together, so they cannot try different numbers of threads.
+    if model.device.type == "cpu" and config.num_threads is None and cores > 1 and shard is None:
+        choose()
+        model.when_compiled = choose  # those of eager passes may be too many
     return model

@@ -1,11 +1,13 @@
 """What a group asks Ray for."""
 
+import os
 from dataclasses import replace
 
 import pytest
+import ray
 
 from cluster.config import GroupConfig
-from cluster.placement import DRAFT_BUNDLE, placement_bundles, settle, target_bundle
+from cluster.placement import DRAFT_BUNDLE, count_cores, placement_bundles, settle, target_bundle
 from engine.config import ModelConfig
 
 AUTO = GroupConfig(ModelConfig("target"), ModelConfig("draft"))
@@ -61,11 +63,6 @@ def test_the_draft_runs_ahead_where_it_takes_nothing_from_the_target(size, num_g
     assert settle(replace(config, draft=None), bundles, num_cores=num_cores).run_ahead == "off"
 
 
-def test_a_pinned_group_does_not_run_ahead_by_itself():
-    config = replace(AUTO, target=replace(AUTO.target, pinned=True))
-    assert settle(config, placement_bundles(config, num_gpus=0), num_cores=8).run_ahead == "off"
-
-
 def test_models_that_compute_at_once_share_out_the_cores():
     config = replace(AUTO, tensor_parallel_size=2)
     bundles = placement_bundles(config, num_gpus=0)
@@ -75,3 +72,16 @@ def test_models_that_compute_at_once_share_out_the_cores():
     own = replace(config, target=ModelConfig("target", num_threads=5))
     assert settle(own, bundles, num_cores=8).target.num_threads == 5
     assert settle(replace(config, run_ahead="off"), bundles, num_cores=8).target.num_threads is None
+
+
+@pytest.mark.parametrize(
+    ("node", "resources", "expected"),
+    [("a", {"CPU": 2.0}, 2), ("a", {"CPU": 64.0}, 4), ("a", {"CPU": 0.5}, 1), ("a", {}, 4), ("b", {"CPU": 2.0}, 4)],
+)
+def test_cores_are_those_that_both_ray_and_the_system_allow(node, resources, expected, monkeypatch):
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "a", "Resources": resources}])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 5, 7}, raising=False)
+    assert count_cores(node) == expected
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert count_cores(node) == expected

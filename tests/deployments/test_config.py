@@ -102,10 +102,3 @@ def test_a_key_file_that_is_of_no_use_is_refused(tmp_path: Path, content: str | 
         (tmp_path / "keys").write_text(content)
     with pytest.raises(ArgumentError, match="key"):
         api_keys(AppConfig.model_validate({"api_key_file": str(tmp_path / "keys")}))
-
-
-@pytest.mark.parametrize("arguments", [{"run_ahead": "on"}, {"tensor_parallel_size": 2}, {"device": "cuda"}])
-def test_one_core_is_refused_to_what_computes_at_once(arguments):
-    assert group_config(AppConfig.model_validate({"pinning": "on"})).target.pinned
-    with pytest.raises(ArgumentError, match="pinning is on"):
-        AppConfig.model_validate({"pinning": "on", **arguments})

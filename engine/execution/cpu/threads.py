@@ -3,9 +3,7 @@
 More are not always faster: a small model's products are over before the other threads are awake.
 """
 
-import os
 import statistics
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,35 +20,18 @@ _PASSES_OF_TURN = 3
 _MAX_TURN_S = 0.02
 _MAX_TRIAL_S = 0.1
 _BLOCK_SIZE = 16
-_CORES = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-"""All that this process had before any thread kept to one."""
-_pinned = threading.local()
-"""For how many threads the cores of a thread were set last: the call takes as long as a small product."""
 
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """How many threads passes run with: (tokens, threads) pairs, each for passes of up to so many tokens.
-
-    Attributes:
-        core: where passes of one thread run, if they have to keep to a core; those of several use all cores.
-    """
+    """How many threads passes run with: (tokens, threads) pairs, each for passes of up to so many tokens."""
 
     counts: tuple[tuple[int, int], ...]
-    core: int | None = None
 
     def use(self, num_tokens: int) -> None:
         """Have the next pass, over so many tokens, run with its number of threads."""
         count = next((count for limit, count in self.counts if num_tokens <= limit), self.counts[-1][1])
         torch.set_num_threads(count)
-        if self.core is not None and getattr(_pinned, "count", None) != count:
-            os.sched_setaffinity(0, {self.core} if count == 1 else _CORES)  # of this thread only
-            _pinned.count = count
-
-    @classmethod
-    def always(cls, count: int, core: int | None = None) -> "Threads":
-        """Return the same number for passes of every size."""
-        return cls(tuple((rows * length, count) for rows, length in _SIZES.values()), core)
 
     def __str__(self) -> str:
         parts = zip(_SIZES, self.counts, strict=True)

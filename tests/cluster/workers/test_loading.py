@@ -27,19 +27,18 @@ def test_huge_pages_are_asked_for_once_all_is_loaded(role, monkeypatch, tmp_path
     assert asked.get(timeout=10) == path
 
 
-@pytest.mark.parametrize("core", [None, 1])
-def test_threads_are_chosen_anew_when_a_compiled_pass_has_come(core, monkeypatch, tmp_path):
-    counts = iter([2, 1])
-    monkeypatch.setattr(loading, "fit_threads", lambda *_, worth: Threads.always(next(counts)))
+def test_threads_are_chosen_anew_when_a_compiled_pass_has_come(monkeypatch, tmp_path):
+    two, one = Threads(((512, 2),) * 4), Threads(((512, 1),) * 4)
+    choices = iter([two, one])
+    monkeypatch.setattr(loading, "fit_threads", lambda *_, worth: next(choices))
     monkeypatch.setattr(loading.ray, "get_runtime_context", lambda: Context())
     monkeypatch.setattr(loading, "count_cores", lambda _: 2)
-    monkeypatch.setattr(loading, "home_core", lambda: 1)
-    config = ModelConfig(str(save_llama(tmp_path, seed=1)), device="cpu", pinned=core is not None)
+    config = ModelConfig(str(save_llama(tmp_path, seed=1)), device="cpu")
     model = loading._load(config)
-    assert model.threads == Threads.always(2, core)
+    assert model.threads == two
     monkeypatch.setattr(model, "_try_to_adopt", lambda: setattr(model, "_compiled", object()))
     model._take_compiled()
-    assert model.threads == Threads.always(1, core)
+    assert model.threads == one
 
 
 class Context:

@@ -1,7 +1,5 @@
 """Threads: the fewest that are about as fast as any, for each kind of pass."""
 
-import os
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -81,22 +79,3 @@ def test_a_pass_runs_with_the_threads_of_its_size(model):
     for length, count in [(3, 2), (20, 1), (5, 2)]:
         model.forward(build([ForwardRow([1] * length, 0, [1, 2], 1)], kv))
         assert torch.get_num_threads() == count
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system has no such calls")
-def test_passes_of_one_thread_keep_to_their_core_and_others_use_all():
-    found = []
-
-    def passes():
-        kept = threads.Threads(((5, 1), (40, 2)), core=min(threads._CORES))
-        for num_tokens in (3, 20, 5):
-            kept.use(num_tokens)
-            found.append(os.sched_getaffinity(0))
-        threads.Threads(((5, 1),)).use(3)
-        found.append(os.sched_getaffinity(0))
-
-    thread = threading.Thread(target=passes)  # what it keeps to ends with it
-    thread.start()
-    thread.join()
-    assert found == [{min(threads._CORES)}, threads._CORES, {min(threads._CORES)}, {min(threads._CORES)}]
-    assert os.sched_getaffinity(0) == threads._CORES

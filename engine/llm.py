@@ -4,23 +4,13 @@ import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.config import (
-    BUNDLED_DRAFT,
-    BUNDLED_TARGET,
-    Compile,
-    Device,
-    Dtype,
-    EngineConfig,
-    ModelConfig,
-    Speculation,
-    Verification,
-)
+from engine.config import BUNDLED, ModelConfig, make_pair
 from engine.drafting.model import ModelDrafter
 from engine.engine import Engine
 from engine.errors import RequestError
@@ -78,58 +68,31 @@ class LLM:
     """A target model, with a draft model ahead of it, in this process.
 
     Args:
-        model: a transformers directory; the default is the bundled target.
-        draft_model: likewise; None decodes without speculation. "bundled" is the bundled draft, and only goes with the
-            bundled target.
-        num_speculative_tokens: draft tokens per round, at most; None leaves it to `engine_config`, as in the next two.
-        speculation: "adaptive" chooses their number by measured goodput, "fixed" takes them all, "off" none.
-        verification: "coupled" or "rejection".
-        compile: "auto" compiles decode steps on a CPU, in the background and once per machine; "off" does not.
+        target_model: a transformers directory, a hub name in the local cache, or `bundled`.
+        draft_model: likewise; `none` decodes without a draft, `auto` takes the bundled draft for the bundled target.
         seed: requests without a seed derive theirs from it, so that a run can be repeated.
+        settings: any other field of `engine.config.PairConfig`, the same names as in `serve run`.
 
     Raises:
+        ConfigError: a setting that does not exist, or a value that does not fit.
         ModelError: a model that cannot be served.
         ModelMismatchError: the draft's token ids are not the target's.
     """
 
     def __init__(
-        self,
-        model: str | Path = BUNDLED_TARGET,
-        draft_model: str | Path | None = "bundled",
-        *,
-        num_speculative_tokens: int | None = None,
-        speculation: Speculation | None = None,
-        verification: Verification | None = None,
-        dtype: Dtype = "auto",
-        device: Device = "auto",
-        compile: Compile = "auto",
-        seed: int = 0,
-        engine_config: EngineConfig | None = None,
+        self, target_model: str | Path = BUNDLED, draft_model: str | Path = "auto", *, seed: int = 0, **settings: Any
     ) -> None:
-        if draft_model == "bundled":
-            draft_model = BUNDLED_DRAFT if Path(model) == BUNDLED_TARGET else None
+        pair = make_pair(target_model=target_model, draft_model=draft_model, **settings)
+        config, target_config, draft_config = pair.engine, pair.target, pair.draft
         self._seed = seed
         self._num_requests = 0
-        config = engine_config or EngineConfig()
-        config = replace(
-            config,
-            num_speculative_tokens=config.num_speculative_tokens
-            if num_speculative_tokens is None
-            else num_speculative_tokens,
-            speculation=speculation or config.speculation,
-            verification=verification or config.verification,
-        )
-        if draft_model is None or config.speculation == "off":
-            config = replace(config, num_speculative_tokens=0)
-        target_config = ModelConfig(str(model), dtype=dtype, device=device, compile=compile)
         self.tokenizer = load_tokenizer(target_config)
         target = _load(target_config)
         self._grammars = Grammars(
             target_config, vocab_size=target.info.vocab_size, eos_token_ids=target.info.eos_token_ids
         )
         draft = None
-        if draft_model is not None and config.num_speculative_tokens > 0:
-            draft_config = ModelConfig(str(draft_model), dtype=dtype, device=device, compile=compile)
+        if draft_config is not None:
             check_same_vocabulary(target_config, draft_config)
             draft = _load(draft_config)
         verifier = ModelVerifier(target, config, self._grammars)  # its KV blocks get a share of what the models leave
@@ -222,7 +185,7 @@ def _load(config: ModelConfig) -> CausalLM:
     limit = torch.get_num_threads()
     with Console(stderr=True).status(f"loading {config.path}") as status:
         model = CausalLM.load(config)
-        if model.device.type == "cpu" and limit > 1:
+        if model.device.type == "cpu" and limit > 1 and config.num_threads is None:
 
             def choose() -> None:
                 logger.info("%s runs with threads: %s", config.path, fit_threads(model, limit))

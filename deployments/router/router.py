@@ -44,7 +44,8 @@ class Router:
         """
         settings = group_config(config)
         started = time.monotonic()
-        logger.info("loading the target %s and the draft %s", config.target_path, config.draft_path or "(none)")
+        draft = settings.draft.path if settings.draft else "(none)"
+        logger.info("loading the target %s and the draft %s", settings.target.path, draft)
         self._group = await SpeculationGroup.start(settings)
         target = self._group.target_info
         self._engine = Engine(

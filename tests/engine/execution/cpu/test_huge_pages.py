@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine import LLM
-from engine.config import EngineConfig, ModelConfig
+from engine.config import ModelConfig
 from engine.execution.cpu import huge_pages
 from engine.models.causal_lm import CausalLM
 from tests.cluster.models import save_llama
@@ -124,7 +124,7 @@ def test_an_llm_asks_for_them_once_it_has_loaded(soon, monkeypatch, tmp_path):
     monkeypatch.setattr("engine.models.causal_lm.HUGE_PAGE_BYTES", 1)
     monkeypatch.setattr("engine.models.causal_lm._move_to_huge_pages", asked.put)
     path = str(save_llama(tmp_path, seed=1))
-    LLM(path, None, compile="off", device="cpu", engine_config=EngineConfig(max_model_len=64))
+    LLM(path, compile="off", device="cpu", max_model_len=64)
     assert asked.get(timeout=10) == path
 
 

@@ -1,4 +1,4 @@
-"""GroupConfig: what one speculation group is made of; frozen, complete before anything is started."""
+"""GroupConfig: the models, the engine and the placement of one speculation group; frozen before any worker starts."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,7 +11,7 @@ RunAhead = Literal["auto", "on", "off"]
 
 @dataclass(frozen=True, slots=True)
 class GroupConfig:
-    """One target over `tensor_parallel_size` ranks, and the draft that rides ahead of it."""
+    """A target over `tensor_parallel_size` ranks, and its draft."""
 
     target: ModelConfig
     """The model whose text is served."""
@@ -20,8 +20,8 @@ class GroupConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     """Bounds of the batch, the cache and the draft."""
     run_ahead: RunAhead = "auto"
-    """Whether the draft worker drafts for the likeliest verdicts while the target verifies; auto: where both compute on
-    devices or cores of their own."""
+    """Whether the draft worker drafts for the likeliest verdicts while the target verifies; auto: where each model has
+    a device or cores of its own."""
     tensor_parallel_size: int = 1
     """Ranks that share the target's weights."""
     target_accelerator_type: str | None = None
@@ -29,9 +29,9 @@ class GroupConfig:
     draft_accelerator_type: str | None = None
     """Ray's name of the GPU type that the draft needs; None takes any."""
     draft_timeout_s: float = 1.0
-    """What a round waits for its drafts, at most, before it goes on without."""
+    """Seconds that a round waits for its drafts before it goes on without them."""
     verify_timeout_s: float = 60.0
-    """What a round waits for the target before the target counts as lost."""
+    """Seconds that a round waits for the target before the target counts as lost."""
     start_timeout_s: float = 600.0
     """What placing and loading the workers may take."""
 

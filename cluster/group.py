@@ -10,9 +10,8 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from cluster.config import GroupConfig as GroupConfig
-from cluster.cores import count_cores
 from cluster.memory_plan import MemoryPlan
-from cluster.placement import STRATEGY, placement_bundles, settle
+from cluster.placement import STRATEGY, count_cores, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.transport import Connector
 from cluster.worker_set import WorkerSet, start_draft, start_target

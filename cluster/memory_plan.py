@@ -63,5 +63,5 @@ def plan_devices(surveys: dict[str, Sequence[Located]], config: EngineConfig) ->
             workers[device].append(found.footprint)
             free_bytes[device] = min(free_bytes.get(device, found.free_bytes), found.free_bytes)
             roles[device].add(role)
-    fits = {device: plan_kv_blocks(free_bytes[device], workers[device], config) for device in workers}
+    fits = {device: plan_kv_blocks(free_bytes[device], workers[device], config, device=device[1]) for device in workers}
     return {role: min(fits[device] for device in fits if role in roles[device]) for role in surveys}

@@ -10,10 +10,12 @@ The CPU shares only count towards Ray's totals and do not limit threads. Draft a
 so requesting whole cores for each would keep a group from starting on a laptop; `num_threads` limits the threads.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -94,6 +96,14 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
         target=replace(target, num_threads=target.num_threads or target_cores),
         draft=draft and replace(draft, num_threads=draft.num_threads or DRAFT_CORES),
     )
+
+
+def count_cores(node_id: str) -> int:
+    """Return how many cores of a node Ray may use; of this machine, if Ray does not know the node."""
+    nodes: list[dict[str, Any]] = ray.nodes()
+    allotted = next((node["Resources"].get("CPU", 0) for node in nodes if node["NodeID"] == node_id), 0)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, int(min(cores, allotted or cores)))
 
 
 def target_bundle(config: GroupConfig, rank: int) -> int:

@@ -36,7 +36,7 @@ def app(config: AppConfig) -> Application:
         placement_group_bundles=bundles,
         placement_group_strategy=STRATEGY,
         # Above what the engine admits, so that its queue refuses (429) and Serve's, which would wait, stays empty.
-        max_ongoing_requests=2 * (config.max_num_seqs + config.max_queued_requests),
+        max_ongoing_requests=2 * (config.pair.max_num_seqs + config.pair.max_queued_requests),
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         max_constructor_retry_count=1,
         **({"autoscaling_config": scaling} if scaling else {"num_replicas": config.autoscaling.min_replicas}),

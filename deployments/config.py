@@ -1,14 +1,14 @@
 """AppConfig: everything an operator may set, with defaults for a laptop.
 
-`serve run deployments:app name=value ...` passes flat strings; a Serve config file passes typed, nested `args:`.
-Both end here, and a wrong name or value is refused in one line. The only environment variable of the package is
-read here.
+`serve run deployments:app name=value ...` passes flat strings; a Serve config file passes typed, nested `args:`. Both
+are validated here, and a wrong name or value is refused in one line. The settings of the models and the engine are
+those of `engine.config.PairConfig`, written beside the others. The only environment variable of the package is read
+here.
 """
 
-import difflib
 import json
 import os
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -16,22 +16,11 @@ import click
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from cluster.config import GroupConfig, RunAhead
-from engine.config import (
-    BUNDLED_DRAFT,
-    BUNDLED_TARGET,
-    Compile,
-    Device,
-    Drafting,
-    Dtype,
-    EngineConfig,
-    ModelConfig,
-    Speculation,
-    Verification,
-)
-from engine.drafting.registry import Method, choose_method
+from engine.config import BUNDLED, PAIR_SETTINGS, PairConfig, unknown_argument
+from engine.drafting.registry import settle_drafting
+from engine.errors import ConfigError
 
 API_KEY_VARIABLE = "PACELINE_API_KEY"
-BUNDLED = "bundled"
 BUNDLED_NAME = "paceline"
 
 
@@ -108,63 +97,27 @@ class AppConfig(BaseModel):
 
     model_config = FROZEN
 
-    target_model: str = BUNDLED
-    """The model whose text is served: a directory, a hub name in the local cache, or `bundled`."""
-    draft_model: str = "auto"
-    """The model that proposes; `none` is plain decoding, `auto` the bundled draft for the bundled target, else none."""
+    pair: PairConfig = PairConfig()
+    """The models and the engine. As arguments its fields are written beside the others, without this name."""
     served_model_name: Annotated[str | None, OrNone] = None
     """What clients call the model; none takes the last part of target_model."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Target ranks that share the target's weights."""
-    dtype: Dtype = "auto"
-    """Number format of both models; auto is bfloat16 on CUDA and on CPUs with AMX, else float32."""
-    device: Device = "auto"
-    """Where both models run; auto is cuda where there is one."""
     target_accelerator_type: Annotated[str | None, OrNone] = None
     """Ray's name of the GPU type that each target rank needs, such as `H100`; none takes any."""
     draft_accelerator_type: Annotated[str | None, OrNone] = None
     """Ray's name of the GPU type that the draft needs, which may be a cheaper one, such as `L4`; none takes any."""
-    compile: Compile = "auto"
-    """auto: on a CPU, passes run compiled as soon as a process in the background has done so; off: never."""
-    num_threads: Annotated[int | None, OrNone] = Field(None, ge=1)
-    """CPU threads of one model's forward pass; none tries what pays, up to the cores that it has."""
-    target_revision: Annotated[str | None, OrNone] = None
-    """Hub revision of the target."""
-    draft_revision: Annotated[str | None, OrNone] = None
-    """Hub revision of the draft."""
     run_ahead: RunAhead = "auto"
-    """Whether the draft drafts for the likeliest verdicts while the target verifies: auto, on or off. auto is on where
-    both have devices or cores of their own."""
-    pinning: Literal["on", "off"] = "off"
-    """on: Router, draft and target keep to one core for what one thread computes, and leave the others to HTTP; for one
-    group alone on two cores."""
-    num_speculative_tokens: int = Field(4, ge=0, le=64)
-    """Draft tokens per round at most; 0 is plain decoding."""
-    speculation: Speculation = "adaptive"
-    """adaptive: as many draft tokens as measured goodput says, none included; fixed: always all; off: no draft."""
-    drafting: Drafting = "auto"
-    """Who drafts: model is the draft model; none is nobody, and no draft model is loaded; auto is model where there is
-    a draft model, else none."""
-    verification: Verification = "coupled"
-    """The verification rule: coupled (shared noise) or rejection (Leviathan et al.)."""
-    max_num_seqs: int = Field(32, ge=1)
-    """Requests that share a round."""
-    max_num_batched_tokens: int = Field(1024, ge=1)
-    """Tokens of one target forward pass."""
-    max_queued_requests: int = Field(256, ge=1)
-    """Requests that may wait in one replica before new ones get 429."""
-    max_model_len: Annotated[int | None, OrNone] = Field(None, ge=2)
-    """Context length; none takes the target's own."""
-    block_size: int = Field(16, ge=1)
-    """Tokens in one KV block."""
-    num_blocks: Annotated[int | None, OrNone] = Field(None, ge=1)
-    """KV blocks; none sizes them from memory_fraction."""
-    memory_fraction: float = Field(0.5, gt=0, le=1)
-    """Share of the memory that is free after loading which KV blocks may take."""
-    enable_prefix_caching: bool = True
-    """Whether requests share the KV blocks of equal prefixes."""
+    """Whether the draft drafts for the likeliest verdicts while the target verifies: auto, on or off; auto is on where
+    each model has a device or cores of its own."""
+    draft_timeout_s: float = Field(1.0, gt=0)
+    """Seconds that a round waits for its drafts before it goes on without them."""
+    verify_timeout_s: float = Field(60.0, gt=0)
+    """Seconds that a round waits for the target before the target counts as lost."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Seconds that placing and loading the workers may take."""
     stream_interval_s: float = Field(0.02, ge=0)
-    """Seconds for which a stream gathers tokens after a chunk, but for its last ones; 0 sends every round's."""
+    """Seconds for which a stream gathers tokens after a chunk, except the last ones; 0 sends every round's."""
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     """Acceptance figures in every response, in vLLM's format; a request can ask for its own by
     `speculative.metrics`.
@@ -176,7 +129,7 @@ class AppConfig(BaseModel):
     drain_timeout_s: float = Field(300.0, gt=0)
     """Seconds that running streams may take to finish at shutdown or scale-down."""
     api_keys: tuple[SecretStr, ...] = ()
-    """Keys of which clients must send one; also read from the variable PACELINE_API_KEY. None: open to all."""
+    """Keys of which clients must send one; also read from the variable PACELINE_API_KEY. Without any, all may call."""
     api_key_file: Annotated[Path | None, OrNone] = None
     """A file with more keys, one per line."""
     autoscaling: Annotated[Autoscaling, BeforeValidator(_object_from_text)] = Autoscaling()
@@ -184,15 +137,23 @@ class AppConfig(BaseModel):
     limits: Annotated[Limits, BeforeValidator(_object_from_text)] = Limits()
     """What one request may ask for."""
 
-    @model_validator(mode="after")
-    def _check_pinning(self) -> Self:
-        if self.pinning == "on" and (self.run_ahead == "on" or self.tensor_parallel_size > 1 or self.device == "cuda"):
-            raise ValueError("pinning is on: one core cannot have run_ahead on, several target ranks or device cuda")
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_pair(cls, arguments: Any) -> Any:
+        """Move the pair's settings from beside the others into `pair`."""
+        if not isinstance(arguments, dict):
+            return arguments
+        if "pair" in arguments:
+            raise ArgumentError(unknown_argument("pair", PAIR_SETTINGS))
+        pair = {name: value for name, value in arguments.items() if name in PAIR_SETTINGS}
+        for name in pair:
+            if PAIR_SETTINGS[name].default is None:
+                pair[name] = _none_from_text(pair[name])
+        return {"pair": pair, **{name: value for name, value in arguments.items() if name not in pair}}
 
     @model_validator(mode="after")
     def _check_drafting(self) -> Self:
-        _ = self.drafting_method
+        settle_drafting(self.pair)
         return self
 
     @classmethod
@@ -206,71 +167,24 @@ class AppConfig(BaseModel):
             return super().model_validate(obj, **options)
         except ValidationError as error:
             raise ArgumentError("; ".join(_complaints(cls, error))) from None
+        except ConfigError as error:
+            raise ArgumentError(str(error)) from None
 
     @property
     def model_name(self) -> str:
         """What clients call the model."""
         if self.served_model_name is not None:
             return self.served_model_name
-        return BUNDLED_NAME if self.target_model == BUNDLED else Path(self.target_model).name
-
-    @property
-    def target_path(self) -> str:
-        """The target's directory or hub name."""
-        return str(BUNDLED_TARGET) if self.target_model == BUNDLED else self.target_model
-
-    @property
-    def draft_path(self) -> str | None:
-        """The directory or hub name of the draft model that is loaded, if one is."""
-        return self._named_draft if self.drafting_method.loads_model else None
-
-    @property
-    def drafting_method(self) -> Method:
-        """How drafts are made, and where."""
-        return choose_method(engine_config(self), has_draft_model=self._named_draft is not None)
-
-    @property
-    def _named_draft(self) -> str | None:
-        choice = self.draft_model
-        if choice == "auto":
-            choice = BUNDLED if self.target_model == BUNDLED else "none"
-        if choice == "none":
-            return None
-        return str(BUNDLED_DRAFT) if choice == BUNDLED else choice
-
-
-def engine_config(config: AppConfig) -> EngineConfig:
-    """Return the engine's settings as the operator chose them."""
-    return EngineConfig(
-        num_speculative_tokens=config.num_speculative_tokens,
-        speculation=config.speculation,
-        drafting=config.drafting,
-        verification=config.verification,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_queued_requests=config.max_queued_requests,
-        max_model_len=config.max_model_len,
-        block_size=config.block_size,
-        num_blocks=config.num_blocks,
-        memory_fraction=config.memory_fraction,
-        enable_prefix_caching=config.enable_prefix_caching,
-    )
+        return BUNDLED_NAME if self.pair.target_model == BUNDLED else Path(self.pair.target_model).name
 
 
 def group_config(config: AppConfig) -> GroupConfig:
     """Return what one speculation group is built from."""
-    draft_path, engine = config.draft_path, engine_config(config)
-    if not config.drafting_method.proposes:
-        engine = replace(engine, num_speculative_tokens=0)
-    return GroupConfig(
-        target=_model_config(config, config.target_path, config.target_revision),
-        draft=_model_config(config, draft_path, config.draft_revision) if draft_path else None,
-        engine=engine,
-        tensor_parallel_size=config.tensor_parallel_size,
-        target_accelerator_type=config.target_accelerator_type,
-        draft_accelerator_type=config.draft_accelerator_type,
-        run_ahead=config.run_ahead,
-    )
+    pair = config.pair
+    names = {setting.name for setting in fields(GroupConfig)} & AppConfig.model_fields.keys()
+    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
+    draft, engine = settle_drafting(pair)
+    return GroupConfig(target=pair.target, draft=draft, engine=engine, **settings)
 
 
 def api_keys(config: AppConfig) -> tuple[str, ...]:
@@ -294,25 +208,14 @@ def api_keys(config: AppConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(keys))
 
 
-def _model_config(config: AppConfig, path: str, revision: str | None) -> ModelConfig:
-    return ModelConfig(
-        path=path,
-        dtype=config.dtype,
-        device=config.device,
-        compile=config.compile,
-        revision=revision,
-        num_threads=config.num_threads,
-        pinned=config.pinning == "on",
-    )
-
-
 def _complaints(model: type[BaseModel], error: ValidationError) -> list[str]:
+    names = PAIR_SETTINGS.keys() | model.model_fields.keys() - {"pair"}
     lines = []
     for detail in error.errors(include_url=False, include_context=False):
-        name = ".".join(str(part) for part in detail["loc"])
+        path = detail["loc"][1:] if detail["loc"][:1] == ("pair",) else detail["loc"]
+        name = ".".join(map(str, path))
         if detail["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(name, model.model_fields, n=1)
-            lines.append(f"unknown argument {name}" + (f"; did you mean {close[0]}?" if close else ""))
+            lines.append(unknown_argument(name, names))
         else:
             lines.append(f"{name} is {detail['input']!r}: {detail['msg']}")
     return lines

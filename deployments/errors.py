@@ -12,6 +12,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from engine.errors import (
     CapacityError,
+    ConfigError,
     DrafterError,
     ModelError,
     ModelMismatchError,
@@ -48,6 +49,7 @@ KINDS: Mapping[type[Exception], ErrorKind] = {
     UnknownModelError: ErrorKind(404, "invalid_request_error", "model_not_found"),
     CapacityError: _UNAVAILABLE,
     QueueFullError: ErrorKind(429, "rate_limit_error", "queue_full"),
+    ConfigError: INTERNAL,
     ModelError: INTERNAL,
     ModelMismatchError: INTERNAL,
     DrafterError: INTERNAL,

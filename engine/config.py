@@ -1,9 +1,20 @@
-"""ModelConfig and EngineConfig: frozen, complete before anything is loaded; ModelInfo: what was loaded."""
+"""Every setting of the engine and its two models, written once: names, defaults, bounds, meanings.
 
-from dataclasses import dataclass
+`LLM(...)` and `serve run` take the fields of `PairConfig` as arguments. The engine works with what a pair is made of:
+two `ModelConfig`s and an `EngineConfig`. They are plain dataclasses because the engine also runs where pydantic is not
+installed; in `deployments/config.py` pydantic reads their types and bounds.
+"""
+
+import difflib
+import operator
+from collections.abc import Iterable
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args, get_origin
 
+from engine.errors import ConfigError
+
+BUNDLED = "bundled"
 BUNDLED_TARGET = Path(__file__).parent / "pair" / "target"
 BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 
@@ -14,61 +25,118 @@ Drafting = Literal["auto", "none", "model"]
 Verification = Literal["coupled", "rejection"]
 Speculation = Literal["adaptive", "fixed", "off"]
 
+_BOUNDS = {"ge": (operator.ge, "at least"), "gt": (operator.gt, "more than"), "le": (operator.le, "at most")}
+"""The bounds a field's metadata can give; their keys are pydantic's."""
 
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    """Which model, and how it is held in memory."""
+
+class _Settings:
+    """A dataclass that refuses values outside the types and bounds of its fields."""
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, setting.name)
+            if (requirement := _broken_requirement(setting, value)) is not None:
+                raise ConfigError(f"{setting.name} is {value!r}; it must be {requirement}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings(_Settings):
+    """How a model is held in memory and computed."""
+
+    dtype: Dtype = "auto"
+    """Number format of the weights; auto is bfloat16 on CUDA and on CPUs with AMX, else float32."""
+    device: Device = "auto"
+    """Where models run; auto is cuda where there is one, else cpu."""
+    compile: Compile = "auto"
+    """auto: on a CPU, passes run compiled as soon as a background process has compiled them; off: never."""
+    num_threads: int | None = field(default=None, metadata={"ge": 1})
+    """CPU threads of a forward pass, at most; none is the cores that a worker's placement gives it."""
+
+
+@dataclass(frozen=True)
+class ModelConfig(ModelSettings):
+    """One model, and how it is held in memory and computed."""
 
     path: str
     """A transformers directory, or a hub name that is already in the local cache."""
-    dtype: Dtype = "auto"
-    """auto: bfloat16 on CUDA and on CPUs with AMX, else float32."""
-    device: Device = "auto"
-    """auto: cuda where there is one, else cpu."""
     revision: str | None = None
     """A hub revision to pin."""
-    compile: Compile = "off"
-    """auto: passes run compiled where that pays, as soon as a process in the background has compiled them."""
-    num_threads: int | None = None
-    """CPU threads of a forward pass; None leaves torch's own choice, or a worker's, which tries some."""
-    pinned: bool = False
-    """Whether a worker's passes of one thread keep to one core."""
+    compile: Compile = field(default="off", kw_only=True)
+    """off, unlike for a pair: a model loaded by itself (by training, by the compiler) must not start a compiler."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(_Settings):
     """What bounds the batch, the cache and the draft."""
 
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: int = field(default=4, metadata={"ge": 0, "le": 64})
     """Draft tokens per round at most (k); 0 is plain decoding."""
     speculation: Speculation = "adaptive"
-    """adaptive: as many of them, from none to all, as measured goodput says. fixed: always all. off: none."""
+    """adaptive: as many draft tokens, from none to all, as measured goodput says; fixed: always all; off: no draft."""
     drafting: Drafting = "auto"
-    """Who drafts: model is the draft model; none is nobody, and no draft model is loaded; auto is model where there is
-    a draft model, else none."""
+    """Who drafts: `model` is the draft model, `none` is nobody, so that no draft model is loaded; auto is model where
+    there is a draft model, else none."""
     verification: Verification = "coupled"
-    """coupled: shared Gumbel noise, token ids only. rejection: Leviathan et al., sparse draft rows."""
-    max_num_seqs: int = 32
+    """The verification rule: coupled (shared noise, token ids only) or rejection (Leviathan et al.)."""
+    max_num_seqs: int = field(default=32, metadata={"ge": 1})
     """Requests that share a round."""
-    max_num_batched_tokens: int = 1024
+    max_num_batched_tokens: int = field(default=1024, metadata={"ge": 1})
     """Tokens of one target forward pass, prefill chunks and drafts together."""
-    max_queued_requests: int = 256
-    """Requests that may wait before new ones are refused."""
-    max_model_len: int | None = None
-    """Context length; None takes the target's own."""
-    block_size: int = 16
+    max_queued_requests: int = field(default=256, metadata={"ge": 1})
+    """Requests that may wait in one replica before new ones are refused (HTTP 429)."""
+    max_model_len: int | None = field(default=None, metadata={"ge": 2})
+    """Context length; none takes the target's own."""
+    block_size: int = field(default=16, metadata={"ge": 1})
     """Tokens in one KV block."""
-    num_blocks: int | None = None
-    """KV blocks; None sizes them from memory_fraction."""
-    memory_fraction: float = 0.5
-    """Share of the memory free after loading that KV blocks may take (at most what max_num_seqs full contexts need)."""
+    num_blocks: int | None = field(default=None, metadata={"ge": 1})
+    """KV blocks; none sizes them from memory_fraction."""
+    memory_fraction: float | None = field(default=None, metadata={"gt": 0, "le": 1})
+    """Share of a device's memory, beside weights and workspace, that KV blocks may take; none is 0.9 on GPUs and 0.5 on
+    CPUs. They take at most what max_num_seqs contexts of full length need."""
     enable_prefix_caching: bool = True
     """Whether requests share the KV blocks of equal prefixes."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairConfig(EngineConfig, ModelSettings):
+    """A target, its draft and the engine over them: all that `LLM(...)` takes, and `serve run` besides its own."""
+
+    target_model: str = BUNDLED
+    """The model whose text is served: a directory, a hub name in the local cache, or `bundled`."""
+    draft_model: str = "auto"
+    """The draft model: a directory or hub name, `none`, or `auto`: the bundled draft for the bundled target, else
+    none."""
+    target_revision: str | None = None
+    """Hub revision of the target."""
+    draft_revision: str | None = None
+    """Hub revision of the draft."""
+
+    @property
+    def target(self) -> ModelConfig:
+        """The model whose text is served."""
+        path = str(BUNDLED_TARGET) if self.target_model == BUNDLED else self.target_model
+        return self._model(path, self.target_revision)
+
+    @property
+    def draft(self) -> ModelConfig | None:
+        """The draft model, if there is one; whether it is loaded is for the drafting method to say."""
+        path = self.draft_model
+        if path == "auto":
+            path = str(BUNDLED_DRAFT) if self.target_model == BUNDLED else "none"
+        return None if path == "none" else self._model(path, self.draft_revision)
+
+    @property
+    def engine(self) -> EngineConfig:
+        """The engine's own settings."""
+        return EngineConfig(**_select(EngineConfig, self))
+
+    def _model(self, path: str, revision: str | None) -> ModelConfig:
+        return ModelConfig(path, revision, **_select(ModelSettings, self))
+
+
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the other rooms need to know of a loaded model."""
+    """What the rest of the code needs to know of a loaded model."""
 
     name: str
     vocab_size: int
@@ -77,3 +145,47 @@ class ModelInfo:
     num_parameters: int
     dtype: str
     device: str
+
+
+PAIR_SETTINGS = {setting.name: setting for setting in fields(PairConfig)}
+"""Every keyword that `LLM(...)` and `serve run` share."""
+
+
+def make_pair(**settings: Any) -> PairConfig:
+    """Return the pair with these settings, defaults for the rest.
+
+    Raises:
+        ConfigError: a setting that does not exist, or a value that does not fit; one line that names it.
+    """
+    for name, value in settings.items():
+        if name not in PAIR_SETTINGS:
+            raise ConfigError(unknown_argument(name, PAIR_SETTINGS))
+        if isinstance(value, Path):
+            settings[name] = str(value)
+    return PairConfig(**settings)
+
+
+def unknown_argument(name: str, known: Iterable[str]) -> str:
+    """Return the message that refuses an argument, with the known name closest to it."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"unknown argument {name}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _select(settings: type[EngineConfig] | type[ModelSettings], pair: PairConfig) -> dict[str, Any]:
+    """Return those values of a pair that are fields of one of its bases."""
+    return {setting.name: getattr(pair, setting.name) for setting in fields(settings)}
+
+
+def _broken_requirement(setting: "Field[Any]", value: Any) -> str | None:
+    """Return what a field's value must be, if it is not."""
+    alternatives = get_args(setting.type)
+    if get_origin(setting.type) is Literal:
+        return None if value in alternatives else " or ".join(alternatives)
+    types = alternatives or (setting.type,)
+    if type(value) not in types and not (float in types and type(value) is int):
+        return " or ".join("None" if option is type(None) else option.__name__ for option in types)
+    for bound, limit in setting.metadata.items():
+        holds, words = _BOUNDS[bound]
+        if value is not None and not holds(value, limit):
+            return f"{words} {limit}"
+    return None

@@ -7,6 +7,7 @@ PacelineError                  base; never raised itself
     UnknownModelError   404
   CapacityError         503    try again later
     QueueFullError      429
+  ConfigError           start  a setting that does not exist, or a value that does not fit
   ModelError            start  this model cannot be served; the message says why
     ModelMismatchError         draft and target cannot work together
   DrafterError          inner  a drafter failure; becomes an empty draft, never reaches a client
@@ -48,6 +49,10 @@ class CapacityError(PacelineError):
 
 class QueueFullError(CapacityError):
     """The waiting queue is at its limit."""
+
+
+class ConfigError(PacelineError):
+    """A setting that does not exist, or a value outside its bounds."""
 
 
 class ModelError(PacelineError):

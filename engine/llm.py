@@ -4,24 +4,13 @@ import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from engine.config import (
-    BUNDLED_DRAFT,
-    BUNDLED_TARGET,
-    Compile,
-    Device,
-    Drafting,
-    Dtype,
-    EngineConfig,
-    ModelConfig,
-    Speculation,
-    Verification,
-)
-from engine.drafting.registry import DraftModel, choose_method
+from engine.config import BUNDLED, EngineConfig, ModelConfig, make_pair
+from engine.drafting.registry import DraftModel, choose_method, settle_drafting
 from engine.engine import Engine
 from engine.errors import RequestError
 from engine.execution.backend import Backend
@@ -79,59 +68,27 @@ class LLM:
     """A target model, with a draft model ahead of it, in this process.
 
     Args:
-        model: a transformers directory; the default is the bundled target.
-        draft_model: likewise; None decodes without speculation. "bundled" is the bundled draft, and only goes with the
-            bundled target.
-        num_speculative_tokens: draft tokens per round, at most; None leaves this and the next three to `engine_config`.
-        speculation: "adaptive" chooses their number by measured goodput, "fixed" takes them all, "off" none.
-        drafting: "auto" is "model" where there is a draft model; "none" leaves it unloaded.
-        verification: "coupled" or "rejection".
-        compile: "auto" compiles decode steps on a CPU, in the background and once per machine; "off" does not.
+        target_model: a transformers directory, a hub name in the local cache, or `bundled`.
+        draft_model: likewise; `none` decodes without a draft, `auto` takes the bundled draft for the bundled target.
         seed: requests without a seed derive theirs from it, so that a run can be repeated.
+        settings: any other field of `engine.config.PairConfig`, the same names as in `serve run`.
 
     Raises:
-        ValueError: a drafting method or a verification rule that does not exist, or a method without its draft model.
+        ConfigError: a setting that does not exist, or a value that does not fit.
         ModelError: a model that cannot be served.
         ModelMismatchError: the draft's token ids are not the target's.
     """
 
     def __init__(
-        self,
-        model: str | Path = BUNDLED_TARGET,
-        draft_model: str | Path | None = "bundled",
-        *,
-        num_speculative_tokens: int | None = None,
-        speculation: Speculation | None = None,
-        drafting: Drafting | None = None,
-        verification: Verification | None = None,
-        dtype: Dtype = "auto",
-        device: Device = "auto",
-        compile: Compile = "auto",
-        seed: int = 0,
-        engine_config: EngineConfig | None = None,
+        self, target_model: str | Path = BUNDLED, draft_model: str | Path = "auto", *, seed: int = 0, **settings: Any
     ) -> None:
-        if draft_model == "bundled":
-            draft_model = BUNDLED_DRAFT if Path(model) == BUNDLED_TARGET else None
+        pair = make_pair(target_model=target_model, draft_model=draft_model, **settings)
+        target_config = pair.target
+        draft_config, config = settle_drafting(pair)
         self._seed = seed
         self._num_requests = 0
-        config = engine_config or EngineConfig()
-        config = replace(
-            config,
-            num_speculative_tokens=config.num_speculative_tokens
-            if num_speculative_tokens is None
-            else num_speculative_tokens,
-            speculation=speculation or config.speculation,
-            drafting=drafting or config.drafting,
-            verification=verification or config.verification,
-        )
-        method = choose_method(config, has_draft_model=draft_model is not None)
-        if not method.proposes:
-            config = replace(config, num_speculative_tokens=0)
-        target_config = ModelConfig(str(model), dtype=dtype, device=device, compile=compile)
         self.tokenizer = load_tokenizer(target_config)
-        draft_config = None
-        if method.loads_model:
-            draft_config = ModelConfig(str(draft_model), dtype=dtype, device=device, compile=compile)
+        if draft_config is not None:
             check_same_vocabulary(target_config, draft_config)
         config = _with_planned_blocks(config, [target_config, *([draft_config] if draft_config else [])])
         target = _load(target_config)
@@ -144,6 +101,7 @@ class LLM:
         if draft_config is not None:
             backends.append(_load(draft_config))
             draft = DraftModel(backends[-1], target.info.vocab_size, self._grammars)
+        method = choose_method(config, has_draft_model=draft is not None)
         self.engine = Engine(
             config,
             drafter=method.make(config, draft),
@@ -236,8 +194,9 @@ def _with_planned_blocks(config: EngineConfig, models: Sequence[ModelConfig]) ->
     if config.num_blocks is not None:
         return config
     surveys = [survey(model, config) for model in models]
-    free_bytes = min(found.free_bytes for found in surveys)
-    return replace(config, num_blocks=plan_kv_blocks(free_bytes, [found.footprint for found in surveys], config))
+    footprints = [found.footprint for found in surveys]
+    num_blocks = plan_kv_blocks(surveys[0].free_bytes, footprints, config, device=surveys[0].device)
+    return replace(config, num_blocks=num_blocks)
 
 
 def run_in_process(coroutine: Coroutine[object, None, T]) -> T:

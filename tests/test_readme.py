@@ -6,15 +6,21 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from deployments.config import AppConfig
+from engine.config import PAIR_SETTINGS, PairConfig
+from tests.docstrings import field_docstrings
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
 def configuration_table():
-    """The table as the README should have it."""
+    """The table as the README should have it: the pair's settings first, as arguments like all others."""
     rows = ["| argument | default | meaning |", "|---|---|---|"]
+    for name, meaning in field_docstrings(PairConfig).items():
+        rows.append(f"| `{name}` | `{PAIR_SETTINGS[name].default}` | {meaning} |")
     for name, field in AppConfig.model_fields.items():
+        if name == "pair":
+            continue
         default = field.default
         shown = "see `config.py`" if isinstance(default, BaseModel) else f"`{default}`"
         rows.append(f"| `{name}` | {shown} | {' '.join((field.description or '').split())} |")
@@ -26,6 +32,7 @@ def test_the_configuration_table_is_the_codes():
 
 
 def test_every_argument_is_described():
+    assert field_docstrings(PairConfig).keys() == PAIR_SETTINGS.keys()
     assert all(field.description for field in AppConfig.model_fields.values())
 
 

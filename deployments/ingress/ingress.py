@@ -128,7 +128,7 @@ class Ingress:
             object="model",
             created=self._started,
             owned_by="paceline",
-            root=self.config.target_path,
+            root=self.config.pair.target.path,
             max_model_len=(await self._describe()).limits.max_model_len,
         )
         return r.ModelList(object="list", data=[card])

@@ -1,14 +1,12 @@
 """Router: owns the sequences, runs the engine over its own speculation group, streams what is committed."""
 
 import logging
-import os
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from prometheus_client import Metric
 
-from cluster.cores import home_core
 from cluster.group import SpeculationGroup
 from deployments.autoscaling import NUM_REQUESTS
 from deployments.config import AppConfig, group_config
@@ -46,10 +44,9 @@ class Router:
         """
         settings = group_config(config)
         started = time.monotonic()
-        logger.info("loading the target %s and the draft %s", config.target_path, config.draft_path or "(none)")
+        draft = settings.draft.path if settings.draft else "(none)"
+        logger.info("loading the target %s and the draft %s", settings.target.path, draft)
         self._group = await SpeculationGroup.start(settings)
-        if config.pinning == "on" and (core := home_core()) is not None:
-            os.sched_setaffinity(0, {core})  # of this thread, which runs the rounds
         target = self._group.target_info
         self._engine = Engine(
             settings.engine,

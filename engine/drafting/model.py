@@ -25,7 +25,7 @@ from engine.sampling.grammar import Grammars, matcher_of
 from engine.sampling.logits import Run, draw, needs_shaping, noised, plan_draws, shape
 from engine.sampling.noise import Draws
 from engine.sampling.params import SamplingParams
-from engine.verification.rule import find_rule
+from engine.verification.rule import RULES
 
 TOP_M = 32
 """Under the rejection rule the drafter samples from its m likeliest tokens only, so that a sparse row can travel."""
@@ -67,7 +67,7 @@ class ModelDrafter:
         num_blocks = config.num_blocks + 1
         self._pool = BlockPool(num_blocks, config.block_size, share=False)
         self._kv = backend.allocate_kv(num_blocks, config.block_size)
-        self._sends_rows = find_rule(config.verification).needs_draft_rows
+        self._sends_rows = RULES[config.verification].needs_draft_rows
         self._ranks = ranks
         self._chunk = config.max_num_batched_tokens
         self._prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()

@@ -5,10 +5,11 @@ imports the method's file when it is called: the Router asks where a method runs
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelConfig, PairConfig
+from engine.errors import ConfigError
 from engine.protocols import Drafter, NoDrafter
 
 if TYPE_CHECKING:
@@ -75,15 +76,24 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
     "auto" takes a draft model where there is one. With "none", a draft model is left unloaded.
 
     Raises:
-        ValueError: an unknown name, or a method that needs a draft model where there is none.
+        ConfigError: the method needs a draft model, and there is none.
     """
     name = config.drafting
     if name == "auto":
         name = "model" if has_draft_model else "none"
-    if name not in METHODS:
-        raise ValueError(f"drafting is {name!r}; the methods are: auto, {', '.join(METHODS)}")
     if config.num_speculative_tokens == 0 or config.speculation == "off":
         return METHODS["none"]
     if METHODS[name].loads_model and not has_draft_model:
-        raise ValueError(f"drafting is {name!r}, which needs a draft_model, and there is none")
+        raise ConfigError(f"drafting is {name!r}, which needs a draft_model, and there is none")
     return METHODS[name]
+
+
+def settle_drafting(pair: PairConfig) -> tuple[ModelConfig | None, EngineConfig]:
+    """Return the draft model to load, if any, and the engine's settings, which reserve nothing for drafts never made.
+
+    Raises:
+        ConfigError: the method needs a draft model, and there is none.
+    """
+    method = choose_method(pair.engine, has_draft_model=pair.draft is not None)
+    engine = pair.engine if method.proposes else replace(pair.engine, num_speculative_tokens=0)
+    return (pair.draft if method.loads_model else None), engine

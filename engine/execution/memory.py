@@ -12,6 +12,10 @@ from dataclasses import dataclass
 from engine.config import EngineConfig
 from engine.errors import ModelError
 
+GPU_FRACTION = 0.9
+CPU_FRACTION = 0.5
+"""Shares of the memory left for KV blocks by default; other processes want a CPU's memory, too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
@@ -46,11 +50,12 @@ class Survey:
     footprint: Footprint
 
 
-def plan_kv_blocks(free_bytes: int, workers: Sequence[Footprint], config: EngineConfig) -> int:
+def plan_kv_blocks(free_bytes: int, workers: Sequence[Footprint], config: EngineConfig, *, device: str) -> int:
     """Return the KV blocks that each worker on a device can have, block 0 aside; a pure function.
 
     Args:
         free_bytes: of the device, before any of the workers has loaded.
+        device: names the device; "cpu" is the node's own memory.
         workers: everything that will be loaded on it: the target's ranks, and the draft if it is there.
 
     Raises:
@@ -60,7 +65,8 @@ def plan_kv_blocks(free_bytes: int, workers: Sequence[Footprint], config: Engine
         return config.num_blocks
     weights = sum(worker.weight_bytes for worker in workers)
     workspace = sum(worker.workspace_bytes for worker in workers)
-    budget = int((free_bytes - weights - workspace) * config.memory_fraction)
+    fraction = config.memory_fraction or (CPU_FRACTION if device == "cpu" else GPU_FRACTION)
+    budget = int((free_bytes - weights - workspace) * fraction)
     length = min(worker.max_model_len for worker in workers) + config.num_speculative_tokens
     blocks_per_request = -(-length // config.block_size)
     block_bytes = config.block_size * sum(worker.kv_token_bytes for worker in workers)
@@ -69,7 +75,7 @@ def plan_kv_blocks(free_bytes: int, workers: Sequence[Footprint], config: Engine
         names = " and ".join(dict.fromkeys(worker.name for worker in workers))
         raise ModelError(
             f"{names}: {_gib(free_bytes)} are free; weights take {_gib(weights)}, a pass {_gib(workspace)}, and of the "
-            f"rest memory_fraction {config.memory_fraction:g} leaves {_gib(max(budget, 0))} for KV blocks, but one "
+            f"rest memory_fraction {fraction:g} leaves {_gib(max(budget, 0))} for KV blocks, but one "
             f"request of {length:,} tokens needs {_gib(blocks_per_request * block_bytes)}; lower max_model_len or "
             "max_num_batched_tokens, or raise memory_fraction"
         )

@@ -47,14 +47,3 @@ RULES: Mapping[str, Rule] = {
     "coupled": Coupled(),
     "rejection": Rejection(),
 }
-
-
-def find_rule(name: str) -> Rule:
-    """Return the rule of this name.
-
-    Raises:
-        ValueError: there is none; the message lists the names.
-    """
-    if name not in RULES:
-        raise ValueError(f"verification is {name!r}; the rules are: {', '.join(RULES)}")
-    return RULES[name]

@@ -12,7 +12,7 @@ from engine.execution.batch import ForwardBatch, ForwardRow, build, depths
 from engine.protocols import Draft, TokenLogprobs, Verdict, VerifyRow
 from engine.sampling.grammar import Grammars, Matcher, matcher_of
 from engine.sampling.logits import Run, plan_draws
-from engine.verification.rule import find_rule
+from engine.verification.rule import RULES
 
 
 class ModelVerifier:
@@ -30,7 +30,7 @@ class ModelVerifier:
         self._grammars = grammars
         self.num_blocks = config.num_blocks + 1
         self._kv = backend.allocate_kv(self.num_blocks, config.block_size)
-        self._rule = find_rule(config.verification)
+        self._rule = RULES[config.verification]
         self._end_ids = tuple(backend.info.eos_token_ids)
 
     async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:

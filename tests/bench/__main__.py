@@ -29,7 +29,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from engine.llm import BUNDLED_DRAFT, BUNDLED_TARGET
+from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
 from engine.models.causal_lm import resolve_device
 from tests.bench import simulate
 from tests.bench.bandwidth import bandwidth

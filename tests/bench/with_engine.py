@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.config import EngineConfig, Speculation
+from engine.config import Speculation
 from engine.engine import Engine
 from engine.llm import LLM, run_in_process
 from engine.protocols import Draft, Drafter, ProposeRow, Verdict, Verifier, VerifyRow
@@ -81,13 +81,13 @@ def load(workload: Workload, num_speculative_tokens: int, speculation: Speculati
     """Load the engine; it may not keep a prompt's keys and values for the next time, since transformers does not."""
     return LLM(
         workload.target,
-        workload.draft if num_speculative_tokens else None,
+        workload.draft,
         num_speculative_tokens=num_speculative_tokens,
         speculation=speculation,
         dtype=workload.dtype,
         device=workload.device,
         compile=workload.compile,
-        engine_config=EngineConfig(enable_prefix_caching=False),
+        enable_prefix_caching=False,
     )
 
 

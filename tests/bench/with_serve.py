@@ -33,7 +33,6 @@ ENVIRONMENT = {
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.ingress.proxy:middlewares",
     "RAY_SERVE_PROXY_USE_GRPC": "1",
 }
-PINNING = "on" if len(os.sched_getaffinity(0)) == 2 else "off"
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 120.0
@@ -219,8 +218,7 @@ class ServeMethod:
             "speculation": speculation,
             "run_ahead": run_ahead,
         }
-        pinning = "off" if is_pinned or workload.device == "cuda" else PINNING
-        self._server = Server(workload, arguments | {"pinning": pinning} | ({"num_threads": 1} if is_pinned else {}))
+        self._server = Server(workload, arguments | ({"num_threads": 1} if is_pinned else {}))
         self._runner = asyncio.Runner()
         if is_pinned:
             try:

@@ -1,8 +1,10 @@
 """What a group asks Ray for."""
 
+import os
 from dataclasses import replace
 
 import pytest
+import ray
 from ray import PlacementGroupID
 from ray.util.placement_group import PlacementGroup
 
@@ -12,6 +14,7 @@ from cluster.placement import (
     Bundle,
     PlacementError,
     actor_options,
+    count_cores,
     placement_bundles,
     settle,
     target_bundle,
@@ -172,3 +175,16 @@ def test_a_number_of_threads_from_the_configuration_is_taken():
 def test_a_target_without_a_draft_has_all_cores():
     config = replace(AUTO, draft=None)
     assert settle(config, placement_bundles(config, num_gpus=0), num_cores=8).target.num_threads == 8
+
+
+@pytest.mark.parametrize(
+    ("node", "resources", "expected"),
+    [("a", {"CPU": 2.0}, 2), ("a", {"CPU": 64.0}, 4), ("a", {"CPU": 0.5}, 1), ("a", {}, 4), ("b", {"CPU": 2.0}, 4)],
+)
+def test_cores_are_those_that_both_ray_and_the_system_allow(node, resources, expected, monkeypatch):
+    monkeypatch.setattr(ray, "nodes", lambda: [{"NodeID": "a", "Resources": resources}])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 2, 5, 7}, raising=False)
+    assert count_cores(node) == expected
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    assert count_cores(node) == expected

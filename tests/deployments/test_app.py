@@ -99,7 +99,7 @@ def client(url):
 @pytest.fixture(scope="module")
 def expected(pair):
     """What the target alone writes, in this process."""
-    llm = LLM(pair[0], None, dtype="float32", compile="off")
+    llm = LLM(pair[0], "none", dtype="float32", compile="off")
 
     def text(**params):
         return llm.generate([PROMPT], SamplingParams(**params))[0].outputs[0].text

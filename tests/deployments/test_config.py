@@ -3,8 +3,9 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from cluster.config import GroupConfig
 from deployments.config import AppConfig, ArgumentError, Autoscaling, Limits, api_keys, group_config
-from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
+from engine.config import PAIR_SETTINGS, PairConfig, make_pair
 
 
 @pytest.mark.parametrize("model", [AppConfig, Limits, Autoscaling])
@@ -24,13 +25,14 @@ def test_flat_strings_are_enough() -> None:
             "limits": '{"max_n": 2}',
         }
     )
-    assert (config.tensor_parallel_size, config.memory_fraction, config.enable_prefix_caching) == (2, 0.25, False)
-    assert (config.num_blocks, config.limits.max_n, config.model_name) == (None, 2, "big")
+    pair = config.pair
+    assert (config.tensor_parallel_size, pair.memory_fraction, pair.enable_prefix_caching) == (2, 0.25, False)
+    assert (pair.num_blocks, config.limits.max_n, config.model_name) == (None, 2, "big")
 
 
 def test_typed_nested_values_are_taken_as_they_are() -> None:
     config = AppConfig.model_validate({"autoscaling": {"max_replicas": 3}, "api_keys": ["a"], "num_blocks": 7})
-    assert (config.autoscaling.max_replicas, config.num_blocks, api_keys(config)) == (3, 7, ("a",))
+    assert (config.autoscaling.max_replicas, config.pair.num_blocks, api_keys(config)) == (3, 7, ("a",))
 
 
 @pytest.mark.parametrize(
@@ -40,10 +42,13 @@ def test_typed_nested_values_are_taken_as_they_are() -> None:
         ({"zzz": "4"}, "unknown argument zzz"),
         ({"num_speculative_tokens": "many"}, "num_speculative_tokens is 'many'"),
         ({"verification": "exact"}, "verification is 'exact'"),
-        ({"drafting": "ngrm"}, "drafting is 'ngrm': Input should be 'auto', 'none' or 'model'"),
-        ({"drafting": "model", "draft_model": "none"}, "drafting is 'model', which needs a draft_model"),
-        ({"drafting": "model", "target_model": "/big"}, "drafting is 'model', which needs a draft_model"),
         ({"tensor_parallel_size": "0"}, "tensor_parallel_size is '0'"),
+        ({"block_size": "0"}, "block_size is '0'"),
+        ({"memory_fraction": 1.5}, "memory_fraction is 1.5: Input should be less than or equal to 1"),
+        ({"pinning": "on"}, "unknown argument pinning"),
+        ({"drafting": "model", "draft_model": "none"}, "drafting is 'model', which needs a draft_model"),
+        ({"pair": {"block_size": 8}}, "unknown argument pair"),
+        ({"pair.block_size": 8}, "unknown argument pair.block_size; did you mean block_size?"),
         ({"limits": {"max_m": 1}}, "unknown argument limits.max_m"),
         ({"limits": "{"}, "limits is '{'"),
     ],
@@ -55,30 +60,21 @@ def test_a_wrong_argument_is_named_in_one_line(arguments: dict[str, object], mes
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "target", "draft"),
-    [
-        ({}, str(BUNDLED_TARGET), str(BUNDLED_DRAFT)),
-        ({"draft_model": "none"}, str(BUNDLED_TARGET), None),
-        ({"num_speculative_tokens": 0}, str(BUNDLED_TARGET), None),
-        ({"speculation": "off"}, str(BUNDLED_TARGET), None),
-        ({"drafting": "none"}, str(BUNDLED_TARGET), None),
-        ({"drafting": "model"}, str(BUNDLED_TARGET), str(BUNDLED_DRAFT)),
-        ({"drafting": "model", "draft_model": "none", "speculation": "off"}, str(BUNDLED_TARGET), None),
-        ({"target_model": "/big", "draft_model": "/small", "drafting": "none"}, "/big", None),
-        ({"target_model": "/big"}, "/big", None),
-        ({"target_model": "/big", "draft_model": "/small"}, "/big", "/small"),
-    ],
-)
-def test_which_models_are_loaded(arguments: dict[str, object], target: str, draft: str | None) -> None:
-    config = group_config(AppConfig.model_validate(arguments))
-    assert config.target.path == target
-    assert (config.draft and config.draft.path) == draft
-    assert (config.engine.num_speculative_tokens == 0) == (draft is None)
+def test_a_group_is_what_the_defaults_say_when_nothing_is_set() -> None:
+    pair = PairConfig()
+    assert group_config(AppConfig()) == GroupConfig(pair.target, pair.draft, pair.engine)
 
 
-def test_every_engine_setting_reaches_the_group() -> None:
-    wanted = {
+def test_every_setting_of_the_pair_is_an_argument_and_reaches_the_group() -> None:
+    settings = {
+        "target_model": "/big",
+        "draft_model": "/small",
+        "target_revision": "one",
+        "draft_revision": "two",
+        "dtype": "float16",
+        "device": "cpu",
+        "compile": "off",
+        "num_threads": 3,
         "num_speculative_tokens": 3,
         "speculation": "fixed",
         "drafting": "model",
@@ -92,8 +88,42 @@ def test_every_engine_setting_reaches_the_group() -> None:
         "memory_fraction": 0.125,
         "enable_prefix_caching": False,
     }
-    engine = group_config(AppConfig.model_validate(wanted)).engine
-    assert {name: getattr(engine, name) for name in wanted} == wanted
+    assert settings.keys() == PAIR_SETTINGS.keys()
+    pair = make_pair(**settings)
+    for arguments in (settings, {name: str(value) for name, value in settings.items()}):
+        config = AppConfig.model_validate(arguments)
+        assert config.pair == pair
+        group = group_config(config)
+        assert (group.target, group.draft, group.engine) == (pair.target, pair.draft, pair.engine)
+
+
+def test_none_on_the_command_line_is_none_where_a_setting_may_be_none_and_a_word_elsewhere() -> None:
+    optional = {name: "none" for name, setting in PAIR_SETTINGS.items() if setting.default is None}
+    assert set(optional) == {
+        "target_revision",
+        "draft_revision",
+        "num_threads",
+        "max_model_len",
+        "num_blocks",
+        "memory_fraction",
+    }
+    pair = AppConfig.model_validate(optional | {"draft_model": "none"}).pair
+    assert {getattr(pair, name) for name in optional} == {None}
+    assert (pair.draft_model, pair.draft) == ("none", None)
+
+
+def test_every_setting_of_a_group_that_an_argument_names_reaches_it() -> None:
+    settings = {
+        "tensor_parallel_size": 2,
+        "target_accelerator_type": "H100",
+        "draft_accelerator_type": "L4",
+        "run_ahead": "on",
+        "draft_timeout_s": 2.0,
+        "verify_timeout_s": 3.0,
+        "start_timeout_s": 4.0,
+    }
+    group = group_config(AppConfig.model_validate(settings))
+    assert {name: getattr(group, name) for name in settings} == settings
 
 
 def test_keys_come_from_everywhere_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,19 +140,3 @@ def test_a_key_file_that_is_of_no_use_is_refused(tmp_path: Path, content: str | 
         (tmp_path / "keys").write_text(content)
     with pytest.raises(ArgumentError, match="key"):
         api_keys(AppConfig.model_validate({"api_key_file": str(tmp_path / "keys")}))
-
-
-@pytest.mark.parametrize("arguments", [{"run_ahead": "on"}, {"tensor_parallel_size": 2}, {"device": "cuda"}])
-def test_one_core_is_refused_to_what_computes_at_once(arguments):
-    assert group_config(AppConfig.model_validate({"pinning": "on"})).target.pinned
-    with pytest.raises(ArgumentError, match="pinning is on"):
-        AppConfig.model_validate({"pinning": "on", **arguments})
-
-
-def test_draft_and_target_may_ask_for_gpus_of_different_types() -> None:
-    group = group_config(
-        AppConfig.model_validate({"target_accelerator_type": "H100", "draft_accelerator_type": "none"})
-    )
-    assert (group.target_accelerator_type, group.draft_accelerator_type) == ("H100", None)
-    group = group_config(AppConfig.model_validate({"draft_accelerator_type": "L4"}))
-    assert (group.target_accelerator_type, group.draft_accelerator_type) == (None, "L4")

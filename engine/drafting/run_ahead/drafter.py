@@ -28,7 +28,7 @@ from engine.execution.backend import Backend
 from engine.protocols import Draft, ProposeRow
 from engine.sampling.grammar import Grammars
 from engine.stats import RunAheadStats
-from engine.verification.rule import find_rule
+from engine.verification.rule import RULES
 
 _MAX_SCORES_BYTES = 1 << 28
 """Memory for a round's scores; if they would need more, only the highest of each row are kept."""
@@ -67,7 +67,7 @@ class RunAheadDrafter(ModelDrafter):
         super().__init__(backend, config, token_limit=token_limit, ranks=True, grammars=grammars)
         self.stats = RunAheadStats()
         self._depth = max(1, config.num_speculative_tokens)
-        self._foresight = Foresight(self._depth, shares_noise=find_rule(config.verification).shares_noise)
+        self._foresight = Foresight(self._depth, shares_noise=RULES[config.verification].shares_noise)
         self._trunks: dict[str, Trunk] = {}
         self._branches: Branches | None = None
         self._work: Generator[None, None, None] | None = None

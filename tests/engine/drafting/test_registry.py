@@ -4,10 +4,11 @@ from typing import get_args
 
 import pytest
 
-from engine.config import Drafting, EngineConfig
+from engine.config import Drafting, EngineConfig, PairConfig
 from engine.drafting.model import ModelDrafter
-from engine.drafting.registry import METHODS, DraftModel, choose_method
+from engine.drafting.registry import METHODS, DraftModel, choose_method, settle_drafting
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.errors import ConfigError
 from engine.llm import LLM, run_in_process
 from engine.protocols import NO_DRAFT, ProposeRow, Request
 from engine.sampling.params import SamplingParams
@@ -37,19 +38,36 @@ def test_a_configuration_chooses_one_method(settings, has_draft_model, expected)
 
 
 def test_a_method_without_its_draft_model_is_refused():
-    with pytest.raises(ValueError, match="drafting is 'model', which needs a draft_model"):
+    with pytest.raises(ConfigError, match="drafting is 'model', which needs a draft_model"):
         choose_method(EngineConfig(drafting="model"), has_draft_model=False)
 
 
-@pytest.mark.parametrize("speculation", ["adaptive", "off"])
-def test_an_unknown_method_is_refused_with_the_known_ones(speculation):
-    with pytest.raises(ValueError, match="drafting is 'ngrm'; the methods are: auto, none, model"):
-        choose_method(EngineConfig(drafting="ngrm", speculation=speculation), has_draft_model=True)
+def test_an_unknown_method_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="drafting is 'ngrm'; it must be auto or none or model"):
+        EngineConfig(drafting="ngrm")
+
+
+@pytest.mark.parametrize(
+    ("settings", "draft", "num_speculative_tokens"),
+    [
+        ({"draft_model": "/small"}, "/small", 4),
+        ({"draft_model": "none"}, None, 0),
+        ({"draft_model": "/small", "drafting": "none"}, None, 0),
+        ({"draft_model": "/small", "num_speculative_tokens": 0}, None, 0),
+        ({"draft_model": "/small", "speculation": "off"}, None, 0),
+        ({"target_model": "/big"}, None, 0),
+    ],
+)
+def test_only_a_method_that_uses_the_draft_model_loads_it(settings, draft, num_speculative_tokens):
+    """And where nothing is drafted, no room is reserved for drafts."""
+    config, engine = settle_drafting(PairConfig(**settings))
+    assert (config and config.path) == draft
+    assert engine.num_speculative_tokens == num_speculative_tokens
 
 
 def test_an_llm_refuses_a_method_before_it_loads_anything():
-    with pytest.raises(ValueError, match="needs a draft_model"):
-        LLM("/nowhere", None, drafting="model")
+    with pytest.raises(ConfigError, match="needs a draft_model"):
+        LLM("/nowhere", "none", drafting="model")
 
 
 def test_a_draft_model_is_used_in_the_draft_worker_only():

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, Verification
+from engine.errors import ConfigError
 from engine.protocols import Request, chain
 from engine.sampling.logits import Run, draw
 from engine.sampling.params import SamplingParams
-from engine.verification.rule import RULES, find_rule
+from engine.verification.rule import RULES
 
 VOCAB = 6
 
@@ -33,15 +34,15 @@ def test_the_configuration_offers_the_rules_of_the_registry():
 
 
 def test_an_unknown_rule_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'greedy'; the rules are: coupled, rejection"):
-        find_rule("greedy")
+    with pytest.raises(ConfigError, match="verification is 'greedy'; it must be coupled or rejection"):
+        EngineConfig(verification="greedy")
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_every_rule_decides_each_request_of_a_batch_by_its_own_rows(name):
     logits = rows(3, 4, 5, 2, 1)
     drafts = [chain([3, 4]), chain([5])]
-    assert decide(find_rule(name), logits, drafts) == [([3, 4, 5], [0, 1]), ([2], [])]
+    assert decide(RULES[name], logits, drafts) == [([3, 4, 5], [0, 1]), ([2], [])]
 
 
 @pytest.mark.parametrize("name", [name for name in RULES if not RULES[name].needs_draft_rows])
@@ -50,7 +51,7 @@ def test_a_rule_that_needs_no_draft_rows_ignores_them(name, temperature):
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     bare = chain([3, 4])
     with_rows = type(bare)(bare.token_ids, bare.parents, [[3, 1], [4, 2]], [[0.5, 0.5], [0.9, 0.1]])
-    rule = find_rule(name)
+    rule = RULES[name]
     assert decide(rule, logits, [bare], temperature=temperature) == decide(
         rule, logits, [with_rows], temperature=temperature
     )
@@ -59,7 +60,7 @@ def test_a_rule_that_needs_no_draft_rows_ignores_them(name, temperature):
 @pytest.mark.parametrize("name", [name for name in RULES if RULES[name].shares_noise])
 def test_a_rule_that_shares_noise_commits_what_the_draft_draws_from_the_same_logits(name):
     """So a draft from the target itself is accepted whole, and the token after it is foreseen."""
-    rule, logits = find_rule(name), torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2))
+    rule, logits = RULES[name], torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2))
     run = Run(Request("0", [1, 2], 1, SamplingParams(temperature=1.0, seed=7)), [0, 1, 2, 3])
     drawn = draw(logits, [run]).tolist()
     assert decide(rule, logits, [chain(drawn[:3])], temperature=1.0) == [(drawn, [0, 1, 2])]
@@ -68,4 +69,4 @@ def test_a_rule_that_shares_noise_commits_what_the_draft_draws_from_the_same_log
 @pytest.mark.parametrize("name", [name for name in RULES if RULES[name].shares_noise])
 def test_tokens_that_the_pass_drew_are_taken_as_they_are(name):
     logits = rows(3, 4, 5)
-    assert decide(find_rule(name), logits, [chain([0, 1])], drawn=[0, 1, 2]) == [([0, 1, 2], [0, 1])]
+    assert decide(RULES[name], logits, [chain([0, 1])], drawn=[0, 1, 2]) == [([0, 1, 2], [0, 1])]

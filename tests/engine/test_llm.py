@@ -1,0 +1,121 @@
+"""LLM: the settings it takes, the prompts it continues, the requests it refuses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine import LLM, SamplingParams
+from engine.errors import ConfigError, RequestError
+from engine.protocols import NoDrafter
+from engine.sampling.grammar import from_regex
+from tests.cluster.models import save_llama
+
+PARAMS = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    target = save_llama(tmp_path_factory.mktemp("target"), seed=1)
+    return target, save_llama(tmp_path_factory.mktemp("draft"), seed=1, noise=0.1)
+
+
+def make_llm(target: Path, draft: Path | str = "none", **settings: Any) -> LLM:
+    return LLM(target, draft, **({"dtype": "float32", "device": "cpu", "compile": "off", "num_threads": 1} | settings))
+
+
+@pytest.fixture(scope="module")
+def llm(models: tuple[Path, Path]) -> LLM:
+    return make_llm(*models, speculation="fixed", max_queued_requests=2, max_num_seqs=2, num_blocks=64)
+
+
+def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAMS) -> list[list[list[int]]]:
+    return [[output.token_ids for output in result.outputs] for result in llm.generate(prompts, params)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"num_spec_tokens": 4}, "unknown argument num_spec_tokens; did you mean num_speculative_tokens?"),
+        ({"tensor_parallel_size": 2}, "unknown argument tensor_parallel_size"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be at least 1"),
+        ({"draft_model": None}, "draft_model is None; it must be str"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_refused_before_anything_loads(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM("/nowhere", **settings)
+    assert str(caught.value) == message
+
+
+def test_every_setting_of_the_engine_arrives(llm: LLM) -> None:
+    assert (llm.engine.config.max_queued_requests, llm.engine.config.max_num_seqs, llm.engine.num_blocks) == (2, 2, 64)
+
+
+def test_the_number_of_threads_is_the_one_that_was_set(models: tuple[Path, Path]) -> None:
+    torch.set_num_threads(2)
+    try:
+        make_llm(models[0], num_threads=1, num_blocks=64)
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("draft", "speculation"), [("none", "fixed"), ("auto", "fixed"), ("its path", "off")])
+def test_without_a_draft_there_is_no_drafter_and_the_text_is_the_same(
+    llm: LLM, models: tuple[Path, Path], draft: str, speculation: str
+) -> None:
+    path = models[1] if draft == "its path" else draft
+    plain = make_llm(models[0], path, speculation=speculation, num_blocks=64)
+    assert isinstance(plain.engine.drafter, NoDrafter)
+    assert token_ids(plain, [[2, 3, 4]]) == token_ids(llm, [[2, 3, 4]])
+    assert llm.stats.num_draft_tokens > 0
+
+
+def test_more_prompts_than_the_queue_takes_are_all_continued(llm: LLM) -> None:
+    prompts = [[2 + i, 3, 4] for i in range(7)]
+    together = token_ids(llm, prompts)
+    assert together == [token_ids(llm, [prompt])[0] for prompt in prompts]
+    assert not llm.engine.has_work
+
+
+def test_a_prompt_has_n_continuations_with_seeds_of_their_own(llm: LLM) -> None:
+    (several,) = token_ids(llm, [[2, 3]], SamplingParams(max_tokens=6, seed=3, n=3, ignore_eos=True))
+    for index, output in enumerate(several):
+        (alone,) = token_ids(llm, [[2, 3]], SamplingParams(max_tokens=6, seed=3 + index, ignore_eos=True))
+        assert alone == [output]
+
+
+def test_text_is_tokenized_and_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (1, 5)]
+    results = llm.generate(["t2", "t5"], params)
+    assert [result.prompt_token_ids for result in results] == [[2], [5]]
+    assert [len(result.outputs[0].token_ids) for result in results] == [1, 5]
+    assert [result.outputs[0].finish_reason for result in results] == ["length", "length"]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params"),
+    [
+        ([[2], [3]], [PARAMS]),
+        ([[2], []], PARAMS),
+        ([[2], [3]], [PARAMS, SamplingParams(grammar=from_regex("(a"))]),
+    ],
+)
+def test_after_a_refusal_nothing_is_left_in_the_engine(
+    llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+) -> None:
+    with pytest.raises(RequestError):
+        llm.generate(prompts, params)
+    assert not llm.engine.has_work
+
+
+def test_requests_without_a_seed_derive_theirs_from_the_llms(models: tuple[Path, Path]) -> None:
+    unseeded = SamplingParams(max_tokens=8, ignore_eos=True)
+    first, same, other = (
+        token_ids(make_llm(models[0], seed=seed, num_blocks=64), [[2], [2]], unseeded) for seed in (0, 0, 50)
+    )
+    assert first == same
+    assert first != other
+    assert first[0] != first[1]

@@ -29,14 +29,14 @@ class Channel(MessageLink):
         endpoint: Endpoint,
         credentials: Credentials,
         *,
-        is_near: bool,
+        is_same_node: bool,
         version: int,
         on_break: OnBreak | None = None,
     ) -> None:
         """Begin to connect.
 
         Args:
-            is_near: the worker is on this node, so its Unix socket can be used.
+            is_same_node: the worker is on this node, so its Unix socket can be used.
         """
         super().__init__(version, on_break)
         self._endpoint = endpoint
@@ -44,7 +44,7 @@ class Channel(MessageLink):
         self._connection: _Connection | None = None
         self._is_settled = asyncio.Event()  # connected, or closed
         self._last_error: OSError | None = None
-        path = endpoint.path if is_near else ""
+        path = endpoint.path if is_same_node else ""
         self._connecting = asyncio.create_task(self._connect(path), name="connecting to a worker")
 
     def close(self, reason: str = "the link was closed") -> None:

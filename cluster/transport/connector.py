@@ -25,5 +25,5 @@ class Connector:
 
     def connect(self, endpoint: Endpoint, *, version: int, on_break: OnBreak | None = None) -> Link:
         """Return a link to a worker; it connects in the background."""
-        is_near = endpoint.node_id == self._node_id
-        return Channel(endpoint, self._credentials, is_near=is_near, version=version, on_break=on_break)
+        is_same_node = endpoint.node_id == self._node_id
+        return Channel(endpoint, self._credentials, is_same_node=is_same_node, version=version, on_break=on_break)

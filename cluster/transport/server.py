@@ -93,7 +93,7 @@ class SocketServer:
         reply = answer(request)
         seconds = time.monotonic() - started
         if seconds > request.deadline_s:
-            logger.debug("Dropped a reply, late: %.3f s after its request of %g s", seconds, request.deadline_s)
+            logger.debug("Dropped a reply, overdue: %.3f s after its request of %g s", seconds, request.deadline_s)
         elif reply is not None:
             self._send(encode(reply))
 

@@ -1,13 +1,16 @@
-"""A server in a thread, and channels to it, for the tests of both ends of a connection."""
+"""A server in a thread, channels to it, and a raw peer, for the tests of both ends of a connection."""
 
+import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
 
 from cluster.protocol.messages import AnyReply, AnyRequest, Ping, Pong
 from cluster.transport.channel import Channel
-from cluster.transport.credentials import Credentials
+from cluster.transport.credentials import Credentials, make_credentials, tls_context
 from cluster.transport.endpoint import Endpoint
+from cluster.transport.frames import FrameReader
 from cluster.transport.protocol import OnBreak
 from cluster.transport.server import SocketServer
 
@@ -43,10 +46,43 @@ def serving(
 
 @contextlib.contextmanager
 def connected(
-    endpoint: Endpoint, credentials: Credentials, *, is_near: bool = True, on_break: OnBreak | None = None
+    endpoint: Endpoint, credentials: Credentials, *, is_same_node: bool = True, on_break: OnBreak | None = None
 ) -> Iterator[Channel]:
-    channel = Channel(endpoint, credentials, is_near=is_near, version=1, on_break=on_break)
+    channel = Channel(endpoint, credentials, is_same_node=is_same_node, version=1, on_break=on_break)
     try:
         yield channel
     finally:
         channel.close()
+
+
+@contextlib.asynccontextmanager
+async def raw_peer(
+    credentials: Credentials, folder: Path
+) -> AsyncIterator[tuple[Endpoint, "asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]]"]]:
+    """A worker that does what the test says; its connections are put into the queue."""
+    connections: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.put_nowait((reader, writer))
+
+    peer_credentials = make_credentials()
+    path = folder / "peer.sock"
+    unix_server = await asyncio.start_unix_server(accept, path)
+    tcp_server = await asyncio.start_server(
+        accept, "127.0.0.1", ssl=tls_context(peer_credentials, credentials.certificate, is_server=True)
+    )
+    try:
+        yield (
+            Endpoint(NODE_ID, str(path), *tcp_server.sockets[0].getsockname(), peer_credentials.certificate),
+            connections,
+        )
+    finally:
+        unix_server.close()
+        tcp_server.close()
+
+
+async def read_one(reader: asyncio.StreamReader) -> bytes:
+    frames = FrameReader()
+    while not (payloads := frames.feed(await reader.read(1000))):
+        pass
+    return payloads[0]

@@ -1,4 +1,4 @@
-"""Real sockets: deadlines, connections that break, and replies that nobody waits for."""
+"""Real sockets: deadlines, connections that break, and replies that no call waits for."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import json
 import socket
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,13 +15,13 @@ from cluster.protocol.messages import AnyReply, AnyRequest, Pong, PrefixMissing,
 from cluster.transport import channel as channel_module
 from cluster.transport import frames as frames_module
 from cluster.transport.channel import Channel
-from cluster.transport.credentials import Credentials, make_credentials, tls_context
+from cluster.transport.credentials import Credentials, make_credentials
 from cluster.transport.endpoint import Endpoint
 from cluster.transport.errors import ConnectionLostError, DeadlineError, PeerGoneError
 from cluster.transport.frames import FrameReader, frame
-from tests.cluster.wire import NODE_ID, connected, ping, serving
+from tests.cluster.wire import connected, ping, raw_peer, read_one, serving
 
-NEAR_AND_FAR = pytest.mark.parametrize("is_near", [True, False], ids=["same node", "other node"])
+ON_SAME_AND_OTHER_NODE = pytest.mark.parametrize("is_same_node", [True, False], ids=["same node", "other node"])
 Dropped = Callable[[], Counter[str]]
 
 
@@ -30,11 +30,11 @@ def credentials() -> Credentials:
     return make_credentials()
 
 
-@NEAR_AND_FAR
-async def test_calls_are_answered(credentials: Credentials, is_near: bool, dropped: Dropped) -> None:
+@ON_SAME_AND_OTHER_NODE
+async def test_calls_are_answered(credentials: Credentials, is_same_node: bool, dropped: Dropped) -> None:
     with (
         serving(credentials) as server,
-        connected(server.endpoint, credentials, is_near=is_near) as channel,
+        connected(server.endpoint, credentials, is_same_node=is_same_node) as channel,
     ):
         for number in range(1, 50):
             assert (await channel.call(ping(number))).round == number
@@ -43,17 +43,17 @@ async def test_calls_are_answered(credentials: Credentials, is_near: bool, dropp
         assert not dropped()
 
 
-@NEAR_AND_FAR
+@ON_SAME_AND_OTHER_NODE
 def test_calls_are_answered_on_the_event_loop_that_ray_uses(
-    credentials: Credentials, is_near: bool, dropped: Dropped
+    credentials: Credentials, is_same_node: bool, dropped: Dropped
 ) -> None:
     uvloop = pytest.importorskip("uvloop")
     with contextlib.closing(uvloop.new_event_loop()) as loop:
-        loop.run_until_complete(test_calls_are_answered(credentials, is_near, dropped))
+        loop.run_until_complete(test_calls_are_answered(credentials, is_same_node, dropped))
 
 
-@NEAR_AND_FAR
-async def test_large_messages_go_both_ways(credentials: Credentials, is_near: bool) -> None:
+@ON_SAME_AND_OTHER_NODE
+async def test_large_messages_go_both_ways(credentials: Credentials, is_same_node: bool) -> None:
     """Larger than any socket's buffers, so that both ends meet messages in pieces."""
     words = [f"{i:09}" for i in range(500_000)]
 
@@ -62,44 +62,11 @@ async def test_large_messages_go_both_ways(credentials: Credentials, is_near: bo
 
     with (
         serving(credentials, answer) as server,
-        connected(server.endpoint, credentials, is_near=is_near) as channel,
+        connected(server.endpoint, credentials, is_same_node=is_same_node) as channel,
     ):
         for reply in await asyncio.gather(*(channel.call(ping(number, released=words)) for number in (1, 2))):
             assert isinstance(reply, PrefixMissing)
             assert reply.request_ids == words
-
-
-@contextlib.asynccontextmanager
-async def raw_peer(
-    credentials: Credentials, folder: Path
-) -> AsyncIterator[tuple[Endpoint, "asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]]"]]:
-    """A worker that does what the test says; its connections are put into the queue."""
-    connections: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connections.put_nowait((reader, writer))
-
-    peer_credentials = make_credentials()
-    path = folder / "peer.sock"
-    unix_server = await asyncio.start_unix_server(accept, path)
-    tcp_server = await asyncio.start_server(
-        accept, "127.0.0.1", ssl=tls_context(peer_credentials, credentials.certificate, is_server=True)
-    )
-    try:
-        yield (
-            Endpoint(NODE_ID, str(path), *tcp_server.sockets[0].getsockname(), peer_credentials.certificate),
-            connections,
-        )
-    finally:
-        unix_server.close()
-        tcp_server.close()
-
-
-async def read_one(reader: asyncio.StreamReader) -> bytes:
-    frames = FrameReader()
-    while not (payloads := frames.feed(await reader.read(1000))):
-        pass
-    return payloads[0]
 
 
 async def test_replies_that_no_call_waits_for_are_dropped(
@@ -262,11 +229,11 @@ async def test_a_peer_with_an_unknown_certificate_gets_no_answer(credentials: Cr
         else:
             endpoint = endpoint._replace(certificate=make_credentials().certificate)
         with (
-            connected(endpoint, presented, is_near=False) as channel,
+            connected(endpoint, presented, is_same_node=False) as channel,
             pytest.raises((DeadlineError, ConnectionLostError)),
         ):
             await channel.call(ping(1, deadline_s=0.3))
-        with connected(server.endpoint, credentials, is_near=False) as channel:
+        with connected(server.endpoint, credentials, is_same_node=False) as channel:
             await channel.call(ping(1))
 
 
@@ -288,7 +255,7 @@ async def test_a_worker_that_is_not_there_yet_is_waited_for(credentials: Credent
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     endpoint = Endpoint("another node", "", "127.0.0.1", port, make_credentials().certificate)
-    channel = Channel(endpoint, credentials, is_near=False, version=1)
+    channel = Channel(endpoint, credentials, is_same_node=False, version=1)
     with pytest.raises(DeadlineError, match="cannot connect to the worker"):
         await channel.call(ping(1, deadline_s=0.2))
     call = asyncio.create_task(channel.call(ping(2, deadline_s=60)))

@@ -58,20 +58,20 @@ def wait_for(condition) -> None:
 
 
 def test_clients_connect_by_unix_socket_and_by_tls(listener: Listener, credentials: Credentials) -> None:
-    with socket.socket(socket.AF_UNIX) as near:
-        near.connect(listener.endpoint.path)
+    with socket.socket(socket.AF_UNIX) as unix_client:
+        unix_client.connect(listener.endpoint.path)
         client = newest_client(listener)
         assert client is not None
         with client:
-            near.send(b"near")
+            unix_client.send(b"near")
             wait_for(lambda: client.recv(4, socket.MSG_PEEK))
             assert client.recv(4) == b"near"
-    with connect_by_tls(listener, credentials) as far:
+    with connect_by_tls(listener, credentials) as tls_client:
         client = newest_client(listener)
         assert client is not None
         with client:
             client.setblocking(True)
-            far.send(b"far")
+            tls_client.send(b"far")
             assert client.recv(3) == b"far"
 
 

@@ -36,7 +36,7 @@ async def test_a_reply_after_its_deadline_is_not_sent(
         with pytest.raises(DeadlineError):
             await channel.call(ping(1, deadline_s=0.2))
         assert (await channel.call(ping(2))).round == 2
-        assert dropped() == {"late": 1}
+        assert dropped() == {"overdue": 1}
 
 
 async def test_a_malformed_message_is_dropped(credentials: Credentials, dropped: Callable[[], Counter[str]]) -> None:

@@ -317,7 +317,7 @@ async def test_text_becomes_tokens_and_back(client: httpx.AsyncClient) -> None:
 
 async def test_what_is_served(client: httpx.AsyncClient, config: AppConfig) -> None:
     (card,) = (await client.get("/v1/models")).json()["data"]
-    assert (card["id"], card["root"], card["max_model_len"]) == ("tiny", config.target_model, 512)
+    assert (card["id"], card["root"], card["max_model_len"]) == ("tiny", config.pair.target.path, 512)
     assert (await client.get("/health")).json() == {"status": "ok"}
     assert (await client.get("/version")).json()["version"]
 

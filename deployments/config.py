@@ -304,7 +304,9 @@ def _complaints(model: type[BaseModel], error: ValidationError) -> list[str]:
     lines = []
     for detail in error.errors(include_url=False, include_context=False):
         name = ".".join(str(part) for part in detail["loc"])
-        if detail["type"] == "extra_forbidden":
+        if not name:  # the complaint is about several arguments together, and names them
+            lines.append(detail["msg"].removeprefix("Value error, "))
+        elif detail["type"] == "extra_forbidden":
             close = difflib.get_close_matches(name, model.model_fields, n=1)
             lines.append(f"unknown argument {name}" + (f"; did you mean {close[0]}?" if close else ""))
         else:

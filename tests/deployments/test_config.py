@@ -55,6 +55,12 @@ def test_a_wrong_argument_is_named_in_one_line(arguments: dict[str, object], mes
     assert "\n" not in str(caught.value)
 
 
+def test_arguments_that_do_not_go_together_are_named_without_all_the_others() -> None:
+    with pytest.raises(ArgumentError) as caught:
+        AppConfig.model_validate({"drafting": "model", "draft_model": "none", "max_num_seqs": 3})
+    assert str(caught.value) == "drafting is 'model', which needs a draft_model, and there is none"
+
+
 @pytest.mark.parametrize(
     ("arguments", "target", "draft"),
     [

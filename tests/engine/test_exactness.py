@@ -37,6 +37,7 @@ from engine.drafting.model import ModelDrafter
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.protocols import NoDrafter
 from engine.sampling.params import SamplingParams
+from engine.verification.rule import RULES
 from tests.engine.conftest import VOCAB
 from tests.engine.laws import p_value, shaped_law
 from tests.engine.running import make_engine, run
@@ -244,7 +245,7 @@ def joint_law(params):
     return law
 
 
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("verification", RULES)
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", LAWS)
 def test_three_tokens_have_the_targets_joint_law(name, draft, verification):

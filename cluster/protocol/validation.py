@@ -36,10 +36,10 @@ def _check_count(num_found: int, num_rows: int, what: str) -> None:
         raise MalformedMessageError(f"{num_found} {what} for {num_rows} rows")
 
 
-def _draft_problem(draft: Draft, num_asked: int, vocab_size: int) -> str | None:
+def _draft_problem(draft: Draft, num_requested: int, vocab_size: int) -> str | None:
     length = len(draft.token_ids)
-    if length > num_asked:
-        return f"{length} tokens, asked were {num_asked}"
+    if length > num_requested:
+        return f"{length} tokens, at most {num_requested} requested"
     if len(draft.parents) != length:
         return f"{len(draft.parents)} parents for {length} tokens"
     if not _in_vocabulary(draft.token_ids, vocab_size):
@@ -69,7 +69,7 @@ def _top_problem(draft: Draft, vocab_size: int) -> str | None:
 def _verdict_problem(verdict: Verdict, row: VerifyRow, vocab_size: int) -> str | None:
     tokens, path, draft = verdict.token_ids, verdict.path, row.draft
     if len(verdict.prompt_logprobs) != row.num_prompt_logprobs:
-        return f"{len(verdict.prompt_logprobs)} prompt log probabilities, asked were {row.num_prompt_logprobs}"
+        return f"{len(verdict.prompt_logprobs)} prompt log probabilities, {row.num_prompt_logprobs} requested"
     if not row.reaches_tip:
         return "tokens for an unfinished prefill" if tokens or path else None
     if len(tokens) != len(path) + 1:

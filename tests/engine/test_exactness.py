@@ -261,7 +261,7 @@ def sampled(drafter, verification, names):
     return engine, list(texts.values())
 
 
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("verification", RULES)
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", LAWS)
 def test_three_tokens_have_the_targets_joint_law(name, draft, verification):
@@ -274,7 +274,7 @@ def test_three_tokens_have_the_targets_joint_law(name, draft, verification):
     assert p_value(counts, joint_law(LAWS[name])) > 1e-5
 
 
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("verification", RULES)
 def test_a_draft_with_the_targets_own_law_is_always_right_whatever_the_parameters(verification):
     """All laws in one batch; 250 samples of each."""
     engine, texts = sampled(lambda config: ModelDrafter(TARGET, config), verification, list(LAWS))

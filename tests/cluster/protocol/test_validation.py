@@ -21,7 +21,7 @@ def test_a_possible_draft_passes(draft):
 @pytest.mark.parametrize(
     ("draft", "message"),
     [
-        (chain([1, 2, 3, 4]), "4 tokens, asked were 3"),
+        (chain([1, 2, 3, 4]), "4 tokens, at most 3 requested"),
         (Draft([1, 2], [-1]), "1 parents for 2"),
         (chain([10]), "outside 0 to 9"),
         (chain([-1]), "outside 0 to 9"),
@@ -82,5 +82,5 @@ def test_prompt_log_probabilities_come_as_asked():
     row = replace(row, request=request, start=0, length=3)
     found = [TokenLogprobs(-1.0, 1, [], [])] * 2
     check_verdicts([Verdict([1], prompt_logprobs=found)], [row], 10)
-    with pytest.raises(MalformedMessageError, match="1 prompt log probabilities, asked were 2"):
+    with pytest.raises(MalformedMessageError, match="1 prompt log probabilities, 2 requested"):
         check_verdicts([Verdict([1], prompt_logprobs=found[:1])], [row], 10)

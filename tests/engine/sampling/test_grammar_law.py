@@ -15,6 +15,7 @@ import torch
 from engine.drafting.model import ModelDrafter
 from engine.sampling.grammar import Grammars, from_regex
 from engine.sampling.params import SamplingParams
+from engine.verification.rule import RULES
 from tests.engine.laws import p_value
 from tests.engine.running import make_engine, run
 from tests.engine.tokenizers import letter_tokenizer, saved
@@ -50,7 +51,7 @@ def letters_law(model, prompt):
     return law
 
 
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("verification", RULES)
 @pytest.mark.parametrize("draft", ["itself", "unlike", "itself, without the grammar", "mixed"])
 def test_two_rules_have_the_targets_law(draft, verification, tmp_path):
     """Eight tests at 1e-5 each."""

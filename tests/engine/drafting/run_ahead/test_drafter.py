@@ -12,6 +12,7 @@ from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.llm import run_in_process
 from engine.protocols import ProposeRow, Request
 from engine.sampling.params import SamplingParams
+from engine.verification.rule import RULES
 from tests.engine.drafting.test_model import Counting
 from tests.engine.running import make_engine, run
 from tests.fakes import ContextModel, InterruptedDrafter
@@ -54,7 +55,7 @@ def next_token(token_ids, params):
 
 
 @pytest.mark.parametrize("num_blocks", [1000, 120], ids=["much room", "little room"])
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("verification", RULES)
 @pytest.mark.parametrize(
     "params",
     [
@@ -87,7 +88,7 @@ def test_what_was_prepared_is_what_a_fresh_drafter_draws(params, verification, n
             count = len(proposed.token_ids)
             assert proposed.token_ids == right.token_ids[:count]
             assert proposed.parents == right.parents[:count]
-            if verification == "rejection" and count:
+            if RULES[verification].needs_draft_rows and count:
                 assert proposed.top_ids == right.top_ids[:count]
                 assert proposed.top_probs == right.top_probs[:count]
         for _ in range(chance.choice([0, 1, 3, 5, 100])):

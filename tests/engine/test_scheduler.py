@@ -130,6 +130,13 @@ def test_a_request_that_fills_the_budget_leaves_the_others_waiting():
     assert names(scheduler.waiting) == ["b"]
 
 
+def test_the_draft_of_a_request_that_is_admitted_fills_the_budget_too():
+    scheduler = make_scheduler(max_num_batched_tokens=4)
+    add(scheduler, "a", [1])  # a prompt of one token can be drafted for at once
+    add(scheduler, "b", [1])
+    assert shares(scheduler.next_batch(3)) == [("a", 1, 3)]
+
+
 def test_a_round_computes_prompts_while_some_are_unfinished_or_can_be_admitted():
     scheduler = make_scheduler(max_num_seqs=1, max_num_batched_tokens=4)
     assert not scheduler.has_prompts

@@ -19,8 +19,7 @@ FORBIDDEN = {
 }
 
 MIRRORED_ELSEWHERE = {
-    "cluster/group.py": "tests/e2e/test_group.py runs it over real processes",
-    "cluster/worker_set.py": "tests/e2e/test_group.py",
+    "cluster/worker_set.py": "tests/e2e/test_group.py starts and kills real ones",
     "cluster/transport/endpoint.py": "two addresses and how they are written; test_listener.py uses both",
     "deployments/builder.py": "tests/deployments/test_app.py serves what it builds",
     "deployments/grammar_check/checker.py": "tests/deployments/openai/test_structured_output.py",

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from engine.detokenizer import Detokenizer
-from tests.bench import bandwidth, compare, curves, prefill, timeline, turns
+from tests.bench import bandwidth, compare, curves, prefill, timeline, turns, with_serve
 from tests.bench.figures import Row
 from tests.bench.profile import in_process
 from tests.bench.spans import Spans
@@ -190,8 +190,11 @@ def test_rounds_are_recorded_and_drawn(workload: Workload, console: Console, tmp
 
 
 @pytest.mark.e2e
-def test_the_served_application_fills_its_rows(workload: Workload, console: Console) -> None:
-    rows, failures = turns.collect(("serve-speculative",), workload, console)
+def test_the_served_application_fills_its_rows(
+    workload: Workload, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(with_serve, "FIRST_SETTLE_S", 0.0)
+    rows, failures = turns.collect(("serve-speculative",), workload, console, Worker)
     assert failures == []
     assert [row.batch_size for row in rows] == [1, 2]
     check(rows)

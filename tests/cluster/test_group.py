@@ -1,46 +1,35 @@
-"""How a group connects its workers to the engine's two roles, without Ray; `tests/e2e/test_group.py` has the rest."""
+"""A group over workers that start, end and fail on demand; tests/e2e/test_group.py has real processes."""
 
 import asyncio
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
 
 from cluster import group as group_module
 from cluster.config import GroupConfig
 from cluster.group import SpeculationGroup
+from cluster.memory_plan import MemoryPlan
 from cluster.transport import Connector
-from cluster.workers.actors import Loaded
 from cluster.workers.responder import TargetResponder
-from engine.config import EngineConfig, ModelConfig, ModelInfo
-from engine.errors import TargetError
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import ModelMismatchError, TargetError
 from tests.cluster.fakes import FakeLink, SumVerifier, verify_row
 
-INFO = ModelInfo(*[1] * len(ModelInfo.__dataclass_fields__))
+CONFIG = GroupConfig(ModelConfig("target"), ModelConfig("draft"), EngineConfig(num_blocks=39), start_timeout_s=5.0)
 
 
-@dataclass
-class FakeWorkers:
-    """Two ranks that have loaded; `end` ends one of them."""
+class Workers:
+    """What `start_target` and `start_draft` return: two ranks, or a draft worker."""
 
-    links: list[FakeLink]
-    loaded: list[Loaded] = field(default_factory=lambda: [Loaded(replace(INFO, vocab_size=1000), 30)] * 2)
-    end: "asyncio.Future[str]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    is_killed: bool = False
-
-    async def wait_for_end(self) -> str:
-        return await self.end
-
-    def kill(self) -> None:
-        self.is_killed = True
-
-
-@pytest.fixture
-async def started(monkeypatch):
-    """A group with a target of two ranks; `starts` holds what was started and with how many blocks, the newest last."""
-    starts = []
-
-    async def start_target(config, placement, connector, version, plan, on_break):
-        links = [
+    def __init__(self, pid: int, version: int, num_blocks: int, on_break: Callable[[str], None] | None) -> None:
+        info = SimpleNamespace(vocab_size=1000)
+        self.loaded = [SimpleNamespace(info=info, num_blocks=num_blocks + 1)] * 2
+        self.processes = [SimpleNamespace(pid=pid), SimpleNamespace(pid=pid + 1)]
+        self.links = [
             FakeLink(
                 TargetResponder(SumVerifier(), rank=rank, capacity=4, version=version).answer,
                 version=version,
@@ -48,70 +37,248 @@ async def started(monkeypatch):
             )
             for rank in range(2)
         ]
-        starts.append((FakeWorkers(links), await plan.join("target")))
-        return starts[-1][0]
+        self.actors = [SimpleNamespace(ping=SimpleNamespace(remote=self.ping))]
+        self.is_killed = False
+        self.answers = True
+        self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr(group_module, "start_target", start_target)
-    config = GroupConfig(ModelConfig("target"), engine=EngineConfig(num_blocks=100), tensor_parallel_size=2)
-    group = SpeculationGroup(config, None, Connector("node 1"), owns_placement=False)
+    async def ping(self) -> None:
+        if not self.answers:
+            raise ray.exceptions.RayActorError
+
+    async def wait_for_end(self) -> str:
+        return await self._reason
+
+    def end(self, reason: str) -> None:
+        self._reason.set_result(reason)
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+@dataclass
+class Starts:
+    """Starts workers, and fails instead where `failures` says so; remembers what it was asked for."""
+
+    first_pid: int
+    failures: list[Exception] = field(default_factory=list)
+    workers: list[Workers] = field(default_factory=list)
+    num_blocks: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    hangs: bool = False
+
+    async def __call__(
+        self,
+        config: GroupConfig,
+        _placement: Any,
+        _connector: Any,
+        version: int,
+        plan: MemoryPlan,
+        on_break: Callable[[str], None] | None = None,
+    ) -> Workers:
+        role = "target" if on_break else "draft"
+        num_blocks = await plan.join(role)
+        self.num_blocks.append(num_blocks)
+        self.versions.append(version)
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.failures:
+            raise self.failures.pop(0)
+        pid = self.first_pid + 10 * len(self.workers)
+        self.workers.append(Workers(pid, version, num_blocks, on_break))
+        return self.workers[-1]
+
+
+@pytest.fixture
+def targets(monkeypatch: pytest.MonkeyPatch) -> Starts:
+    starts = Starts(100)
+    monkeypatch.setattr(group_module, "start_target", starts)
+    return starts
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> Starts:
+    starts = Starts(500)
+    monkeypatch.setattr(group_module, "start_draft", starts)
+    return starts
+
+
+@pytest.fixture(autouse=True)
+def no_pause_and_no_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "_FIRST_RETRY_S", 0.0)
+    monkeypatch.setattr(group_module, "check_same_vocabulary", lambda *_: None)
+
+
+async def started(config: GroupConfig = CONFIG) -> SpeculationGroup:
+    group = SpeculationGroup(config, SimpleNamespace(), Connector("node 1"), owns_placement=False)
     await group._start_all()
-    yield group, starts
+    return group
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def refusal(waiting: Awaitable[None]) -> str:
+    with pytest.raises(TargetError) as caught:
+        await waiting
+    return str(caught.value)
+
+
+async def test_a_started_group_is_healthy_and_has_the_planned_blocks_and_block_0(targets, drafts):
+    group = await started()
+    await group.check_health()
+    assert group.num_blocks == 40
+    assert group.process_ids == {"draft": 500, "target-0": 100, "target-1": 101}
     await group.stop()
 
 
-async def verify(group) -> list[int]:
+async def test_a_group_that_was_not_started_is_not_healthy(targets, drafts):
+    group = SpeculationGroup(CONFIG, SimpleNamespace(), Connector("node 1"), owns_placement=False)
+    assert "not running" in await refusal(group.check_health())
+
+
+async def test_a_rank_that_does_not_answer_is_not_healthy(targets, drafts):
+    group = await started()
+    targets.workers[0].answers = False
+    assert "does not answer" in await refusal(group.check_health())
+    await group.stop()
+
+
+async def test_a_lost_rank_is_replaced_with_all_others_when_it_is_asked_for(targets, drafts):
+    group = await started()
+    targets.workers[0].end("killed")
+    await until(lambda: not group._remote_verifier.is_available)
+    await refusal(group.check_health())
+    assert len(targets.workers) == 1
+    await group.recover()
+    await group.check_health()
+    assert targets.workers[0].is_killed
+    assert targets.versions[1] > targets.versions[0]
+    assert targets.num_blocks == [39, 39]  # the engine's block tables outlive the ranks
+    assert group.process_ids["target-0"] == 110
+    await group.stop()
+
+
+async def test_the_end_of_replaced_ranks_is_no_news(targets, drafts):
+    group = await started()
+    group._remote_verifier.disconnect("late")
+    await group.recover()
+    targets.workers[0].end("killed")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await group.check_health()
+    await group.stop()
+
+
+async def test_ranks_that_live_are_not_started_anew(targets, drafts):
+    group = await started()
+    await group.recover()
+    assert len(targets.workers) == 1
+    await group.stop()
+
+
+async def test_two_recoveries_at_once_start_the_ranks_once(targets, drafts):
+    group = await started()
+    group._remote_verifier.disconnect("lost")
+    await asyncio.gather(group.recover(), group.recover())
+    assert len(targets.workers) == 2
+    await group.stop()
+
+
+async def test_a_recovery_that_failed_may_be_tried_again(targets, drafts):
+    group = await started()
+    group._remote_verifier.disconnect("lost")
+    targets.failures = [TargetError("no room")]
+    assert await refusal(group.recover()) == "no room"
+    await group.recover()
+    await group.check_health()
+    await group.stop()
+
+
+async def test_a_recovery_has_a_deadline(targets, drafts):
+    group = await started()
+    group.config = GroupConfig(ModelConfig("target"), start_timeout_s=0.0)
+    group._remote_verifier.disconnect("lost")
+    targets.hangs = True
+    assert "did not restart within 0 s" in await refusal(group.recover())
+    await group.stop()
+
+
+async def test_a_recovery_ends_when_the_group_is_stopped(targets, drafts):
+    group = await started()
+    group._remote_verifier.disconnect("lost")
+    targets.hangs = True
+    recovering = asyncio.create_task(group.recover())
+    await until(lambda: len(targets.num_blocks) == 2)
+    await group.stop()
+    assert await refusal(recovering) == "the group was stopped"
+
+
+async def test_a_lost_draft_worker_is_started_again_until_it_comes_back(targets, drafts):
+    group = await started()
+    drafts.failures = [TargetError("no room"), TargetError("no room")]
+    drafts.workers[0].end("killed")
+    await until(lambda: len(drafts.workers) == 2)
+    await until(lambda: group._remote_drafter.is_available)
+    assert len(drafts.num_blocks) == 4
+    assert drafts.workers[0].is_killed
+    assert group.process_ids["draft"] == 510
+    await group.check_health()
+    await group.stop()
+
+
+async def test_stopping_kills_all_workers_once(targets, drafts):
+    group = await started()
+    await group.stop()
+    assert targets.workers[0].is_killed
+    assert drafts.workers[0].is_killed
+    assert group.process_ids == {}
+    targets.workers[0].is_killed = False
+    await group.stop()
+    assert not targets.workers[0].is_killed
+    await refusal(group.check_health())
+
+
+async def test_without_a_draft_none_is_started(targets, drafts):
+    group = await started(GroupConfig(ModelConfig("target"), engine=EngineConfig(num_blocks=39)))
+    assert drafts.versions == []
+    assert group.draft_info is None
+    await group.stop()
+
+
+async def test_models_that_cannot_work_together_are_refused_by_their_own_error(targets, drafts, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise ModelMismatchError("other ids")
+
+    monkeypatch.setattr(group_module, "check_same_vocabulary", refuse)
+    with pytest.raises(ModelMismatchError, match="other ids"):
+        await started()
+
+
+async def verify(group: SpeculationGroup) -> list[int]:
     [verdict] = await group.verifier.verify([verify_row("a", [1, 2])])
     return verdict.token_ids
 
 
-async def test_a_started_group_verifies_with_the_blocks_of_its_ranks(started):
-    group, _ = started
-    assert group.num_blocks == 30
-    assert await verify(group) == [3]
-
-
-async def test_a_broken_connection_to_any_rank_ends_the_rounds_until_all_ranks_are_restarted(started):
+async def test_a_broken_connection_to_any_rank_ends_the_rounds_until_all_ranks_are_restarted(targets, drafts):
     """The ranks above 0 do not answer, so nothing but the break shows that they have missed a request."""
-    group, starts = started
-    starts[0][0].links[1].break_connection("reset by peer")
+    group = await started()
+    targets.workers[0].links[1].break_connection("reset by peer")
     with pytest.raises(TargetError, match="reset by peer"):
         await verify(group)
-    with pytest.raises(TargetError, match="not running"):
-        await group.check_health()
     await group.recover()
     assert await verify(group) == [3]
-    assert starts[0][0].is_killed
+    assert targets.workers[0].is_killed
+    await group.stop()
 
 
-async def test_restarted_ranks_have_the_blocks_of_the_first_ones(started):
-    """The engine's block tables outlive the ranks."""
-    group, starts = started
-    starts[0][0].links[0].break_connection("reset by peer")
-    await group.recover()
-    assert [num_blocks for _, num_blocks in starts] == [100, 100]
-
-
-async def test_the_end_of_a_rank_ends_the_rounds(started):
-    group, starts = started
-    starts[0][0].end.set_result("process 9 died")
-    async with asyncio.timeout(10):
-        while group.verifier.is_available:
-            await asyncio.sleep(0)
+async def test_the_end_of_a_rank_ends_the_rounds(targets, drafts):
+    group = await started()
+    targets.workers[0].end("process 9 died")
+    await until(lambda: not group._remote_verifier.is_available)
     with pytest.raises(TargetError, match="a target rank was lost: process 9 died"):
         await verify(group)
-
-
-async def test_recovery_leaves_a_running_target_alone(started):
-    group, starts = started
-    await group.recover()
-    assert len(starts) == 1
-    assert not starts[0][0].is_killed
-
-
-async def test_stopping_kills_the_workers_once(started):
-    group, starts = started
     await group.stop()
-    await group.stop()
-    assert starts[0][0].is_killed
-    with pytest.raises(TargetError, match="the group was stopped"):
-        await verify(group)

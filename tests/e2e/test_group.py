@@ -111,10 +111,32 @@ def cluster() -> Iterator[None]:
 
 
 @asynccontextmanager
-async def running(config: GroupConfig) -> AsyncIterator[tuple[SpeculationGroup, Generation]]:
+async def running(config: GroupConfig) -> AsyncIterator[SpeculationGroup]:
     group = await SpeculationGroup.start(config)
     try:
-        engine = Engine(
+        yield group
+    finally:
+        pids = group.process_ids.values()
+        await group.stop()
+        await wait_for(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.fixture(scope="module")
+async def group(config: GroupConfig, request: pytest.FixtureRequest) -> AsyncIterator[SpeculationGroup]:
+    """A group of so many ranks; tests of the same number share it, because starting processes takes seconds."""
+    config = replace(config, tensor_parallel_size=request.param, draft_timeout_s=2.0)
+    async with running(config) as group:
+        yield group
+
+
+ONE_RANK = pytest.mark.parametrize("group", [1], indirect=True, ids=["one rank"])
+TWO_RANKS = pytest.mark.parametrize("group", [2], indirect=True, ids=["two ranks"])
+ANY_RANKS = pytest.mark.parametrize("group", [1, 2], indirect=True, ids=["one rank", "two ranks"])
+
+
+def generate(group: SpeculationGroup) -> Generation:
+    return submit(
+        Engine(
             ENGINE,
             drafter=group.drafter,
             verifier=group.verifier,
@@ -122,11 +144,7 @@ async def running(config: GroupConfig) -> AsyncIterator[tuple[SpeculationGroup, 
             vocab_size=group.target_info.vocab_size,
             max_model_len=group.target_info.max_model_len,
         )
-        yield group, submit(engine)
-    finally:
-        pids = group.process_ids.values()
-        await group.stop()
-        await wait_for(lambda: not any(map(is_alive, pids)))
+    )
 
 
 def is_alive(pid: int) -> bool:
@@ -143,67 +161,68 @@ async def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-async def test_any_number_of_ranks_writes_the_text_of_one_process(
-    config: GroupConfig, expected: Text, size: int
-) -> None:
-    async with running(replace(config, tensor_parallel_size=size)) as (group, generation):
-        await group.check_health()
+@ANY_RANKS
+async def test_any_number_of_ranks_writes_the_text_of_one_process(group: SpeculationGroup, expected: Text) -> None:
+    generation = generate(group)
+    await group.check_health()
+    await generation.run()
+    assert generation.text == expected
+    assert generation.engine.stats.num_accepted_tokens > 0
+    assert group.target_info.num_parameters > 0
+    assert set(group.process_ids) == {"draft", *(f"target-{rank}" for rank in range(group.config.tensor_parallel_size))}
+
+
+@ONE_RANK
+async def test_a_killed_draft_leaves_the_text_alone_and_comes_back(group: SpeculationGroup, expected: Text) -> None:
+    generation = generate(group)
+    await generation.run(until=lambda: generation.num_tokens > 60)
+    first, fallbacks = group.process_ids["draft"], sum(group.drafter.fallbacks.values())
+    os.kill(first, signal.SIGKILL)
+    await generation.run()
+    assert generation.text == expected
+    assert sum(group.drafter.fallbacks.values()) > fallbacks
+    await wait_for(lambda: group.process_ids.get("draft", first) != first)
+    again = submit(generation.engine)
+    num_drafts = generation.engine.stats.num_drafts
+    await again.run()
+    assert again.text == expected
+    assert generation.engine.stats.num_drafts > num_drafts
+
+
+@ONE_RANK
+async def test_a_stopped_draft_costs_one_deadline_and_comes_back(group: SpeculationGroup, expected: Text) -> None:
+    generation, timeouts = generate(group), group.drafter.fallbacks["timeout"]
+    await generation.run(until=lambda: generation.num_tokens > 60)
+    os.kill(group.process_ids["draft"], signal.SIGSTOP)
+    try:
         await generation.run()
-        assert generation.text == expected
-        assert generation.engine.stats.num_accepted_tokens > 0
-        assert group.target_info.num_parameters > 0
-        assert set(group.process_ids) == {"draft", *(f"target-{rank}" for rank in range(size))}
+    finally:
+        os.kill(group.process_ids["draft"], signal.SIGCONT)
+    assert generation.text == expected
+    assert group.drafter.fallbacks["timeout"] == timeouts + 1
+    await wait_for(lambda: group.drafter.is_available)
 
 
-async def test_a_killed_draft_leaves_the_text_alone_and_comes_back(config: GroupConfig, expected: Text) -> None:
-    async with running(config) as (group, generation):
-        await generation.run(until=lambda: generation.num_tokens > 60)
-        first = group.process_ids["draft"]
-        os.kill(first, signal.SIGKILL)
-        await generation.run()
-        assert generation.text == expected
-        assert sum(group.drafter.fallbacks.values()) > 0
-        await wait_for(lambda: group.process_ids.get("draft", first) != first)
-        again = submit(generation.engine)
-        num_drafts = generation.engine.stats.num_drafts
-        await again.run()
-        assert again.text == expected
-        assert generation.engine.stats.num_drafts > num_drafts
-
-
-async def test_a_stopped_draft_costs_one_deadline_and_comes_back(config: GroupConfig, expected: Text) -> None:
-    async with running(replace(config, draft_timeout_s=2.0)) as (group, generation):
-        await generation.run(until=lambda: generation.num_tokens > 60)
-        os.kill(group.process_ids["draft"], signal.SIGSTOP)
-        try:
-            await generation.run()
-        finally:
-            os.kill(group.process_ids["draft"], signal.SIGCONT)
-        assert generation.text == expected
-        assert group.drafter.fallbacks["timeout"] == 1
-        await wait_for(lambda: group.drafter.is_available)
-
-
+@TWO_RANKS
 async def test_a_killed_rank_fails_the_round_and_recovery_goes_on_with_the_text(
-    config: GroupConfig, expected: Text
+    group: SpeculationGroup, expected: Text
 ) -> None:
-    async with running(replace(config, tensor_parallel_size=2)) as (group, generation):
-        for victim, num_tokens in (("target-1", 40), ("target-0", 100)):
-            await generation.run(until=lambda limit=num_tokens: generation.num_tokens > limit)
-            before = group.process_ids
-            os.kill(before[victim], signal.SIGKILL)
-            with pytest.raises(TargetError):
-                await generation.run()
-            with pytest.raises(TargetError):
-                await group.check_health()
-            generation.engine.reset()
-            await group.recover()
+    generation = generate(group)
+    for victim, num_tokens in (("target-1", 40), ("target-0", 100)):
+        await generation.run(until=lambda limit=num_tokens: generation.num_tokens > limit)
+        before = group.process_ids
+        os.kill(before[victim], signal.SIGKILL)
+        with pytest.raises(TargetError):
+            await generation.run()
+        with pytest.raises(TargetError):
             await group.check_health()
-            assert not is_alive(before["target-0"])
-            assert not is_alive(before["target-1"])
-        await generation.run()
-        assert generation.text == expected
+        generation.engine.reset()
+        await group.recover()
+        await group.check_health()
+        assert not is_alive(before["target-0"])
+        assert not is_alive(before["target-1"])
+    await generation.run()
+    assert generation.text == expected
 
 
 async def test_models_that_do_not_share_a_vocabulary_are_refused(config: GroupConfig, tmp_path: Path) -> None:
@@ -213,7 +232,8 @@ async def test_models_that_do_not_share_a_vocabulary_are_refused(config: GroupCo
 
 
 async def test_without_a_draft_there_is_no_draft_worker(config: GroupConfig, expected: Text) -> None:
-    async with running(replace(config, draft=None)) as (group, generation):
+    async with running(replace(config, draft=None)) as group:
+        generation = generate(group)
         await generation.run()
         assert generation.text == expected
         assert set(group.process_ids) == {"target-0"}

@@ -15,7 +15,7 @@ from engine.sampling.grammar import Grammars
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
 
-NUM_REQUESTS = 2000
+NUM_REQUESTS = 1000
 
 junk = st.recursive(
     st.none()

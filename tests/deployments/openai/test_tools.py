@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deployments.config import AppConfig
 from deployments.ingress.prompts import PromptEncoder
-from deployments.openai.requests import ChatMessage
+from deployments.openai.messages import ChatMessage
 from deployments.openai.tools import Hermes, Llama3, Tool, form_of
 from engine.errors import RequestError
 from tests.deployments.conftest import TEMPLATE, make_app, make_client

@@ -1,4 +1,4 @@
-"""app(config): the only place where deployments are made and bound to one another."""
+"""app(config): the only place that makes deployments and binds them to one another."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ STREAMS_PER_INGRESS = 10_000
 
 def app(config: AppConfig) -> Application:
     """Return the application: one Ingress over autoscaled Routers, each with its own speculation group."""
-    # Read here and handed on: the processes of a cluster that is already there do not have the caller's environment.
+    # Read here and passed on: the processes of a running cluster do not have the caller's environment.
     keys = api_keys(config)
     bundles = placement_bundles(group_config(config), num_gpus=_count_gpus())
     scaling = autoscaling_config(config.autoscaling)
@@ -28,7 +28,7 @@ def app(config: AppConfig) -> Application:
         ray_actor_options={"num_cpus": bundles[0]["CPU"]},
         placement_group_bundles=bundles,
         placement_group_strategy=STRATEGY,
-        # Above what the engine admits, so that its queue refuses (429) and Serve's, which would wait, stays empty.
+        # More than the engine admits, so that the engine refuses (429) and Serve's own queue, which would wait, stays empty.
         max_ongoing_requests=2 * (config.max_num_seqs + config.max_queued_requests),
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         max_constructor_retry_count=1,
@@ -47,9 +47,9 @@ def app(config: AppConfig) -> Application:
 
 
 def _count_gpus() -> float:
-    """Return the GPUs of the cluster; `serve run` asks before it starts one, which will then be this machine."""
+    """Return the GPUs of the cluster; before one is started, those of this machine, which will be the cluster."""
     if ray.is_initialized():
         return float(ray.cluster_resources().get("GPU", 0))
-    # As Ray will count them: torch would, too, but takes seconds to import, and nothing else here needs it.
+    # Counted as Ray will count them. torch could, too, but takes seconds to import.
     present, visible = Nvidia.get_current_node_num_accelerators(), Nvidia.get_current_process_visible_accelerator_ids()
     return float(present if visible is None else min(present, len(visible)))

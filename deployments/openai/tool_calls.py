@@ -115,9 +115,8 @@ class CallReader:
 
     def _read_head(self) -> bool:
         """Read a call up to its arguments."""
-        bare = (
-            self._held.lstrip(_BLANK + ";") if self._is_after_call and not self._end_tag else self._held.lstrip(_BLANK)
-        )
+        has_separator = self._is_after_call and not self._end_tag
+        bare = self._held.lstrip(_BLANK + ";" if has_separator else _BLANK)
         body = bare.removeprefix(self._start_tag).lstrip(_BLANK)
         if not body or self._start_tag.startswith(bare):
             return self._is_last and self._reject()

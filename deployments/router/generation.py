@@ -1,4 +1,4 @@
-"""Generation: a request for tokens, as an Ingress sends it to a Router in one streaming call; and what a Router serves."""
+"""Generation: a request for tokens, as an Ingress sends it to a Router; and the description of what a Router serves."""
 
 import secrets
 from dataclasses import dataclass, replace

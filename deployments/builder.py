@@ -28,7 +28,7 @@ def app(config: AppConfig) -> Application:
         ray_actor_options={"num_cpus": bundles[0]["CPU"]},
         placement_group_bundles=bundles,
         placement_group_strategy=STRATEGY,
-        # More than the engine admits, so that the engine refuses (429) and Serve's own queue, which would wait, stays empty.
+        # More than the engine admits: the engine refuses with 429, where Serve's own queue would make requests wait.
         max_ongoing_requests=2 * (config.max_num_seqs + config.max_queued_requests),
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         max_constructor_retry_count=1,

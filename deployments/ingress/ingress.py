@@ -103,7 +103,10 @@ class Ingress:
         Raises:
             RequestError: naming the field, the value and the limit.
         """
-        return await self._answer_chat(request, "chatcmpl-", partial(ChatWriter, tool_form=self._encoder.tool_form))
+        served = await self._describe()
+        self._check_model(request.model)
+        write = partial(ChatWriter, tool_form=self._encoder.tool_form)
+        return await self._answer_chat(request, served.limits, id_prefix="chatcmpl-", write=write)
 
     async def respond(self, request: ResponsesRequest) -> Answer:
         """Return the answer to a responses request, which is a chat completion with other names.
@@ -111,9 +114,11 @@ class Ingress:
         Raises:
             RequestError: naming the field, the value and the limit.
         """
+        served = await self._describe()
+        self._check_model(request.model)
         write = partial(ResponsesWriter, responses_request=request)
         try:
-            return await self._answer_chat(request.to_chat(), "resp_", write)
+            return await self._answer_chat(request.to_chat(), served.limits, id_prefix="resp_", write=write)
         except RequestError as error:
             raise _with_responses_names(error) from error
 
@@ -188,13 +193,13 @@ class Ingress:
         check_token_ids(prompts, model, "prompt")
         return prompts
 
-    async def _answer_chat(self, request: ChatCompletionRequest, id_prefix: str, write: WriterFactory) -> Answer:
-        served = await self._describe()
-        self._check_model(request.model)
-        room = served.limits.max_model_len
+    async def _answer_chat(
+        self, request: ChatCompletionRequest, model: ModelLimits, *, id_prefix: str, write: WriterFactory
+    ) -> Answer:
+        room = model.max_model_len
         prompt = await self._encoder.run(self._encoder.encode_chat, request.messages, room, request.offered_tools)
         source = request.grammar_source(self._encoder.tool_form)
-        return await self._answer(request, [prompt], served.limits, source, id_prefix=id_prefix, write=write)
+        return await self._answer(request, [prompt], model, source, id_prefix=id_prefix, write=write)
 
     async def _answer(
         self,

@@ -32,7 +32,7 @@ class NamedSchemaFormat(RequestModel):
     schema_: dict[str, Any] = Field(alias="schema")
     """The schema."""
     description: Text | None = None
-    """Accepted and ignored: the conversation is what the model sees."""
+    """Accepted and ignored: the model sees the conversation only."""
     strict: bool | None = None
     """Accepted and ignored: the answer always matches."""
 

@@ -46,3 +46,12 @@ async def test_everything_is_503_until_the_models_are_loaded(
         routers.has_loaded.set()
         monkeypatch.setattr("deployments.ingress.ingress.START_GRACE_S", 1.0)
         assert (await client.get(path)).status_code == 200
+
+
+async def test_a_responses_request_is_refused_with_the_names_of_its_own_fields(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/responses", json={"input": "x", "max_output_tokens": 600})
+    error = response.json()["error"]
+    assert error["param"] == "max_output_tokens"
+    assert "max_output_tokens is 600, input has" in error["message"]
+    response = await client.post("/v1/responses", json={"input": "x", "model": "messages"})
+    assert "model is 'messages'" in response.json()["error"]["message"]

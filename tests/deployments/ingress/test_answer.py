@@ -25,7 +25,7 @@ def output(token: int, *, finish_reason: FinishReason | None = None, request_id:
 
 
 @pytest.mark.parametrize(
-    ("path", "asked"),
+    ("path", "fields"),
     [
         ("/v1/completions", {"prompt": ["abc", "de"], "n": 2, "logprobs": 2, "echo": True}),
         ("/v1/completions", {"prompt": "abc", "stream_options": {"continuous_usage_stats": True}}),
@@ -33,21 +33,21 @@ def output(token: int, *, finish_reason: FinishReason | None = None, request_id:
         ("/v1/responses", {"input": "hi"}),
     ],
 )
-async def test_fewer_chunks_say_the_same(
-    path: str, asked: dict[str, Any], config: AppConfig, routers: LocalRouters
+async def test_fewer_chunks_have_the_same_content(
+    path: str, fields: dict[str, Any], config: AppConfig, routers: LocalRouters
 ) -> None:
     length = {"max_output_tokens": 8} if path == "/v1/responses" else {"max_tokens": 8, "return_token_ids": True}
-    body = {"temperature": 0, "seed": 1, "ignore_eos": True, "stream": True, **length, **asked}
-    heard = []
+    body = {"temperature": 0, "seed": 1, "ignore_eos": True, "stream": True, **length, **fields}
+    contents = []
     for interval_s in (0.0, 3600.0):
         app = await make_app(config.model_copy(update={"stream_interval_s": interval_s}), routers)
         async with make_client(app) as client:
-            heard.append(said(await client.post(path, json=body)))
-    assert heard[1].pop("num_events") < heard[0].pop("num_events")
-    assert heard[0] == heard[1]
+            contents.append(content_of(await client.post(path, json=body)))
+    assert contents[1].pop("num_events") < contents[0].pop("num_events")
+    assert contents[0] == contents[1]
 
 
-async def test_acceptance_is_told_by_rounds_however_they_were_sent() -> None:
+async def test_acceptance_is_counted_by_rounds_however_they_were_sent() -> None:
     choice = Choice(0, [1])
     rounds = [replace(output(token), num_draft_tokens=4, num_accepted_tokens=token) for token in range(3)]
     writer = SimpleNamespace(choices=[choice], chunk=lambda choice, output: [output])
@@ -57,7 +57,7 @@ async def test_acceptance_is_told_by_rounds_however_they_were_sent() -> None:
 
 
 @pytest.mark.parametrize("num_prompts", [1, 3])
-async def test_a_response_that_is_not_streamed_leaves_the_router_once_a_sequence_at_most(
+async def test_a_response_that_is_not_streamed_takes_at_most_one_delivery_per_sequence(
     num_prompts: int, client: httpx.AsyncClient, routers: LocalRouters
 ) -> None:
     await client.post("/v1/completions", json={"prompt": ["abc"] * num_prompts, "max_tokens": 8})
@@ -140,8 +140,8 @@ async def test_a_client_that_leaves_before_the_headers_are_sent_ends_its_request
     assert rig.engine.num_free_blocks == rig.engine.num_blocks
 
 
-def said(response: httpx.Response) -> dict[str, Any]:
-    """What a stream says all in all: everything of each choice, joined, and how many events it took."""
+def content_of(response: httpx.Response) -> dict[str, Any]:
+    """The content of a stream: everything of each choice, joined, and the number of events."""
     found: dict[str, Any] = {"num_events": 0}
     for line in response.text.splitlines():
         if not line.startswith("data: {"):

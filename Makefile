@@ -16,7 +16,7 @@ SIDE_BY_SIDE := -n 2 --dist loadfile
 
 serve: $(STAMP)-runtime  ## serve the bundled pair on http://127.0.0.1:8000
 	RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.ingress.proxy:middlewares RAY_SERVE_PROXY_USE_GRPC=1 \
-	$(BIN)/serve run deployments:app $(ARGS)
+	$(BIN)/python -m deployments $(ARGS)
 
 test: unit integration  ## every test that needs no GPU
 

@@ -1,10 +1,13 @@
-"""The Ray Serve application: HTTP in, text out. `serve run deployments:app` runs it."""
+"""The Ray Serve application: HTTP in, text out. `serve run deployments:app` runs it.
+
+builder, config, cli; ingress, openai, grammar_check; router; autoscaling, errors, metrics.
+"""
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Import the application when it is asked for: Serve's proxy needs `proxy`, and none of the models' libraries."""
+    """Import the application on first use: Serve's proxy imports `ingress.proxy`, and should not load all the rest."""
     if name == "app":
         from deployments.builder import app
 

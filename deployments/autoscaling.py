@@ -1,6 +1,7 @@
-"""The queue-depth policy: replicas follow the requests, waiting and running, per replica.
+"""The queue-depth policy: the number of replicas follows the number of requests, waiting and running.
 
-Serve's own policy counts HTTP calls; one call may hold `n` times several prompts, so replicas report their sequences.
+Serve's own policy counts calls, but one call may have several prompts and `n` choices each, so replicas report the
+number of their sequences.
 """
 
 import math
@@ -14,13 +15,13 @@ NUM_REQUESTS = "num_requests"
 
 
 class QueueDepthPolicy:
-    """Gives each replica its share of requests; Serve applies bounds and delays. Lives in Serve's controller."""
+    """Chooses the number of replicas; Serve applies bounds and delays. It runs in Serve's controller."""
 
     def __init__(self, requests_per_replica: int) -> None:
         self._requests_per_replica = requests_per_replica
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """Return the wanted number of replicas; the policy keeps no state."""
+        """Return the number of replicas, and no state."""
         reported = (context.aggregated_metrics or {}).get(NUM_REQUESTS, {})
         num_requests = sum(reported.values()) if reported else context.total_num_requests
         return max(1, math.ceil(num_requests / self._requests_per_replica)), {}

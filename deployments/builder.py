@@ -1,4 +1,4 @@
-"""app(config): the only place where deployments are made and bound to one another."""
+"""app(config): the only place that makes deployments and binds them to one another."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def app(config: AppConfig) -> Application:
     Raises:
         ArgumentError: the cluster cannot hold the workers as they are configured, or the API keys are wrong.
     """
-    # Read here and handed on: the processes of a cluster that is already there do not have the caller's environment.
+    # Read here and passed on: the processes of a running cluster do not have the caller's environment.
     keys = api_keys(config)
     try:
         bundles = placement_bundles(group_config(config), num_gpus=_count_gpus())
@@ -35,7 +35,7 @@ def app(config: AppConfig) -> Application:
         ray_actor_options={"num_cpus": bundles[0]["CPU"]},
         placement_group_bundles=bundles,
         placement_group_strategy=STRATEGY,
-        # Above what the engine admits, so that its queue refuses (429) and Serve's, which would wait, stays empty.
+        # More than the engine admits: the engine refuses with 429, where Serve's own queue would make requests wait.
         max_ongoing_requests=2 * (config.pair.max_num_seqs + config.pair.max_queued_requests),
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         max_constructor_retry_count=1,
@@ -54,9 +54,9 @@ def app(config: AppConfig) -> Application:
 
 
 def _count_gpus() -> float:
-    """Return the GPUs of the cluster; `serve run` asks before it starts one, which will then be this machine."""
+    """Return the GPUs of the cluster; before one is started, those of this machine, which will be the cluster."""
     if ray.is_initialized():
         return float(ray.cluster_resources().get("GPU", 0))
-    # As Ray will count them: torch would, too, but takes seconds to import, and nothing else here needs it.
+    # Counted as Ray will count them. torch could, too, but takes seconds to import.
     present, visible = Nvidia.get_current_node_num_accelerators(), Nvidia.get_current_process_visible_accelerator_ids()
     return float(present if visible is None else min(present, len(visible)))

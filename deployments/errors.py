@@ -1,4 +1,4 @@
-"""Exceptions to HTTP: the one table of status codes, and the one shape of an error body.
+"""Exceptions to HTTP: the one table of status codes, and the one form of an error body.
 
 `{"error": {"message", "type", "param", "code"}}`, as OpenAI sends it, in a body or, after the first byte, in an event.
 """
@@ -10,6 +10,7 @@ from typing import Any, cast
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
+from deployments.openai.fields import ResponseModel
 from engine.errors import (
     CapacityError,
     ConfigError,
@@ -27,6 +28,21 @@ from engine.errors import (
 RETRY_AFTER_S = 1
 
 
+class ErrorDetail(ResponseModel):
+    """What was wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(ResponseModel):
+    """The body of every error."""
+
+    error: ErrorDetail
+
+
 @dataclass(frozen=True, slots=True)
 class ErrorKind:
     """How one class of exceptions looks to a client."""
@@ -35,7 +51,7 @@ class ErrorKind:
     type: str
     code: str | None
     message: str | None = None
-    """Said instead of the exception's own message, where that is no business of the client's."""
+    """Replaces the exception's own message where that is internal."""
 
 
 INTERNAL = ErrorKind(500, "server_error", "internal_error", "internal error")
@@ -79,12 +95,12 @@ def kind_of(error: Exception) -> ErrorKind:
 
 
 def kind_of_status(status: int) -> ErrorKind:
-    """Return the kind for a status that the HTTP layer chose itself."""
+    """Return how a status that FastAPI or the middleware chose looks to a client."""
     return _STATUS_KINDS.get(status, ErrorKind(status, "invalid_request_error", None))
 
 
 def error_body(kind: ErrorKind, message: str, param: str | None = None) -> dict[str, Any]:
-    """Return the JSON body; what cannot be encoded (lone surrogates) is escaped."""
+    """Return the JSON body; half surrogate pairs, which cannot be encoded, are escaped."""
 
     def clean(text: str) -> str:
         return text.encode("utf-8", "backslashreplace").decode()
@@ -100,7 +116,7 @@ def error_body(kind: ErrorKind, message: str, param: str | None = None) -> dict[
 
 
 def describe(error: Exception) -> tuple[ErrorKind, dict[str, Any]]:
-    """Return how an exception looks to a client, and the body that says it."""
+    """Return how an exception looks to a client, and the body to send."""
     kind = kind_of(error)
     param = error.param if isinstance(error, RequestError) else None
     return kind, error_body(kind, str(error), param)
@@ -114,10 +130,10 @@ def headers_of(kind: ErrorKind) -> dict[str, str]:
 
 
 def validation_message(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str, str | None]:
-    """Return one message and the field's path for pydantic's findings about a body.
+    """Return one message and one field's path for pydantic's errors about a body.
 
-    A union complains once per branch; the complaint that went deepest is about the branch that was meant, and of those
-    the one that is not about the value's type.
+    A union has one error per branch. The deepest location is probably in the branch that the client meant; of equally
+    deep ones, an error about the value says more than one about its type.
     """
     error = max(errors, key=lambda item: (len(item["loc"]), not item["type"].endswith("_type")))
     path = _path_in(body, error["loc"][1:])
@@ -134,7 +150,7 @@ def validation_message(errors: Sequence[Mapping[str, Any]], body: object) -> tup
 
 
 def _path_in(body: object, loc: Sequence[str | int]) -> list[str]:
-    """Return the parts of a location that are places in the body, leaving out names of union branches."""
+    """Return the parts of a location that are keys or positions in the body; the others name union branches."""
     path, node = [], body
     for part in loc:
         if (isinstance(node, dict) and part in node) or (

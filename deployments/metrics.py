@@ -1,6 +1,6 @@
-"""Prometheus metrics: what a Router counts, and the sum over all Routers that `/metrics` shows.
+"""Prometheus metrics: the counters of a Router, and the sum over all Routers that `/metrics` shows.
 
-Names are vLLM's, so that its dashboards and load tools work. The numbers people look for:
+Names are vLLM's, so that its dashboards and load tools work. The usual queries:
 
     acceptance rate          rate(vllm:spec_decode_num_accepted_tokens_total[1m])
                                / rate(vllm:spec_decode_num_draft_tokens_total[1m])
@@ -13,11 +13,11 @@ Names are vLLM's, so that its dashboards and load tools work. The numbers people
                                - rate(paceline:target_compute_seconds_total[1m])) / rate(paceline:rounds_total[1m])
     median time to first     histogram_quantile(0.5, rate(vllm:time_to_first_token_seconds_bucket[1m]))
 
-Why not `ray.serve.metrics`: Ray exports those per node, on other ports and with a prefix; clients look at `/metrics`.
+Why not `ray.serve.metrics`: Ray exports those per node, on other ports and with a prefix, but clients read `/metrics`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -31,17 +31,11 @@ if TYPE_CHECKING:
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 _MEANS = frozenset({"vllm:kv_cache_usage_perc", "paceline:num_speculative_tokens"})
-"""Gauges that are averaged over replicas; everything else adds up."""
-
-
-class CountsFallbacks(Protocol):
-    """A drafter that counts the drafts it had to do without, by reason."""
-
-    fallbacks: Mapping[str, int]
+"""Gauges that are averaged over replicas; everything else is added."""
 
 
 class RouterMetrics:
-    """What one Router replica counts."""
+    """The metrics of one Router replica."""
 
     def __init__(self, model_name: str, engine: Engine, drafter: object) -> None:
         self._registry = CollectorRegistry()
@@ -86,7 +80,7 @@ class RouterMetrics:
             self._whole.labels(self._model_name).observe(latency_s)
 
     def observe_round(self, round_s: float, *, wait_s: float, draft_s: float, target_s: float) -> None:
-        """Count a round: how long it took, how long it waited for drafts, and how much of that its workers computed."""
+        """Count a round: its time, how long it waited for drafts, and how long its workers computed."""
         self._rounds.inc()
         self._round_s.inc(round_s)
         self._wait_s.inc(wait_s)
@@ -98,7 +92,7 @@ class RouterMetrics:
         self._recoveries.inc()
 
     def collect(self) -> list[Metric]:
-        """Return everything counted so far; it can be sent to the Ingress."""
+        """Return all metrics, in a form that can be sent to the Ingress."""
         return list(self._registry.collect())
 
 
@@ -111,7 +105,7 @@ def _latency(name: str, text: str, registry: CollectorRegistry) -> Histogram:
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's own counters when it is asked."""
+    """Reads the engine's own counters when it is collected."""
 
     def __init__(self, model_name: str, engine: Engine, drafter: object) -> None:
         self._model_name = model_name
@@ -128,7 +122,7 @@ class _EngineCollector(Collector):
         yield self._counter("spec_decode_num_drafts", "Verified drafts.", stats.num_drafts)
         yield self._counter("spec_decode_num_draft_tokens", "Verified draft tokens.", stats.num_draft_tokens)
         yield self._counter("spec_decode_num_accepted_tokens", "Accepted draft tokens.", stats.num_accepted_tokens)
-        yield self._by(
+        yield self._counter_by(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted draft tokens by position in the draft.",
             "position",
@@ -152,16 +146,18 @@ class _EngineCollector(Collector):
             lengths.add_metric([self._model_name, str(length), reason], count)
         yield lengths
         fallbacks: Mapping[str, int] = getattr(self._drafter, "fallbacks", {})
-        yield self._by("paceline:drafter_fallbacks", "Rounds without a draft, by reason.", "reason", fallbacks)
+        yield self._counter_by("paceline:drafter_fallbacks", "Rounds without a draft, by reason.", "reason", fallbacks)
         ahead: RunAheadStats | None = getattr(self._drafter, "run_ahead", None)
         if ahead is not None:
-            yield self._own("verdict_cache_hits", "Drafts that were prepared when they were wanted.", ahead.hits)
+            hits = "Drafts that were prepared when they were requested."
             misses = "Drafts that were not prepared, by reason."
-            yield self._by("paceline:verdict_cache_misses", misses, "reason", ahead.misses)
-            yield self._own("run_ahead_forwards", "Draft passes spent on preparing.", ahead.num_forwards)
-            yield self._own("run_ahead_forwards_wasted", "Of those, passes of no use.", ahead.num_wasted)
+            wasted = "Draft passes spent on preparing whose result was never used."
+            yield self._paceline_counter("verdict_cache_hits", hits, ahead.hits)
+            yield self._counter_by("paceline:verdict_cache_misses", misses, "reason", ahead.misses)
+            yield self._paceline_counter("run_ahead_forwards", "Draft passes spent on preparing.", ahead.num_forwards)
+            yield self._paceline_counter("run_ahead_forwards_wasted", wasted, ahead.num_wasted)
 
-    def _own(self, name: str, text: str, value: float) -> Metric:
+    def _paceline_counter(self, name: str, text: str, value: float) -> Metric:
         return self._counter(name, text, value, prefix="paceline")
 
     def _counter(self, name: str, text: str, value: float, *, prefix: str = "vllm") -> Metric:
@@ -174,7 +170,7 @@ class _EngineCollector(Collector):
         family.add_metric([self._model_name], value)
         return family
 
-    def _by(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
+    def _counter_by(self, name: str, text: str, label: str, values: Mapping[str, int]) -> Metric:
         family = CounterMetricFamily(name, text, labels=["model_name", label])
         for key, value in values.items():
             family.add_metric([self._model_name, key], value)
@@ -182,13 +178,13 @@ class _EngineCollector(Collector):
 
 
 class _Sum(Collector):
-    """The metrics of several Routers as if they were one."""
+    """Adds the metrics of several Routers."""
 
     def __init__(self, replicas: list[list[Metric]]) -> None:
         self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each family once, samples of equal labels added up."""
+        """Yield each family once; samples with equal labels are added, or averaged."""
         families: dict[str, list[Metric]] = {}
         for replica in self._replicas:
             for metric in replica:
@@ -200,9 +196,9 @@ class _Sum(Collector):
                     key = sample.name, tuple(sample.labels.items())
                     totals[key] = totals.get(key, 0.0) + sample.value
             total = Metric(name, metrics[0].documentation, metrics[0].type)
-            share = len(metrics) if name in _MEANS else 1
+            divisor = len(metrics) if name in _MEANS else 1
             for (sample_name, labels), value in totals.items():
-                total.add_sample(sample_name, dict(labels), value / share)
+                total.add_sample(sample_name, dict(labels), value / divisor)
             yield total
 
 

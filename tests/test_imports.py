@@ -11,6 +11,7 @@ from engine.models.tokenizer import load_tokenizer
 load_tokenizer(ModelConfig(str(BUNDLED_TARGET)))
 """
 SERVE_RUN = """
+import deployments.cli
 from deployments import app
 from deployments.config import AppConfig
 app(AppConfig())

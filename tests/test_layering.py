@@ -19,35 +19,12 @@ FORBIDDEN = {
 }
 
 MIRRORED_ELSEWHERE = {
-    "cluster/worker_set.py": "tests/e2e/test_group.py starts and kills real ones",
-    "cluster/transport/endpoint.py": "two addresses and how they are written; test_listener.py uses both",
-    "deployments/builder.py": "tests/deployments/test_app.py serves what it builds",
-    "deployments/grammar_check/checker.py": "tests/deployments/openai/test_structured_output.py",
-    "deployments/grammar_check/process.py": "tests/deployments/openai/test_structured_output.py",
-    "deployments/ingress/answer.py": "tests/deployments/ingress/test_routes.py",
-    "deployments/ingress/ingress.py": "tests/deployments/ingress/test_routes.py",
-    "deployments/ingress/router_client.py": "tests/deployments/router/test_stream.py",
-    "deployments/openai/bodies.py": "tests/deployments/ingress/test_routes.py",
-    "deployments/openai/chat_writer.py": "tests/deployments/openai/test_tools.py",
-    "deployments/openai/choices.py": "tests/deployments/ingress/test_routes.py",
-    "deployments/openai/fields.py": "tests/deployments/openai/test_requests.py",
-    "deployments/openai/parameters.py": "tests/deployments/openai/test_requests.py",
-    "deployments/openai/responses.py": "tests/deployments/test_responses_api.py",
-    "deployments/openai/responses_writer.py": "tests/deployments/test_responses_api.py",
-    "deployments/openai/writer.py": "tests/deployments/ingress/test_routes.py",
-    "deployments/router/router.py": "tests/deployments/router/test_stream.py",
-    "engine/config.py": "names and defaults only; tests/deployments/test_config.py compares them",
-    "engine/drafting/chain.py": "tests/engine/drafting/test_model.py",
-    "engine/drafting/run_ahead/branches.py": "tests/engine/drafting/run_ahead/test_drafter.py",
-    "engine/drafting/run_ahead/foresight.py": "tests/engine/drafting/run_ahead/test_drafter.py",
-    "engine/drafting/run_ahead/pace.py": "tests/engine/drafting/run_ahead/test_drafter.py",
-    "engine/execution/cpu/kernels.py": "tests/engine/execution/cpu/test_paged_attention.py",
-    "engine/execution/cpu/packages.py": "tests/engine/execution/cpu/test_compiled.py",
-    "engine/execution/memory.py": "tests/engine/models/test_causal_lm.py",
-    "engine/llm.py": "tests/engine/test_features.py",
-    "engine/protocols.py": "data without behaviour, and protocols",
+    "cluster/transport/errors.py": "exceptions without behaviour",
+    "cluster/transport/protocol.py": "protocols",
+    "cluster/workers/loading.py": "tests/e2e/test_group.py loads both workers",
+    "deployments/__main__.py": "tests/e2e/test_cli.py starts it",
+    "engine/execution/backend.py": "a protocol",
     "engine/training/errors.py": "one exception without behaviour",
-    "engine/verification/verifier.py": "tests/engine/test_exactness.py",
 }
 """Modules without a test file of their own, and what tests them instead."""
 
@@ -67,6 +44,48 @@ def imported_names(path: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_name(path: Path) -> str:
+    """The name that a file is imported by."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def import_graph(package: str) -> dict[str, set[str]]:
+    """The modules of a package that each of its modules imports, in a function or for type checking only included.
+
+    A name imported from a folder is the file of that name, where there is one, and not the folder.
+    """
+    modules = {module_name(path): path for path in source_files(package)}
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    for name, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names} & set(modules)
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    submodule = f"{node.module}.{alias.name}"
+                    graph[name] |= {submodule if submodule in modules else node.module} & set(modules)
+        graph[name].discard(name)
+    return graph
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of modules in which each imports every other, directly or not."""
+
+    def reachable(name: str) -> set[str]:
+        found: set[str] = set()
+        pending = [name]
+        while pending:
+            new = graph[pending.pop()] - found
+            found |= new
+            pending += new
+        return found
+
+    reach = {name: reachable(name) for name in graph}
+    groups = {tuple(sorted(other for other in reach[name] if name in reach[other])) for name in graph}
+    return sorted(list(group) for group in groups if group)
 
 
 def source_files(package: str) -> list[Path]:
@@ -195,3 +214,29 @@ def test_every_module_has_a_test_file_of_its_own_or_a_reason(package: str) -> No
     listed = {module for module in MIRRORED_ELSEWHERE if module.startswith(f"{package}/")}
     assert lacking - listed == set()
     assert listed - lacking == set(), "these have a test file, or are gone: take them from the list"
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_no_modules_import_one_another_in_a_circle(package: str) -> None:
+    assert circles(import_graph(package)) == []
+
+
+def test_a_circle_is_found_however_long_it_is() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": set()}
+    assert circles(graph) == [["a", "b", "c"]]
+
+
+HARDWARE = ("engine.execution.cpu", "engine.execution.cuda")
+BACKEND_REGISTRY = ROOT / "engine" / "execution" / "registry.py"
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_only_the_backend_registry_knows_one_kind_of_hardware(package: str) -> None:
+    offences = [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in source_files(package)
+        for module in imported_names(path)
+        for hardware in HARDWARE
+        if module.startswith(hardware) and not module_name(path).startswith(hardware) and path != BACKEND_REGISTRY
+    ]
+    assert offences == []

@@ -1,1 +1,1 @@
-"""Compiles a stranger's grammar in a process that can be stopped: checker, process."""
+"""Compiles a client's grammar in a process that can be stopped: compiler, checker, process."""

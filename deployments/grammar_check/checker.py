@@ -1,8 +1,8 @@
-"""Trial: compiles a stranger's grammar in a process that can be stopped, before anything of ours has to.
+"""GrammarChecker: compiles a client's grammar in a process that can be stopped, before a worker has to.
 
-What a grammar costs cannot be read off it: `{"type": "integer", "multipleOf": 1000003}` takes seconds, ten times the
-number a hundred times as long, and nothing can interrupt the compiler. A worker only ever sees grammars that were
-compiled here within the limit.
+How long a grammar takes to compile cannot be read off it: `{"type": "integer", "multipleOf": 1000003}` takes seconds,
+ten times that number a hundred times as long, and nothing can interrupt the compiler. Workers only ever see grammars
+that were compiled here within the limit.
 """
 
 import contextlib
@@ -21,34 +21,34 @@ from engine.sampling.grammar import LIMITS, Grammars
 logger = logging.getLogger("ray.serve")
 
 _START_S = 60.0
-"""For Python and the table of a large vocabulary."""
-_NUM_PASSED = 256
+"""Python's start, and the table of a large vocabulary."""
+_NUM_REMEMBERED = 256
 _PROCESS = Path(__file__).with_name("process.py")
 
 
-class Trial:
-    """One process, started when the first grammar comes and again after each that had to be stopped.
+class GrammarChecker:
+    """Owns one process, started for the first grammar and again after each grammar that had to be stopped.
 
-    Not for several threads at a time.
+    Not thread-safe.
     """
 
     def __init__(self, grammars: Grammars, *, timeout_s: float) -> None:
-        """Start nothing yet.
+        """Start no process yet.
 
         Args:
-            timeout_s: seconds that a grammar may take.
+            timeout_s: how long a grammar may take.
         """
         self._grammars = grammars
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[str] | None = None
-        self._stop_last: weakref.finalize[..., Trial] | None = None
+        self._stop_process: weakref.finalize[..., GrammarChecker] | None = None
         self._passed: OrderedDict[str, None] = OrderedDict()
 
     def check(self, grammar: str, field: str) -> None:
-        """Compile a grammar, unless it is one of the last that passed.
+        """Compile a grammar, unless it is among the last ones that passed.
 
         Raises:
-            RequestError: naming the field, and what is wrong with the grammar, with the model, or how long it took.
+            RequestError: the grammar is wrong or took too long, or this model cannot follow one; names the field.
             CapacityError: the process could not be started.
         """
         if grammar not in self._passed:
@@ -61,21 +61,21 @@ class Trial:
             if error:
                 raise RequestError(f"{field}: {error.strip()[:500]}", field)
             self._passed[grammar] = None
-            if len(self._passed) > _NUM_PASSED:
+            if len(self._passed) > _NUM_REMEMBERED:
                 self._passed.popitem(last=False)
         self._passed.move_to_end(grammar)
 
     def _start(self, field: str) -> subprocess.Popen[str]:
-        if self._stop_last is not None:
-            self._stop_last()
+        if self._stop_process is not None:
+            self._stop_process()
         try:
             settings = {"table": self._grammars.table_settings(), "limits": LIMITS}
         except ModelError as error:
             raise RequestError(str(error), field) from error
-        # -P: or the modules beside the file would hide packages of the same name.
+        # -P: without it, the modules beside the file would hide packages of the same name.
         command = [sys.executable, "-P", str(_PROCESS)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
-        self._stop_last = weakref.finalize(self, _stop, process)
+        self._stop_process = weakref.finalize(self, _stop, process)
         answer = _ask(process, settings, _START_S)
         if answer is None:
             raise CapacityError(f"the process that compiles grammars did not start within {_START_S:g} s")
@@ -85,7 +85,7 @@ class Trial:
 
 
 def _ask(process: subprocess.Popen[str], question: object, timeout_s: float) -> str | None:
-    """Return the answer to one line; None if there was none in time, and then the process is gone."""
+    """Return the answer to one line; None if there was none in time, in which case the process has been stopped."""
     assert process.stdin is not None
     assert process.stdout is not None
     timer = threading.Timer(timeout_s, process.kill)

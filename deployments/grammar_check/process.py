@@ -1,6 +1,6 @@
-"""The process of a Trial: a table on the first line of its input, then a grammar per line; answers what is wrong.
+"""The process of a GrammarChecker: reads the vocabulary's table, then one grammar per line; answers what is wrong.
 
-It is run as a file, so that it holds llguidance and nothing else of this project.
+It is run as a file, so that it imports llguidance and nothing of this project.
 """
 
 import json

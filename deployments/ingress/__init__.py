@@ -1,1 +1,4 @@
-"""HTTP in, text out: ingress, routes, middleware, proxy, prompts, answer, router_client."""
+"""HTTP in, text out.
+
+ingress, routes, middleware, proxy, prompts, parameters, answer, router_client, tokenization, server_info.
+"""

@@ -1,49 +1,67 @@
 """Answer: one response on its way to a client, whole or as server-sent events."""
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
+from typing import Protocol
 
 from deployments.errors import describe
-from deployments.openai.bodies import ResponseModel
-from deployments.openai.writer import ResponseWriter
+from deployments.openai.fields import ResponseModel
+from deployments.openai.writer import Writer
 from deployments.router.generation import choice_index
 from engine.sequence import RequestOutput
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 
-class Answer:
-    """One response on its way."""
+class Outputs(Protocol):
+    """The outputs of one request, on their way from a Router."""
 
-    def __init__(self, writer: ResponseWriter, rounds: AsyncGenerator[list[RequestOutput], None]) -> None:
+    async def next(self) -> list[RequestOutput]:
+        """Return the next outputs; an empty list after the last ones."""
+        ...
+
+    async def close(self) -> None:
+        """End the request, finished or not; the Router frees its blocks."""
+        ...
+
+
+class Answer:
+    """One response. Whoever has it closes it: that is what ends the request of a client that left."""
+
+    def __init__(self, writer: Writer, outputs: Outputs, *, hides_token: bool = False) -> None:
+        """Take what writes the response, and what it is written from.
+
+        Args:
+            hides_token: hide the token generated for `max_tokens: 0`; what remains is the score of the prompt.
+        """
         self._writer = writer
-        self._rounds = rounds
+        self._outputs = outputs
+        self._hides_token = hides_token
+        self._first: list[RequestOutput] = []
 
     async def whole(self) -> str:
         """Return the body, when all is generated."""
-        try:
-            async for outputs in self._rounds:
-                for output in outputs:
-                    self._writer.choices[choice_index(output.request_id)].append(output)
-        finally:
-            await self._rounds.aclose()
+        while outputs := await self._next():
+            for output in outputs:
+                self._writer.choices[choice_index(output.request_id)].append(output)
         return self._writer.whole().to_json()
 
-    async def events(self) -> AsyncIterator[str]:
-        """Wait for the first tokens, so that a refusal still has a status, then return the events."""
-        first: list[RequestOutput] = await anext(self._rounds, [])
-        return self._events(first)
+    async def start(self) -> None:
+        """Wait for the first tokens: until they come, a refusal can still be an HTTP status."""
+        self._first = await self._next()
 
-    async def _events(self, outputs: list[RequestOutput]) -> AsyncGenerator[str, None]:
+    async def events(self) -> AsyncGenerator[str, None]:
+        """Yield the events of a stream that has been started; an error becomes an event."""
         writer = self._writer
         try:
             for event in writer.opening():
                 yield writer.frame(event)
+            outputs = self._first
             while outputs:
                 if text := "".join(map(writer.frame, self._chunks(outputs))):
                     yield text
-                outputs = await anext(self._rounds, [])
+                outputs = await self._next()
             for event in writer.closing():
                 yield writer.frame(event)
         except Exception as error:
@@ -51,12 +69,18 @@ class Answer:
             if kind.status == 500:
                 logger.exception("request %s failed", writer.id)
             yield writer.frame(writer.failed(body["error"]))
-        finally:
-            await self._rounds.aclose()
         yield writer.end()
 
+    async def close(self) -> None:
+        """End the request, finished or not."""
+        await self._outputs.close()
+
+    async def _next(self) -> list[RequestOutput]:
+        outputs = await self._outputs.next()
+        return list(map(_without_token, outputs)) if self._hides_token else outputs
+
     def _chunks(self, outputs: list[RequestOutput]) -> Iterator[ResponseModel]:
-        """Add a delivery to the choices; return its events, one after the other for each choice."""
+        """Add outputs to their choices; return the events, choice by choice."""
         by_choice: dict[int, list[RequestOutput]] = {}
         for output in outputs:
             by_choice.setdefault(choice_index(output.request_id), []).append(output)
@@ -64,11 +88,23 @@ class Answer:
             choice = self._writer.choices[index]
             for output in rounds:
                 choice.append(output)
-            yield from self._writer.chunk(choice, _joined(rounds))
+            yield from self._writer.chunk(choice, _join(rounds))
 
 
-def _joined(rounds: list[RequestOutput]) -> RequestOutput:
-    """Return several rounds of one sequence as if they had been one."""
+def _without_token(output: RequestOutput) -> RequestOutput:
+    """Return the output of a request for one token as that of a request for none."""
+    return replace(
+        output,
+        token_ids=[],
+        text="",
+        logprobs=None if output.logprobs is None else [],
+        finish_reason="length",
+        stop_reason=None,
+    )
+
+
+def _join(rounds: list[RequestOutput]) -> RequestOutput:
+    """Join the outputs of several rounds of one sequence."""
     first, last = rounds[0], rounds[-1]
     if first is last:
         return first

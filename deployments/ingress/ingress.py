@@ -1,4 +1,4 @@
-"""Ingress: HTTP in, text out. Parses, checks and tokenizes requests, and writes what the Router streams back."""
+"""Ingress: HTTP in, text out. Checks and tokenizes requests, sends them to a Router, writes its tokens as text."""
 
 import asyncio
 import logging
@@ -15,21 +15,21 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from deployments.config import AppConfig, group_config
+from deployments.grammar_check.compiler import GrammarCompiler
 from deployments.ingress.answer import Answer
+from deployments.ingress.parameters import check_token_ids, sampling_params
 from deployments.ingress.prompts import PromptEncoder
 from deployments.ingress.router_client import RouterHandle, ServeRouters
 from deployments.ingress.routes import make_api
+from deployments.ingress.server_info import ModelCard, ModelList
+from deployments.ingress.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from deployments.metrics import exposition
-from deployments.openai import bodies as r
-from deployments.openai.chat_writer import ChatWriter
-from deployments.openai.parameters import ModelLimits, check_token_ids, sampling_params
-from deployments.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from deployments.openai.responses import CHAT_FIELDS, ResponsesRequest
-from deployments.openai.responses_writer import ResponsesWriter
-from deployments.openai.structured_output import Formats
-from deployments.openai.writer import CompletionWriter, ResponseWriter
-from deployments.router.generation import Generation, without_tokens
-from deployments.router.router import Description
+from deployments.openai.chat import ChatCompletionRequest, ChatWriter
+from deployments.openai.completions import CompletionRequest, CompletionWriter
+from deployments.openai.responses import CHAT_FIELDS, ResponsesRequest, ResponsesWriter
+from deployments.openai.structured_output import GrammarSource
+from deployments.openai.writer import Writer
+from deployments.router.generation import Description, Generation, ModelLimits
 from engine.errors import CapacityError, RequestError, UnknownModelError
 from engine.models.tokenizer import load_tokenizer
 from engine.sampling.grammar import Grammars
@@ -38,6 +38,8 @@ logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 START_GRACE_S = 1.0
 """How long a request may wait for the models before it gets 503."""
+
+WriterFactory = Callable[..., Writer]
 
 
 class Ingress:
@@ -68,7 +70,7 @@ class Ingress:
         grammars = Grammars(
             group_config(self.config).target, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids
         )
-        self._formats = Formats(grammars, self.config.limits, self._encoder.tool_form)
+        self._compiler = GrammarCompiler(grammars, self.config.limits)
         _announce(self.config, description, await self._routers.base_url())
         return description
 
@@ -84,7 +86,7 @@ class Ingress:
         return self._serving.result()
 
     async def complete(self, request: CompletionRequest) -> Answer:
-        """Check and queue nothing yet: return the answer to a completion request.
+        """Return the answer to a completion request.
 
         Raises:
             RequestError: naming the field, the value and the limit.
@@ -92,38 +94,37 @@ class Ingress:
         served = await self._describe()
         self._check_model(request.model)
         prompts = await self._prompts(request, served.limits)
-        return await self._answer(request, prompts, "cmpl-", served.limits, CompletionWriter)
+        source = request.structured_source()
+        return await self._answer(request, prompts, served.limits, source, id_prefix="cmpl-", write=CompletionWriter)
 
     async def chat(self, request: ChatCompletionRequest) -> Answer:
-        """Return the answer to a chat request.
+        """Return the answer to a chat completion request.
 
         Raises:
             RequestError: naming the field, the value and the limit.
         """
         served = await self._describe()
         self._check_model(request.model)
-        room = served.limits.max_model_len
-        prompt = await self._encoder.run(self._encoder.encode_chat, request.messages, room, request.offered_tools)
-        return await self._answer(request, [prompt], "chatcmpl-", served.limits, ChatWriter)
+        write = partial(ChatWriter, tool_form=self._encoder.tool_form)
+        return await self._answer_chat(request, served.limits, id_prefix="chatcmpl-", write=write)
 
     async def respond(self, request: ResponsesRequest) -> Answer:
-        """Return the answer to a request in the newer shape.
+        """Return the answer to a responses request, which is a chat completion with other names.
 
         Raises:
             RequestError: naming the field, the value and the limit.
         """
         served = await self._describe()
         self._check_model(request.model)
-        chat = request.to_chat()
+        write = partial(ResponsesWriter, responses_request=request)
         try:
-            prompt = await self._encoder.run(self._encoder.encode_chat, chat.messages, served.limits.max_model_len)
-            return await self._answer(chat, [prompt], "resp_", served.limits, partial(ResponsesWriter, asked=request))
+            return await self._answer_chat(request.to_chat(), served.limits, id_prefix="resp_", write=write)
         except RequestError as error:
-            raise _in_newer_words(error) from error
+            raise _with_responses_names(error) from error
 
-    async def models(self) -> r.ModelList:
+    async def models(self) -> ModelList:
         """Return the served model."""
-        card = r.ModelCard(
+        card = ModelCard(
             id=self.config.model_name,
             object="model",
             created=self._started,
@@ -131,9 +132,9 @@ class Ingress:
             root=self.config.pair.target.path,
             max_model_len=(await self._describe()).limits.max_model_len,
         )
-        return r.ModelList(object="list", data=[card])
+        return ModelList(object="list", data=[card])
 
-    async def tokenize(self, request: TokenizeRequest) -> r.Tokens:
+    async def tokenize(self, request: TokenizeRequest) -> Tokens:
         """Return the token ids of a text or a conversation.
 
         Raises:
@@ -148,9 +149,9 @@ class Ingress:
         else:
             ids = await self._encoder.run(self._encoder.encode, request.prompt, room)
         extra = {"token_strs": self._encoder.token_texts(ids)} if request.return_token_strs else {}
-        return r.Tokens(count=len(ids), max_model_len=room, tokens=ids, **extra)
+        return Tokens(count=len(ids), max_model_len=room, tokens=ids, **extra)
 
-    async def detokenize(self, request: DetokenizeRequest) -> r.Text:
+    async def detokenize(self, request: DetokenizeRequest) -> Text:
         """Return the text of token ids.
 
         Raises:
@@ -158,13 +159,13 @@ class Ingress:
         """
         served = await self._describe()
         self._check_model(request.model)
-        if len(request.tokens) > (most := served.limits.max_model_len):
-            raise RequestError(f"tokens holds {len(request.tokens):,} ids, the context length is {most:,}", "tokens")
+        if len(request.tokens) > (limit := served.limits.max_model_len):
+            raise RequestError(f"tokens holds {len(request.tokens):,} ids, the context length is {limit:,}", "tokens")
         check_token_ids([request.tokens], served.limits, "tokens")
-        return r.Text(prompt=await self._encoder.run(self._encoder.decode, request.tokens))
+        return Text(prompt=await self._encoder.run(self._encoder.decode, request.tokens))
 
-    async def check(self) -> None:
-        """Raise unless a Router makes progress."""
+    async def check_progress(self) -> None:
+        """Raise unless some Router finishes rounds while there is work."""
         await self._describe()
         await self._routers.check_progress()
 
@@ -179,37 +180,49 @@ class Ingress:
     async def _prompts(self, request: CompletionRequest, model: ModelLimits) -> list[list[int]]:
         """Return the prompts as token ids."""
         prompt = request.prompt
-        several = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-        if len(several) > (limit := self.config.limits.max_prompts):
-            raise RequestError(f"prompt has {len(several)} entries, at most {limit} are allowed", "prompt")
+        entries: Any = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+        if len(entries) > (limit := self.config.limits.max_prompts):
+            raise RequestError(f"prompt has {len(entries)} entries, at most {limit} are allowed", "prompt")
         room = model.max_model_len
         prompts: list[list[int]] = []
-        for one in several:
-            is_text = isinstance(one, str)
-            prompts.append(await self._encoder.run(self._encoder.encode, one, room) if is_text else list(one))  # type: ignore[arg-type]
+        for entry in entries:
+            is_text = isinstance(entry, str)
+            prompts.append(await self._encoder.run(self._encoder.encode, entry, room) if is_text else list(entry))
         if any(not ids for ids in prompts):
             raise RequestError("prompt is empty; it must have at least one token", "prompt")
         check_token_ids(prompts, model, "prompt")
         return prompts
 
+    async def _answer_chat(
+        self, request: ChatCompletionRequest, model: ModelLimits, *, id_prefix: str, write: WriterFactory
+    ) -> Answer:
+        room = model.max_model_len
+        prompt = await self._encoder.run(self._encoder.encode_chat, request.messages, room, request.offered_tools)
+        source = request.grammar_source(self._encoder.tool_form)
+        return await self._answer(request, [prompt], model, source, id_prefix=id_prefix, write=write)
+
     async def _answer(
         self,
         request: CompletionRequest | ChatCompletionRequest,
         prompts: list[list[int]],
-        kind: str,
         model: ModelLimits,
-        write: Callable[..., ResponseWriter],
+        source: GrammarSource | None,
+        *,
+        id_prefix: str,
+        write: WriterFactory,
     ) -> Answer:
+        """Return the answer to prompts whose text must match a grammar source, if there is one."""
         params = sampling_params(request, prompts, model, self.config.limits)
-        params = replace(params, grammar=await self._formats.grammar(request))
-        request_id = kind + secrets.token_hex(16)
+        if source is not None:
+            params = replace(params, grammar=await self._compiler.compile(source))
+        request_id = id_prefix + secrets.token_hex(16)
         speculative = request.speculative
         writer = write(
             id=request_id,
             model=self.config.model_name,
             request=request,
             prompts=prompts,
-            encoder=self._encoder,
+            decoder=self._encoder,
             num_speculative_tokens=model.num_speculative_tokens,
             metrics_level=(speculative and speculative.metrics) or self.config.per_request_spec_decode_metrics,
         )
@@ -221,20 +234,19 @@ class Ingress:
             cache_salt=request.cache_salt,
             interval_s=self.config.stream_interval_s if request.stream else math.inf,
         )
-        rounds = self._routers.generate(generation)
-        return Answer(writer, without_tokens(rounds) if request.max_tokens == 0 else rounds)
+        return Answer(writer, self._routers.generate(generation), hides_token=request.max_tokens == 0)
 
 
-def _in_newer_words(error: RequestError) -> RequestError:
-    """Return an error about a chat request with its fields named as in a responses request."""
+def _with_responses_names(error: RequestError) -> RequestError:
+    """Return an error about a chat completion request with the names that its fields have in a responses request."""
     message = str(error)
-    for old, new in CHAT_FIELDS.items():
-        message = re.sub(rf"\b{re.escape(old)}\b", new, message)
+    for chat_name, name in CHAT_FIELDS.items():
+        message = re.sub(rf"\b{re.escape(chat_name)}\b", name, message)
     return type(error)(message, CHAT_FIELDS.get(error.param or "", error.param))
 
 
 def _announce(config: AppConfig, description: Description, base_url: str) -> None:
-    """Say what is served, where, and how to try it."""
+    """Log what is served, where, and a command that tries it."""
     target, draft = description.target, description.draft
     pair = f"target {target.name} ({target.num_parameters / 1e6:.1f} M, {target.dtype}, {target.device})"
     if config.tensor_parallel_size > 1:

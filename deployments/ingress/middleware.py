@@ -1,11 +1,11 @@
 """Guard: the ASGI middleware before every route: header and body limits, the API key, and clients that leave.
 
-Routes that need no key are `OPEN_ROUTES`; everything else does, known or not. The route is read from `scope["path"]`,
-which no header can change.
+Routes that need no key are `OPEN_ROUTES`; every other path needs one, known or not. The route is read from
+`scope["path"]`, which no header can change.
 
-Serve's proxy obeys headers by which a client can switch off its deadline and its disconnect detection, and name its
-request. It reads them before us, unless it was told to drop them (`proxy.py`), so nothing here relies on it: deadlines
-are the Router's, request ids are our own, a client that leaves is noticed here, and the headers end here.
+Serve's proxy obeys headers by which a client can switch off its deadline and its disconnect detection, and choose its
+request's id. Nothing here relies on the proxy dropping them (`proxy.py`): the Router keeps the deadlines, request ids
+are our own, this middleware notices clients that leave, and it drops the headers.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.config import Limits
 from deployments.errors import error_body, headers_of, kind_of_status
-from deployments.ingress.proxy import EARLY_BODY, SERVE_HEADERS
+from deployments.ingress.proxy import SERVE_HEADERS
 
 OPEN_ROUTES = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 
 
 class Guard:
-    """Refuses what is too large or has no key, before anything reads it."""
+    """Refuses requests that are too large or have no key, before anything parses them."""
 
     def __init__(self, app: ASGIApp, *, limits: Limits, api_keys: Sequence[str]) -> None:
         self._app = app
@@ -43,7 +43,7 @@ class Guard:
         if self._keys and scope["path"] not in OPEN_ROUTES and not self._has_key(headers):
             await _refuse(send, 401, "no valid API key; send 'Authorization: Bearer <key>'")
             return
-        messages = await self._read(scope, receive)
+        messages = await self._read(receive)
         if messages is None:
             limit = self._limits.max_body_bytes
             await _refuse(send, 413, f"the body is larger than {limit:,} bytes")
@@ -55,17 +55,16 @@ class Guard:
         sent = [value for name, value in headers if name.lower() == b"authorization"]
         if len(sent) != 1 or not sent[0].startswith(b"Bearer "):
             return False
-        # Every key is compared, in constant time each: the answer's delay tells nothing.
+        # Every key is compared, each in constant time, so that the time of the answer reveals nothing.
         matches = [hmac.compare_digest(sent[0][7:], key) for key in self._keys]
         return any(matches)
 
-    async def _read(self, scope: Scope, receive: Receive) -> list[Message] | None:
-        """Return the whole body's messages; None when it is too large, however it was sent."""
-        early = (scope.get("extensions") or {}).get(EARLY_BODY)
+    async def _read(self, receive: Receive) -> list[Message] | None:
+        """Return all messages of the body; None if it is too large, sent whole or in chunks."""
         messages: list[Message] = []
         size = 0
         while True:
-            message = await receive() if early is None else {"type": "http.request", "body": early}
+            message = await receive()
             messages.append(message)
             size += len(message.get("body", b""))
             if size > self._limits.max_body_bytes:
@@ -77,7 +76,7 @@ class Guard:
 async def _run_while_connected(
     app: ASGIApp, scope: Scope, messages: list[Message], receive: Receive, send: Send
 ) -> None:
-    """Run a route over a body that was read already; cancel it when the client leaves, streaming or not."""
+    """Run a route on a body that has been read; cancel it when the client leaves, streaming or not."""
     body = b"".join(message.get("body", b"") for message in messages)
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     left = asyncio.Event()

@@ -1,8 +1,8 @@
-"""PromptEncoder: text and conversations to token ids, in which clients cannot write special tokens.
+"""PromptEncoder: text and conversations to token ids; clients cannot write special tokens.
 
-`</s>` in a prompt is four characters to us, not the end of a sequence: user text is always encoded with special tokens
-split. In a conversation the chat template's own special tokens must survive, so a message that contains a special
-token's text is put into the rendered template only after that has been encoded.
+`</s>` in a prompt is four characters, not the end of a sequence: a client's text is always encoded with special tokens
+split. In a conversation, the special tokens of the chat template must survive. So a message that contains the text of a
+special token is replaced by a random stand-in while the template is rendered.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from jinja2 import TemplateError
 
-from deployments.openai.requests import ChatMessage
+from deployments.openai.messages import ChatMessage
 from deployments.openai.tools import PastCall, Tool, form_of
 from engine.errors import PromptTooLongError, RequestError
 
@@ -28,7 +28,7 @@ class PromptEncoder:
     """Owns the tokenizer of one Ingress.
 
     All calls run on one thread of its own: a long prompt takes tens of milliseconds, during which the event loop should
-    stream, and a fast tokenizer switches between splitting special tokens and not by a flag that threads would share.
+    stream, and whether a fast tokenizer splits special tokens is a flag that threads would share.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerFast") -> None:
@@ -42,10 +42,10 @@ class PromptEncoder:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def encode(self, text: str, max_model_len: int, field: str = "prompt") -> list[int]:
-        """Return a prompt's token ids, with what the tokenizer puts around every text.
+        """Return a prompt's token ids, with the special tokens that the tokenizer adds to every text.
 
         Raises:
-            PromptTooLongError: the text cannot fit however it is split; found without tokenizing it.
+            PromptTooLongError: the text has more characters than the context can hold; it was not tokenized.
         """
         self._check_length(len(text), max_model_len, field)
         return self._ids(self._tokenizer(text, split_special_tokens=True))
@@ -54,7 +54,7 @@ class PromptEncoder:
         """Return the token ids of a conversation, up to where the answer starts.
 
         Args:
-            tools: what the model is told that it may call.
+            tools: the functions that the model may call.
 
         Raises:
             RequestError: the model has no chat template, the template takes no tools, or it refuses the conversation.
@@ -72,8 +72,7 @@ class PromptEncoder:
         conversation = []
         for message, text in zip(messages, texts, strict=True):
             if self._holds_special_token(text):
-                # Letters and digits only, so that no template and no normalizer changes it; random, so that no
-                # client knows it.
+                # Letters and digits only: no template or normalizer changes them. Random: no client can guess it.
                 stand_in = f"text{secrets.token_hex(16)}"
                 stand_ins[stand_in] = text
                 text = stand_in
@@ -111,7 +110,7 @@ class PromptEncoder:
         return plain != self._ids(self._tokenizer(text, add_special_tokens=False))
 
     def _check_plain(self, value: object, max_model_len: int, field: str) -> None:
-        """Refuse special tokens' text in what the template writes as JSON: no stand-in would survive that."""
+        """Refuse the text of special tokens in what the template writes as JSON, where no stand-in is possible."""
         text = json.dumps(value, ensure_ascii=False)
         self._check_length(len(text), max_model_len, field)
         if self._holds_special_token(text):
@@ -127,7 +126,7 @@ class PromptEncoder:
         return rendered
 
     def _encode_rendered(self, rendered: str, stand_ins: dict[str, str]) -> list[int]:
-        """Encode a rendered template, with each stand-in replaced by its text as plain characters."""
+        """Encode a rendered template; each stand-in becomes its message's text, with special tokens split."""
         ids: list[int] = []
         for stand_in, text in stand_ins.items():
             before, _, rendered = rendered.partition(stand_in)
@@ -142,11 +141,11 @@ class PromptEncoder:
 
 
 def _past_call(call: PastCall) -> dict[str, Any]:
-    """Return a call as templates want it, with its arguments as an object."""
+    """Return a call as chat templates expect it: with its arguments as an object."""
     try:
         arguments = json.loads(call.function.arguments)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the arguments of call {call.id[:100]!r} are not JSON: {error}", "messages") from None
     if not isinstance(arguments, dict):
-        raise RequestError(f"the arguments of call {call.id[:100]!r} are no JSON object", "messages")
+        raise RequestError(f"the arguments of call {call.id[:100]!r} are not a JSON object", "messages")
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

@@ -1,8 +1,7 @@
-"""The Routers as an Ingress sees them: all replicas, over Serve's handle; what they raise arrives as they raised it."""
+"""The Routers as an Ingress sees them: all replicas behind Serve's handle, with errors as the Router raised them."""
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from prometheus_client import Metric
@@ -10,8 +9,8 @@ from ray.exceptions import RayActorError
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deployments.router.generation import Generation
-from deployments.router.router import Description
+from deployments.ingress.answer import Outputs
+from deployments.router.generation import Description, Generation
 from engine.errors import CapacityError, TargetError
 from engine.sequence import RequestOutput
 
@@ -22,10 +21,10 @@ RETRY_PAUSE_S = 2.0
 
 
 class RouterHandle(Protocol):
-    """What the Ingress asks of Routers; Serve's handle behind `ServeRouters`, or a fake."""
+    """What the Ingress calls on Routers: `ServeRouters`, or a fake in tests."""
 
-    def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
-        """Stream a request's tokens."""
+    def generate(self, request: Generation) -> Outputs:
+        """Send a request to a Router; it raises what is wrong at the first `next`."""
         ...
 
     async def describe(self) -> Description:
@@ -45,31 +44,46 @@ class RouterHandle(Protocol):
         ...
 
 
-class ServeRouters:
-    """Serve's handle to the Routers; errors come out as what the Router raised."""
+class ServeOutputs:
+    """The outputs of one request over Serve's handle."""
 
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-        # Not by reference: over Serve's own connection between replicas. A delivery as an object in Ray's store costs
-        # more than a round's whole overhead.
-        self._generate = handle.generate.options(stream=True, _by_reference=False)
+    def __init__(self, response: Any) -> None:
+        self._response = response
 
-    async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
-        """Stream a request's tokens from the replica that takes it."""
-        rounds = self._generate.remote(request)
+    async def next(self) -> list[RequestOutput]:
+        """Return the next outputs; an empty list after the last ones.
+
+        Raises:
+            Exception: what the Router raised.
+        """
         try:
-            async for outputs in rounds:
-                yield outputs
+            outputs: list[RequestOutput] = await anext(self._response, [])
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             raise TargetError("the replica is shutting down") from None
         except Exception as error:  # noqa: BLE001 - whatever it is, it goes on to the caller
-            # Ray wraps what a replica raised in a subclass whose text is a traceback.
-            raise getattr(error, "cause", None) or error from None
-        finally:
-            rounds.cancel()
+            raise _raised(error) from None
+        return outputs
+
+    async def close(self) -> None:
+        """Cancel the call, finished or not; Serve then closes the Router's generator."""
+        self._response.cancel()
+
+
+class ServeRouters:
+    """Serve's handle to the Routers."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        # Over Serve's own connection between replicas: an object in Ray's store for every chunk would take longer than
+        # all the rest of a round's overhead.
+        self._generate = handle.generate.options(stream=True, _by_reference=False)
+
+    def generate(self, request: Generation) -> Outputs:
+        """Send a request to the replica that takes it."""
+        return ServeOutputs(self._generate.remote(request))
 
     async def describe(self) -> Description:
         """Return what is served, as soon as a replica serves it."""
@@ -84,24 +98,31 @@ class ServeRouters:
 
     async def collect(self) -> list[list[Metric]]:
         """Return the metrics of every replica that answers."""
-        return [found for found in await self._ask_all("collect") if not isinstance(found, Exception)]
+        answers = await self._ask_all("collect")
+        return [metrics for metrics in answers if not isinstance(metrics, Exception)]
 
     async def check_progress(self) -> None:
         """Raise unless some replica finishes rounds while there is work."""
         answers = await self._ask_all("check_progress")
         errors = [answer for answer in answers if isinstance(answer, Exception)]
         if len(errors) == len(answers):
-            raise getattr(errors[-1], "cause", None) or errors[-1]
+            raise _raised(errors[-1])
 
     async def base_url(self) -> str:
-        """Return where Serve listens; it has no public way to tell."""
+        """Return where Serve listens, which only a private function of Serve's knows."""
         client = await asyncio.to_thread(_get_global_client)
         return "" if client is None else client.root_url
 
     async def _ask_all(self, method: str) -> list[Any]:
-        """Ask every replica, past its queue: one that is full must still be able to say that it is well."""
+        """Ask every replica, past its queue: a full one must still be able to answer health checks."""
         try:
             response = self._handle.broadcast(method)
             return list(await response.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True))
         except TimeoutError:
             raise CapacityError(f"no Router answered within {ANSWER_TIMEOUT_S:g} s") from None
+
+
+def _raised(error: Exception) -> BaseException:
+    """Return what a replica raised: Ray wraps it in a subclass whose text is a traceback."""
+    cause: BaseException | None = getattr(error, "cause", None)
+    return cause or error

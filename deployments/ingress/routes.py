@@ -1,92 +1,138 @@
-"""The routes: a FastAPI application over an Ingress, and what every error looks like on the way out."""
+"""The routes: a FastAPI application that calls a Service, and the form of every error response."""
 
 import functools
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from deployments.config import Limits
-from deployments.errors import KINDS, ErrorKind, describe, error_body, headers_of, kind_of_status, validation_message
+from deployments.errors import (
+    KINDS,
+    ErrorBody,
+    ErrorKind,
+    describe,
+    error_body,
+    headers_of,
+    kind_of_status,
+    validation_message,
+)
+from deployments.ingress.answer import Answer
 from deployments.ingress.middleware import Guard
-from deployments.openai import bodies as r
-from deployments.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from deployments.openai.responses import Response as Body
+from deployments.ingress.server_info import Health, ModelList, Version
+from deployments.ingress.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
+from deployments.openai.chat import ChatCompletion, ChatCompletionRequest
+from deployments.openai.completions import Completion, CompletionRequest
+from deployments.openai.fields import ResponseModel
+from deployments.openai.responses import Response as ResponseBody
 from deployments.openai.responses import ResponsesRequest
-
-if TYPE_CHECKING:
-    from deployments.ingress.answer import Answer
-    from deployments.ingress.ingress import Ingress
 
 _STREAM: dict[str, Any] = {"content": {"application/json": {}, "text/event-stream": {}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": r.ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 431, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 431, 500, 503)
 }
 
 
-def make_api(ingress: "Ingress", *, limits: Limits, keys: Sequence[str]) -> FastAPI:
-    """Return the HTTP application of one Ingress."""
+class Service(Protocol):
+    """What the routes call: an Ingress."""
+
+    async def complete(self, request: CompletionRequest) -> Answer:
+        """Return the answer to a completion request."""
+        ...
+
+    async def chat(self, request: ChatCompletionRequest) -> Answer:
+        """Return the answer to a chat completion request."""
+        ...
+
+    async def respond(self, request: ResponsesRequest) -> Answer:
+        """Return the answer to a responses request."""
+        ...
+
+    async def tokenize(self, request: TokenizeRequest) -> Tokens:
+        """Return the token ids of a text or a conversation."""
+        ...
+
+    async def detokenize(self, request: DetokenizeRequest) -> Text:
+        """Return the text of token ids."""
+        ...
+
+    async def models(self) -> ModelList:
+        """Return the served model."""
+        ...
+
+    async def check_progress(self) -> None:
+        """Raise unless some Router finishes rounds while there is work."""
+        ...
+
+    async def metrics(self) -> bytes:
+        """Return the metrics of all Routers."""
+        ...
+
+
+def make_api(service: Service, *, limits: Limits, keys: Sequence[str]) -> FastAPI:
+    """Return the HTTP application of one service."""
     api = FastAPI(title="Paceline", redoc_url=None)
     _handle_errors(api)
 
-    @api.post("/v1/completions", response_model=None, responses={200: {"model": r.Completion, **_STREAM}, **_ERRORS})
+    @api.post("/v1/completions", response_model=None, responses={200: {"model": Completion, **_STREAM}, **_ERRORS})
     async def completions(request: CompletionRequest) -> Response:
         """Continue a prompt."""
-        return await _respond(await ingress.complete(request), bool(request.stream))
+        return await _respond(await service.complete(request), bool(request.stream))
 
     @api.post(
-        "/v1/chat/completions", response_model=None, responses={200: {"model": r.ChatCompletion, **_STREAM}, **_ERRORS}
+        "/v1/chat/completions", response_model=None, responses={200: {"model": ChatCompletion, **_STREAM}, **_ERRORS}
     )
     async def chat_completions(request: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
-        return await _respond(await ingress.chat(request), bool(request.stream))
+        return await _respond(await service.chat(request), bool(request.stream))
 
-    @api.post("/v1/responses", response_model=None, responses={200: {"model": Body, **_STREAM}, **_ERRORS})
+    @api.post("/v1/responses", response_model=None, responses={200: {"model": ResponseBody, **_STREAM}, **_ERRORS})
     async def responses(request: ResponsesRequest) -> Response:
-        """Answer a conversation, in OpenAI's newer shape."""
-        return await _respond(await ingress.respond(request), bool(request.stream))
+        """Answer a conversation, in OpenAI's newer form."""
+        return await _respond(await service.respond(request), bool(request.stream))
 
-    @api.post("/tokenize", response_model=None, responses={200: {"model": r.Tokens}, **_ERRORS})
+    @api.post("/tokenize", response_model=None, responses={200: {"model": Tokens}, **_ERRORS})
     async def tokenize(request: TokenizeRequest) -> Response:
         """Return the token ids of a text or a conversation."""
-        return _json(await ingress.tokenize(request))
+        return _json(await service.tokenize(request))
 
-    @api.post("/detokenize", response_model=None, responses={200: {"model": r.Text}, **_ERRORS})
+    @api.post("/detokenize", response_model=None, responses={200: {"model": Text}, **_ERRORS})
     async def detokenize(request: DetokenizeRequest) -> Response:
         """Return the text of token ids."""
-        return _json(await ingress.detokenize(request))
+        return _json(await service.detokenize(request))
 
-    @api.get("/v1/models", response_model=None, responses={200: {"model": r.ModelList}, **_ERRORS})
+    @api.get("/v1/models", response_model=None, responses={200: {"model": ModelList}, **_ERRORS})
     async def models() -> Response:
         """List the served model."""
-        return _json(await ingress.models())
+        return _json(await service.models())
 
-    @api.get("/health", response_model=None, responses={200: {"model": r.Health}, **_ERRORS})
+    @api.get("/health", response_model=None, responses={200: {"model": Health}, **_ERRORS})
     async def health() -> Response:
         """Return 200 while rounds are being finished, 503 otherwise."""
-        await ingress.check()
-        return _json(r.Health(status="ok"))
+        await service.check_progress()
+        return _json(Health(status="ok"))
 
-    @api.get("/ready", response_model=None, responses={200: {"model": r.Health}, **_ERRORS})
+    @api.get("/ready", response_model=None, responses={200: {"model": Health}, **_ERRORS})
     async def ready() -> Response:
         """Return 200 when models are loaded and requests are taken."""
-        await ingress.check()
-        return _json(r.Health(status="ok"))
+        await service.check_progress()
+        return _json(Health(status="ok"))
 
-    @api.get("/version", response_model=None, responses={200: {"model": r.Version}, **_ERRORS})
+    @api.get("/version", response_model=None, responses={200: {"model": Version}, **_ERRORS})
     async def version() -> Response:
         """Return the server's version."""
-        return _json(r.Version(version=_installed_version()))
+        return _json(Version(version=_installed_version()))
 
     @api.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
         """Return Prometheus metrics, summed over all replicas."""
-        return Response(await ingress.metrics(), media_type=CONTENT_TYPE_LATEST)
+        return Response(await service.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     _document(api)
     api.add_middleware(Guard, limits=limits, api_keys=keys)
@@ -94,7 +140,7 @@ def make_api(ingress: "Ingress", *, limits: Limits, keys: Sequence[str]) -> Fast
 
 
 def _document(api: FastAPI) -> None:
-    """Have /openapi.json say what is sent: validation errors are 400, never FastAPI's own 422."""
+    """Remove FastAPI's own 422 from /openapi.json: validation errors are sent as 400."""
     generate = api.openapi
 
     def openapi() -> dict[str, Any]:
@@ -118,14 +164,36 @@ def _installed_version() -> str:
         return "unknown"  # a checkout that was not installed
 
 
-async def _respond(answer: "Answer", is_stream: bool) -> Response:
-    if not is_stream:
-        return Response(await answer.whole(), media_type="application/json")
-    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(await answer.events(), media_type="text/event-stream", headers=headers)
+class EventStream(StreamingResponse):
+    """Sends the events of an answer, and closes it however that ends."""
+
+    def __init__(self, answer: Answer) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(answer.events(), media_type="text/event-stream", headers=headers)
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._answer.close()
 
 
-def _json(body: r.ResponseModel) -> Response:
+async def _respond(answer: Answer, is_stream: bool) -> Response:
+    try:
+        if is_stream:
+            await answer.start()
+            return EventStream(answer)
+        body = await answer.whole()
+    except BaseException:
+        await answer.close()
+        raise
+    await answer.close()
+    return Response(body, media_type="application/json")
+
+
+def _json(body: ResponseModel) -> Response:
     return Response(body.to_json(), media_type="application/json")
 
 

@@ -1,7 +1,10 @@
-"""What every field of a request is made of.
+"""The base classes and field types of requests and responses.
 
-A null stands for a field's default, also for fields this server does not know; any other unknown field is refused by
-name. Types are strict: a number in quotes is an error, as it is at OpenAI.
+In a request, null means a field's default, also for fields that this server does not know; any other unknown field is
+refused by name. Types are strict: a number in quotes is an error, as it is at OpenAI.
+
+In a response, fields without a default are always sent, null or not; a field with a default is left out unless it was
+set.
 """
 
 from typing import Annotated, Any
@@ -10,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 
 def _check_unicode(text: str) -> str:
-    """Refuse half a surrogate pair: JSON can hold it, no tokenizer and no response can."""
+    """Refuse half a surrogate pair: JSON can hold it, but no tokenizer and no response can."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -19,6 +22,7 @@ def _check_unicode(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(_check_unicode)]
+Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 StopString = Annotated[Text, Field(min_length=1)]
@@ -47,3 +51,11 @@ class RequestModel(BaseModel):
         if not isinstance(data, dict):
             return data
         return {key: value for key, value in data.items() if value is not None or key in cls.model_fields}
+
+
+class ResponseModel(BaseModel):
+    """A JSON object for a client."""
+
+    def to_json(self) -> str:
+        """Return the JSON text."""
+        return self.model_dump_json(exclude_unset=True)

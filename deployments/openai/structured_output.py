@@ -1,107 +1,112 @@
-"""Formats: from what a client says its text must match to a grammar that is known to compile."""
+"""Structured output: the request fields that say what a text must match, and the grammar that each stands for."""
 
-import asyncio
 import json
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from deployments.config import Limits
-from deployments.grammar_check.checker import Trial
-from deployments.openai.requests import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    StructuredOutputs,
-)
-from deployments.openai.tools import ToolChoice, ToolForm
+from pydantic import Field
+
+from deployments.openai.fields import Name, RequestModel, Text
 from engine.errors import RequestError
-from engine.sampling.grammar import Grammars, from_choice, from_json_schema, from_regex, from_text
+from engine.sampling.grammar import from_choice, from_json_schema, from_regex, from_text
 
 
-class Formats:
-    """What one Ingress does with formats, on a thread of its own."""
+class StructuredOutputs(RequestModel):
+    """What the text must match, at every token: exactly one of these, with vLLM's names."""
 
-    def __init__(self, grammars: Grammars, limits: Limits, tool_form: ToolForm | None) -> None:
-        self._tool_form = tool_form
-        self._max_chars = limits.max_grammar_chars
-        self._trial = Trial(grammars, timeout_s=limits.grammar_timeout_s)
-        self._thread = ThreadPoolExecutor(1, "formats")
-
-    async def grammar(self, request: CompletionRequest | ChatCompletionRequest) -> str | None:
-        """Return the grammar that a request's text must match, if it names one.
-
-        Raises:
-            RequestError: naming the field, and what is wrong with it or how much more than the limit it is.
-        """
-        forced = self._forced_call(request) if isinstance(request, ChatCompletionRequest) else None
-        wanted = _wanted(request)
-        if forced is not None and wanted is not None:
-            raise RequestError(f"tool_choice requires a call, which {wanted[0]} does not allow", "tool_choice")
-        wanted = wanted or forced
-        if wanted is None:
-            return None
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._compile, *wanted)
-
-    def _forced_call(self, request: ChatCompletionRequest) -> tuple[str, Any, Callable[[Any], str]] | None:
-        choice, tools = request.tool_choice, request.forced_tools
-        if choice in (None, "none"):
-            return None
-        if request.tools is None:
-            raise RequestError("tool_choice is only allowed with tools", "tool_choice")
-        if isinstance(choice, ToolChoice) and not tools:
-            raise RequestError(f"tool_choice names {choice.function.name!r}, which is none of the tools", "tool_choice")
-        if not tools or self._tool_form is None:
-            return None
-        is_parallel = choice == "required" and request.parallel_tool_calls is not False
-        make = partial(self._tool_form.grammar, tools, parallel=is_parallel)
-        return "tools", [tool.model_dump() for tool in tools], lambda _: make()
-
-    def _compile(self, field: str, source: Any, make: Callable[[Any], str]) -> str:
-        num_chars = len(source if isinstance(source, str) else json.dumps(source))
-        if num_chars > self._max_chars:
-            raise RequestError(f"{field} has {num_chars:,} characters, at most {self._max_chars:,} are allowed", field)
-        try:
-            grammar = make(source)
-        except RequestError as error:
-            raise RequestError(f"{field}: {error}", field) from None
-        self._trial.check(grammar, field)
-        return grammar
+    json_: dict[str, Any] | Text | None = Field(None, alias="json")
+    """A JSON schema, as an object or as its text."""
+    regex: Text | None = None
+    """A regular expression for the whole text, in Rust's syntax."""
+    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    """The texts that are allowed."""
+    grammar: Text | None = None
+    """A grammar in Lark's or llama.cpp's (GBNF) notation."""
 
 
-def _wanted(request: CompletionRequest | ChatCompletionRequest) -> tuple[str, Any, Callable[[Any], str]] | None:
-    """Return the field that says what the text must match, its value, and what makes a grammar of that."""
-    outputs = request.structured_outputs
-    if isinstance(request, ChatCompletionRequest):
-        match request.response_format:
-            case JsonObjectFormat():
-                found = ("response_format", {"type": "object"}, from_json_schema)
-            case JsonSchemaFormat(json_schema=schema):
-                found = ("response_format.json_schema.schema", schema.schema_, from_json_schema)
-            case _:
-                return None if outputs is None else _structured(outputs)
-        if outputs is not None:
-            raise RequestError("structured_outputs is not allowed with a response_format", "structured_outputs")
-        return found
-    return None if outputs is None else _structured(outputs)
+class TextFormat(RequestModel):
+    """Any text."""
+
+    type: Literal["text"]
 
 
-def _structured(outputs: StructuredOutputs) -> tuple[str, Any, Callable[[Any], str]]:
-    makers: dict[str, tuple[Any, Callable[[Any], str]]] = {
+class JsonObjectFormat(RequestModel):
+    """A JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(RequestModel):
+    """A JSON schema and its name."""
+
+    name: Name
+    """Not shown to the model."""
+    schema_: dict[str, Any] = Field(alias="schema")
+    """The schema."""
+    description: Text | None = None
+    """Accepted and ignored: the model sees the conversation only."""
+    strict: bool | None = None
+    """Accepted and ignored: the answer always matches."""
+
+
+class JsonSchemaFormat(RequestModel):
+    """JSON that a schema accepts."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """What a client wrote instead of a grammar.
+
+    Attributes:
+        field: the request field that holds it.
+        value: the field's value, which is measured before anything else is done with it.
+        to_grammar: returns the grammar; raises RequestError where the value cannot be one.
+    """
+
+    field: str
+    value: Any
+    to_grammar: Callable[[], str]
+
+
+def structured_source(outputs: StructuredOutputs) -> GrammarSource:
+    """Return what `structured_outputs` holds.
+
+    Raises:
+        RequestError: it holds several things, or nothing.
+    """
+    converters: dict[str, tuple[Any, Callable[[Any], str]]] = {
         "json": (outputs.json_, _from_schema),
         "regex": (outputs.regex, from_regex),
         "choice": (outputs.choice, from_choice),
         "grammar": (outputs.grammar, from_text),
     }
-    given = [name for name, (source, _) in makers.items() if source is not None]
-    if len(given) != 1:
-        names = ", ".join(given) or "none"
+    names = [name for name, (value, _) in converters.items() if value is not None]
+    if len(names) != 1:
         raise RequestError(
-            f"structured_outputs has {names}; exactly one of {', '.join(makers)} is allowed", "structured_outputs"
+            f"structured_outputs has {', '.join(names) or 'none'}; exactly one of {', '.join(converters)} is allowed",
+            "structured_outputs",
         )
-    return (f"structured_outputs.{given[0]}", *makers[given[0]])
+    value, convert = converters[names[0]]
+    return GrammarSource(f"structured_outputs.{names[0]}", value, lambda: convert(value))
+
+
+def format_source(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> GrammarSource | None:
+    """Return the schema that a `response_format` names; None if any text is allowed."""
+    match response_format:
+        case JsonObjectFormat():
+            field, schema = "response_format", {"type": "object"}
+        case JsonSchemaFormat(json_schema=named):
+            field, schema = "response_format.json_schema.schema", named.schema_
+        case _:
+            return None
+    return GrammarSource(field, schema, lambda: from_json_schema(schema))
 
 
 def _from_schema(schema: dict[str, Any] | str) -> str:

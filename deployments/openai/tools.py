@@ -1,36 +1,35 @@
-"""Tools: how a model is made to call functions, and how its calls are read, in the form its chat template teaches.
+"""Tools: the request fields about functions that the model may call, and the two forms in which models call them.
 
-Two forms are known. Hermes (Qwen, Hermes): `<tool_call>` around `{"name": ..., "arguments": {...}}`, any number of
-times, among text. Llama 3: the text begins with `{"name": ..., "parameters": {...}}`, or several of them, semicolons
-between. `deployments.openai.call_reader` reads both.
+A model calls in the form that its chat template teaches. Hermes (Qwen, Hermes): `<tool_call>` tags around
+`{"name": ..., "arguments": {...}}`, any number of times, anywhere in the text. Llama 3: the text begins with
+`{"name": ..., "parameters": {...}}`, or several of them with semicolons between. `tool_calls.py` reads both.
 """
 
 import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from llguidance import LLMatcher
-from pydantic import Field
 
-from deployments.openai.call_reader import CallReader
-from deployments.openai.fields import RequestModel, Text
+from deployments.openai.fields import Name, RequestModel, Text
+from deployments.openai.structured_output import GrammarSource
+from deployments.openai.tool_calls import CallReader
+from engine.errors import RequestError
 from engine.sampling.grammar import JSON_OPTIONS
-
-FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
 
 class Function(RequestModel):
     """What the model may call."""
 
-    name: FunctionName
+    name: Name
     """Its name."""
     description: Text | None = None
     """What it does, for the model."""
     parameters: dict[str, Any] | None = None
     """The JSON schema of its arguments, an object; null is no arguments."""
     strict: bool | None = None
-    """Accepted and ignored: a call that is required matches the schema, one that is not is the model's own."""
+    """Accepted and ignored: a required call always matches the schema, a voluntary one need not."""
 
 
 class Tool(RequestModel):
@@ -43,7 +42,7 @@ class Tool(RequestModel):
 class ChosenFunction(RequestModel):
     """The name of a function."""
 
-    name: FunctionName
+    name: Name
 
 
 class ToolChoice(RequestModel):
@@ -56,7 +55,7 @@ class ToolChoice(RequestModel):
 class PastFunction(RequestModel):
     """A call as the model made it."""
 
-    name: FunctionName
+    name: Name
     arguments: Text
     """A JSON object, as text."""
 
@@ -70,10 +69,10 @@ class PastCall(RequestModel):
 
 
 class ToolForm(Protocol):
-    """How a chat template has tools called."""
+    """The form in which a model calls tools."""
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return the grammar of texts that call these tools and say nothing else."""
+        """Return the grammar of texts that call these tools and hold nothing else."""
         ...
 
     def reader(self) -> CallReader:
@@ -82,7 +81,7 @@ class ToolForm(Protocol):
 
 
 def form_of(chat_template: str | None) -> ToolForm | None:
-    """Return the form that a template teaches; None if it takes no tools, or in a form that is not known here."""
+    """Return the form that a chat template teaches; None if it takes no tools, or teaches an unknown form."""
     if not isinstance(chat_template, str) or not re.search(r"\btools\b", chat_template):
         return None
     if Hermes.START in chat_template:
@@ -90,8 +89,43 @@ def form_of(chat_template: str | None) -> ToolForm | None:
     return Llama3() if '"parameters"' in chat_template else None
 
 
+def required_call(
+    choice: Literal["none", "auto", "required"] | ToolChoice | None,
+    tools: Sequence[Tool] | None,
+    form: ToolForm | None,
+    *,
+    is_parallel: bool,
+) -> GrammarSource | None:
+    """Return the calls that a request requires; None if the model decides, or cannot call.
+
+    Args:
+        form: how the model calls tools, if it can.
+        is_parallel: whether several calls may be required at once.
+
+    Raises:
+        RequestError: `tool_choice` comes without tools, or names another one.
+    """
+    if choice in (None, "none"):
+        return None
+    if tools is None:
+        raise RequestError("tool_choice is only allowed with tools", "tool_choice")
+    if isinstance(choice, ToolChoice):
+        name = choice.function.name
+        required = [tool for tool in tools if tool.function.name == name]
+        if not required:
+            raise RequestError(f"tool_choice names {name!r}, which is none of the tools", "tool_choice")
+    else:
+        required = list(tools) if choice == "required" else []
+    if not required or form is None:
+        return None
+    is_parallel = is_parallel and choice == "required"
+    return GrammarSource(
+        "tools", [tool.model_dump() for tool in required], lambda: form.grammar(required, parallel=is_parallel)
+    )
+
+
 class Hermes:
-    """Calls in tags, among text."""
+    """Calls in tags, anywhere in the text."""
 
     START, END = "<tool_call>", "</tool_call>"
 
@@ -107,7 +141,7 @@ class Hermes:
 
 
 class Llama3:
-    """Calls that the text begins with."""
+    """Calls at the beginning of the text."""
 
     TAG = "<|python_tag|>"
 
@@ -121,9 +155,9 @@ class Llama3:
 
 
 def _grammar(start: str, tools: Sequence[Tool], arguments: str) -> str:
-    """Return a Lark grammar in which `call` is one of the tools' calls.
+    """Return a Lark grammar in which `call` is a call of one of the tools.
 
-    Each schema is a root of its own, so that its references hold.
+    Each schema is embedded whole, so that the references inside it resolve.
     """
     lines = [start, "call: " + " | ".join(f"call{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):

@@ -1,11 +1,28 @@
-"""Generation: what an Ingress asks of a Router, in one streaming call."""
+"""Generation: a request for tokens, as an Ingress sends it to a Router; and the description of what a Router serves."""
 
 import secrets
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 
+from engine.config import ModelInfo
 from engine.sampling.params import MAX_SEED, SamplingParams
-from engine.sequence import RequestOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What the served pair can do."""
+
+    vocab_size: int
+    max_model_len: int
+    num_speculative_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a Router serves, for the Ingress and for people."""
+
+    target: ModelInfo
+    draft: ModelInfo | None
+    limits: ModelLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +36,7 @@ class SequenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One HTTP request's worth of prompts.
+    """The prompts of one HTTP request and how to continue them.
 
     The id is ours, never the client's: it names KV blocks and the drafter's prefixes.
 
@@ -36,14 +53,14 @@ class Generation:
 
     @property
     def num_choices(self) -> int:
-        """How many sequences this asks for."""
+        """How many sequences to generate."""
         return len(self.prompts) * self.params.n
 
     def sequences(self) -> list[SequenceRequest]:
         """Return the sequences; choice `i` of the response is the `i`-th.
 
-        Choice j of a prompt draws with the seed plus j, so that each prompt of a batch gets the text it would
-        get alone.
+        Choice j of every prompt draws with the seed plus j, so that a prompt's text does not depend on the other
+        prompts of the request.
         """
         sequences = []
         for index in range(self.num_choices):
@@ -54,29 +71,8 @@ class Generation:
 
 
 def choice_index(request_id: str) -> int:
-    """Return which choice of its response a sequence is."""
+    """Return the index of a sequence's choice in the response."""
     return int(request_id.rpartition("-")[2])
-
-
-async def without_tokens(
-    rounds: AsyncGenerator[list[RequestOutput], None],
-) -> AsyncGenerator[list[RequestOutput], None]:
-    """Yield rounds of requests for one token as if they had been for none: what is left is the prompt's score."""
-    try:
-        async for outputs in rounds:
-            yield [
-                replace(
-                    output,
-                    token_ids=[],
-                    text="",
-                    logprobs=None if output.logprobs is None else [],
-                    finish_reason="length",
-                    stop_reason=None,
-                )
-                for output in outputs
-            ]
-    finally:
-        await rounds.aclose()
 
 
 def _seed(seed: int | None, choice: int) -> int:

@@ -1,7 +1,7 @@
-"""RoundLoop: runs the engine's rounds while there is work, hands each request its tokens, and brings the target back.
+"""RoundLoop: runs the engine's rounds while there is work, delivers the tokens, and restarts a lost target.
 
-One task owns the engine. A request is a stream, and an entry in `_streams` for each of its sequences; when its
-generator is closed, whatever the reason, they leave the engine at once.
+One task owns the engine. A request has one stream, and an entry in `_streams` for each of its sequences. When its
+generator is closed, for whatever reason, its sequences leave the engine at once.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ RECOVERY_PAUSE_S = 1.0
 
 
 class Recoverable(Protocol):
-    """What the loop needs of a speculation group."""
+    """What the loop calls on a speculation group."""
 
     async def recover(self) -> None:
-        """Bring lost target ranks back.
+        """Restart lost target ranks.
 
         Raises:
-            TargetError: not this time.
+            TargetError: the restart failed; another one may succeed.
         """
         ...
 
@@ -54,12 +54,12 @@ class RoundLoop:
         self._task.add_done_callback(self._fail_streams)
 
     async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
-        """Admit a request and yield its tokens, as often as it wants them, once per round at most.
+        """Admit a request and yield its tokens, every `interval_s` and at most once per round.
 
         Raises:
             RequestError: it does not fit the model; nothing was queued.
             QueueFullError: too many requests wait already; nothing was queued.
-            TargetError: the target could not be brought back.
+            TargetError: the target could not be restarted.
             TimeoutError: the request's deadline has passed.
         """
         self.check()
@@ -89,7 +89,7 @@ class RoundLoop:
                 self._end(stream, unfinished)
 
     def report_loss(self, error: TargetError) -> None:
-        """Have the target brought back although no round is there to notice that it died."""
+        """Restart the target although no round is running that would notice its death."""
         self._lost = error
         self._wake.set()
 
@@ -113,10 +113,10 @@ class RoundLoop:
         await asyncio.wait([self._task])
 
     def _end(self, stream: Stream, unfinished: set[str]) -> None:
-        """Have what a request still wants leave the engine."""
+        """Abort the unfinished sequences of a request."""
         stream.close()
         for request_id in unfinished:
-            # One that has finished in a round nobody took any more is not there.
+            # A sequence that finished in a round that was never delivered is no longer there.
             self._streams.pop(request_id, None)
             self._engine.abort(request_id)
             self._metrics.observe_finished("abort", time.monotonic() - stream.started)
@@ -151,8 +151,8 @@ class RoundLoop:
                 await self._recover(lost)
                 continue
             started = time.perf_counter()
-            turn = asyncio.Event()
-            asyncio.get_running_loop().call_soon(turn.set)
+            other_tasks_ran = asyncio.Event()
+            asyncio.get_running_loop().call_soon(other_tasks_ran.set)
             try:
                 outputs = await self._engine.step()
             except TargetError as error:
@@ -161,8 +161,8 @@ class RoundLoop:
             self._num_failures = 0
             self._last_progress = time.monotonic()
             self._deliver(outputs)
-            # Others run while the peers compute. Where those answer at once, nobody may be kept waiting either.
-            await turn.wait()
+            # Other tasks run while the workers compute. Where workers answer without waiting, let the tasks run here.
+            await other_tasks_ran.wait()
             self._metrics.observe_round(
                 time.perf_counter() - started,
                 wait_s=getattr(self._engine.drafter, "last_wait_s", 0.0),
@@ -171,7 +171,7 @@ class RoundLoop:
             )
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        """Give each stream its part of a round."""
+        """Give each stream its outputs of a round."""
         rounds: dict[Stream, list[RequestOutput]] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
@@ -180,15 +180,15 @@ class RoundLoop:
             rounds.setdefault(stream, []).append(output)
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
-        for stream, part in rounds.items():
+        for stream, stream_outputs in rounds.items():
             if not stream.has_tokens:
                 self._metrics.observe_first_token(time.monotonic() - stream.started)
-            stream.put(part)
+            stream.put(stream_outputs)
 
     async def _recover(self, error: TargetError) -> None:
-        """Restart the target and go on from the committed tokens; give up after too many times in a row.
+        """Restart the target and continue from the committed tokens; give up after too many restarts in a row.
 
-        Only the loop's own task calls this: a reset must never happen while a step is under way.
+        Only the loop's own task calls this: the engine must not be reset during a step.
         """
         self._num_failures += 1
         logger.warning("target lost (%s); recovery %d of %d", error, self._num_failures, self._max_recoveries)
@@ -197,14 +197,14 @@ class RoundLoop:
             return
         try:
             await self._group.recover()
-        except TargetError as again:
-            logger.warning("recovery failed: %s", again)
+        except TargetError as failure:
+            logger.warning("recovery failed: %s", failure)
             await asyncio.sleep(RECOVERY_PAUSE_S * self._num_failures)
             return
         self._engine.reset()
         self._metrics.observe_recovery()
         self._last_progress = time.monotonic()
-        logger.info("target is back; %d requests resume", self._engine.num_waiting)
+        logger.info("the target is running again; %d requests resume", self._engine.num_waiting)
 
     def _abort_all(self, error: Exception) -> None:
         for request_id in self._streams:
@@ -213,7 +213,7 @@ class RoundLoop:
             stream.fail(error)
 
     def _fail_streams(self, task: asyncio.Task[None]) -> None:
-        """Say goodbye to every open stream when the loop ends, be it by a bug."""
+        """Fail every open stream when the loop ends, even if a bug ended it."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
             logger.error("the round loop ended", exc_info=error)

@@ -1,9 +1,8 @@
-"""Router: owns the sequences, runs the engine over its own speculation group, streams what is committed."""
+"""Router: owns the sequences, runs the engine over its own speculation group, streams committed tokens."""
 
 import logging
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 
 from prometheus_client import Metric
 
@@ -11,25 +10,14 @@ from cluster.group import SpeculationGroup
 from deployments.autoscaling import NUM_REQUESTS
 from deployments.config import AppConfig, group_config
 from deployments.metrics import RouterMetrics
-from deployments.openai.parameters import ModelLimits
-from deployments.router.generation import Generation
+from deployments.router.generation import Description, Generation, ModelLimits
 from deployments.router.round_loop import RoundLoop
-from engine.config import ModelInfo
 from engine.engine import Engine
 from engine.errors import TargetError
 from engine.models.tokenizer import load_tokenizer
 from engine.sequence import RequestOutput
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What a Router serves, for the Ingress and for people."""
-
-    target: ModelInfo
-    draft: ModelInfo | None
-    limits: ModelLimits
 
 
 class Router:
@@ -74,14 +62,8 @@ class Router:
         logger.info("ready after %.1f s", time.monotonic() - started)
 
     async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
-        """Admit a request and yield its tokens; see `RoundLoop.generate`, also for what it raises."""
-        rounds = self._loop.generate(request)
-        try:
-            async for outputs in rounds:
-                yield outputs
-        finally:
-            # Not left to the garbage collector: closing it is what frees the blocks of a client that went away.
-            await rounds.aclose()
+        """Return the generator of a request's tokens, `RoundLoop.generate`; Serve closes it when the client leaves."""
+        return self._loop.generate(request)
 
     async def describe(self) -> Description:
         """Return what this replica serves."""
@@ -103,7 +85,7 @@ class Router:
         """Serve's health check: a replica that cannot bring its target back is replaced."""
         self._loop.check()
         if self._engine.has_work:
-            return  # a round notices by itself
+            return  # a round finds out by itself
         try:
             await self._group.check_health()
         except TargetError as error:

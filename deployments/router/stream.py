@@ -1,4 +1,4 @@
-"""Stream: the committed tokens of one request on their way to its client, a round's or several rounds' at a time."""
+"""Stream: buffers the committed tokens of one request, and delivers those of one or several rounds at a time."""
 
 import asyncio
 import math
@@ -9,12 +9,12 @@ from engine.sequence import RequestOutput
 
 
 class Stream:
-    """What a client has not been given yet.
+    """The outputs of one request that have not been delivered yet.
 
-    Its first tokens go at once, and so do the last of each sequence. In between, what comes within `interval_s` of a
-    delivery goes with the first round after that (or, where none comes, after as long again): each delivery costs an
-    HTTP chunk and the waking of three processes, which short rounds would spend more on than on tokens. `math.inf`
-    delivers sequences whole.
+    The first tokens are delivered at once, and so are the last of each sequence. In between, outputs that come within
+    `interval_s` of a delivery wait for the first round after the interval, for at most a second interval: each delivery
+    takes an HTTP chunk and wakes three processes, which takes longer than a short round. With `math.inf`, sequences are
+    delivered whole.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -28,7 +28,7 @@ class Stream:
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, outputs: Sequence[RequestOutput]) -> None:
-        """Add what a round brought."""
+        """Add the outputs of a round."""
         self.has_tokens = True
         self._outputs += outputs
         loop = asyncio.get_running_loop()
@@ -38,7 +38,7 @@ class Stream:
             self._timer = loop.call_at(self._due + self._interval_s, self._deliver)
 
     def fail(self, error: Exception) -> None:
-        """End the stream with an error, after what was put before it."""
+        """End the stream with an error, which comes after the outputs before it."""
         self._error = error
         self._deliver()
 
@@ -46,7 +46,7 @@ class Stream:
         """Return the next outputs, oldest first; several rounds make several outputs of a sequence.
 
         Raises:
-            Exception: the one that ended the stream.
+            Exception: the error that ended the stream.
         """
         await self._is_ready.wait()
         self._is_ready.clear()
@@ -59,13 +59,13 @@ class Stream:
         return self.take()
 
     def take(self) -> list[RequestOutput]:
-        """Return what there is, due or not."""
+        """Return all outputs, due or not."""
         self.close()
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def close(self) -> None:
-        """Forget what was to be delivered later."""
+        """Cancel the delivery that was planned."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,16 +1,14 @@
 """An engine over a model with a known law, a target that is lost on demand, and Routers without Ray."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 
 import torch
 from prometheus_client import Metric
 
 from deployments.metrics import RouterMetrics
-from deployments.openai.parameters import ModelLimits
-from deployments.router.generation import Generation
+from deployments.router.generation import Description, Generation, ModelLimits
 from deployments.router.round_loop import RoundLoop
-from deployments.router.router import Description
 from engine.config import EngineConfig, ModelInfo
 from engine.engine import Engine
 from engine.errors import TargetError
@@ -102,28 +100,42 @@ class Rig:
         )
 
 
+class LocalOutputs:
+    """The outputs of one request to a round loop in this process."""
+
+    def __init__(self, routers: "LocalRouters", request: Generation) -> None:
+        self._routers = routers
+        self._rounds = routers.rig.loop.generate(request)
+        self._has_outputs = False
+
+    async def next(self) -> list[RequestOutput]:
+        if self._has_outputs and self._routers.error is not None:
+            raise self._routers.error
+        outputs = await anext(self._rounds, [])
+        self._has_outputs = True
+        self._routers.num_deliveries += bool(outputs)
+        return outputs
+
+    async def close(self) -> None:
+        await self._rounds.aclose()
+        self._routers.num_closed += 1
+
+
 class LocalRouters:
     """The Routers as an Ingress sees them: one round loop in this process, and the last request that came."""
 
     def __init__(self, rig: Rig) -> None:
-        self._rig = rig
+        self.rig = rig
         self.error: Exception | None = None
         self.has_loaded = asyncio.Event()
         self.has_loaded.set()
         self.last: Generation | None = None
         self.num_deliveries = 0
+        self.num_closed = 0
 
-    async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
+    def generate(self, request: Generation) -> LocalOutputs:
         self.last = request
-        rounds = self._rig.loop.generate(request)
-        try:
-            async for outputs in rounds:
-                self.num_deliveries += 1
-                yield outputs
-                if self.error is not None:
-                    raise self.error
-        finally:
-            await rounds.aclose()
+        return LocalOutputs(self, request)
 
     async def describe(self) -> Description:
         await self.has_loaded.wait()
@@ -131,10 +143,10 @@ class LocalRouters:
         return Description(info, None, ModelLimits(VOCAB_SIZE, MAX_MODEL_LEN, 4))
 
     async def collect(self) -> list[list[Metric]]:
-        return [self._rig.metrics.collect()]
+        return [self.rig.metrics.collect()]
 
     async def check_progress(self) -> None:
-        self._rig.loop.check()
+        self.rig.loop.check()
 
     async def base_url(self) -> str:
         return "http://paceline"

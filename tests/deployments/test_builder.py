@@ -1,9 +1,41 @@
-"""What is refused before anything is deployed."""
+"""What the application is made of, and what is refused before anything is deployed."""
+
+from typing import Any
 
 import pytest
 
 from deployments import builder
 from deployments.config import AppConfig, ArgumentError
+
+
+def deployments(config: AppConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """The Ingress and the Router that an application is made of."""
+    monkeypatch.setattr(builder, "_count_gpus", lambda: 0.0)
+    bound: Any = builder.app(config)._bound_deployment
+    return bound, bound.init_args[1]._bound_deployment
+
+
+def test_serves_own_queue_is_longer_than_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, router = deployments(AppConfig(max_num_seqs=3, max_queued_requests=5), monkeypatch)
+    assert router.max_ongoing_requests > 3 + 5
+
+
+def test_replicas_are_fixed_or_follow_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fixed = deployments(AppConfig(autoscaling={"min_replicas": 2}), monkeypatch)  # type: ignore[arg-type]
+    assert fixed.num_replicas == 2
+    _, scaled = deployments(AppConfig(autoscaling={"min_replicas": 1, "max_replicas": 4}), monkeypatch)  # type: ignore[arg-type]
+    assert scaled._deployment_config.autoscaling_config.max_replicas == 4
+
+
+def test_running_streams_have_the_drain_timeout_to_finish(monkeypatch: pytest.MonkeyPatch) -> None:
+    for deployment in deployments(AppConfig(drain_timeout_s=7.0), monkeypatch):
+        assert deployment._deployment_config.graceful_shutdown_timeout_s == 7.0
+
+
+def test_the_ingress_gets_the_keys_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_API_KEY", "secret")
+    ingress, _ = deployments(AppConfig(), monkeypatch)
+    assert ingress.init_kwargs == {"keys": ("secret",)}
 
 
 @pytest.mark.parametrize(

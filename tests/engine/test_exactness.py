@@ -38,6 +38,7 @@ from engine.drafting.model import ModelDrafter
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.protocols import NoDrafter
 from engine.sampling.params import SamplingParams
+from engine.verification.rule import RULES
 from tests.engine.conftest import VOCAB
 from tests.engine.laws import p_value, shaped_law
 from tests.engine.running import expected_tokens, make_engine, run

@@ -6,7 +6,6 @@ import pytest
 
 from deployments.config import AppConfig
 from deployments.ingress.middleware import OPEN_ROUTES, SERVE_HEADERS, Guard
-from deployments.ingress.proxy import EARLY_BODY
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
 
@@ -101,10 +100,9 @@ async def test_a_client_cannot_name_a_request(client: httpx.AsyncClient, routers
     assert "mine" not in routers.last.request_id
 
 
-@pytest.mark.parametrize("is_early", [True, False])
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_a_client_that_leaves_ends_its_request_whatever_its_headers(
-    config: AppConfig, routers: LocalRouters, rig: Rig, is_stream: bool, is_early: bool
+    config: AppConfig, routers: LocalRouters, rig: Rig, is_stream: bool
 ) -> None:
     app = await make_app(config, routers)
     left = asyncio.Event()
@@ -134,7 +132,6 @@ async def test_a_client_that_leaves_ends_its_request_whatever_its_headers(
         "headers": headers,
         "client": ("127.0.0.1", 1),
         "server": ("paceline", 80),
-        "extensions": {EARLY_BODY: body} if is_early else {},  # it is received once more then
     }
     call = asyncio.create_task(app(scope, receive, send))
     while rig.verifier.num_rounds < 3:

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 from deployments.ingress.prompts import PromptEncoder
-from deployments.openai.requests import ChatMessage
+from deployments.openai.messages import ChatMessage
 from engine.errors import PromptTooLongError, RequestError
 
 ROOM = 10_000

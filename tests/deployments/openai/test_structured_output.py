@@ -1,11 +1,7 @@
 """Structured outputs through HTTP: the text matches, and what cannot be matched is refused before it is queued."""
 
-import asyncio
 import json
 import re
-import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,10 +9,7 @@ import jsonschema
 import openai
 import pytest
 
-from deployments.config import AppConfig, Limits
-from engine.config import ModelInfo
-from tests.deployments.conftest import make_app, make_client
-from tests.deployments.fakes import MAX_MODEL_LEN, VOCAB_SIZE, LocalRouters
+from tests.deployments.fakes import LocalRouters
 
 SCHEMA = {
     "type": "object",
@@ -24,8 +17,6 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-# 6 s on the machine that this was written on; nothing in it looks expensive.
-SLOW = {"type": "integer", "multipleOf": 10_000_019}
 QUOTE, BRACE = ord('"') - ord("!"), ord("}") - ord("!")
 
 
@@ -146,48 +137,3 @@ async def test_a_format_that_cannot_be_followed_is_refused_by_name(
     assert message in error["message"]
     assert error["param"] == param
     assert routers.last is None
-
-
-@pytest.fixture
-async def hasty(config: AppConfig, routers: LocalRouters) -> AsyncIterator[httpx.AsyncClient]:
-    config = config.model_copy(update={"limits": Limits(grammar_timeout_s=3.0)})
-    async with make_client(await make_app(config, routers)) as client:
-        yield client
-
-
-async def test_a_grammar_that_takes_too_long_is_stopped(hasty: httpx.AsyncClient) -> None:
-    """And nothing else waits for it: neither texts meanwhile, nor formats afterwards."""
-    await text_of(hasty, structured_outputs={"regex": "a"})
-    started = time.monotonic()
-    slow = asyncio.create_task(error_of(hasty, structured_outputs={"json": SLOW}))
-    await asyncio.sleep(0.1)
-    response = await hasty.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
-    assert response.status_code == 200
-    assert not slow.done()
-    error = await slow
-    assert error["message"] == "structured_outputs.json cannot be compiled within 3 s"
-    assert error["param"] == "structured_outputs.json"
-    assert time.monotonic() - started < 30
-    assert await text_of(hasty, structured_outputs={"regex": "b"}) == "b"
-
-
-async def test_a_model_whose_texts_do_not_end_cannot_follow_a_grammar(
-    config: AppConfig, routers: LocalRouters, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    described = await routers.describe()
-    endless = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, [], 1000, "float32", "cpu")
-
-    async def describe() -> Any:
-        return type(described)(endless, None, described.limits)
-
-    monkeypatch.setattr(routers, "describe", describe)
-    async with make_client(await make_app(config, routers)) as client:
-        error = await error_of(client, structured_outputs={"regex": "a"})
-    assert "cannot follow a grammar: it has no end-of-sequence token" in error["message"]
-    assert error["param"] == "structured_outputs.regex"
-
-
-def test_the_process_holds_no_project_code() -> None:
-    """It is started often, and beside a model's memory."""
-    source = (Path(__file__).parents[3] / "deployments" / "grammar_check" / "process.py").read_text()
-    assert not re.search(r"^(from|import) (engine|cluster|deployments)", source, re.MULTILINE)

@@ -153,7 +153,7 @@ def test_the_text_is_the_targets_own(client, expected, temperature):
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
 def test_a_grammar_holds_on_every_process_of_the_way(client, url, expected, temperature):
-    """Trial, draft and target each compile it; the drafts that the target keeps follow it too."""
+    """The checker, draft and target each compile it; the drafts that the target keeps follow it too."""
     regex = r"[b-e]{4,40}(-[0-9]{2}){3}"
     kept = gauge(url, "spec_decode_num_accepted_tokens_total")
     wanted = expected(temperature=temperature, seed=5, max_tokens=80, grammar=from_regex(regex))

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deployments.config import AppConfig
-from deployments.openai.requests import ChatCompletionRequest, CompletionRequest
+from deployments.openai.chat import ChatCompletionRequest
+from deployments.openai.completions import CompletionRequest
 from deployments.openai.responses import ResponsesRequest
 from engine.sampling.grammar import Grammars
 from tests.deployments.conftest import make_app, make_client

@@ -1,24 +1,17 @@
-"""From a request's fields to SamplingParams, within the operator's limits and the room the model has left."""
+"""sampling_params: from a request's fields to SamplingParams, within the operator's limits and the model's context."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
 from deployments.config import Limits
-from deployments.openai.requests import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from deployments.openai.chat import ChatCompletionRequest
+from deployments.openai.completions import CompletionRequest
+from deployments.openai.sampling_fields import GenerationRequest
+from deployments.router.generation import ModelLimits
 from engine.errors import PromptTooLongError, RequestError
 from engine.sampling.params import SamplingParams
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """What the served pair can do, as the Router found it."""
-
-    vocab_size: int
-    max_model_len: int
-    num_speculative_tokens: int
 
 
 def sampling_params(
@@ -50,7 +43,7 @@ def sampling_params(
         stop_token_ids=list(request.stop_token_ids or []),
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
         min_tokens=_or(request.min_tokens, 0),
-        max_tokens=max(1, max_tokens),  # a prompt alone is scored by the pass that brings one token
+        max_tokens=max(1, max_tokens),  # scoring a prompt takes a pass that generates one token; the Answer hides it
         ignore_eos=bool(request.ignore_eos),
         skip_special_tokens=_or(request.skip_special_tokens, True),
         logprobs=logprobs,
@@ -162,21 +155,21 @@ def _max_tokens(
         raise PromptTooLongError(
             f"{field} has {longest:,} tokens, the model takes {model.max_model_len:,} with the text to come", field
         )
-    wanted, name = request.max_tokens, "max_tokens"
+    max_tokens, name = request.max_tokens, "max_tokens"
     if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
-        if wanted not in (None, request.max_completion_tokens):
+        if max_tokens not in (None, request.max_completion_tokens):
             raise RequestError(
-                f"max_tokens is {wanted}, max_completion_tokens {request.max_completion_tokens}; give one",
+                f"max_tokens is {max_tokens}, max_completion_tokens {request.max_completion_tokens}; give one",
                 "max_tokens",
             )
-        wanted, name = request.max_completion_tokens, "max_completion_tokens"
-    if wanted is None:
+        max_tokens, name = request.max_completion_tokens, "max_completion_tokens"
+    if max_tokens is None:
         default = min(16, room) if isinstance(request, CompletionRequest) else room
         return max(default, min(_or(request.min_tokens, 0), room))
-    if wanted > room:
+    if max_tokens > room:
         raise PromptTooLongError(
-            f"{name} is {wanted:,}, {field} has {longest:,} tokens, together more than the model's"
+            f"{name} is {max_tokens:,}, {field} has {longest:,} tokens, together more than the model's"
             f" {model.max_model_len:,}",
             name,
         )
-    return wanted
+    return max_tokens

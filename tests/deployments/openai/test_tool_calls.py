@@ -1,4 +1,4 @@
-"""CallReader: a text is read the same however it is cut, and no later than it must be."""
+"""Tool calls: a text is read the same however it is cut, and no later than it must be."""
 
 import itertools
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.openai.call_reader import Arguments, CallReader, CallStart
+from deployments.openai.tool_calls import Arguments, CallReader, CallStart
 from deployments.openai.tools import Hermes, Llama3
 
 Read = tuple[str, list[tuple[str, str]]]

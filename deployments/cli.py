@@ -1,0 +1,79 @@
+"""`python -m deployments [name=value ...]`: serve the application on this machine until SIGINT or SIGTERM.
+
+`serve run deployments:app` serves the same, but ends differently: Ray aborts its driver at a SIGTERM, with exit status
+134 and a stack trace, and Serve's shutdown closes its proxy at once, in the middle of running streams. Here running
+streams finish first, for up to `drain_timeout_s`; a second signal stops at once. The exit status is 0.
+"""
+
+import argparse
+import logging
+import signal
+import sys
+import time
+from types import FrameType
+
+import click
+import ray
+from ray import serve
+
+from deployments.builder import app
+from deployments.config import AppConfig
+
+logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
+
+NAMESPACE = "serve"  # where Serve's own commands look for it
+_POLL_S = 0.2
+
+
+def main() -> None:
+    """Serve what the command line describes."""
+    parser = argparse.ArgumentParser(prog="python -m deployments", description="Serve the application.")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", default=8000, type=int, help="port to listen on")
+    parser.add_argument("settings", nargs="*", metavar="name=value", help="fields of AppConfig")
+    options = parser.parse_args()
+    try:
+        config = AppConfig.model_validate(_parse(options.settings))
+        application = app(config)
+    except click.UsageError as error:
+        parser.error(error.message)
+    ray.init(namespace=NAMESPACE)
+    # After ray.init, which installs a handler of its own.
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signal_number, _exit)
+    try:
+        serve.start(http_options={"host": options.host, "port": options.port})
+        serve.run(application, blocking=True)
+    finally:
+        try:
+            _drain(config.drain_timeout_s)
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def _parse(settings: list[str]) -> dict[str, str]:
+    """Return settings by name.
+
+    Raises:
+        click.UsageError: one has no value.
+    """
+    for setting in settings:
+        if "=" not in setting:
+            raise click.UsageError(f"{setting!r} is not of the form name=value")
+    return dict(setting.split("=", 1) for setting in settings)
+
+
+def _exit(signal_number: int, _: FrameType | None) -> None:
+    """Leave whatever the main thread is doing."""
+    sys.exit(0)
+
+
+def _drain(timeout_s: float) -> None:
+    """Refuse new requests and wait until the running ones have finished."""
+    logger.info("stopping; running streams may take %g s to finish, another signal stops them", timeout_s)
+    for name in serve.status().applications:
+        serve.delete(name, _blocking=False)
+    deadline = time.monotonic() + timeout_s
+    while serve.status().applications and time.monotonic() < deadline:
+        time.sleep(_POLL_S)

@@ -1,0 +1,35 @@
+"""The response bodies about the server: /v1/models, /version, /health and /ready."""
+
+from typing import Literal
+
+from deployments.openai.fields import ResponseModel
+
+
+class ModelCard(ResponseModel):
+    """A served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(ResponseModel):
+    """The served models."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Version(ResponseModel):
+    """The server's version."""
+
+    version: str
+
+
+class Health(ResponseModel):
+    """Whether the server makes progress."""
+
+    status: Literal["ok"]

@@ -1,0 +1,133 @@
+"""/v1/completions: its request, its body and chunks, and their writer."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from deployments.openai.choices import Choice, FinishReason, RequestMetrics, Usage
+from deployments.openai.fields import ResponseModel, Text, TokenId
+from deployments.openai.logprobs import CompletionLogprobs, completion_logprobs
+from deployments.openai.sampling_fields import GenerationRequest
+from deployments.openai.writer import Writer
+from engine.sequence import RequestOutput
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of /v1/completions."""
+
+    prompt: (
+        Text
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[Text], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    )
+    """Text, token ids, or a list of either."""
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Tokens to generate at most; 0 only with echo, to score a prompt."""
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    """Must equal n: nothing is generated to be thrown away."""
+    echo: bool | None = None
+    """Put the prompt before the text; with logprobs also its tokens' log probabilities, of which the first is null."""
+    logprobs: Annotated[int, Field(ge=0)] | None = None
+    """Alternatives to list for each token, with the log probabilities of the target."""
+
+
+class CompletionChoice(ResponseModel):
+    """One text, or in a stream the next piece of it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(ResponseModel):
+    """The body of a completion, or one chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+    metrics: RequestMetrics | None = None
+
+
+@dataclass(slots=True)
+class CompletionWriter(Writer):
+    """Writes text completions."""
+
+    request: CompletionRequest
+
+    @property
+    def _is_scored(self) -> bool:
+        """Whether the prompt is reported with its log probabilities."""
+        return bool(self.request.echo) and self.request.logprobs is not None
+
+    def opening(self) -> list[Completion]:
+        """Return the prompts if they are echoed; with log probabilities, they come with the first tokens."""
+        if not self.request.echo or self._is_scored:
+            return []
+        return [
+            self._body([self._choice(choice, self._prompt_text(choice), [], None, None)], **self.chunk_usage_field())
+            for choice in self.choices
+        ]
+
+    def chunk(self, choice: Choice, output: RequestOutput) -> list[Completion]:
+        """Return the chunk with the next tokens of a choice."""
+        is_first = len(choice.token_ids) == len(output.token_ids)
+        text = self._prompt_text(choice) + output.text if is_first and self._is_scored else output.text
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = completion_logprobs(
+                choice, output.token_ids, output.logprobs, output.prompt_logprobs, self.decoder
+            )
+        piece = self._choice(choice, text, output.token_ids, logprobs, output)
+        if is_first:
+            piece = piece.model_copy(update=self.prompt_ids_field(choice))
+        return [self._body([piece], **self.chunk_usage_field())]
+
+    def closing(self) -> list[Completion]:
+        """Return the chunk with the token counts and no choices, if the client asked for it."""
+        return [self._body([], **self.usage_fields())] if self.has_usage_chunk else []
+
+    def whole(self) -> Completion:
+        """Return the body of a response that is not streamed."""
+        choices = []
+        for choice in self.choices:
+            text = self._prompt_text(choice) + choice.text if self.request.echo else choice.text
+            logprobs = None
+            if choice.logprobs or choice.prompt_logprobs is not None:
+                logprobs = completion_logprobs(
+                    choice, choice.token_ids, choice.logprobs, choice.prompt_logprobs, self.decoder
+                )
+            complete = self._choice(choice, text, choice.token_ids, logprobs, choice)
+            choices.append(complete.model_copy(update=self.prompt_ids_field(choice)))
+        return self._body(choices, **self.usage_fields())
+
+    def _body(self, choices: list[CompletionChoice], **fields: Any) -> Completion:
+        return Completion(**self.common_fields, object="text_completion", choices=choices, **fields)
+
+    def _prompt_text(self, choice: Choice) -> str:
+        return self.decoder.decode(choice.prompt_token_ids, skip_special_tokens=True)
+
+    def _choice(
+        self,
+        choice: Choice,
+        text: str,
+        token_ids: list[int],
+        logprobs: CompletionLogprobs | None,
+        end: Choice | RequestOutput | None,
+    ) -> CompletionChoice:
+        return CompletionChoice(
+            index=choice.index,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=end.finish_reason if end else None,
+            stop_reason=end.stop_reason if end else None,
+            **self.token_ids_field(token_ids),
+        )

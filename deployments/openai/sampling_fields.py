@@ -1,0 +1,104 @@
+"""The request fields that several APIs share: how to draw tokens, and how to send them."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from deployments.openai.fields import Finite, RequestModel, Salt, Seed, StopString, Text, TokenId
+from deployments.openai.structured_output import GrammarSource, StructuredOutputs, structured_source
+
+
+class StreamOptions(RequestModel):
+    """What a stream reports besides text."""
+
+    include_usage: bool | None = None
+    """A last chunk with the token counts and no choices."""
+    continuous_usage_stats: bool | None = None
+    """The token counts so far in every chunk."""
+
+
+class Speculation(RequestModel):
+    """Speculation for one request; the text does not depend on it (with the coupled rule)."""
+
+    enabled: bool | None = None
+    """false is plain decoding."""
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
+    """Draft tokens per round, at most the server's own."""
+    metrics: Literal["none", "summary", "detailed"] | None = None
+    """Acceptance figures in the response, as `metrics.speculative_decoding`."""
+
+
+class SamplingRequest(RequestModel):
+    """The fields of all three APIs."""
+
+    model: str | None = None
+    """The served model's name; null is the only one."""
+    temperature: Annotated[Finite, Field(ge=0, le=100)] | None = None
+    """0 is greedy."""
+    top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
+    """Probability mass to draw from."""
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    """Tokens to draw from; 0 and -1 are all."""
+    min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
+    """Least probability relative to the most likely token."""
+    presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    """Taken off the logit of every token generated before."""
+    frequency_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
+    """Taken off the logit once per time the token was generated."""
+    repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
+    """Divides the logits of tokens in the prompt or the text so far."""
+    seed: Seed | None = None
+    """The same seed, prompt and parameters give the same text."""
+    stop: StopString | list[StopString] | None = None
+    """Strings that end the text, which does not include them."""
+    ignore_eos: bool | None = None
+    """Go on past the end-of-sequence token."""
+    stream: bool | None = None
+    """Send server-sent events as the text comes."""
+    speculative: Speculation | None = None
+    """Speculation for this request."""
+    cache_salt: Salt | None = None
+    """Only requests with the same salt share cached prefixes."""
+    user: Text | None = None
+    """Accepted and ignored: it cannot change the text."""
+    metadata: dict[Text, Text] | None = None
+    """Accepted and ignored: it cannot change the text."""
+    safety_identifier: Text | None = None
+    """Accepted and ignored: it cannot change the text."""
+    service_tier: Text | None = None
+    """Accepted and ignored: there is one tier."""
+    store: bool | None = None
+    """Accepted and ignored: nothing is stored."""
+
+
+class GenerationRequest(SamplingRequest):
+    """The fields that completions and chat completions share."""
+
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    """Choices per prompt."""
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    """Tokens to generate at most."""
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Tokens to generate before any stop condition counts."""
+    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    """Token id (as a string) to what is added to its logit."""
+    stop_token_ids: list[TokenId] | None = None
+    """Tokens that end the text."""
+    include_stop_str_in_output: bool | None = None
+    """Keep the stop string in the text."""
+    skip_special_tokens: bool | None = None
+    """Leave special tokens out of the text (the default)."""
+    stream_options: StreamOptions | None = None
+    """What the stream reports besides text; only with stream."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the text must match."""
+    return_token_ids: bool | None = None
+    """Token ids besides the text."""
+
+    def structured_source(self) -> GrammarSource | None:
+        """Return what `structured_outputs` says that the text must match.
+
+        Raises:
+            RequestError: it says several things, or nothing.
+        """
+        return None if self.structured_outputs is None else structured_source(self.structured_outputs)

@@ -1,0 +1,72 @@
+"""GrammarChecker: a grammar that takes too long is stopped, and nothing else waits for it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.config import AppConfig, Limits
+from engine.config import ModelInfo
+from tests.deployments.conftest import make_app, make_client
+from tests.deployments.fakes import MAX_MODEL_LEN, VOCAB_SIZE, LocalRouters
+
+# Six seconds on two cores; nothing in it looks expensive.
+SLOW = {"type": "integer", "multipleOf": 10_000_019}
+
+
+async def text_of(client: httpx.AsyncClient, **body: Any) -> str:
+    sent = {"prompt": "abc", "temperature": 0, "max_tokens": 300, **body}
+    response = await client.post("/v1/completions", json=sent)
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    assert choice["finish_reason"] == "stop", choice
+    return choice["text"]
+
+
+async def error_of(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    response = await client.post(path, json=body if "messages" in body else {"prompt": "abc", **body})
+    assert response.status_code == 400, response.text
+    return response.json()["error"]
+
+
+@pytest.fixture
+async def hasty(config: AppConfig, routers: LocalRouters) -> AsyncIterator[httpx.AsyncClient]:
+    config = config.model_copy(update={"limits": Limits(grammar_timeout_s=3.0)})
+    async with make_client(await make_app(config, routers)) as client:
+        yield client
+
+
+async def test_a_grammar_that_takes_too_long_is_stopped(hasty: httpx.AsyncClient) -> None:
+    """And nothing else waits for it: neither texts meanwhile, nor formats afterwards."""
+    await text_of(hasty, structured_outputs={"regex": "a"})
+    started = time.monotonic()
+    slow = asyncio.create_task(error_of(hasty, structured_outputs={"json": SLOW}))
+    await asyncio.sleep(0.1)
+    response = await hasty.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2})
+    assert response.status_code == 200
+    assert not slow.done()
+    error = await slow
+    assert error["message"] == "structured_outputs.json cannot be compiled within 3 s"
+    assert error["param"] == "structured_outputs.json"
+    assert time.monotonic() - started < 30
+    assert await text_of(hasty, structured_outputs={"regex": "b"}) == "b"
+
+
+async def test_a_model_whose_texts_do_not_end_cannot_follow_a_grammar(
+    config: AppConfig, routers: LocalRouters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    described = await routers.describe()
+    endless = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, [], 1000, "float32", "cpu")
+
+    async def describe() -> Any:
+        return type(described)(endless, None, described.limits)
+
+    monkeypatch.setattr(routers, "describe", describe)
+    async with make_client(await make_app(config, routers)) as client:
+        error = await error_of(client, structured_outputs={"regex": "a"})
+    assert "cannot follow a grammar: it has no end-of-sequence token" in error["message"]
+    assert error["param"] == "structured_outputs.regex"

@@ -1,0 +1,164 @@
+"""Answer: the same response however its tokens arrive, and a request that ends when its client leaves."""
+
+import asyncio
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.config import AppConfig
+from deployments.errors import KINDS
+from deployments.ingress.answer import Answer
+from deployments.openai.choices import Choice
+from engine.errors import DrafterError, QueueFullError, TargetError
+from engine.sequence import FinishReason, RequestOutput
+from tests.deployments.conftest import make_app, make_client
+from tests.deployments.fakes import LocalRouters, Rig
+from tests.deployments.requests import GREEDY, events
+
+
+def output(token: int, *, finish_reason: FinishReason | None = None, request_id: str = "a-0") -> RequestOutput:
+    return RequestOutput(request_id, [token], "x", finish_reason, None, None, 3, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": ["abc", "de"], "n": 2, "logprobs": 2, "echo": True}),
+        ("/v1/completions", {"prompt": "abc", "stream_options": {"continuous_usage_stats": True}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}),
+        ("/v1/responses", {"input": "hi"}),
+    ],
+)
+async def test_fewer_chunks_have_the_same_content(
+    path: str, fields: dict[str, Any], config: AppConfig, routers: LocalRouters
+) -> None:
+    length = {"max_output_tokens": 8} if path == "/v1/responses" else {"max_tokens": 8, "return_token_ids": True}
+    body = {"temperature": 0, "seed": 1, "ignore_eos": True, "stream": True, **length, **fields}
+    contents = []
+    for interval_s in (0.0, 3600.0):
+        app = await make_app(config.model_copy(update={"stream_interval_s": interval_s}), routers)
+        async with make_client(app) as client:
+            contents.append(content_of(await client.post(path, json=body)))
+    assert contents[1].pop("num_events") < contents[0].pop("num_events")
+    assert contents[0] == contents[1]
+
+
+async def test_acceptance_is_counted_by_rounds_however_they_were_sent() -> None:
+    choice = Choice(0, [1])
+    rounds = [replace(output(token), num_draft_tokens=4, num_accepted_tokens=token) for token in range(3)]
+    writer = SimpleNamespace(choices=[choice], chunk=lambda choice, output: [output])
+    [joined] = Answer(writer, None)._chunks(rounds)
+    assert (choice.num_drafted, choice.num_accepted) == ([4, 4, 4], [0, 1, 2])
+    assert (joined.token_ids, joined.text, joined.num_accepted_tokens) == ([0, 1, 2], "xxx", 3)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3])
+async def test_a_response_that_is_not_streamed_takes_at_most_one_delivery_per_sequence(
+    num_prompts: int, client: httpx.AsyncClient, routers: LocalRouters
+) -> None:
+    await client.post("/v1/completions", json={"prompt": ["abc"] * num_prompts, "max_tokens": 8})
+    assert 1 <= routers.num_deliveries <= num_prompts
+
+
+@pytest.mark.parametrize("error", [TargetError("gone"), QueueFullError("full"), DrafterError("bug"), ValueError("bug")])
+async def test_an_error_after_the_first_byte_is_an_event(
+    client: httpx.AsyncClient, routers: LocalRouters, error: Exception
+) -> None:
+    routers.error = error
+    *_, last = await events(client, "/v1/completions", prompt="abc")
+    assert set(last["error"]) == {"message", "type", "param", "code"}
+    assert "bug" not in last["error"]["message"]
+
+
+@pytest.mark.parametrize("error", [TargetError("gone"), QueueFullError("full"), ValueError("bug")])
+async def test_an_error_before_the_first_byte_is_a_status(
+    client: httpx.AsyncClient, routers: LocalRouters, error: Exception
+) -> None:
+    routers.error = error
+    response = await client.post("/v1/completions", json={"prompt": "abc", **GREEDY})
+    assert response.status_code == (KINDS[type(error)].status if type(error) in KINDS else 500)
+    assert "bug" not in response.text
+    assert ("retry-after" in response.headers) == (response.status_code in (429, 503))
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_every_request_is_closed_once_it_has_ended(
+    client: httpx.AsyncClient, routers: LocalRouters, is_stream: bool
+) -> None:
+    await client.post("/v1/completions", json={"prompt": "abc", **GREEDY, "stream": is_stream})
+    assert routers.num_closed == 1
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+@pytest.mark.parametrize("error", [TargetError("gone"), ValueError("bug")])
+async def test_a_request_that_fails_is_closed_too(
+    client: httpx.AsyncClient, routers: LocalRouters, rig: Rig, is_stream: bool, error: Exception
+) -> None:
+    routers.error = error
+    await client.post("/v1/completions", json={"prompt": ["a", "bc"], "max_tokens": 400, "stream": is_stream})
+    assert routers.num_closed == 1
+    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+
+
+async def test_a_client_that_leaves_before_the_headers_are_sent_ends_its_request(
+    config: AppConfig, routers: LocalRouters, rig: Rig
+) -> None:
+    """The generator of events has not been started then, so that nothing in it could end the request."""
+    app = await make_app(config, routers)
+    body = b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true, "stream": true}'
+    messages: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
+    is_sending = asyncio.Event()
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await is_sending.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        assert message["type"] == "http.response.start"
+        is_sending.set()
+        await asyncio.Event().wait()
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    async with asyncio.timeout(30):
+        await app(scope, receive, send)
+    assert routers.num_closed == 1
+    assert rig.engine.num_running == 0
+    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+
+
+def content_of(response: httpx.Response) -> dict[str, Any]:
+    """The content of a stream: everything of each choice, joined, and the number of events."""
+    found: dict[str, Any] = {"num_events": 0}
+    for line in response.text.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        found["num_events"] += 1
+        event = json.loads(line.removeprefix("data: "))
+        if "delta" in event:
+            found["text"] = found.get("text", "") + event["delta"]
+        for choice in event.get("choices", ()):
+            joined = found.setdefault(choice["index"], {"text": "", "ids": [], "logprobs": []})
+            joined["text"] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+            joined["ids"] += choice.get("token_ids", [])
+            joined["prompt"] = joined.get("prompt") or choice.get("prompt_token_ids")
+            joined["finish_reason"] = choice["finish_reason"]
+            for entries in (choice.get("logprobs") or {}).values():
+                joined["logprobs"] += sorted(map(str, entries))
+            joined["logprobs"].sort()
+        found["usage"] = event.get("usage") or found.get("usage")
+    assert len(found) > 2, response.text
+    return found

@@ -1,0 +1,57 @@
+"""Ingress: which requests it takes, and what it says of the others."""
+
+import httpx
+import pytest
+
+from deployments.config import AppConfig, Limits
+from tests.deployments.conftest import make_app, make_client
+from tests.deployments.fakes import LocalRouters, Rig
+
+
+async def test_another_model_is_404(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json={"prompt": "a", "model": "gpt"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_a_full_queue_is_429_before_a_stream_starts(config: AppConfig) -> None:
+    rig = Rig(max_queued_requests=1)
+    async with make_client(await make_app(config, LocalRouters(rig))) as client:
+        response = await client.post("/v1/completions", json={"prompt": ["a", "b"], "stream": True})
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+    assert response.headers["retry-after"] == "1"
+    await rig.loop.stop()
+
+
+async def test_a_request_over_its_deadline_is_408(config: AppConfig, routers: LocalRouters, rig: Rig) -> None:
+    limits = Limits(request_timeout_s=0.01)
+    rig.verifier.gate.clear()
+    app = await make_app(config.model_copy(update={"limits": limits}), routers)
+    async with make_client(app) as client:
+        response = await client.post(
+            "/v1/completions", json={"prompt": "a"}, headers={"x-request-timeout-seconds": "0"}
+        )
+    assert (response.status_code, response.json()["error"]["code"]) == (408, "deadline_exceeded")
+    rig.verifier.gate.set()
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models"])
+async def test_everything_is_503_until_the_models_are_loaded(
+    config: AppConfig, routers: LocalRouters, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr("deployments.ingress.ingress.START_GRACE_S", 0.0)
+    routers.has_loaded.clear()
+    async with make_client(await make_app(config, routers)) as client:
+        response = await client.get(path)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+        routers.has_loaded.set()
+        monkeypatch.setattr("deployments.ingress.ingress.START_GRACE_S", 1.0)
+        assert (await client.get(path)).status_code == 200
+
+
+async def test_a_responses_request_is_refused_with_the_names_of_its_own_fields(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/responses", json={"input": "x", "max_output_tokens": 600})
+    error = response.json()["error"]
+    assert error["param"] == "max_output_tokens"
+    assert "max_output_tokens is 600, input has" in error["message"]
+    response = await client.post("/v1/responses", json={"input": "x", "model": "messages"})
+    assert "model is 'messages'" in response.json()["error"]["message"]

@@ -1,0 +1,95 @@
+"""sampling_params: every field reaches the engine, and a bad one is refused by name."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.deployments.fakes import LocalRouters
+from tests.deployments.requests import GREEDY, complete
+
+
+async def test_every_field_reaches_the_engine(client: httpx.AsyncClient, routers: LocalRouters) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "seed": 7,
+        "stop": ["zz"],
+        "stop_token_ids": [3],
+        "include_stop_str_in_output": True,
+        "min_tokens": 2,
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "logprobs": 1,
+        "n": 1,
+    }
+    await complete(client, **fields, logit_bias={"5": 2.5}, cache_salt="s", speculative={"num_speculative_tokens": 3})
+    assert routers.last is not None
+    params = routers.last.params
+    assert {name: getattr(params, name) for name in fields} == fields
+    assert (params.logit_bias, params.num_speculative_tokens, routers.last.cache_salt) == ({5: 2.5}, 3, "s")
+
+
+async def test_null_is_the_default_and_harmless_fields_are_accepted(client: httpx.AsyncClient) -> None:
+    plain = await complete(client)
+    body = await complete(client, stop=None, suffix=None, tools=None, user="me", metadata={"a": "b"}, n=None)
+    assert body["choices"] == plain["choices"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": None}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [[]]}, "prompt.0"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"prompt": [999]}, "prompt"),
+        ({"prompt": [-1]}, "prompt.0"),
+        ({"prompt": "a" * 600}, "prompt"),
+        ({"prompt": "a" * 100_000}, "prompt"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"\ud800": 1}, None),
+        ({"stop": "\ud800"}, "stop"),
+        ({"user": "\ud800"}, "user"),
+        ({"suffix": "x"}, "suffix"),
+        ({"tools": []}, "tools"),
+        ({"best_of": 2}, "best_of"),
+        ({"temperature": "0.5"}, "temperature"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 510}, "max_tokens"),
+        ({"max_tokens": 2.5}, "max_tokens"),
+        ({"min_tokens": 9}, "min_tokens"),
+        ({"n": 9}, "n"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": "a" * 65}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop_token_ids": [999]}, "stop_token_ids"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"999": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias.1"),
+        ({"logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias"),
+        ({"seed": 2**63}, "seed"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"speculative": {"num_speculative_tokens": 5}}, "speculative.num_speculative_tokens"),
+        ({"speculative": {"enabled": False, "num_speculative_tokens": 2}}, "speculative.num_speculative_tokens"),
+    ],
+)
+async def test_a_bad_field_is_named(client: httpx.AsyncClient, fields: dict[str, Any], param: str | None) -> None:
+    content = json.dumps({"prompt": "abc", **GREEDY, **fields})
+    response = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "invalid_request_error"), error
+    assert error["param"] == param, error
+    assert error["message"]

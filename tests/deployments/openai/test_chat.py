@@ -1,0 +1,56 @@
+"""/v1/chat/completions through HTTP: a conversation and its answer."""
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.deployments.fakes import LocalRouters
+from tests.deployments.requests import GREEDY, events
+
+
+async def test_a_conversation_is_answered(client: httpx.AsyncClient) -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]}]
+    response = await client.post("/v1/chat/completions", json={"messages": messages, **GREEDY, "logprobs": True})
+    body = response.json()
+    choice = body["choices"][0]
+    assert (body["object"], choice["message"]["role"]) == ("chat.completion", "assistant")
+    assert len(choice["logprobs"]["content"]) == 8
+    first, *chunks = await events(client, "/v1/chat/completions", messages=messages)
+    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(c["choices"][0]["delta"]["content"] for c in chunks) == choice["message"]["content"]
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * 7 + ["length"]
+
+
+async def test_a_conversation_takes_all_the_room_unless_told(client: httpx.AsyncClient, routers: LocalRouters) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+    response = await client.post("/v1/chat/completions", json={**body, "stop": "a"})
+    assert response.status_code == 200
+    assert routers.last is not None
+    assert routers.last.params.max_tokens == 512 - len(routers.last.prompts[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0"),
+        ({"messages": [{"role": "user"}]}, "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, None),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x"}] * 1025}, "messages"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"chat_template": "x"}, "chat_template"),
+    ],
+)
+async def test_a_bad_conversation_is_refused(
+    client: httpx.AsyncClient, fields: dict[str, Any], param: str | None
+) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
+    response = await client.post("/v1/chat/completions", json=body)
+    error = response.json()["error"]
+    assert response.status_code == 400, error
+    assert error["param"] == param or (param is None and error["param"].startswith("messages.0.content.0")), error

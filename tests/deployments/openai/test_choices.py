@@ -1,0 +1,52 @@
+"""Choice, token counts and acceptance figures."""
+
+import httpx
+
+from deployments.openai.choices import Choice, speculation_metrics, usage
+from engine.sequence import RequestOutput
+from tests.deployments.requests import complete
+
+
+def output(num_draft_tokens: int = 0, num_accepted_tokens: int = 0) -> RequestOutput:
+    return RequestOutput(
+        "a-0",
+        [5],
+        "x",
+        None,
+        None,
+        None,
+        3,
+        num_draft_tokens=num_draft_tokens,
+        num_accepted_tokens=num_accepted_tokens,
+        num_cached_tokens=2,
+    )
+
+
+def test_a_prompt_is_counted_once_whatever_its_choices() -> None:
+    choices = [Choice(0, [1, 2, 3]), Choice(1, [1, 2, 3])]
+    for choice in choices:
+        choice.append(output())
+    counts = usage(choices, 2)
+    assert (counts.prompt_tokens, counts.completion_tokens, counts.total_tokens) == (3, 2, 5)
+    assert counts.prompt_tokens_details.cached_tokens == 2
+
+
+def test_rounds_without_a_draft_do_not_count_for_acceptance() -> None:
+    choice = Choice(0, [1])
+    for drafted, accepted in ((4, 4), (0, 0), (4, 1), (2, 1)):
+        choice.append(output(drafted, accepted))
+    metrics = speculation_metrics([choice], "detailed", 4).speculative_decoding
+    assert metrics is not None
+    assert (metrics.num_spec_steps, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens) == (3, 10, 6)
+    assert (metrics.mean_acceptance_length, metrics.draft_acceptance_rate) == (3.0, 0.6)
+    assert metrics.acceptance_histogram == [0, 2, 0, 0, 1]
+    assert (metrics.per_step_drafted, metrics.per_step_accepted) == ([4, 4, 2], [4, 1, 1])
+
+
+async def test_acceptance_figures_are_there_when_asked_for(client: httpx.AsyncClient) -> None:
+    body = await complete(client, speculative={"metrics": "detailed"})
+    figures = body["metrics"]["speculative_decoding"]
+    assert figures["acceptance_histogram"] == [0] * 5
+    assert figures["per_step_accepted"] == []
+    body = await complete(client, speculative={"metrics": "summary"}, n=2)
+    assert body["metrics"] == {"speculative_decoding": None}

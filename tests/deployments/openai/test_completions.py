@@ -1,0 +1,75 @@
+"""/v1/completions through HTTP: one text whole or in pieces."""
+
+import httpx
+import pytest
+
+from tests.deployments.requests import complete, events
+
+
+async def test_a_completion_has_openais_shape(client: httpx.AsyncClient) -> None:
+    body = await complete(client)
+    assert (body["object"], body["model"]) == ("text_completion", "tiny")
+    choice = body["choices"][0]
+    assert len(choice["text"]) == 8
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
+    usage = body["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 8, 11)
+    assert "metrics" not in body
+
+
+async def test_a_stream_says_the_same_once_per_round(client: httpx.AsyncClient) -> None:
+    whole = await complete(client)
+    chunks = await events(client, "/v1/completions", prompt="abc")
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == whole["choices"][0]["text"]
+    assert len(chunks) == 8
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * 7 + ["length"]
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+async def test_usage_comes_last_and_without_choices(client: httpx.AsyncClient) -> None:
+    *chunks, last = await events(
+        client, "/v1/completions", prompt="abc", stream_options={"include_usage": True, "continuous_usage_stats": None}
+    )
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 8
+    assert all(chunk["usage"] is None for chunk in chunks)
+
+
+async def test_usage_comes_with_every_chunk_when_asked(client: httpx.AsyncClient) -> None:
+    chunks = await events(client, "/v1/completions", prompt="abc", stream_options={"continuous_usage_stats": True})
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == list(range(1, 9))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "num_choices"), [("ab", 2), (["ab", "cd"], 4), ([64, 65], 2), ([[64, 65], [66]], 4)]
+)
+async def test_prompts_in_every_form(client: httpx.AsyncClient, prompt: object, num_choices: int) -> None:
+    body = await complete(client, prompt=prompt, n=2, seed=1, return_token_ids=True)
+    assert [choice["index"] for choice in body["choices"]] == list(range(num_choices))
+    assert all(len(choice["token_ids"]) == 8 for choice in body["choices"])
+    assert body["choices"][0]["prompt_token_ids"] == [64, 65]
+
+
+async def test_echo_puts_the_prompt_first(client: httpx.AsyncClient) -> None:
+    plain = await complete(client)
+    echoed = await complete(client, echo=True)
+    assert echoed["choices"][0]["text"] == "abc" + plain["choices"][0]["text"]
+    chunks = await events(client, "/v1/completions", prompt="abc", echo=True)
+    assert chunks[0]["choices"][0]["text"] == "abc"
+
+
+async def test_logprobs_name_every_token(client: httpx.AsyncClient) -> None:
+    logprobs = (await complete(client, logprobs=2))["choices"][0]["logprobs"]
+    assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == 8
+    assert logprobs["text_offset"] == list(range(8))
+    chunks = await events(client, "/v1/completions", prompt="abc", logprobs=2)
+    assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[i] for i in range(8)]
+
+
+async def test_a_stop_string_ends_the_text(client: httpx.AsyncClient) -> None:
+    text = (await complete(client))["choices"][0]["text"]
+    choice = (await complete(client, stop=text[2:5]))["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text[:2], "stop", text[2:5])
+    chunks = await events(client, "/v1/completions", prompt="abc", stop=[text[2:5]])
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text[:2]

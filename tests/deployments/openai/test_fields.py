@@ -1,0 +1,31 @@
+import pytest
+from pydantic import ValidationError
+
+from deployments.openai.fields import RequestModel, ResponseModel, Text, TokenId
+
+
+class Body(RequestModel):
+    text: Text | None = None
+    tokens: list[TokenId] | None = None
+
+
+class Answer(ResponseModel):
+    always: int | None
+    sometimes: int | None = None
+
+
+def test_null_is_accepted_also_for_an_unknown_field() -> None:
+    assert Body.model_validate({"text": None, "suffix": None}) == Body()
+
+
+@pytest.mark.parametrize(
+    "body", [{"suffix": 1}, {"text": 1}, {"text": "\ud800"}, {"tokens": ["1"]}, {"tokens": [-1]}, {"tokens": [2**31]}]
+)
+def test_unknown_fields_and_other_types_are_refused(body: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Body.model_validate(body)
+
+
+def test_a_response_leaves_out_what_was_not_set() -> None:
+    assert Answer(always=None).to_json() == '{"always":null}'
+    assert Answer(always=1, sometimes=None).to_json() == '{"always":1,"sometimes":null}'

@@ -1,0 +1,23 @@
+"""Requests to an application in this process, greedy and of eight tokens."""
+
+import json
+from typing import Any
+
+import httpx
+
+GREEDY = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+
+
+async def events(client: httpx.AsyncClient, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The JSON of a stream's events; it must end in [DONE]."""
+    response = await client.post(path, json={"stream": True, **GREEDY, **body})
+    assert response.headers["content-type"].startswith("text/event-stream"), response.text
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def complete(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    response = await client.post("/v1/completions", json={"prompt": "abc", **GREEDY, **body})
+    assert response.status_code == 200, response.text
+    return response.json()

@@ -40,7 +40,6 @@ from engine.execution.cpu.half_weights import (
     HalfLinear,
     PanelLinear,
     has_fbgemm,
-    shared_copy,
     use_half_weights,
 )
 from engine.execution.cpu.huge_pages import HUGE_PAGE_BYTES, collapse
@@ -271,11 +270,9 @@ class CausalLM:
         compilation.load_kernels()
         candidate = CompiledForward(self._package, self._step)
         kv = self.kv_tensors(16, 16)
-        # Another thread may be serving with the module, whose fused layers keep parts of a pass between two calls.
-        module = shared_copy(self.module)
         for rows in samples():
             batch = build(rows, kv)
-            candidate.check(batch, self._forward_eagerly(batch, module))
+            candidate.check(batch, self._forward_eagerly(batch))
         load_noise(compilation.noise_path())
         self._compiled = candidate
         # Nothing computes with it any more, and where weights are packed, half of the memory or more is its own.
@@ -309,9 +306,8 @@ class CausalLM:
         if self.threads is not None:
             self.threads.use(len(batch.token_ids))
 
-    def _forward_eagerly(self, batch: ForwardBatch, module: nn.Module | None = None) -> Tensor:
-        module = self.module if module is None else module
-        return call(module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged).float()
+    def _forward_eagerly(self, batch: ForwardBatch) -> Tensor:
+        return call(self.module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged).float()
 
     def _probe(self) -> None:
         """Run two tokens through every layer: unknown attention features raise here, not in a round."""

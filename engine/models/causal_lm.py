@@ -34,14 +34,7 @@ from engine.execution.cpu.compiled import (
     load_noise,
     samples,
 )
-from engine.execution.cpu.half_weights import (
-    MIN_LARGE,
-    FbgemmLinear,
-    HalfLinear,
-    PanelLinear,
-    has_fbgemm,
-    use_half_weights,
-)
+from engine.execution.cpu.half_weights import PanelLinear, has_large_layers, pack_layers
 from engine.execution.cpu.huge_pages import HUGE_PAGE_BYTES, collapse
 from engine.models.fusion import fuse_projections
 from engine.models.registry import eos_token_ids, read_config
@@ -118,8 +111,7 @@ class CausalLM:
             device=str(device),
         )
         model = cls(module, model_config, info, shard)
-        if device.type == "cpu" and dtype == torch.float32 and model._reason_not_to_compile() is not None:
-            # A compiled pass has them beside the float32 ones.
+        if has_large_layers(module):
             model._use_half_weights()
         model._probe()
         size = f"{info.num_parameters / 1e6:.1f} M parameters in {info.dtype}"
@@ -219,21 +211,18 @@ class CausalLM:
         return step
 
     def _use_half_weights(self) -> None:
-        if not any(type(part) is nn.Linear and part.weight.numel() >= MIN_LARGE for part in self.module.modules()):
-            return
-        kind: type[HalfLinear] | None = PanelLinear
         try:
             compilation.load_kernels()
         except (CompileError, OSError) as error:
-            kind = FbgemmLinear if has_fbgemm() else None
-            logger.info("%s: products by %s: %s", self.info.name, "FBGEMM" if kind else "torch, in float32", error)
-        if kind is not None:
-            use_half_weights(self.module, kind, smallest=MIN_LARGE)
+            logger.info("%s: all weights are float32 in memory: %s", self.info.name, error)
+        else:
+            pack_layers(self.module)
             self._log_half_weights(self.module)
 
     def _log_half_weights(self, module: nn.Module) -> None:
-        halves = [isinstance(part, HalfLinear) for part in module.modules() if isinstance(part, HalfLinear | nn.Linear)]
-        logger.info("%s: %d of %d linear layers have 16-bit weights", self.info.name, sum(halves), len(halves))
+        layers = [layer for layer in module.modules() if isinstance(layer, PanelLinear | nn.Linear)]
+        num_packed = sum(isinstance(layer, PanelLinear) for layer in layers)
+        logger.info("%s: %d of %d linear layers have 16-bit weights", self.info.name, num_packed, len(layers))
 
     @functools.cached_property
     def _package(self) -> Path:

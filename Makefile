@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Two files at a time: many tests wait for processes.
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
-.PHONY: serve test check fix e2e bench bench-peers format lint types unit integration clean
+.PHONY: serve test check fix e2e bench bench-peers format lint types unit avx2 integration clean
 
 serve: $(STAMP)-runtime  ## serve the bundled pair on http://127.0.0.1:8000
 	RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.ingress.proxy:middlewares RAY_SERVE_PROXY_USE_GRPC=1 \
@@ -46,6 +46,16 @@ types: $(STAMP)-dev
 
 unit: $(STAMP)-dev
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not e2e and not slow and not gpu"
+
+# The kernel, compile and exactness tests as on a CPU that has AVX2 and nothing later: in torch, oneDNN, MKL and our C++.
+AVX2_ONLY := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TORCHINDUCTOR_CPP_MARCH=x86-64-v3
+AVX2_TESTS := tests/engine/execution/cpu/test_kernels.py tests/engine/execution/cpu/test_half_weights.py \
+	tests/engine/execution/cpu/test_paged_attention.py \
+	tests/engine/execution/cpu/test_compiled.py::test_compiled_text_does_not_depend_on_the_draft \
+	tests/engine/test_exactness.py::test_coupled_text_does_not_depend_on_the_draft
+
+avx2: $(STAMP)-dev  ## the tests that depend on vector instructions, with AVX2 only; nothing where the CPU has none
+	if grep -qsw avx2 /proc/cpuinfo; then $(AVX2_ONLY) $(BIN)/pytest $(SIDE_BY_SIDE) -m "not gpu" $(AVX2_TESTS); fi
 
 integration: $(STAMP)-dev
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "(e2e or slow) and not gpu"

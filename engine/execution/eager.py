@@ -4,7 +4,7 @@ import logging
 import time
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.errors import ModelError
@@ -53,10 +53,9 @@ class EagerBackend:
     def warm_up(self, *, compile_missing: bool = True) -> None:
         """Do nothing: every pass is like the first."""
 
-    def logits(self, batch: ForwardBatch, module: nn.Module | None = None) -> Tensor:
-        """Compute [n, vocab] float32 logits, with the model's own module or with another of the same kind."""
-        module = self.model.module if module is None else module
-        return forward(module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged).float()
+    def logits(self, batch: ForwardBatch) -> Tensor:
+        """Compute [n, vocab] float32 logits."""
+        return forward(self.model.module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged).float()
 
     @torch.inference_mode()
     def _try(self) -> list[int | None]:

@@ -1,8 +1,11 @@
 """Fused projections: q/k/v and gate/up of each layer as one matrix product.
 
-transformers calls the projections one after the other on the same input. The first of a fused run computes all of them
-and keeps the rest for its siblings: unfused layers cost 5-15 % of decoding, and a compiler cannot repair that, because
-it cannot concatenate parameters.
+transformers calls the projections one after the other on the same input. The first one computes all of them and leaves
+the others on the input tensor, where their layers find them: unfused layers cost 5-15 % of decoding, and a compiler
+cannot repair that, because it cannot concatenate parameters.
+
+The layers themselves hold no results, so threads may share a module: an input belongs to one call and takes its
+results along when it is freed. A layer that finds nothing on its input computes the product itself.
 """
 
 import torch
@@ -24,38 +27,43 @@ class FusedLinear(nn.Module):
         self.linear.weight = nn.Parameter(weight, requires_grad=False)
         if biases[0] is not None:
             self.linear.bias = nn.Parameter(torch.cat(tuple(biases)), requires_grad=False)
-        self.pending: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the first projection of `x` and keep the others."""
-        parts: tuple[Tensor, ...] = self.linear(x).split(self.sizes, dim=-1)
-        self.pending = list(parts[1:])
-        return parts[0]
+        """Return the first projection of `x`, and leave all of them on `x` for the siblings."""
+        projections = self.project(x)
+        x.fused = (self, projections)  # type: ignore[attr-defined]
+        return projections[0]
+
+    def project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return every projection of `x`."""
+        projections: tuple[Tensor, ...] = self.linear(x).split(self.sizes, dim=-1)
+        return projections
 
 
 class FusedSibling(nn.Module):
-    """A later projection of a run: hands out what the first one computed from the same input."""
+    """A later projection of a run."""
 
-    def __init__(self, owner: FusedLinear) -> None:
+    def __init__(self, first: FusedLinear, index: int) -> None:
         super().__init__()
-        self._owner = [owner]  # in a list, so that the owner is not registered twice
+        self._first = [first]  # in a list, so that the same layer is not registered twice
+        self._index = index
 
-    def forward(self, _: Tensor) -> Tensor:
-        """Return this projection of the input that the run's first member saw."""
-        return self._owner[0].pending.pop(0)
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this projection of `x`: the one that the run's first layer left there, if it saw `x` last."""
+        (first,) = self._first
+        layer, projections = getattr(x, "fused", (None, ()))
+        return projections[self._index] if layer is first else first.project(x)[self._index]
 
 
 def fuse_projections(module: nn.Module) -> None:
     """Fuse every run of plain linear layers that transformers' attention and MLP blocks call on one input."""
     for block in list(module.modules()):
         for run in _RUNS:
-            linears = [getattr(block, name, None) for name in run]
-            if not all(type(linear) is nn.Linear for linear in linears):
+            layers = [getattr(block, name, None) for name in run]
+            linears = [layer for layer in layers if type(layer) is nn.Linear]
+            if len(linears) < len(run) or len({linear.bias is None for linear in linears}) > 1:
                 continue
-            found = [linear for linear in linears if isinstance(linear, nn.Linear)]
-            if len({linear.bias is None for linear in found}) != 1:
-                continue
-            fused = FusedLinear(found)
-            setattr(block, run[0], fused)
-            for name in run[1:]:
-                setattr(block, name, FusedSibling(fused))
+            first = FusedLinear(linears)
+            setattr(block, run[0], first)
+            for index, name in enumerate(run[1:], start=1):
+                setattr(block, name, FusedSibling(first, index))

@@ -10,7 +10,7 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from engine.execution.cpu.half_weights import HalfLinear
+from engine.execution.cpu.half_weights import PanelLinear
 from engine.models.causal_lm import CausalLM
 from tests.bench.compare import conditions
 from tests.bench.figures import measure
@@ -80,9 +80,9 @@ def _save(tokenizer: str, folder: Path) -> None:
 
 def _weight_bytes(model: CausalLM) -> int:
     return sum(
-        layer.in_features * layer.out_features * (2 if isinstance(layer, HalfLinear) else layer.weight.element_size())
+        layer.in_features * layer.out_features * (2 if isinstance(layer, PanelLinear) else layer.weight.element_size())
         for layer in model.module.modules()
-        if isinstance(layer, HalfLinear | nn.Linear)
+        if isinstance(layer, PanelLinear | nn.Linear)
     )
 
 

@@ -13,15 +13,7 @@ from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch, build
 from engine.execution.cpu import packages
 from engine.execution.cpu.compiled import CompiledForward, CompileError, Step, can_run, example, load_noise, samples
-from engine.execution.cpu.half_weights import (
-    MIN_LARGE,
-    FbgemmLinear,
-    HalfLinear,
-    PanelLinear,
-    has_fbgemm,
-    shared_copy,
-    use_half_weights,
-)
+from engine.execution.cpu.half_weights import PanelLinear, has_large_layers, pack_layers
 from engine.execution.cpu.host_memory import free_bytes as free_bytes
 from engine.execution.cpu.huge_pages import HUGE_PAGE_BYTES, collapse, collapse_soon
 from engine.execution.cpu.threads import Threads
@@ -47,9 +39,8 @@ class CpuBackend(EagerBackend):
         self._num_bytes = sum(p.numel() * p.element_size() for p in model.module.parameters())
         self._compiled: CompiledForward | None = None
         self._threads = Threads(model.info.num_parameters, max_threads)
-        if model.dtype == torch.float32 and self._reason_not_to_compile(model) is not None:
-            # A compiled pass has them beside the float32 ones.
-            _pack_large_layers(model)
+        if has_large_layers(model.module):
+            _pack(model)
         super().__init__(model)
 
     @torch.inference_mode()
@@ -110,7 +101,7 @@ class CpuBackend(EagerBackend):
     @functools.cached_property
     def _step(self) -> Step:
         step = Step(self.model.module, self.windows)
-        _log_half_weights(self.info.name, step)
+        _log_packed(self.info.name, step)
         return step
 
     @functools.cached_property
@@ -148,11 +139,9 @@ class CpuBackend(EagerBackend):
         packages.load_kernels()
         candidate = CompiledForward(self._package, self._step)
         kv = self.allocate_kv(16, 16)
-        # Another thread may be serving with the module, whose fused layers keep parts of a pass between two calls.
-        module = shared_copy(self.model.module)
         for rows in samples():
             batch = build(rows, kv)
-            candidate.check(batch, self.logits(batch, module))
+            candidate.check(batch, self.logits(batch))
         load_noise(packages.noise_path())
         self._compiled = candidate
         # Nothing computes with it any more, and where weights are packed, half of the memory or more is its own.
@@ -188,20 +177,18 @@ def bytes_per_weight(dtype: torch.dtype) -> int:
     return dtype.itemsize + (2 if dtype == torch.float32 else 0)
 
 
-def _pack_large_layers(model: CausalLM) -> None:
-    if not any(type(layer) is nn.Linear and layer.weight.numel() >= MIN_LARGE for layer in model.module.modules()):
-        return
-    kind: type[HalfLinear] | None = PanelLinear
+def _pack(model: CausalLM) -> None:
+    """Pack the layers whose weights are 16-bit numbers, where the library that multiplies by them can be had."""
     try:
         packages.load_kernels()
     except (CompileError, OSError) as error:
-        kind = FbgemmLinear if has_fbgemm() else None
-        logger.info("%s: products by %s: %s", model.info.name, "FBGEMM" if kind else "torch, in float32", error)
-    if kind is not None:
-        use_half_weights(model.module, kind, smallest=MIN_LARGE)
-        _log_half_weights(model.info.name, model.module)
+        logger.info("%s: all weights are float32 in memory: %s", model.info.name, error)
+    else:
+        pack_layers(model.module)
+        _log_packed(model.info.name, model.module)
 
 
-def _log_half_weights(name: str, module: nn.Module) -> None:
-    halves = [isinstance(layer, HalfLinear) for layer in module.modules() if isinstance(layer, HalfLinear | nn.Linear)]
-    logger.info("%s: %d of %d linear layers have 16-bit weights", name, sum(halves), len(halves))
+def _log_packed(name: str, module: nn.Module) -> None:
+    layers = [layer for layer in module.modules() if isinstance(layer, PanelLinear | nn.Linear)]
+    num_packed = sum(isinstance(layer, PanelLinear) for layer in layers)
+    logger.info("%s: %d of %d linear layers have 16-bit weights", name, num_packed, len(layers))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engine.errors import PacelineError
 from engine.execution.attention import Group, KVTensors, PagedContext, additive_mask, slots_of
 from engine.execution.batch import ForwardBatch, ForwardRow, build
-from engine.execution.cpu.half_weights import with_half_weights
+from engine.execution.cpu.half_weights import packed_copy
 from engine.execution.cpu.traced import TracedContext
 from engine.models.causal_lm import forward
 from engine.sampling import noise
@@ -39,7 +39,7 @@ class Step(nn.Module):
 
     def __init__(self, module: nn.Module, windows: list[int | None]) -> None:
         super().__init__()
-        self.module = with_half_weights(module)
+        self.module = packed_copy(module)
         self.windows = windows
 
     @property

@@ -1,18 +1,22 @@
-"""Half weights: linear layers computed in float32 whose weights are read as the 16-bit numbers that they are.
+"""Half weights: float32 linear layers that keep 16-bit weights in 16 bits.
 
-A decode step is bound by reading weights. A model that was saved in 16 bits and is served in float32, as on CPUs that
-are no faster in 16 bits, would read twice the bytes it has. Nothing is rounded: a layer is only taken if all it holds
-are numbers of 16 bits.
+Reading weights bounds a decode step. A model saved in 16 bits and served in float32, as on CPUs that multiply 16-bit
+numbers no faster, would read twice the bytes that its file has. Nothing is rounded: a layer is packed only if every
+weight is a 16-bit number.
 
-The products of `PanelLinear` are C++ of ours: those of libraries (FBGEMM, oneDNN and inductor's template alike) leave
-fetching ahead to the CPU, and on the Xeon where this was measured read weights at 60 % of the speed of memory. Where
-ours cannot be built FBGEMM multiplies. With either, a row's products do not depend on the rows beside it, which
-rounding in a batch usually does, and threads share a product by its columns.
+The products are C++ of ours. Those of libraries (FBGEMM, oneDNN and inductor's template alike) leave prefetching to the
+CPU, and read weights at 60 % of the memory's speed on the Xeon where this was measured. In ours a row's products do not
+depend on the rows beside it or on the number of threads; in torch's float32 products they do (MKL: rows in batches of 1
+to 3 differ from those of larger ones), and in FBGEMM's on CPUs with AVX2 only.
+
+Packing is worth building the C++ library only for large layers (`has_large_layers`), but once it is loaded every layer
+gains: on Zen 5, one thread, layers of 0.25 to 12 M weights take 0.3 to 0.4 of torch's time for one row, and 0.14 to
+0.25 for five.
 """
 
 import copy
 import weakref
-from typing import Self
+from typing import Self, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -21,68 +25,45 @@ from torch import Tensor, nn
 from engine.execution.cpu import kernels
 
 MIN_LARGE = 2**21
-"""Weights of a layer from which on it gains also where passes are not compiled; smaller ones are bound by calls."""
+"""Weights of a large layer: a model that has one is bound by reading weights, not by calls."""
 _PANEL = 64
 """Outputs of a panel, as in half_linear.cpp."""
 _GROUP = 32
 """Outputs of a panel that are packed together there."""
-_EXPONENT = 15
-"""FBGEMM's weights are scaled until the largest is below 2**15: the largest float16 is 65504, the smallest 2**-24."""
 
 
-class HalfLinear(nn.Module):
-    """A float32 linear layer with 16-bit weights."""
+class PanelLinear(nn.Module):
+    """A float32 linear layer with 16-bit weights, in the order in which `paceline.half_linear` reads them."""
 
+    panels: Tensor
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.register_buffer("bias", None if linear.bias is None else linear.bias.detach(), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return [..., out] for `x` [..., in]."""
-        products = self.multiply(x.reshape(-1, self.in_features))
-        if self.bias is not None:
-            products = products + self.bias
-        return products.view(*x.shape[:-1], self.out_features)
-
-    @classmethod
-    def take(cls, linear: nn.Linear) -> Self | None:
-        """Return the same layer; None if that would round its weights."""
-        raise NotImplementedError
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        """Return [n, out] products of [n, in] rows, without the bias."""
-        raise NotImplementedError
-
-
-class PanelLinear(HalfLinear):
-    """One whose weights lie in the order in which `paceline.half_linear` reads them."""
-
-    panels: Tensor
-
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype) -> None:
-        super().__init__(linear)
-        whole = F.pad(linear.weight.detach().to(dtype), (0, 0, 0, -self.out_features % _PANEL))
+        padded = F.pad(linear.weight.detach().to(dtype), (0, 0, 0, -self.out_features % _PANEL))
         if dtype == torch.bfloat16:  # in pairs, from the halves of a group
-            groups = whole.view(-1, _PANEL // _GROUP, 2, _GROUP // 2, self.in_features).permute(0, 4, 1, 3, 2)
+            groups = padded.view(-1, _PANEL // _GROUP, 2, _GROUP // 2, self.in_features).permute(0, 4, 1, 3, 2)
             panels = groups.reshape(-1, self.in_features, _PANEL)
         else:
-            panels = whole.view(-1, _PANEL, self.in_features).transpose(1, 2).contiguous()
+            panels = padded.view(-1, _PANEL, self.in_features).transpose(1, 2).contiguous()
         self.register_buffer("panels", panels, persistent=False)
 
     @classmethod
-    def take(cls, linear: nn.Linear) -> Self | None:
+    def pack(cls, linear: nn.Linear) -> Self | None:
         """Return the same layer; None unless its weights are all bfloat16 or all float16 numbers."""
         weight = linear.weight.detach()
         dtypes = (torch.bfloat16, torch.float16)
         return next((cls(linear, dtype) for dtype in dtypes if torch.equal(weight.to(dtype).float(), weight)), None)
 
-    def multiply(self, rows: Tensor) -> Tensor:
-        """Return [n, out] products of [n, in] rows, without the bias."""
-        products: Tensor = torch.ops.paceline.half_linear(rows, self.panels)
-        return products[:, : self.out_features]
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out] for `x` [..., in]."""
+        products: Tensor = torch.ops.paceline.half_linear(x.reshape(-1, self.in_features), self.panels)
+        products = products[:, : self.out_features]
+        if self.bias is not None:
+            products = products + self.bias
+        return products.view(*x.shape[:-1], self.out_features)
 
 
 def _multiply_panels(rows: Tensor, panels: Tensor) -> Tensor:
@@ -96,73 +77,34 @@ SCHEMA = "half_linear(Tensor rows, Tensor panels) -> Tensor"
 kernels.define(SCHEMA, _multiply_panels, lambda rows, panels: rows.new_empty(rows.shape[0], panels.shape[0] * _PANEL))
 
 
-class FbgemmLinear(HalfLinear):
-    """One whose weights are float16 numbers times a power of two, for FBGEMM."""
-
-    def __init__(self, linear: nn.Linear, scaled: Tensor, exponent: int) -> None:
-        """Pack weights.
-
-        Args:
-            scaled: [out, in] the weights times 2**exponent, float32 that are float16 numbers.
-        """
-        super().__init__(linear)
-        self._packed = torch.ops.quantized.linear_prepack_fp16(scaled, None)
-        self._scale = 2.0**-exponent
-
-    @classmethod
-    def take(cls, linear: nn.Linear) -> Self | None:
-        """Return the same layer; None unless a power of two makes all weights float16 numbers."""
-        weight = linear.weight.detach()
-        exponent = _EXPONENT - int(torch.frexp(torch.maximum(-weight.amin(), weight.amax())).exponent)
-        exponent = min(exponent, 126)  # a float32 number is to be the factor
-        scaled = torch.ldexp(weight, torch.tensor(exponent))
-        return cls(linear, scaled, exponent) if torch.equal(scaled.half().float(), scaled) else None
-
-    def multiply(self, rows: Tensor) -> Tensor:
-        """Return [n, out] products of [n, in] rows, without the bias."""
-        products: Tensor = torch.ops.quantized.linear_dynamic_fp16(rows, self._packed)
-        return products * self._scale
+def has_large_layers(module: nn.Module) -> bool:
+    """Return whether packing a module is worth building the library that computes the products."""
+    return any(_can_pack(layer) and layer.weight.numel() >= MIN_LARGE for layer in module.modules())
 
 
-def with_half_weights(module: nn.Module) -> nn.Module:
-    """Return a module that shares all tensors with `module`, with half weights wherever that changes no product."""
-    shared = shared_copy(module)
-    use_half_weights(shared, PanelLinear)
-    return shared
+def pack_layers(module: nn.Module) -> int:
+    """Pack every float32 linear layer on the CPU whose weights are 16-bit numbers; return how many layers are packed.
 
-
-def shared_copy(module: nn.Module) -> nn.Module:
-    """Return a module that shares all tensors with `module`, and nothing else."""
-    tensors = [*module.parameters(), *module.buffers()]
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
-
-
-def use_half_weights(module: nn.Module, kind: type[HalfLinear], *, smallest: int = 0) -> None:
-    """Give a module half weights wherever that changes no product, in layers of `smallest` weights or more.
-
-    A layer's own weights are let go once they are packed, unless something else holds them, as an embedding may.
+    Load the library first (`packages.load_kernels`): the operator's definition in Python is slow. A layer's float32
+    weights are freed once they are packed, unless something else holds them, as an embedding may.
     """
-    halves: weakref.WeakKeyDictionary[nn.Module, HalfLinear] = weakref.WeakKeyDictionary()
-    # From the innermost, so that the largest layer, which is the head's as a rule, comes when others have shrunk.
-    for parent in reversed([part for part in module.modules() if type(part) is not nn.Linear]):
+    packed: weakref.WeakKeyDictionary[nn.Module, PanelLinear] = weakref.WeakKeyDictionary()
+    # Innermost first, so that the largest layer, usually the head, is packed when others have shrunk.
+    for parent in reversed([parent for parent in module.modules() if type(parent) is not nn.Linear]):
         for name, child in list(parent.named_children()):
-            if type(child) is not nn.Linear or child.weight.numel() < smallest:
-                continue
-            if child.weight.dtype != torch.float32 or child.weight.device.type != "cpu":
-                continue
-            if (half := halves.get(child) or kind.take(child)) is not None:
-                halves[child] = half
-                setattr(parent, name, half)
+            if _can_pack(child) and (layer := packed.get(child) or PanelLinear.pack(child)) is not None:
+                packed[child] = layer
+                setattr(parent, name, layer)
+    return sum(isinstance(layer, PanelLinear) for layer in module.modules())
 
 
-def has_fbgemm() -> bool:
-    """Return whether this torch has FBGEMM's products."""
-    if "fbgemm" not in torch.backends.quantized.supported_engines:
-        return False
-    one = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(one.weight)
-    try:
-        half = FbgemmLinear.take(one)
-        return half is not None and bool(half(torch.ones(1, 1)) == 1)
-    except (AttributeError, RuntimeError):
-        return False
+def packed_copy(module: nn.Module) -> nn.Module:
+    """Return a packed copy of a module; they share every tensor but the weights that this call packs."""
+    tensors = [*module.parameters(), *module.buffers()]
+    copied = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    pack_layers(copied)
+    return copied
+
+
+def _can_pack(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    return type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and layer.weight.device.type == "cpu"

@@ -14,7 +14,7 @@ from engine.errors import ModelError
 from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cpu import packages as compilation
-from engine.execution.cpu.half_weights import FbgemmLinear, HalfLinear, PanelLinear, has_fbgemm
+from engine.execution.cpu.half_weights import PanelLinear
 from engine.execution.registry import load_backend, resolve_device, resolve_dtype
 from tests.engine.tiny import SIZES, save
 
@@ -222,44 +222,27 @@ def test_a_cpu_serves_in_bfloat16_where_it_multiplies_that_faster(has_amx, dtype
     assert resolve_dtype("auto", torch.device("cpu")) is dtype
 
 
-@pytest.fixture(params=["a library", "a broken library", "no compiler", "no compiler nor FBGEMM"])
-def half_kind(request, monkeypatch):
-    """The half weights that a model gets, by what there is to multiply."""
+@pytest.fixture(params=["a library", "a broken library", "no compiler"])
+def has_library(request, monkeypatch):
+    """Whether this machine has the library that multiplies rows by 16-bit weights."""
     if "library" in request.param and not compilation.has_compiler():
         pytest.skip("there is no C++ compiler")
-    if request.param == "a library":
-        return PanelLinear
     if request.param == "a broken library":
         monkeypatch.setattr(compilation, "kernels_path", lambda: Path(__file__))
-    else:
+    elif request.param == "no compiler":
         monkeypatch.setattr(compilation, "has_compiler", lambda: False)
-    if "FBGEMM" in request.param:
-        monkeypatch.setattr("engine.execution.cpu.backend.has_fbgemm", lambda: False)
-        return None
-    if not has_fbgemm():
-        pytest.skip("this torch has no FBGEMM")
-    return FbgemmLinear
+    return request.param == "a library"
 
 
-def test_what_is_not_compiled_has_half_weights_in_its_large_layers_only_and_computes_the_same(
-    half_kind, tmp_path, monkeypatch
-):
+def test_16_bit_weights_stay_16_bit_in_eager_passes_where_the_library_is(has_library, tmp_path, monkeypatch):
     config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
     save(config, tmp_path, factor=3.0)
     module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     module.save_pretrained(tmp_path)
-    monkeypatch.setattr("engine.execution.cpu.backend.MIN_LARGE", 64 * 32)
+    monkeypatch.setattr("engine.execution.cpu.half_weights.MIN_LARGE", 64 * 32)
     model, expect = load(tmp_path), reference(tmp_path)
-    if half_kind is PanelLinear:
-        assert not any(isinstance(layer, HalfLinear) for layer in model.model.module.modules())
-    monkeypatch.setattr(compilation, "MAX_BYTES", 0)
-    model = load(tmp_path)
-    layers = [layer for layer in model.model.module.modules() if isinstance(layer, nn.Linear | HalfLinear)]
-    large = {layer for layer in layers if layer.in_features * layer.out_features >= 64 * 32}
-    halves = {layer for layer in layers if isinstance(layer, HalfLinear)}
-    assert halves == (large if half_kind else set())
-    assert {type(layer) for layer in halves} <= {half_kind}
-    assert 0 < len(large) < len(layers)
+    layers = [layer for layer in model.model.module.modules() if isinstance(layer, nn.Linear | PanelLinear)]
+    assert {type(layer) for layer in layers} == {PanelLinear if has_library else nn.Linear}
     assert model.info.num_parameters == module.num_parameters()
     text = list(range(2, 40))
     kv = model.allocate_kv(4, 16)
@@ -270,6 +253,5 @@ def test_what_is_not_compiled_has_half_weights_in_its_large_layers_only_and_comp
 
 def test_a_model_without_large_layers_does_not_wait_for_the_library(tmp_path, monkeypatch):
     save(transformers.LlamaConfig(**SIZES), tmp_path)
-    monkeypatch.setattr(compilation, "MAX_BYTES", 0)
     monkeypatch.setattr(compilation, "load_kernels", pytest.fail)
     load(tmp_path)

@@ -1,5 +1,7 @@
 """Fused projections compute what the separate ones did, bit for bit or within rounding."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -32,6 +34,52 @@ def test_a_fused_run_computes_what_its_layers_did(bias):
     for _ in range(2):
         for fused, plain in zip(model[0](x), before, strict=True):
             torch.testing.assert_close(fused, plain)
+
+
+def fused_block():
+    torch.manual_seed(0)
+    block = Block().requires_grad_(False)
+    fuse_projections(block)
+    return block
+
+
+def test_a_call_may_begin_while_another_is_under_way():
+    """As where one thread serves with a module and another checks it."""
+    block, (x, other) = fused_block(), torch.randn(2, 3, 8)
+    expected, expected_other = block(x), block(other)
+    assert torch.equal(block.q_proj(x), expected[0])
+    assert torch.equal(block.q_proj(other), expected_other[0])
+    assert torch.equal(block.k_proj(x), expected[1])
+    assert torch.equal(block.k_proj(other), expected_other[1])
+    assert torch.equal(block.v_proj(other), expected_other[2])
+    assert torch.equal(block.v_proj(x), expected[2])
+
+
+def test_blocks_may_share_an_input():
+    """As where attention and MLP run side by side."""
+    block, x = fused_block(), torch.randn(3, 8)
+    other = nn.ModuleDict({name: nn.Linear(8, 6) for name in ("gate_proj", "up_proj")}).requires_grad_(False)
+    up = other.up_proj(x)
+    fuse_projections(other)
+    expected = block(x)
+    block.q_proj(x)
+    other.gate_proj(x)
+    torch.testing.assert_close(block.k_proj(x), expected[1])
+    torch.testing.assert_close(other.up_proj(x), up)
+
+
+def test_a_sibling_computes_its_projection_itself_if_it_comes_first():
+    block, x = fused_block(), torch.randn(3, 8)
+    keys = block.k_proj(x)
+    assert torch.equal(keys, block(x)[1])
+
+
+def test_results_go_with_the_input():
+    block, x = fused_block(), torch.randn(3, 8)
+    block(x)
+    results = [weakref.ref(result) for result in x.fused[1]]
+    del x
+    assert [result() for result in results] == [None] * 3
 
 
 def test_fusing_keeps_the_number_of_parameters():

@@ -3,7 +3,6 @@
 import gc
 import logging
 import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from engine.execution.cpu.compiled import PIECE_LENGTH, CompiledForward, Compile
 from engine.execution.cpu.half_weights import PanelLinear
 from engine.execution.cpu.paged_attention import suits
 from engine.execution.registry import load_backend
-from engine.models.fusion import FusedLinear
 from engine.sampling import noise
 from engine.sampling.grammar import Grammars, from_regex
 from engine.sampling.params import SamplingParams
@@ -242,19 +240,3 @@ def test_what_is_in_the_cache_needs_no_right_to_write_there(tmp_path):
     path.touch()
     path.with_suffix(".lock").mkdir()  # root may write everywhere
     compilation.compile_once(path, pytest.fail)
-
-
-def test_a_package_is_checked_beside_passes_that_are_under_way(target_path, monkeypatch):
-    """Fused layers keep parts of a pass between two calls; those of a pass that is being served must stay."""
-    model = load(target_path)
-    fused = [layer for layer in model.model.module.modules() if isinstance(layer, FusedLinear)]
-    for layer in fused:
-        layer.pending = [torch.ones(1)]
-    candidate = SimpleNamespace(check=lambda batch, expected: None)
-    monkeypatch.setattr("engine.execution.cpu.backend.CompiledForward", lambda *_: candidate)
-    monkeypatch.setattr("engine.execution.cpu.backend.load_noise", lambda _: None)
-    monkeypatch.setattr(compilation, "load_kernels", lambda: None)
-    model._adopt()
-    assert model.is_compiled
-    assert fused
-    assert [len(layer.pending) for layer in fused] == [1] * len(fused)

@@ -9,25 +9,16 @@ from torch import nn
 
 from engine.execution.cpu import half_weights, kernels
 from engine.execution.cpu import packages as compilation
-from engine.execution.cpu.half_weights import FbgemmLinear, PanelLinear, has_fbgemm, use_half_weights, with_half_weights
-
-
-@pytest.fixture(params=[PanelLinear, FbgemmLinear])
-def kind(request):
-    if request.param is FbgemmLinear and not has_fbgemm():
-        pytest.skip("this torch has no FBGEMM")
-    return request.param
+from engine.execution.cpu.half_weights import PanelLinear, has_large_layers, pack_layers, packed_copy
 
 
 @pytest.fixture
-def half(kind, request):
-    """Make a layer one with half weights, of both kinds in turn; products are the C++'s."""
-    if kind is PanelLinear:
-        request.getfixturevalue("library")
+def half(library):
+    """Pack a layer where nothing is rounded; products are the C++'s."""
 
     def make(layer):
         module = nn.Sequential(layer)
-        use_half_weights(module, kind)
+        pack_layers(module)
         return module[0]
 
     return make
@@ -43,14 +34,14 @@ def linear(weight, bias=None):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("size", [1e-6, 0.05, 300.0])
-def test_weights_saved_in_16_bits_are_kept_bit_for_bit(dtype, size, half, kind):
+def test_weights_saved_in_16_bits_are_kept_bit_for_bit(dtype, size, half):
     if dtype == torch.float16 and size == 1e-6:
         pytest.skip("float16 itself would round them")
     generator = torch.Generator().manual_seed(0)
     weight = (torch.randn(70, 33, generator=generator) * size).to(dtype).float()
     weight[0, :5] = torch.tensor([0.0, size * 2**-14, -size * 2**-14, size, 2 * size]).to(dtype).float()
     found = half(linear(weight))
-    assert type(found) is kind
+    assert type(found) is PanelLinear
     assert torch.equal(found(torch.eye(33)), weight.T)
 
 
@@ -79,7 +70,7 @@ def test_products_are_right_whatever_their_shape(shape, dtype, half):
 def test_without_the_library_products_are_the_same_but_for_rounding(dtype):
     generator = torch.Generator().manual_seed(8)
     layer = linear(torch.randn(130, 50, generator=generator).to(dtype).float())
-    panels = PanelLinear.take(layer).panels
+    panels = PanelLinear.pack(layer).panels
     assert panels.dtype == dtype
     x = torch.randn(3, 50, generator=generator)
     assert torch.allclose(half_weights._multiply_panels(x, panels)[:, :130], layer(x), atol=1e-4)
@@ -103,7 +94,7 @@ def test_the_library_computes_the_operator_once_it_is_loaded(library):
 
 @pytest.mark.parametrize("rows", [(2, 39), (2, 41), (40,)])
 def test_rows_that_do_not_go_with_the_weights_are_refused(rows, library):
-    panels = PanelLinear.take(linear(torch.ones(70, 40))).panels
+    panels = PanelLinear.pack(linear(torch.ones(70, 40))).panels
     with pytest.raises(RuntimeError, match="do not go with panels"):
         torch.ops.paceline.half_linear(torch.ones(rows), panels)
     with pytest.raises(RuntimeError, match="half_linear"):
@@ -134,12 +125,12 @@ def test_weights_of_more_bits_are_left_alone(half):
         assert type(half(linear(weight))) is nn.Linear
 
 
-def test_only_scaled_weights_have_too_wide_a_range(half, kind):
+def test_weights_of_any_range_are_kept(half):
     wide = torch.randn(8, 8, generator=torch.Generator().manual_seed(3)).bfloat16().float()
     wide[0, 0], wide[0, 1], wide[0, 2] = 2.0**-60, 3e38, 1e-40
     wide = wide.bfloat16().float()
     found = half(linear(wide))
-    assert type(found) is (PanelLinear if kind is PanelLinear else nn.Linear)
+    assert type(found) is PanelLinear
     assert torch.equal(found(torch.eye(8)), wide.T)
 
 
@@ -152,25 +143,39 @@ def test_a_layer_of_zeros_is_a_layer_of_zeros(half):
     assert torch.equal(half(linear(torch.zeros(3, 4)))(torch.ones(2, 4)), torch.zeros(2, 3))
 
 
-def test_the_module_itself_stays_as_it_was_and_lends_its_tensors():
+def test_a_packed_copy_leaves_the_module_as_it_was_and_shares_its_tensors():
     module = nn.Sequential(linear(torch.ones(4, 4)), linear(torch.full((4, 4), 1 / 3)), nn.Embedding(4, 4))
-    found = with_half_weights(module)
+    found = packed_copy(module)
     assert [type(child) for child in module] == [nn.Linear, nn.Linear, nn.Embedding]
     assert [type(child) for child in found] == [PanelLinear, nn.Linear, nn.Embedding]
     assert found[1].weight is module[1].weight
     assert found[2].weight is module[2].weight
 
 
-def test_a_modules_own_weights_go_as_its_layers_are_packed(kind):
+def test_a_copy_of_a_packed_module_shares_its_packed_weights():
+    module = nn.Sequential(linear(torch.ones(4, 4), torch.ones(4)), nn.Linear(4, 4).requires_grad_(False))
+    assert pack_layers(module) == 1
+    found = packed_copy(module)
+    assert found[0].panels is module[0].panels
+    assert found[0].bias is module[0].bias
+    assert pack_layers(module) == 1  # doing it again changes nothing
+
+
+def test_float32_weights_are_freed_as_layers_are_packed():
     module = nn.Sequential(linear(torch.ones(4, 4)), nn.Sequential(linear(torch.full((4, 4), 1 / 3))))
     module.append(nn.Sequential(module[0]))
-    module.append(linear(torch.ones(4, 3)))
     weights = [weakref.ref(child.weight) for child in (module[0], module[1][0])]
-    use_half_weights(module, kind, smallest=16)
-    assert type(module[3]) is nn.Linear
-    assert [type(child) for child in (module[0], module[1][0])] == [kind, nn.Linear]
+    assert pack_layers(module) == 1
+    assert [type(child) for child in (module[0], module[1][0])] == [PanelLinear, nn.Linear]
     assert module[2][0] is module[0]
     assert [weight() is None for weight in weights] == [True, False]
+
+
+def test_only_large_float32_layers_on_the_cpu_are_worth_a_library(monkeypatch):
+    monkeypatch.setattr(half_weights, "MIN_LARGE", 16)
+    assert has_large_layers(nn.Sequential(nn.Embedding(9, 9), nn.Sequential(nn.Linear(4, 4))))
+    for layer in (nn.Linear(4, 3), nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4, device="meta")):
+        assert not has_large_layers(nn.Sequential(nn.Embedding(9, 9), layer))
 
 
 def test_threads_change_no_bit(half):
@@ -196,7 +201,7 @@ def test_a_package_computes_with_the_weights_that_it_is_given(library, tmp_path)
 
     def make():
         weights = [torch.randn(shape, generator=generator).bfloat16().float() for shape in ((300, 24), (24, 300))]
-        return with_half_weights(nn.Sequential(*(linear(weight, weight[:, 0]) for weight in weights)))
+        return packed_copy(nn.Sequential(*(linear(weight, weight[:, 0]) for weight in weights)))
 
     first, second = make(), make()
     any_rows = ({0: torch.export.Dim.AUTO},)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM, MistralConfig, Qwen2Config
 
 from engine.config import ModelConfig
 from engine.drafting.model import ModelDrafter
@@ -44,11 +44,22 @@ def load(path):
     return CausalLM.load(ModelConfig(path, dtype="float32", device="cpu"))
 
 
+def save_windowed(path, *, seed):
+    """One layer attends to all, the other through a window: one package has both."""
+    config = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=24, max_window_layers=1)
+    return save(config, path, seed=seed)
+
+
+@pytest.fixture(scope="session")
+def windowed_path(tmp_path_factory):
+    return save_windowed(tmp_path_factory.mktemp("windowed"), seed=1)
+
+
 @pytest.fixture(params=["16-bit weights", "32-bit weights"])
-def path(request, target_path, tmp_path):
+def path(request, windowed_path, tmp_path):
     """A model whose linear layers run with half weights, and one whose weights need their 32 bits."""
     if request.param == "32-bit weights":
-        return target_path
+        return windowed_path
     # Its heads are large enough for attention in C++, which those of the other are not.
     module = AutoModelForCausalLM.from_pretrained(save_llama(tmp_path, seed=1, hidden=64), dtype=torch.bfloat16)
     module.save_pretrained(tmp_path)
@@ -143,8 +154,8 @@ def test_pieces_compute_what_the_whole_batch_does(window, tmp_path):
 
 @pytest.mark.slow
 @needs_compiler
-def test_prompts_run_compiled_however_many_threads_there_are(target_path, monkeypatch):
-    model = load(target_path)
+def test_prompts_run_compiled_however_many_threads_there_are(windowed_path, monkeypatch):
+    model = load(windowed_path)
     model.compile()
     kv, others = both_caches(model)
     with torch.inference_mode():
@@ -158,9 +169,8 @@ def test_prompts_run_compiled_however_many_threads_there_are(target_path, monkey
 
 @pytest.mark.slow
 @needs_compiler
-def test_windows_compile(tmp_path):
-    save(MistralConfig(**SIZES, sliding_window=24), tmp_path)
-    model = load(str(tmp_path))
+def test_windows_compile(windowed_path):
+    model = load(windowed_path)
     model.compile()  # compares with the eager pass itself
     kv, others = model.kv_tensors(16, 16), model.kv_tensors(16, 16)
     rows = [ForwardRow(list(range(2, 2 + n)), 20 + n, [2 * n, 2 * n + 1, 15], n) for n in (1, 2, 5)]
@@ -175,12 +185,12 @@ def test_windows_compile(tmp_path):
 
 @pytest.mark.slow
 @needs_compiler
-def test_other_weights_use_the_same_package_and_a_wrong_package_is_refused(target_path, tmp_path, caplog):
-    model = load(target_path)
+def test_other_weights_use_the_same_package_and_a_wrong_package_is_refused(windowed_path, tmp_path, caplog):
+    model = load(windowed_path)
     model.compile()
     path = model._package
     before = path.stat().st_mtime_ns
-    other = load(save_llama(tmp_path / "other", seed=9))
+    other = load(save_windowed(tmp_path / "other", seed=9))
     other.compile()
     assert path.stat().st_mtime_ns == before
     candidate = CompiledForward(path, other._step)
@@ -189,7 +199,7 @@ def test_other_weights_use_the_same_package_and_a_wrong_package_is_refused(targe
         candidate.check(batch, model._forward_eagerly(batch))
     path.write_bytes(b"no package")
     with caplog.at_level(logging.WARNING):
-        again = CausalLM.load(ModelConfig(target_path, dtype="float32", device="cpu", compile="auto"))
+        again = CausalLM.load(ModelConfig(windowed_path, dtype="float32", device="cpu", compile="auto"))
     assert not again.is_compiled
     assert "runs eagerly" in caplog.text
     path.unlink()

@@ -1,0 +1,244 @@
+"""A group over workers that start, end and fail on demand; over real processes, tests/e2e/test_group.py tries it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from cluster import group as group_module
+from cluster.group import GroupConfig, SpeculationGroup
+from engine.config import ModelConfig
+from engine.errors import ModelMismatchError, TargetError
+
+CONFIG = GroupConfig(ModelConfig("target"), ModelConfig("draft"), start_timeout_s=5.0)
+
+
+class Link:
+    """A connection that is only ever told to fail."""
+
+    on_break: Callable[[str], None] | None = None
+
+    def fail(self, reason: str) -> None:
+        pass
+
+
+class Workers:
+    """What `start_target` and `start_draft` return: two ranks of different memory, or a draft worker."""
+
+    def __init__(self, pid: int) -> None:
+        info = SimpleNamespace(vocab_size=64)
+        self.loaded = [SimpleNamespace(info=info, num_blocks=count) for count in (50, 40)]
+        self.presences = [SimpleNamespace(pid=pid), SimpleNamespace(pid=pid + 1)]
+        self.links = [Link(), Link()]
+        self.actors = [SimpleNamespace(ping=SimpleNamespace(remote=self.ping))]
+        self.is_dismissed = False
+        self.answers = True
+        self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def ping(self) -> None:
+        if not self.answers:
+            raise ray.exceptions.RayActorError
+
+    async def ended(self) -> str:
+        return await self._reason
+
+    def end(self, reason: str) -> None:
+        self._reason.set_result(reason)
+
+    def dismiss(self) -> None:
+        self.is_dismissed = True
+
+
+@dataclass
+class Starts:
+    """Starts workers, and fails instead where `failures` says so; remembers what it was asked for."""
+
+    first_pid: int
+    failures: list[Exception] = field(default_factory=list)
+    workers: list[Workers] = field(default_factory=list)
+    configs: list[GroupConfig] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    hangs: bool = False
+
+    async def __call__(self, config: GroupConfig, _placement: Any, _connection: Any, version: int, **_: Any) -> Workers:
+        self.configs.append(config)
+        self.versions.append(version)
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.failures:
+            raise self.failures.pop(0)
+        self.workers.append(Workers(self.first_pid + 10 * len(self.workers)))
+        return self.workers[-1]
+
+
+@pytest.fixture
+def targets(monkeypatch: pytest.MonkeyPatch) -> Starts:
+    starts = Starts(100)
+    monkeypatch.setattr(group_module, "start_target", starts)
+    return starts
+
+
+@pytest.fixture
+def drafts(monkeypatch: pytest.MonkeyPatch) -> Starts:
+    starts = Starts(500)
+    monkeypatch.setattr(group_module, "start_draft", starts)
+    return starts
+
+
+@pytest.fixture(autouse=True)
+def no_pause_and_no_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "_FIRST_RETRY_S", 0.0)
+    monkeypatch.setattr(group_module, "check_same_vocabulary", lambda *_: None)
+
+
+async def started(config: GroupConfig = CONFIG) -> SpeculationGroup:
+    group = SpeculationGroup(config, SimpleNamespace(), owns_placement=False)
+    await group._start_all()
+    return group
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def refusal(waiting: Awaitable[None]) -> str:
+    with pytest.raises(TargetError) as caught:
+        await waiting
+    return str(caught.value)
+
+
+async def test_a_started_group_is_healthy_and_has_the_blocks_of_its_smallest_rank(targets, drafts):
+    group = await started()
+    await group.check_health()
+    assert group.num_blocks == 40
+    assert group.process_ids == {"draft": 500, "target-0": 100, "target-1": 101}
+    await group.stop()
+
+
+async def test_a_group_that_was_not_started_is_not_healthy(targets, drafts):
+    group = SpeculationGroup(CONFIG, SimpleNamespace(), owns_placement=False)
+    assert "not running" in await refusal(group.check_health())
+
+
+async def test_a_rank_that_does_not_answer_is_not_healthy(targets, drafts):
+    group = await started()
+    targets.workers[0].answers = False
+    assert "does not answer" in await refusal(group.check_health())
+    await group.stop()
+
+
+async def test_a_lost_rank_is_replaced_with_all_others_when_it_is_asked_for(targets, drafts):
+    group = await started()
+    targets.workers[0].end("killed")
+    await until(lambda: not group._remote_verifier.is_available)
+    await refusal(group.check_health())
+    assert len(targets.workers) == 1
+    await group.recover()
+    await group.check_health()
+    assert targets.workers[0].is_dismissed
+    assert targets.versions[1] > targets.versions[0]
+    assert targets.configs[1].engine.num_blocks == 39  # as many as before, block 0 aside
+    assert group.process_ids["target-0"] == 110
+    await group.stop()
+
+
+async def test_the_end_of_replaced_ranks_is_no_news(targets, drafts):
+    group = await started()
+    group._remote_verifier.disconnect("late")
+    await group.recover()
+    targets.workers[0].end("killed")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    await group.check_health()
+    await group.stop()
+
+
+async def test_ranks_that_live_are_not_started_anew(targets, drafts):
+    group = await started()
+    await group.recover()
+    assert len(targets.workers) == 1
+    await group.stop()
+
+
+async def test_two_recoveries_at_once_start_the_ranks_once(targets, drafts):
+    group = await started()
+    group._remote_verifier.disconnect("lost")
+    await asyncio.gather(group.recover(), group.recover())
+    assert len(targets.workers) == 2
+    await group.stop()
+
+
+async def test_a_recovery_that_failed_may_be_tried_again(targets, drafts):
+    group = await started()
+    group._remote_verifier.disconnect("lost")
+    targets.failures = [TargetError("no room")]
+    assert await refusal(group.recover()) == "no room"
+    await group.recover()
+    await group.check_health()
+    await group.stop()
+
+
+async def test_a_recovery_has_a_deadline(targets, drafts):
+    group = await started()
+    group.config = GroupConfig(ModelConfig("target"), start_timeout_s=0.0)
+    group._remote_verifier.disconnect("lost")
+    targets.hangs = True
+    assert "did not restart within 0 s" in await refusal(group.recover())
+    await group.stop()
+
+
+async def test_a_recovery_ends_when_the_group_is_stopped(targets, drafts):
+    group = await started()
+    group._remote_verifier.disconnect("lost")
+    targets.hangs = True
+    recovering = asyncio.create_task(group.recover())
+    await until(lambda: len(targets.configs) == 2)
+    await group.stop()
+    assert await refusal(recovering) == "the group was stopped"
+
+
+async def test_a_lost_draft_worker_is_started_again_until_it_comes_back(targets, drafts):
+    group = await started()
+    drafts.failures = [TargetError("no room"), TargetError("no room")]
+    drafts.workers[0].end("killed")
+    await until(lambda: len(drafts.workers) == 2)
+    await until(lambda: group._remote_drafter.is_available)
+    assert len(drafts.configs) == 4
+    assert drafts.workers[0].is_dismissed
+    assert group.process_ids["draft"] == 510
+    await group.check_health()
+    await group.stop()
+
+
+async def test_stopping_kills_all_workers_once(targets, drafts):
+    group = await started()
+    await group.stop()
+    assert targets.workers[0].is_dismissed
+    assert drafts.workers[0].is_dismissed
+    assert group.process_ids == {}
+    targets.workers[0].is_dismissed = False
+    await group.stop()
+    assert not targets.workers[0].is_dismissed
+    await refusal(group.check_health())
+
+
+async def test_without_a_draft_none_is_started(targets, drafts):
+    group = await started(GroupConfig(ModelConfig("target")))
+    assert drafts.configs == []
+    assert group.draft_info is None
+    await group.stop()
+
+
+async def test_models_that_cannot_work_together_are_refused_by_their_own_error(targets, drafts, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise ModelMismatchError("other ids")
+
+    monkeypatch.setattr(group_module, "check_same_vocabulary", refuse)
+    with pytest.raises(ModelMismatchError, match="other ids"):
+        await started()

@@ -232,6 +232,13 @@ def test_a_row_has_blocks_for_its_tokens_and_its_draft():
     assert len(sequence.block_ids) == 3
 
 
+def test_a_request_that_is_drafted_for_at_once_has_blocks_for_that_too():
+    scheduler = make_scheduler()
+    sequence = add(scheduler, "a", [1])
+    assert shares(scheduler.next_batch(BLOCK)) == [("a", 1, BLOCK)]
+    assert len(sequence.block_ids) == 2
+
+
 def test_the_youngest_request_gives_its_blocks_to_the_older_ones_and_keeps_its_tokens():
     scheduler = make_scheduler(num_blocks=1 + 4)
     old, young = add(scheduler, "old", range(7)), add(scheduler, "young", range(10, 17))
@@ -316,6 +323,7 @@ def test_a_text_that_ends_inside_its_draft_is_shared_up_to_its_end():
     draft = [5, END, 5, 5, 5, 5]
     (output,) = scheduler.commit(rows, [chain(draft)], [Verdict([*draft, 5], list(range(6)))])
     assert (output.token_ids, output.finish_reason) == ([5, END], "stop")
+    assert scheduler.stats.num_generation_tokens == 1 + 2
     assert num_shared(scheduler, [1, 2, 7, 5, END, 5, 5, 5, 5]) == BLOCK
     assert scheduler.pool._digest_of.keys() == {1}
 

@@ -81,6 +81,13 @@ def test_a_stop_token_is_named_and_the_end_of_text_is_not():
     assert output.text == "ab"
 
 
+def test_a_stop_string_is_shown_only_if_it_is_asked_for():
+    verdict = Verdict(byte_tokenizer().encode("abcd").ids)
+    for include, text in ((False, "a"), (True, "abc")):
+        output = first_output(verdict, stop=["bc"], include_stop_str_in_output=include)
+        assert (output.text, output.stop_reason) == (text, "bc")
+
+
 def test_nothing_counts_beyond_the_end_of_a_text():
     tokens = byte_tokenizer().encode("abcd").ids
     logprobs = [TokenLogprobs(-float(i), 1, [], []) for i in range(4)]

@@ -65,6 +65,13 @@ def test_no_text_of_the_prompt_comes_out_again(tokenizer):
         assert detokenizer.finish() == ""
 
 
+def test_a_long_text_is_not_decoded_again_for_every_token(tokenizer):
+    detokenizer = Detokenizer(tokenizer, ids(tokenizer, "say "))
+    for _ in range(100):
+        detokenizer.append(ids(tokenizer, "xy"))
+        assert len(detokenizer._ids) < 10
+
+
 def test_a_space_that_only_stands_between_words_is_kept():
     """A decoder that drops the first piece's space must see the word before."""
     tokenizer = Tokenizer(models.WordLevel({"▁one": 0, "▁two": 1}, unk_token="▁one"))

@@ -239,12 +239,63 @@ def test_a_trial_is_not_compared_with_rounds_of_long_ago(slowdown):
 
     while control.reason != "trial":
         rounds(1, [MAX_K], 1.0)
-    rounds(2, [MAX_K], 1.0)
+    rounds(1, [MAX_K], 1.0)  # one that counts: a hopeless trial ends after three
     challenger = control.num_draft_tokens
     rounds(50, [MAX_K] * 3, slowdown)
     rounds(60, [MAX_K], slowdown)
     cost = control._loads[(0, MAX_K)].costs.get(challenger)
     assert cost is None or cost == pytest.approx((1 + 0.1 * challenger) / (1 + 0.1 * MAX_K), rel=0.01)
+
+
+def test_a_trial_pauses_while_prompts_are_computed():
+    control = Goodput(MAX_K)
+    while control.reason != "trial":
+        control.choose([MAX_K], is_measured=True)
+        control.observe([MAX_K], 1.0)
+    challenger = control.num_draft_tokens
+    assert control.choose([MAX_K], is_measured=False) == MAX_K
+    assert control.reason == "goodput"
+    assert control.choose([MAX_K], is_measured=True) == challenger
+
+
+def test_a_new_batch_size_begins_with_the_length_of_the_nearest():
+    control = Goodput(MAX_K)
+    for batch_size, best in ((1, MAX_K), (8, 0)):
+        control.choose([MAX_K] * batch_size, is_measured=False)
+        control._load.use(best)
+    assert control.choose([MAX_K] * 16, is_measured=False) == 0
+    assert control.choose([MAX_K] * 2, is_measured=False) == MAX_K
+
+
+def test_one_odd_trial_does_not_change_what_a_length_is_known_to_cost():
+    control = Goodput(1)
+    control.choose([1], is_measured=True)
+    (load,) = control._loads.values()
+    for cost in (2.0, 2.0, 9.0, 2.0):
+        load.recent.extend([1.0] * 8)
+        load.challenge()
+        while load.trial is not None:
+            load.observe_trial(load.trial, cost, 1.0)
+        load._due.clear()
+        assert load.costs[0] == 2.0
+
+
+def test_a_length_that_was_given_up_is_not_tried_again_at_once():
+    control = Goodput(1)
+    control.choose([1], is_measured=True)
+    (load,) = control._loads.values()
+
+    def rounds(count):
+        for _ in range(count):
+            load.observe(1.0, is_first=False)
+        load.challenge()
+        return load.trial
+
+    rounds(8)
+    load.trial = None
+    load.use(0)
+    assert rounds(8) is None
+    assert rounds(30) is not None
 
 
 def test_requests_that_wait_for_blocks_do_not_stop_the_control():

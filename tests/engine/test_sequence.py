@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from engine.config import BUNDLED_TARGET, ModelConfig
 from engine.detokenizer import Detokenizer
 from engine.models.tokenizer import load_tokenizer
-from engine.protocols import Request, Verdict
+from engine.protocols import Request, TokenLogprobs, Verdict
 from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from tests.fakes import byte_tokenizer
@@ -62,6 +62,47 @@ def test_a_cut_or_broken_character_is_the_same_however_it_came(name, count):
             params = SamplingParams(max_tokens=length)
             alone = committed(tokenizer, token_ids[:length], ones(), params, ())
             assert committed(tokenizer, token_ids[:length], itertools.repeat(count), params, ()) == alone
+
+
+def first_output(verdict, *, end_ids=(), **params):
+    """What a request with a prompt of one token gets of its first round."""
+    detokenizer = Detokenizer(byte_tokenizer(), [0], stop=params.get("stop", ()))
+    params = SamplingParams(**{"max_tokens": 9, **params})
+    return Sequence("a", [0], 1, params, b"", frozenset(end_ids), detokenizer).commit(verdict, 8)
+
+
+def test_a_stop_token_is_named_and_the_end_of_text_is_not():
+    a, b, c = byte_tokenizer().encode("abc").ids
+    output = first_output(Verdict([a, b, c]), end_ids=[b])
+    assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", None)
+    output = first_output(Verdict([a, b, c]), stop_token_ids=[b], end_ids=[b])
+    assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", b)
+    output = first_output(Verdict([a, b, c]), stop_token_ids=[b], include_stop_str_in_output=True)
+    assert output.text == "ab"
+
+
+def test_a_stop_string_is_shown_only_if_it_is_asked_for():
+    verdict = Verdict(byte_tokenizer().encode("abcd").ids)
+    for include, text in ((False, "a"), (True, "abc")):
+        output = first_output(verdict, stop=["bc"], include_stop_str_in_output=include)
+        assert (output.text, output.stop_reason) == (text, "bc")
+
+
+def test_nothing_counts_beyond_the_end_of_a_text():
+    tokens = byte_tokenizer().encode("abcd").ids
+    logprobs = [TokenLogprobs(-float(i), 1, [], []) for i in range(4)]
+    output = first_output(Verdict(tokens, [0, 1, 2], logprobs), max_tokens=2)
+    assert output.token_ids == tokens[:2]
+    assert output.logprobs == logprobs[:2]
+    assert output.num_accepted_tokens == 2
+
+
+def test_a_text_may_end_with_the_last_of_its_min_tokens_and_not_before():
+    tokenizer = tokenizers()["bytes"]
+    token_ids = tokenizer.encode("abcdef").ids
+    params = SamplingParams(max_tokens=6, min_tokens=3)
+    for end, length in ((token_ids[1], 6), (token_ids[2], 3)):
+        assert committed(tokenizer, token_ids, ones(), params, [end])[1] == token_ids[:length]
 
 
 def test_no_text_waits_for_a_later_character():

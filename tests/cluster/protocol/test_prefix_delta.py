@@ -6,12 +6,23 @@ import pytest
 
 from cluster.protocol.messages import PrefixDelta
 from cluster.protocol.prefix_delta import Acknowledged, PrefixTable
+from engine.protocols import Request
 from engine.sampling.params import SamplingParams
 from tests.cluster.fakes import propose_row, verify_row
 
 
 def whole(request_id, token_ids, block_ids=()):
     return PrefixDelta(request_id, 0, list(token_ids), 1, SamplingParams(), 0, list(block_ids))
+
+
+def test_a_whole_prefix_becomes_the_request_that_the_router_has():
+    """The prompt's length decides what penalties and grammars count as output."""
+    params = SamplingParams(seed=5, presence_penalty=1.0)
+    table = PrefixTable(1)
+    table.apply([PrefixDelta("a", 0, [1, 2, 3], 2, params, 0, [7])])
+    table.apply([PrefixDelta("a", 3, [4, 5], 2)])
+    assert table["a"].request == Request("a", [1, 2, 3, 4, 5], 2, params)
+    assert table["a"].block_ids == [7]
 
 
 def test_a_repeated_delta_changes_nothing():

@@ -4,7 +4,7 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import QueueFullError
-from engine.protocols import TokenLogprobs, Verdict, chain
+from engine.protocols import Request, TokenLogprobs, Verdict, chain
 from engine.sampling.params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
@@ -20,7 +20,7 @@ def make_scheduler(*, num_blocks=100, max_model_len=1000, **settings):
 
 def make_sequence(request_id, prompt, *, salt=b"", **params):
     params = SamplingParams(**({"max_tokens": 100} | params))
-    return Sequence(request_id, list(prompt), len(prompt), params, salt, frozenset({END}), None)
+    return Sequence(Request(request_id, list(prompt), len(prompt), params), salt, frozenset({END}), None)
 
 
 def add(scheduler, request_id, prompt, **settings):
@@ -47,12 +47,12 @@ def run_round(scheduler, k=0, **settings):
 
 
 def name(sequence):
-    return sequence.request_id
+    return sequence.request.request_id
 
 
 def tokens(sequence):
     """A request's prompt and what was committed."""
-    return sequence.token_ids
+    return sequence.request.token_ids
 
 
 def shares(rows):

@@ -68,7 +68,7 @@ def first_output(verdict, *, end_ids=(), **params):
     """What a request with a prompt of one token gets of its first round."""
     detokenizer = Detokenizer(byte_tokenizer(), [0], stop=params.get("stop", ()))
     params = SamplingParams(**{"max_tokens": 9, **params})
-    return Sequence("a", [0], 1, params, b"", frozenset(end_ids), detokenizer).commit(verdict, 8)
+    return Sequence(Request("a", [0], 1, params), b"", frozenset(end_ids), detokenizer).commit(verdict, 8)
 
 
 def test_a_stop_token_is_named_and_the_end_of_text_is_not():

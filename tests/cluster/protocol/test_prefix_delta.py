@@ -20,7 +20,7 @@ def test_a_whole_prefix_becomes_the_request_that_the_router_has():
     params = SamplingParams(seed=5, presence_penalty=1.0)
     table = PrefixTable(1)
     table.apply([PrefixDelta("a", 0, [1, 2, 3], 2, params, 0, [7])])
-    table.apply([PrefixDelta("a", 3, [4, 5], 2)])
+    table.apply([PrefixDelta("a", 3, [4, 5], 2, block_offset=1)])
     assert table["a"].request == Request("a", [1, 2, 3, 4, 5], 2, params)
     assert table["a"].block_ids == [7]
 

@@ -1,6 +1,6 @@
-"""What makes speculative decoding distributed: Ray actors, placement, transport, tensor parallelism. No HTTP.
+"""Distributed speculative decoding: Ray actors, placement, transport and tensor parallelism; no HTTP.
 
-In reading order: `config` (what a group is made of), `protocol/` (messages), `transport/` (how they travel), `remote`
-(the engine's two protocols over links), `workers/` (the Ray actors), `placement` (what Ray is asked for), `worker_set`
-(starting and stopping workers), and `group`, which puts them together.
+In reading order: `config` (the settings of a group), `protocol/` (messages), `transport/` (sends them), `remote` (the
+engine's Drafter and Verifier over links), `workers/` (the Ray actors), `placement` (the resources requested from Ray),
+`worker_set` (starting and stopping workers), `memory_plan` (their KV blocks) and `group`, which puts them together.
 """

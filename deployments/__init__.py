@@ -1,6 +1,9 @@
 """The Ray Serve application: HTTP in, text out. `serve run deployments:app` runs it.
 
-builder, config, cli; ingress, openai, grammar_check; router; autoscaling, errors, metrics.
+In reading order: `builder` (binds the deployments), `config` (every setting), `ingress/` (HTTP to requests for tokens),
+`openai/` (the APIs' requests and responses), `grammar_check/` (compiling grammars safely), `router/` (runs the engine),
+`autoscaling` (replicas by queue depth), `errors` (exceptions to status codes), `metrics` (Prometheus) and `cli`
+(`python -m deployments`).
 """
 
 from typing import Any

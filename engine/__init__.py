@@ -1,9 +1,11 @@
 """Speculative decoding as a library: tensors and tokens; no Ray, no HTTP.
 
-Reading order: draft.py (the roles and the words of a round), engine.py (a step), scheduler.py and sequence.py
-(who takes part, what is committed), verifier.py and verification/ (the decision), drafters/ (the proposals),
-logits.py and noise.py (how a token is drawn), batch.py, attention.py, model.py (the forward pass), kv_cache.py
-(blocks), llm.py (all of it in one process).
+In reading order: `protocols` (a round's roles, messages and terms), `engine` (a step), `scheduler` (who takes part in a
+round), `sequence` (a request's committed tokens), `block_pool` (KV blocks), `draft_length` (how many tokens to draft),
+`verification/` (which draft tokens are accepted), `drafting/` (who proposes them), `sampling/` (logits to a token),
+`models/` (loading transformers models), `execution/` (forward passes on a device), `detokenizer` (token ids to text),
+`llm` (all of it in one process). Beside them `config` (every setting), `errors` (every exception), `stats` (counters)
+and `training/` (pretraining and distilling models).
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ __all__ = ["LLM", "SamplingParams"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import `LLM` when it is asked for: most processes of the service need parts of this package, and no torch."""
+    """Import `LLM` on first use, because most processes of the service do not need torch."""
     if name == "LLM":
         from engine.llm import LLM
 

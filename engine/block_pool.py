@@ -1,9 +1,8 @@
-"""BlockPool: which KV block belongs to whom; blocks of equal prefixes are shared. Ids only, no tensors.
+"""BlockPool: allocates KV blocks by id and shares the blocks of equal prefixes.
 
-A block's content is named by the digest of all tokens up to its end, so two requests that start alike find the same
-block. A digest is given only to a full block of *committed, computed* tokens: what a rejected draft token left
-in a block is never named, and always overwritten before it can be attended to. Block 0 belongs to nobody:
-padding writes there.
+A block is found by the digest of all tokens up to its end. Only full blocks of *committed, computed* tokens are
+published under a digest. A rejected draft token's entry is therefore never shared, and a later pass overwrites it
+before attending to it. Block 0 is never allocated: padding writes there.
 """
 
 import hashlib
@@ -13,37 +12,37 @@ from collections.abc import Sequence
 
 
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Return the name of the block that holds `token_ids` after the block named `parent`.
+    """Return the digest of the block that holds `token_ids` after the block with digest `parent`.
 
-    SHA-256, because a collision would show one user another's text.
+    It is SHA-256, because a collision would leak one user's text to another.
     """
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
 class BlockPool:
-    """The blocks of one KV cache: allocate, share, free, and evict the least recently used shared ones."""
+    """Reference-counted blocks of one KV cache; free published blocks stay cached until they are allocated again."""
 
     def __init__(self, num_blocks: int, block_size: int, *, share: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._share = share
         self._references = [0] * num_blocks
-        # Blocks without a reference, oldest first. Those with a digest can still be found and revived.
+        # Blocks without a reference, next to be allocated first. `match` can still take those with a digest.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks))
         self._digest_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks without an owner."""
+        """Blocks without a reference."""
         return len(self._free)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold `num_tokens` tokens."""
+        """Return how many blocks `num_tokens` tokens need."""
         return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` blocks, or none at all when there are fewer."""
+        """Allocate `count` blocks; return None if fewer are free."""
         if count > len(self._free):
             return None
         blocks = []
@@ -57,7 +56,7 @@ class BlockPool:
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Give up one reference to each block; the tail of a prefix is evicted before its head."""
+        """Drop one reference to each block; the end of a prefix will be evicted before its beginning."""
         for block in reversed(blocks):
             self._references[block] -= 1
             assert self._references[block] >= 0, f"block {block} was freed twice"
@@ -67,7 +66,7 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def match(self, token_ids: Sequence[int], salt: bytes) -> tuple[list[int], list[bytes]]:
-        """Take a reference to every block of the longest known prefix, always leaving one token to compute.
+        """Take a reference to every block of the longest cached prefix, leaving at least one token to compute.
 
         Returns:
             The blocks and their digests.
@@ -90,12 +89,12 @@ class BlockPool:
         return blocks, digests
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Name a full, computed block so that others can share it; the first holder of a digest keeps it."""
+        """Make a full, computed block available to `match`; the first block with a digest stays the shared one."""
         if self._share and digest not in self._block_of and block not in self._digest_of:
             self._block_of[digest] = block
             self._digest_of[block] = digest
 
     def clear(self) -> None:
-        """Forget every digest: the memory behind the blocks is gone."""
+        """Forget every digest, because the KV cache was lost."""
         self._digest_of.clear()
         self._block_of.clear()

@@ -1,12 +1,12 @@
-"""Goodput: how many draft tokens the next round gets, by what rounds take and what drafts are worth.
+"""Goodput: chooses the draft length of each round from measured round times and acceptance rates.
 
-The rule is SmartSpec's (Liu et al., 2406.14066): the length k that promises the most tokens per second,
-`(1 + sum over positions of P(accepted so far)) / round time(batch, k)`, k = 0 included. Acceptance alone is the wrong
-signal: it stays where it is while a growing batch turns speculation from a gain into a loss.
+The rule is SmartSpec's (Liu et al., 2406.14066): choose the length k, 0 included, with the most expected tokens per
+second, `(1 + sum over positions of P(all accepted up to there)) / round time(batch, k)`. Acceptance alone is not
+enough: it stays the same while a growing batch turns speculation from a gain into a loss.
 
-SmartSpec profiles round times beforehand. Here the length in use is challenged by others, a few rounds each, and a
-challenger's time is compared with that of the rounds just before it: what else runs on the machine, or a growing
-context, slows both. A length may be tried again when the time its last trial lost is a small share of what has passed.
+SmartSpec profiles round times beforehand. Here trials measure them while requests are served: another length runs for
+a few rounds, and its round time is compared with that of the rounds just before, because other load on the machine or
+longer contexts slow both. A length is tried again once its last trial's lost time is a small share of the time passed.
 """
 
 from collections import deque
@@ -19,25 +19,25 @@ from engine.config import Speculation
 
 Reason = Literal["fixed", "off", "goodput", "trial"]
 
-_LADDER = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _DRAFTS_REMEMBERED = 200
 _PRIOR_ACCEPTANCE = 0.7
 _PRIOR_DRAFTS = 4
 _MARGIN = 1.01
-"""A change of length costs a round or two, so another must promise this much more."""
+"""Another length must promise this much more, because a change of length costs a round or two."""
 _WINDOW = 15
 _TRIAL_ROUNDS = 8
-_FEWEST_ROUNDS = 3
+_MIN_TRIAL_ROUNDS = 3
 _HOPELESS = 0.7
 _LOST_SHARE = 0.004
-"""Of the time, that each of the (at most four) challengers may lose by being tried."""
+"""Share of the time that the trials of one length (at most four are tried) may lose."""
 _PAUSE_ROUNDS = 32
 _TRIALS_REMEMBERED = 7
 
 
 @dataclass(slots=True)
 class _Trial:
-    """A challenger at work. Its first round is not compared with others: an idle draft catches up in it."""
+    """A few rounds with another length. The first round does not count: an idle drafter catches up in it."""
 
     num_draft_tokens: int
     first_s: float | None = None
@@ -45,15 +45,15 @@ class _Trial:
 
 
 class _Load:
-    """What is known of one range of batch sizes: which length is in use, and what the others cost."""
+    """The state of one range of batch sizes: the length in use, and measured round times of others."""
 
     def __init__(self, longest: int, best: int) -> None:
-        self.lengths = sorted({k for k in _LADDER if k < longest} | {longest})
+        self.lengths = sorted({k for k in _LENGTHS if k < longest} | {longest})
         self.best = best
         self.costs = {best: 1.0}
-        """Round times of the lengths that were tried, relative to one another."""
+        """Relative round time of each length tried so far."""
         self.recent: deque[float] = deque(maxlen=_WINDOW)
-        """Seconds of the latest rounds with the length in use."""
+        """Seconds of the last rounds with the length in use."""
         self.trial: _Trial | None = None
         self.last_round = 0
         self._clock = 0.0
@@ -61,39 +61,39 @@ class _Load:
         self._results: dict[int, deque[float]] = {}
 
     def use(self, best: int) -> None:
-        """Put another length to use; the one that was is tried again later."""
-        self._rest(self.best, 0.0)
+        """Switch to another length; the old one is tried again later."""
+        self._postpone(self.best, 0.0)
         self.best = best
         self.recent.clear()
 
     def resume(self, num_rounds: int) -> None:
-        """Go on after rounds of other loads; after many of them what is compared may have changed."""
+        """Drop stale timings when this batch size returns."""
         if num_rounds - self.last_round > _WINDOW:
             self.trial = None
             self.recent.clear()
         self.last_round = num_rounds
 
     def challenge(self) -> None:
-        """Begin a trial if one is due: of none at all, one length shorter, one longer, or the most."""
+        """Start a trial if one is due: of no draft, the next shorter, the next longer, or the longest draft."""
         if len(self.recent) < _TRIAL_ROUNDS:
             return
-        place = self.lengths.index(self.best)
-        near = self.lengths[max(0, place - 1) : place + 2]
-        able = [k for k in dict.fromkeys([0, *near, self.lengths[-1]]) if k != self.best]
-        due = [k for k in able if self._due.get(k, 0.0) <= self._clock]
+        index = self.lengths.index(self.best)
+        neighbours = self.lengths[max(0, index - 1) : index + 2]
+        others = [k for k in dict.fromkeys([0, *neighbours, self.lengths[-1]]) if k != self.best]
+        due = [k for k in others if self._due.get(k, 0.0) <= self._clock]
         self.trial = _Trial(due[0]) if due else None
 
     def observe(self, seconds: float, *, is_first: bool) -> None:
-        """Take a round with the length in use; the first one after another length is not compared."""
+        """Record a round with the length in use; the first one after a change of length does not count."""
         self._clock += seconds
         if not is_first:
             self.recent.append(seconds)
 
-    def observe_trial(self, trial: _Trial, seconds: float, worth: float) -> None:
-        """Take a round of a trial; end it when it has run long enough, or promises nothing.
+    def observe_trial(self, trial: _Trial, seconds: float, token_ratio: float) -> None:
+        """Record a round of a trial; end the trial after enough rounds, or early if it is clearly slower.
 
         Args:
-            worth: the tokens of the challenger's round over those of a round with the length in use.
+            token_ratio: expected tokens of a round with the tried length, over those with the length in use.
         """
         self._clock += seconds
         if trial.first_s is None:
@@ -101,19 +101,19 @@ class _Load:
             return
         trial.seconds.append(seconds)
         count, best_s, round_s = len(trial.seconds), median(self.recent), median(trial.seconds)
-        is_hopeless = worth * best_s < _HOPELESS * round_s
-        if count < (_FEWEST_ROUNDS if is_hopeless else _TRIAL_ROUNDS):
+        is_hopeless = token_ratio * best_s < _HOPELESS * round_s
+        if count < (_MIN_TRIAL_ROUNDS if is_hopeless else _TRIAL_ROUNDS):
             return
-        challenger = trial.num_draft_tokens
-        results = self._results.setdefault(challenger, deque(maxlen=_TRIALS_REMEMBERED))
+        tried = trial.num_draft_tokens
+        results = self._results.setdefault(tried, deque(maxlen=_TRIALS_REMEMBERED))
         results.append(self.costs[self.best] * round_s / best_s)
-        self.costs[challenger] = median(results)
-        self._rest(challenger, trial.first_s + count * round_s - (1 + count) * worth * best_s)
+        self.costs[tried] = median(results)
+        self._postpone(tried, trial.first_s + count * round_s - (1 + count) * token_ratio * best_s)
         self.trial = None
         self.recent.clear()
 
-    def _rest(self, num_draft_tokens: int, lost_s: float) -> None:
-        """Leave a length alone until what its trial lost is a small share of the time."""
+    def _postpone(self, num_draft_tokens: int, lost_s: float) -> None:
+        """Set when a length may be tried again: once `lost_s` is a small share of the time passed."""
         pause_s = _PAUSE_ROUNDS * median(self.recent) if self.recent else 0.0
         self._due[num_draft_tokens] = self._clock + max(pause_s, lost_s / _LOST_SHARE)
 
@@ -121,8 +121,8 @@ class _Load:
 class Goodput:
     """Chooses the draft length of every round: `choose`, run the round, `observe`.
 
-    Batches are told apart by powers of two. `num_draft_tokens` is the length chosen last, `reason` tells why: `goodput`
-    promises most, `trial` is being tried, `fixed` and `off` were configured.
+    Batch sizes are grouped by powers of two. `num_draft_tokens` is the last chosen length and `reason` why: `goodput`
+    (the most tokens per second), `trial`, or `fixed` and `off` by configuration.
     """
 
     def __init__(self, max_draft_tokens: int, speculation: Speculation = "adaptive") -> None:
@@ -141,11 +141,11 @@ class Goodput:
 
         Args:
             limits: the longest draft that each decoding request may get.
-            is_measured: whether `observe` will follow; a round that computes prompts too says nothing of lengths.
+            is_measured: whether `observe` will follow; rounds that also compute prompts are not measured.
         """
         if not self._is_adaptive or not limits:
             return self.num_draft_tokens
-        load = self._load = self._find(len(limits), max(limits))
+        load = self._load = self._load_of(len(limits), max(limits))
         self._num_rounds += 1
         load.resume(self._num_rounds)
         if load.trial is None:
@@ -164,7 +164,7 @@ class Goodput:
         return chosen
 
     def observe(self, limits: Sequence[int], seconds: float) -> None:
-        """Take what the round took that was chosen last, from the end of the one before it to its own."""
+        """Record the time of the round chosen last, from the end of the round before it to its end."""
         load = self._load
         if load is None:
             return
@@ -174,17 +174,17 @@ class Goodput:
         expected = [self.expected_tokens(k, limits) for k in (load.trial.num_draft_tokens, load.best)]
         load.observe_trial(load.trial, seconds, expected[0] / expected[1])
 
-    def observe_draft(self, num_wanted: int, num_accepted: int) -> None:
-        """Take a verdict. A draft token that was wanted and did not come counts as rejected.
+    def observe_draft(self, num_requested: int, num_accepted: int) -> None:
+        """Record a verdict; requested draft tokens that the drafter did not deliver count as rejected.
 
-        Positions up to the first rejection say something of acceptance, those behind it nothing.
+        Only positions up to the first rejection count: later ones were not decided.
         """
-        for position in range(min(num_accepted + 1, num_wanted)):
+        for position in range(min(num_accepted + 1, num_requested)):
             count = self._num_reached[position] = min(self._num_reached[position] + 1, _DRAFTS_REMEMBERED)
             self._acceptance[position] += ((position < num_accepted) - self._acceptance[position]) / count
 
     def expected_tokens(self, num_draft_tokens: int, limits: Sequence[int]) -> float:
-        """Return the tokens that a round is expected to commit, of all requests together."""
+        """Return how many tokens a round is expected to commit over all requests."""
         totals = [1.0]
         reached = 1.0
         for rate in self._acceptance[:num_draft_tokens]:
@@ -192,11 +192,11 @@ class Goodput:
             totals.append(totals[-1] + reached)
         return sum(totals[min(limit, num_draft_tokens)] for limit in limits)
 
-    def _find(self, batch_size: int, longest: int) -> _Load:
-        """Return what is known of a batch size; a new one begins with the length in use at the nearest."""
+    def _load_of(self, batch_size: int, longest: int) -> _Load:
+        """Return the state of a batch size; a new one starts with the length in use at the nearest batch size."""
         key = (batch_size - 1).bit_length(), longest
         if key not in self._loads:
-            alike = [known for known in self._loads if known[1] == longest]
-            near = min(alike, key=lambda known: abs(known[0] - key[0]), default=None)
-            self._loads[key] = _Load(longest, longest if near is None else self._loads[near].best)
+            others = [other for other in self._loads if other[1] == longest]
+            nearest = min(others, key=lambda other: abs(other[0] - key[0]), default=None)
+            self._loads[key] = _Load(longest, longest if nearest is None else self._loads[nearest].best)
         return self._loads[key]

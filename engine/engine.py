@@ -1,4 +1,4 @@
-"""Engine: add, abort, step; a step is propose -> verify -> commit."""
+"""Engine: `add`, `abort` and `step`; a step runs one round: propose, verify, commit."""
 
 import hashlib
 import secrets
@@ -20,12 +20,12 @@ from engine.stats import SpeculationStats
 
 
 class Engine:
-    """Runs requests over a drafter and a verifier; knows nothing of where those compute.
+    """Runs requests with a drafter and a verifier, wherever these two compute.
 
     Args:
-        num_blocks: KV blocks of the target, block 0 included.
+        num_blocks: the target's KV blocks, including block 0, which no request gets.
         tokenizer: a transformers fast tokenizer; None leaves `RequestOutput.text` empty.
-        clock: seconds, from any start; rounds are measured with it.
+        clock: returns seconds; round times are measured with it.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Engine:
 
     @property
     def stats(self) -> SpeculationStats:
-        """Counters since the start."""
+        """Counters since this engine was made."""
         return self.scheduler.stats
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether any request is running or waiting."""
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     @property
@@ -75,31 +75,31 @@ class Engine:
 
     @property
     def num_free_blocks(self) -> int:
-        """KV blocks without an owner; shared prefixes that nobody uses count as free."""
+        """KV blocks that no request holds, cached prefixes included."""
         return self.scheduler.pool.num_free
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that requests can own."""
+        """KV blocks that requests can hold."""
         return self.scheduler.pool.num_blocks - 1
 
     def add(
         self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams, *, cache_salt: str | None = None
     ) -> None:
-        """Queue a request; `cache_salt` keeps its shared blocks apart from other salts'.
+        """Queue a request; it shares cached prefixes only with requests of the same `cache_salt`.
 
         Raises:
-            RequestError: the prompt or a parameter does not fit this model.
-            QueueFullError: too many requests wait already.
+            RequestError: this model cannot serve the prompt or a parameter.
+            QueueFullError: `max_queued_requests` are waiting.
         """
-        params = self._fit(prompt_token_ids, params)
+        params = self._resolve(prompt_token_ids, params)
         detokenizer = None
         if self._tokenizer is not None:
             detokenizer = Detokenizer(
                 self._tokenizer, prompt_token_ids, stop=params.stop, skip_special=params.skip_special_tokens
             )
         elif params.stop:
-            raise RequestError("stop strings need a tokenizer, and this engine has none", "stop")
+            raise RequestError("stop strings need a tokenizer; this engine has none", "stop")
         self.scheduler.add(
             Sequence(
                 Request(request_id, list(prompt_token_ids), len(prompt_token_ids), params),
@@ -110,12 +110,12 @@ class Engine:
         )
 
     def abort(self, request_id: str) -> None:
-        """Drop a request; its blocks are free at once. Unknown ids are ignored."""
+        """Drop a request and free its blocks; unknown ids are ignored."""
         self.scheduler.abort(request_id)
         self._release(request_id)
 
     def reset(self) -> None:
-        """Start over from the committed tokens, after the target lost its KV cache."""
+        """Recompute every running request from its committed tokens, after the target lost its KV cache."""
         self.scheduler.reset()
         self._round_ended = None
 
@@ -123,9 +123,9 @@ class Engine:
         """Run one round.
 
         Raises:
-            TargetError: the round did not finish; nothing was committed, and it can be run again after `reset`.
+            TargetError: the round failed and committed nothing; call `reset` and step again.
         """
-        # What happens between two rounds is part of the second one, unless there was nothing to do.
+        # Time between rounds counts towards the later round, unless the engine was idle.
         started = self._clock() if self._round_ended is None else self._round_ended
         limits, is_measured = self.scheduler.draft_limits, not self.scheduler.has_prompts
         num_draft_tokens = self.goodput.choose(limits, is_measured=is_measured)
@@ -150,35 +150,37 @@ class Engine:
         return outputs
 
     async def _propose(self, rows: list[ScheduledRow], num_draft_tokens: int) -> list[Draft]:
-        """Return a draft per row; with no draft tokens chosen the drafter is not disturbed."""
+        """Return one draft per row; without draft tokens in this round, the drafter is not called."""
 
         def will_speculate(row: ScheduledRow) -> bool:
-            # A prompt that is still being computed wants no draft yet, but a drafter that runs ahead can prepare one.
+            # A row in prefill gets no draft yet, but its prompt lets a drafter that runs ahead prepare one.
             return num_draft_tokens > 0 and row.sequence.request.params.num_speculative_tokens != 0
 
-        asked = [row for row in rows if will_speculate(row)]
-        if not asked:
+        speculating = [row for row in rows if will_speculate(row)]
+        if not speculating:
             return [NO_DRAFT] * len(rows)
-        proposed = await self.drafter.propose([ProposeRow(row.sequence.request, row.num_draft_tokens) for row in asked])
-        found = {id(row): draft for row, draft in zip(asked, proposed, strict=True)}
-        return [found.get(id(row), NO_DRAFT) for row in rows]
+        proposed = await self.drafter.propose(
+            [ProposeRow(row.sequence.request, row.num_draft_tokens) for row in speculating]
+        )
+        drafts = {id(row): draft for row, draft in zip(speculating, proposed, strict=True)}
+        return [drafts.get(id(row), NO_DRAFT) for row in rows]
 
-    def _fit(self, prompt_token_ids: Ids[int], params: SamplingParams) -> SamplingParams:
-        """Check a request against the model and fill in what it left open: its seed and the room it has."""
+    def _resolve(self, prompt_token_ids: Ids[int], params: SamplingParams) -> SamplingParams:
+        """Check a request against the model, choose a missing seed, and cap `max_tokens` at the context."""
         length = len(prompt_token_ids)
         if length == 0:
             raise RequestError("the prompt is empty", "prompt")
         if length >= self.max_model_len:
             raise PromptTooLongError(
-                f"the prompt has {length} tokens, the context length is {self.max_model_len} and must hold one more",
+                f"the prompt has {length} tokens; the context of {self.max_model_len} must also hold one output token",
                 "prompt",
             )
         usable = self.num_blocks * self.config.block_size
         room = min(self.max_model_len, usable) - length
         if room <= 0:
-            raise PromptTooLongError(f"the prompt has {length} tokens, the KV cache holds {usable}", "prompt")
+            raise PromptTooLongError(f"the prompt has {length} tokens; the KV cache holds {usable}", "prompt")
         if params.min_tokens > room:
-            raise RequestError(f"min_tokens is {params.min_tokens}, the context has room for {room}", "min_tokens")
+            raise RequestError(f"min_tokens is {params.min_tokens}; the context has room for {room}", "min_tokens")
         for name, ids in (
             ("prompt", prompt_token_ids),
             ("stop_token_ids", params.stop_token_ids),
@@ -186,7 +188,7 @@ class Engine:
         ):
             if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):
                 bad = next(i for i in ids if not 0 <= i < self.vocab_size)
-                raise RequestError(f"{name} holds token id {bad}, ids are 0 to {self.vocab_size - 1}", name)
+                raise RequestError(f"{name} contains token id {bad}; ids are 0 to {self.vocab_size - 1}", name)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return replace(params, seed=seed, max_tokens=min(params.max_tokens, room))
 

@@ -2,7 +2,7 @@
 
 ```
 PacelineError                  base; never raised itself
-  RequestError          400    the caller's fault; `param` names the field
+  RequestError          400    the request is invalid; `param` names the field
     PromptTooLongError
     UnknownModelError   404
   CapacityError         503    try again later
@@ -10,20 +10,20 @@ PacelineError                  base; never raised itself
   ConfigError           start  a setting that does not exist, or a value that does not fit
   ModelError            start  this model cannot be served; the message says why
     ModelMismatchError         draft and target cannot work together
-  DrafterError          inner  a drafter failure; becomes an empty draft, never reaches a client
+  DrafterError          inner  the drafter failed; becomes an empty draft, never reaches a client
   TargetError           503    the target workers died or missed a deadline
 ```
 
-Each carries one message string, so it pickles across processes: what was wrong, the value and the limit.
+Each carries one message string, so it pickles across processes: what is wrong, the value and the limit.
 """
 
 
 class PacelineError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base of every error that this project raises deliberately."""
 
 
 class RequestError(PacelineError):
-    """A request that cannot be served as it was sent; nothing was changed by it."""
+    """The request is invalid; it had no effect."""
 
     param: str | None = None
 
@@ -36,36 +36,36 @@ class RequestError(PacelineError):
 
 
 class PromptTooLongError(RequestError):
-    """The prompt, or the prompt and the tokens asked for, exceed the context length."""
+    """The prompt and the requested tokens exceed the context length or the KV cache."""
 
 
 class UnknownModelError(RequestError):
-    """The request names a model that is not served here."""
+    """The request names a model that is not served."""
 
 
 class CapacityError(PacelineError):
-    """The server cannot take the request now; the same request may succeed later."""
+    """The server cannot take the request now; it may succeed later."""
 
 
 class QueueFullError(CapacityError):
-    """The waiting queue is at its limit."""
+    """The queue is full."""
 
 
 class ConfigError(PacelineError):
-    """A setting that does not exist, or a value outside its bounds."""
+    """A setting is unknown, or its value out of bounds."""
 
 
 class ModelError(PacelineError):
-    """A model directory or architecture that cannot be served."""
+    """The model directory or architecture cannot be served."""
 
 
 class ModelMismatchError(ModelError):
-    """A draft and a target that do not share one token id space."""
+    """Draft and target do not share their token ids."""
 
 
 class DrafterError(PacelineError):
-    """The drafter is gone, late or confused; costs time, never correctness."""
+    """The drafter is dead, late or sent an invalid reply; this costs time, never correctness."""
 
 
 class TargetError(PacelineError):
-    """The target did not finish a round; committed tokens are untouched."""
+    """The target failed to finish a round; committed tokens are unchanged."""

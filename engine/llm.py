@@ -1,4 +1,4 @@
-"""LLM: the engine in one process, for scripts and notebooks, in the shape vLLM users know."""
+"""LLM: the engine in one process, for scripts and notebooks, with the interface of vLLM's `LLM`."""
 
 import logging
 from collections.abc import Coroutine, Sequence
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One generated continuation."""
+    """One completion of a prompt."""
 
     index: int
     text: str = ""
@@ -40,11 +40,11 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of the prompt's tokens from the second on."""
+    """One entry per prompt token from the second on."""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def append(self, output: RequestOutput) -> None:
-        """Add what a round brought."""
+        """Append the output of one round."""
         self.text += output.text
         self.token_ids += output.token_ids
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
@@ -57,7 +57,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class PromptOutput:
-    """A prompt and its `n` continuations."""
+    """A prompt and its `n` completions."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -65,18 +65,18 @@ class PromptOutput:
 
 
 class LLM:
-    """A target model, with a draft model ahead of it, in this process.
+    """A target model and its draft model in this process.
 
     Args:
         target_model: a transformers directory, a hub name in the local cache, or `bundled`.
-        draft_model: likewise; `none` decodes without a draft, `auto` takes the bundled draft for the bundled target.
-        seed: requests without a seed derive theirs from it, so that a run can be repeated.
-        settings: any other field of `engine.config.PairConfig`, the same names as in `serve run`.
+        draft_model: likewise; `none` is plain decoding, `auto` the bundled draft for the bundled target, else none.
+        seed: requests without a seed derive theirs from it, so that runs are reproducible.
+        settings: any other field of `engine.config.PairConfig`; `serve run` takes the same names.
 
     Raises:
-        ConfigError: a setting that does not exist, or a value that does not fit.
-        ModelError: a model that cannot be served.
-        ModelMismatchError: the draft's token ids are not the target's.
+        ConfigError: a setting is unknown, or its value out of bounds.
+        ModelError: a model cannot be served.
+        ModelMismatchError: draft and target do not share their token ids.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class LLM:
 
     @property
     def stats(self) -> SpeculationStats:
-        """Counters over everything this LLM generated."""
+        """Counters over all requests so far."""
         return self.engine.stats
 
     def generate(
@@ -127,10 +127,10 @@ class LLM:
         *,
         show_progress: bool = True,
     ) -> list[PromptOutput]:
-        """Continue every prompt; prompts are text or token ids, parameters one for all or one each.
+        """Complete every prompt; prompts are text or token ids, parameters one for all or one each.
 
         Raises:
-            RequestError: a prompt or a parameter that this model cannot take. Nothing was generated then.
+            RequestError: a prompt or a parameter is invalid for this model; nothing is returned then.
         """
         texts: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -140,8 +140,8 @@ class LLM:
         results: list[PromptOutput] = []
         pending: dict[str, CompletionOutput] = {}
         try:
-            for text, own in zip(texts, params, strict=True):
-                results.append(self._add(text, own, pending))
+            for text, sampling in zip(texts, params, strict=True):
+                results.append(self._add(text, sampling, pending))
             self._run(pending, show_progress=show_progress)
         finally:
             for request_id in pending:
@@ -190,19 +190,19 @@ def _load(config: ModelConfig) -> Backend:
 
 
 def _with_planned_blocks(config: EngineConfig, models: Sequence[ModelConfig]) -> EngineConfig:
-    """Return the configuration with the KV blocks that fit beside these models, before any of them is loaded."""
+    """Return the configuration with `num_blocks` set to what fits beside these models; loads none of them."""
     if config.num_blocks is not None:
         return config
     surveys = [survey(model, config) for model in models]
-    footprints = [found.footprint for found in surveys]
+    footprints = [device_survey.footprint for device_survey in surveys]
     num_blocks = plan_kv_blocks(surveys[0].free_bytes, footprints, config, device=surveys[0].device)
     return replace(config, num_blocks=num_blocks)
 
 
 def run_in_process(coroutine: Coroutine[object, None, T]) -> T:
-    """Run a coroutine that never waits.
+    """Run a coroutine that never waits and return its result.
 
-    Unlike `asyncio.run` this also works where a loop is running, as in a notebook.
+    Unlike `asyncio.run`, this works inside a running event loop, as in a notebook.
     """
     try:
         coroutine.send(None)

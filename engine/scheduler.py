@@ -1,8 +1,8 @@
-"""Scheduler: which requests share the next round, who waits, who is preempted, who is finished.
+"""Scheduler: chooses the requests of the next round, and admits, preempts and finishes requests.
 
-Continuous batching with chunked prefill under one token budget: every running request gets its tip and its
-draft, what is left goes to prompts. When blocks run out, the youngest running request gives up its own and
-computes them again later: nothing that was committed is lost.
+Continuous batching with chunked prefill under one token budget: decoding requests get their last token and their
+draft first, prompts get the rest. When blocks run out, the youngest running request is preempted: it frees its blocks
+and recomputes its committed tokens later.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from engine.stats import SpeculationStats
 
 @dataclass(slots=True)
 class ScheduledRow:
-    """One request's part of a round: tokens to compute from `num_computed` on, and the longest draft it may get."""
+    """One request in a round: computes `length` tokens from `num_computed` on and drafts up to `num_draft_tokens`."""
 
     sequence: Sequence
     length: int
@@ -26,7 +26,7 @@ class ScheduledRow:
 
 
 class Scheduler:
-    """Owns the sequences and the target's block tables; `commit` is the one place where committed tokens change."""
+    """Owns the sequences and the target's block tables; committed tokens change in `commit` only."""
 
     def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
         self.config = config
@@ -41,7 +41,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            QueueFullError: max_queued_requests already wait.
+            QueueFullError: `max_queued_requests` are waiting.
         """
         if len(self.waiting) >= self.config.max_queued_requests:
             raise QueueFullError(
@@ -50,14 +50,14 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and free its blocks; a round in flight ignores it when it comes back."""
+        """Drop a request and free its blocks; `commit` ignores its row of a round in flight."""
         for queue in (self.running, self.waiting):
             for sequence in [s for s in queue if s.request.request_id == request_id]:
                 queue.remove(sequence)
                 self._free(sequence)
 
     def reset(self) -> None:
-        """Send every running request back to waiting: the memory behind the blocks is gone, the tokens are not."""
+        """Move all running requests back to the queue and forget all blocks, because the target lost its KV cache."""
         for sequence in reversed(self.running):
             self._free(sequence)
             self.waiting.appendleft(sequence)
@@ -66,12 +66,12 @@ class Scheduler:
 
     @property
     def draft_limits(self) -> list[int]:
-        """The longest draft that each decoding request may get, by the configuration and its own parameters."""
-        return [self._most_draft_tokens(s, self.config.num_speculative_tokens) for s in self.running if s.is_decoding]
+        """The longest draft that each decoding request may get, by configuration and sampling parameters."""
+        return [self._draft_limit(s, self.config.num_speculative_tokens) for s in self.running if s.is_decoding]
 
     @property
     def has_prompts(self) -> bool:
-        """Whether the next round is likely to compute prompts; those that wait for blocks may wait for long."""
+        """Whether the next round is likely to compute prompts; prompts that wait for blocks do not count."""
         is_full = len(self.running) >= self.config.max_num_seqs or self._lacks_blocks
         return (bool(self.waiting) and not is_full) or not all(s.is_decoding for s in self.running)
 
@@ -79,7 +79,7 @@ class Scheduler:
         """Choose the rows of the next round and reserve their blocks."""
         budget = self.config.max_num_batched_tokens
         rows: list[ScheduledRow] = []
-        # Decoding rows first: a long prompt delays nobody's next token.
+        # Decoding rows first, so that a long prompt does not delay them.
         for sequence in sorted(self.running, key=lambda s: not s.is_decoding):
             if budget <= 0:
                 break
@@ -100,12 +100,12 @@ class Scheduler:
         return rows
 
     def commit(self, rows: list[ScheduledRow], drafts: list[Draft], verdicts: list[Verdict]) -> list[RequestOutput]:
-        """Append what was decided, name the blocks that are full now, and let finished requests go."""
+        """Commit the verdicts' tokens, publish full blocks, and remove finished requests."""
         outputs = []
-        alive = {id(sequence) for sequence in self.running}
+        running = {id(sequence) for sequence in self.running}
         for row, draft, verdict in zip(rows, drafts, verdicts, strict=True):
             sequence = row.sequence
-            if id(sequence) not in alive:
+            if id(sequence) not in running:
                 continue
             if verdict.prompt_logprobs:
                 sequence.prompt_logprobs[sequence.num_computed :] = verdict.prompt_logprobs
@@ -125,18 +125,18 @@ class Scheduler:
         length = min(sequence.num_uncomputed, budget)
         if not sequence.is_decoding:
             return ScheduledRow(sequence, length, 0)
-        wanted = self._most_draft_tokens(sequence, num_speculative_tokens)
-        # The round commits one token beyond the draft, so the last token allowed is never drafted.
+        limit = self._draft_limit(sequence, num_speculative_tokens)
+        # A round commits one token more than it accepts, so a draft must leave room for that token.
         room = min(sequence.num_remaining - 1, self._max_model_len - len(sequence.request.token_ids) - 1, budget - 1)
-        return ScheduledRow(sequence, length, max(0, min(wanted, room)))
+        return ScheduledRow(sequence, length, max(0, min(limit, room)))
 
     @staticmethod
-    def _most_draft_tokens(sequence: Sequence, num_speculative_tokens: int) -> int:
-        asked = sequence.request.params.num_speculative_tokens
-        return num_speculative_tokens if asked is None else min(asked, num_speculative_tokens)
+    def _draft_limit(sequence: Sequence, num_speculative_tokens: int) -> int:
+        requested = sequence.request.params.num_speculative_tokens
+        return num_speculative_tokens if requested is None else min(requested, num_speculative_tokens)
 
     def _reserve(self, row: ScheduledRow, rows: list[ScheduledRow]) -> bool:
-        """Give the row its blocks, preempting the youngest others; False if it was preempted itself."""
+        """Allocate the row's blocks, preempting the youngest requests; return False if that preempts the row itself."""
         sequence = row.sequence
         while not self._grow(sequence, sequence.num_computed + row.length + row.num_draft_tokens):
             victim = self.running[-1]
@@ -157,7 +157,7 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence, budget: int, num_speculative_tokens: int) -> ScheduledRow | None:
-        """Move the first waiting request to running, or leave it where it is when its blocks are not there."""
+        """Start the first waiting request and return its row, or None if there are too few free blocks."""
         if not sequence.lacks_prompt_logprobs:
             sequence.block_ids, sequence.digests = self.pool.match(sequence.request.token_ids, sequence.salt)
         sequence.num_computed = len(sequence.block_ids) * self.config.block_size
@@ -184,12 +184,12 @@ class Scheduler:
         sequence.block_ids, sequence.digests, sequence.num_computed = [], [], 0
 
     def _publish(self, sequence: Sequence) -> None:
-        """Name the sequence's blocks that became full of committed, computed tokens."""
+        """Publish the blocks that are now full of committed, computed tokens."""
         size = self.config.block_size
         computed = min(sequence.num_computed, len(sequence.request.token_ids))
         while (len(sequence.digests) + 1) * size <= computed:
-            nth = len(sequence.digests)
+            index = len(sequence.digests)
             parent = sequence.digests[-1] if sequence.digests else sequence.salt
-            digest = block_digest(parent, sequence.request.token_ids[nth * size : (nth + 1) * size])
+            digest = block_digest(parent, sequence.request.token_ids[index * size : (index + 1) * size])
             sequence.digests.append(digest)
-            self.pool.publish(sequence.block_ids[nth], digest)
+            self.pool.publish(sequence.block_ids[index], digest)

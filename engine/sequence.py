@@ -1,4 +1,4 @@
-"""Sequence: one request's committed tokens, its blocks, and why it ended. Never holds a draft token."""
+"""Sequence: the committed tokens, KV blocks and finish reason of one request; it never holds a draft token."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,9 +11,9 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What a round added to one request.
+    """What one round added to one request.
 
-    `text` may lag behind `token_ids`: it holds only what can no longer change.
+    `text` can lag behind `token_ids`: text that may still become a stop string or a whole character comes later.
     """
 
     request_id: str
@@ -27,19 +27,19 @@ class RequestOutput:
     num_draft_tokens: int
     num_accepted_tokens: int
     prompt_logprobs: list[TokenLogprobs] | None = None
-    """Of all prompt tokens but the first, which nothing predicts; in the first output of a request that asked."""
+    """One entry per prompt token from the second on; only in the first output, and only if requested."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request inside the engine; compared by identity, because queues are searched for it every round.
+    """A request inside the engine; compared by identity, so that searching the queues is cheap.
 
-    It owns the request's `token_ids`, the only truth about the request: `commit` alone appends to them.
+    It owns the request's `token_ids`: only `commit` appends to them.
 
     Attributes:
-        num_computed: how many of the token ids have keys and values in `block_ids`.
-        digests: names of the full, computed blocks (`kv_cache.block_digest`).
-        prompt_logprobs: those of the prompt tokens computed so far, if they are asked for; the first token has none.
+        num_computed: number of tokens whose keys and values are in `block_ids`.
+        digests: digests of the full, computed blocks (`block_pool.block_digest`).
+        prompt_logprobs: of the prompt tokens computed so far, from the second on, if requested.
     """
 
     request: Request
@@ -67,12 +67,12 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all but the last committed token are computed, so that the next round brings a new one."""
+        """Whether only the last committed token is uncomputed, so that the next round commits new ones."""
         return self.num_uncomputed == 1
 
     @property
     def lacks_prompt_logprobs(self) -> bool:
-        """Whether the whole prompt has to be computed, cached or not."""
+        """Whether the whole prompt must be computed, cached or not, for its log probabilities."""
         return self.request.params.prompt_logprobs is not None and self.num_output_tokens == 0
 
     @property
@@ -81,7 +81,7 @@ class Sequence:
         return self.request.params.max_tokens - self.num_output_tokens
 
     def commit(self, verdict: Verdict, num_draft_tokens: int) -> RequestOutput:
-        """Append a round's tokens up to the first that ends the request, and return what is new."""
+        """Append a round's tokens up to the first that ends the request, and return the output of the round."""
         request, params = self.request, self.request.params
         prompt_logprobs = self.prompt_logprobs if self.lacks_prompt_logprobs else None
         committed: list[int] = []
@@ -94,11 +94,11 @@ class Sequence:
             is_end = may_stop and (token in self.end_ids or token in params.stop_token_ids)
             if is_end:
                 self.finish_reason = "stop"
-                # As in vLLM: a stop id is named, end-of-text is not.
+                # As in vLLM, stop_reason is the token for a stop id and None for end-of-text.
                 self.stop_reason = token if token in params.stop_token_ids else None
             if not is_end or params.include_stop_str_in_output:
                 shown.append(token)
-            if params.stop:  # one of them may end the text within a round
+            if params.stop:  # token by token, because a stop string can end the text within a round
                 text += self._decode(shown, may_stop)
                 shown = []
             if self.finish_reason is None and self.num_remaining <= 0:

@@ -1,4 +1,4 @@
-"""SpeculationStats: what the drafts were worth, in vLLM's counting.
+"""SpeculationStats: acceptance counters, counted as vLLM counts them.
 
 Acceptance rate = num_accepted_tokens / num_draft_tokens; mean acceptance length = 1 + num_accepted_tokens /
 num_drafts (bonus included); acceptance at position i = num_accepted_tokens_per_pos[i] / num_drafts.
@@ -21,10 +21,10 @@ class SpeculationStats:
     num_preemptions: int = 0
     num_rounds: int = 0
     num_rounds_by_length: Counter[tuple[int, str]] = field(default_factory=Counter)
-    """Rounds by their draft length and why it was chosen."""
+    """Rounds by draft length and by the reason for that length."""
 
     def observe_draft(self, num_draft_tokens: int, num_accepted_tokens: int) -> None:
-        """Count one verified draft; an empty one is no draft."""
+        """Count one verified draft; an empty draft does not count."""
         if num_draft_tokens == 0:
             return
         self.num_drafts += 1
@@ -36,18 +36,18 @@ class SpeculationStats:
             self.num_accepted_tokens_per_pos[position] += 1
 
     def observe_round(self, num_draft_tokens: int, reason: str) -> None:
-        """Count a round and the draft length it had."""
+        """Count one round, its draft length and the reason for that length."""
         self.num_rounds += 1
         self.num_rounds_by_length[num_draft_tokens, reason] += 1
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted per draft token; 0 before the first draft."""
+        """Accepted tokens over draft tokens; 0 before the first draft."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens committed per draft, the target's own included; 1 before the first draft."""
+        """Tokens committed per draft, bonus included; 1 before the first draft."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
 
@@ -56,11 +56,12 @@ class RunAheadStats:
     """Counters since the start; they only grow.
 
     Attributes:
-        hits: drafts that were prepared, at least in part, when they were asked for.
-        misses: drafts that were not, by reason. `token`: another token followed. `unprepared`: there was no time or
-            no room to prepare any. `stale`: the request has moved on by more than one verdict, or is new.
-        num_forwards: forward passes spent ahead of a request.
-        num_wasted: those of them that prepared nothing that was used.
+        hits: proposals whose draft was at least partly prepared.
+        misses: the other proposals, by reason. `token`: another token was committed than those prepared for.
+            `unprepared`: no time or no free blocks to prepare. `stale`: the request is new, or more than one verdict
+            further.
+        num_forwards: forward passes run ahead of proposals.
+        num_wasted: those of them whose results were not used.
     """
 
     hits: int = 0

@@ -120,6 +120,20 @@ def test_every_file_says_what_it_is(package: str) -> None:
     assert offences == []
 
 
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_every_package_docstring_names_all_its_modules(package: str) -> None:
+    """The docstring of `__init__.py` is the reading order: `name` for a file, `name/` for a folder."""
+    offences = []
+    for init in (ROOT / package).rglob("__init__.py"):
+        docstring = ast.get_docstring(ast.parse(init.read_text())) or ""
+        modules = {f"`{path.stem}`" for path in init.parent.glob("*.py") if not path.stem.startswith("__")}
+        folders = {f"`{path.parent.name}/`" for path in init.parent.glob("*/__init__.py")}
+        commands = {f"python -m {module_name(init)}" for _ in init.parent.glob("__main__.py")}
+        lacking = {name for name in modules | folders | commands if name not in docstring}
+        offences += [f"{init.relative_to(ROOT)} does not name {name}" for name in sorted(lacking)]
+    assert offences == []
+
+
 REGISTRIES = {ROOT / "engine/drafting/registry.py": METHODS, ROOT / "engine/verification/rule.py": RULES}
 SETTINGS = {"drafting", "verification"}
 

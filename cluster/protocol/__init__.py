@@ -1,1 +1,5 @@
-"""What travels: messages, prefix_delta, validation."""
+"""What the Router and its workers send each other.
+
+In reading order: `messages` (requests and replies as msgpack), `prefix_delta` (sending only the tokens that a worker
+lacks) and `validation` (checking replies before they reach the engine).
+"""

@@ -1,5 +1,5 @@
-"""Who proposes, in reading order.
+"""Drafting methods: who proposes draft tokens.
 
-registry (every method by name, and where it runs), chain (draft tokens as they are drawn), model (a draft model),
-run_ahead/ (drafting for the likeliest verdicts while the target verifies).
+In reading order: `registry` (every method by name, and where it runs), `chain` (draft tokens as they are drawn),
+`model` (a draft model) and `run_ahead/` (drafting for the likeliest verdicts while the target verifies).
 """

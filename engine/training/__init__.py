@@ -1,6 +1,6 @@
-"""The tool that makes better drafts: `python -m engine.training pretrain|distill|evaluate`.
+"""Training of draft models: `python -m engine.training pretrain|distill|evaluate`.
 
-In reading order: `loop` (the training loop, a page), `corpus` (text to batches), `pretrain` and `distill` (what is
-learned), `acceptance` (how many draft tokens a target keeps), `speedup` and `cost` (what they are worth), `evaluate`
-(the report); beside them `models`, `tokenizer`, `optimizer` and `checkpoint`.
+In reading order: `loop` (the training loop), `corpus` (text to batches), `pretrain` and `distill` (the two objectives),
+`acceptance` (the acceptance rate of a pair), `speedup` and `cost` (what it gains), `evaluate` (the report). Beside them
+`models` (building and loading), `tokenizer`, `optimizer`, `checkpoint` and `errors`.
 """

@@ -1,4 +1,5 @@
-"""Which draft tokens are committed, in reading order.
+"""Verification: which draft tokens are committed.
 
-rule (what a rule needs and decides, and every rule by name), verifier (the target's pass), coupled, rejection.
+In reading order: `rule` (what a rule needs and decides, and every rule by name), `verifier` (the target's pass),
+`coupled` (shared noise; the default) and `rejection` (Leviathan et al.).
 """

@@ -1,1 +1,5 @@
-"""Drafting for the likeliest verdicts while the target verifies: verdicts, foresight, branches, pace, drafter."""
+"""Drafting for the likeliest verdicts while the target verifies.
+
+In reading order: `verdicts` (how likely each verdict is), `foresight` (which verdicts to draft for), `branches` (their
+drafts as they grow), `pace` (how many passes fit before the next request) and `drafter`, which puts them together.
+"""

@@ -1,4 +1,4 @@
-"""MemoryPlan: gathers what a group's workers found on their devices, and gives each of them its KV blocks."""
+"""MemoryPlan: collects the surveys of a group's workers, and decides how many KV blocks each of them gets."""
 
 import asyncio
 from collections import defaultdict
@@ -8,17 +8,17 @@ from engine.config import EngineConfig
 from engine.execution.memory import Footprint, Survey, plan_kv_blocks
 
 Located = tuple[str, Survey]
-"""A survey and the node that it was made on."""
+"""A node id, and a survey made on that node."""
 
 
 class MemoryPlan:
-    """Plans once, when all roles have joined and before any of them has loaded; a restart keeps its blocks.
+    """Plans once, after all roles have joined and before any of them loads.
 
-    The engine's block tables outlive the target's ranks, so new ranks must have the same blocks.
+    Restarted workers get the same number of blocks, because the engine's block tables outlive the target's ranks.
     """
 
     def __init__(self, config: EngineConfig, roles: Collection[str]) -> None:
-        """Wait for these roles, such as `target` and `draft`."""
+        """Make a plan for these roles, such as `target` and `draft`."""
         self._config = config
         self._missing = set(roles)
         self._surveys: dict[str, Sequence[Located]] = {}
@@ -28,14 +28,14 @@ class MemoryPlan:
 
     @property
     def is_made(self) -> bool:
-        """Whether nobody has to survey a device any more."""
+        """Whether the plan exists, so that workers need not survey their devices."""
         return self._num_blocks.done()
 
     async def join(self, role: str, surveys: Sequence[Located] = ()) -> int:
-        """Wait until every role has joined, and return how many KV blocks each worker of this one has, block 0 aside.
+        """Wait until every role has joined; return how many KV blocks each worker of this role gets, without block 0.
 
         Args:
-            surveys: one for each worker of the role; none are needed once the plan is made.
+            surveys: one per worker of the role; not needed once the plan is made.
 
         Raises:
             ModelError: the models do not fit on a device.
@@ -49,7 +49,7 @@ class MemoryPlan:
 
 
 def plan_devices(surveys: dict[str, Sequence[Located]], config: EngineConfig) -> dict[str, int]:
-    """Return the KV blocks of each role: on each device what fits beside all of its workers, and the least of these.
+    """Return the KV blocks of each role: the fewest that fit on any device of its workers.
 
     Raises:
         ModelError: the models do not fit on a device.
@@ -58,10 +58,10 @@ def plan_devices(surveys: dict[str, Sequence[Located]], config: EngineConfig) ->
     free_bytes: dict[tuple[str, str], int] = {}
     roles: dict[tuple[str, str], set[str]] = defaultdict(set)
     for role, located in surveys.items():
-        for node_id, found in located:
-            device = (node_id, found.device)
-            workers[device].append(found.footprint)
-            free_bytes[device] = min(free_bytes.get(device, found.free_bytes), found.free_bytes)
+        for node_id, survey in located:
+            device = (node_id, survey.device)
+            workers[device].append(survey.footprint)
+            free_bytes[device] = min(free_bytes.get(device, survey.free_bytes), survey.free_bytes)
             roles[device].add(role)
     fits = {device: plan_kv_blocks(free_bytes[device], workers[device], config, device=device[1]) for device in workers}
     return {role: min(fits[device] for device in fits if role in roles[device]) for role in surveys}

@@ -1,7 +1,7 @@
-"""RemoteDrafter and RemoteVerifier: the engine's two protocols over links.
+"""RemoteDrafter and RemoteVerifier: the engine's Drafter and Verifier over links to workers.
 
-A drafter that fails costs a round its drafts and nothing else: each failure is counted by its reason, and the drafter
-is left alone until it has answered a ping. A verifier that fails raises `TargetError`.
+If the drafter fails, its round goes without drafts: the failure is counted by reason, and the drafter is not used again
+until it replies to a ping. If the verifier fails, it raises `TargetError`.
 """
 
 import asyncio
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_S = 0.1
-_LONGEST_PAUSE_S = 10.0
+_MIN_PAUSE_S = 0.1
+_MAX_PAUSE_S = 10.0
 _PING_DEADLINE_S = 5.0
 
 
 class RemoteDrafter:
-    """Proposes through a draft worker in another process; never raises for its own failures.
+    """Proposes through a draft worker in another process; returns empty drafts if the worker fails.
 
-    `fallbacks` counts the rounds that went without drafts, by reason: `absent` (no worker, or it is gone), `timeout`,
-    `paused` (it failed lately and has not yet answered a ping), `prefix_missing`, `malformed`, `failure` (its own).
+    `fallbacks` counts rounds without drafts by reason: `absent` (no worker, or its connection is lost), `timeout`,
+    `paused` (not used until it replies to a ping), `prefix_missing`, `malformed`, `failure` (reported by the worker).
     """
 
     def __init__(self, *, vocab_size: int = 0, timeout_s: float, prepares: bool = False) -> None:
         """Make a drafter without a worker.
 
         Args:
-            vocab_size: ids that the target knows; whoever starts one may learn it later, and sets it then.
-            prepares: the worker runs ahead, so it is told of requests before they want drafts.
+            vocab_size: the target's; may be set later, before the first round.
+            prepares: the worker runs ahead, so it is sent requests before they need drafts.
         """
         self.fallbacks: Counter[str] = Counter()
         self.last_compute_s = self.last_wait_s = 0.0
@@ -69,11 +69,11 @@ class RemoteDrafter:
 
     @property
     def is_available(self) -> bool:
-        """Whether the next round will ask for drafts."""
+        """Whether the next round will request drafts."""
         return self._link is not None and self._pause is None
 
     def connect(self, link: Link) -> None:
-        """Take a new worker, which knows nothing yet."""
+        """Use a new worker, which holds no prefixes yet."""
         self._end_pause()
         self._link = link
         self._num_failures = 0
@@ -81,14 +81,14 @@ class RemoteDrafter:
         logger.info("Draft worker connected")
 
     def disconnect(self, reason: str) -> None:
-        """Go on without a worker until the next `connect`."""
+        """Return empty drafts until the next `connect`."""
         if self._link is not None:
             self._link.close(reason)
             self._link = None
         self._end_pause()
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return one draft per row; all empty when the worker is away, late or wrong."""
+        """Return one draft per row; all are empty if the worker is absent, late or sends an invalid reply."""
         self.last_compute_s = self.last_wait_s = 0.0
         if not any(self._prepares or row.num_draft_tokens for row in rows):
             return [NO_DRAFT] * len(rows)
@@ -97,7 +97,7 @@ class RemoteDrafter:
             self.fallbacks["absent" if link is None else "paused"] += 1
             return [NO_DRAFT] * len(rows)
         started = time.perf_counter()
-        reason, drafts = await self._ask(link, rows)
+        reason, drafts = await self._request(link, rows)
         self.last_wait_s = time.perf_counter() - started
         if drafts is None:
             self.fallbacks[reason] += 1
@@ -107,11 +107,11 @@ class RemoteDrafter:
         return drafts
 
     def release(self, request_id: str) -> None:
-        """Tell the worker with the next request that this one has ended."""
+        """Release a request that has ended; the worker is told with the next request."""
         self._acknowledged.release(request_id)
 
-    async def _ask(self, link: Link, rows: Sequence[ProposeRow]) -> tuple[str, list[Draft] | None]:
-        """Return the drafts, or the reason why there are none."""
+    async def _request(self, link: Link, rows: Sequence[ProposeRow]) -> tuple[str, list[Draft] | None]:
+        """Return the drafts, or None and the reason."""
         try:
             reply = await self._propose(link, rows)
             if isinstance(reply, PrefixMissing):
@@ -125,7 +125,7 @@ class RemoteDrafter:
         except (ConnectionLostError, PeerGoneError):
             return "absent", None
         except MalformedMessageError as error:
-            logger.debug("Malformed: %s", error)
+            logger.debug("The draft worker's reply is malformed: %s", error)
             return "malformed", None
         if isinstance(reply, Drafts):
             self.last_compute_s = reply.compute_s
@@ -133,15 +133,15 @@ class RemoteDrafter:
             return "", reply.drafts
         if isinstance(reply, PrefixMissing):
             return "prefix_missing", None
-        logger.debug("The draft worker answered %s", reply)
+        logger.debug("The draft worker replied %s", reply)
         return "failure", None
 
     async def _propose(self, link: Link, rows: Sequence[ProposeRow]) -> AnyReply:
-        deltas, released = self._acknowledged.ask(rows)
+        deltas, released = self._acknowledged.deltas(rows)
         entries = [ProposeEntry(delta, row.num_draft_tokens) for delta, row in zip(deltas, rows, strict=True)]
         reply = await link.call(Propose(next(self._rounds), link.version, self._timeout_s, released, entries))
         if link is not self._link:
-            raise PeerGoneError("the draft worker was replaced meanwhile")
+            raise PeerGoneError("the draft worker was replaced during the round")
         self._acknowledged.answered(released)
         if isinstance(reply, Drafts):
             self._acknowledged.acknowledge(rows)
@@ -151,8 +151,8 @@ class RemoteDrafter:
         if link is not self._link or self._pause is not None:
             return
         if self._num_failures == 0:
-            logger.warning("Draft worker failed (%s), decoding without drafts until it answers", reason)
-        pause_s = min(_FIRST_PAUSE_S * 2**self._num_failures, _LONGEST_PAUSE_S)
+            logger.warning("Draft worker failed (%s), decoding without drafts until it replies", reason)
+        pause_s = min(_MIN_PAUSE_S * 2**self._num_failures, _MAX_PAUSE_S)
         self._num_failures += 1
         self._pause = asyncio.create_task(self._await_pong(link, pause_s), name="draft worker pause")
 
@@ -164,11 +164,11 @@ class RemoteDrafter:
             except (ConnectionLostError, DeadlineError):
                 continue
             except PeerGoneError:
-                return  # dead: `disconnect` follows, and ends this pause
+                return  # the worker is dead; `disconnect` follows
             if isinstance(reply, Pong):
                 break
         self._pause = None
-        logger.info("Draft worker answers again")
+        logger.info("Draft worker replies again")
 
     def _end_pause(self) -> None:
         if self._pause is not None:
@@ -177,7 +177,7 @@ class RemoteDrafter:
 
 
 class RemoteVerifier:
-    """Verifies through the target's ranks: all are sent the same requests in the same order, rank 0 answers."""
+    """Verifies through the target's ranks: all get the same requests in the same order, and rank 0 replies."""
 
     def __init__(self, *, vocab_size: int = 0, timeout_s: float) -> None:
         """Make a verifier without ranks; `vocab_size` as in `RemoteDrafter`."""
@@ -191,21 +191,21 @@ class RemoteVerifier:
 
     @property
     def is_available(self) -> bool:
-        """Whether the target can take a round."""
+        """Whether ranks are connected."""
         return bool(self._links)
 
     def connect(self, links: Sequence[Link]) -> None:
         """Use new ranks, rank 0 first, which hold no prefixes yet.
 
-        Their links must call `disconnect` when a connection breaks. The ranks above 0 never answer, so no call would
-        notice that a request to them was lost; after that all ranks must be started again.
+        Their links must call `disconnect` when a connection breaks. Ranks above 0 never reply, so no call would notice
+        that a request to them was lost; all ranks must be restarted then.
         """
         self._links = list(links)
         self._round = 0
         self._acknowledged.clear()
 
     def disconnect(self, reason: str) -> None:
-        """Raise TargetError, in the round that is under way and in all others, until the next `connect`."""
+        """Fail the current round and all later ones with TargetError, until the next `connect`."""
         links, self._links, self._lost = self._links, [], reason
         for link in links:
             link.close(reason)
@@ -214,7 +214,7 @@ class RemoteVerifier:
         """Return one verdict per row.
 
         Raises:
-            TargetError: a rank is lost, late or wrong; the ranks must be started anew.
+            TargetError: a rank is lost or late, or sent an invalid reply; all ranks must be restarted.
         """
         self.last_compute_s = 0.0
         try:
@@ -224,17 +224,17 @@ class RemoteVerifier:
                     self._acknowledged.forget(request_id)
                 reply = await self._verify(rows)
             if not isinstance(reply, Verdicts):
-                raise MalformedMessageError(f"it answered {reply}")
+                raise MalformedMessageError(f"it replied {reply}")
             check_verdicts(reply.verdicts, rows, self.vocab_size)
         except (TransportError, MalformedMessageError) as error:
-            # After a round that not all ranks finished, their next sums would not match.
+            # If not all ranks finished the round, their next all-reduces would not match.
             self.disconnect(str(error))
             raise TargetError(f"the target did not finish a round: {error}") from error
         self.last_compute_s = reply.compute_s
         return reply.verdicts
 
     def release(self, request_id: str) -> None:
-        """Tell the ranks with the next request that this one has ended."""
+        """Release a request that has ended; the ranks are told with the next request."""
         self._acknowledged.release(request_id)
 
     async def _verify(self, rows: Sequence[VerifyRow]) -> AnyReply:
@@ -242,7 +242,7 @@ class RemoteVerifier:
         if not links:
             raise PeerGoneError(self._lost)
         self._round += 1
-        deltas, released = self._acknowledged.ask(rows)
+        deltas, released = self._acknowledged.deltas(rows)
         entries = [
             VerifyEntry(delta, row.start, row.length, row.draft) for delta, row in zip(deltas, rows, strict=True)
         ]

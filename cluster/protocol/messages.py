@@ -1,8 +1,8 @@
-"""Everything that travels in a round, as msgpack; nothing is ever unpickled.
+"""The requests and replies of a round, as msgpack; nothing is unpickled.
 
-A request carries the round it belongs to, the version of the group it is meant for, the seconds its sender will wait,
-and the ids that have ended since the last one. Its rows hold deltas: `token_ids[offset:] = new` is commit and rollback
-in one idempotent line, so a request may be lost, repeated or arrive late without harm.
+A request carries its round, the version of its group, its deadline in seconds, and the ids of requests that have ended
+since the last one. Its rows are deltas, applied as `token_ids[offset:] = new`. This is commit and rollback in one
+idempotent assignment, so a message may be lost, repeated or late without harm.
 """
 
 import msgspec
@@ -16,11 +16,11 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 class MalformedMessageError(PacelineError):
-    """Bytes that are no message of this protocol."""
+    """The bytes are not a valid message."""
 
 
 class PrefixDelta(msgspec.Struct, array_like=True, frozen=True):
-    """What changed in one request since its receiver last answered; `params` come with offset 0 only."""
+    """What changed in one request since the worker's last reply; `params` are set with offset 0 only."""
 
     request_id: str
     offset: int
@@ -48,7 +48,7 @@ class VerifyEntry(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Request(msgspec.Struct, array_like=True, frozen=True):
-    """What every request holds. Deadlines are relative: clocks of different nodes are never compared."""
+    """The fields of every request; the deadline is relative, because clocks of nodes differ."""
 
     round: int
     version: int
@@ -69,11 +69,11 @@ class Verify(Request, tag="verify", frozen=True):
 
 
 class Ping(Request, tag="ping", frozen=True):
-    """Answer when everything before this is done."""
+    """Reply once all earlier requests are done."""
 
 
 class Reply(msgspec.Struct, array_like=True, frozen=True):
-    """What every reply holds; `compute_s` is the worker's own time, so that the rest can be told apart."""
+    """The fields of every reply; `compute_s` is the time that the worker computed."""
 
     round: int
     version: int
@@ -81,7 +81,7 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Drafts(Reply, tag="drafts", frozen=True):
-    """One draft per row; from a drafter that runs ahead also what that was worth so far."""
+    """One draft per row; `run_ahead` are the counters of a drafter that runs ahead."""
 
     drafts: list[Draft]
     run_ahead: RunAheadStats | None = None
@@ -94,7 +94,7 @@ class Verdicts(Reply, tag="verdicts", frozen=True):
 
 
 class PrefixMissing(Reply, tag="prefix_missing", frozen=True):
-    """The worker does not hold the tokens before the offset of these requests; nothing was changed."""
+    """The worker lacks the tokens before the offsets of these requests; it changed nothing."""
 
     request_ids: list[str]
 
@@ -106,7 +106,7 @@ class Failure(Reply, tag="failure", frozen=True):
 
 
 class Pong(Reply, tag="pong", frozen=True):
-    """Everything before the ping is done."""
+    """All requests before the ping are done."""
 
 
 AnyRequest = Propose | Verify | Ping
@@ -121,7 +121,7 @@ def encode(message: Request | Reply) -> bytes:
     """Return the bytes of a message.
 
     Raises:
-        MalformedMessageError: the message is larger than any peer would take.
+        MalformedMessageError: the message is larger than `MAX_MESSAGE_BYTES`.
     """
     payload = _encoder.encode(message)
     if len(payload) > MAX_MESSAGE_BYTES:
@@ -133,7 +133,7 @@ def decode_request(payload: bytes) -> AnyRequest:
     """Return the request in `payload`.
 
     Raises:
-        MalformedMessageError: it is none.
+        MalformedMessageError: `payload` is not a request.
     """
     try:
         return _requests.decode(payload)
@@ -145,7 +145,7 @@ def decode_reply(payload: bytes) -> AnyReply:
     """Return the reply in `payload`.
 
     Raises:
-        MalformedMessageError: it is none.
+        MalformedMessageError: `payload` is not a reply.
     """
     try:
         return _replies.decode(payload)

@@ -1,8 +1,8 @@
-"""What a worker remembers of each request, and what the Router knows that it remembers.
+"""Prefix deltas: the Router sends each worker only the tokens that it lacks.
 
-The Router owns the committed tokens; a worker's table is a cache of them. Both sides move by the same rule: the
-Router sends what lies behind the length the worker last *answered* for, so a delta is right whether or not a message in
-between arrived. A table that was restarted, evicted or confused reports the ids it misses and is sent the whole prefix.
+The Router owns the committed tokens, and a worker's table is a cache of them. A delta starts at the length of the
+worker's last *reply*, so it is valid whether or not messages in between arrived. If a worker lacks a prefix, because it
+restarted or evicted it, it replies with the ids, and the Router sends the whole prefix.
 """
 
 from collections import OrderedDict
@@ -15,17 +15,17 @@ from engine.protocols import ProposeRow, Request, VerifyRow
 
 @dataclass(slots=True)
 class Prefix:
-    """One request as a worker knows it, and its block table (the target's; empty in a draft worker)."""
+    """A worker's copy of a request and its block table (empty in a draft worker)."""
 
     request: Request
     block_ids: list[int]
 
 
 class PrefixTable:
-    """Worker side: request id -> Prefix, at most `capacity` of them, the least recently used ones leave first.
+    """Worker side: at most `capacity` prefixes by request id; the least recently used are evicted first.
 
-    It owns the requests it holds: `apply` alone changes their `token_ids`.
-    The same deltas in the same order leave the same table, so the ranks of one target agree without talking.
+    It owns the requests it holds: only `apply` changes their `token_ids`. The same deltas in the same order give the
+    same table, so a target's ranks agree without communicating.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -39,14 +39,14 @@ class PrefixTable:
         return self._prefixes[request_id]
 
     def missing(self, deltas: Iterable[PrefixDelta]) -> list[str]:
-        """Return the ids of the deltas that do not join on to what is held."""
-        return [delta.request_id for delta in deltas if not self._joins(delta)]
+        """Return the ids of deltas that do not continue a held prefix."""
+        return [delta.request_id for delta in deltas if not self._continues(delta)]
 
     def apply(self, deltas: Sequence[PrefixDelta]) -> list[str]:
-        """Bring the table up to date with deltas of which none is missing.
+        """Apply deltas, of which `missing` returns none.
 
         Returns:
-            The ids that were evicted to stay within the capacity; never one of the deltas' own.
+            The ids that were evicted to stay within the capacity; never ids of these deltas.
         """
         for delta in deltas:
             self._apply(delta)
@@ -57,7 +57,7 @@ class PrefixTable:
         """Forget a request; unknown ids are ignored."""
         self._prefixes.pop(request_id, None)
 
-    def _joins(self, delta: PrefixDelta) -> bool:
+    def _continues(self, delta: PrefixDelta) -> bool:
         if delta.offset == 0 and delta.params is not None:
             return delta.block_offset == 0
         held = self._prefixes.get(delta.request_id)
@@ -79,32 +79,32 @@ class PrefixTable:
 
 
 class Acknowledged:
-    """Router side: what one peer has answered for, from which the next deltas are made.
+    """Router side: what a worker has acknowledged by a reply, from which the next deltas are made.
 
-    Token ids are committed and only ever grow, so their length is enough; a block table may change altogether.
-    Ids that have ended are told with every request until one is answered.
+    Committed tokens only grow, so their length is enough; block tables can change and are kept whole. Ids that have
+    ended are sent with every request until one gets a reply.
     """
 
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
         self._block_ids: dict[str, list[int]] = {}
-        self._asked: set[str] = set()
+        self._requested: set[str] = set()
         self._released: set[str] = set()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._lengths
 
-    def ask(self, rows: Sequence[ProposeRow | VerifyRow]) -> tuple[list[PrefixDelta], list[str]]:
-        """Return what the peer must be told before it can compute `rows`, and the ids that have ended."""
-        self._asked = {row.request.request_id for row in rows}
+    def deltas(self, rows: Sequence[ProposeRow | VerifyRow]) -> tuple[list[PrefixDelta], list[str]]:
+        """Return the deltas that a request for `rows` must carry, and the ids that have ended."""
+        self._requested = {row.request.request_id for row in rows}
         return [self._delta(row) for row in rows], list(self._released)
 
     def answered(self, released: Iterable[str]) -> None:
-        """Record that the peer knows that these ids have ended."""
+        """Record that the worker has been told that these ids ended."""
         self._released.difference_update(released)
 
     def acknowledge(self, rows: Iterable[ProposeRow | VerifyRow]) -> None:
-        """Record that the peer has answered for these rows."""
+        """Record that the worker holds the tokens and blocks of these rows."""
         for row in rows:
             request_id = row.request.request_id
             if request_id in self._released:
@@ -114,21 +114,21 @@ class Acknowledged:
                 self._block_ids[request_id] = list(row.block_ids)
 
     def release(self, request_id: str) -> None:
-        """Forget a request that has ended, and tell the peer if it knows of it."""
-        if request_id in self._lengths or request_id in self._asked:
+        """Forget a request that has ended; if the worker may hold it, tell it with the next request."""
+        if request_id in self._lengths or request_id in self._requested:
             self._released.add(request_id)
         self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
-        """Take a request as unknown to the peer."""
+        """Assume that the worker does not hold this request."""
         self._lengths.pop(request_id, None)
         self._block_ids.pop(request_id, None)
 
     def clear(self) -> None:
-        """Take everything as unknown: the peer is a new one."""
+        """Start over with a new worker, which holds nothing."""
         self._lengths.clear()
         self._block_ids.clear()
-        self._asked.clear()
+        self._requested.clear()
         self._released.clear()
 
     def _delta(self, row: ProposeRow | VerifyRow) -> PrefixDelta:
@@ -149,8 +149,8 @@ class Acknowledged:
 
 
 def _common_length(known: list[int], new: Sequence[int]) -> int:
-    """Return how many leading entries two block tables share; the usual case, one more block, is one comparison."""
-    if known == list(new[: len(known)]):
+    """Return how many leading entries two block tables share."""
+    if known == list(new[: len(known)]):  # the usual case: the table has only grown
         return len(known)
     for i, (a, b) in enumerate(zip(known, new, strict=False)):
         if a != b:

@@ -1,4 +1,4 @@
-"""What a reply must be before it reaches the engine: a peer's bytes are checked, not trusted."""
+"""Validation: checks drafts and verdicts from workers before they reach the engine."""
 
 import math
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from engine.protocols import Draft, ProposeRow, Verdict, VerifyRow
 
 
 def check_drafts(drafts: Sequence[Draft], rows: Sequence[ProposeRow], vocab_size: int) -> None:
-    """Check that there is one possible draft per row.
+    """Check that there is one valid draft per row.
 
     Raises:
-        MalformedMessageError: naming the row and what is wrong with it.
+        MalformedMessageError: the message names the row and what is wrong with it.
     """
     _check_count(len(drafts), len(rows), "drafts")
     for draft, row in zip(drafts, rows, strict=True):
@@ -20,10 +20,10 @@ def check_drafts(drafts: Sequence[Draft], rows: Sequence[ProposeRow], vocab_size
 
 
 def check_verdicts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow], vocab_size: int) -> None:
-    """Check that there is one possible verdict per row.
+    """Check that there is one valid verdict per row.
 
     Raises:
-        MalformedMessageError: naming the row and what is wrong with it.
+        MalformedMessageError: the message names the row and what is wrong with it.
     """
     _check_count(len(verdicts), len(rows), "verdicts")
     for verdict, row in zip(verdicts, rows, strict=True):
@@ -31,9 +31,9 @@ def check_verdicts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow], vocab
             raise MalformedMessageError(f"verdict of {row.request.request_id}: {problem}")
 
 
-def _check_count(num_found: int, num_rows: int, what: str) -> None:
-    if num_found != num_rows:
-        raise MalformedMessageError(f"{num_found} {what} for {num_rows} rows")
+def _check_count(count: int, num_rows: int, plural: str) -> None:
+    if count != num_rows:
+        raise MalformedMessageError(f"{count} {plural} for {num_rows} rows")
 
 
 def _draft_problem(draft: Draft, num_requested: int, vocab_size: int) -> str | None:
@@ -50,7 +50,7 @@ def _draft_problem(draft: Draft, num_requested: int, vocab_size: int) -> str | N
 
 
 def _top_problem(draft: Draft, vocab_size: int) -> str | None:
-    """Check the sparse distributions, which come for every token or for none."""
+    """Check the sparse distributions, which all tokens have or none."""
     ids, probs = draft.top_ids, draft.top_probs
     if ids is None and probs is None:
         return None
@@ -58,11 +58,11 @@ def _top_problem(draft: Draft, vocab_size: int) -> str | None:
         return "distributions for some tokens only"
     for token_id, row_ids, row_probs in zip(draft.token_ids, ids, probs, strict=True):
         if len(row_ids) != len(row_probs) or not _in_vocabulary(row_ids, vocab_size):
-            return "a distribution over ids that are no tokens"
+            return "a distribution over invalid token ids"
         if token_id not in row_ids:
-            return "a token that its distribution does not hold"
+            return "a token that is not in its distribution"
         if not all(math.isfinite(p) and p >= 0 for p in row_probs):
-            return "a probability that is none"
+            return "an invalid probability"
     return None
 
 
@@ -79,7 +79,7 @@ def _verdict_problem(verdict: Verdict, row: VerifyRow, vocab_size: int) -> str |
     parent = -1
     for node, token_id in zip(path, tokens, strict=False):
         if not 0 <= node < len(draft.token_ids) or draft.parents[node] != parent:
-            return "a path that is none of the draft's"
+            return "a path that is not in the draft"
         if draft.token_ids[node] != token_id:
             return "an accepted token that was not drafted"
         parent = node

@@ -1,4 +1,4 @@
-"""A request in, a reply out: the worker's side of a round, without Ray and without sockets."""
+"""Responders: compute the reply to a request, without Ray and without sockets."""
 
 import logging
 import time
@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 
 class ShardVerifier(Protocol):
-    """A verifier that can also run its forward pass without deciding, as the ranks above 0 do."""
+    """A verifier that can run its forward pass without deciding, as ranks above 0 do."""
 
     async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
-        """Return one verdict per row, or none at all when another rank decides."""
+        """Return one verdict per row, or an empty list if another rank decides."""
         ...
 
     def release(self, request_id: str) -> None:
@@ -43,26 +43,26 @@ class ShardVerifier(Protocol):
 
 @runtime_checkable
 class RunsAhead(Protocol):
-    """A drafter that goes on between two requests, pass by pass; see `RunAheadDrafter`."""
+    """A drafter that drafts ahead between requests, one pass at a time; see `RunAheadDrafter`."""
 
     stats: RunAheadStats
 
     @property
     def has_time(self) -> bool:
-        """Whether `advance` has something to do before the next request may be expected."""
+        """Whether `advance` has work that is likely to finish before the next request."""
         ...
 
     def advance(self) -> bool:
-        """Do one forward pass, or what must come before it; return whether there is more to do."""
+        """Run one forward pass or prepare it; return whether there is more to do."""
         ...
 
     def stop(self) -> None:
-        """Give up what was prepared."""
+        """Discard what was prepared."""
         ...
 
 
 class DraftResponder:
-    """Answers `Propose` from a drafter in this process; whatever goes wrong is an answer too."""
+    """Replies to `Propose` with a drafter in this process; its errors become `Failure` replies."""
 
     def __init__(self, drafter: Drafter, *, capacity: int, version: int) -> None:
         self._drafter = drafter
@@ -71,23 +71,23 @@ class DraftResponder:
         self._version = version
 
     def answer(self, request: AnyRequest) -> AnyReply | None:
-        """Return the reply to a request, or None to one that was meant for another version of the group."""
+        """Return the reply to a request; None if it is for another version of the group."""
         if request.version != self._version:
             return None
         started = time.perf_counter()
         try:
             return self._answer(request, started)
-        except Exception as error:  # the drafter's failures cost the Router one draft, not this process
+        except Exception as error:  # an error costs the Router one round's drafts, not this process
             logger.exception("Round %d failed", request.round)
             return Failure(request.round, self._version, _since(started), f"{type(error).__name__}: {error}")
 
     def work(self) -> bool:
-        """Prepare for the next request, a forward pass at most; return whether there is more to do."""
+        """Prepare drafts with at most one forward pass; return whether there is more to do."""
         if self._ahead is None or not self._ahead.has_time:
             return False
         try:
             return self._ahead.advance()
-        except Exception:  # as above: it costs what was prepared
+        except Exception:  # as above: an error costs only what was prepared
             logger.exception("Running ahead failed")
             self._ahead.stop()
             return False
@@ -99,7 +99,9 @@ class DraftResponder:
         if isinstance(request, Ping):
             return Pong(request.round, self._version, _since(started))
         if not isinstance(request, Propose):
-            return Failure(request.round, self._version, 0.0, f"a draft worker takes no {type(request).__name__}")
+            return Failure(
+                request.round, self._version, 0.0, f"a draft worker does not accept {type(request).__name__}"
+            )
         deltas = [entry.prefix for entry in request.rows]
         if missing := self._table.missing(deltas):
             return PrefixMissing(request.round, self._version, _since(started), missing)
@@ -115,11 +117,11 @@ class DraftResponder:
 
 
 class TargetResponder:
-    """Answers `Verify` from one rank of the target.
+    """Runs `Verify` on one rank of the target; rank 0 replies.
 
-    Every rank is sent the same requests and runs the same forward passes, whose sums tie the ranks together: a rank
-    that skipped one would add its next pass to the others' last. So a gap in the rounds, or any failure, ends this
-    rank; the group sees it end and restarts all of them. Only rank 0 answers.
+    Every rank gets the same requests and runs the same forward passes, which all-reduce over the ranks. A rank that
+    skipped a pass would mix its next pass into the others' last one. So after a gap in the rounds or any failure, this
+    rank exits, and the group restarts all ranks.
     """
 
     def __init__(self, verifier: ShardVerifier, *, rank: int, capacity: int, version: int) -> None:
@@ -130,25 +132,25 @@ class TargetResponder:
         self._round = 0
 
     def answer(self, request: AnyRequest) -> AnyReply | None:
-        """Return rank 0's reply; None from the other ranks, and to a request for another version of the group.
+        """Return the reply on rank 0, else None; None also for a request for another version of the group.
 
         Raises:
-            TargetError: this rank missed a round, or was sent something that is no `Verify`.
+            TargetError: this rank missed a round, or the request is not a `Verify`.
         """
         if request.version != self._version:
             return None
-        self._follow(request)
+        self._check_round(request)
         reply = self._answer(request)
         return reply if self._rank == 0 else None
 
-    def _follow(self, request: Request) -> None:
+    def _check_round(self, request: Request) -> None:
         if request.round != self._round + 1:
-            raise TargetError(f"rank {self._rank} was sent round {request.round} after round {self._round}")
+            raise TargetError(f"rank {self._rank} received round {request.round} after round {self._round}")
         self._round = request.round
 
     def _answer(self, request: AnyRequest) -> AnyReply:
         if not isinstance(request, Verify):
-            raise TargetError(f"a target worker takes no {type(request).__name__}")
+            raise TargetError(f"a target worker does not accept {type(request).__name__}")
         started = time.perf_counter()
         for request_id in request.released:
             self._table.release(request_id)
@@ -170,10 +172,10 @@ class TargetResponder:
 
 
 def finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that computes and never waits, without an event loop.
+    """Return the result of a coroutine that never waits, without an event loop.
 
     Raises:
-        RuntimeError: it waited.
+        RuntimeError: the coroutine waited.
     """
     try:
         coroutine.send(None)

@@ -30,7 +30,7 @@ VOCAB = 1000
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(remote, "_MIN_PAUSE_S", 0.001)
     monkeypatch.setattr(remote, "_PING_DEADLINE_S", 0.05)
 
 

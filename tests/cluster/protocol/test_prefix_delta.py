@@ -83,16 +83,16 @@ def test_release_forgets_and_ignores_the_unknown():
 def test_parameters_are_sent_once():
     known = Acknowledged()
     row = propose_row("a", [1, 2, 3])
-    assert known.ask([row])[0][0].params == row.request.params
+    assert known.deltas([row])[0][0].params == row.request.params
     known.acknowledge([row])
-    assert known.ask([row])[0][0].params is None
-    assert known.ask([row])[0][0].token_ids == []
+    assert known.deltas([row])[0][0].params is None
+    assert known.deltas([row])[0][0].token_ids == []
 
 
 def test_a_new_block_table_is_sent_from_the_first_difference():
     known = Acknowledged()
     known.acknowledge([verify_row("a", [1, 2, 3], block_ids=[4, 5, 6])])
-    [delta], _ = known.ask([verify_row("a", [1, 2, 3], block_ids=[4, 8, 6, 7])])
+    [delta], _ = known.deltas([verify_row("a", [1, 2, 3], block_ids=[4, 8, 6, 7])])
     assert (delta.block_offset, delta.block_ids) == (1, [8, 6, 7])
 
 
@@ -110,14 +110,14 @@ def test_whatever_is_lost_evicted_or_preempted_the_worker_holds_what_was_committ
             if rng.random() < 0.3:
                 blocks[name] = [rng.randrange(20) for _ in range(rng.randrange(4))]
         rows = [verify_row(name, tokens[name], block_ids=blocks[name]) for name in names]
-        deltas, _ = known.ask(rows)
+        deltas, _ = known.deltas(rows)
         if rng.random() < 0.3:
             continue
         if missing := table.missing(deltas):
             num_resent += 1
             for name in missing:
                 known.forget(name)
-            deltas, _ = known.ask(rows)
+            deltas, _ = known.deltas(rows)
             assert table.missing(deltas) == []
         table.apply(deltas)
         for name in names:

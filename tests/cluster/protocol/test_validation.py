@@ -29,9 +29,9 @@ def test_a_possible_draft_passes(draft):
         (Draft([1], [-2]), "parent"),
         (Draft([4], [-1], [[4]], None), "some tokens only"),
         (Draft([4], [-1], [[4]], [[1.0], [1.0]]), "some tokens only"),
-        (Draft([4], [-1], [[10]], [[1.0]]), "no tokens"),
-        (Draft([4], [-1], [[4, 5]], [[1.0]]), "no tokens"),
-        (Draft([4], [-1], [[5]], [[1.0]]), "does not hold"),
+        (Draft([4], [-1], [[10]], [[1.0]]), "invalid token ids"),
+        (Draft([4], [-1], [[4, 5]], [[1.0]]), "invalid token ids"),
+        (Draft([4], [-1], [[5]], [[1.0]]), "not in its distribution"),
         (Draft([4], [-1], [[4]], [[float("nan")]]), "probability"),
     ],
 )

@@ -1,12 +1,12 @@
-"""Grammars: which tokens may come next, at the committed tip and after every draft token.
+"""Grammars: which tokens are allowed at the committed tip and after every draft token.
 
-A grammar is text in llguidance's form (https://github.com/guidance-ai/llguidance), made by the functions below and
-carried in `SamplingParams.grammar`. Whoever shapes logits keeps a matcher per request. It is a cache of the committed
-tokens and nothing else: lost, it is built again from them. So a mask is a function of the grammar and of the tokens
-before it, the same for drafter and verifier, and a part of the target's distribution like any other parameter.
+A grammar is text in llguidance's format (https://github.com/guidance-ai/llguidance), made by the functions below and
+stored in `SamplingParams.grammar`. Drafter and verifier each keep a matcher per request. A matcher is only a cache: it
+can be rebuilt from the committed tokens. A mask therefore depends on the grammar and the tokens before it alone, is the
+same for drafter and verifier, and shapes the target's distribution as every other parameter does.
 
-A grammar that has come to its end allows the end-of-sequence tokens only, and so does one that gets too complex to
-follow (`LIMITS`). Where that is depends on what was computed before: it is the one exception to the rule above.
+A finished grammar allows the end-of-sequence tokens only. So does one that exceeds `LIMITS`, and when that happens
+depends on what a matcher computed before: this is the one exception to the rule above.
 """
 
 import json
@@ -35,19 +35,19 @@ LIMITS: dict[str, Any] = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
-"""What a grammar may cost to begin with, and for one mask, in llguidance's units. They bound neither the time nor the
-memory of compiling one: whoever takes grammars from strangers compiles each where it can be stopped first."""
+"""Limits on a grammar's start and on each mask, in llguidance's units. They bound neither time nor memory of compiling:
+a service should first compile clients' grammars in a process that it can kill."""
 
 NUM_COMPILED = 16
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,32}", "lenient": False}
-"""Between the parts of JSON enough white space to indent, and too little to go on for ever."""
+"""JSON may be indented, but white space is bounded so that a model cannot produce it for ever."""
 
 
 def from_json_schema(schema: dict[str, Any]) -> str:
     """Return the grammar of JSON texts that a schema accepts.
 
     Raises:
-        RequestError: the schema is no JSON.
+        RequestError: the schema is not valid JSON.
     """
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema, allow_nan=False), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def from_json_schema(schema: dict[str, Any]) -> str:
 
 
 def from_regex(pattern: str) -> str:
-    """Return the grammar of texts that a regular expression matches as a whole."""
+    """Return the grammar of texts that a regular expression fully matches."""
     return LLMatcher.grammar_from_regex(pattern)
 
 
@@ -66,7 +66,7 @@ def from_choice(texts: Sequence[str]) -> str:
 
 
 def from_text(text: str) -> str:
-    """Return the grammar that is written in Lark's or in llama.cpp's (GBNF) notation.
+    """Return the grammar of a text in Lark's or llama.cpp's (GBNF) notation.
 
     Raises:
         RequestError: it is neither.
@@ -78,18 +78,18 @@ def from_text(text: str) -> str:
 
 
 class Grammars:
-    """Every grammar that this process applies, over one table made from the target's tokenizer.
+    """Compiles and caches the grammars of this process, over one token table made from the target's tokenizer.
 
-    The table is made when it is first needed: for a vocabulary of 128,000 tokens that takes a second or so.
+    The table is made on first use, because that takes about a second for a vocabulary of 128,000 tokens.
     """
 
     def __init__(self, config: ModelConfig, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Make no table yet.
+        """Store the settings of the token table.
 
         Args:
-            config: the target, whose tokenizer counts.
-            vocab_size: the target's; its ids beyond the tokenizer's are never allowed.
-            eos_token_ids: what ends a text.
+            config: the target, whose tokenizer is used.
+            vocab_size: the target's; ids that its tokenizer lacks are never allowed.
+            eos_token_ids: the target's.
         """
         self._config = config
         self._vocab_size = vocab_size
@@ -99,10 +99,10 @@ class Grammars:
         self.end_mask = _pack(eos_token_ids, vocab_size)
 
     def table_settings(self) -> dict[str, Any]:
-        """Return what llguidance makes its table from: JSON values, so that another process can make the same.
+        """Return the arguments of llguidance's token table as JSON values, for use in another process too.
 
         Raises:
-            ModelError: the model cannot follow a grammar: nothing ends its texts.
+            ModelError: the model has no end-of-sequence token, so it cannot follow a grammar.
         """
         if not self.ends:
             raise ModelError("this model cannot follow a grammar: it has no end-of-sequence token")
@@ -119,10 +119,10 @@ class Grammars:
             raise ModelError(f"this model cannot follow a grammar: {error}") from error
 
     def check(self, grammar: str, field: str = "grammar") -> None:
-        """Refuse a grammar that cannot be applied.
+        """Raise if a grammar cannot be compiled for this model.
 
         Raises:
-            RequestError: naming the field and what is wrong, be it the grammar or the model.
+            RequestError: the message names the field and the reason.
         """
         try:
             matcher = self.compile(grammar)
@@ -133,7 +133,7 @@ class Grammars:
             raise RequestError(f"{field}: {matcher.get_error().strip()[:500]}", field)
 
     def compile(self, grammar: str) -> LLMatcher:
-        """Return a matcher of its own at the grammar's beginning; it may be in an error state."""
+        """Return a new matcher at the start of a grammar; it may be in an error state."""
         matcher = self._compiled.get(grammar)
         if matcher is None:
             matcher = self._compiled[grammar] = LLMatcher(
@@ -156,7 +156,7 @@ class Grammars:
 
 
 class Matcher:
-    """Where one request stands in its grammar."""
+    """The state of one request in its grammar."""
 
     def __init__(self, grammars: Grammars, grammar: str) -> None:
         self._grammars = grammars
@@ -169,28 +169,28 @@ class Matcher:
         self._follows = True
 
     def masks(self, output: Sequence[int], paths: Sequence[Sequence[int]]) -> list[bytes]:
-        """Return which tokens may come next: a bit per token, the lowest of each byte first.
+        """Return the allowed tokens of each row: a bit per token, the lowest of each byte first.
 
         Args:
             output: the tokens committed after the prompt.
-            paths: [rows] the draft tokens between the committed tip and each row. Below a token that may not come
-                all may: that token is never drawn, so neither is what follows it.
+            paths: [rows] the draft tokens between the committed tip and each row. After a forbidden draft token all
+                tokens are allowed: it is never accepted, so the row is never used.
         """
         self._follow(output)
         return [self._after(path) for path in paths]
 
     def _follow(self, output: Sequence[int]) -> None:
-        """Bring the matcher to the committed tip."""
+        """Advance the matcher to the committed tip."""
         if self._output != output[: len(self._output)]:
             self._restart()
         new = list(output[len(self._output) :])
         if self._follows and self._matcher.try_consume_tokens(new) < len(new):
             self._follows = False
-            logger.error("committed tokens left their grammar: %s", self._matcher.get_error() or "not allowed")
+            logger.error("committed tokens violate their grammar: %s", self._matcher.get_error() or "not allowed")
         self._output += new
 
     def _after(self, path: Sequence[int]) -> bytes:
-        """Return the packed mask of what may follow the committed tip and `path`; the matcher stays at the tip."""
+        """Return the packed mask after the committed tip and `path`; the matcher stays at the tip."""
         if not self._follows or not self._grammars.ends.isdisjoint(path):
             return self._grammars.end_mask
         tokens = list(path)
@@ -199,14 +199,14 @@ class Matcher:
         taken = self._matcher.try_consume_tokens(tokens)
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error() or taken < len(tokens):
-            logger.warning("a grammar got too complex, its text ends: %s", self._matcher.get_error())
+            logger.warning("a grammar got too complex, so its text ends: %s", self._matcher.get_error())
             output = self._output
             self._restart()
             self._follow(output)
             return self._grammars.end_mask
         if taken:
             self._matcher.rollback(taken)
-        # llguidance has one bit more than tokens, for its own use.
+        # llguidance adds one bit for internal use.
         return mask[: len(self._grammars.end_mask)]
 
 
@@ -214,7 +214,7 @@ def matcher_of(grammars: Grammars | None, request: Request) -> Matcher | None:
     """Return the matcher of a request that has a grammar.
 
     Raises:
-        ModelError: the model cannot follow one; such a request should not have come so far.
+        ModelError: the model was loaded without grammars; such requests should have been refused before.
     """
     if request.params.grammar is None:
         return None
@@ -224,12 +224,12 @@ def matcher_of(grammars: Grammars | None, request: Request) -> Matcher | None:
 
 
 def _literal(text: str) -> str:
-    """Return a text in Lark's notation, which is JSON's except that DEL may not stand for itself."""
+    """Return a text as a Lark literal: JSON's notation with DEL escaped."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _pack(token_ids: Sequence[int], vocab_size: int) -> bytes:
-    """Return a mask of these tokens in llguidance's form: one bit per token, whole 32-bit words."""
+    """Return a mask of these tokens in llguidance's format: one bit per token, whole 32-bit words."""
     mask = bytearray(4 * -(-vocab_size // 32))
     for token in token_ids:
         mask[token // 8] |= 1 << token % 8

@@ -1,8 +1,8 @@
-"""From logits to what is drawn from: the one place where sampling parameters apply, at every draft position.
+"""Applies sampling parameters to logits and draws tokens, at every draft position; nothing else does.
 
-Both verification rules and the drafters use it, so a draft is shaped as the target will shape it. The order is vLLM's:
-logit_bias, min_tokens and grammar, penalties, temperature, min_p, top_k, top_p. Penalties count the tokens up to *that*
-row, the committed ones and the draft's own path above it, and the grammar stands where those tokens lead.
+Both verification rules and the drafters use these functions, so draft and target logits are shaped alike. The order is
+vLLM's: logit_bias, min_tokens and grammar, penalties, temperature, min_p, top_k, top_p. Penalties and grammar of a row
+take into account the committed tokens and the draft tokens on the row's path.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from engine.sampling.noise import Draws
 from engine.sampling.params import SamplingParams
 
 _NUM_CANDIDATES = 256
-"""Tokens to look among first for those that top_k and top_p keep."""
+"""Number of most likely tokens that top_k and top_p search first."""
 
 
 @dataclass(slots=True)
@@ -28,10 +28,10 @@ class Run:
     """Consecutive logit rows of one request.
 
     Attributes:
-        depths: per row, how many draft tokens stand between the committed tip and the row; 0 is the tip itself.
+        depths: per row, the number of draft tokens between the committed tip and the row; 0 is the tip itself.
         paths: per row, those draft tokens. Needed if `params.depends_on_path`, else empty.
         end_ids: ids that may not be drawn before min_tokens: end-of-text and stop ids.
-        matcher: where the request stands in its grammar, if it has one.
+        matcher: the state of the request's grammar, if it has one.
     """
 
     request: Request
@@ -52,10 +52,10 @@ class Run:
 
 
 def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Apply every run's parameters to its rows, in place where it can.
+    """Apply every run's sampling parameters to its rows, in place where possible.
 
     Args:
-        logits: [n, vocab] float32, the runs' rows one after the other.
+        logits: [n, vocab] float32, the rows of all runs in order.
 
     Returns:
         [n, vocab] unnormalised log probabilities; -inf where a token may not be drawn. A greedy row keeps temperature
@@ -70,7 +70,7 @@ def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
             ids = torch.tensor(list(params.logit_bias), device=logits.device)
             rows[:, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
         if params.min_tokens:
-            _forbid_the_end(rows, run)
+            _forbid_end_ids(rows, run)
         if run.matcher is not None:
             forbid(rows, run.matcher.masks(run.request.output, run.paths))
     if any(run.params.has_penalties for run in runs):
@@ -86,24 +86,24 @@ def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
 
 
 def needs_shaping(params: SamplingParams) -> bool:
-    """Return whether `shape` does more to a row than divide by its temperature, so that no pass can draw from it."""
+    """Return whether `shape` does more than divide by the temperature; a pass can draw all other rows itself."""
     is_cut = params.temperature > 0 and (params.top_p < 1 or params.top_k > 0 or params.min_p > 0)
     return bool(is_cut or params.depends_on_path or params.logit_bias or params.min_tokens)
 
 
 def forbid(logits: Tensor, masks: Sequence[bytes]) -> None:
-    """Set the logits of tokens that may not come next to -inf, in place.
+    """Set the logits of tokens that a grammar forbids to -inf, in place.
 
     Args:
         logits: [rows, vocab].
-        masks: [rows] a grammar's; see `Matcher.masks`.
+        masks: [rows], from `Matcher.masks`.
     """
     packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8)
     bits = (
         packed.view(len(masks), -1, 1).to(logits.device) >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
     )
     allowed = bits.view(len(masks), -1)[:, : logits.shape[-1]] != 0
-    # A draft may know none of the tokens that the target's vocabulary would allow.
+    # A draft with a smaller vocabulary may have none of the allowed tokens; then its row stays as it is.
     is_possible = (allowed & (logits > float("-inf"))).any(-1, keepdim=True)
     logits.masked_fill_(~allowed & is_possible, float("-inf"))
 
@@ -111,29 +111,29 @@ def forbid(logits: Tensor, masks: Sequence[bytes]) -> None:
 def plan_draws(
     params: Sequence[SamplingParams], positions: Sequence[int], device: torch.device, steps: int = 1
 ) -> list[Draws]:
-    """Return what the passes of `steps` steps, each a position further, need to draw a token per row by themselves.
+    """Return the temperatures and noise keys with which `steps` passes draw a token per row, one position further each.
 
     Args:
-        params: per row; a row that needs shaping is drawn greedily, and has to be drawn again from its shaped logits.
-        positions: per row, of the token that the first step draws.
+        params: per row; rows that need shaping get greedy draws, to be replaced by draws from shaped logits.
+        positions: per row, the position of the token that the first step draws.
     """
-    # Branches of one request often draw at the same position, and noise costs more than looking it up.
-    known: dict[tuple[int, int], int] = {}
+    # Rows with the same seed and position share one key, because noise costs more than a lookup.
+    key_rows: dict[tuple[int, int], int] = {}
     rows, temperatures = [0] * len(params), [1.0] * len(params)
-    for i, (own, position) in enumerate(zip(params, positions, strict=True)):
-        if own.temperature > 0 and not needs_shaping(own):
-            rows[i] = known.setdefault((own.seed or 0, position), len(known) + 1)
-            temperatures[i] = own.temperature
-    seeds = [seed for seed, _ in known]
-    later = [position + step for step in range(steps) for _, position in known]
-    keys = noise.keys(seeds * steps, later, noise.TARGET_STREAM, device).view(steps, len(known), 2)
+    for i, (sampling, position) in enumerate(zip(params, positions, strict=True)):
+        if sampling.temperature > 0 and not needs_shaping(sampling):
+            rows[i] = key_rows.setdefault((sampling.seed or 0, position), len(key_rows) + 1)
+            temperatures[i] = sampling.temperature
+    seeds = [seed for seed, _ in key_rows]
+    later = [position + step for step in range(steps) for _, position in key_rows]
+    keys = noise.keys(seeds * steps, later, noise.TARGET_STREAM, device).view(steps, len(key_rows), 2)
     column = torch.tensor(temperatures, device=device).unsqueeze(-1)
     index = torch.tensor(rows, dtype=torch.int64, device=device)
-    return [Draws(column, own, index) for own in keys]
+    return [Draws(column, step_keys, index) for step_keys in keys]
 
 
 def draw(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM) -> Tensor:
-    """Draw one token per row: the argmax for greedy requests, else Gumbel-max with the request's own noise.
+    """Draw one token per row: the argmax for greedy requests, else Gumbel-max with the request's noise.
 
     Args:
         shaped: [n, vocab], from `shape`.
@@ -145,14 +145,14 @@ def draw(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM)
 
 
 def noised(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM) -> Tensor:
-    """Return the scores whose argmax `draw` draws, [n, vocab]; without a row's best, it would draw the next one."""
+    """Return the scores whose argmax `draw` returns, [n, vocab]: logits plus noise."""
     if all(run.params.temperature == 0 for run in runs):
         return shaped
     return shaped + gumbel_rows(runs, shaped, stream)
 
 
 def gumbel_rows(runs: Sequence[Run], like: Tensor, stream: int) -> Tensor:
-    """Return the noise of every row, [n, vocab]; 0 where the request is greedy."""
+    """Return every row's noise, [n, vocab]; 0 for greedy requests."""
     positions = [position for run in runs for position in run.positions]
     seeds = [run.params.seed or 0 for run in runs for _ in run.depths]
     keys = noise.keys(seeds, positions, stream, like.device)
@@ -163,7 +163,7 @@ def gumbel_rows(runs: Sequence[Run], like: Tensor, stream: int) -> Tensor:
 
 
 def probabilities(shaped: Tensor, runs: Sequence[Run]) -> Tensor:
-    """Return the distributions the rows are drawn from, [n, vocab]; one-hot where the request is greedy."""
+    """Return every row's distribution, [n, vocab]; one-hot for greedy requests."""
     probs = shaped.softmax(-1)
     if any(run.params.temperature == 0 for run in runs):
         certain = torch.zeros_like(probs).scatter_(-1, shaped.argmax(-1, keepdim=True), 1.0)
@@ -172,23 +172,23 @@ def probabilities(shaped: Tensor, runs: Sequence[Run]) -> Tensor:
     return probs
 
 
-def _sent(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return numbers as a tensor on a device, without waiting for what the device does."""
+def _copied(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copy numbers to a device without waiting for its queued work."""
     return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
-def _may_ask(device: torch.device) -> bool:
-    """Return whether a look at a result, to save work, is cheap: elsewhere it waits for everything before it."""
+def _reads_cheaply(device: torch.device) -> bool:
+    """Return whether reading a result on the host is cheap; on a GPU it waits for all queued work."""
     return device.type == "cpu"
 
 
 def _column(runs: Sequence[Run], like: Tensor, value: Callable[[SamplingParams], float]) -> Tensor:
     """Return one number per row, [n, 1]."""
     numbers = [value(run.params) for run in runs for _ in run.depths]
-    return _sent(numbers, like.device, like.dtype).unsqueeze(-1)
+    return _copied(numbers, like.device, like.dtype).unsqueeze(-1)
 
 
-def _forbid_the_end(rows: Tensor, run: Run) -> None:
+def _forbid_end_ids(rows: Tensor, run: Run) -> None:
     committed = len(run.request.token_ids) - run.request.prompt_length
     early = [i for i, depth in enumerate(run.depths) if committed + depth < run.params.min_tokens]
     if early and run.end_ids:
@@ -197,7 +197,7 @@ def _forbid_the_end(rows: Tensor, run: Run) -> None:
 
 
 def _penalise(logits: Tensor, runs: Sequence[Run]) -> None:
-    """Repetition counts prompt and output, presence and frequency the output only, as in vLLM."""
+    """Apply penalties as vLLM does: repetition counts prompt and output, presence and frequency only the output."""
     ends = list(itertools.accumulate(len(run.depths) for run in runs))
     penalised = [
         (run, list(range(end - len(run.depths), end)))
@@ -206,64 +206,65 @@ def _penalise(logits: Tensor, runs: Sequence[Run]) -> None:
     ]
     chosen = [run for run, _ in penalised]
     device, vocab = logits.device, logits.shape[-1]
-    rows = torch.tensor([row for _, own in penalised for row in own], device=device)
-    run_of_row = torch.tensor([i for i, (_, own) in enumerate(penalised) for _ in own], device=device)
+    rows = torch.tensor([row for _, run_rows in penalised for row in run_rows], device=device)
+    run_of_row = torch.tensor([i for i, (_, run_rows) in enumerate(penalised) for _ in run_rows], device=device)
     in_prompt = _count([run.request.token_ids[: run.request.prompt_length] for run in chosen], vocab, device) > 0
     counts = _count([run.request.output for run in chosen], vocab, device)[run_of_row]
     if any(run.paths for run in chosen):
         counts += _count([path for run in chosen for path in run.paths or [()] * len(run.depths)], vocab, device)
     seen = in_prompt[run_of_row] | (counts > 0)
-    own_logits = logits[rows]
+    shaped = logits[rows]
     repetition = _column(chosen, logits, lambda params: params.repetition_penalty)
-    penalised_logits = torch.where(own_logits > 0, own_logits / repetition, own_logits * repetition)
-    own_logits = torch.where(seen, penalised_logits, own_logits)
-    own_logits -= _column(chosen, logits, lambda params: params.frequency_penalty) * counts
-    own_logits -= _column(chosen, logits, lambda params: params.presence_penalty) * (counts > 0)
-    logits[rows] = own_logits
+    shaped = torch.where(seen, torch.where(shaped > 0, shaped / repetition, shaped * repetition), shaped)
+    shaped -= _column(chosen, logits, lambda params: params.frequency_penalty) * counts
+    shaped -= _column(chosen, logits, lambda params: params.presence_penalty) * (counts > 0)
+    logits[rows] = shaped
 
 
-def _count(texts: Sequence[Sequence[int]], vocab: int, device: torch.device) -> Tensor:
-    """Return how often each token occurs in each text, [texts, vocab] int32."""
-    tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64, device=device)
-    lengths = torch.tensor([len(text) for text in texts], device=device)
-    owner = torch.arange(len(texts), device=device).repeat_interleave(lengths, output_size=len(tokens))
-    counts = torch.zeros(len(texts), vocab, dtype=torch.int32, device=device)
-    return counts.index_put_((owner, tokens), torch.ones_like(owner, dtype=torch.int32), accumulate=True)
+def _count(sequences: Sequence[Sequence[int]], vocab: int, device: torch.device) -> Tensor:
+    """Return how often each token occurs in each sequence, [sequences, vocab] int32."""
+    tokens = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64, device=device)
+    lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
+    index = torch.arange(len(sequences), device=device).repeat_interleave(lengths, output_size=len(tokens))
+    counts = torch.zeros(len(sequences), vocab, dtype=torch.int32, device=device)
+    return counts.index_put_((index, tokens), torch.ones_like(index, dtype=torch.int32), accumulate=True)
 
 
 def _keep_top(logits: Tensor, runs: Sequence[Run]) -> None:
-    """Keep each row's top_k tokens, then the fewest of them that hold top_p of their weight; of equals the first.
+    """Keep each row's top_k tokens, then the fewest of them whose probabilities sum to top_p; ties go to lower ids.
 
-    A greedy row is left alone: its token is always among those kept.
+    Greedy rows stay as they are, because the most likely token is always kept.
     """
     vocab = logits.shape[-1]
     params = [run.params for run in runs for _ in run.depths]
-    limits = [own.top_k if 0 < own.top_k < vocab else vocab for own in params]
-    cut = [i for i, own in enumerate(params) if own.temperature > 0 and (limits[i] < vocab or own.top_p < 1)]
-    # Few tokens hold the weight of most rows, and finding them takes a tenth of sorting all or less.
+    limits = [sampling.top_k if 0 < sampling.top_k < vocab else vocab for sampling in params]
+    cut = [
+        i for i, sampling in enumerate(params) if sampling.temperature > 0 and (limits[i] < vocab or sampling.top_p < 1)
+    ]
+    # In most rows a few tokens hold nearly all probability, and topk takes at most a tenth of a full sort.
     count = max(_NUM_CANDIDATES, *(limits[i] for i in cut if limits[i] < vocab), 0)
-    if not _may_ask(logits.device) and any(limits[i] > count for i in cut):
+    if not _reads_cheaply(logits.device) and any(limits[i] > count for i in cut):
         count = vocab
     while cut:
-        rows = _sent(cut, logits.device)
-        limit = _sent([limits[i] for i in cut], logits.device).unsqueeze(-1)
-        top_p = _sent([params[i].top_p for i in cut], logits.device).unsqueeze(-1)
-        kept, is_found = _top(logits[rows], limit, top_p, min(count, vocab))
+        rows = _copied(cut, logits.device)
+        limit = _copied([limits[i] for i in cut], logits.device).unsqueeze(-1)
+        top_p = _copied([params[i].top_p for i in cut], logits.device).unsqueeze(-1)
+        kept, is_complete = _top(logits[rows], limit, top_p, min(count, vocab))
         logits[rows] = kept
         if all(limits[i] <= count for i in cut):
             break
-        cut = [i for i, found in zip(cut, is_found.tolist(), strict=True) if not found]
+        cut = [i for i, complete in zip(cut, is_complete.tolist(), strict=True) if not complete]
         count *= 16
 
 
 def _top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Find the tokens to keep among the `count` likeliest ones; the number of candidates does not change the result.
+    """Keep top_k and top_p tokens, searched among the `count` most likely; `count` does not change the result.
 
     Args:
         logits: [n, vocab]; limit, top_p: [n, 1].
 
     Returns:
-        [n, vocab] with -inf for all others, and whether the candidates of each row were enough; if not, it is as given.
+        [n, vocab] with -inf for all others, and per row whether `count` was enough; rows where not are unchanged.
     """
     values, ids = logits.topk(count, -1)
     held = logits.softmax(-1).gather(-1, ids).cumsum(-1)
@@ -272,10 +273,10 @@ def _top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tens
     enough.masked_fill_(top_p >= 1, float("inf"))
     before = F.pad(held[:, :-1], (1, 0))
     size = ((before < enough) & (torch.arange(count, device=logits.device) < limit)).sum(-1, keepdim=True).clamp(min=1)
-    is_found = (limit <= count) | (held[:, -1:] >= enough)
+    is_complete = (limit <= count) | (held[:, -1:] >= enough)
     last = values.gather(-1, size - 1)
     above, level = logits > last, logits == last
     room = size - above.sum(-1, keepdim=True)
-    if not _may_ask(logits.device) or bool((level.sum(-1, keepdim=True) > room).any()):
+    if not _reads_cheaply(logits.device) or bool((level.sum(-1, keepdim=True) > room).any()):
         level &= level.cumsum(-1) <= room
-    return logits.masked_fill(~(above | level) & is_found, float("-inf")), is_found.squeeze(-1)
+    return logits.masked_fill(~(above | level) & is_complete, float("-inf")), is_complete.squeeze(-1)

@@ -1,9 +1,9 @@
-"""Counter-based Gumbel noise of (seed, stream, position, token id): the same on every device, whatever the batch.
+"""Counter-based Gumbel noise of (seed, stream, position, token id), the same on every device and in every batch.
 
-The idea is Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding": when
-draft and target add the same noise to their own logits and take the argmax, they agree with probability at least
-(1 - TV) / (1 + TV), and nothing but token ids has to travel. The noise is a hash, not a generator's state: a round
-that is lost, repeated or split over other batches draws the same numbers.
+The idea is from Daliri, Musco and Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding":
+when draft and target add the same noise to their own logits and take the argmax, they agree with probability at least
+(1 - TV) / (1 + TV), and exchange nothing but token ids. The noise is a hash without any state, so a round that is
+repeated or batched differently draws the same numbers.
 
 The integer hash is exact everywhere. Its last step, two logarithms, may differ by an ulp between devices.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Streams keep the draws of one position apart: sharing one between draft sampling and acceptance would bias the law.
+# Draws at one position need independent streams: draft sampling and acceptance in one stream would bias the output.
 TARGET_STREAM = 0
 """The target's own draw; the coupled drafter uses it too."""
 DRAFT_STREAM = 1
@@ -25,18 +25,18 @@ RESIDUAL_STREAM = 3
 """The rejection rule's recovered and bonus tokens."""
 
 _implementations: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
-"""Faster functions for the noise of a whole vocabulary, by device type."""
+"""Faster implementations for a whole vocabulary, by device type."""
 _MASK64 = (1 << 64) - 1
 
 
 @dataclass(slots=True)
 class Draws:
-    """What a forward pass needs to draw tokens by itself, where temperature and seed alone decide.
+    """What a forward pass needs to draw tokens for rows that only have a temperature and a seed.
 
     Attributes:
         temperatures: [n, 1] float32, 1 for greedy rows.
-        keys: [m, 2] int32, from `keys`, of the rows that are not greedy.
-        rows: [n] int64, which of the keys a row draws with: their index + 1; 0 is greedy.
+        keys: [m, 2] int32, from `keys`, for the rows that are not greedy.
+        rows: [n] int64, the index of each row's key + 1; 0 is greedy.
     """
 
     temperatures: Tensor
@@ -45,7 +45,7 @@ class Draws:
 
 
 def noised_logits(logits: Tensor, draws: Draws) -> Tensor:
-    """Return [n, vocab] numbers whose argmax is drawn, logits over temperature plus noise. logits: [n, vocab]."""
+    """Return logits over temperature plus noise, [n, vocab]; the argmax is the drawn token. logits: [n, vocab]."""
     if not len(draws.keys):
         return logits  # all greedy
     token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
@@ -53,7 +53,7 @@ def noised_logits(logits: Tensor, draws: Draws) -> Tensor:
 
 
 def scores(logits: Tensor, temperatures: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
-    """Return the same as `noised_logits`, of tensors only and without a decision, so that it can be traced."""
+    """Return the same as `noised_logits`, from tensors alone and without branches, for tracing."""
     token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
     return _add_noise(logits, temperatures, plain_gumbel(keys, token_ids), rows)
 
@@ -77,7 +77,7 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
 
     Args:
         keys: [n, 2] int32, from `keys`.
-        token_ids: [vocab] or [n, m] int32 ids to draw for.
+        token_ids: [vocab] or [n, m] int32 ids to compute noise for.
 
     Returns:
         [n, vocab] or [n, m].
@@ -89,15 +89,15 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def plain_gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return the same as `gumbel`, operator by operator."""
+    """Return the same as `gumbel`, by torch operators on any device."""
     return -torch.log(-torch.log1p(-uniform(keys, token_ids)))
 
 
 def implement(device_type: str, implementation: Callable[[Tensor, Tensor], Tensor] | None) -> None:
-    """Compute `gumbel` with a backend's function on such devices from now on; None takes `plain_gumbel` again.
+    """Set the implementation of `gumbel` for a device type; None restores `plain_gumbel`.
 
     Args:
-        implementation: of keys [n, 2] and token ids [vocab]; the same function as `plain_gumbel`.
+        implementation: takes keys [n, 2] and token ids [vocab] and returns what `plain_gumbel` does.
     """
     if implementation is None:
         _implementations.pop(device_type, None)
@@ -108,7 +108,7 @@ def implement(device_type: str, implementation: Callable[[Tensor, Tensor], Tenso
 def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
     """Return uniform numbers in (0, 1), float32; shapes as in `gumbel`.
 
-    Resolution is 2^-31 near 0. The upper end is clamped below 1: a coin of exactly 1.0 would become infinite noise.
+    Resolution is 2^-31 near 0. Values are clamped below 1, because exactly 1.0 would give infinite noise.
     """
     low, high = keys[:, :1], keys[:, 1:]
     # The murmur3 finaliser with the second key word between its two multiplications. torch has no unsigned shift.

@@ -1,4 +1,4 @@
-"""SamplingParams: how the next token is drawn, with vLLM's names and ranges."""
+"""SamplingParams: how tokens are drawn and when a text ends, with vLLM's names and ranges."""
 
 import math
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ class SamplingParams:
     """How the tokens of one request are drawn and when they end.
 
     Raises:
-        RequestError: a value outside its range, naming the field, the value and the limit.
+        RequestError: a value is out of range; the message names the field, the value and the limits.
     """
 
     temperature: float = 1.0
@@ -37,10 +37,10 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     n: int = 1
     grammar: str | None = None
-    """What the text must match, from one of `engine.sampling.grammar`'s functions."""
+    """A grammar that the text must match, made by a function of `engine.sampling.grammar`."""
 
     def __post_init__(self) -> None:
-        """Refuse values that no round could honour."""
+        """Refuse values that are out of range or contradict each other."""
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is None:
@@ -48,10 +48,10 @@ class SamplingParams:
             if not (math.isfinite(value) and low <= value <= high):
                 raise RequestError(f"{name} is {value}, allowed are {low} to {high}", name)
         if self.top_p <= 0:
-            raise RequestError(f"top_p is {self.top_p}, it must be above 0", "top_p")
+            raise RequestError(f"top_p is {self.top_p}; it must be above 0", "top_p")
         if self.repetition_penalty <= 0:
             raise RequestError(
-                f"repetition_penalty is {self.repetition_penalty}, it must be above 0", "repetition_penalty"
+                f"repetition_penalty is {self.repetition_penalty}; it must be above 0", "repetition_penalty"
             )
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}, max_tokens only {self.max_tokens}", "min_tokens")
@@ -59,20 +59,20 @@ class SamplingParams:
             if not (math.isfinite(bias) and -100 <= bias <= 100):
                 raise RequestError(f"logit_bias of token {token_id} is {bias}, allowed are -100 to 100", "logit_bias")
         if "" in self.stop:
-            raise RequestError("stop holds an empty string", "stop")
+            raise RequestError("stop contains an empty string", "stop")
         if self.grammar is not None and self.min_tokens:
-            raise RequestError(f"min_tokens is {self.min_tokens}, but a grammar says where the text ends", "min_tokens")
+            raise RequestError(f"min_tokens is {self.min_tokens}; it cannot be combined with a grammar", "min_tokens")
         if self.grammar is not None and self.ignore_eos:
-            raise RequestError("ignore_eos is set, but a text with a grammar ends where the grammar does", "ignore_eos")
+            raise RequestError("ignore_eos cannot be combined with a grammar", "ignore_eos")
 
     @property
     def depends_on_path(self) -> bool:
-        """Whether the draft tokens above a row change what may be drawn there."""
+        """Whether the draft tokens before a row change its distribution."""
         return self.has_penalties or self.grammar is not None
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a token's logit depends on the tokens before it by counting."""
+        """Whether a penalty depends on which tokens came before."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 

@@ -163,11 +163,11 @@ def kept_by_sorting(row, top_k, top_p):
     return kept
 
 
-@pytest.mark.parametrize("may_ask", [True, False])
+@pytest.mark.parametrize("reads_cheaply", [True, False])
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 4.0])
-def test_looking_among_the_likeliest_first_keeps_what_sorting_all_would_keep(scale, may_ask, monkeypatch):
+def test_looking_among_the_likeliest_first_keeps_what_sorting_all_would_keep(scale, reads_cheaply, monkeypatch):
     """A large vocabulary with many equal logits; flat rows need more tokens than are looked among first."""
-    monkeypatch.setattr("engine.sampling.logits._may_ask", lambda _: may_ask)
+    monkeypatch.setattr("engine.sampling.logits._reads_cheaply", lambda _: reads_cheaply)
     chance = random.Random(5)
     generator = torch.Generator().manual_seed(6)
     vocab = 1000

@@ -1,9 +1,9 @@
-"""The attention function handed to transformers: paged, batched by group, tree-masked.
+"""Paged attention with tree masks, registered as an attention function of transformers.
 
-`KVTensors` holds the keys and values of every layer in blocks. A forward pass is a flat run of tokens, cut into groups:
-one group of all short rows (decoding, drafts; padded to the same length), and one per prefill chunk. Each group brings
-the block table it reads and the mask it reads through. The function is registered with transformers under one
-name, which is not in its mask registry, so transformers builds no mask of its own.
+`KVTensors` holds the keys and values of every layer in blocks. A forward pass is a flat sequence of tokens in groups:
+one group of all short rows (decoding and drafts, padded to one length), and one per prefill chunk. Each group has its
+block tables and its mask. The function's name is not in transformers' mask registry, so that transformers builds no
+mask itself.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from transformers import AttentionInterface
 from engine.errors import ModelError
 
 ATTENTION_NAME = "paceline"
-_UNDERSTOOD = {
+_SUPPORTED = {
     "sliding_window",
     "dropout",
     "position_ids",
@@ -36,12 +36,12 @@ class KVTensors:
         layers, kv_heads, head_dim = shape
         size = (num_blocks, block_size, kv_heads, head_dim)
         self.block_size = block_size
-        # Zeros, not empty: a masked entry still meets its weight 0, and 0 * nan is nan.
+        # Zeros, because a masked entry is multiplied by a weight of 0, and 0 * nan is nan.
         self.keys = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(layers)]
         self.values = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(layers)]
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots `sources` [n] to `targets` [n] in every layer: keeps an accepted path that is not a chain."""
+        """Copy slots `sources` [n] to `targets` [n] in every layer, to keep an accepted path of a tree."""
         for cache in (*self.keys, *self.values):
             slots = cache.view(-1, *cache.shape[2:])
             slots[targets] = slots[sources]
@@ -52,16 +52,16 @@ class Group:
     """Rows of one forward pass that share a query length.
 
     Attributes:
-        start: index of the first token in the flat run.
+        start: index of the group's first token in the batch.
         rows: how many rows.
         length: tokens per row, padding included.
         blocks: [rows, width] the block tables.
         positions: [rows, length] for the rotary embedding.
-        places: [rows, length] where in its row's context each token's entry goes; -1 is padding, which goes to block 0.
-        limits: [rows, length] each token sees the places before its limit.
-        extra: [rows, length, x] what else each token sees, for trees; None is nothing. A window counts places, so
-            it has to be longer than a tree is large.
-        is_prompt_start: whether the one row attends to nothing but itself.
+        places: [rows, length] index in the row's context of each token's keys and values; -1 is padding (block 0).
+        limits: [rows, length] each token attends to the places before its limit.
+        extra: [rows, length, x] more places that each token attends to, for trees; None for chains. A window counts
+            places, so it must be longer than the tree has nodes.
+        is_prompt_start: whether the group is the first chunk of one prompt, without cached tokens before it.
     """
 
     start: int
@@ -77,11 +77,11 @@ class Group:
 
     @property
     def windows(self) -> list[int | None]:
-        """The attention windows that layers have asked for, None first."""
+        """The attention windows that layers used in this pass, None first."""
         return sorted({window for window, _ in self._masks}, key=lambda window: window or 0)
 
     def mask(self, window: int | None, copies: int, like: Tensor, block_size: int) -> Tensor:
-        """Return the additive mask [rows, 1, copies * length, context], built once per window and forward pass."""
+        """Return the additive mask [rows, 1, copies * length, context], cached per window for the forward pass."""
         key = (window, copies)
         if key not in self._masks:
             context = self.blocks.shape[1] * block_size
@@ -93,7 +93,7 @@ class Group:
 def additive_mask(
     context: int, positions: Tensor, limits: Tensor, extra: Tensor | None, window: int | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return [rows, 1, length, context], 0 where a token sees a place and -inf elsewhere; see `Group`."""
+    """Return [rows, 1, length, context], 0 where a token attends to a place, else -inf; see `Group`."""
     places = torch.arange(context, device=limits.device)
     visible = places < limits.unsqueeze(-1)
     if extra is not None:
@@ -104,14 +104,14 @@ def additive_mask(
 
 
 def slots_of(blocks: Tensor, places: Tensor, block_size: int) -> Tensor:
-    """Return the slots [rows, length] of places; 0 for padding, and for places that the tables do not reach."""
+    """Return the slots [rows, length] of places; 0 for padding and for places beyond the block tables."""
     index = places // block_size
     slots = blocks.gather(1, index.clamp(0, blocks.shape[1] - 1)) * block_size + places % block_size
     return torch.where((places < 0) | (index >= blocks.shape[1]), 0, slots)
 
 
 class AttentionContext(Protocol):
-    """What the attention function needs of one forward pass; a backend may bring its own."""
+    """What the attention function needs in one forward pass; backends implement it."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
@@ -121,8 +121,8 @@ class AttentionContext(Protocol):
         Args:
             query: [heads, tokens, head_dim].
             key, value: [kv_heads, tokens, head_dim].
-            window: how many places a token sees back; None sees all.
-            scaling: what products are multiplied by; None is one over the root of head_dim.
+            window: length of a sliding window; None for full attention.
+            scaling: factor of the dot products; None for 1 / sqrt(head_dim).
 
         Returns:
             [tokens, heads, head_dim].
@@ -132,7 +132,7 @@ class AttentionContext(Protocol):
 
 @dataclass(slots=True)
 class PagedContext:
-    """The eager context: it attends group by group, with torch's own operators."""
+    """The context of eager passes: attends group by group with torch's operators."""
 
     kv: KVTensors
     groups: list[Group]
@@ -140,7 +140,7 @@ class PagedContext:
 
     @property
     def slots(self) -> Tensor:
-        """Where new keys and values go, [tokens]."""
+        """The slots of the batch's keys and values, [tokens]."""
         if self._slots is None:
             size = self.kv.block_size
             self._slots = torch.cat([slots_of(group.blocks, group.places, size).flatten() for group in self.groups])
@@ -178,28 +178,28 @@ def paged_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Write this pass's keys and values to their slots, then attend; the function that transformers calls.
+    """Write keys and values to their slots, then attend; transformers calls this in every layer.
 
     Args:
         query: [1, heads, tokens, head_dim].
         key, value: [1, kv_heads, tokens, head_dim].
 
     Returns:
-        [1, tokens, heads, head_dim], and no weights.
+        [1, tokens, heads, head_dim], and None for the attention weights.
 
     Raises:
-        ModelError: the layer asks for a feature this function does not compute.
+        ModelError: the layer needs an attention feature that is not supported.
     """
-    strange = sorted(name for name in kwargs.keys() - _UNDERSTOOD if kwargs[name] is not None)
-    if strange or attention_mask is not None or kwargs.get("dropout"):
-        raise ModelError(f"attention with {', '.join(strange) or 'a mask or dropout'} is not supported")
+    unsupported = sorted(name for name in kwargs.keys() - _SUPPORTED if kwargs[name] is not None)
+    if unsupported or attention_mask is not None or kwargs.get("dropout"):
+        raise ModelError(f"attention with {', '.join(unsupported) or 'a mask or dropout'} is not supported")
     context: AttentionContext = kwargs["paged"]
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     return context.attend(layer, query[0], key[0], value[0], kwargs.get("sliding_window"), scaling).unsqueeze(0), None
 
 
 def _attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Causal attention of a prompt's first chunk: nothing to gather. [heads, n, d] -> [n, heads, d]."""
+    """Causal attention within a prompt's first chunk, without the KV cache. [heads, n, d] -> [n, heads, d]."""
     copies = query.shape[0] // key.shape[0]
     if copies > 1:
         key, value = key.repeat_interleave(copies, 0), value.repeat_interleave(copies, 0)
@@ -223,11 +223,11 @@ def attend_to_gathered(
 ) -> Tensor:
     """Attend to gathered blocks.
 
-    The query heads of one kv head become more queries: grouped-query attention without copying keys.
+    For grouped-query attention, the query heads of one kv head become more queries, so that keys are not copied.
 
     Args:
         query: [heads, rows * length, d].
-        key, value: the rows' blocks one after the other, [..., kv_heads, d].
+        key, value: the rows' blocks in order, [..., kv_heads, d].
         mask: [rows, 1, copies * length, context].
     """
     heads, _, head_dim = query.shape

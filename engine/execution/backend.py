@@ -1,4 +1,4 @@
-"""Backend: a loaded model on a device, and all that a drafter or a verifier may ask of it."""
+"""Backend: a loaded model on a device, as drafters and verifiers use it."""
 
 from typing import NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ from engine.sampling.noise import Draws
 
 
 class PassOutput(NamedTuple):
-    """What a forward pass computes.
+    """The result of a forward pass.
 
     Attributes:
         logits: [n, vocab] float32, at the batch's `logit_indices`.
@@ -26,31 +26,31 @@ class PassOutput(NamedTuple):
 
 
 class Backend(Protocol):
-    """Runs a model's forward passes. Loading, compiling and placing its memory are the backend's own business."""
+    """Runs a model's forward passes; loading, compiling and memory are up to each implementation."""
 
     info: ModelInfo
     device: torch.device
 
     def run(self, batch: ForwardBatch, draws: Draws | None = None) -> PassOutput:
-        """Compute a batch: keys and values go to their slots, logits and drawn tokens come back.
+        """Run a batch: write its keys and values to their slots, and return logits and drawn tokens.
 
         Args:
-            draws: temperature and noise of every logit row; None draws greedily.
+            draws: temperature and noise of every logit row; None for greedy draws.
         """
         ...
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
-        """Allocate a KV cache for this model, block 0 included."""
+        """Allocate a KV cache for this model; `num_blocks` includes block 0."""
         ...
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Sum a tensor over the ranks that share the model, in place where there are several, and return it."""
+        """Sum a tensor over the model's tensor-parallel ranks, possibly in place, and return it."""
         ...
 
     def warm_up(self, *, compile_missing: bool = True) -> None:
-        """Begin whatever makes later passes faster; call it once models and KV caches are in place.
+        """Start preparing faster passes; call this once all models and KV caches are allocated.
 
         Args:
-            compile_missing: whether to compile, in the background, what no earlier run has compiled.
+            compile_missing: whether to compile in the background what is not in the cache.
         """
         ...

@@ -9,19 +9,19 @@ from torch import Tensor
 from engine.execution.attention import Group, KVTensors, PagedContext
 
 MAX_GROUPED_LENGTH = 16
-"""Rows of up to this many tokens are padded to one length and attend together; longer ones are prefill chunks."""
+"""Rows of up to this many tokens are padded to one length and form one group; longer rows are prefill chunks."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRow:
-    """A run of tokens to compute for one request.
+    """Consecutive tokens to compute for one request.
 
     Attributes:
-        token_ids: the tokens, committed ones first, then the draft's nodes.
-        start: place of the first token in the request's context.
+        token_ids: committed tokens, then the draft's nodes.
+        start: index of the first token in the request's context.
         block_ids: the request's block table.
-        num_logits: logits are wanted for the last so many tokens.
-        parents: the draft's tree, for the last `len(parents)` tokens; None is a chain.
+        num_logits: how many of the last tokens need logits.
+        parents: tree of the last `len(parents)` tokens; None for a chain.
     """
 
     token_ids: Sequence[int]
@@ -37,8 +37,8 @@ class ForwardBatch:
 
     Attributes:
         token_ids: [tokens] int64.
-        logit_indices: [n] the flat indices of the tokens whose logits are wanted, in row order.
-        paged: for the attention function.
+        logit_indices: [n] flat indices of the tokens that need logits, in row order.
+        paged: what the attention function needs.
     """
 
     token_ids: Tensor
@@ -53,14 +53,14 @@ class ForwardBatch:
 
 def depths(parents: Sequence[int]) -> list[int]:
     """Return each node's distance from the committed tip, 1 for its children."""
-    found: list[int] = []
+    node_depths: list[int] = []
     for parent in parents:
-        found.append(1 if parent < 0 else found[parent] + 1)
-    return found
+        node_depths.append(1 if parent < 0 else node_depths[parent] + 1)
+    return node_depths
 
 
 def build(rows: Sequence[ForwardRow], kv: KVTensors) -> ForwardBatch:
-    """Flatten rows into a batch: the short rows as one padded group, then the long ones. Keeps the order of logits."""
+    """Flatten rows into a batch: short rows as one padded group, then each long row; logits stay in row order."""
     short = [i for i, row in enumerate(rows) if len(row.token_ids) <= MAX_GROUPED_LENGTH]
     long = [i for i, row in enumerate(rows) if len(row.token_ids) > MAX_GROUPED_LENGTH]
     clusters = ([short] if short else []) + [[i] for i in long]
@@ -72,13 +72,13 @@ def build(rows: Sequence[ForwardRow], kv: KVTensors) -> ForwardBatch:
         ids, group = _group([rows[i] for i in members], start, kv)
         groups.append(group)
         tokens.append(ids.flatten())
-        for nth, i in enumerate(members):
-            ends[i] = start + nth * group.length + len(rows[i].token_ids)
+        for index, i in enumerate(members):
+            ends[i] = start + index * group.length + len(rows[i].token_ids)
         start += group.rows * group.length
-    wanted = [i for row, end in zip(rows, ends, strict=True) for i in range(end - row.num_logits, end)]
+    logit_indices = [i for row, end in zip(rows, ends, strict=True) for i in range(end - row.num_logits, end)]
     return ForwardBatch(
         token_ids=torch.cat(tokens) if len(tokens) > 1 else tokens[0],
-        logit_indices=torch.tensor(wanted, dtype=torch.int64, device=kv.keys[0].device),
+        logit_indices=torch.tensor(logit_indices, dtype=torch.int64, device=kv.keys[0].device),
         paged=PagedContext(kv, groups),
     )
 
@@ -89,7 +89,7 @@ def _group(rows: Sequence[ForwardRow], start: int, kv: KVTensors) -> tuple[Tenso
     length = max(len(row.token_ids) for row in rows)
     width = max(-(-(row.start + len(row.token_ids)) // kv.block_size) for row in rows)
     tables = [_padded(row.block_ids[:width], width, 0) for row in rows]
-    # A padding token sees place 0, so that its softmax is finite.
+    # Padding tokens attend to place 0, so that their softmax is finite.
     columns = [
         [_padded(row.token_ids, length, 0) for row in rows],
         [_padded(_positions(row), length, 0) for row in rows],
@@ -116,7 +116,7 @@ def _padded(values: Sequence[int], length: int, filler: int) -> list[int]:
 
 
 def _positions(row: ForwardRow) -> Sequence[int]:
-    """Return a token's distance from the beginning; in a tree that is not its place."""
+    """Return each token's position; in a tree this is not its place in the context."""
     end = row.start + len(row.token_ids)
     if row.parents is None:
         return range(row.start, end)
@@ -125,7 +125,7 @@ def _positions(row: ForwardRow) -> Sequence[int]:
 
 
 def _limits(row: ForwardRow) -> Sequence[int]:
-    """Return how much of the context each token sees whatever the tree: up to itself, or up to the committed tip."""
+    """Return up to which place each token attends: committed tokens to themselves, tree nodes to the committed tip."""
     end = row.start + len(row.token_ids)
     if row.parents is None:
         return range(row.start + 1, end + 1)
@@ -134,7 +134,7 @@ def _limits(row: ForwardRow) -> Sequence[int]:
 
 
 def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[list[int]]]:
-    """Return the places of the nodes that each token sees, itself included, padded with places it sees anyway."""
+    """Return the places of each token's path in the tree, itself included, padded with place 0."""
     paths: list[list[list[int]]] = []
     for row in rows:
         parents = row.parents or ()
@@ -150,12 +150,12 @@ def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[list[int]]
 
 @dataclass(slots=True)
 class NextTokens:
-    """Forward passes that append one token to each of some rows; all but the tokens is known beforehand.
+    """Forward passes that append one token per row; everything but the tokens is prepared in advance.
 
     Attributes:
         positions, places, limits: [steps, rows, 1].
         blocks: [rows, width].
-        indices: [rows], the logits of every row are wanted.
+        indices: [rows], every row needs logits.
     """
 
     kv: KVTensors
@@ -166,7 +166,7 @@ class NextTokens:
     indices: Tensor
 
     def at(self, step: int, token_ids: Tensor) -> ForwardBatch:
-        """Return the pass that computes `token_ids` [rows] as the rows' next tokens."""
+        """Return the batch of one step, in which row i computes `token_ids[i]`; token_ids: [rows]."""
         group = Group(0, len(token_ids), 1, self.blocks, self.positions[step], self.places[step], self.limits[step])
         return ForwardBatch(token_ids, self.indices, PagedContext(self.kv, [group]))
 
@@ -174,17 +174,18 @@ class NextTokens:
 def next_tokens(
     tables: Sequence[Sequence[int]], lengths: Sequence[int], steps: int, kv: KVTensors, max_length: int
 ) -> NextTokens:
-    """Prepare `steps` passes at once, so that no step waits for the host.
+    """Prepare `steps` passes at once, so that the device never waits for the host.
 
     Args:
-        tables: the rows' block tables. A row whose table ends early writes its surplus tokens to block 0.
-        lengths: the rows' lengths, where the first pass puts its tokens.
-        max_length: of the model's context; surplus tokens may lie beyond it, and no model has to know such a position.
+        tables: the rows' block tables; tokens beyond the end of a table are written to block 0.
+        lengths: the rows' context lengths; the first pass writes there.
+        max_length: the model's context length; positions of surplus tokens are clamped to it.
     """
     device = kv.keys[0].device
     width = max(len(table) for table in tables)
     blocks = torch.tensor([_padded(table, width, 0) for table in tables], dtype=torch.int64, device=device)
     places = [[[length + step] for length in lengths] for step in range(steps + 1)]
-    known = torch.tensor(places, dtype=torch.int64, device=device)
-    positions = known[:-1].clamp(max=max_length - 1)
-    return NextTokens(kv, positions, known[:-1], known[1:], blocks, torch.arange(len(tables), device=device))
+    places_by_step = torch.tensor(places, dtype=torch.int64, device=device)
+    positions = places_by_step[:-1].clamp(max=max_length - 1)
+    indices = torch.arange(len(tables), device=device)
+    return NextTokens(kv, positions, places_by_step[:-1], places_by_step[1:], blocks, indices)

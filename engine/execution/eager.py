@@ -1,4 +1,4 @@
-"""EagerBackend: passes operator by operator, on any device that torch knows."""
+"""EagerBackend: runs passes operator by operator on any torch device."""
 
 import logging
 import time
@@ -20,13 +20,13 @@ logger = logging.getLogger(__name__)
 
 
 class EagerBackend:
-    """Runs a loaded model as transformers wrote it, but for attention and fused projections."""
+    """Runs a transformers model with our attention function and fused projections."""
 
     def __init__(self, model: CausalLM) -> None:
-        """Try the model on two tokens.
+        """Run the model on two tokens, to fail at load if it cannot be served.
 
         Raises:
-            ModelError: it asks for something that our attention does not compute, or memory does not hold the trial.
+            ModelError: the model needs an unsupported attention feature, or does not fit into memory.
         """
         self.model = model
         self.info = model.info
@@ -46,12 +46,12 @@ class EagerBackend:
         return KVTensors(self.model.kv_shape, num_blocks, block_size, like)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
-        """Sum a tensor over the ranks that share the model."""
+        """Sum a tensor over the model's tensor-parallel ranks."""
         shard = self.model.shard
         return partial if shard is None else shard.all_reduce(partial.to(self.device))
 
     def warm_up(self, *, compile_missing: bool = True) -> None:
-        """Do nothing: every pass is like the first."""
+        """Do nothing: eager passes need no preparation."""
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Compute [n, vocab] float32 logits."""
@@ -59,10 +59,10 @@ class EagerBackend:
 
     @torch.inference_mode()
     def _try(self) -> list[int | None]:
-        """Run two tokens through every layer; unknown attention features raise here, not in a round.
+        """Run two tokens through every layer, so that unsupported attention features raise here and not in a round.
 
         Returns:
-            The attention windows that the layers ask for.
+            The attention windows that the layers use.
         """
         name = type(self.model.module).__name__
         try:
@@ -73,12 +73,12 @@ class EagerBackend:
         except torch.OutOfMemoryError as error:
             raise ModelError(f"{self.info.name} does not fit into the memory of {self.device}: {error}") from error
         except (AttributeError, KeyError, TypeError, RuntimeError) as error:
-            raise ModelError(f"{name} is not built like the models served here: {error}") from error
+            raise ModelError(f"{name} cannot be run with paged attention: {error}") from error
         return step.paged.groups[0].windows
 
 
 def load_eager(config: ModelConfig, device: torch.device, dtype: torch.dtype, shard: Shard | None) -> EagerBackend:
-    """Load a model to run eagerly.
+    """Load a model for eager passes.
 
     Raises:
         ModelError: the model cannot be served.
@@ -90,7 +90,7 @@ def load_eager(config: ModelConfig, device: torch.device, dtype: torch.dtype, sh
 
 
 def log_loaded(backend: EagerBackend, seconds: float) -> None:
-    """Log what was loaded."""
+    """Log the model, its size and device, and how long loading took."""
     info = backend.info
     size = f"{info.num_parameters / 1e6:.1f} M parameters in {info.dtype}"
     logger.info("%s: %s on %s, loaded in %.1f s", info.name, size, info.device, seconds)

@@ -1,9 +1,9 @@
-"""The memory plan: how many KV blocks every worker on a device gets, decided once, before any of them loads.
+"""The memory plan: how many KV blocks the workers on a device get, decided before any of them loads.
 
-Draft and target on one device share it; ranks of a target on CPUs share one memory, too. Weights and workspaces come
-first. Of what is left a share goes to keys and values, split so that draft and target hold the same number of tokens.
+Draft and target may share a device, and target ranks on CPUs share one memory. Weights and workspace come first; a
+fraction of the rest goes to KV blocks, the same number for draft and target.
 
-The Router plans for its group and holds no tensors, so nothing here imports torch.
+The Router calls this and does not import torch, so neither does this file.
 """
 
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from engine.errors import ModelError
 
 GPU_FRACTION = 0.9
 CPU_FRACTION = 0.5
-"""Shares of the memory left for KV blocks by default; other processes want a CPU's memory, too."""
+"""Default fractions of the remaining memory for KV blocks; a CPU's is lower, because other processes share it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """What one worker's model takes.
+    """Memory that one worker's model takes.
 
     Attributes:
-        name: of the model, for messages.
-        weight_bytes: this rank's weights, as they are held.
-        workspace_bytes: what a pass needs besides, at most: masks, gathered keys and values, activations, logits.
+        name: the model, for error messages.
+        weight_bytes: the rank's weights.
+        workspace_bytes: upper bound on a pass's masks, gathered keys and values, activations and logits.
         kv_token_bytes: keys and values of one token over all layers.
-        max_model_len: tokens of the longest context.
+        max_model_len: the longest context in tokens.
     """
 
     name: str
@@ -38,11 +38,11 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a worker finds before it loads: its device, the memory that is free there, and what its model will take.
+    """What a worker measures before it loads its model.
 
     Attributes:
-        device: names the device among all of its node's.
-        free_bytes: what models and caches may still take.
+        device: identifies the device on its node.
+        free_bytes: memory that is free on it.
     """
 
     device: str
@@ -51,15 +51,15 @@ class Survey:
 
 
 def plan_kv_blocks(free_bytes: int, workers: Sequence[Footprint], config: EngineConfig, *, device: str) -> int:
-    """Return the KV blocks that each worker on a device can have, block 0 aside; a pure function.
+    """Return how many KV blocks each worker on a device gets, without block 0; a pure function.
 
     Args:
-        free_bytes: of the device, before any of the workers has loaded.
-        device: names the device; "cpu" is the node's own memory.
-        workers: everything that will be loaded on it: the target's ranks, and the draft if it is there.
+        free_bytes: free memory of the device before any worker has loaded.
+        device: identifies the device; "cpu" is the node's memory.
+        workers: all workers that will load there: the target's ranks, and the draft if it is on this device.
 
     Raises:
-        ModelError: the device does not hold the models, or not a single request of full length beside them.
+        ModelError: the models do not fit, or no request of full length fits beside them.
     """
     if config.num_blocks is not None:
         return config.num_blocks

@@ -1,4 +1,4 @@
-"""The backend registry: which device a configuration means, and the backend that serves there."""
+"""The backend registry: chooses device, number format and backend for a configuration."""
 
 import torch
 
@@ -11,10 +11,10 @@ from engine.models.footprint import footprint
 
 
 def load_backend(config: ModelConfig, *, shard: Shard | None = None) -> Backend:
-    """Load a model, or one rank's shard of it, on the device that the configuration names.
+    """Load a model, or one rank's shard of it, on the configured device.
 
     Raises:
-        ModelError: no such device, or the model cannot be served.
+        ModelError: there is no such device, or the model cannot be served.
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
@@ -28,12 +28,12 @@ def load_backend(config: ModelConfig, *, shard: Shard | None = None) -> Backend:
 
 
 def resolve_device(device: str) -> torch.device:
-    """Return the device that `device` names, with its index; auto is CUDA where there is one.
+    """Return the configured device with its index; auto is CUDA if available.
 
-    Ray shows each worker its own GPUs as 0 to n, so the current one is the worker's.
+    Ray makes only a worker's GPUs visible to it, so the current device is the worker's.
 
     Raises:
-        ModelError: CUDA was asked for and there is none.
+        ModelError: the configuration requires CUDA, but no CUDA device is visible.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ModelError("device is cuda, but no CUDA device is visible to this process")
@@ -43,7 +43,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the number format that `dtype` names; auto is bfloat16 where the device multiplies that faster."""
+    """Return the configured number format; auto is the fastest on this device."""
     if dtype != "auto":
         resolved = getattr(torch, dtype)
         assert isinstance(resolved, torch.dtype)
@@ -56,19 +56,19 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def survey(config: ModelConfig, engine: EngineConfig, *, world_size: int = 1) -> Survey:
-    """Measure a device and a model, for the memory plan.
+    """Measure a worker's device and model for the memory plan.
 
     Raises:
-        ModelError: no such device or model, or this system does not tell how much memory is free.
+        ModelError: there is no such device or model, or the free memory cannot be read.
     """
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     if device.type == "cpu":
         from engine.execution.cpu.backend import bytes_per_weight, free_bytes
 
-        name, num_free, weight_size = "cpu", free_bytes(), bytes_per_weight(dtype)
+        name, num_free, weight_bytes = "cpu", free_bytes(), bytes_per_weight(dtype)
     else:
-        name, weight_size = str(torch.cuda.get_device_properties(device).uuid), dtype.itemsize
+        name, weight_bytes = str(torch.cuda.get_device_properties(device).uuid), dtype.itemsize
         num_free, _ = torch.cuda.mem_get_info(device)
-    taken = footprint(config, engine, dtype=dtype, bytes_per_weight=weight_size, world_size=world_size)
-    return Survey(name, num_free, taken)
+    model_footprint = footprint(config, engine, dtype=dtype, bytes_per_weight=weight_bytes, world_size=world_size)
+    return Survey(name, num_free, model_footprint)

@@ -1,4 +1,4 @@
-"""Compile models before they are served: `python -m engine.execution.cpu MODEL_DIRECTORY...`."""
+"""Compiles models before they are served: `python -m engine.execution.cpu MODEL_DIRECTORY...`."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from engine.execution.registry import resolve_dtype
 
 
 def main() -> None:
-    """Compile the given models, unless that was done before."""
+    """Compile models that are not in the cache yet."""
     parser = argparse.ArgumentParser(prog="python -m engine.execution.cpu", description=main.__doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL_DIRECTORY")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])

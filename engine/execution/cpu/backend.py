@@ -1,4 +1,4 @@
-"""CpuBackend: compiled passes where they pay, 16-bit weights that stay 16-bit, and as many threads as a pass needs."""
+"""CpuBackend: compiled passes, packed 16-bit weights, and a number of threads for each pass."""
 
 import functools
 import logging
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 class CpuBackend(EagerBackend):
-    """Runs a model on the CPU: eagerly at first, compiled as soon as a package of its pass is there."""
+    """Runs a model on the CPU: eagerly at first, compiled as soon as its package exists."""
 
     def __init__(self, model: CausalLM, config: ModelConfig, max_threads: int) -> None:
-        """Pack the weights that are 16-bit numbers.
+        """Pack float32 weights that are exact 16-bit numbers, if the model has large layers.
 
         Raises:
             ModelError: see `EagerBackend`.
@@ -62,23 +62,23 @@ class CpuBackend(EagerBackend):
         return self._compiled is not None
 
     def warm_up(self, *, compile_missing: bool = True) -> None:
-        """Run compiled, now if that was done before, else as soon as a process of its own has done it."""
+        """Load compiled passes from the cache, or once a background process has compiled them."""
         if self._config.compile == "auto":
             if (reason := self._reason_not_to_compile(self.model)) is not None:
                 logger.info("%s runs eagerly: %s", self.info.name, reason)
             elif not self.use_compiled() and compile_missing:
-                found = [path.exists() for path in self._package_files]
-                text = "%s: compiling in the background, eager until then (%d of %d parts found in the cache)"
-                logger.info(text, self.info.name, sum(found), len(found))
+                is_cached = [path.exists() for path in self._package_files]
+                text = "%s: compiling in the background, eager until then (%d of %d parts in the cache)"
+                logger.info(text, self.info.name, sum(is_cached), len(is_cached))
                 packages.Compiling(self._config, self.info.dtype, self._adopt_when_ready)
         if self._num_bytes >= HUGE_PAGE_BYTES:
             collapse_soon(self.info.name)
 
     def compile(self) -> None:
-        """Run compiled from now on; takes a minute where it was never done before.
+        """Compile and load the model's passes; this takes a minute if they are not in the cache.
 
         Raises:
-            CompileError: this model cannot be compiled here, or would compute something else.
+            CompileError: the model cannot be compiled here, or its compiled passes compute something else.
         """
         if (reason := self._reason_not_to_compile(self.model)) is not None:
             raise CompileError(reason)
@@ -90,7 +90,7 @@ class CpuBackend(EagerBackend):
         self._adopt()
 
     def use_compiled(self) -> bool:
-        """Run compiled if that was done before; return whether it was."""
+        """Load compiled passes if they are in the cache; return whether they are."""
         if self._reason_not_to_compile(self.model) is not None:
             return False
         was_compiled = all(path.exists() for path in self._package_files)
@@ -124,7 +124,7 @@ class CpuBackend(EagerBackend):
     def _adopt_when_ready(self) -> None:
         self._try_to_adopt()
         if self._num_bytes >= HUGE_PAGE_BYTES:
-            collapse(self.info.name)  # the packed weights have come since
+            collapse(self.info.name)  # again, because loading the package packed more weights
 
     def _try_to_adopt(self) -> None:
         try:
@@ -134,7 +134,7 @@ class CpuBackend(EagerBackend):
 
     @torch.inference_mode()
     def _adopt(self) -> None:
-        """Take the package, after comparing it with the eager pass on batches of several shapes."""
+        """Load the package and use it, if it agrees with the eager pass on batches of several shapes."""
         started = time.monotonic()
         packages.load_kernels()
         candidate = CompiledForward(self._package, self._step)
@@ -144,13 +144,13 @@ class CpuBackend(EagerBackend):
             candidate.check(batch, self.logits(batch))
         load_noise(packages.noise_path())
         self._compiled = candidate
-        # Nothing computes with it any more, and where weights are packed, half of the memory or more is its own.
+        # Frees the eager module, whose unpacked weights take half of the memory or more.
         self.model.module = self._step.module
         logger.info("%s: compiled pass loaded and checked in %.1f s", self.info.name, time.monotonic() - started)
 
 
 def load_cpu(config: ModelConfig, dtype: torch.dtype, shard: Shard | None) -> CpuBackend:
-    """Load a model for the CPU; its passes use at most `num_threads` threads, by default what torch has.
+    """Load a model for the CPU; its passes use at most `num_threads` threads, by default as many as torch.
 
     Raises:
         ModelError: the model cannot be served.
@@ -167,18 +167,18 @@ def load_cpu(config: ModelConfig, dtype: torch.dtype, shard: Shard | None) -> Cp
 def fastest_dtype() -> torch.dtype:
     """Return bfloat16 on CPUs with AMX, else float32.
 
-    With AVX512-BF16 alone products take up to twice as long as in float32 (oneDNN 3.12, Emerald Rapids without AMX).
+    With AVX512-BF16 but no AMX, products take up to twice as long as in float32 (oneDNN 3.12, Emerald Rapids).
     """
     return torch.bfloat16 if torch.cpu._is_amx_tile_supported() else torch.float32
 
 
 def bytes_per_weight(dtype: torch.dtype) -> int:
-    """Return the memory of a weight while a model loads; float32 ones are packed to 16 bits beside what was loaded."""
+    """Return a weight's peak memory during loading: float32 weights are packed to 16 bits before they are freed."""
     return dtype.itemsize + (2 if dtype == torch.float32 else 0)
 
 
 def _pack(model: CausalLM) -> None:
-    """Pack the layers whose weights are 16-bit numbers, where the library that multiplies by them can be had."""
+    """Pack layers whose weights are exact 16-bit numbers, if the C++ library can be loaded."""
     try:
         packages.load_kernels()
     except (CompileError, OSError) as error:

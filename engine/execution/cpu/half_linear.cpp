@@ -1,7 +1,7 @@
 // Products of float32 rows and 16-bit weights in panels; see half_weights.py.
 //
-// An output is a sum over the inputs in order, so it does not depend on the rows beside its own or on threads. Weights
-// come from memory once, and are fetched ahead; without that the same loop reads at two thirds of the speed.
+// Every output is a sum over the inputs in order, so it does not depend on other rows or on the number of threads.
+// Weights are read from memory once and prefetched; without prefetching, the loop reads at two thirds of the speed.
 
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
@@ -19,36 +19,37 @@ using Vec = at::vec::Vectorized<float>;
 using Words = at::vec::Vectorized<int32_t>;
 
 constexpr int64_t kLanes = Vec::size();
-// Outputs of a panel, which lie side by side for each input, in groups: of a group, outputs so far apart come in pairs.
+// Outputs per panel; a panel stores them contiguously for each input, in groups. Within a group of bfloat16 weights,
+// outputs that are kApart from each other are stored in pairs.
 constexpr int64_t kPanel = 64;
 constexpr int64_t kGroup = 32;
 constexpr int64_t kApart = kGroup / 2;
 static_assert(kApart % kLanes == 0);
 constexpr int64_t kPairs = 2;
-// Rows that share one loading of weights to registers, of which there are 16 or 32.
+// Rows per loading of weights to vector registers, of which AVX2 has 16 and AVX-512 has 32.
 #if defined(CPU_CAPABILITY_AVX2)
 constexpr int64_t kTile = 3;
 #else
 constexpr int64_t kTile = 6;
 #endif
-// Inputs at a time, so that their weights are in the second cache for all tiles.
+// Inputs per step, so that their weights stay in the L2 cache for all tiles.
 constexpr int64_t kDepth = 512;
-// Rows from which on it pays to widen weights once for all tiles, so many inputs at a time.
+// With at least kMany rows, weights are converted to float once for all tiles, kWideDepth inputs at a time.
 constexpr int64_t kMany = 3 * kTile + 1;
 constexpr int64_t kWideDepth = 64;
-// Bytes between what is computed and what is fetched.
+// Prefetch distance in bytes.
 constexpr int64_t kAhead = 4096;
 constexpr int64_t kLine = 64;
-// Products of a thread that are worth waking it.
+// Minimum number of products per thread.
 constexpr int64_t kShare = 1 << 16;
 
-// Where a pair of registers' first outputs are in a panel; the second ones are kApart behind them.
+// Index in a panel of the first outputs of a pair of registers; the second register's are kApart later.
 constexpr int64_t place(int64_t pair) {
   const int64_t at = pair * kLanes;
   return at / kApart * kGroup + at % kApart;
 }
 
-// Load one input's weights for a pair of registers, whose first outputs are at `at`.
+// Load one input's weights for a pair of registers whose first outputs are at index `at`.
 void load(const float* weights, int64_t at, Vec* pair) {
   pair[0] = Vec::loadu(weights + at);
   pair[1] = Vec::loadu(weights + at + kApart);
@@ -59,7 +60,7 @@ void load(const at::Half* weights, int64_t at, Vec* pair) {
   at::vec::load_to_float(weights + at + kApart, pair[1]);
 }
 
-// Two bfloat16 numbers are the halves of 32 bits, so that widening them takes an instruction each.
+// A pair of bfloat16 numbers fills 32 bits, so converting each to float takes one instruction.
 void load(const at::BFloat16* weights, int64_t at, Vec* pair) {
   static_assert(Words::size() == kLanes && __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
   const Words words = Words::loadu(weights + at / kGroup * kGroup + at % kGroup * 2);
@@ -68,7 +69,7 @@ void load(const at::BFloat16* weights, int64_t at, Vec* pair) {
   std::memcpy(&pair[1], &high, sizeof(Vec));
 }
 
-// Ask for weights of one input. Those behind the last are the next panel's, or nobody's, which does no harm.
+// Prefetch weights of one input. Prefetching beyond the end of the panels is harmless.
 template <typename T>
 void fetch(const T* weights) {
   for (int64_t line = 0; line < kPanel * int64_t(sizeof(T)); line += kLine) {
@@ -83,7 +84,7 @@ struct Rows {
   int64_t output_stride;
 };
 
-// Add `depth` inputs' products to what R rows have, to nothing at first.
+// Add the products of `depth` inputs to the outputs of R rows, or set the outputs if `is_first`.
 template <int R, bool Fetch, typename T>
 void add(const Rows& rows, const T* panel, int64_t depth, bool is_first) {
   for (int64_t pair = 0; pair < kPanel / (2 * kLanes); pair += kPairs) {
@@ -136,15 +137,15 @@ void add_tile(int64_t count, bool fetches, const Arguments&... arguments) {
   fetches ? add<R, true>(arguments...) : add<R, false>(arguments...);
 }
 
-// Add `depth` inputs' products to all rows, tile by tile; tiles are of one size or differ by one.
+// Add the products of `depth` inputs to all rows, in tiles whose sizes differ by at most one row.
 template <typename T>
 void add_all(const Rows& rows, int64_t count, const T* panel, int64_t depth, bool is_first, bool fetches) {
   const int64_t tiles = (count + kTile - 1) / kTile;
   for (int64_t tile = 0; tile < tiles; ++tile) {
     const int64_t begin = count * tile / tiles, end = count * (tile + 1) / tiles;
-    const Rows part{
+    const Rows tile_rows{
         rows.inputs + begin * rows.stride, rows.stride, rows.outputs + begin * rows.output_stride, rows.output_stride};
-    add_tile<kTile>(end - begin, fetches && tile == 0, part, panel, depth, is_first);
+    add_tile<kTile>(end - begin, fetches && tile == 0, tile_rows, panel, depth, is_first);
   }
 }
 
@@ -167,14 +168,14 @@ void multiply_panel(const Rows& rows, int64_t count, const T* panel, int64_t dep
   const bool is_wide = count >= kMany;
   const int64_t step = is_wide ? kWideDepth : kDepth;
   for (int64_t first = 0; first < depth; first += step) {
-    const int64_t some = std::min(step, depth - first);
+    const int64_t num_inputs = std::min(step, depth - first);
     const T* weights = panel + first * kPanel;
-    const Rows part{rows.inputs + first, rows.stride, rows.outputs, rows.output_stride};
+    const Rows inputs{rows.inputs + first, rows.stride, rows.outputs, rows.output_stride};
     if (is_wide) {
-      widen(weights, some, wide);
-      add_all(part, count, static_cast<const float*>(wide), some, first == 0, false);
+      widen(weights, num_inputs, wide);
+      add_all(inputs, count, static_cast<const float*>(wide), num_inputs, first == 0, false);
     } else {
-      add_all(part, count, weights, some, first == 0, true);
+      add_all(inputs, count, weights, num_inputs, first == 0, true);
     }
   }
 }
@@ -184,11 +185,11 @@ void multiply(const at::Tensor& rows, const at::Tensor& panels, at::Tensor& outp
   const int64_t count = rows.size(0), depth = rows.size(1), width = outputs.size(1);
   const float* inputs = rows.const_data_ptr<float>();
   const T* weights = panels.const_data_ptr<T>();
-  float* found = outputs.mutable_data_ptr<float>();
+  float* results = outputs.mutable_data_ptr<float>();
   const int64_t grain = std::max<int64_t>(1, kShare / std::max<int64_t>(1, depth * kPanel * count));
   at::parallel_for(0, width / kPanel, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      multiply_panel({inputs, depth, found + i * kPanel, width}, count, weights + i * depth * kPanel, depth);
+      multiply_panel({inputs, depth, results + i * kPanel, width}, count, weights + i * depth * kPanel, depth);
     }
   });
 }

@@ -1,4 +1,4 @@
-"""The memory that this process may still take: of the machine, and of the container it runs in."""
+"""Free memory: of the machine, and within the limit of the container."""
 
 from pathlib import Path
 
@@ -9,10 +9,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Return the bytes that are free: what the kernel calls available, within the container's limit (cgroup v2).
+    """Return the free bytes: the kernel's MemAvailable, at most what the container's limit (cgroup v2) leaves.
 
     Raises:
-        ModelError: this system does not tell.
+        ModelError: the system does not report MemAvailable.
     """
     available = _available(meminfo)
     left = _left_in_container(cgroup)
@@ -28,12 +28,12 @@ def _available(meminfo: Path) -> int:
 
 
 def _left_in_container(cgroup: Path) -> int | None:
-    """Return the bytes left below the container's limit; None without a limit. Caches of files can be dropped."""
+    """Return the bytes left below the container's limit, or None without one; inactive file caches count as free."""
     limit, usage, statistics = cgroup / "memory.max", cgroup / "memory.current", cgroup / "memory.stat"
     if not (limit.exists() and usage.exists()) or (text := limit.read_text().strip()) == "max":
         return None
-    droppable = 0
+    reclaimable = 0
     if statistics.exists():
         figures = dict(line.split() for line in statistics.read_text().splitlines())
-        droppable = int(figures.get("inactive_file", 0))
-    return max(0, int(text) - int(usage.read_text()) + droppable)
+        reclaimable = int(figures.get("inactive_file", 0))
+    return max(0, int(text) - int(usage.read_text()) + reclaimable)

@@ -1,7 +1,7 @@
-"""Kernels: operators of ours for torch, and the C++ that compiled passes run in their place.
+"""Kernels: registers our torch operators, and builds and loads their C++ implementations.
 
-torch's operators for packages leave much around small products and attention. The C++ beside this file is built once,
-next to the packages that call it; everywhere else an operator is what it is defined as in Python.
+torch's operators have much overhead for small matrix products and attention. The C++ in this folder is built once, next
+to the packages that call it. Where it is not loaded, an operator runs its Python definition.
 """
 
 import ctypes
@@ -20,9 +20,9 @@ _library = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-c
 
 
 def define(schema: str, compute: Callable[..., Tensor], shape: Callable[..., Tensor]) -> None:
-    """Define `torch.ops.paceline.NAME`; `shape` returns an empty tensor like its result.
+    """Define `torch.ops.paceline.NAME`; `shape` returns an empty tensor of the result's shape.
 
-    `compute` computes it until C++ is loaded that registers as this operator's for CPUs.
+    `compute` is the implementation until the C++ library is loaded, which registers its own for CPUs.
     """
     name = schema.partition("(")[0]
     _library.define(schema)  # type: ignore[no-untyped-call]
@@ -31,12 +31,12 @@ def define(schema: str, compute: Callable[..., Tensor], shape: Callable[..., Ten
 
 
 def shims(schemas: list[str]) -> dict[Any, list[str]]:
-    """Return what torch's compiler has to know to call the C++ in the place of operators of such schemas."""
+    """Return the C declarations with which torch's compiler calls the C++ of these operators."""
     return {_operator(schema): [_declaration(schema)] for schema in schemas}
 
 
 def symbol(schema: str) -> str:
-    """Return the name of the C function for an operator."""
+    """Return the name of an operator's C function."""
     return "aoti_torch_cpu_" + schema.partition("(")[0]
 
 
@@ -46,22 +46,22 @@ def _operator(schema: str) -> Any:
 
 def _declaration(schema: str) -> str:
     inner = schema[schema.index("(") + 1 : schema.index(")")]
-    parameters = [f"{_C_TYPES[kind]} {name}" for kind, name in (part.split() for part in inner.split(", "))]
+    parameters = [f"{_C_TYPES[type_name]} {name}" for type_name, name in (text.split() for text in inner.split(", "))]
     return f"AOTITorchError {symbol(schema)}({', '.join(parameters)}, AtenTensorHandle* output)"
 
 
 def build(path: Path) -> None:
-    """Build the C++ to a library at `path`.
+    """Build the C++ library at `path`.
 
     Raises:
-        torch._inductor.exc.CppCompileError: the compiler refuses it.
+        torch._inductor.exc.CppCompileError: the compiler failed.
     """
     from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    # torch's headers are not free of warnings.
+    # Warnings are off, because torch's headers cause some.
     options = CppTorchOptions(vec_isa=pick_vec_isa(), warning_all=False, extra_flags=("-w",))
-    # The builder splits paths at spaces, which those of a user may have.
+    # Built in a temporary folder, because the builder cannot handle spaces in paths.
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=path.parent) as beside:
         sources = [shutil.copy(source, folder) for source in SOURCES]
         builder = CppBuilder("kernels", sources, options, output_dir=folder)
@@ -70,9 +70,9 @@ def build(path: Path) -> None:
 
 
 def load(path: Path) -> None:
-    """Let the packages that are loaded from now on find the C++.
+    """Load the C++ library, for packages that are loaded later.
 
     Raises:
-        OSError: there is no such library.
+        OSError: the library cannot be loaded.
     """
     ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

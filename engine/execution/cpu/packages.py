@@ -1,7 +1,7 @@
-"""Compilation: making the packages that `CompiledForward` runs, and keeping them.
+"""Packages: compiles the passes that `CompiledForward` runs, and caches them on disk.
 
-Compiling takes about a minute. It happens in a process of its own while the model is already served eagerly, and its
-result stays in the cache folder for later starts. A package belongs to a configuration, not to weights. By hand:
+Compiling takes about a minute. A background process does it while the model is served eagerly, and later starts use the
+cached result. A package depends on a model's configuration, not on its weights. To compile by hand:
 
     python -m engine.execution.cpu MODEL_DIRECTORY...
 """
@@ -40,21 +40,21 @@ logger = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "PACELINE_CACHE_DIR"
 MAX_BYTES = 2 * 2**30
-"""Larger models spend their time reading weights; and compiling holds a second copy of them."""
+"""Larger models are bound by memory bandwidth, and compiling needs a second copy of their weights."""
 _OPTIONS = {
     "aot_inductor.package_constants_in_so": False,
-    # Small ones would become part of the code, but they are weights too.
+    # Otherwise small constants would be compiled in, but they are weights too.
     "always_keep_tensor_constants": True,
     # Rotary sines are computed once, not in every layer and head.
     "realize_opcount_threshold": 5,
-    # What lies between the products is too little for more than one thread.
+    # The code between matrix products is too small for several threads.
     "cpp.threads": 1,
     "aot_inductor.custom_ops_to_c_shims": kernels.shims([half_weights.SCHEMA, paged_attention.SCHEMA]),
 }
 
 
 def package_path(step: Step, config: Any) -> Path:
-    """Return where the package of such a model is kept on such a machine."""
+    """Return the path of a model's package in the cache."""
     settings = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
     parts = (
         json.dumps(settings, sort_keys=True, default=str),
@@ -65,12 +65,12 @@ def package_path(step: Step, config: Any) -> Path:
 
 
 def noise_path() -> Path:
-    """Return where the package of the noise is kept."""
+    """Return the path of the compiled noise in the cache."""
     return _cached(_digest(noise, compiled))
 
 
 def kernels_path() -> Path:
-    """Return where the library that packages call is kept."""
+    """Return the path of the C++ library in the cache."""
     return _cached([*_digest(kernels), *(source.read_text() for source in kernels.SOURCES)]).with_suffix(".so")
 
 
@@ -80,7 +80,7 @@ def _digest(*modules: ModuleType) -> list[str]:
 
 
 def _cached(parts: object) -> Path:
-    """Return the path of a package that depends on `parts`, on the libraries and on this machine."""
+    """Return the path of what depends on `parts`, on library versions and on this machine's CPU."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = [line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")] if cpuinfo.exists() else []
     machine = (torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability(), flags[:1])
@@ -92,24 +92,24 @@ def compile_step(step: Step, batch: ForwardBatch, draws: Draws, path: Path) -> N
     """Compile a model's pass to a package.
 
     Args:
-        batch, draws: an example whose rows, tokens, context, logits and keys are all different numbers, none of them 1.
+        batch, draws: an example whose numbers of rows, tokens, places, logits and keys all differ, and are not 1.
 
     Raises:
-        CompileError: it cannot be compiled for batches of every shape.
+        CompileError: the pass cannot be compiled for batches of every shape.
     """
-    own, keys, values = arguments(batch, draws)
+    tensors, keys, values = arguments(batch, draws)
     size = torch.export.Dim.AUTO
     one, two, three = (dict.fromkeys(range(count), size) for count in (1, 2, 3))
     any_kv = [two for _ in keys]
     shapes = (one, two, two, two, three, two, one, one, one, one, any_kv, any_kv)
-    _compile(step.eval(), (*own, keys, values), shapes, path)
+    _compile(step.eval(), (*tensors, keys, values), shapes, path)
 
 
 def compile_noise(path: Path) -> None:
-    """Compile the noise, which costs as much as a small draft's pass when it is computed operator by operator.
+    """Compile `noise.gumbel`, which takes as long as a small draft's pass if it is not compiled.
 
     Raises:
-        CompileError: it cannot be compiled.
+        CompileError: the noise cannot be compiled.
     """
     keys = noise.keys([1, 2, 3], [4, 5, 6], noise.TARGET_STREAM, torch.device("cpu"))
     any_size = {0: torch.export.Dim.AUTO}
@@ -117,21 +117,21 @@ def compile_noise(path: Path) -> None:
 
 
 def compile_kernels(path: Path) -> None:
-    """Build the library that packages call.
+    """Build the C++ library.
 
     Raises:
-        CompileError: it cannot be built.
+        CompileError: the library cannot be built.
     """
     with _as_compile_errors():
         kernels.build(path)
 
 
 def load_kernels() -> None:
-    """Load the library that packages call, which takes ten seconds longer where it was not built before.
+    """Load the C++ library; building it first takes ten seconds if it is not in the cache.
 
     Raises:
-        CompileError: it cannot be built.
-        OSError: it cannot be loaded.
+        CompileError: the library cannot be built.
+        OSError: the library cannot be loaded.
     """
     if not has_compiler():
         raise CompileError("there is no C++ compiler")
@@ -145,7 +145,7 @@ def _as_compile_errors() -> Iterator[None]:
         yield
     except CompileError:
         raise
-    except Exception as error:  # whatever tracing or the C++ compiler finds; eager serving goes on
+    except Exception as error:  # tracing and compiling raise all sorts of errors; serving continues eagerly
         raise CompileError(f"{type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
 
 
@@ -162,21 +162,21 @@ def _compile(module: nn.Module, inputs: tuple[Any, ...], shapes: tuple[Any, ...]
 
 
 def _check_symbolic(program: torch.export.ExportedProgram, shapes: tuple[Any, ...]) -> None:
-    """Raise unless every size that may vary is symbolic: a package does not check the sizes it is given."""
-    wanted = torch.utils._pytree.tree_leaves(shapes, is_leaf=lambda part: isinstance(part, dict))
+    """Raise unless every dimension that varies is symbolic, because a package does not check sizes."""
+    dynamic_dims = torch.utils._pytree.tree_leaves(shapes, is_leaf=lambda shape: isinstance(shape, dict))
     names = set(program.graph_signature.user_inputs)
     inputs = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
-    for node, dims in zip(inputs, wanted, strict=True):
+    for node, dims in zip(inputs, dynamic_dims, strict=True):
         fixed = [dim for dim in dims if is_concrete_int(node.meta["val"].shape[dim])]
         if fixed:
             raise CompileError(f"dimension {fixed[0]} of {node.name} is not symbolic")
 
 
 class Compiling:
-    """A process that compiles a package, and a thread that waits for it."""
+    """A background process that compiles a model, and a thread that waits for it."""
 
     def __init__(self, config: ModelConfig, dtype: str, ready: Callable[[], None]) -> None:
-        """Start; `ready` is called from a thread when the packages are there. A failure is logged."""
+        """Start the process; a thread calls `ready` when it has succeeded, or logs its failure."""
         command = [sys.executable, "-m", "engine.execution.cpu", config.path, "--dtype", dtype]
         self._ready = ready
         self._process = subprocess.Popen(
@@ -204,7 +204,7 @@ class Compiling:
 
 
 def has_compiler() -> bool:
-    """Return whether this machine can compile C++."""
+    """Return whether this machine has a C++ compiler."""
     try:
         return bool(torch._inductor.cpp_builder.get_cpp_compiler())
     except torch._inductor.exc.InvalidCxxCompiler:
@@ -212,12 +212,12 @@ def has_compiler() -> bool:
 
 
 def compile_once(path: Path, compile_to: Callable[[Path], None]) -> None:
-    """Make a package unless it is there; of several processes one compiles and the others wait.
+    """Compile to `path` unless it exists; of several processes, one compiles and the others wait.
 
     Raises:
-        CompileError: it cannot be compiled.
+        CompileError: compiling failed.
     """
-    if path.exists():  # it comes whole; a folder that others filled may not be ours to write
+    if path.exists():  # files appear complete; no lock, because the folder may be read-only
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:

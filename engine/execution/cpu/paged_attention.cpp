@@ -1,7 +1,7 @@
-// Attention of short rows over keys and values in blocks, read where they lie; see paged_attention.py.
+// Attention of short rows over keys and values in their blocks; see paged_attention.py.
 //
-// What a token gets does not depend on the rows beside its own, on how many tokens its row has, on how wide the table of
-// blocks is or on what lies between the places it sees: sums over places run in order, and one not seen adds zero.
+// A token's output does not depend on other rows, on its row's number of tokens, on the width of the block table or on
+// masked places: sums run over places in order, and masked places add zero.
 
 #include <ATen/Parallel.h>
 #include <ATen/cpu/vec/functional.h>
@@ -19,33 +19,33 @@ namespace {
 using Vec = at::vec::Vectorized<float>;
 
 constexpr int64_t kLanes = Vec::size();
-// Queries that share one reading of the keys, and keep their scores meanwhile.
+// Queries per pass over the keys; their scores are kept in a buffer.
 constexpr int64_t kQueries = 32;
-// Queries that share one loading of keys or values to registers.
+// Queries per loading of keys or values to registers.
 constexpr int64_t kTile = 4;
-// As many of them are worth computing all kQueries side by side.
+// With at least kMany queries, attend_many is faster than attend_few.
 constexpr int64_t kMany = 24;
 constexpr int64_t kPair = 2 * kLanes;
-// Places whose weights are in the first cache together.
+// Places whose weights fit into the L1 cache.
 constexpr int64_t kPlaces = 64;
 static_assert(kQueries % kPair == 0);
-// Keys, and dimensions of values, that share one loading of so many queries to registers, of which there are 16 or 32.
+// Keys, and dimensions of values, per loading of queries to vector registers (16 with AVX2, 32 with AVX-512).
 #if defined(CPU_CAPABILITY_AVX2)
 constexpr int kKeys = 2, kDims = 4;
 #else
 constexpr int kKeys = 4, kDims = 8;
 #endif
-// Products of a thread that are worth waking it.
+// Minimum number of products per thread.
 constexpr int64_t kShare = 1 << 21;
 constexpr float kUnseen = -std::numeric_limits<float>::infinity();
-// Weights below e to this are zero: beyond it exp_u20 computes all lanes in another way on some CPUs.
+// Weights below exp(kLeast) are zero, because exp_u20 computes smaller ones differently on some CPUs.
 constexpr float kLeast = -87.0f;
 
 struct Sizes {
   int64_t rows, length, heads, kv_heads, dim, block, width;
 };
 
-// The keys and values that one head of one row sees.
+// The keys and values of one head that a row attends to.
 struct Seen {
   const float* keys;
   const float* values;
@@ -70,7 +70,7 @@ struct Query {
   float* scores;
 };
 
-// Call `run` with the first query of each tile and its size, which the compiler knows.
+// Call `run` for each tile with its size, known at compile time, and its first query.
 template <typename Run>
 void in_tiles(std::vector<Query>& queries, const Run& run) {
   const int64_t count = queries.size();
@@ -85,7 +85,7 @@ void in_tiles(std::vector<Query>& queries, const Run& run) {
   }
 }
 
-// Scores of `count` keys from `place` on, which come transposed, [dim][lanes]. Two sums, so that they need not wait.
+// Compute the scores of `count` transposed keys [dim][lanes] from `place` on. Two sums shorten the chain of additions.
 template <int N>
 void score(const Query* queries, const Vec* keys, int64_t dim, float scale, int64_t place, int64_t count) {
   Vec even[N], odd[N];
@@ -104,23 +104,23 @@ void score(const Query* queries, const Vec* keys, int64_t dim, float scale, int6
   }
 }
 
-// Weights of places by how far their scores are below the highest, some registers at once: exp is a long chain of steps.
+// Compute weights from scores minus the highest score. N registers at once hide the latency of exp.
 template <int N>
 void weigh(Vec (&below)[N]) {
   const Vec least(kLeast), zero(0.0f);
-  Vec found[N];
+  Vec weights[N];
   for (int n = 0; n < N; ++n) {
-    found[n] = Vec::blendv(least, below[n], below[n] > least);
+    weights[n] = Vec::blendv(least, below[n], below[n] > least);
   }
   for (int n = 0; n < N; ++n) {
-    found[n] = found[n].exp_u20();
+    weights[n] = weights[n].exp_u20();
   }
   for (int n = 0; n < N; ++n) {
-    below[n] = Vec::blendv(zero, found[n], below[n] > least);
+    below[n] = Vec::blendv(zero, weights[n], below[n] > least);
   }
 }
 
-// Turn scores to weights; nothing seen is zeros.
+// Replace scores by weights, which are all zero if every place is masked.
 void soften(float* scores, int64_t places) {
   Vec highest(kUnseen);
   for (int64_t i = 0; i < places; i += kLanes) {
@@ -133,7 +133,7 @@ void soften(float* scores, int64_t places) {
     return;
   }
   if (!(top < -kUnseen)) {
-    // Nan and infinity stay visible.
+    // Propagate NaN and infinity.
     std::fill(scores, scores + places, std::numeric_limits<float>::quiet_NaN());
     return;
   }
@@ -152,7 +152,7 @@ void soften(float* scores, int64_t places) {
   }
 }
 
-// Outputs of D vectors of dimensions from `at` on.
+// Compute D registers of output dimensions from `at` on.
 template <int N, int D>
 void mix(const Query* queries, const Seen& seen, int64_t at) {
   Vec sums[N][D], totals[N];
@@ -179,7 +179,7 @@ void mix(const Query* queries, const Seen& seen, int64_t at) {
     }
   }
   for (int n = 0; n < N; ++n) {
-    // The highest weight is 1, so the total is less only where nothing is seen, and then all is zero.
+    // The highest weight is 1, so a total below 1 means that every place is masked and all sums are zero.
     const Vec total = at::vec::maximum(totals[n], Vec(1.0f));
     for (int d = 0; d < D; ++d) {
       (sums[n][d] / total).store(queries[n].output + at + d * kLanes);
@@ -197,7 +197,7 @@ void transpose(const float* keys, int64_t stride, int64_t count, int64_t dim, fl
   }
 }
 
-// Grow a buffer to some floats, which begin where a register's do.
+// Grow a buffer to at least `count` floats, aligned to vector registers.
 float* reserve(std::vector<Vec>& buffer, int64_t count) {
   buffer.resize(std::max<size_t>(buffer.size(), (count + kLanes - 1) / kLanes));
   return reinterpret_cast<float*>(buffer.data());
@@ -213,8 +213,8 @@ void attend_few(std::vector<Query>& queries, const Seen& seen, float scale) {
   for (int64_t index = 0; index < seen.num_blocks; ++index) {
     for (int64_t j = 0; j < seen.block; j += kLanes) {
       const int64_t count = std::min(kLanes, seen.block - j);
-      const float* part = seen.key(index) + j * seen.stride;
-      transpose(part, seen.stride, count, seen.dim, transposed);
+      const float* key = seen.key(index) + j * seen.stride;
+      transpose(key, seen.stride, count, seen.dim, transposed);
       in_tiles(queries, [&](auto size, const Query* tile) {
         score<size>(tile, keys.data(), seen.dim, scale, index * seen.block + j, count);
       });
@@ -234,10 +234,10 @@ void attend_few(std::vector<Query>& queries, const Seen& seen, float scale) {
   });
 }
 
-// Many queries lie side by side, [dim][kQueries], so that lanes are queries and keys need no transposition. What each
-// gets is computed by the same steps in the same order as above, to the bit.
+// attend_many stores queries as [dim][kQueries], so that lanes are queries and keys need no transposition. It computes
+// every query's result by the same steps in the same order as attend_few, so both agree bit for bit.
 
-// Scores of K keys; a mask of stride 0 is the same for all of them.
+// Compute the scores of K keys; with a stride of 0, all keys share one row of the mask.
 template <int K>
 void score_many(
     const float* queries,
@@ -273,11 +273,11 @@ void score_many(
   }
 }
 
-// What turns scores of one register's queries to weights: the highest score, and the weights' sum so far.
+// Softmax state of one register's queries: the highest score, and the sum of weights so far.
 struct Softening {
   Vec top{kUnseen}, total{0.0f};
 
-  // Nan where a score is not finite, so that it stays visible, else zero.
+  // NaN for queries with NaN or infinite scores, to propagate them, else zero.
   Vec poison() const {
     return Vec::blendv(Vec(std::numeric_limits<float>::quiet_NaN()), Vec(0.0f), top < Vec(-kUnseen));
   }
@@ -287,10 +287,10 @@ void soften_many(Softening* pair, const float* scores, int64_t places, float* we
   const Vec poison[2] = {pair[0].poison(), pair[1].poison()};
   Softening both[2] = {pair[0], pair[1]};
   for (int64_t i = 0; i < places; ++i, scores += kQueries, weights += kQueries) {
-    Vec found[2] = {Vec::loadu(scores) - both[0].top, Vec::loadu(scores + kLanes) - both[1].top};
-    weigh(found);
+    Vec halves[2] = {Vec::loadu(scores) - both[0].top, Vec::loadu(scores + kLanes) - both[1].top};
+    weigh(halves);
     for (int half = 0; half < 2; ++half) {
-      const Vec weight = found[half] + poison[half];
+      const Vec weight = halves[half] + poison[half];
       both[half].total = both[half].total + weight;
       weight.store(weights + half * kLanes);
     }
@@ -299,7 +299,7 @@ void soften_many(Softening* pair, const float* scores, int64_t places, float* we
   pair[1] = both[1];
 }
 
-// Add some blocks' values to outputs of kDims dimensions, for two registers' queries.
+// Add the weighted values of blocks `first` to `last` to kDims output dimensions of two registers' queries.
 void mix_many(const float* weights, const Seen& seen, int64_t first, int64_t last, int64_t at, float* output) {
   Vec sums[kDims][2];
   for (int d = 0; d < kDims; ++d) {
@@ -323,13 +323,13 @@ void mix_many(const float* weights, const Seen& seen, int64_t first, int64_t las
   }
 }
 
-// Whether the masks of all queries are zero at some places.
+// Whether the masks of all queries are zero at `count` places from `place` on.
 bool sees_all(const std::vector<Query>& queries, int64_t place, int64_t count) {
   Vec any(0.0f);
   const float* last = nullptr;
   for (const Query& query : queries) {
     if (query.mask == last) {
-      // Heads share their token's.
+      // All heads of a token share its mask.
       continue;
     }
     last = query.mask;
@@ -337,21 +337,21 @@ bool sees_all(const std::vector<Query>& queries, int64_t place, int64_t count) {
       any = any | Vec::loadu(last + place + i, std::min(kLanes, count - i));
     }
   }
-  float found[kLanes];
-  any.store(found);
-  return std::all_of(found, found + kLanes, [](float mask) { return mask == 0.0f; });
+  float lanes[kLanes];
+  any.store(lanes);
+  return std::all_of(lanes, lanes + kLanes, [](float mask) { return mask == 0.0f; });
 }
 
 void attend_many(const std::vector<Query>& queries, const Seen& seen, float scale) {
   static thread_local std::vector<Vec> buffers[5];
   alignas(Vec) const float open[kQueries] = {};
-  const int64_t count = queries.size(), some = std::max<int64_t>(1, kPlaces / seen.block);
+  const int64_t count = queries.size(), num_blocks = std::max<int64_t>(1, kPlaces / seen.block);
   float* inputs = reserve(buffers[0], seen.dim * kQueries);
   float* masks = reserve(buffers[1], seen.block * kQueries);
   float* scores = reserve(buffers[2], seen.places() * kQueries);
-  float* weights = reserve(buffers[3], some * seen.block * kQueries);
+  float* weights = reserve(buffers[3], num_blocks * seen.block * kQueries);
   float* outputs = reserve(buffers[4], seen.dim * kQueries);
-  // What there is no query for is zeros, and not used.
+  // Lanes without a query are zero and unused.
   std::fill_n(inputs, seen.dim * kQueries, 0.0f);
   std::fill_n(masks, seen.block * kQueries, 0.0f);
   std::fill_n(outputs, seen.dim * kQueries, 0.0f);
@@ -362,13 +362,13 @@ void attend_many(const std::vector<Query>& queries, const Seen& seen, float scal
   }
   const auto score_block = [&](int64_t index, const float* mask, int64_t stride) {
     const float* key = seen.key(index);
-    float* found = scores + index * seen.block * kQueries;
+    float* output = scores + index * seen.block * kQueries;
     int64_t j = 0;
     for (; j + kKeys <= seen.block; j += kKeys) {
-      score_many<kKeys>(inputs, key + j * seen.stride, seen, scale, mask + j * stride, stride, found + j * kQueries);
+      score_many<kKeys>(inputs, key + j * seen.stride, seen, scale, mask + j * stride, stride, output + j * kQueries);
     }
     for (; j < seen.block; ++j) {
-      score_many<1>(inputs, key + j * seen.stride, seen, scale, mask + j * stride, stride, found + j * kQueries);
+      score_many<1>(inputs, key + j * seen.stride, seen, scale, mask + j * stride, stride, output + j * kQueries);
     }
   };
   Softening softenings[kQueries / kLanes];
@@ -383,19 +383,19 @@ void attend_many(const std::vector<Query>& queries, const Seen& seen, float scal
       }
       score_block(index, masks, kQueries);
     }
-    const float* found = scores + index * seen.block * kQueries;
+    const float* block_scores = scores + index * seen.block * kQueries;
     for (int64_t lane = 0; lane < kQueries; lane += kLanes) {
       Vec& top = softenings[lane / kLanes].top;
       for (int64_t j = 0; j < seen.block; ++j) {
-        top = at::vec::maximum(top, Vec::loadu(found + j * kQueries + lane));
+        top = at::vec::maximum(top, Vec::loadu(block_scores + j * kQueries + lane));
       }
     }
   }
-  for (int64_t first = 0; first < seen.num_blocks; first += some) {
-    const int64_t last = std::min(first + some, seen.num_blocks);
+  for (int64_t first = 0; first < seen.num_blocks; first += num_blocks) {
+    const int64_t last = std::min(first + num_blocks, seen.num_blocks);
     for (int64_t pair = 0; pair < kQueries; pair += kPair) {
-      const float* part = scores + first * seen.block * kQueries + pair;
-      soften_many(&softenings[pair / kLanes], part, (last - first) * seen.block, weights + pair);
+      const float* chunk = scores + first * seen.block * kQueries + pair;
+      soften_many(&softenings[pair / kLanes], chunk, (last - first) * seen.block, weights + pair);
       for (int64_t at = 0; at < seen.dim; at += kDims) {
         mix_many(weights + pair, seen, first, last, at, outputs + at * kQueries + pair);
       }
@@ -426,7 +426,7 @@ struct Tensors {
   float* output;
 };
 
-// Some queries of one row that share a head of keys and values, `first` of copies * length and those after it.
+// Attend up to kQueries of the copies * length queries of one row and one kv head, from `first` on.
 void attend_some(const Tensors& tensors, const Sizes& sizes, float scale, int64_t row, int64_t kv_head, int64_t first) {
   static thread_local std::vector<Query> queries;
   queries.clear();
@@ -486,7 +486,7 @@ extern "C" AOTITorchError aoti_torch_cpu_paged_attention(
     const at::Tensor& queries = *tensor_handle_to_tensor_pointer(query);
     const at::Tensor& cache = *tensor_handle_to_tensor_pointer(keys);
     const at::Tensor& table = *tensor_handle_to_tensor_pointer(blocks);
-    at::Tensor found = at::empty(queries.sizes(), queries.options());
+    at::Tensor outputs = at::empty(queries.sizes(), queries.options());
     const Sizes sizes{
         table.size(0),
         queries.size(0) / table.size(0),
@@ -504,9 +504,9 @@ extern "C" AOTITorchError aoti_torch_cpu_paged_attention(
         table.const_data_ptr<int64_t>(),
         tensor_handle_to_tensor_pointer(ends)->const_data_ptr<int64_t>(),
         tensor_handle_to_tensor_pointer(mask)->const_data_ptr<float>(),
-        found.mutable_data_ptr<float>(),
+        outputs.mutable_data_ptr<float>(),
     };
     attend_all(tensors, sizes, static_cast<float>(scale));
-    *output = new_tensor_handle(std::move(found));
+    *output = new_tensor_handle(std::move(outputs));
   });
 }

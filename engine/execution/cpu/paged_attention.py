@@ -1,7 +1,7 @@
-"""Paged attention of compiled passes: an operator for torch, and the C++ that computes it where passes run compiled.
+"""Paged attention for compiled passes: a torch operator whose C++ implementation reads keys and values in their blocks.
 
-torch's own attention wants a row's keys and values in one piece. In a small model's pass over a batch, gathering them
-and attending to them took most of the time; the C++ beside this file reads them where they lie.
+torch's attention needs a row's keys and values in contiguous memory. Gathering them and attending to them took most of
+a small model's pass over a batch.
 """
 
 import torch
@@ -11,11 +11,11 @@ from engine.execution.attention import attend_to_gathered
 from engine.execution.cpu import kernels
 
 _LANES = 16
-"""Numbers that a CPU's registers hold, at most: it works with whole ones."""
+"""Floats in a CPU's largest vector register; the C++ works with whole registers."""
 
 
 def suits(head_dim: int, dtype: torch.dtype) -> bool:
-    """Return whether the operator computes such heads; it is written for one number format."""
+    """Return whether the operator supports such heads: float32, in whole vector registers."""
     return dtype == torch.float32 and head_dim % _LANES == 0
 
 
@@ -25,12 +25,12 @@ def attend_to_blocks(
     """Attend to keys and values in blocks.
 
     Args:
-        query: [tokens, heads, head_dim], tokens of rows of the same length.
+        query: [tokens, heads, head_dim], of rows of equal length.
         keys, values: [num_blocks, block_size, kv_heads, head_dim].
         blocks: [rows, width] each row's blocks, in order.
-        ends: [rows, length] the place behind the last that each token sees, or a later one.
-        mask: [rows, 1, length, width * block_size], added to the products.
-        scaling: what products are multiplied by; None is one over the root of head_dim.
+        ends: [rows, length] each token attends to places before its end only.
+        mask: [rows, 1, length, width * block_size], added to the scaled dot products.
+        scaling: factor of the dot products; None for 1 / sqrt(head_dim).
 
     Returns:
         [tokens, heads, head_dim].
@@ -43,7 +43,7 @@ def attend_to_blocks(
 def _gather_and_attend(
     query: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, ends: Tensor, mask: Tensor, scale: float
 ) -> Tensor:
-    """Compute the same with torch's own operators; what `ends` tells, the mask does too."""
+    """Compute the same with torch operators, without `ends`, which only bounds the mask."""
     rows, _, length, _ = mask.shape
     mask = mask.repeat(1, 1, query.shape[1] // keys.shape[2], 1)
     return attend_to_gathered(rows, length, query.transpose(0, 1), keys[blocks], values[blocks], mask, scale)

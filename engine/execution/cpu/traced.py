@@ -1,4 +1,4 @@
-"""TracedContext: attention as it is traced for compiling, without a decision that depends on a number."""
+"""TracedContext: attention for compiling, without branches that depend on tensor values."""
 
 from dataclasses import dataclass, field
 
@@ -10,11 +10,11 @@ from engine.execution.cpu.paged_attention import attend_to_blocks, suits
 
 @dataclass(slots=True)
 class TracedContext:
-    """What the attention function needs while it is traced for compiling: one group, as tensors only.
+    """The context of the attention function while it is traced: one group, as tensors only.
 
     Attributes:
         slots: [rows * length]; blocks: [rows, width].
-        ends: [rows, length] the place behind the last that each token sees.
+        ends: [rows, length] each token attends to places before its end only.
         masks: [rows, 1, length, context] additive, by window.
     """
 
@@ -27,7 +27,7 @@ class TracedContext:
     _copied: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, copies: int) -> Tensor:
-        """Return [rows, 1, copies * length, context], copied once for all layers: for a prompt that is many bytes."""
+        """Return the mask [rows, 1, copies * length, context], copied once for all layers because it is large."""
         key = (window, copies)
         if key not in self._copied:
             self._copied[key] = self.masks[window].repeat(1, 1, copies, 1)
@@ -45,5 +45,5 @@ class TracedContext:
             return attend_to_blocks(query.transpose(0, 1), keys, values, self.blocks, self.ends, mask, scaling)
         rows, _, length, _ = mask.shape
         mask = self.mask(window, query.shape[0] // keys.shape[2])
-        # By rows of blocks, not flat: the compiler would divide to find each number's row again.
+        # Indexed by rows of blocks: with flat indices, the compiled code would divide to find each number's row.
         return attend_to_gathered(rows, length, query, keys[self.blocks], values[self.blocks], mask, scaling)

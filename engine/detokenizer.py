@@ -67,8 +67,8 @@ class Detokenizer:
         if not may_stop:
             self._held = ""
             return new, None
-        if found := [(position, stop) for stop in self._stop if (position := new.find(stop)) >= 0]:
-            position, stop = min(found)
+        if matches := [(position, stop) for stop in self._stop if (position := new.find(stop)) >= 0]:
+            position, stop = min(matches)
             self._held = ""
             return new[:position], stop
         keep = _longest_beginning(new, self._stop)

@@ -212,8 +212,8 @@ def _handle_errors(api: FastAPI) -> None:
     async def raised(_: Request, error: Exception) -> Response:
         return _error(*describe(error))
 
-    for known in KINDS:
-        api.add_exception_handler(known, raised)
+    for error_class in KINDS:
+        api.add_exception_handler(error_class, raised)
     api.add_exception_handler(Exception, raised)
 
 

@@ -166,18 +166,18 @@ class ModelDrafter:
         """
         while True:
             room = self._chunk
-            parts = []
+            chunks = []
             for text, prefix in zip(texts, prefixes, strict=True):
                 start = len(prefix.token_ids)
                 count = min(len(text) - start - 1, room)
                 if count > MAX_TAIL and room:
-                    parts.append((prefix, ForwardRow(text[start : start + count], start, prefix.block_ids, 0)))
+                    chunks.append((prefix, ForwardRow(text[start : start + count], start, prefix.block_ids, 0)))
                     room -= count
-            if not parts:
+            if not chunks:
                 break
-            self.backend.run(build([part for _, part in parts], self._kv))
-            for prefix, part in parts:
-                prefix.token_ids += part.token_ids
+            self.backend.run(build([row for _, row in chunks], self._kv))
+            for prefix, row in chunks:
+                prefix.token_ids += row.token_ids
             yield
         tips = [
             ForwardRow(text[len(prefix.token_ids) :], len(prefix.token_ids), prefix.block_ids, 1)

@@ -1,4 +1,4 @@
-"""CausalLM: a loaded transformers module and what is known of it; how it runs is the backend's business."""
+"""CausalLM: a loaded transformers module with its configuration; a backend runs it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from engine.execution.attention import AttentionContext
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank's part of a tensor-parallel model.
+    """One rank of a tensor-parallel model.
 
-    `all_reduce` sums a partial result over the ranks, in place, and returns it.
+    `all_reduce` sums a tensor over the ranks in place and returns it.
     """
 
     rank: int
@@ -36,12 +36,12 @@ class CausalLM:
 
     @property
     def kv_shape(self) -> tuple[int, int, int]:
-        """Layers, this rank's key/value heads, and their size."""
+        """Number of layers, this rank's number of key/value heads, and their size."""
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
 
 
 def kv_shape(config: PreTrainedConfig, world_size: int) -> tuple[int, int, int]:
-    """Return layers, key/value heads of one rank, and the size of a head."""
+    """Return the number of layers, a rank's number of key/value heads, and their size."""
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -52,11 +52,11 @@ def kv_shape(config: PreTrainedConfig, world_size: int) -> tuple[int, int, int]:
 def forward(
     module: nn.Module, token_ids: Tensor, positions: Tensor, logit_indices: Tensor, context: AttentionContext
 ) -> Tensor:
-    """Run a model's own forward, including whatever it does after its head.
+    """Run a transformers model's forward, including anything after its head, such as logit scaling.
 
     Args:
         token_ids, positions: [tokens] int64.
-        logit_indices: [n] the tokens whose logits are wanted.
+        logit_indices: [n] the tokens that need logits.
 
     Returns:
         [n, vocab] logits, in the model's number format.

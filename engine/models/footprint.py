@@ -1,4 +1,4 @@
-"""Footprint: what a model takes on a device, read from its configuration and file headers before it loads."""
+"""Footprint: computes a model's memory from its configuration and file headers, before it loads."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from engine.models.registry import read_config
 from engine.models.shards import plan_of, style_of, weight_files
 
 _LOGIT_COPIES = 4
-"""Logits, their scores, and what shaping or log probabilities copy."""
+"""Logits, scores, and copies made by shaping and log probabilities."""
 _MASK_COPIES = 2
 _ACTIVATION_COPIES = 6
 
@@ -24,7 +24,7 @@ def footprint(
     """Return the footprint of a model, or of one of its ranks, without loading it.
 
     Raises:
-        ModelError: no such model, or one that cannot be served so.
+        ModelError: there is no such model, or it cannot be served.
     """
     model_config = read_config(config)
     weight_bytes = _num_weights(config, model_config, world_size) * bytes_per_weight
@@ -40,7 +40,7 @@ def of_weights(
     dtype: torch.dtype,
     world_size: int = 1,
 ) -> Footprint:
-    """Return the footprint of a model whose weights take `weight_bytes` on each rank; a pure function."""
+    """Return the footprint of a model with `weight_bytes` of weights on each rank; a pure function."""
     text = model_config.get_text_config()
     layers, kv_heads, head_dim = kv_shape(model_config, world_size)
     longest = int(text.max_position_embeddings)
@@ -59,7 +59,7 @@ def of_weights(
 
 
 def _num_weights(config: ModelConfig, model_config: PreTrainedConfig, world_size: int) -> int:
-    """Return how many weights one rank holds, from the headers of the model's files."""
+    """Return one rank's number of weights, from the file headers."""
     plan = plan_of(config.path, model_config, world_size) if world_size > 1 else {}
     return sum(_num_weights_in(file, plan, world_size) for file in weight_files(config))
 

@@ -1,21 +1,21 @@
 """Fused projections: q/k/v and gate/up of each layer as one matrix product.
 
-transformers calls the projections one after the other on the same input. The first one computes all of them and leaves
-the others on the input tensor, where their layers find them: unfused layers cost 5-15 % of decoding, and a compiler
-cannot repair that, because it cannot concatenate parameters.
+transformers calls the projections one after the other on the same input. The first computes all of them and stores the
+results on the input tensor, where the other layers read them. Unfused layers cost 5-15 % of decoding, and a compiler
+cannot fuse them, because it cannot concatenate parameters.
 
-The layers themselves hold no results, so threads may share a module: an input belongs to one call and takes its
-results along when it is freed. A layer that finds nothing on its input computes the product itself.
+Layers store no results in themselves, so threads can share a module; results are freed with the input. A layer whose
+input has no results computes the product itself.
 """
 
 import torch
 from torch import Tensor, nn
 
-_RUNS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class FusedLinear(nn.Module):
-    """The first projection of a run: one product for all of them."""
+    """The first projection of a group: computes all of them in one product."""
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class FusedLinear(nn.Module):
             self.linear.bias = nn.Parameter(torch.cat(tuple(biases)), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the first projection of `x`, and leave all of them on `x` for the siblings."""
+        """Return the first projection of `x`, and store all of them on `x` for the siblings."""
         projections = self.project(x)
         x.fused = (self, projections)  # type: ignore[attr-defined]
         return projections[0]
@@ -41,29 +41,29 @@ class FusedLinear(nn.Module):
 
 
 class FusedSibling(nn.Module):
-    """A later projection of a run."""
+    """A later projection of a group."""
 
     def __init__(self, first: FusedLinear, index: int) -> None:
         super().__init__()
-        self._first = [first]  # in a list, so that the same layer is not registered twice
+        self._first = [first]  # in a list, so that torch does not register the layer twice
         self._index = index
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this projection of `x`: the one that the run's first layer left there, if it saw `x` last."""
+        """Return this projection of `x`: the stored one, if the group's first layer stored it last."""
         (first,) = self._first
         layer, projections = getattr(x, "fused", (None, ()))
         return projections[self._index] if layer is first else first.project(x)[self._index]
 
 
 def fuse_projections(module: nn.Module) -> None:
-    """Fuse every run of plain linear layers that transformers' attention and MLP blocks call on one input."""
+    """Fuse the linear layers that attention and MLP blocks of transformers call on the same input."""
     for block in list(module.modules()):
-        for run in _RUNS:
-            layers = [getattr(block, name, None) for name in run]
+        for names in _GROUPS:
+            layers = [getattr(block, name, None) for name in names]
             linears = [layer for layer in layers if type(layer) is nn.Linear]
-            if len(linears) < len(run) or len({linear.bias is None for linear in linears}) > 1:
+            if len(linears) < len(names) or len({linear.bias is None for linear in linears}) > 1:
                 continue
             first = FusedLinear(linears)
-            setattr(block, run[0], first)
-            for index, name in enumerate(run[1:], start=1):
+            setattr(block, names[0], first)
+            for index, name in enumerate(names[1:], start=1):
                 setattr(block, name, FusedSibling(first, index))

@@ -1,4 +1,4 @@
-"""Loader: from a directory of safetensors to a CausalLM on a device, whole or one rank's shard of it."""
+"""Loader: loads safetensors into a CausalLM on a device, the whole model or one rank's shard."""
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ def load_model(
     """Load a model, or one rank's shard of it, with our attention function and fused projections.
 
     Raises:
-        ModelError: no such model, no safetensors, or an architecture that cannot be served.
+        ModelError: there is no such model, it has no safetensors, or its architecture cannot be served.
     """
     model_config = read_config(config)
     if shard is None or shard.world_size == 1:

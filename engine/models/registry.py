@@ -1,4 +1,4 @@
-"""A model's architecture: what its directory says of it, before a weight is read, and whether it can be served."""
+"""The model registry: reads a model's configuration and refuses architectures that cannot be served."""
 
 import os
 from pathlib import Path
@@ -11,10 +11,10 @@ from engine.errors import ModelError
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
-    """Read a model's configuration and refuse what cannot be served.
+    """Read a model's configuration and check that it can be served.
 
     Raises:
-        ModelError: no such model, or an architecture that cannot be served.
+        ModelError: there is no such model, or an architecture that cannot be served.
     """
     if os.sep in config.path and not Path(config.path).is_dir():
         raise ModelError(f"model directory {config.path} does not exist")
@@ -23,24 +23,24 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot read a model configuration from {config.path}: {error}") from error
     text = model_config.get_text_config()
-    kind = model_config.model_type
+    model_type = model_config.model_type
     if getattr(model_config, "is_encoder_decoder", False):
-        raise ModelError(f"{config.path} is {kind}, an encoder-decoder; only decoder-only models are served")
+        raise ModelError(f"{config.path} is {model_type}, an encoder-decoder; only decoder-only models are served")
     layer_types = set(getattr(text, "layer_types", None) or [])
-    if strange := layer_types - {"full_attention", "sliding_attention"}:
+    if unsupported := layer_types - {"full_attention", "sliding_attention"}:
         raise ModelError(
-            f"{config.path} is {kind} with {', '.join(sorted(strange))} layers, whose state cannot roll back"
+            f"{config.path} is {model_type} with {', '.join(sorted(unsupported))} layers, whose state cannot roll back"
         )
     if type(model_config) not in AutoModelForCausalLM._model_mapping:
-        raise ModelError(f"{config.path} is {kind}, which has no causal language model in transformers")
+        raise ModelError(f"{config.path} is {model_type}, which has no causal language model in transformers")
     architecture = AutoModelForCausalLM._model_mapping[type(model_config)]
     if not getattr(architecture, "_supports_attention_backend", False):
-        raise ModelError(f"{config.path} is {kind}, whose attention cannot be replaced in transformers")
+        raise ModelError(f"{config.path} is {model_type}, whose attention cannot be replaced in transformers")
     return model_config
 
 
 def eos_token_ids(config: ModelConfig, model_config: PreTrainedConfig) -> list[int]:
-    """Return every id that ends a generation, from the model's generation settings or its configuration."""
+    """Return the end-of-sequence ids, from the model's generation settings or else its configuration."""
     try:
         eos: Any = GenerationConfig.from_pretrained(config.path, revision=config.revision or "main").eos_token_id
     except OSError:

@@ -1,7 +1,7 @@
-"""One rank's shard of a model, sliced straight from the safetensors files by the model's own plan.
+"""Tensor-parallel shards: reads one rank's slices from the safetensors files, by transformers' plan for the model.
 
-Column-wise layers keep a slice of their outputs, row-wise ones a slice of their inputs and are followed by one sum over
-the ranks. Embeddings, norms and the head are whole on every rank. No DTensor: plain linear layers and one collective.
+Column-wise layers keep a slice of their outputs. Row-wise layers keep a slice of their inputs, and their results are
+summed over the ranks. Every rank holds embeddings, norms and the head whole. These are plain linear layers, no DTensor.
 """
 
 import fnmatch
@@ -24,12 +24,12 @@ _WHOLE = {"replicated", "replicated_with_grad_allreduce"}
 
 
 class RowLinear(nn.Linear):
-    """A linear layer over a slice of its inputs; the ranks' results are summed."""
+    """A linear layer over a slice of its inputs, summed over the ranks."""
 
     shard: Shard
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the whole result of `x` [..., in / world_size]."""
+        """Return [..., out], summed over the ranks, for `x` [..., in / world_size]."""
         partial = self.shard.all_reduce(F.linear(x, self.weight))
         return partial if self.bias is None else partial + self.bias
 
@@ -37,10 +37,10 @@ class RowLinear(nn.Linear):
 def load_shard(
     config: ModelConfig, model_config: PreTrainedConfig, shard: Shard, dtype: torch.dtype, device: torch.device
 ) -> nn.Module:
-    """Build the model without memory, narrow its sliced layers, and read this rank's part of every weight.
+    """Build the model on the meta device, replace its sliced layers, and read this rank's slice of every weight.
 
     Raises:
-        ModelError: the model has no plan, a style we do not slice, or sizes that the ranks cannot share evenly.
+        ModelError: the model has no plan, an unsupported style, or sizes that are not divisible by the ranks.
     """
     plan = plan_of(config.path, model_config, shard.world_size)
     with torch.device("meta"):
@@ -62,16 +62,16 @@ def load_shard(
 
 
 def plan_of(path: str, config: PreTrainedConfig, world_size: int) -> dict[str, str]:
-    """Return the model's own tensor-parallel plan, by patterns of layer names.
+    """Return transformers' tensor-parallel plan for a model: styles by patterns of layer names.
 
     Raises:
-        ModelError: it has none, or one that cannot be followed exactly.
+        ModelError: there is none, or it has an unsupported style.
     """
     plan = {f"model.{name}": style for name, style in (config.base_model_tp_plan or {}).items()}
     if not plan:
         raise ModelError(f"{path} is {config.model_type}, which has no tensor parallel plan in transformers")
-    if strange := sorted(set(plan.values()) - {"colwise", "rowwise"} - _WHOLE):
-        raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan needs {', '.join(strange)}")
+    if unsupported := sorted(set(plan.values()) - {"colwise", "rowwise"} - _WHOLE):
+        raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan needs {', '.join(unsupported)}")
     kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     if kv_heads % world_size:
         raise ModelError(f"{path} has {kv_heads} key/value heads, not divisible by tensor_parallel_size {world_size}")
@@ -79,7 +79,7 @@ def plan_of(path: str, config: PreTrainedConfig, world_size: int) -> dict[str, s
 
 
 def style_of(plan: dict[str, str], name: str) -> str | None:
-    """Return how a layer is sliced, colwise or rowwise; None where every rank holds it whole."""
+    """Return how a layer is sliced, colwise or rowwise; None if every rank holds it whole."""
     for pattern, style in plan.items():
         if style not in _WHOLE and fnmatch.fnmatchcase(name, pattern):
             return style
@@ -87,7 +87,7 @@ def style_of(plan: dict[str, str], name: str) -> str | None:
 
 
 def _narrow(module: nn.Module, name: str, style: str, shard: Shard) -> None:
-    """Replace the linear layer `name` by this rank's part of it."""
+    """Replace the linear layer `name` by this rank's slice of it."""
     parent = module.get_submodule(name.rpartition(".")[0])
     whole = module.get_submodule(name)
     assert isinstance(whole, nn.Linear)
@@ -95,46 +95,46 @@ def _narrow(module: nn.Module, name: str, style: str, shard: Shard) -> None:
     if size % shard.world_size:
         raise ModelError(f"{name} has size {size}, not divisible by tensor_parallel_size {shard.world_size}")
     has_bias, dtype = whole.bias is not None, whole.weight.dtype
-    part: nn.Linear
+    sliced: nn.Linear
     if style == "colwise":
-        part = nn.Linear(whole.in_features, size // shard.world_size, has_bias, device="meta", dtype=dtype)
+        sliced = nn.Linear(whole.in_features, size // shard.world_size, has_bias, device="meta", dtype=dtype)
     else:
-        part = RowLinear(size // shard.world_size, whole.out_features, has_bias, device="meta", dtype=dtype)
-        part.shard = shard
-    setattr(parent, name.rpartition(".")[2], part)
+        sliced = RowLinear(size // shard.world_size, whole.out_features, has_bias, device="meta", dtype=dtype)
+        sliced.shard = shard
+    setattr(parent, name.rpartition(".")[2], sliced)
 
 
 def _restore_buffers(module: nn.Module) -> None:
-    """Let transformers recompute what no file holds (rotary frequencies, scales): the meta device left it empty."""
+    """Let transformers recompute buffers that are in no file, such as rotary frequencies."""
     for child in module.modules():
         if child._non_persistent_buffers_set:
             module._init_weights(child)  # type: ignore[operator]
 
 
 def _read(config: ModelConfig, module: nn.Module, styles: dict[str, str], shard: Shard) -> None:
-    """Copy this rank's slice of every weight from the files into the model; tied names are one tensor."""
-    wanted = module.state_dict(keep_vars=True)
-    found = set()
+    """Copy this rank's slice of every weight from the files into the model; tied names share a tensor."""
+    tensors = module.state_dict(keep_vars=True)
+    loaded = set()
     for file in weight_files(config):
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - not a dict
-                if name not in wanted:
+                if name not in tensors:
                     continue
-                owner, _, kind = name.rpartition(".")
-                wanted[name].data.copy_(_slice(weights.get_slice(name), styles.get(owner), kind, shard))
-                found.add(id(wanted[name]))
-    if missing := [name for name, tensor in wanted.items() if id(tensor) not in found]:
+                layer, _, parameter = name.rpartition(".")
+                tensors[name].data.copy_(_slice(weights.get_slice(name), styles.get(layer), parameter, shard))
+                loaded.add(id(tensors[name]))
+    if missing := [name for name, tensor in tensors.items() if id(tensor) not in loaded]:
         raise ModelError(f"{config.path} lacks the weights {', '.join(sorted(missing)[:3])}")
 
 
-def _slice(weight: "object", style: str | None, kind: str, shard: Shard) -> Tensor:
-    """Return this rank's part of one tensor in a file."""
+def _slice(weight: "object", style: str | None, parameter: str, shard: Shard) -> Tensor:
+    """Read this rank's slice of one tensor in a file."""
     shape = weight.get_shape()  # type: ignore[attr-defined]
     axis = {"colwise": 0, "rowwise": 1}.get(style or "")
-    if axis is None or (kind == "bias" and style == "rowwise"):
+    if axis is None or (parameter == "bias" and style == "rowwise"):
         return weight[:]  # type: ignore[index, no-any-return]
-    part = shape[axis] // shard.world_size
-    window = slice(shard.rank * part, (shard.rank + 1) * part)
+    size = shape[axis] // shard.world_size
+    window = slice(shard.rank * size, (shard.rank + 1) * size)
     return weight[window] if axis == 0 else weight[:, window]  # type: ignore[index, no-any-return]
 
 

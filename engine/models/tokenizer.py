@@ -1,7 +1,7 @@
-"""Whether a draft and a target mean the same by a token id.
+"""Loads tokenizers, and checks that draft and target share their token ids.
 
-Compared are the tokenizers, not `vocab_size`: families pad their embeddings differently (Qwen2.5 does), and a
-model pair with equal sizes can still disagree, which would corrupt nothing but the acceptance rate, silently.
+The check compares tokenizers and not `vocab_size`, because families pad their embeddings differently (Qwen2.5 does),
+and because a pair with equal sizes but different ids would silently lose its acceptance rate.
 """
 
 from typing import TYPE_CHECKING
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerFast":
-    """Load a model's tokenizer as its tokenizer.json has it.
+    """Load a model's tokenizer from its tokenizer.json.
 
-    Not by `AutoTokenizer`, which imports torch, and builds some families' anew from that file's vocabulary.
+    `AutoTokenizer` is not used: it imports torch, and rebuilds the tokenizers of some families from the vocabulary.
 
     Raises:
-        ModelError: there is none, or only a slow one.
+        ModelError: there is no tokenizer.json.
     """
-    # Imported here: `serve run` and a worker that only starts come by this file too, and would wait a second for it.
+    # Imported here, because it takes a second, and `serve run` and starting workers import this file as well.
     from transformers import PreTrainedTokenizerFast
 
     try:
@@ -33,16 +33,16 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerFast":
 
 
 def check_same_vocabulary(target: ModelConfig, draft: ModelConfig) -> None:
-    """Compare the two tokenizers id by id.
+    """Check that two tokenizers give every token the same id.
 
     Raises:
-        ModelMismatchError: naming the first token that differs.
+        ModelMismatchError: they do not; the message names the first differing token.
     """
-    ours, theirs = load_tokenizer(target).get_vocab(), load_tokenizer(draft).get_vocab()
-    if ours == theirs:
+    target_ids, draft_ids = load_tokenizer(target).get_vocab(), load_tokenizer(draft).get_vocab()
+    if target_ids == draft_ids:
         return
-    token, token_id = min(ours.items() ^ theirs.items(), key=lambda item: item[1])
+    token, token_id = min(target_ids.items() ^ draft_ids.items(), key=lambda item: item[1])
     raise ModelMismatchError(
         f"the draft {draft.path} and the target {target.path} do not share their token ids: "
-        f"id {token_id} ({token!r}) is not the same token in both ({len(theirs)} and {len(ours)} tokens)"
+        f"id {token_id} ({token!r}) is not the same token in both ({len(draft_ids)} and {len(target_ids)} tokens)"
     )

@@ -63,7 +63,7 @@ def _drawn(logits: Tensor, known: list[int] | None, runs: Sequence[Run]) -> list
     others = [(run, end) for run, end in zip(runs, ends, strict=True) if needs_shaping(run.params)]
     if others:
         rows = [row for run, end in others for row in range(end - len(run.depths), end)]
-        own = [run for run, _ in others]
-        for row, token in zip(rows, draw(shape(logits[rows], own), own).tolist(), strict=True):
+        other_runs = [run for run, _ in others]
+        for row, token in zip(rows, draw(shape(logits[rows], other_runs), other_runs).tolist(), strict=True):
             known[row] = token
     return known

@@ -92,13 +92,13 @@ class ModelVerifier:
             return
         # [drafts, nodes] each path, root first, as node index + 1; 0 is padding.
         kept = torch.zeros(len(branching), max(len(rows[i].draft.token_ids) for i in branching), dtype=torch.int64)
-        for known, i in zip(kept, branching, strict=True):
-            known[: len(paths[i])] = torch.tensor(paths[i], dtype=torch.int64) + 1
+        for path, i in zip(kept, branching, strict=True):
+            path[: len(paths[i])] = torch.tensor(paths[i], dtype=torch.int64) + 1
         kept = self.backend.all_reduce(kept)
         sources: list[int] = []
         targets: list[int] = []
-        for i, known in zip(branching, kept.tolist(), strict=True):
-            nodes = [node - 1 for node in known if node]
+        for i, path in zip(branching, kept.tolist(), strict=True):
+            nodes = [node - 1 for node in path if node]
             sources += [self._slot(rows[i], node) for node in nodes]
             targets += [self._slot(rows[i], depth) for depth in range(len(nodes))]
         moves = torch.tensor([sources, targets], dtype=torch.int64, device=self.backend.device)
@@ -134,13 +134,15 @@ def _read_prompts(rows: Sequence[VerifyRow], logits: Tensor) -> tuple[list[Verdi
     if not any(row.num_prompt_logprobs for row in rows):
         return [Verdict()] * len(rows), logits
     verdicts, deciding = [], []
-    for row, part in zip(rows, logits.split_with_sizes([_forward_row(row).num_logits for row in rows]), strict=True):
-        deciding.append(part[len(part) - _num_deciding(row) :])
+    for row, rows_logits in zip(
+        rows, logits.split_with_sizes([_forward_row(row).num_logits for row in rows]), strict=True
+    ):
+        deciding.append(rows_logits[len(rows_logits) - _num_deciding(row) :])
         prompt_logprobs: list[TokenLogprobs] = []
         num_top = row.request.params.prompt_logprobs
         if num_top is not None and (count := row.num_prompt_logprobs):
             tokens = row.request.token_ids[row.start + 1 : row.start + 1 + count]
-            prompt_logprobs = _logprobs(part[:count].log_softmax(-1), tokens, num_top)
+            prompt_logprobs = _logprobs(rows_logits[:count].log_softmax(-1), tokens, num_top)
         verdicts.append(Verdict(prompt_logprobs=prompt_logprobs))
     return verdicts, torch.cat(deciding)
 

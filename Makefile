@@ -1,15 +1,15 @@
-# Everything a developer or an operator types. `make serve` and `make test` work on a bare machine with Python >= 3.11.
+# Commands for developers and operators. `make serve` and `make test` need nothing but Python >= 3.11.
 
 PYTHON ?= python3
 VENV ?= .venv
 PEERS := .venv-peers
 BIN := $(VENV)/bin
-# Installs are redone when what they depend on changes, not when a file's date does.
+# Reinstall when the contents of these files change, not their dates.
 STAMP := $(VENV)/.$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
-# torch alone comes first: resolved together with the rest, pip may prefer a build with gigabytes of CUDA libraries.
+# torch is installed first, because together with the rest pip may choose a build with gigabytes of CUDA libraries.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Two files at a time: many tests wait for processes.
+# Two test files at a time, because many tests wait for processes.
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
 .PHONY: serve test check fix e2e bench bench-peers format lint types unit avx2 integration clean
@@ -18,18 +18,18 @@ serve: $(STAMP)-runtime  ## serve the bundled pair on http://127.0.0.1:8000
 	RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.ingress.proxy:middlewares RAY_SERVE_PROXY_USE_GRPC=1 \
 	$(BIN)/python -m deployments $(ARGS)
 
-test: unit integration  ## every test that needs no GPU
+test: unit integration  ## all tests that need no GPU
 
-check: format lint types unit  ## what must hold before a commit
+check: format lint types unit  ## run before every commit
 
 fix: $(STAMP)-dev
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format .
 
-e2e: $(STAMP)-dev  ## real processes only
+e2e: $(STAMP)-dev  ## tests with real processes
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "e2e and not gpu"
 
-bench: $(STAMP)-dev  ## side by side with transformers; JSON=path writes the rows
+bench: $(STAMP)-dev  ## compare with transformers; JSON=path writes the rows
 	$(BIN)/python -m tests.bench $(if $(JSON),--json $(JSON))
 
 bench-peers: $(STAMP)-dev $(PEERS)/.$(shell cksum < tests/bench/peers.txt | cut -d' ' -f1)  ## the same, and vLLM
@@ -47,14 +47,14 @@ types: $(STAMP)-dev
 unit: $(STAMP)-dev
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not e2e and not slow and not gpu"
 
-# The kernel, compile and exactness tests as on a CPU that has AVX2 and nothing later: in torch, oneDNN, MKL and our C++.
+# Limits torch, oneDNN, MKL and our C++ to AVX2, to run the kernel, compile and exactness tests as on older CPUs.
 AVX2_ONLY := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TORCHINDUCTOR_CPP_MARCH=x86-64-v3
 AVX2_TESTS := tests/engine/execution/cpu/test_kernels.py tests/engine/execution/cpu/test_half_weights.py \
 	tests/engine/execution/cpu/test_paged_attention.py \
 	'tests/engine/execution/cpu/test_compiled.py::test_compiled_text_does_not_depend_on_the_draft[16-bit weights]' \
 	tests/engine/test_exactness.py::test_coupled_text_does_not_depend_on_the_draft
 
-avx2: $(STAMP)-dev  ## the tests that depend on vector instructions, with AVX2 only; nothing where the CPU has none
+avx2: $(STAMP)-dev  ## tests that depend on vector instructions, limited to AVX2; skipped on CPUs without it
 	if grep -qsw avx2 /proc/cpuinfo; then $(AVX2_ONLY) $(BIN)/pytest $(SIDE_BY_SIDE) -m "not gpu" $(AVX2_TESTS); fi
 
 integration: $(STAMP)-dev
@@ -76,7 +76,7 @@ $(STAMP)-dev: $(STAMP)-runtime
 	$(PIP) -e ".[dev]"
 	@touch $@
 
-# Without dependency resolution: vLLM asks for packages that text does not need, of a kind that few machines can install.
+# Without dependencies, because vLLM requires packages that text does not need and that many machines cannot install.
 $(PEERS)/.%:
 	@echo "Installing vLLM into $(PEERS) (once; a few minutes)"
 	$(PYTHON) -m venv $(PEERS)

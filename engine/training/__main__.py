@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _add_training(parser: argparse.ArgumentParser, steps: int, batch_tokens: int) -> None:
     parser.add_argument("files", nargs="+", type=Path, help="text files, .gz allowed, or folders of them")
-    parser.add_argument("--output", type=Path, required=True, help="where the checkpoint and the model go")
+    parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint and the model")
     parser.add_argument("--steps", type=int, default=steps, help="may change when a run is resumed")
     parser.add_argument("--batch-tokens", type=int, default=batch_tokens, help="tokens per step")
     parser.add_argument("--checkpoint-minutes", type=float, default=3.0)
@@ -42,7 +42,7 @@ def _add_training(parser: argparse.ArgumentParser, steps: int, batch_tokens: int
         "--compile",
         action=argparse.BooleanOptionalAction,
         default=shutil.which("g++") is not None,
-        help="torch.compile: a minute at the start, then nearly twice as fast on a CPU",
+        help="use torch.compile: takes a minute, then nearly twice as fast on a CPU",
     )
 
 
@@ -72,9 +72,9 @@ def _add_distill(parser: argparse.ArgumentParser) -> None:
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--draft", type=Path, help="the draft's directory to start from")
     start.add_argument("--draft-size", default="2x160", help="LAYERSxHIDDEN of a new draft")
-    parser.add_argument("--continuations", type=int, default=2048, help="texts that the target writes to learn from")
-    parser.add_argument("--lr-scale", type=float, default=1.0, help="below 1 to refine a draft")
-    parser.add_argument("--reports", type=int, default=3, help="how often acceptance is measured on the way")
+    parser.add_argument("--continuations", type=int, default=2048, help="training texts that the target generates")
+    parser.add_argument("--lr-scale", type=float, default=1.0, help="scales the learning rates; below 1 to refine")
+    parser.add_argument("--reports", type=int, default=3, help="how often acceptance is measured during training")
     parser.set_defaults(run=_run_distill)
 
 
@@ -104,7 +104,7 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
 
 def _run_evaluate(arguments: argparse.Namespace, console: Console) -> bool:
     if arguments.k < 1:
-        raise TrainingError(f"--k is {arguments.k}, it must be at least 1")
+        raise TrainingError(f"--k is {arguments.k}; it must be at least 1")
     prompts = evaluation.read_prompts(arguments.prompts)
     with console.status("measuring"):
         measured = evaluation.evaluate(arguments.target, arguments.draft, prompts, arguments.corpus)

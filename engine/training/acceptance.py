@@ -1,9 +1,9 @@
-"""How many draft tokens the target keeps, under the coupled rule, on text the target itself writes.
+"""Acceptance: how many draft tokens the coupled rule accepts, on text that the target generates.
 
-The target continues each prompt with the engine's shared noise. The draft then reads that same text and draws at every
-position with the same noise. Where both drew the same token a draft token is accepted; after the first difference the
-round ends with the target's own token. A draft only ever conditions on its own tokens while they equal the target's, so
-one pass of the draft over the finished text decides all rounds, for every k, exactly as the engine would.
+The target continues each prompt with the engine's noise. The draft then reads that text and draws at every position
+with the same noise. A draft token is accepted if both drew the same token; the first difference ends the round. Up to
+there, the draft's context equals the target's text. One pass of the draft over the finished text therefore decides all
+rounds, for every k, exactly as the engine would.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,9 @@ class Acceptance:
     agreements: list[list[bool]]
 
     def accepted_lengths(self, k: int) -> list[int]:
-        """Walk the rounds: the accepted draft tokens of each.
+        """Return the number of accepted draft tokens of each round.
 
-        A round cut short by the end of the text is left out: what it would have accepted is not known.
+        A last round that the end of the text cuts short does not count.
         """
         accepted = []
         for row in self.agreements:
@@ -41,30 +41,30 @@ class Acceptance:
         return accepted
 
     def per_position(self, k: int) -> list[float]:
-        """Share of the drafts whose tokens 1 to i were all accepted, for i = 1 to k."""
+        """Return the share of drafts whose tokens 1 to i were all accepted, for i = 1 to k."""
         accepted = self.accepted_lengths(k)
         return [sum(kept > i for kept in accepted) / max(1, len(accepted)) for i in range(k)]
 
     def mean_acceptance_length(self, k: int) -> float:
-        """Tokens committed per round, the recovered or bonus one included."""
+        """Return tokens committed per round, including the recovered or bonus token."""
         return 1.0 + sum(self.per_position(k))
 
     def rate(self) -> float:
-        """Share of positions at which both drew the same token: the alpha of Leviathan et al."""
+        """Return the share of positions at which both drew the same token: alpha of Leviathan et al."""
         total = sum(map(len, self.agreements))
         return sum(map(sum, self.agreements)) / max(1, total)
 
 
 @dataclass(frozen=True)
 class Continuations:
-    """What the target wrote after some prompts at one temperature.
+    """The target's continuations of some prompts at one temperature.
 
     Attributes:
         token_ids: [prompts, length] prompts padded on the left, then the continuations.
-        mask: [prompts, length] 0 on the padding.
-        num_new: how many columns at the end the target wrote.
-        temperature: at which it wrote them; 0 is greedy.
-        eos_token_id: a continuation ends with its first one.
+        mask: [prompts, length] 0 for padding, else 1.
+        num_new: number of columns that the target generated.
+        temperature: 0 is greedy.
+        eos_token_id: ends a continuation.
     """
 
     token_ids: Tensor
@@ -75,21 +75,21 @@ class Continuations:
 
     @torch.inference_mode()
     def acceptance(self, draft: PreTrainedModel) -> Acceptance:
-        """Let a draft read the text and compare what it would have drawn."""
+        """Run a draft over the text, and compare its draws with the target's."""
         rows = []
         for seed, (ids, mask) in enumerate(zip(self.token_ids, self.mask, strict=True)):
             ids = ids[mask.bool()].to(draft.device)
-            written = ids[-self.num_new :]
+            target_ids = ids[-self.num_new :]
             logits = draft(input_ids=ids[None, :-1], use_cache=False).logits[0, -self.num_new :]
             positions = range(len(ids) - self.num_new, len(ids))
             drawn = draw(logits, self.temperature, [seed] * self.num_new, positions)
-            same = (drawn == written).tolist()
-            rows.append(same[: _length_to_eos(written.tolist(), self.eos_token_id)])
+            same = (drawn == target_ids).tolist()
+            rows.append(same[: _length_to_eos(target_ids.tolist(), self.eos_token_id)])
         return Acceptance(rows)
 
 
 def draw(logits: Tensor, temperature: float, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """Draw a token per row with the engine's noise: [n, vocab] to [n]."""
+    """Draw a token per row with the engine's noise, [n] from [n, vocab]."""
     if temperature == 0:
         return logits.argmax(-1)
     keys = noise.keys(seeds, positions, noise.TARGET_STREAM, logits.device)
@@ -101,7 +101,7 @@ def draw(logits: Tensor, temperature: float, seeds: Sequence[int], positions: Se
 def continue_prompts(
     target: PreTrainedModel, prompts: Sequence[list[int]], num_new: int, temperature: float, first_seed: int = 0
 ) -> Continuations:
-    """Let the target continue prompts of any lengths in one batch; row i draws with seed `first_seed + i`."""
+    """Continue prompts of any lengths with the target in one batch; row i draws with seed `first_seed + i`."""
     width = max(map(len, prompts))
     token_ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=target.device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=target.device)

@@ -1,7 +1,6 @@
-"""Checkpoints that survive a kill, a full disk and Ctrl-C, and model directories.
+"""Writes checkpoints and model directories so that a kill, a full disk or Ctrl-C leaves the last good ones.
 
-A file is written whole under another name and then renamed, so whatever fails, the last good
-checkpoint stays where it was.
+Every file is written under another name and then renamed.
 """
 
 import contextlib
@@ -25,7 +24,7 @@ CHECKPOINT = "checkpoint.pt"
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that `path` holds either the old bytes or the new ones, never a part."""
+    """Write a file atomically: `path` holds either the old bytes or the new ones."""
     partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +46,7 @@ def save_tensor(path: Path, tensor: torch.Tensor) -> None:
 
 
 def load_tensor(path: Path) -> torch.Tensor:
-    """Read what `save_tensor` wrote."""
+    """Read a tensor that `save_tensor` wrote."""
     try:
         return safetensors.torch.load_file(path)["tensor"]
     except (OSError, KeyError, safetensors.SafetensorError) as error:
@@ -56,9 +55,9 @@ def load_tensor(path: Path) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Checkpointer:
-    """Saves and restores everything a run is made of: weights, optimizer state and the step.
+    """Saves and restores the state of a run: weights, optimizer state and step.
 
-    `settings` are the options that decide the result; a checkpoint made with others is refused.
+    `settings` are the options that determine the result; a checkpoint made with other settings is refused.
     """
 
     folder: Path
@@ -68,11 +67,11 @@ class Checkpointer:
 
     @property
     def path(self) -> Path:
-        """Where the checkpoint lies."""
+        """The checkpoint file."""
         return self.folder / CHECKPOINT
 
     def save(self, step: int) -> None:
-        """Replace the checkpoint by the state after `step` steps."""
+        """Write the state after `step` steps in place of the last checkpoint."""
         buffer = io.BytesIO()
         torch.save(
             {
@@ -86,7 +85,7 @@ class Checkpointer:
         write_whole(self.path, buffer.getbuffer().tobytes())
 
     def restore(self) -> int:
-        """Load the checkpoint if there is one and return the number of steps it has done."""
+        """Load the checkpoint if there is one, and return its number of steps."""
         if not self.path.exists():
             return 0
         try:
@@ -105,12 +104,12 @@ class Checkpointer:
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write an ordinary transformers directory in bfloat16, beside `folder` first, then move it."""
+    """Write a transformers directory in bfloat16: complete in a temporary folder first, then moved to `folder`."""
     partial = folder.with_name(folder.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        # A copy, because the run goes on in the precision it has.
+        # A copy, because training continues in float32.
         copy = type(model)(model.config)
         copy.load_state_dict(model.state_dict())
         nn.Module.to(copy, torch.bfloat16)

@@ -1,8 +1,7 @@
-"""Plain-text files -> documents, training and held-out pieces, and batches of token ids.
+"""Corpus: reads plain-text files, splits them into training and held-out pieces, and makes batches of token ids.
 
-The split is fixed by the text alone: documents are cut at paragraphs into pieces of about 8,192
-characters, and every fiftieth piece is held out. Nothing is drawn at random, so any two runs, and
-`evaluate` long after, agree on what the model has never seen.
+The split depends on the text alone: documents are cut at paragraphs into pieces of about 8,192 characters, and every
+fiftieth piece is held out. Nothing is random, so all runs, and `evaluate` later, hold out the same text.
 """
 
 import gzip
@@ -33,14 +32,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The two halves of the fixed split."""
+    """The training pieces and the held-out pieces."""
 
     training: list[Piece]
     held_out: list[Piece]
 
 
 def find_files(paths: Sequence[Path]) -> list[Path]:
-    """Expand directories to the text files in them, sorted, so that the split does not move."""
+    """Return files, and the text files of directories in sorted order, so that the split is reproducible."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
@@ -53,7 +52,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_text(path: Path) -> str:
-    """Read a text file, gunzipping `.gz`."""
+    """Read a text file; `.gz` is decompressed."""
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
@@ -62,7 +61,7 @@ def read_text(path: Path) -> str:
 
 
 def read_corpus(paths: Sequence[Path]) -> Corpus:
-    """Read the files and split them; three blank lines in a file end a document."""
+    """Read and split files; three blank lines end a document."""
     pieces: list[Piece] = []
     for path in find_files(paths):
         for document in read_text(path).split(DOCUMENT_BREAK):
@@ -71,8 +70,7 @@ def read_corpus(paths: Sequence[Path]) -> Corpus:
     training = [p for i, p in enumerate(pieces) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
     if not training:
         raise TrainingError(f"no text in {', '.join(map(str, paths)) or 'an empty list of files'}")
-    # A corpus too short for a fiftieth piece is measured on what it was trained on, rather than
-    # not at all; the tool is still useful for trying things out.
+    # A corpus of fewer than 50 pieces is evaluated on its last training piece, so that small trials work.
     return Corpus(training, held_out or training[-1:])
 
 
@@ -87,10 +85,9 @@ def _cut(document: str) -> Iterator[Piece]:
 
 
 def as_dialogue(text: str) -> list[list[dict[str, str]]]:
-    """Dress a piece as exchanges: the user writes a paragraph, the assistant goes on.
+    """Turn a piece into exchanges: the user writes a paragraph, the assistant continues.
 
-    The corpus has no conversations; without these the role tokens would be untrained noise and a
-    chat request would answer in garbage.
+    The corpus has no conversations, and without these exchanges the role tokens would stay untrained.
     """
     paragraphs = text.split("\n\n")
     exchanges = []
@@ -109,7 +106,7 @@ def as_dialogue(text: str) -> list[list[dict[str, str]]]:
 
 
 def render(pieces: Iterable[Piece], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
-    """Yield the training text of each piece; every tenth is dressed as dialogue."""
+    """Yield the training text of each piece; every tenth piece becomes a dialogue."""
     for i, piece in enumerate(pieces):
         if i % DIALOGUE_EVERY == DIALOGUE_EVERY - 1 and tokenizer.chat_template:
             exchanges = as_dialogue(piece.text)
@@ -127,7 +124,7 @@ def tokenize(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> torch.
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that are given, [n, length + 1], as an endless, shuffled sequence of batches."""
+    """Fixed rows [n, length + 1] as an endless, shuffled sequence of batches."""
 
     tokens: torch.Tensor
     rows: int
@@ -137,9 +134,9 @@ class Rows:
         """Return batch `index`: [rows, length + 1]."""
         chosen = []
         for row in range(index * self.rows, (index + 1) * self.rows):
-            epoch, place = divmod(row, len(self.tokens))
+            epoch, index_in_epoch = divmod(row, len(self.tokens))
             order = torch.randperm(len(self.tokens), generator=_generator(self.seed, epoch))
-            chosen.append(self.tokens[order[place]])
+            chosen.append(self.tokens[order[index_in_epoch]])
         return torch.stack(chosen)
 
 
@@ -147,8 +144,8 @@ class Rows:
 class Batches:
     """A corpus as an endless, shuffled sequence of batches; batch i is a function of i alone.
 
-    That is what makes a resumed run equal an uninterrupted one: there is no state to save. Each
-    epoch cuts the token stream at a new offset, so windows do not repeat.
+    There is no state to save, so a resumed run equals an uninterrupted one. Each epoch cuts the tokens at a new offset,
+    so windows do not repeat.
     """
 
     tokens: torch.Tensor
@@ -162,7 +159,7 @@ class Batches:
 
     @property
     def rows_per_epoch(self) -> int:
-        """How many windows one pass over the corpus yields."""
+        """Number of windows per epoch."""
         return (len(self.tokens) - 1) // self.length - 1 or int(len(self.tokens) > self.length)
 
     def __getitem__(self, index: int) -> torch.Tensor:
@@ -171,12 +168,12 @@ class Batches:
         return torch.stack([self._row(row) for row in rows])
 
     def _row(self, row: int) -> torch.Tensor:
-        epoch, place = divmod(row, self.rows_per_epoch)
+        epoch, index_in_epoch = divmod(row, self.rows_per_epoch)
         generator = _generator(self.seed, epoch)
         room = len(self.tokens) - self.rows_per_epoch * self.length
         offset = int(torch.randint(room, (1,), generator=generator))
         order = torch.randperm(self.rows_per_epoch, generator=generator)
-        begin = offset + int(order[place]) * self.length
+        begin = offset + int(order[index_in_epoch]) * self.length
         return self.tokens[begin : begin + self.length + 1]
 
 

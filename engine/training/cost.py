@@ -1,6 +1,6 @@
-"""What one token costs: a decode step of a single request, through the engine's own forward pass.
+"""Measures the time of a decode step of one request, with the engine's forward pass.
 
-A model that was compiled before (`python -m engine.execution.cpu`) runs compiled, as when it is served.
+A model that `python -m engine.execution.cpu` has compiled runs compiled, as when it is served.
 """
 
 import statistics
@@ -19,20 +19,20 @@ _REPEATS = 50
 
 
 def decode_step_ms(folders: list[Path]) -> list[float]:
-    """Time a decode step of each model after 256 tokens: the median of 50, taken in turn.
+    """Return the median time of 50 decode steps after 256 tokens, for each model.
 
-    In turn, so that whatever else the machine does meanwhile slows all of them alike: what counts is the ratio.
+    Models take turns, so that other load on the machine affects all of them alike and leaves their ratio.
     """
     steps = [_DecodeStep(folder) for folder in folders]
     times: list[list[float]] = [[] for _ in steps]
     for _ in range(_REPEATS):
-        for step, seen in zip(steps, times, strict=True):
-            seen.append(step.time_ms())
-    return [statistics.median(seen) for seen in times]
+        for step, step_times in zip(steps, times, strict=True):
+            step_times.append(step.time_ms())
+    return [statistics.median(step_times) for step_times in times]
 
 
 class _DecodeStep:
-    """A model with a filled cache and the next token to compute."""
+    """A model with a filled KV cache and the batch of the next token."""
 
     def __init__(self, folder: Path) -> None:
         self.backend = load_backend(ModelConfig(str(folder), compile="auto"))
@@ -41,13 +41,13 @@ class _DecodeStep:
         blocks = list(range(context // _BLOCK_SIZE + 1))
         kv = self.backend.allocate_kv(len(blocks), _BLOCK_SIZE)
         self.backend.run(build([ForwardRow([1] * context, 0, blocks, 1)], kv))
-        # Computed again and again: it writes the same keys and values to the same place.
+        # Running it repeatedly writes the same keys and values to the same slot.
         self.batch = build([ForwardRow([1], context, blocks, 1)], kv)
         self.time_ms()
 
     def time_ms(self) -> float:
-        began = time.perf_counter()
+        started = time.perf_counter()
         self.backend.run(self.batch)
         if self.backend.device.type == "cuda":
             torch.cuda.synchronize()
-        return 1000 * (time.perf_counter() - began)
+        return 1000 * (time.perf_counter() - started)

@@ -1,7 +1,7 @@
-"""`distill`: train a draft to be accepted by a given target.
+"""`distill`: trains a draft to be accepted by a target.
 
-The draft learns the target's whole next-token distribution (forward KL divergence) on the corpus and on text that the
-target itself continued, because that is the text it will be asked to draft.
+The draft learns the target's next-token distribution (forward KL divergence) on the corpus and on text that the target
+generated, because that is the text it will draft.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ _GENERATION_BATCH = 64
 
 @dataclass(frozen=True)
 class DistillOptions:
-    """What decides the result of `distill`, besides the models and the corpus."""
+    """The options that determine the result of `distill`, besides models and corpus."""
 
     batch_tokens: int = 4096
     length: int = 256
@@ -49,9 +49,9 @@ class DistillOptions:
 
 @dataclass(frozen=True)
 class Distillation:
-    """KL divergence of the draft from the target, on corpus and continued rows in equal parts.
+    """The loss and the batches of `distill`: half of each batch is corpus text, half is text that the target generated.
 
-    Every sixteenth batch is rows of the whole context, so that the draft stays useful in long chats.
+    Every `long_every`th batch has rows of full context length, so that the draft stays useful in long chats.
     """
 
     corpus: Batches
@@ -70,7 +70,7 @@ class Distillation:
 
 
 def divergence(logits: Tensor, target_logits: Tensor) -> Tensor:
-    """Mean KL(target || draft) in nats per token: two of [tokens, vocab] to a scalar."""
+    """Return the mean KL(target || draft) in nats per token, a scalar. Both logits: [tokens, vocab]."""
     log_probs = logits.float().log_softmax(-1)
     target_log_probs = target_logits.float().log_softmax(-1)
     return F.kl_div(log_probs, target_log_probs, reduction="batchmean", log_target=True)
@@ -85,7 +85,7 @@ def distill(
     plan: Plan,
     console: Console,
 ) -> bool:
-    """Distil the target into a draft and write it to `output`; False if interrupted."""
+    """Distil the target into a draft and write it to `output`; return False if interrupted."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target, tokenizer = load_model(target_folder, device)
     model = load_draft(draft, target_folder, tokenizer, options.seed).to(device)  # type: ignore[arg-type]
@@ -119,7 +119,7 @@ def distill(
 def load_draft(
     draft: Path | Size, target_folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int
 ) -> PreTrainedModel:
-    """Load a draft that shares the target's tokens, or initialise one of a given size."""
+    """Load a draft that shares the target's token ids, or initialise one of a size."""
     if isinstance(draft, Size):
         return build_model(draft, tokenizer, seed)
     model, _ = load_model(draft)
@@ -130,7 +130,7 @@ def load_draft(
 def continue_held_out(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, corpus: Corpus
 ) -> list[Continuations]:
-    """Let the target continue the beginnings of held-out pieces, once per temperature."""
+    """Continue the beginnings of held-out pieces with the target, once per temperature."""
     context = target.config.max_position_embeddings
     length, num_new = min(PROMPT_TOKENS, context // 2), min(CONTINUATION_TOKENS, context // 2)
     encoded = [tokenizer(piece.text, verbose=False)["input_ids"][:length] for piece in corpus.held_out]
@@ -139,7 +139,7 @@ def continue_held_out(
 
 
 def show_acceptance(held_out: list[Continuations], draft: PreTrainedModel, when: str, console: Console) -> None:
-    """Print acceptance at every position and the mean acceptance length, per temperature."""
+    """Print acceptance by position and mean acceptance length for each temperature."""
     table = Table(title=f"acceptance on held-out prompts, {when}, k = {REPORT_K}")
     for heading in ("temperature", *map(str, range(1, REPORT_K + 1)), "mean acceptance length"):
         table.add_column(heading, justify="right")
@@ -155,11 +155,11 @@ def _task(target: PreTrainedModel, draft: PreTrainedModel, tokens: Tensor, optio
     context = min(target.config.max_position_embeddings, draft.config.max_position_embeddings)
     context = min(context, len(tokens) - 1)
     length = min(options.length, context)
-    # Corpus rows fill half of a batch if the target's own text is there to fill the other half.
+    # With continuations, they fill half of each batch.
     rows = options.batch_tokens // length // (2 if options.continuations else 1)
-    # Compiled beside the models, which stay eager for measuring: there every length is another.
+    # The models themselves stay eager for measuring, where lengths vary.
     target_forward, draft_forward, loss_of = map(_compiler(options.compile), (target, draft, divergence))
-    # Families pad their vocabularies differently; no text holds the padding.
+    # Families pad their vocabularies differently; padding ids never occur in text.
     vocab = min(target.config.vocab_size, draft.config.vocab_size)
 
     def loss(rows: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def _task(target: PreTrainedModel, draft: PreTrainedModel, tokens: Tensor, optio
             with torch.no_grad():
                 target_logits = target_forward(input_ids=token_ids, use_cache=False).logits
             logits = draft_forward(input_ids=token_ids, use_cache=False).logits
-        flat = (part[..., :vocab].flatten(0, 1) for part in (logits, target_logits))
+        flat = (rows_logits[..., :vocab].flatten(0, 1) for rows_logits in (logits, target_logits))
         value: Tensor = loss_of(*flat)
         return value
 
@@ -182,13 +182,13 @@ def _task(target: PreTrainedModel, draft: PreTrainedModel, tokens: Tensor, optio
 
 
 def _compiler(enabled: bool) -> Callable[[Any], Any]:
-    return partial(torch.compile, dynamic=False) if enabled else lambda part: part
+    return partial(torch.compile, dynamic=False) if enabled else lambda module: module
 
 
 def _continued(
     target: PreTrainedModel, tokens: Tensor, output: Path, options: DistillOptions, console: Console
 ) -> Tensor:
-    """Let the target continue windows of the training text; kept in `output` for a resumed run.
+    """Continue windows of the training text with the target; saved in `output` for a resumed run.
 
     Returns:
         [continuations, length + 1].
@@ -202,7 +202,7 @@ def _continued(
     temperatures = (1.0, 0.7, 1.0, 0.0)
     rows = []
     batches = range(-(-options.continuations // windows.rows))
-    for i in track(batches, "the target writes", console=console, disable=not console.is_terminal):
+    for i in track(batches, "generating", console=console, disable=not console.is_terminal):
         prompts = windows[i][:, :prompt_length].tolist()
         num_new = context + 1 - prompt_length
         temperature = temperatures[i % len(temperatures)]

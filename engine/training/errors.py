@@ -1,7 +1,7 @@
-"""The one exception of the training tool: its message is the line the user reads."""
+"""TrainingError: the exception of the training tool; its command line prints the message."""
 
 from engine.errors import PacelineError
 
 
 class TrainingError(PacelineError):
-    """What the user asked for cannot be done; no checkpoint is lost."""
+    """The command cannot be carried out; the last checkpoint is unchanged."""

@@ -1,4 +1,4 @@
-"""`evaluate`: what a pair's draft is worth, as tables, a chart and JSON."""
+"""`evaluate`: acceptance, step times and predicted speed-up of a pair, as tables, a chart and JSON."""
 
 import json
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ PROMPT_TOKENS = 256
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The figures of a pair."""
+    """What was measured of a pair."""
 
     acceptance: dict[float, Acceptance]
     t_draft_ms: float
@@ -41,7 +41,7 @@ class Evaluation:
         return self.t_draft_ms / self.t_target_ms
 
     def as_json(self, k: int) -> dict[str, Any]:
-        """Return the figures in the shape that other tools read."""
+        """Return the figures as JSON values."""
         return {
             "temperatures": {
                 f"{temperature:g}": {
@@ -57,7 +57,7 @@ class Evaluation:
 
 
 def read_prompts(path: Path) -> list[str]:
-    """Read prompts: JSON lines with a `prompt`, else plain text with a blank line between two prompts."""
+    """Read prompts from JSON lines with a `prompt` each, or from plain text with blank lines between prompts."""
     text = read_text(path)
     try:
         if path.suffix == ".jsonl":
@@ -72,7 +72,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def evaluate(target_folder: Path, draft_folder: Path, prompts: list[str], corpus: list[Path]) -> Evaluation:
-    """Measure a pair; the held-out loss is measured on a corpus, else read from the target's training record."""
+    """Measure a pair; without a corpus, the held-out loss is read from the target's training record."""
     target, tokenizer = load_model(target_folder)
     draft, _ = load_model(draft_folder)
     check_same_vocabulary(ModelConfig(str(target_folder)), ModelConfig(str(draft_folder)))
@@ -96,7 +96,7 @@ def _recorded_loss(target_folder: Path) -> float | None:
 
 
 def show(evaluation: Evaluation, k: int, console: Console) -> None:
-    """Print acceptance, cost and the predicted speed-up for each k."""
+    """Print acceptance, step times and the predicted speed-up for each k."""
     accepted = Table(title=f"Draft tokens accepted, k = {k}")
     for heading in ("temperature", *(f"position {i}" for i in range(1, k + 1)), "mean acceptance length"):
         accepted.add_column(heading, justify="right")
@@ -131,7 +131,7 @@ def _speedup_table(evaluation: Evaluation) -> Table:
 
 def draw_chart(evaluation: Evaluation, path: Path) -> None:
     """Draw predicted speed-up against k as a PNG."""
-    # Imported here because it takes a second, which `--help` and the other commands need not wait.
+    # Imported here, because it takes a second that the other commands should not wait.
     import io
 
     from matplotlib.figure import Figure

@@ -29,20 +29,20 @@ LOG_EVERY_S = 20.0
 
 
 class Task(Protocol):
-    """What is learned: where batches come from and what their loss is."""
+    """The training objective: its batches and their loss."""
 
     def batch(self, step: int) -> torch.Tensor:
-        """Return the token ids of a step: [rows, length + 1]; a function of `step` alone."""
+        """Return the token ids of a step, [rows, length + 1], which depend on `step` alone."""
         ...
 
     def loss(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of some rows of a batch: [rows, length + 1] to a scalar."""
+        """Return the mean loss of rows [rows, length + 1], a scalar."""
         ...
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to train and how often to save and to call `report`."""
+    """The number of steps, when to save and report, and the learning-rate schedule."""
 
     steps: int
     checkpoint_every_s: float = 180.0
@@ -52,22 +52,22 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.steps < 1:
-            raise TrainingError(f"{self.steps} steps are none")
+            raise TrainingError(f"--steps is {self.steps}; it must be at least 1")
 
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """bfloat16 where models are served in it by default; elsewhere it is slower than float32."""
+    """Return a context that computes in bfloat16 where that is the default for serving; elsewhere it is slower."""
     return torch.autocast(device.type, torch.bfloat16, enabled=resolve_dtype("auto", device) is torch.bfloat16)
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], bool]]:
-    """Turn Ctrl-C and SIGTERM into a flag, so that a run stops between two steps."""
+    """Catch Ctrl-C and SIGTERM in a flag, so that a run stops between steps."""
     stopped: list[int] = []
 
     def stop(number: int, _frame: FrameType | None) -> None:
         stopped.append(number)
-        signal.signal(number, previous[signal.Signals(number)])  # a second one ends the process at once
+        signal.signal(number, previous[signal.Signals(number)])  # the second signal ends the process
 
     previous = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -84,7 +84,7 @@ def train(
     console: Console,
     report: Callable[[int], None] = lambda step: None,
 ) -> bool:
-    """Train from the last checkpoint to the end; return False if interrupted before it."""
+    """Train from the last checkpoint to the last step; return False if interrupted."""
     model, optimizers = checkpointer.model, checkpointer.optimizers
     step = checkpointer.restore()
     if step:
@@ -94,7 +94,7 @@ def train(
     with _progress(console) as progress, interruptible() as is_stopped:
         bar = progress.add_task("training", total=plan.steps, completed=step, rate="", loss="")
         while step < plan.steps and not is_stopped():
-            began = time.monotonic()
+            started = time.monotonic()
             set_lr(optimizers, lr_factor(step, plan.steps, plan.lr_warmup, plan.lr_cooldown))
             batch = task.batch(step)
             loss = accumulate_gradients(task, batch)
@@ -104,7 +104,7 @@ def train(
             model.zero_grad(set_to_none=True)
             step += 1
             now = time.monotonic()
-            rate = f"{batch[:, 1:].numel() / (now - began):,.0f} tokens/s"
+            rate = f"{batch[:, 1:].numel() / (now - started):,.0f} tokens/s"
             progress.update(bar, advance=1, loss=f"loss {loss:.3f}", rate=rate)
             if not console.is_terminal and now - logged_at > LOG_EVERY_S:
                 console.log(f"step {step:,}/{plan.steps:,} loss {loss:.3f} {rate}")
@@ -116,15 +116,15 @@ def train(
                 saved_at = time.monotonic()
     checkpointer.save(step)
     if step < plan.steps:
-        console.log(f"stopped after step {step:,}; run the same command again to go on")
+        console.log(f"stopped after step {step:,}; run the same command again to continue")
     return step >= plan.steps
 
 
 def accumulate_gradients(task: Task, batch: torch.Tensor) -> float:
-    """Add up the gradients of a batch in parts that fit the processor's cache."""
-    parts = torch.split(batch, max(1, MICRO_BATCH_TOKENS // (batch.shape[1] - 1)))
+    """Accumulate a batch's gradients over micro-batches that fit into the CPU's cache; return the mean loss."""
+    micro_batches = torch.split(batch, max(1, MICRO_BATCH_TOKENS // (batch.shape[1] - 1)))
     total = 0.0
-    for rows in parts:
+    for rows in micro_batches:
         loss = task.loss(rows.contiguous()) * (len(rows) / len(batch))
         torch.autograd.backward(loss)
         total += loss.item()

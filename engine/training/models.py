@@ -1,4 +1,4 @@
-"""Building and loading the Llama-architecture models that the tool trains."""
+"""Builds and loads the Llama-architecture models that the tool trains."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from engine.training.errors import TrainingError
 
 @dataclass(frozen=True)
 class Size:
-    """The shape of a model: `layers x hidden`, heads of `head_dim`."""
+    """The sizes of a model's layers and its context length."""
 
     layers: int
     hidden: int
@@ -31,9 +31,9 @@ class Size:
 
     @classmethod
     def parse(cls, text: str, context: int = 2048) -> "Size":
-        """Read `LAYERSxHIDDEN`, for instance `2x128`, and choose the rest by the usual ratios."""
+        """Parse `LAYERSxHIDDEN`, such as `2x128`, and derive the other sizes by the usual ratios."""
         try:
-            layers, hidden = (int(part) for part in text.split("x"))
+            layers, hidden = (int(number) for number in text.split("x"))
         except ValueError:
             layers = hidden = 0
         if layers < 1 or hidden < 32 or hidden % 32:
@@ -45,7 +45,7 @@ class Size:
 
 
 def build_model(size: Size, tokenizer: PreTrainedTokenizerBase, seed: int) -> LlamaForCausalLM:
-    """Initialise a model with tied embeddings whose layers start as the identity."""
+    """Initialise a model with tied embeddings, whose layers are the identity at first."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=size.hidden,
@@ -83,5 +83,5 @@ def load_model(folder: Path, device: torch.device | None = None) -> tuple[PreTra
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Count parameters, tied ones once."""
+    """Return the number of parameters; tied ones count once."""
     return sum(param.numel() for param in model.parameters())

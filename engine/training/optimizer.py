@@ -1,8 +1,8 @@
 """Muon for the hidden matrices, AdamW for embeddings and norms, and the learning-rate schedule.
 
-Why not `torch.optim.Muon`: it orthogonalises one matrix at a time and in bfloat16, which on a CPU
-without bfloat16 units took as long as the backward pass. Matrices of one shape are stacked here
-and go through the iteration together, in float32.
+`torch.optim.Muon` is not used, because it orthogonalises one matrix at a time and in bfloat16, which on a CPU without
+bfloat16 units took as long as the backward pass. Here matrices of one shape are stacked and iterated together in
+float32.
 
 Muon: https://kellerjordan.github.io/posts/muon/ ; the step is scaled to AdamW's size as in
 https://arxiv.org/abs/2502.16982.
@@ -22,7 +22,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Push all singular values towards 1 by Newton-Schulz: [n, rows, columns] to the same."""
+    """Move all singular values towards 1 by Newton-Schulz iteration. matrices: [n, rows, columns]."""
     a, b, c = _COEFFICIENTS
     wide = matrices if matrices.shape[1] <= matrices.shape[2] else matrices.mT
     x = wide / wide.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
@@ -34,7 +34,7 @@ def orthogonalize(matrices: torch.Tensor, steps: int = 5) -> torch.Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised; one parameter group per matrix shape."""
+    """SGD with orthogonalised momentum; one parameter group per matrix shape."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float = MUON_LR, momentum: float = 0.95) -> None:
         shapes: dict[torch.Size, list[nn.Parameter]] = {}
@@ -62,7 +62,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model: nn.Module, lr_scale: float = 1.0) -> list[torch.optim.Optimizer]:
-    """Split the parameters: matrices inside the layers to Muon, the rest to AdamW."""
+    """Return Muon for the matrices inside layers and AdamW for all other parameters."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     hidden = [p for n, p in named if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
     chosen = {id(p) for p in hidden}
@@ -78,10 +78,9 @@ def make_optimizers(model: nn.Module, lr_scale: float = 1.0) -> list[torch.optim
 
 
 def lr_factor(step: int, steps: int, warmup: int = 40, cooldown: float = 0.5) -> float:
-    """Warm up, hold, then fall linearly to zero over the last `cooldown` of the run.
+    """Return the schedule's factor: warm-up, plateau, then linear decay to zero over the last `cooldown` of the run.
 
-    The plateau is why a run can be resumed with fewer or more steps: nothing before the cooldown
-    depends on where the run ends.
+    Nothing before the decay depends on the number of steps, so a resumed run can change it.
     """
     left = (steps - step) / max(1.0, cooldown * steps)
     return min(1.0, (step + 1) / warmup, left)

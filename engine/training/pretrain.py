@@ -1,4 +1,4 @@
-"""`pretrain`: a tokenizer and a Llama-architecture model from plain-text files."""
+"""`pretrain`: trains a tokenizer and a Llama-architecture model on plain-text files."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ TRAINING_RECORD = "training.json"
 
 @dataclass(frozen=True)
 class PretrainOptions:
-    """What decides the result of `pretrain`, besides the corpus."""
+    """The options that determine the result of `pretrain`, besides the corpus."""
 
     size: Size
     vocab_size: int = 4096
@@ -35,7 +35,7 @@ class PretrainOptions:
 
 @dataclass(frozen=True)
 class LanguageModelling:
-    """Next-token prediction: short rows first, rows of the whole context at the end."""
+    """Next-token prediction on short rows first, and on rows of full context length at the end."""
 
     short: Batches
     long: Batches
@@ -49,7 +49,7 @@ class LanguageModelling:
 
 @torch.inference_mode()
 def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pieces: list[Piece]) -> float:
-    """Mean loss over held-out text in windows of 512 tokens, in nats per token."""
+    """Return the mean loss on held-out text in windows of 512 tokens, in nats per token."""
     tokens = tokenize((piece.text + "\n\n" for piece in pieces), tokenizer)
     length = min(512, len(tokens) - 1, model.config.max_position_embeddings)
     windows = [tokens[i : i + length + 1] for i in range(0, len(tokens) - 1, length)]
@@ -62,7 +62,7 @@ def held_out_loss(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, pi
 
 
 def pretrain(paths: list[Path], output: Path, options: PretrainOptions, plan: Plan, console: Console) -> bool:
-    """Train a tokenizer and a model and write them to `output`; False if interrupted."""
+    """Train a tokenizer and a model and write them to `output`; return False if interrupted."""
     corpus = read_corpus(paths)
     tokenizer = _tokenizer(corpus, output, options)
     tokens = tokenize(render(corpus.training, tokenizer), tokenizer)
@@ -84,7 +84,7 @@ def pretrain(paths: list[Path], output: Path, options: PretrainOptions, plan: Pl
 
 
 def _task(model: PreTrainedModel, tokens: torch.Tensor, options: PretrainOptions, plan: Plan) -> LanguageModelling:
-    # Compiled beside the model, which stays eager for measuring: there every length is another.
+    # The model itself stays eager for measuring, where lengths vary.
     forward = torch.compile(model, dynamic=False) if options.compile else model
 
     def loss(rows: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ def _task(model: PreTrainedModel, tokens: torch.Tensor, options: PretrainOptions
 
 
 def _tokenizer(corpus: Corpus, output: Path, options: PretrainOptions) -> PreTrainedTokenizerBase:
-    # A resumed run takes the tokenizer it began with.
+    # A resumed run uses the tokenizer of its first start.
     if (output / "tokenizer.json").is_file():
         loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(output)
         return loaded

@@ -1,11 +1,11 @@
-"""Predicted speed-ups: is a draft worth its time, and how many tokens should it draft?
+"""Predicts the speed-up of a pair for each number of draft tokens.
 
-`c` is t_draft / t_target, `alpha` the chance that a draft token is accepted, `k` the number of draft tokens.
+`c` is t_draft / t_target, `alpha` the probability that a draft token is accepted, `k` the number of draft tokens.
 
-- Leviathan, Kalman and Matias (https://arxiv.org/abs/2211.17192), Theorem 3.8: acceptance independent from token to
-  token, and a target pass over k + 1 tokens that costs as much as one over a single token.
-- The run-ahead bound: drafting wholly hidden behind the target's pass as long as k + 1 draft steps fit into it, which
-  is the most that drafting ahead can gain over drafting in turn, a factor of 1 + k c.
+- Leviathan, Kalman and Matias (https://arxiv.org/abs/2211.17192), Theorem 3.8, assumes that tokens are accepted
+  independently, and that a target pass over k + 1 tokens takes as long as a pass over one.
+- The run-ahead bound assumes that drafting is hidden behind the target's pass while k + 1 draft steps fit into it. This
+  is at most a factor of 1 + k c over drafting in turn.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ MAX_K = 12
 
 @dataclass(frozen=True)
 class Prediction:
-    """What drafting k tokens would bring over plain decoding."""
+    """Predicted figures for k draft tokens."""
 
     k: int
     mean_acceptance_length: float
@@ -26,22 +26,22 @@ class Prediction:
 
 
 def expected_length(alpha: float, k: int) -> float:
-    """Tokens per round under independent acceptance: (1 - alpha^(k + 1)) / (1 - alpha)."""
+    """Return tokens per round under independent acceptance: (1 - alpha^(k + 1)) / (1 - alpha)."""
     return float(k + 1) if alpha >= 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
 
 
 def theorem_3_8(alpha: float, k: int, c: float) -> float:
-    """Speed-up over plain decoding with the draft in turn with the target."""
+    """Return the speed-up over plain decoding when draft and target take turns."""
     return expected_length(alpha, k) / (1 + k * c)
 
 
 def run_ahead_bound(alpha: float, k: int, c: float) -> float:
-    """Speed-up over plain decoding if every draft were ready when the target is."""
+    """Return the speed-up over plain decoding if drafting runs while the target verifies."""
     return expected_length(alpha, k) / max(1.0, (k + 1) * c)
 
 
 def predict(acceptance: Acceptance, c: float, max_k: int = MAX_K) -> list[Prediction]:
-    """Predict for each k from 1; the mean acceptance length is measured, not from alpha."""
+    """Return predictions for k = 1 to `max_k`; mean acceptance lengths are measured, not derived from alpha."""
     alpha = acceptance.rate()
     return [
         Prediction(
@@ -55,5 +55,5 @@ def predict(acceptance: Acceptance, c: float, max_k: int = MAX_K) -> list[Predic
 
 
 def best(predictions: list[Prediction]) -> Prediction:
-    """Return the k with the highest predicted speed-up."""
+    """Return the prediction with the highest speed-up."""
     return max(predictions, key=lambda prediction: prediction.speedup)

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer with end-of-text, user and assistant tokens and a chat template."""
+"""Trains a byte-level BPE tokenizer with end-of-text, user and assistant tokens and a chat template."""
 
 from collections.abc import Iterable
 
@@ -11,7 +11,7 @@ END_OF_TEXT = "<|endoftext|>"
 USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
 
-# A system message is prose before the conversation, which is how the corpus would put it.
+# A system message becomes prose before the conversation, because the corpus has no system messages.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|endoftext|>"
@@ -23,11 +23,11 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, context: int) -> PreTrainedTokenizerFast:
-    """Train on texts; every byte is a token, so any input can be encoded and given back."""
+    """Train a tokenizer on texts; every byte is a token, so any input can be encoded and decoded."""
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = [END_OF_TEXT, USER, ASSISTANT]
     if vocab_size < len(alphabet) + len(special):
-        raise TrainingError(f"vocabulary of {vocab_size} is below the {len(alphabet) + 3} needed")
+        raise TrainingError(f"the vocabulary has {vocab_size} tokens; it needs at least {len(alphabet) + len(special)}")
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()

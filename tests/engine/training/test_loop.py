@@ -56,7 +56,7 @@ def checkpointer() -> MemoryCheckpointer:
 
 
 def test_a_plan_without_steps_is_refused() -> None:
-    with pytest.raises(TrainingError, match="0 steps are none"):
+    with pytest.raises(TrainingError, match="--steps is 0"):
         Plan(steps=0)
 
 

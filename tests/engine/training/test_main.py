@@ -53,7 +53,7 @@ def test_a_draft_with_another_tokenizer_is_one_line(
     [
         ("pretrain nowhere.txt --output x", "no such file or directory: nowhere.txt"),
         ("pretrain nowhere.txt --output x --size 12by192", "size '12by192' is not LAYERSxHIDDEN"),
-        ("pretrain nowhere.txt --output x --steps 0", "0 steps are none"),
+        ("pretrain nowhere.txt --output x --steps 0", "--steps is 0"),
         ("distill nowhere.txt --target nowhere --output x", "nowhere is not a model directory"),
         ("evaluate --prompts nowhere.txt", "cannot read nowhere.txt"),
         ("evaluate --k 0", "--k is 0"),

@@ -1,4 +1,4 @@
-"""Imports go one way, deployments -> cluster -> engine, and each room stays free of what it must not know."""
+"""Imports go one way, deployments -> cluster -> engine, and no package imports what it must not know."""
 
 import ast
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """Return what is imported, each name of a `from` import by itself: it may be a module."""
+    """Return all imported names; those of a `from` import one by one, because each may be a module."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -47,13 +47,13 @@ def imported_names(path: Path) -> Iterator[str]:
 
 
 def module_name(path: Path) -> str:
-    """The name that a file is imported by."""
+    """The module name of a file."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def import_graph(package: str) -> dict[str, set[str]]:
-    """The modules of a package that each of its modules imports, in a function or for type checking only included.
+    """The modules of a package that each of its modules imports, also in functions and for type checking.
 
     A name imported from a folder is the file of that name, where there is one, and not the folder.
     """
@@ -71,17 +71,17 @@ def import_graph(package: str) -> dict[str, set[str]]:
     return graph
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The groups of modules in which each imports every other, directly or not."""
+def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of modules in which each imports every other, directly or indirectly."""
 
     def reachable(name: str) -> set[str]:
-        found: set[str] = set()
+        reached: set[str] = set()
         pending = [name]
         while pending:
-            new = graph[pending.pop()] - found
-            found |= new
+            new = graph[pending.pop()] - reached
+            reached |= new
             pending += new
-        return found
+        return reached
 
     reach = {name: reachable(name) for name in graph}
     groups = {tuple(sorted(other for other in reach[name] if name in reach[other])) for name in graph}
@@ -93,7 +93,7 @@ def source_files(package: str) -> list[Path]:
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
-def test_a_room_imports_only_what_it_may_know(package: str) -> None:
+def test_a_package_imports_only_what_it_may_know(package: str) -> None:
     offences = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path in source_files(package)
@@ -111,7 +111,7 @@ def test_no_file_postpones_its_annotations(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
-def test_every_file_says_what_it_is(package: str) -> None:
+def test_every_file_has_a_docstring(package: str) -> None:
     offences = [
         str(path.relative_to(ROOT))
         for path in source_files(package)
@@ -142,8 +142,8 @@ def text_constants(node: ast.AST) -> set[str]:
     """The texts in an expression, those of subscripts left out: they name fields."""
     if isinstance(node, ast.Subscript):
         return text_constants(node.value)
-    own = {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
-    return own.union(*(text_constants(child) for child in ast.iter_child_nodes(node)))
+    text = {node.value} if isinstance(node, ast.Constant) and isinstance(node.value, str) else set()
+    return text.union(*(text_constants(child) for child in ast.iter_child_nodes(node)))
 
 
 def compared_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -192,16 +192,16 @@ def test_only_a_registry_compares_the_names_of_methods_and_rules(package: str) -
         'match name:\n    case "coupled" | "exact": pass',
     ],
 )
-def test_a_comparison_with_a_name_is_found(code: str) -> None:
+def test_a_comparison_with_a_method_or_rule_is_reported(code: str) -> None:
     assert list(compared_names(ast.parse(code)))
 
 
 @pytest.mark.parametrize("code", ['tool_choice == "none"', 'verification = "coupled"', 'body["model"] == name'])
-def test_what_is_no_comparison_with_a_name_is_left_alone(code: str) -> None:
+def test_other_comparisons_and_assignments_are_not_reported(code: str) -> None:
     assert not list(compared_names(ast.parse(code)))
 
 
-def test_only_the_transport_knows_how_messages_travel() -> None:
+def test_only_the_transport_package_imports_its_modules() -> None:
     """Everything else imports names of the package `cluster.transport`, and none of its modules."""
     room, mirror = ROOT / "cluster" / "transport", ROOT / "tests" / "cluster"
     inside = {path.stem for path in room.glob("*.py")}
@@ -231,13 +231,13 @@ def test_every_module_has_a_test_file_of_its_own_or_a_reason(package: str) -> No
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
-def test_no_modules_import_one_another_in_a_circle(package: str) -> None:
-    assert circles(import_graph(package)) == []
+def test_no_modules_import_one_another_in_a_cycle(package: str) -> None:
+    assert cycles(import_graph(package)) == []
 
 
-def test_a_circle_is_found_however_long_it_is() -> None:
+def test_cycles_of_any_length_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a", "e"}, "e": set()}
-    assert circles(graph) == [["a", "b", "c"]]
+    assert cycles(graph) == [["a", "b", "c"]]
 
 
 HARDWARE = ("engine.execution.cpu", "engine.execution.cuda")
@@ -245,7 +245,7 @@ BACKEND_REGISTRY = ROOT / "engine" / "execution" / "registry.py"
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
-def test_only_the_backend_registry_knows_one_kind_of_hardware(package: str) -> None:
+def test_only_the_backend_registry_imports_hardware_packages(package: str) -> None:
     offences = [
         f"{path.relative_to(ROOT)} imports {module}"
         for path in source_files(package)

@@ -15,7 +15,7 @@ from cluster.protocol.messages import (
     PrefixDelta,
     PrefixMissing,
     Propose,
-    Request,
+    RoundMessage,
     Verdicts,
     Verify,
 )
@@ -141,7 +141,7 @@ class TargetResponder:
         reply = self._answer(request)
         return reply if self._rank == 0 else None
 
-    def _follow(self, request: Request) -> None:
+    def _follow(self, request: RoundMessage) -> None:
         if request.round != self._round + 1:
             raise TargetError(f"rank {self._rank} was sent round {request.round} after round {self._round}")
         self._round = request.round

@@ -1,1 +1,1 @@
-"""Passes on CPUs: kernels, paged_attention, half_weights, compiled, packages, threads, huge_pages."""
+"""Passes on CPUs: kernels, paged_attention, half_weights, compiled, packages, threads."""

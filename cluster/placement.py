@@ -35,8 +35,8 @@ DRAFT_CORES = 1
 """Cores of a draft on a CPU. The target's ranks share all cores, or all others where the draft runs ahead of them."""
 
 _CPU_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "THP_MEM_ALLOC_ENABLE": "1"}
-"""Of a worker's process, for OpenMP and torch. An idle worker must not spin on cores that the other model needs. Weights
-on huge pages save page-table walks: a pass over a model of 0.36 billion weights took 0.88 of its time."""
+"""Of a worker's process, for OpenMP and torch. An idle worker must not spin on cores that the other model needs.
+Weights on huge pages save page-table walks: a pass over a model of 0.36 billion weights took 0.88 of its time."""
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 

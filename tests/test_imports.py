@@ -41,3 +41,18 @@ def test_what_loads_nothing_imports_no_library_of_models(code: str) -> None:
 @pytest.mark.parametrize("module", ["deployments.router.router", "deployments.ingress.ingress"])
 def test_what_holds_no_tensors_imports_no_torch(module: str) -> None:
     assert imported(f"import {module}{TOKENIZER}", {"torch"}) == []
+
+
+LIBRARY = """
+import sys
+sys.modules |= dict.fromkeys(["ray", "llguidance", "pydantic", "msgspec", "fastapi", "httpx", "prometheus_client"])
+from engine import LLM, SamplingParams
+llm = LLM(compile="off", num_blocks=64)
+[result] = llm.generate(["This PEP proposes"], SamplingParams(max_tokens=4), show_progress=False)
+assert len(result.outputs[0].token_ids) == 4
+"""
+
+
+def test_the_engine_runs_where_only_torch_and_transformers_are_installed() -> None:
+    """As on a bare machine with a GPU; grammars need llguidance, which is imported where they are used."""
+    assert imported(LIBRARY, {"cluster", "deployments"}) == []

@@ -47,7 +47,7 @@ class VerifyEntry(msgspec.Struct, array_like=True, frozen=True):
     draft: Draft
 
 
-class Request(msgspec.Struct, array_like=True, frozen=True):
+class RoundMessage(msgspec.Struct, array_like=True, frozen=True):
     """The fields of every request; the deadline is relative, because clocks of nodes differ."""
 
     round: int
@@ -56,19 +56,19 @@ class Request(msgspec.Struct, array_like=True, frozen=True):
     released: list[str]
 
 
-class Propose(Request, tag="propose", frozen=True):
+class Propose(RoundMessage, tag="propose", frozen=True):
     """Draft for these rows."""
 
     rows: list[ProposeEntry]
 
 
-class Verify(Request, tag="verify", frozen=True):
+class Verify(RoundMessage, tag="verify", frozen=True):
     """Run the target over these rows."""
 
     rows: list[VerifyEntry]
 
 
-class Ping(Request, tag="ping", frozen=True):
+class Ping(RoundMessage, tag="ping", frozen=True):
     """Reply once all earlier requests are done."""
 
 
@@ -117,7 +117,7 @@ _requests: msgspec.msgpack.Decoder[AnyRequest] = msgspec.msgpack.Decoder(AnyRequ
 _replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
 
-def encode(message: Request | Reply) -> bytes:
+def encode(message: RoundMessage | Reply) -> bytes:
     """Return the bytes of a message.
 
     Raises:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 
-from cluster.protocol.messages import AnyReply, MalformedMessageError, Request, decode_reply, encode
+from cluster.protocol.messages import AnyReply, MalformedMessageError, RoundMessage, decode_reply, encode
 from cluster.transport.errors import ConnectionLostError, DeadlineError, PeerGoneError, TransportError
 from cluster.transport.protocol import OnBreak
 
@@ -23,12 +23,12 @@ class MessageLink:
         self._calls: dict[int, asyncio.Future[AnyReply]] = {}
         self._close_reason: str | None = None
 
-    async def call(self, request: Request) -> AnyReply:
+    async def call(self, request: RoundMessage) -> AnyReply:
         """Send a request and return its reply; see `Link.call`."""
         deadline = await self._send_in_time(request)
         return await self._reply(request, deadline)
 
-    async def post(self, request: Request) -> None:
+    async def post(self, request: RoundMessage) -> None:
         """Send a request that gets no reply; see `Link.post`."""
         await self._send_in_time(request)
 
@@ -58,7 +58,7 @@ class MessageLink:
         if self._close_reason is None and self._on_break is not None:
             self._on_break(reason)
 
-    async def _send_in_time(self, request: Request) -> float:
+    async def _send_in_time(self, request: RoundMessage) -> float:
         """Send a request and return its deadline, on the event loop's clock."""
         if self._close_reason is not None:
             raise PeerGoneError(self._close_reason)
@@ -73,7 +73,7 @@ class MessageLink:
                 raise DeadlineError(f"could not send round {request.round} in {seconds}") from error
         return deadline
 
-    async def _reply(self, request: Request, deadline: float) -> AnyReply:
+    async def _reply(self, request: RoundMessage, deadline: float) -> AnyReply:
         """Wait for the reply; nothing may be awaited between sending the request and calling this."""
         loop = asyncio.get_running_loop()
         reply: asyncio.Future[AnyReply] = loop.create_future()
@@ -86,7 +86,7 @@ class MessageLink:
             timer.cancel()
             del self._calls[request.round]
 
-    def _expire(self, request: Request) -> None:
+    def _expire(self, request: RoundMessage) -> None:
         reply = self._calls[request.round]
         if not reply.done():
             seconds = f"{request.deadline_s:g} s{self._diagnosis()}"

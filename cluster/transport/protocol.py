@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from cluster.protocol.messages import AnyReply, AnyRequest, Request
+from cluster.protocol.messages import AnyReply, AnyRequest, RoundMessage
 from cluster.transport.endpoint import Endpoint
 
 Answer = Callable[[AnyRequest], AnyReply | None]
@@ -28,7 +28,7 @@ class Link(Protocol):
         """The version of the group this worker belongs to; replies of any other version are dropped."""
         ...
 
-    async def call(self, request: Request) -> AnyReply:
+    async def call(self, request: RoundMessage) -> AnyReply:
         """Send a request and return its reply.
 
         Raises:
@@ -39,7 +39,7 @@ class Link(Protocol):
         """
         ...
 
-    async def post(self, request: Request) -> None:
+    async def post(self, request: RoundMessage) -> None:
         """Send a request that gets no reply.
 
         Raises:

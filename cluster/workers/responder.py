@@ -15,7 +15,7 @@ from cluster.protocol.messages import (
     PrefixDelta,
     PrefixMissing,
     Propose,
-    Request,
+    RoundMessage,
     Verdicts,
     Verify,
 )
@@ -143,7 +143,7 @@ class TargetResponder:
         reply = self._answer(request)
         return reply if self._rank == 0 else None
 
-    def _check_round(self, request: Request) -> None:
+    def _check_round(self, request: RoundMessage) -> None:
         if request.round != self._round + 1:
             raise TargetError(f"rank {self._rank} received round {request.round} after round {self._round}")
         self._round = request.round

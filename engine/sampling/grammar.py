@@ -15,15 +15,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
-from typing import Any
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from typing import TYPE_CHECKING, Any
 
 from engine.config import ModelConfig
 from engine.errors import ModelError, RequestError
 from engine.models.tokenizer import load_tokenizer
 from engine.protocols import Request
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ def from_json_schema(schema: dict[str, Any]) -> str:
     Raises:
         RequestError: the schema is not valid JSON.
     """
+    from llguidance import LLMatcher
+
     try:
         return LLMatcher.grammar_from_json_schema(json.dumps(schema, allow_nan=False), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
     except ValueError as error:
@@ -57,11 +59,15 @@ def from_json_schema(schema: dict[str, Any]) -> str:
 
 def from_regex(pattern: str) -> str:
     """Return the grammar of texts that a regular expression fully matches."""
+    from llguidance import LLMatcher
+
     return LLMatcher.grammar_from_regex(pattern)
 
 
 def from_choice(texts: Sequence[str]) -> str:
     """Return the grammar of exactly these texts."""
+    from llguidance import LLMatcher
+
     return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, texts)))
 
 
@@ -71,6 +77,9 @@ def from_text(text: str) -> str:
     Raises:
         RequestError: it is neither.
     """
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
     try:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except Exception as error:  # noqa: BLE001 - the converter raises bare exceptions
@@ -112,7 +121,9 @@ class Grammars:
         return {"tokenizer": backend.to_str(), "n_vocab": self._vocab_size, "eos_token": sorted(self.ends)}
 
     @cached_property
-    def _table(self) -> LLTokenizer:
+    def _table(self) -> "LLTokenizer":
+        from llguidance import LLTokenizer
+
         try:
             return LLTokenizer(**self.table_settings())
         except ValueError as error:
@@ -132,8 +143,10 @@ class Grammars:
         if matcher.is_error():
             raise RequestError(f"{field}: {matcher.get_error().strip()[:500]}", field)
 
-    def compile(self, grammar: str) -> LLMatcher:
+    def compile(self, grammar: str) -> "LLMatcher":
         """Return a new matcher at the start of a grammar; it may be in an error state."""
+        from llguidance import LLMatcher, LLParserLimits
+
         matcher = self._compiled.get(grammar)
         if matcher is None:
             matcher = self._compiled[grammar] = LLMatcher(

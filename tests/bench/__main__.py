@@ -30,7 +30,7 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
-from engine.models.causal_lm import resolve_device
+from engine.execution.registry import resolve_device
 from tests.bench import simulate
 from tests.bench.bandwidth import bandwidth
 from tests.bench.compare import CELLS, NAMES, PEERS, show, write
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace, workload: Workload, console: Console) -> list[str]:
     if workload.compile == "auto" and resolve_device(workload.device).type == "cpu":
         with console.status("compiling, where that was not done before"):
-            command = [sys.executable, "-m", "engine.execution.cpu.packages", workload.target, workload.draft]
+            command = [sys.executable, "-m", "engine.execution.cpu", workload.target, workload.draft]
             subprocess.run([*command, "--dtype", workload.dtype], check=True, capture_output=True)
     if options.command == "profile":
         profile(workload, console)

@@ -10,7 +10,9 @@ from rich.console import Console
 from torch import nn
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from engine.execution.cpu.backend import CpuBackend
 from engine.execution.cpu.half_weights import PanelLinear
+from engine.execution.eager import EagerBackend
 from engine.models.causal_lm import CausalLM
 from tests.bench.compare import conditions
 from tests.bench.figures import measure
@@ -56,12 +58,14 @@ def bandwidth(workload: Workload, console: Console) -> Bandwidth:
         _save(workload.target, Path(folder))
         workload = replace(workload, target=folder, num_tokens=NUM_TOKENS, prompts=workload.prompts[:1])
         method = EngineMethod(replace(workload, compile="off"), 0)  # not in the background, but here:
-        model = method.model
-        if workload.compile == "auto" and model.device.type == "cpu":
-            model.compile()
-        model.use_huge_pages()
+        backend = method.backend
+        assert isinstance(backend, EagerBackend)
+        if workload.compile == "auto" and isinstance(backend, CpuBackend):
+            backend.compile()
+            backend.warm_up()
         row = measure("engine-plain", method, workload, Cell(1, 0.0))
-        found = Bandwidth(_weight_bytes(model), model.is_compiled, row.tpot_ms, _stream(model.device))
+        is_compiled = isinstance(backend, CpuBackend) and backend.is_compiled
+        found = Bandwidth(_weight_bytes(backend.model), is_compiled, row.tpot_ms, _stream(backend.device))
     console.print(
         f"{'compiled' if found.is_compiled else 'eager'}: {found.weight_bytes / 1e9:.2f} GB of weights per token in "
         f"{found.tpot_ms:.1f} ms: {found.weight_bytes / found.tpot_ms / 1e6:.1f} GB/s; "

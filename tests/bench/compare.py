@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from engine.models.causal_lm import resolve_device, resolve_dtype
+from engine.execution.registry import resolve_device, resolve_dtype
 from tests.bench.figures import Row, paired_ratio
 from tests.bench.workload import Cell, Workload
 

@@ -86,7 +86,7 @@ def _wrap_modules(spans: Spans) -> None:
     """Time the functions that the models' owners call; before loading, since some are bound then."""
     spans.wrap(drafting, "build", "draft: build inputs")
     spans.wrap(drafting, "next_tokens", "draft: build inputs")
-    for name in ("plan_draws", "shape", "draw"):
+    for name in ("plan_draws", "shape", "draw", "noised"):
         spans.wrap(drafting, name, "draft: sampling and noise")
     spans.wrap(verifying, "build", "verify: build inputs")
     spans.wrap(verifying, "plan_draws", "verify: sampling, noise, rule")
@@ -96,14 +96,13 @@ def _wrap_modules(spans: Spans) -> None:
 
 
 def _wrap_objects(spans: Spans, llm: LLM) -> None:
-    engine: Any = llm.engine  # whose drafter and verifier are models here, not just the protocols
+    engine: Any = llm.engine  # whose drafter and verifier run models here, not just the protocols
     spans.wrap(engine, "step", "engine: rest of the step")
     spans.wrap(engine.scheduler, "next_batch", "scheduling")
     spans.wrap(engine.scheduler, "commit", "commit")
     spans.wrap(engine.drafter, "propose", "draft: rest")
-    for name in ("forward", "forward_and_draw"):
-        spans.wrap(engine.drafter.model, name, "draft: forward passes")
-        spans.wrap(engine.verifier.model, name, "verify: forward pass")
+    spans.wrap(engine.drafter.backend, "run", "draft: forward passes")
+    spans.wrap(engine.verifier.backend, "run", "verify: forward pass")
     spans.wrap(engine.verifier, "verify", "verify: rest")
 
 

@@ -85,10 +85,10 @@ class PricedModel(ContextModel):
         super().__init__(laws)
         self._lane, self._pass_ms, self._row_ms, self._token_ms = lane, pass_ms, row_ms, token_ms
 
-    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
         num_rows = sum(group.rows for group in batch.paged.groups)
         self._lane.now += (self._pass_ms + self._row_ms * num_rows + self._token_ms * len(batch.token_ids)) / 1e3
-        return super().forward(batch)
+        return super().logits(batch)
 
 
 class SimulatedDrafter:
@@ -151,15 +151,15 @@ def simulate(
     target = PricedModel(target_laws, router, costs.target_ms, costs.target_row_ms, costs.target_token_ms)
     model = PricedModel(draft_laws, lane, costs.draft_ms, 0.0, costs.draft_token_ms)
     network_s = costs.network_ms / 1e3
-    verifier = ModelVerifier(target, config)  # type: ignore[arg-type]
+    verifier = ModelVerifier(target, config)
     drafter: Drafter = NoDrafter()
     stats: RunAheadStats | None = None
     if place == "ahead":
-        ahead = RunAheadDrafter(model, config, clock=lane)  # type: ignore[arg-type]
+        ahead = RunAheadDrafter(model, config, clock=lane)
         stats = ahead.stats
         drafter = SimulatedDrafter(ahead, router, lane, network_s)
     elif num_speculative_tokens:
-        drafter = SimulatedDrafter(ModelDrafter(model, config), router, lane, 0 if place == "beside" else network_s)  # type: ignore[arg-type]
+        drafter = SimulatedDrafter(ModelDrafter(model, config), router, lane, 0 if place == "beside" else network_s)
     engine = Engine(
         config,
         drafter=drafter,

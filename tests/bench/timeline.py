@@ -8,6 +8,7 @@ import asyncio
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Thread
@@ -26,7 +27,9 @@ from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig, ModelConfig, ModelInfo
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.engine import Engine
-from engine.models.causal_lm import CausalLM
+from engine.execution.backend import Backend
+from engine.execution.memory import plan_kv_blocks
+from engine.execution.registry import load_backend, survey
 from engine.sampling.params import SamplingParams
 from engine.stats import RunAheadStats
 from engine.verification.verifier import ModelVerifier
@@ -112,7 +115,10 @@ def draw(axes: Axes, spans: list[Span], first_s: float) -> None:
 
 def record(workload: Workload) -> tuple[list[Span], RunAheadStats]:
     """Run some streams one after the other; returns what was computed when, and what running ahead was worth."""
-    config = EngineConfig(num_speculative_tokens=workload.num_speculative_tokens, speculation="fixed", max_num_seqs=1)
+    config = _with_planned_blocks(
+        EngineConfig(num_speculative_tokens=workload.num_speculative_tokens, speculation="fixed", max_num_seqs=1),
+        workload,
+    )
     connector = Connector(NODE_ID)
     context = get_context("spawn")
     cores = sorted(os.sched_getaffinity(0))
@@ -134,6 +140,13 @@ def record(workload: Workload) -> tuple[list[Span], RunAheadStats]:
             process.terminate()
             process.join()
     return sorted(draft_spans + target_spans, key=lambda span: span.started_s), stats
+
+
+def _with_planned_blocks(config: EngineConfig, workload: Workload) -> EngineConfig:
+    surveys = [survey(_model_config(path, workload), config) for path in (workload.target, workload.draft)]
+    footprints = [found.footprint for found in surveys]
+    blocks = plan_kv_blocks(surveys[0].free_bytes, footprints, config, device=surveys[0].device)
+    return replace(config, num_blocks=blocks)
 
 
 async def _run(workload: Workload, config: EngineConfig, connector: Connector, draft: Peer, target: Peer) -> None:
@@ -163,8 +176,9 @@ async def _run(workload: Workload, config: EngineConfig, connector: Connector, d
 
 
 def _serve_draft(pipe: Pipe, client_identity: str, workload: Workload, config: EngineConfig, core: int) -> None:
-    model = _load(workload.draft, workload, core)
-    drafter = RunAheadDrafter(model, config)
+    backend = _load(workload.draft, workload, core)
+    drafter = RunAheadDrafter(backend, config)
+    backend.warm_up()
     responder = DraftResponder(drafter, capacity=4, version=1)
     spans: list[Span] = []
 
@@ -181,13 +195,14 @@ def _serve_draft(pipe: Pipe, client_identity: str, workload: Workload, config: E
             spans.append(Span("ahead", started, time.monotonic()))
         return is_more
 
-    _serve(pipe, client_identity, answer, work, model.info, 0)
+    _serve(pipe, client_identity, answer, work, backend.info, 0)
     pipe.send((spans, drafter.stats))
 
 
 def _serve_target(pipe: Pipe, client_identity: str, workload: Workload, config: EngineConfig, core: int) -> None:
-    model = _load(workload.target, workload, core)
-    verifier = ModelVerifier(model, config)
+    backend = _load(workload.target, workload, core)
+    verifier = ModelVerifier(backend, config)
+    backend.warm_up()
     responder = TargetResponder(verifier, rank=0, capacity=4, version=1)
     spans: list[Span] = []
 
@@ -197,7 +212,7 @@ def _serve_target(pipe: Pipe, client_identity: str, workload: Workload, config: 
         spans.append(Span("verify", started, time.monotonic()))
         return reply
 
-    _serve(pipe, client_identity, answer, lambda: False, model.info, verifier.num_blocks)
+    _serve(pipe, client_identity, answer, lambda: False, backend.info, verifier.num_blocks)
     pipe.send((spans, None))
 
 
@@ -221,9 +236,10 @@ def _serve(
     server.serve(answer, work)
 
 
-def _load(path: str, workload: Workload, core: int) -> CausalLM:
+def _load(path: str, workload: Workload, core: int) -> Backend:
     os.sched_setaffinity(0, {core})
-    config = ModelConfig(path, dtype=workload.dtype, device=workload.device, compile=workload.compile, num_threads=1)
-    model = CausalLM.load(config)
-    model.use_huge_pages()
-    return model
+    return load_backend(replace(_model_config(path, workload), num_threads=1))
+
+
+def _model_config(path: str, workload: Workload) -> ModelConfig:
+    return ModelConfig(path, dtype=workload.dtype, device=workload.device, compile=workload.compile)

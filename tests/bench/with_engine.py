@@ -59,7 +59,7 @@ class EngineMethod:
         self._num_tokens = workload.num_tokens
         self.engine = load(workload, num_speculative_tokens, speculation).engine
         assert isinstance(self.engine.verifier, ModelVerifier)
-        self.model = self.engine.verifier.model
+        self.backend = self.engine.verifier.backend
         self.drafter = self.engine.drafter = TimedDrafter(self.engine.drafter)
         self.verifier = self.engine.verifier = TimedVerifier(self.engine.verifier)
 

@@ -36,8 +36,8 @@ ENVIRONMENT = {
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 120.0
-FIRST_SETTLE_S = 10.0
-"""After the first answer: memory is moved to huge pages five seconds after it is loaded, for a second to three."""
+FIRST_SETTLE_S = 2.0
+"""After the first answer: caches of the processes fill."""
 SETTLE_S = 0.5
 """After a thaw, what has become due meanwhile is done first."""
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
-from engine.models.causal_lm import resolve_device, resolve_dtype
+from engine.execution.registry import resolve_device, resolve_dtype
 from engine.stats import SpeculationStats
 from tests.bench.figures import Batch, Timeline
 from tests.bench.workload import Cell, Workload

@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from engine.models.causal_lm import resolve_device, resolve_dtype
+from engine.execution.registry import resolve_device, resolve_dtype
 from engine.stats import SpeculationStats
 from tests.bench.figures import Batch, Timeline, since
 from tests.bench.workload import Cell, Workload

@@ -66,6 +66,10 @@ def cells_of(name: str, workload: Workload) -> list[Cell]:
     return workload.cells
 
 
+HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
+"""What served workers start with; transformers and the engine in process get the same."""
+
+
 class Worker:
     """A method in this process, in all ways that it is tried.
 
@@ -119,7 +123,7 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=self._log,
                 text=True,
-                env=os.environ | environment(workload.num_threads) if is_peer else None,
+                env=os.environ | (environment(workload.num_threads) if is_peer else HUGE_PAGES),
             )
             stack.callback(self._end)
             self.draft_lengths = DRAFT_LENGTHS.validate_json(self._ask(workload.to_json()))

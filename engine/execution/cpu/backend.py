@@ -15,7 +15,6 @@ from engine.execution.cpu import packages
 from engine.execution.cpu.compiled import CompiledForward, CompileError, Step, can_run, example, load_noise, samples
 from engine.execution.cpu.half_weights import PanelLinear, has_large_layers, pack_layers
 from engine.execution.cpu.host_memory import free_bytes as free_bytes
-from engine.execution.cpu.huge_pages import HUGE_PAGE_BYTES, collapse, collapse_soon
 from engine.execution.cpu.threads import Threads
 from engine.execution.eager import EagerBackend, log_loaded
 from engine.models.causal_lm import CausalLM, Shard
@@ -70,9 +69,7 @@ class CpuBackend(EagerBackend):
                 is_cached = [path.exists() for path in self._package_files]
                 text = "%s: compiling in the background, eager until then (%d of %d parts in the cache)"
                 logger.info(text, self.info.name, sum(is_cached), len(is_cached))
-                packages.Compiling(self._config, self.info.dtype, self._adopt_when_ready)
-        if self._num_bytes >= HUGE_PAGE_BYTES:
-            collapse_soon(self.info.name)
+                packages.Compiling(self._config, self.info.dtype, self._try_to_adopt)
 
     def compile(self) -> None:
         """Compile and load the model's passes; this takes a minute if they are not in the cache.
@@ -120,11 +117,6 @@ class CpuBackend(EagerBackend):
         if not packages.has_compiler():
             return "there is no C++ compiler"
         return None
-
-    def _adopt_when_ready(self) -> None:
-        self._try_to_adopt()
-        if self._num_bytes >= HUGE_PAGE_BYTES:
-            collapse(self.info.name)  # again, because loading the package packed more weights
 
     def _try_to_adopt(self) -> None:
         try:

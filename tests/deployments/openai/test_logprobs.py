@@ -15,7 +15,7 @@ PROMPT = "abc"
 
 
 def law(rig: Rig) -> Any:
-    return rig.engine.verifier._verifier.model.transitions  # type: ignore[attr-defined]
+    return rig.engine.verifier._verifier.backend.transitions  # type: ignore[attr-defined]
 
 
 def ids(text: str) -> list[int]:

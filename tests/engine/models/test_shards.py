@@ -168,17 +168,18 @@ def test_every_rank_computes_the_same_bits(tmp_path):
 
 def test_a_rank_holds_half_of_every_sliced_layer_and_sums_twice_a_layer(tmp_path):
     save_family("llama", tmp_path)
-    ranks, collective = load_ranks(tmp_path, 2)
-    whole = load(tmp_path)
-    assert [model.kv_shape for model in ranks] == [(2, 1, 8)] * 2
+    backends, collective = load_ranks(tmp_path, 2)
+    ranks = [backend.model for backend in backends]
+    whole = load(tmp_path).model
+    assert [rank.kv_shape for rank in ranks] == [(2, 1, 8)] * 2
     assert whole.kv_shape == (2, 2, 8)
-    sliced = [name for name, _ in whole.module.named_parameters() if "_proj.weight" in name]
-    for model in ranks:
-        own = dict(model.module.named_parameters())
+    sliced = [name for name, _ in whole.module.named_parameters() if "_proj" in name and name.endswith("weight")]
+    assert len(sliced) == 2 * 4  # two layers, each q/k/v, o, gate/up and down
+    for rank in ranks:
         for name in sliced:
-            assert own[name].numel() * 2 == whole.module.get_parameter(name).numel()
+            assert rank.module.get_parameter(name).numel() * 2 == whole.module.get_parameter(name).numel()
     before = collective.calls
-    logits_of(ranks)
+    logits_of(backends)
     assert collective.calls - before == 2 * 2 * 2  # passes, layers, row-wise projections
 
 

@@ -6,8 +6,8 @@ import sys
 import torch
 
 from engine.config import ModelConfig
+from engine.errors import PacelineError
 from engine.execution.cpu.backend import load_cpu
-from engine.execution.cpu.compiled import CompileError
 from engine.execution.registry import resolve_dtype
 
 
@@ -22,7 +22,7 @@ def main() -> None:
         config = ModelConfig(path, dtype=options.dtype, device="cpu", revision=options.revision)
         try:
             load_cpu(config, resolve_dtype(config.dtype, torch.device("cpu")), None).compile()
-        except (CompileError, OSError) as error:
+        except (PacelineError, OSError) as error:
             sys.exit(f"{path}: {error}")
 
 

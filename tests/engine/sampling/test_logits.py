@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.protocols import Request
-from engine.sampling.logits import Run, draw, probabilities, shape
+from engine.sampling.logits import Run, draw, needs_shaping, probabilities, shape
 from engine.sampling.params import SamplingParams
 from tests.engine.laws import shaped_law
 
@@ -188,3 +188,42 @@ def test_looking_among_the_likeliest_first_keeps_what_sorting_all_would_keep(sca
             kept = kept_by_sorting(logits[i].tolist(), top_k, own.top_p)
             assert {token for token in range(vocab) if found[i, token] > float("-inf")} == kept
             assert torch.equal(found[i], shape(logits[i : i + 1].clone(), runs[i : i + 1])[0])
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_p": 0.9},
+        {"top_k": 3},
+        {"min_p": 0.1},
+        {"logit_bias": {3: 1.0}},
+        {"min_tokens": 1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": 0.1},
+        {"repetition_penalty": 1.1},
+        {"grammar": "root ::= [a-z]"},
+    ],
+)
+def test_whatever_changes_a_logit_needs_shaping(settings):
+    assert needs_shaping(SamplingParams(temperature=0.7, **settings))
+    cuts = {"top_p", "top_k", "min_p"}
+    assert needs_shaping(SamplingParams(temperature=0, **settings)) == (not cuts & set(settings))
+
+
+def test_a_row_that_needs_no_shaping_is_its_logits_over_its_temperature():
+    chance = random.Random(11)
+    generator = torch.Generator().manual_seed(11)
+    num_plain = 0
+    for _ in range(2000):
+        run, _ = random_run(chance)
+        if needs_shaping(run.params):
+            continue
+        num_plain += run.params.temperature > 0
+        logits = torch.randn(len(run.depths), VOCAB, generator=generator)
+        expected = logits / (run.params.temperature or 1.0)
+        shaped = shape(logits.clone(), [run])
+        if run.params.temperature > 0:
+            assert torch.equal(shaped, expected)
+        else:
+            assert torch.equal(shaped.argmax(-1), expected.argmax(-1))
+    assert num_plain > 20

@@ -1,0 +1,278 @@
+"""Eager passes: the logits of transformers' own forward for every family, and tokens by temperature and noise."""
+
+import logging
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from engine.config import ModelConfig
+from engine.errors import ModelError
+from engine.execution.attention import KVTensors
+from engine.execution.batch import ForwardRow, build
+from engine.execution.eager import EagerBackend, load_eager
+from engine.models.causal_lm import Shard
+from engine.models.loader import load_model
+from engine.sampling import noise
+from engine.sampling.noise import Draws
+from tests.engine.tiny import SIZES, save
+
+CPU = torch.device("cpu")
+
+MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+HEADS = {"head_dim": 16}
+FAMILIES = {
+    "llama": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
+    "llama, long rope": (
+        "LlamaConfig",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen2, half sliding": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", HEADS),
+    "mistral, sliding": ("MistralConfig", {"sliding_window": 8}),
+    "gemma": ("GemmaConfig", HEADS),
+    "gemma3, half sliding": (
+        "Gemma3TextConfig",
+        {**HEADS, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "qwen3 mixture": ("Qwen3MoeConfig", {**MIXTURE, **HEADS}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "phi3": ("Phi3Config", {}),
+    "olmo2": ("Olmo2Config", {}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "granite": ("GraniteConfig", {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 2.0}),
+}
+
+
+def family(name):
+    cls, extra = FAMILIES[name]
+    return getattr(transformers, cls)(**{**SIZES, **extra})
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def load(path, dtype=torch.float32, shard=None):
+    return load_eager(ModelConfig(str(path)), CPU, dtype, shard)
+
+
+@pytest.fixture(scope="module")
+def eager(target_path):
+    return load(target_path)
+
+
+def reference(path):
+    module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def logits(token_ids):
+        with torch.no_grad():
+            return module(torch.tensor([token_ids])).logits[0]
+
+    return logits
+
+
+def paths_of(tokens, parents):
+    found = [[]]
+    for token, parent in zip(tokens, parents, strict=True):
+        found.append([*found[parent + 1], token])
+    return found[1:]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_batch_of_every_kind_of_row_computes_transformers_own_logits(name, tmp_path):
+    """Prompts, chunks, single tokens, chains and trees, in blocks that are dirty and out of order."""
+    config = family(name)
+    save(config, tmp_path, factor=3.0)
+    expect, backend = reference(tmp_path), load(tmp_path)
+    generator = torch.Generator().manual_seed(3)
+    text = torch.randint(2, 64, (6, 48), generator=generator).tolist()
+    order = (torch.randperm(6 * 8, generator=generator) + 1).view(6, 8).tolist()
+    kv = backend.allocate_kv(49, 8)
+    for cache in (*kv.keys, *kv.values):
+        cache.normal_(std=30.0, generator=generator)
+    done = [17, 33, 12, 25]
+    backend.run(build([ForwardRow(text[i][:n], 0, order[i], 0) for i, n in enumerate(done)], kv))
+    tree = [-1, 0, -1, 2, 2, 4]
+    drafted = text[3][40:46]
+    rows = [
+        ForwardRow(text[0][17:40], 17, order[0], 23),
+        ForwardRow(text[1][33:34], 33, order[1], 1),
+        ForwardRow(text[2][12:16], 12, order[2], 4),
+        ForwardRow([*text[3][25:27], *drafted], 25, order[3], 8, parents=tree),
+        ForwardRow(text[4][:5], 0, order[4], 5),
+        ForwardRow(text[5][:20], 0, order[5], 2),
+    ]
+    logits = backend.run(build(rows, kv)).logits
+    wanted = [
+        expect(text[0][:40])[17:],
+        expect(text[1][:34])[33:],
+        expect(text[2][:16])[12:],
+        expect(text[3][:27])[25:],
+        *(expect([*text[3][:27], *path])[-1:] for path in paths_of(drafted, tree)),
+        expect(text[4][:5]),
+        expect(text[5][:20])[18:],
+    ]
+    assert logits.dtype == torch.float32
+    assert (logits - torch.cat(wanted)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral, sliding", "gemma3, half sliding"])
+def test_a_prompt_in_chunks_computes_what_it_computes_whole(name, tmp_path):
+    save(family(name), tmp_path, factor=3.0)
+    expect, backend = reference(tmp_path), load(tmp_path)
+    text = torch.randint(2, 64, (45,), generator=torch.Generator().manual_seed(4)).tolist()
+    kv, blocks = backend.allocate_kv(8, 8), [4, 7, 1, 2, 6, 3]
+    found, start = [], 0
+    for size in (3, 17, 1, 20, 4):
+        row = ForwardRow(text[start : start + size], start, blocks, size)
+        found.append(backend.run(build([row], kv)).logits)
+        start += size
+    assert (torch.cat(found) - expect(text)).abs().max() < 1e-4
+
+
+def test_an_accepted_path_of_a_tree_counts_as_context_after_it_was_moved(eager):
+    """The keys of a node carry the rotary position of its depth, so moving them is all there is to do."""
+    kv, blocks = eager.allocate_kv(8, 4), [5, 2, 7]
+    prompt, drafted, parents = [9, 4, 30, 7, 8], [11, 12, 13, 14], [-1, -1, 1, 2]
+    eager.run(build([ForwardRow([*prompt, *drafted], 0, blocks, 0, parents=parents)], kv))
+    slots = torch.tensor([blocks[place // 4] * 4 + place % 4 for place in range(5, 9)])
+    kv.move(slots[[1, 2, 3]], slots[[0, 1, 2]])
+    moved = eager.run(build([ForwardRow([40], 8, blocks, 1)], kv)).logits
+    straight = eager.allocate_kv(8, 4)
+    whole = eager.run(build([ForwardRow([*prompt, 12, 13, 14, 40], 0, blocks, 1)], straight)).logits
+    assert (moved - whole).abs().max() < 1e-5
+
+
+ROWS = [
+    ForwardRow([9, 4, 30], 0, [1], 1),
+    ForwardRow([7, 8, 11, 12], 0, [2], 3, parents=[-1, -1]),
+    ForwardRow([5], 0, [3], 1),
+]
+
+
+def run(backend, draws=None):
+    return backend.run(build(ROWS, backend.allocate_kv(4, 16)), draws)
+
+
+def test_without_draws_every_token_is_the_likeliest(eager):
+    logits, scores, tokens = run(eager)
+    assert logits.shape == (5, SIZES["vocab_size"])
+    assert torch.equal(scores, logits)
+    assert torch.equal(tokens, logits.argmax(-1))
+
+
+def test_a_drawn_token_has_the_highest_logit_over_temperature_plus_noise(eager):
+    """Rows 0 and 4 are greedy, 1 and 3 share their noise, as two branches at one position do."""
+    keys = noise.keys([3, 8], [20, 21], noise.TARGET_STREAM, CPU)
+    temperatures = torch.tensor([[1.0], [0.5], [3.0], [2.0], [1.0]])
+    drawn = run(eager, Draws(temperatures, keys, torch.tensor([0, 2, 1, 2, 0])))
+    gumbel = noise.plain_gumbel(keys, torch.arange(SIZES["vocab_size"], dtype=torch.int32))
+    logits = run(eager).logits
+    expected = [
+        logits[0],
+        logits[1] / 0.5 + gumbel[1],
+        logits[2] / 3.0 + gumbel[0],
+        logits[3] / 2.0 + gumbel[1],
+        logits[4],
+    ]
+    assert torch.allclose(drawn.scores, torch.stack(expected), atol=1e-5)
+    assert torch.equal(drawn.tokens, drawn.scores.argmax(-1))
+    assert not torch.equal(drawn.tokens, logits.argmax(-1))
+    assert torch.equal(drawn.logits, logits), "drawing changed the logits"
+
+
+def test_draws_without_keys_are_greedy(eager):
+    nothing = noise.keys([], [], noise.TARGET_STREAM, CPU)
+    drawn = run(eager, Draws(torch.ones(5, 1), nothing, torch.zeros(5, dtype=torch.int64)))
+    assert torch.equal(drawn.scores, drawn.logits)
+    assert torch.equal(drawn.tokens, run(eager).tokens)
+
+
+def test_a_pass_without_logits_returns_none(eager):
+    logits, _, tokens = eager.run(build([ForwardRow([9, 4], 0, [1], 0)], eager.allocate_kv(2, 16)))
+    assert logits.shape == (0, SIZES["vocab_size"])
+    assert tokens.shape == (0,)
+
+
+def test_logits_of_16_bit_models_are_float32_and_their_caches_16_bit(target_path):
+    backend = load(target_path, torch.bfloat16)
+    assert backend.info.dtype == "bfloat16"
+    assert run(backend).logits.dtype == torch.float32
+    assert {cache.dtype for cache in backend.allocate_kv(2, 16).keys} == {torch.bfloat16}
+
+
+def test_the_cache_has_the_models_heads(eager):
+    kv = eager.allocate_kv(5, 16)
+    assert isinstance(kv, KVTensors)
+    assert [tuple(cache.shape) for cache in (*kv.keys, *kv.values)] == [(5, 16, 2, 8)] * 4
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [("llama", [None]), ("mistral, sliding", [8]), ("qwen2, half sliding", [None, 8])],
+)
+def test_the_trial_finds_the_windows_that_layers_attend_through(name, windows, tmp_path):
+    save(family(name), tmp_path)
+    assert load(tmp_path).windows == windows
+
+
+def test_a_model_by_itself_sums_nothing_and_a_rank_sums_with_the_others(target_path):
+    model = load_model(ModelConfig(target_path), device=CPU, dtype=torch.float32)
+    partial = torch.tensor([1, 2])
+    assert EagerBackend(model).all_reduce(partial) is partial
+    model.shard = Shard(0, 1, lambda tensor: tensor.mul_(2))
+    assert EagerBackend(model).all_reduce(partial).tolist() == [2, 4]
+
+
+UNSUPPORTED = {
+    "capped attention": ("Gemma2Config", HEADS, "softcap"),
+    "attention sinks": ("GptOssConfig", {"num_local_experts": 4, **HEADS}, "s_aux"),
+    "no .model": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "not built like"),
+    "other key shapes": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}, "not built like"),
+    "keywords not passed on": ("NemotronConfig", {}, "not built like"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_attention_does_not_compute_is_refused_before_the_first_round(name, tmp_path):
+    cls, extra, reason = UNSUPPORTED[name]
+    save(getattr(transformers, cls)(**{**SIZES, **extra}), tmp_path)
+    with pytest.raises(ModelError, match=reason):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("tried to allocate 2 GiB"), "does not fit into the memory of cpu: tried to allocate 2"),
+        (RuntimeError("shapes differ"), "is not built like the models served here: shapes differ"),
+    ],
+)
+def test_a_trial_that_runs_out_of_memory_does_not_blame_the_architecture(error, reason, target_path, monkeypatch):
+    def fail(*_):
+        raise error
+
+    model = load_model(ModelConfig(target_path), device=CPU, dtype=torch.float32)
+    monkeypatch.setattr("engine.execution.eager.forward", fail)
+    with pytest.raises(ModelError, match=reason):
+        EagerBackend(model)
+
+
+def test_loading_says_what_was_loaded(target_path, caplog):
+    with caplog.at_level(logging.INFO):
+        backend = load(target_path)
+    size = f"{backend.info.num_parameters / 1e6:.1f} M parameters in float32 on cpu"
+    assert f"{target_path}: {size}, loaded in " in caplog.text

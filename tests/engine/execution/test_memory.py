@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.execution.memory import plan_kv_blocks
+from engine.execution.memory import Footprint, plan_kv_blocks
 from engine.models.footprint import of_weights
 
 GIB = 2**30
@@ -106,3 +106,28 @@ def test_ranks_on_one_cpu_share_its_memory():
 
 def test_a_number_from_the_configuration_is_taken_as_it_is():
     assert blocks(1, ["70B"], num_blocks=7) == 7
+
+
+def small(max_model_len):
+    return Footprint("model", 100, 0, 1, max_model_len)
+
+
+@pytest.mark.parametrize(("free_bytes", "blocks"), [(100 + 63, None), (100 + 64, 4), (100 + 80, 5)])
+def test_one_request_of_full_length_is_enough_and_less_is_refused(free_bytes, blocks):
+    engine = EngineConfig(memory_fraction=1.0, num_speculative_tokens=0)
+    if blocks is None:
+        with pytest.raises(ModelError, match="are free"):
+            plan_kv_blocks(free_bytes, [small(64)], engine, device="gpu0")
+    else:
+        assert plan_kv_blocks(free_bytes, [small(64)], engine, device="gpu0") == blocks
+
+
+def test_the_shorter_context_of_draft_and_target_is_planned_for():
+    engine = EngineConfig(num_speculative_tokens=0, max_num_seqs=1)
+    assert plan_kv_blocks(10**6, [small(64), small(640)], engine, device="gpu0") == 4
+
+
+def test_half_of_a_cpus_memory_is_left_to_other_processes_and_a_tenth_of_a_gpus():
+    engine = EngineConfig(max_num_seqs=10**6)
+    assert plan_kv_blocks(100 + 16_000, [small(64)], engine, device="cpu") == 500
+    assert plan_kv_blocks(100 + 16_000, [small(64)], engine, device="gpu0") == 900

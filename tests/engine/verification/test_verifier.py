@@ -132,7 +132,7 @@ def endless(**settings):
 SHAPED = [
     endless(temperature=0.9, seed=1, top_p=0.4),
     endless(temperature=1.3, seed=2, top_k=2),
-    endless(temperature=0.8, seed=3, min_p=0.5),
+    endless(temperature=1.5, seed=3, min_p=0.9),
     endless(temperature=0.8, seed=4, logit_bias={7: 9.0}),
     endless(temperature=0, logit_bias={7: 9.0}),
     endless(temperature=0.7, seed=5, presence_penalty=2.0, repetition_penalty=3.0),

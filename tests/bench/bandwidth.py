@@ -62,7 +62,6 @@ def bandwidth(workload: Workload, console: Console) -> Bandwidth:
         assert isinstance(backend, EagerBackend)
         if workload.compile == "auto" and isinstance(backend, CpuBackend):
             backend.compile()
-            backend.warm_up()
         row = measure("engine-plain", method, workload, Cell(1, 0.0))
         is_compiled = isinstance(backend, CpuBackend) and backend.is_compiled
         found = Bandwidth(_weight_bytes(backend.model), is_compiled, row.tpot_ms, _stream(backend.device))

@@ -147,7 +147,7 @@ async def test_a_rank_that_does_not_answer_is_not_healthy(targets, drafts):
     await group.stop()
 
 
-async def test_a_lost_rank_is_replaced_with_all_others_when_it_is_asked_for(targets, drafts):
+async def test_a_recovery_replaces_all_ranks_when_one_is_lost(targets, drafts):
     group = await started()
     targets.workers[0].end("killed")
     await until(lambda: not group._remote_verifier.is_available)
@@ -162,7 +162,7 @@ async def test_a_lost_rank_is_replaced_with_all_others_when_it_is_asked_for(targ
     await group.stop()
 
 
-async def test_the_end_of_replaced_ranks_is_no_news(targets, drafts):
+async def test_the_end_of_replaced_ranks_is_ignored(targets, drafts):
     group = await started()
     group._remote_verifier.disconnect("late")
     await group.recover()
@@ -173,7 +173,7 @@ async def test_the_end_of_replaced_ranks_is_no_news(targets, drafts):
     await group.stop()
 
 
-async def test_ranks_that_live_are_not_started_anew(targets, drafts):
+async def test_living_ranks_are_not_restarted(targets, drafts):
     group = await started()
     await group.recover()
     assert len(targets.workers) == 1

@@ -16,7 +16,7 @@ def located(node, device, free, *, weights=100, token_bytes=1):
     return (node, Survey(device, free, Footprint("model", weights, 0, token_bytes, 16)))
 
 
-def test_workers_on_devices_of_their_own_do_not_share():
+def test_workers_on_different_devices_do_not_share_memory():
     surveys = {"target": [located("a", "gpu0", 1700)], "draft": [located("a", "gpu1", 900)]}
     assert plan_devices(surveys, CONFIG) == {"target": 100, "draft": 50}
 
@@ -40,7 +40,7 @@ def test_ranks_have_the_blocks_of_the_tightest_device():
     assert plan_devices(surveys, CONFIG) == {"target": 50}
 
 
-async def test_nobody_loads_before_all_have_surveyed_and_a_restart_needs_no_survey():
+async def test_no_worker_loads_before_all_have_surveyed_and_a_restart_needs_no_survey():
     plan = MemoryPlan(CONFIG, ["target", "draft"])
     target = asyncio.create_task(plan.join("target", [located("a", "cpu", 1800)]))
     await asyncio.sleep(0)

@@ -2,7 +2,7 @@
 
 Seven mutants of the draft protocol, each tried by hand, and the test that catches it:
 
-- `Acknowledged.delta` starts one token too late (`offset + 1`): test_every_round_reaches_the_worker_whole
+- `Acknowledged.delta` starts one token too late (`offset + 1`): test_every_round_reaches_the_worker
 - `MessageLink.deliver` takes a reply of any round: test_a_late_reply_is_not_taken_for_the_next_one
 - `MessageLink.deliver` does not compare versions: test_a_reply_of_another_version_is_not_taken
 - `RemoteDrafter` treats `PrefixMissing` as a failure: test_a_drafter_that_forgets_is_told_again
@@ -73,7 +73,7 @@ def answering(make):
     return FakeLink(answer)
 
 
-async def test_every_round_reaches_the_worker_whole():
+async def test_every_round_reaches_the_worker():
     side = DraftSide()
     tokens = {"a": [1, 2, 3], "b": [4]}
     for i in range(5):
@@ -86,7 +86,7 @@ async def test_every_round_reaches_the_worker_whole():
     assert side.drafter.last_compute_s > 0
 
 
-async def test_only_what_is_new_travels():
+async def test_only_new_tokens_are_sent():
     side = DraftSide()
     await side.propose(propose_row("a", range(100)))
     await side.propose(propose_row("a", range(102)))
@@ -96,7 +96,7 @@ async def test_only_what_is_new_travels():
     assert last.rows[0].prefix.params is None
 
 
-async def test_no_drafts_asked_is_no_message():
+async def test_no_message_is_sent_when_no_draft_tokens_are_requested():
     side = DraftSide()
     assert await side.propose(propose_row("a", [1], k=0)) == [[]]
     assert side.link.requests == []
@@ -175,7 +175,7 @@ async def test_a_reply_of_another_version_is_not_taken(dropped):
     drafter.disconnect("done")
 
 
-async def test_a_drafter_that_fails_is_left_alone_until_it_answers(caplog):
+async def test_a_failed_drafter_is_not_called_until_it_answers_a_ping(caplog):
     caplog.set_level(logging.INFO, "cluster.remote")
     side = DraftSide()
     side.link.faults = ["lose"] * 3

@@ -7,13 +7,13 @@ from deployments.config import Autoscaling
 
 
 @pytest.mark.parametrize(
-    ("reported", "total", "wanted"),
+    ("reported", "total", "expected"),
     [({}, 0, 1), ({}, 25, 3), ({"a": 10.0, "b": 11.0}, 0, 3), ({"a": 10.0}, 99, 1), ({"a": 0.0}, 99, 1)],
 )
-def test_replicas_follow_the_queue_depth(reported: dict[str, float], total: float, wanted: int) -> None:
+def test_replicas_follow_the_queue_depth(reported: dict[str, float], total: float, expected: int) -> None:
     metrics = {NUM_REQUESTS: reported} if reported else {}
     context = SimpleNamespace(aggregated_metrics=metrics, total_num_requests=total)
-    assert QueueDepthPolicy(requests_per_replica=10)(context) == (wanted, {})  # type: ignore[arg-type]
+    assert QueueDepthPolicy(requests_per_replica=10)(context) == (expected, {})  # type: ignore[arg-type]
 
 
 def test_one_replica_does_not_scale() -> None:

@@ -7,7 +7,7 @@ from engine.errors import PacelineError, PromptTooLongError, QueueFullError, Req
 
 
 def tree(cls: type[PacelineError]) -> list[type[PacelineError]]:
-    return [cls, *(found for child in cls.__subclasses__() for found in tree(child))]
+    return [cls, *(subclass for child in cls.__subclasses__() for subclass in tree(child))]
 
 
 @pytest.mark.parametrize("cls", [cls for cls in tree(PacelineError) if cls.__module__ == "engine.errors"])

@@ -21,14 +21,14 @@ async def test_replicas_add_up_and_shares_are_averaged() -> None:
         rig.engine.stats.observe_draft(3, 2)
     rigs[0].engine.add("held", [1, 2, 3], generation().params)
     await rigs[0].engine.step()
-    found = values(exposition([rig.metrics.collect() for rig in rigs]))
-    assert found["vllm:generation_tokens_total", ""] == 17
-    assert found["vllm:request_success_total", "length"] == 2
-    assert found["vllm:num_requests_running", ""] == 1
-    assert found["vllm:spec_decode_num_draft_tokens_total", ""] == 6
-    assert [found["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(i)] for i in range(3)] == [2, 2, 0]
-    assert found["vllm:kv_cache_usage_perc", ""] == 0.5 / rigs[0].engine.num_blocks
-    assert found["vllm:e2e_request_latency_seconds_count", ""] == 2
+    samples = values(exposition([rig.metrics.collect() for rig in rigs]))
+    assert samples["vllm:generation_tokens_total", ""] == 17
+    assert samples["vllm:request_success_total", "length"] == 2
+    assert samples["vllm:num_requests_running", ""] == 1
+    assert samples["vllm:spec_decode_num_draft_tokens_total", ""] == 6
+    assert [samples["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(i)] for i in range(3)] == [2, 2, 0]
+    assert samples["vllm:kv_cache_usage_perc", ""] == 0.5 / rigs[0].engine.num_blocks
+    assert samples["vllm:e2e_request_latency_seconds_count", ""] == 2
     for rig in rigs:
         await rig.loop.stop()
 
@@ -38,9 +38,9 @@ async def test_a_client_that_left_is_counted_but_not_timed() -> None:
     stream = rig.loop.generate(generation(max_tokens=100))
     await anext(stream)
     await stream.aclose()
-    found = values(exposition([rig.metrics.collect()]))
-    assert found["vllm:request_success_total", "abort"] == 1
-    assert ("vllm:e2e_request_latency_seconds_count", "") not in found
+    samples = values(exposition([rig.metrics.collect()]))
+    assert samples["vllm:request_success_total", "abort"] == 1
+    assert ("vllm:e2e_request_latency_seconds_count", "") not in samples
     await rig.loop.stop()
 
 

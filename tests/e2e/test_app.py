@@ -132,7 +132,7 @@ def worker(name):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_text_is_the_targets_own(client, expected, temperature):
-    wanted = expected(temperature=temperature, seed=5, max_tokens=40, ignore_eos=True)
+    reference = expected(temperature=temperature, seed=5, max_tokens=40, ignore_eos=True)
     request = {
         "model": "tiny",
         "prompt": PROMPT,
@@ -141,14 +141,14 @@ def test_the_text_is_the_targets_own(client, expected, temperature):
         "seed": 5,
         "extra_body": {"ignore_eos": True},
     }
-    assert client.completions.create(**request).choices[0].text == wanted
+    assert client.completions.create(**request).choices[0].text == reference
     chunks = list(client.completions.create(**request, stream=True))
-    assert "".join(chunk.choices[0].text for chunk in chunks) == wanted
+    assert "".join(chunk.choices[0].text for chunk in chunks) == reference
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices[0].finish_reason] == ["length"]
     plain = client.completions.create(
         **{**request, "extra_body": {"ignore_eos": True, "speculative": {"enabled": False}}}
     )
-    assert plain.choices[0].text == wanted
+    assert plain.choices[0].text == reference
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
@@ -156,7 +156,7 @@ def test_a_grammar_holds_on_every_process_of_the_way(client, url, expected, temp
     """The checker, draft and target each compile it; the drafts that the target keeps follow it too."""
     regex = r"[b-e]{4,40}(-[0-9]{2}){3}"
     kept = gauge(url, "spec_decode_num_accepted_tokens_total")
-    wanted = expected(temperature=temperature, seed=5, max_tokens=80, grammar=from_regex(regex))
+    reference = expected(temperature=temperature, seed=5, max_tokens=80, grammar=from_regex(regex))
     response = client.completions.create(
         model="tiny",
         prompt=PROMPT,
@@ -165,8 +165,8 @@ def test_a_grammar_holds_on_every_process_of_the_way(client, url, expected, temp
         seed=5,
         extra_body={"structured_outputs": {"regex": regex}},
     )
-    assert response.choices[0].text == wanted
-    assert re.fullmatch(f"{regex}!?", wanted)  # token 0, the end, is also an exclamation mark here
+    assert response.choices[0].text == reference
+    assert re.fullmatch(f"{regex}!?", reference)  # token 0, the end, is also an exclamation mark here
     assert gauge(url, "spec_decode_num_accepted_tokens_total") > kept
 
 
@@ -248,12 +248,12 @@ def test_a_client_that_leaves_frees_its_blocks(client, url, headers):
 @pytest.mark.parametrize("name", ["DraftWorker", "TargetWorker"])
 def test_a_worker_killed_in_mid_stream_does_not_change_the_text(client, expected, url, name):
     params = {"temperature": 0.8, "seed": 11, "max_tokens": 200}
-    wanted = expected(ignore_eos=True, **params)
+    reference = expected(ignore_eos=True, **params)
     stream = iter(
         client.completions.create(model="tiny", prompt=PROMPT, stream=True, extra_body={"ignore_eos": True}, **params)
     )
     text = "".join(next(stream).choices[0].text for _ in range(3))
     os.kill(worker(name), signal.SIGKILL)
     text += "".join(chunk.choices[0].text for chunk in stream)
-    assert text == wanted
+    assert text == reference
     assert httpx.get(f"{url}/health").status_code == 200

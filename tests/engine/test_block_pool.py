@@ -16,7 +16,7 @@ def digests(token_ids, block_size=4, salt=SALT):
     return names
 
 
-def computed(pool, token_ids, salt=SALT):
+def published(pool, token_ids, salt=SALT):
     """Allocate and publish the blocks of a run of tokens; their owner still holds them."""
     blocks = pool.allocate(pool.blocks_for(len(token_ids)))
     for block, digest in zip(blocks, digests(token_ids, pool.block_size, salt), strict=False):
@@ -24,14 +24,14 @@ def computed(pool, token_ids, salt=SALT):
     return blocks
 
 
-def found(pool, token_ids, salt=SALT):
+def cached_blocks(pool, token_ids, salt=SALT):
     """The blocks that are known of a prefix; their references are given back."""
     blocks, _ = pool.match(token_ids, salt)
     pool.free(blocks)
     return blocks
 
 
-def test_block_0_belongs_to_nobody():
+def test_block_0_is_never_allocated():
     pool = BlockPool(4, block_size=4)
     assert pool.num_free == 3
     assert sorted(pool.allocate(3)) == [1, 2, 3]
@@ -45,7 +45,7 @@ def test_an_allocation_takes_all_that_it_needs_or_nothing():
 
 
 @pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_a_block_that_is_begun_counts_whole(num_tokens, num_blocks):
+def test_a_partly_filled_block_counts_as_a_whole_one(num_tokens, num_blocks):
     assert BlockPool(4, block_size=4).blocks_for(num_tokens) == num_blocks
 
 
@@ -60,47 +60,47 @@ def test_a_block_freed_twice_is_a_bug():
 def test_a_prefix_is_found_while_its_owner_holds_it_and_after():
     pool = BlockPool(9, block_size=4)
     tokens = list(range(9))
-    blocks = computed(pool, tokens)
+    blocks = published(pool, tokens)
     shared, names = pool.match(tokens, SALT)
     assert shared == blocks[:2]
     assert names == digests(tokens)
     pool.free(blocks)
     pool.free(shared)
-    assert found(pool, tokens) == blocks[:2]
+    assert cached_blocks(pool, tokens) == blocks[:2]
 
 
 def test_one_token_is_always_left_to_compute():
     pool = BlockPool(9, block_size=4)
-    blocks = computed(pool, list(range(8)))
-    assert found(pool, list(range(8))) == blocks[:1]
-    assert found(pool, list(range(9))) == blocks[:2]
+    blocks = published(pool, list(range(8)))
+    assert cached_blocks(pool, list(range(8))) == blocks[:1]
+    assert cached_blocks(pool, list(range(9))) == blocks[:2]
 
 
 def test_a_prefix_ends_at_the_first_block_that_differs():
     pool = BlockPool(9, block_size=4)
-    blocks = computed(pool, list(range(12)))
-    assert found(pool, [*range(4), 99, *range(5, 13)]) == blocks[:1]
-    assert found(pool, [99, *range(1, 13)]) == []
+    blocks = published(pool, list(range(12)))
+    assert cached_blocks(pool, [*range(4), 99, *range(5, 13)]) == blocks[:1]
+    assert cached_blocks(pool, [99, *range(1, 13)]) == []
 
 
 def test_equal_tokens_after_different_beginnings_are_different_blocks():
     assert digests([1, 1, 1, 1, 5, 5, 5, 5])[1] != digests([2, 2, 2, 2, 5, 5, 5, 5])[1]
 
 
-def test_another_salt_finds_nothing():
+def test_prefixes_of_another_salt_are_not_found():
     pool = BlockPool(9, block_size=4)
-    computed(pool, list(range(8)))
-    assert found(pool, list(range(9)), salt=b"other") == []
+    published(pool, list(range(8)))
+    assert cached_blocks(pool, list(range(9)), salt=b"other") == []
 
 
-def test_token_ids_of_any_size_have_names_of_their_own():
+def test_token_ids_of_any_size_have_different_digests():
     assert len({block_digest(SALT, [token]) for token in (1, 2**8 + 1, 2**16 + 1, 2**32 + 1)}) == 4
     assert block_digest(SALT, [1, 2]) != block_digest(SALT, [2, 1])
 
 
-def test_a_shared_block_is_free_when_its_last_owner_gives_it_up():
+def test_a_shared_block_is_free_once_its_last_reference_is_dropped():
     pool = BlockPool(3, block_size=4)
-    blocks = computed(pool, list(range(5)))
+    blocks = published(pool, list(range(5)))
     shared, _ = pool.match(list(range(5)), SALT)
     pool.free(blocks)
     assert pool.num_free == 1
@@ -110,81 +110,81 @@ def test_a_shared_block_is_free_when_its_last_owner_gives_it_up():
 
 def test_a_found_block_cannot_be_allocated_while_it_is_held():
     pool = BlockPool(3, block_size=4)
-    pool.free(computed(pool, list(range(4))))
+    pool.free(published(pool, list(range(4))))
     (held,), _ = pool.match(list(range(5)), SALT)
     assert pool.num_free == 1
     assert pool.allocate(2) is None
     assert pool.allocate(1) != [held]
 
 
-def test_blocks_without_a_name_are_taken_before_those_that_can_be_found():
+def test_unpublished_blocks_are_allocated_before_published_ones():
     pool = BlockPool(4, block_size=4)
-    blocks = computed(pool, [1] * 9)[:2]
+    blocks = published(pool, [1] * 9)[:2]
     pool.free([*blocks, 3])
     assert pool.allocate(1) == [3]
     pool.free([3])
     assert pool.allocate(2) == [3, blocks[1]]
-    assert found(pool, [1] * 9) == blocks[:1]
+    assert cached_blocks(pool, [1] * 9) == blocks[:1]
 
 
 def test_the_tail_of_a_prefix_is_evicted_before_its_head():
     pool = BlockPool(4, block_size=4)
-    blocks = computed(pool, list(range(12)))
+    blocks = published(pool, list(range(12)))
     pool.free(blocks)
     assert pool.allocate(1) == blocks[2:]
-    assert found(pool, list(range(13))) == blocks[:2]
+    assert cached_blocks(pool, list(range(13))) == blocks[:2]
 
 
-def test_the_prefix_that_was_given_up_first_is_evicted_first():
+def test_the_prefix_that_was_freed_first_is_evicted_first():
     pool = BlockPool(3, block_size=4)
-    old, new = computed(pool, [1] * 4), computed(pool, [2] * 4)
+    old, new = published(pool, [1] * 4), published(pool, [2] * 4)
     pool.free(old)
     pool.free(new)
-    assert found(pool, [1] * 5) == old  # used again, so that it is the younger one now
+    assert cached_blocks(pool, [1] * 5) == old  # used again, so that it is the younger one now
     assert pool.allocate(1) == new
-    assert found(pool, [1] * 5) == old
-    assert found(pool, [2] * 5) == []
+    assert cached_blocks(pool, [1] * 5) == old
+    assert cached_blocks(pool, [2] * 5) == []
 
 
-def test_an_evicted_block_is_found_by_its_new_name_only():
+def test_an_evicted_block_is_found_by_its_new_digest_only():
     pool = BlockPool(2, block_size=4)
-    pool.free(computed(pool, [1] * 4))
-    pool.free(computed(pool, [2] * 4))
-    assert found(pool, [1] * 5) == []
-    assert found(pool, [2] * 5) == [1]
+    pool.free(published(pool, [1] * 4))
+    pool.free(published(pool, [2] * 4))
+    assert cached_blocks(pool, [1] * 5) == []
+    assert cached_blocks(pool, [2] * 5) == [1]
 
 
-def test_the_first_holder_of_a_name_keeps_it():
+def test_the_first_block_published_under_a_digest_keeps_it():
     pool = BlockPool(5, block_size=4)
-    first = computed(pool, [1] * 4)
-    second = computed(pool, [1] * 4)
-    assert found(pool, [1] * 5) == first
+    first = published(pool, [1] * 4)
+    second = published(pool, [1] * 4)
+    assert cached_blocks(pool, [1] * 5) == first
     pool.free(second)
     assert pool.allocate(1) == second  # nobody can find it, so it goes first
-    assert found(pool, [1] * 5) == first
+    assert cached_blocks(pool, [1] * 5) == first
 
 
-def test_a_block_has_one_name():
+def test_a_block_has_one_digest():
     pool = BlockPool(3, block_size=4)
-    (block,) = computed(pool, [1] * 4)
+    (block,) = published(pool, [1] * 4)
     pool.publish(block, digests([2] * 4)[0])
-    assert found(pool, [1] * 5) == [block]
-    assert found(pool, [2] * 5) == []
+    assert cached_blocks(pool, [1] * 5) == [block]
+    assert cached_blocks(pool, [2] * 5) == []
 
 
 def test_a_cleared_pool_finds_nothing_and_loses_no_block():
     pool = BlockPool(4, block_size=4)
-    held = computed(pool, [1] * 4)
-    pool.free(computed(pool, [2] * 4))
+    held = published(pool, [1] * 4)
+    pool.free(published(pool, [2] * 4))
     pool.clear()
-    assert found(pool, [1] * 5) == []
-    assert found(pool, [2] * 5) == []
+    assert cached_blocks(pool, [1] * 5) == []
+    assert cached_blocks(pool, [2] * 5) == []
     assert pool.num_free == 2
     pool.free(held)
     assert sorted(pool.allocate(3)) == [1, 2, 3]
 
 
-def test_a_pool_that_shares_nothing_names_nothing():
+def test_a_pool_without_sharing_publishes_nothing():
     pool = BlockPool(4, block_size=4, share=False)
-    computed(pool, list(range(8)))
-    assert found(pool, list(range(9))) == []
+    published(pool, list(range(8)))
+    assert cached_blocks(pool, list(range(9))) == []

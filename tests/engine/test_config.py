@@ -49,7 +49,7 @@ def test_a_setting_that_does_not_fit_is_refused_in_one_line(settings: dict[str, 
     assert str(caught.value) == message
 
 
-def test_values_at_their_bounds_are_taken() -> None:
+def test_values_at_their_bounds_are_accepted() -> None:
     pair = make_pair(num_speculative_tokens=64, memory_fraction=1, max_model_len=2, num_blocks=None, max_num_seqs=1)
     assert (pair.num_speculative_tokens, pair.memory_fraction, pair.max_model_len) == (64, 1, 2)
 

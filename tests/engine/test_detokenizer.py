@@ -81,7 +81,7 @@ def test_a_space_that_only_stands_between_words_is_kept():
     assert detokenizer.append([0, 1]) == (" one two", None)
 
 
-def test_special_tokens_are_shown_only_if_they_are_asked_for(tokenizer):
+def test_special_tokens_are_shown_only_if_requested(tokenizer):
     end = tokenizer.token_to_id("<end>")
     token_ids = [*ids(tokenizer, "a"), end, *ids(tokenizer, "b")]
     for skip, text in ((True, "ab"), (False, "a<end>b")):

@@ -92,7 +92,7 @@ def test_the_draft_length_follows_the_load_and_comes_back():
     assert means[2] > 3
 
 
-def test_a_draft_that_stays_away_is_like_one_that_is_always_wrong():
+def test_missing_drafts_count_as_rejected_ones():
     control = Goodput(MAX_K)
     for _ in range(2000):
         control.observe_draft(MAX_K, 0)
@@ -119,7 +119,7 @@ def test_requests_that_allow_less_get_the_best_of_that():
     assert none.lengths == {0: 100}
 
 
-def test_nothing_is_tried_while_prompts_are_computed():
+def test_no_trial_starts_while_prompts_are_computed():
     machine = Machine(**CHEAP_DRAFT, acceptance=0.9)
     control = Goodput(MAX_K)
     machine.run(control, 1, 500, is_measured=lambda _: False)
@@ -158,7 +158,7 @@ class Clock:
         return self.now
 
 
-class Asked:
+class RecordingDrafter:
     """Passes proposals on and notes what was asked for."""
 
     def __init__(self, drafter):
@@ -205,26 +205,26 @@ def test_samples_under_the_rejection_rule_have_the_targets_law_whatever_the_cont
     )
     prompt = [3, 1, 4, 1, 0, 2, 2]
     tokens = run(engine, [(prompt, SamplingParams(seed=seed, max_tokens=3)) for seed in range(2000)])
-    counts = Counter(tuple(found) for found in tokens.values())
+    counts = Counter(tuple(token_ids) for token_ids in tokens.values())
     assert p_value(counts, joint_law(SamplingParams())) > 1e-5
 
 
-def test_a_drafter_is_left_alone_while_no_draft_is_wanted():
-    asked = []
+def test_a_drafter_is_not_called_in_rounds_without_drafts():
+    drafters = []
 
     def drafter(config):
-        asked.append(Asked(ModelDrafter(TARGET, config)))
-        return asked[0]
+        drafters.append(RecordingDrafter(ModelDrafter(TARGET, config)))
+        return drafters[0]
 
     requests = [([3, 1, 4, i % 5], SamplingParams(seed=i, max_tokens=60)) for i in range(20)]
     engine = make_engine(TARGET, drafter, speculation="adaptive", max_num_seqs=2, clock=Clock())
     run(engine, requests)
     rounds = engine.stats.num_rounds_by_length
     drafted = sum(count for (k, _), count in rounds.items() if k)
-    assert 0 < len(asked[0].lengths) <= drafted < engine.stats.num_rounds
+    assert 0 < len(drafters[0].lengths) <= drafted < engine.stats.num_rounds
     assert {reason for _, reason in rounds} == {"goodput", "trial"}
-    run(make_engine(TARGET, lambda config: asked[0], speculation="off"), requests)
-    assert len(asked[0].lengths) <= drafted
+    run(make_engine(TARGET, lambda config: drafters[0], speculation="off"), requests)
+    assert len(drafters[0].lengths) <= drafted
 
 
 @pytest.mark.parametrize("slowdown", [3.0, 1 / 3])
@@ -267,7 +267,7 @@ def test_a_new_batch_size_begins_with_the_length_of_the_nearest():
     assert control.choose([MAX_K] * 2, is_measured=False) == MAX_K
 
 
-def test_one_odd_trial_does_not_change_what_a_length_is_known_to_cost():
+def test_one_outlier_does_not_change_the_cost_of_a_length():
     control = Goodput(1)
     control.choose([1], is_measured=True)
     (load,) = control._loads.values()
@@ -280,7 +280,7 @@ def test_one_odd_trial_does_not_change_what_a_length_is_known_to_cost():
         assert load.costs[0] == 2.0
 
 
-def test_a_length_that_was_given_up_is_not_tried_again_at_once():
+def test_an_abandoned_length_is_not_tried_again_at_once():
     control = Goodput(1)
     control.choose([1], is_measured=True)
     (load,) = control._loads.values()

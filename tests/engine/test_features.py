@@ -59,13 +59,13 @@ TREES = {
 def requests(temperatures):
     """Every feature at every temperature, over several prompts and draft lengths."""
     generator = torch.Generator().manual_seed(8)
-    found = []
+    batch = []
     for i, (params, temperature, _) in enumerate(itertools.product(FEATURES.values(), temperatures, range(4))):
         prompt = torch.randint(2, VOCAB, (2 + i % 13,), generator=generator).tolist()
         ignore_eos = params.grammar is None
-        own = replace(params, temperature=temperature, seed=i, max_tokens=18, ignore_eos=ignore_eos)
-        found.append((prompt, replace(own, num_speculative_tokens=2 + i % 7)))
-    return found
+        sampling = replace(params, temperature=temperature, seed=i, max_tokens=18, ignore_eos=ignore_eos)
+        batch.append((prompt, replace(sampling, num_speculative_tokens=2 + i % 7)))
+    return batch
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def generate(target, draft, make_grammars):
     """Runs requests with a drafter and a rule: per request its tokens, text, reasons and log probabilities."""
     tokenizer = json_tokenizer()
 
-    def generate(asked, name=None, verification="coupled"):
+    def generate(batch, name=None, verification="coupled"):
         drafter = None if name is None else (DRAFTERS | TREES)[name](target, draft, make_grammars())
         engine = make_engine(
             target,
@@ -83,9 +83,9 @@ def generate(target, draft, make_grammars):
             verification=verification,
             num_speculative_tokens=0 if name is None else 8,
         )
-        found = run_outputs(engine, asked)
+        rounds_by_request = run_outputs(engine, batch)
         assert name is None or engine.stats.num_draft_tokens > 0
-        return [Output(rounds) for rounds in found.values()]
+        return [Output(rounds) for rounds in rounds_by_request.values()]
 
     return generate
 
@@ -104,9 +104,9 @@ class Output:
         check_logprobs(self.logprobs, other.logprobs)
 
 
-def check_logprobs(found, expected):
-    assert len(found) == len(expected)
-    for entry, other in zip(found, expected, strict=True):
+def check_logprobs(actual, expected):
+    assert len(actual) == len(expected)
+    for entry, other in zip(actual, expected, strict=True):
         assert entry.logprob == pytest.approx(other.logprob, abs=1e-5)
         assert entry.top_logprobs == pytest.approx(other.top_logprobs, abs=1e-5)
         assert entry.top_ids == other.top_ids
@@ -127,38 +127,38 @@ def drawn(generate):
 
 @pytest.mark.parametrize("name", [*DRAFTERS, *TREES])
 def test_coupled_output_is_that_without_speculation(name, generate, plain):
-    for found, expected in zip(generate(requests((0.0, 0.8)), name), plain, strict=True):
-        found.check_equal(expected)
+    for actual, expected in zip(generate(requests((0.0, 0.8)), name), plain, strict=True):
+        actual.check_equal(expected)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_greedy_output_by_the_rejection_rule_is_that_without_speculation(name, generate):
     greedy = requests((0.0,))
-    for found, expected in zip(generate(greedy, name, "rejection"), generate(greedy), strict=True):
-        found.check_equal(expected)
+    for actual, expected in zip(generate(greedy, name, "rejection"), generate(greedy), strict=True):
+        actual.check_equal(expected)
 
 
 def with_feature(name, outputs, temperatures=(0.8,)):
     """Pairs of a request and its output, of one feature."""
-    asked = requests(temperatures)
-    size = len(asked) // len(FEATURES)
+    batch = requests(temperatures)
+    size = len(batch) // len(FEATURES)
     first = [*FEATURES].index(name) * size
-    return list(zip(asked, outputs, strict=True))[first : first + size]
+    return list(zip(batch, outputs, strict=True))[first : first + size]
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drawn_texts_match_their_grammar(name, drawn):
-    found = [output for _, output in with_feature("grammar", drawn[name])]
-    complete = [output for output in found if output.token_ids[-1] == END]
+    actual = [output for _, output in with_feature("grammar", drawn[name])]
+    complete = [output for output in actual if output.token_ids[-1] == END]
     assert len(complete) >= 2
     assert all(matches("regex", output.text) for output in complete)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drawn_texts_end_before_their_stop_string(name, drawn):
-    found = [output for _, output in with_feature("stop strings", drawn[name])]
-    assert sum(output.reasons[0] == "stop" for output in found) >= 2
-    for output in found:
+    actual = [output for _, output in with_feature("stop strings", drawn[name])]
+    assert sum(output.reasons[0] == "stop" for output in actual) >= 2
+    for output in actual:
         assert not any(stop in output.text for stop in STOPS)
         whole = json_tokenizer().decode(output.token_ids)
         assert (output.reasons[0] == "stop") == any(stop in whole for stop in STOPS)

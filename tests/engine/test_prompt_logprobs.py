@@ -2,10 +2,10 @@
 
 | mutant | caught by |
 |---|---|
-| verifier: the logits of the token itself, not of the one before | test_they_are_those_of_transformers |
-| verifier: a prompt's rows decide for its neighbour | test_neighbours_write_what_they_would_alone |
-| scheduler: chunks are appended where a preemption began again | test_they_are_those_of_transformers[preempted] |
-| scheduler: cached blocks are reused | test_a_cached_prefix_does_not_hide_them |
+| verifier: the logits of the token itself, not of the one before | test_logprobs_equal_those_of_transformers |
+| verifier: a prompt's rows decide for its neighbour | test_prompt_logprobs_do_not_change_other_requests |
+| scheduler: chunks are appended where a preemption began again | test_logprobs_equal_those_of_transformers[preempted] |
+| scheduler: cached blocks are reused | test_prompt_logprobs_of_a_cached_prefix_are_computed |
 """
 
 from dataclasses import replace
@@ -54,7 +54,7 @@ def check(found, prompt, reference):
     [{}, {"max_num_batched_tokens": 7}, {"num_blocks": 12, "max_num_seqs": 8}, {"block_size": 4}],
     ids=["whole", "chunked", "preempted", "small blocks"],
 )
-def test_they_are_those_of_transformers(settings, target, reference):
+def test_logprobs_equal_those_of_transformers(settings, target, reference):
     engine = make_engine(target, lambda config: ModelDrafter(target, config), num_speculative_tokens=3, **settings)
     requests = [(prompt, PARAMS) for prompt in prompts()]
     outputs = run_outputs(engine, requests)
@@ -66,7 +66,7 @@ def test_they_are_those_of_transformers(settings, target, reference):
         assert engine.stats.num_preemptions > 0
 
 
-def test_a_cached_prefix_does_not_hide_them(target, reference):
+def test_prompt_logprobs_of_a_cached_prefix_are_computed(target, reference):
     prompt = prompts()[-1]
     engine = make_engine(target, num_speculative_tokens=0)
     plain = replace(PARAMS, prompt_logprobs=None)
@@ -80,7 +80,7 @@ def test_a_cached_prefix_does_not_hide_them(target, reference):
     assert texts[0] == texts[1] == texts[2]
 
 
-def test_neighbours_write_what_they_would_alone(target):
+def test_prompt_logprobs_do_not_change_other_requests(target):
     requests = [(prompt, replace(PARAMS, prompt_logprobs=3 if i % 2 else None)) for i, prompt in enumerate(prompts())]
     plain = [(prompt, replace(params, prompt_logprobs=None)) for prompt, params in requests]
     engine = make_engine(
@@ -92,7 +92,7 @@ def test_neighbours_write_what_they_would_alone(target):
     assert run(engine, requests) == run(make_engine(target, num_speculative_tokens=0), plain)
 
 
-def test_they_survive_the_loss_of_the_targets_memory(target, reference):
+def test_prompt_logprobs_survive_the_loss_of_the_kv_cache(target, reference):
     """Between two chunks of a prompt, when some are known already."""
     engine = make_engine(target, num_speculative_tokens=0, max_num_batched_tokens=24)
     outputs = run_outputs(

@@ -177,7 +177,7 @@ def test_the_next_request_does_not_overtake_one_that_waits_for_blocks():
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 9])
-def test_no_draft_token_is_asked_that_max_tokens_has_no_room_for(max_tokens):
+def test_a_draft_leaves_room_for_one_more_token_within_max_tokens(max_tokens):
     scheduler = make_scheduler()
     sequence = add(scheduler, "a", [1, 2], max_tokens=max_tokens)
     run_round(scheduler, 4)  # computes the prompt and commits a token
@@ -190,7 +190,7 @@ def test_no_draft_token_is_asked_that_max_tokens_has_no_room_for(max_tokens):
     assert sequence.num_output_tokens == max_tokens
 
 
-def test_no_draft_token_is_asked_beyond_the_context_length():
+def test_a_draft_stays_within_the_context_length():
     scheduler = make_scheduler(max_model_len=10)
     add(scheduler, "a", range(6))
     run_round(scheduler)
@@ -239,7 +239,7 @@ def test_a_request_that_is_drafted_for_at_once_has_blocks_for_that_too():
     assert len(sequence.block_ids) == 2
 
 
-def test_the_youngest_request_gives_its_blocks_to_the_older_ones_and_keeps_its_tokens():
+def test_the_youngest_request_is_preempted_for_older_ones_and_keeps_its_tokens():
     scheduler = make_scheduler(num_blocks=1 + 4)
     old, young = add(scheduler, "old", range(7)), add(scheduler, "young", range(10, 17))
     run_round(scheduler)
@@ -270,7 +270,7 @@ def test_a_preempted_request_is_the_first_to_come_back():
     assert scheduler.stats.num_prompt_tokens == 7 + 7 + 1
 
 
-def test_the_youngest_request_gives_way_itself_when_it_needs_more():
+def test_the_youngest_request_is_preempted_when_it_needs_more_blocks_itself():
     scheduler = make_scheduler(num_blocks=1 + 4)
     add(scheduler, "old", range(5))
     add(scheduler, "young", range(10, 17))
@@ -328,7 +328,7 @@ def test_a_text_that_ends_inside_its_draft_is_shared_up_to_its_end():
     assert scheduler.pool._digest_of.keys() == {1}
 
 
-def test_a_request_computes_only_what_no_other_has():
+def test_a_request_does_not_compute_cached_blocks_again():
     scheduler = make_scheduler()
     add(scheduler, "a", range(10))
     run_round(scheduler)
@@ -339,7 +339,7 @@ def test_a_request_computes_only_what_no_other_has():
     assert sequence.block_ids[2] != scheduler.running[0].block_ids[2]
 
 
-def test_a_shared_prefix_is_named_once_and_what_follows_it_by_all_before():
+def test_requests_with_a_common_prefix_have_the_same_first_digests():
     scheduler = make_scheduler()
     first = add(scheduler, "a", range(10))
     run_round(scheduler)
@@ -399,7 +399,7 @@ def test_an_unfinished_prompt_gives_no_output():
     assert output.token_ids == [7]
 
 
-def test_a_finished_request_gives_up_its_blocks_and_its_place():
+def test_a_finished_request_frees_its_blocks_and_leaves_the_batch():
     scheduler = make_scheduler(max_num_seqs=1)
     add(scheduler, "a", range(6), max_tokens=1)
     add(scheduler, "b", [1])
@@ -410,7 +410,7 @@ def test_a_finished_request_gives_up_its_blocks_and_its_place():
     assert shares(scheduler.next_batch(0)) == [("b", 1, 0)]
 
 
-def test_an_aborted_request_is_gone_wherever_it_was():
+def test_an_aborted_request_is_removed_whether_it_waits_or_runs():
     scheduler = make_scheduler(max_num_seqs=1)
     add(scheduler, "running", range(6))
     add(scheduler, "waiting", [1])

@@ -71,7 +71,7 @@ def first_output(verdict, *, end_ids=(), **params):
     return Sequence(Request("a", [0], 1, params), b"", frozenset(end_ids), detokenizer).commit(verdict, 8)
 
 
-def test_a_stop_token_is_named_and_the_end_of_text_is_not():
+def test_the_stop_reason_is_a_stop_token_but_not_the_end_of_text():
     a, b, c = byte_tokenizer().encode("abc").ids
     output = first_output(Verdict([a, b, c]), end_ids=[b])
     assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", None)
@@ -81,7 +81,7 @@ def test_a_stop_token_is_named_and_the_end_of_text_is_not():
     assert output.text == "ab"
 
 
-def test_a_stop_string_is_shown_only_if_it_is_asked_for():
+def test_a_stop_string_is_shown_only_if_requested():
     verdict = Verdict(byte_tokenizer().encode("abcd").ids)
     for include, text in ((False, "a"), (True, "abc")):
         output = first_output(verdict, stop=["bc"], include_stop_str_in_output=include)

@@ -11,7 +11,7 @@ def test_before_the_first_draft_rates_are_those_of_plain_decoding():
     assert stats.mean_acceptance_length == 1
 
 
-def test_an_empty_draft_is_no_draft():
+def test_an_empty_draft_is_not_counted():
     stats = SpeculationStats()
     stats.observe_draft(0, 0)
     assert stats == SpeculationStats()
@@ -42,7 +42,7 @@ def test_rounds_are_counted_by_their_length_and_its_reason():
     assert stats.num_rounds_by_length == {(4, "goodput"): 2, (0, "trial"): 1, (4, "trial"): 1}
 
 
-def test_two_sets_of_counters_share_nothing():
+def test_two_sets_of_counters_are_independent():
     first, second = SpeculationStats(), SpeculationStats()
     first.observe_draft(1, 1)
     first.observe_round(1, "fixed")

@@ -109,7 +109,7 @@ def test_a_flipped_byte_never_raises_anything_else(request, place, byte):
         decode_request(bytes(payload))
 
 
-def test_parameters_outside_their_range_are_no_message():
+def test_parameters_outside_their_range_are_refused():
     request = Propose(1, 1, 1.0, [], [ProposeEntry(PrefixDelta("a", 0, [1], 1, SamplingParams()), 1)])
     raw = msgspec.msgpack.decode(encode(request))
     raw[5][0][0][4]["top_p"] = 7.0
@@ -117,7 +117,7 @@ def test_parameters_outside_their_range_are_no_message():
         decode_request(msgspec.msgpack.encode(raw))
 
 
-def test_a_message_that_no_peer_would_take_is_not_sent(monkeypatch):
+def test_a_message_above_the_size_limit_is_not_sent(monkeypatch):
     monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 10)
     with pytest.raises(MalformedMessageError, match="limit is 10"):
         encode(Failure(1, 1, 0.0, "x" * 20))

@@ -53,7 +53,7 @@ def test_a_lower_offset_rolls_back():
     ],
     ids=["unknown", "beyond the tokens", "beyond the blocks", "no parameters", "negative", "negative block"],
 )
-def test_a_delta_that_does_not_join_on_is_missing(delta):
+def test_a_delta_that_does_not_continue_a_held_prefix_is_missing(delta):
     table = PrefixTable(4)
     table.apply([whole("a", [1, 2, 3], [7, 8])])
     assert table.missing([delta]) == [delta.request_id]
@@ -63,7 +63,7 @@ def test_a_whole_prefix_is_never_missing():
     assert PrefixTable(4).missing([whole("a", [1])]) == []
 
 
-def test_the_least_recently_used_leave_first_and_never_the_batch_itself():
+def test_the_least_recently_used_are_evicted_first_and_never_the_current_batch():
     table = PrefixTable(2)
     table.apply([whole("a", [1]), whole("b", [1])])
     table.apply([PrefixDelta("a", 1, [2], 1)])

@@ -14,7 +14,7 @@ TREE = Draft([5, 6, 7], [-1, 0, -1])
 
 
 @pytest.mark.parametrize("draft", [Draft(), chain([1, 2, 9]), TREE, Draft([4], [-1], [[4, 9]], [[0.5, 0.5]])])
-def test_a_possible_draft_passes(draft):
+def test_a_valid_draft_passes(draft):
     check_drafts([draft], [ROW], 10)
 
 
@@ -35,7 +35,7 @@ def test_a_possible_draft_passes(draft):
         (Draft([4], [-1], [[4]], [[float("nan")]]), "probability"),
     ],
 )
-def test_an_impossible_draft_is_named(draft, message):
+def test_an_invalid_draft_is_refused_with_its_reason(draft, message):
     with pytest.raises(MalformedMessageError, match=f"draft of a: .*{message}"):
         check_drafts([draft], [ROW], 10)
 
@@ -47,7 +47,7 @@ def tree_row():
 @pytest.mark.parametrize(
     "verdict", [Verdict([9]), Verdict([5, 1], [0]), Verdict([5, 6, 1], [0, 1]), Verdict([7, 1], [2])]
 )
-def test_a_possible_verdict_passes(verdict):
+def test_a_valid_verdict_passes(verdict):
     check_verdicts([verdict], [tree_row()], 10)
 
 
@@ -64,7 +64,7 @@ def test_a_possible_verdict_passes(verdict):
         (Verdict([6, 1], [0]), "not drafted"),
     ],
 )
-def test_an_impossible_verdict_is_named(verdict, message):
+def test_an_invalid_verdict_is_refused_with_its_reason(verdict, message):
     with pytest.raises(MalformedMessageError, match=f"verdict of a: .*{message}"):
         check_verdicts([verdict], [tree_row()], 10)
 
@@ -76,11 +76,11 @@ def test_an_unfinished_prefill_brings_no_token():
         check_verdicts([Verdict([1])], [row], 10)
 
 
-def test_prompt_log_probabilities_come_as_asked():
+def test_prompt_log_probabilities_must_be_complete():
     row = verify_row("a", [1, 2, 3])
     request = replace(row.request, prompt_length=3, params=replace(row.request.params, prompt_logprobs=0))
     row = replace(row, request=request, start=0, length=3)
-    found = [TokenLogprobs(-1.0, 1, [], [])] * 2
-    check_verdicts([Verdict([1], prompt_logprobs=found)], [row], 10)
+    logprobs = [TokenLogprobs(-1.0, 1, [], [])] * 2
+    check_verdicts([Verdict([1], prompt_logprobs=logprobs)], [row], 10)
     with pytest.raises(MalformedMessageError, match="1 prompt log probabilities, 2 requested"):
-        check_verdicts([Verdict([1], prompt_logprobs=found[:1])], [row], 10)
+        check_verdicts([Verdict([1], prompt_logprobs=logprobs[:1])], [row], 10)

@@ -142,16 +142,16 @@ async def test_a_client_that_leaves_before_the_headers_are_sent_ends_its_request
 
 def content_of(response: httpx.Response) -> dict[str, Any]:
     """The content of a stream: everything of each choice, joined, and the number of events."""
-    found: dict[str, Any] = {"num_events": 0}
+    content: dict[str, Any] = {"num_events": 0}
     for line in response.text.splitlines():
         if not line.startswith("data: {"):
             continue
-        found["num_events"] += 1
+        content["num_events"] += 1
         event = json.loads(line.removeprefix("data: "))
         if "delta" in event:
-            found["text"] = found.get("text", "") + event["delta"]
+            content["text"] = content.get("text", "") + event["delta"]
         for choice in event.get("choices", ()):
-            joined = found.setdefault(choice["index"], {"text": "", "ids": [], "logprobs": []})
+            joined = content.setdefault(choice["index"], {"text": "", "ids": [], "logprobs": []})
             joined["text"] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
             joined["ids"] += choice.get("token_ids", [])
             joined["prompt"] = joined.get("prompt") or choice.get("prompt_token_ids")
@@ -159,6 +159,6 @@ def content_of(response: httpx.Response) -> dict[str, Any]:
             for entries in (choice.get("logprobs") or {}).values():
                 joined["logprobs"] += sorted(map(str, entries))
             joined["logprobs"].sort()
-        found["usage"] = event.get("usage") or found.get("usage")
-    assert len(found) > 2, response.text
-    return found
+        content["usage"] = event.get("usage") or content.get("usage")
+    assert len(content) > 2, response.text
+    return content

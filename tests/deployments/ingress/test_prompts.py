@@ -36,8 +36,8 @@ def test_a_harmless_conversation_is_encoded_as_the_template_says(
     encoder: PromptEncoder, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     conversation = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "hello"}]
-    wanted = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
-    assert chat(encoder, " hi ", "hello") == wanted
+    expected = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]
+    assert chat(encoder, " hi ", "hello") == expected
 
 
 @given(texts=st.lists(st.lists(st.sampled_from(PIECES)).map("".join), min_size=1, max_size=3))

@@ -43,7 +43,7 @@ def test_rounds_without_a_draft_do_not_count_for_acceptance() -> None:
     assert (metrics.per_step_drafted, metrics.per_step_accepted) == ([4, 4, 2], [4, 1, 1])
 
 
-async def test_acceptance_figures_are_there_when_asked_for(client: httpx.AsyncClient) -> None:
+async def test_acceptance_figures_are_sent_when_requested(client: httpx.AsyncClient) -> None:
     body = await complete(client, speculative={"metrics": "detailed"})
     figures = body["metrics"]["speculative_decoding"]
     assert figures["acceptance_histogram"] == [0] * 5

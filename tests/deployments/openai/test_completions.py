@@ -36,7 +36,7 @@ async def test_usage_comes_last_and_without_choices(client: httpx.AsyncClient) -
     assert all(chunk["usage"] is None for chunk in chunks)
 
 
-async def test_usage_comes_with_every_chunk_when_asked(client: httpx.AsyncClient) -> None:
+async def test_usage_comes_with_every_chunk_when_requested(client: httpx.AsyncClient) -> None:
     chunks = await events(client, "/v1/completions", prompt="abc", stream_options={"continuous_usage_stats": True})
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == list(range(1, 9))
 

@@ -31,18 +31,18 @@ async def complete(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
 
 async def test_the_first_token_has_none_the_others_have_the_targets(client: httpx.AsyncClient, rig: Rig) -> None:
     choice = (await complete(client))["choices"][0]
-    text, found = choice["text"], choice["logprobs"]
-    assert found["tokens"] == list(text)
+    text, logprobs = choice["text"], choice["logprobs"]
+    assert logprobs["tokens"] == list(text)
     assert text.startswith(PROMPT)
     assert len(text) == 7
-    assert found["text_offset"] == list(range(7))
-    assert found["token_logprobs"][0] is None
-    assert found["top_logprobs"][0] is None
+    assert logprobs["text_offset"] == list(range(7))
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
     tokens = ids(text)
-    wanted = [math.log(law(rig)[before, token]) for before, token in itertools.pairwise(tokens)]
-    assert found["token_logprobs"][1:] == pytest.approx(wanted, abs=1e-5)
-    assert all(len(top) in (2, 3) for top in found["top_logprobs"][1:])
-    assert all(found["top_logprobs"][i][text[i]] == found["token_logprobs"][i] for i in range(1, 7))
+    expected = [math.log(law(rig)[before, token]) for before, token in itertools.pairwise(tokens)]
+    assert logprobs["token_logprobs"][1:] == pytest.approx(expected, abs=1e-5)
+    assert all(len(top) in (2, 3) for top in logprobs["top_logprobs"][1:])
+    assert all(logprobs["top_logprobs"][i][text[i]] == logprobs["token_logprobs"][i] for i in range(1, 7))
 
 
 async def test_a_stream_says_the_same(client: httpx.AsyncClient) -> None:
@@ -65,9 +65,9 @@ async def test_a_prompt_seen_before_loses_none(client: httpx.AsyncClient) -> Non
     assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     echoed = await complete(client, prompt=prompt)
     assert echoed["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    found = echoed["choices"][0]["logprobs"]["token_logprobs"]
-    assert len(found) == 104
-    assert found[100:] == plain["choices"][0]["logprobs"]["token_logprobs"]
+    logprobs = echoed["choices"][0]["logprobs"]["token_logprobs"]
+    assert len(logprobs) == 104
+    assert logprobs[100:] == plain["choices"][0]["logprobs"]["token_logprobs"]
 
 
 async def test_the_openai_client_reads_them(client: httpx.AsyncClient) -> None:
@@ -81,11 +81,11 @@ async def test_the_openai_client_reads_them(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_prompt_is_scored_without_a_token(client: httpx.AsyncClient, n: int) -> None:
-    wanted = (await complete(client))["choices"][0]["logprobs"]
+    expected = (await complete(client))["choices"][0]["logprobs"]
     scored = await complete(client, max_tokens=0, n=n, return_token_ids=True)
     for choice in scored["choices"]:
         assert (choice["text"], choice["finish_reason"], choice["token_ids"]) == (PROMPT, "length", [])
-        assert choice["logprobs"] == {name: values[:3] for name, values in wanted.items()}
+        assert choice["logprobs"] == {name: values[:3] for name, values in expected.items()}
     assert scored["usage"]["completion_tokens"] == 0
     assert scored["usage"]["total_tokens"] == scored["usage"]["prompt_tokens"] == 3
     assert len((await complete(client, max_tokens=0, prompt=[5]))["choices"][0]["logprobs"]["tokens"]) == 1
@@ -104,8 +104,8 @@ async def test_a_stream_scores_a_prompt_too(client: httpx.AsyncClient, logprobs:
     assert [piece.choices[0].finish_reason for piece in pieces if piece.choices[0].finish_reason] == ["length"]
     assert last.usage is not None
     assert last.usage.completion_tokens == 0
-    found = pieces[-1].choices[0].logprobs
-    assert (found and found.model_dump()) == whole["choices"][0]["logprobs"]
+    logprobs = pieces[-1].choices[0].logprobs
+    assert (logprobs and logprobs.model_dump()) == whole["choices"][0]["logprobs"]
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ async def test_a_grammar_is_followed_in_either_notation(grammar: str, client: ht
     assert text.count("(") == text.count(")")
 
 
-async def test_the_openai_client_gets_what_it_asks_for(client: httpx.AsyncClient) -> None:
+async def test_the_openai_client_gets_the_requested_format(client: httpx.AsyncClient) -> None:
     sdk = openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client)
     messages: Any = [{"role": "user", "content": "who?"}]
     options: Any = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 300}

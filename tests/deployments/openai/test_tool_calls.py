@@ -18,14 +18,14 @@ def read(form: Hermes | Llama3, pieces: list[str]) -> Read:
     text = ""
     calls: list[tuple[str, str]] = []
     for i, piece in enumerate(pieces):
-        for found in reader.feed(piece, is_last=i == len(pieces) - 1):
-            match found:
+        for item in reader.feed(piece, is_last=i == len(pieces) - 1):
+            match item:
                 case CallStart():
-                    calls.append((found.name, ""))
+                    calls.append((item.name, ""))
                 case Arguments():
-                    calls[-1] = (calls[-1][0], calls[-1][1] + found.text)
+                    calls[-1] = (calls[-1][0], calls[-1][1] + item.text)
                 case _:
-                    text += found
+                    text += item
     return text, calls
 
 
@@ -156,6 +156,6 @@ def test_nothing_is_held_back_longer_than_it_must_be() -> None:
 
 
 def test_a_call_has_an_id_of_its_own() -> None:
-    found = CallReader("<tool_call>", "</tool_call>").feed(ONE + ONE, is_last=True)
-    ids = [piece.id for piece in found if isinstance(piece, CallStart)]
+    items = CallReader("<tool_call>", "</tool_call>").feed(ONE + ONE, is_last=True)
+    ids = [piece.id for piece in items if isinstance(piece, CallStart)]
     assert len(set(ids)) == 2

@@ -22,11 +22,11 @@ def test_every_prompt_of_a_batch_gets_the_seeds_it_would_get_alone() -> None:
 
 
 def test_a_request_without_a_seed_gets_one_per_sequence() -> None:
-    found = seeds(None, n=4)
-    assert len(set(found)) == 4
-    assert all(seed is not None and 0 <= seed <= MAX_SEED for seed in found)
+    drawn = seeds(None, n=4)
+    assert len(set(drawn)) == 4
+    assert all(seed is not None and 0 <= seed <= MAX_SEED for seed in drawn)
 
 
 @pytest.mark.parametrize("seed", [MAX_SEED, MAX_SEED - 1, -(2**63)])
 def test_seeds_stay_in_range(seed: int) -> None:
-    assert all(found is not None and -(2**63) <= found <= MAX_SEED for found in seeds(seed, n=3))
+    assert all(drawn is not None and -(2**63) <= drawn <= MAX_SEED for drawn in seeds(seed, n=3))

@@ -54,14 +54,14 @@ def test_proposals_do_not_depend_on_what_the_drafter_remembers(draft, temperatur
     params = SamplingParams(temperature=temperature, seed=3, presence_penalty=0.5)
     texts = {str(i): [chance.randrange(2, VOCAB) for _ in range(chance.randrange(3, 40))] for i in range(15)}
     for _ in range(12):
-        asked = [name for name in texts if chance.random() < 0.7]
-        rows = [row(texts[name], chance.randrange(1, 6), name=name, params=params) for name in asked]
+        names = [name for name in texts if chance.random() < 0.7]
+        rows = [row(texts[name], chance.randrange(1, 6), name=name, params=params) for name in names]
         drafts = propose(kept, *rows)
         assert drafts == propose(ModelDrafter(draft, CONFIG), *rows)
-        for name, proposed in zip(asked, drafts, strict=True):
+        for name, proposed in zip(names, drafts, strict=True):
             accepted = chance.randrange(len(proposed.token_ids) + 1)
             texts[name] += [*proposed.token_ids[:accepted], chance.randrange(2, VOCAB)]
-        for name in texts.keys() - set(asked):
+        for name in texts.keys() - set(names):
             texts[name] += [chance.randrange(2, VOCAB) for _ in range(chance.choice([0, 1, 12]))]
 
 
@@ -91,7 +91,7 @@ def test_k_tokens_take_k_passes_once_the_context_is_computed(draft):
     assert model.passes == [1, 1, 1, 1]
 
 
-def test_each_row_gets_as_many_tokens_as_it_asked_for(draft):
+def test_each_row_gets_the_requested_number_of_draft_tokens(draft):
     drafter = ModelDrafter(draft, CONFIG)
     drafts = propose(drafter, *(row([4, 5, 6 + i], i, name=str(i)) for i in range(5)))
     assert [len(d.token_ids) for d in drafts] == [0, 1, 2, 3, 4]
@@ -106,7 +106,7 @@ def test_a_full_context_gets_no_draft(draft):
     assert too_long.token_ids == []
 
 
-def test_a_cache_without_room_evicts_requests_that_are_not_asked_for(draft):
+def test_a_full_cache_evicts_requests_that_are_not_in_the_batch(draft):
     drafter = ModelDrafter(draft, EngineConfig(num_blocks=6, block_size=4))
     free = drafter._pool.num_free
     propose(drafter, row([3] * 10, 2, name="old"))
@@ -175,7 +175,7 @@ def test_ids_beyond_the_targets_are_never_drafted(draft):
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(0, 2), max_size=60), st.integers(0, 60))
 def test_common_length_is_the_length_of_the_longest_common_prefix(known, other, shared):
-    wanted = known[:shared] + other
-    length = common_length(known, wanted)
-    assert known[:length] == wanted[:length]
-    assert length == min(len(known), len(wanted)) or known[length] != wanted[length]
+    text = known[:shared] + other
+    length = common_length(known, text)
+    assert known[:length] == text[:length]
+    assert length == min(len(known), len(text)) or known[length] != text[length]

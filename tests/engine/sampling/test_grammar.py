@@ -76,7 +76,7 @@ def test_a_row_below_a_forbidden_token_stays_as_it_is(make_grammars):
     assert below == deeper == set(range(VOCAB))
 
 
-def test_a_draft_that_knows_no_allowed_token_is_left_alone(make_grammars):
+def test_a_row_without_any_allowed_token_stays_as_it_is(make_grammars):
     matcher = make_grammars().matcher("a", from_regex("a"))
     logits = torch.full((1, VOCAB), float("-inf"))
     logits[0, 0] = 0.0
@@ -97,7 +97,7 @@ def test_a_draft_that_knows_no_allowed_token_is_left_alone(make_grammars):
         (lambda: from_text("start: " + "(" * 9999 + '"a"' + ")" * 9999), "too deeply nested"),
     ],
 )
-def test_what_is_no_grammar_is_refused(make, message, make_grammars):
+def test_an_invalid_grammar_is_refused(make, message, make_grammars):
     with pytest.raises(RequestError, match=message):
         make_grammars().check(make())
 
@@ -113,7 +113,7 @@ def test_a_grammar_that_no_grammars_were_loaded_for_is_an_error(target):
         run(make_engine(target), [([3, 4], SamplingParams(grammar=GRAMMARS["json"]))])
 
 
-def test_a_text_whose_grammar_gets_too_complex_ends_and_says_so(target, make_grammars, monkeypatch, caplog):
+def test_a_text_whose_grammar_gets_too_complex_ends_with_a_warning(target, make_grammars, monkeypatch, caplog):
     grammars = make_grammars()
     monkeypatch.setitem(grammar_module.LIMITS, "step_max_items", 150)
     ambiguous = from_text('start: start start start | "a" | "b" | start "c"?')
@@ -125,7 +125,7 @@ def test_a_text_whose_grammar_gets_too_complex_ends_and_says_so(target, make_gra
 
 
 @pytest.mark.parametrize("field", ["min_tokens", "ignore_eos"])
-def test_what_would_go_on_past_the_end_is_refused(field):
+def test_parameters_that_contradict_a_grammar_are_refused(field):
     with pytest.raises(RequestError) as error:
         SamplingParams(grammar=GRAMMARS["json"], **{field: 1})
     assert error.value.param == field

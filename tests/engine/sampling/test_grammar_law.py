@@ -86,8 +86,8 @@ def test_two_rules_have_the_targets_law(draft, verification, tmp_path):
     prompt = [3, 1, 2, 1, 0, 2, 2]
     tokens = run(engine, [(prompt, replace(params, seed=seed)) for seed in range(NUM_SAMPLES)])
     counts = {}
-    for found in tokens.values():
-        first = tuple(found[:LENGTH])
+    for token_ids in tokens.values():
+        first = tuple(token_ids[:LENGTH])
         counts[first] = counts.get(first, 0) + 1
     assert p_value(counts, letters_law(model, prompt)) > 1e-5
     accepted = engine.stats.num_accepted_tokens_per_pos

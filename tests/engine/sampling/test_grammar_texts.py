@@ -32,7 +32,7 @@ from tests.fakes import ForgetfulDrafter, InterruptedDrafter, TreeDrafter
 
 def requests(temperatures=(0.0, 0.7, 1.0)):
     generator = torch.Generator().manual_seed(3)
-    found = []
+    batch = []
     for i, (name, temperature) in enumerate(itertools.product([*GRAMMARS] * 3, temperatures)):
         prompt = torch.randint(2, VOCAB, (3 + i % 20,), generator=generator).tolist()
         params = SamplingParams(
@@ -45,10 +45,10 @@ def requests(temperatures=(0.0, 0.7, 1.0)):
             top_k=5 if i % 5 == 0 else 0,
             top_p=0.9 if i % 3 == 0 else 1.0,
         )
-        found.append((prompt, params))
+        batch.append((prompt, params))
         if i % 4 == 1:  # a neighbour without a grammar
-            found.append((prompt, replace(params, grammar=None, max_tokens=10)))
-    return found
+            batch.append((prompt, replace(params, grammar=None, max_tokens=10)))
+    return batch
 
 
 DRAFTERS = {

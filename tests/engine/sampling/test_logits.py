@@ -38,8 +38,8 @@ def random_run(chance):
     paths = [[]]
     for _ in range(chance.randrange(5)):
         paths.append([*chance.choice(paths), chance.randrange(VOCAB)])
-    given = paths if params.has_penalties or chance.random() < 0.3 else ()
-    run = Run(Request("", committed, prompt, params), [len(path) for path in paths], given, (0, 7))
+    run_paths = paths if params.has_penalties or chance.random() < 0.3 else ()
+    run = Run(Request("", committed, prompt, params), [len(path) for path in paths], run_paths, (0, 7))
     return run, paths
 
 
@@ -51,12 +51,12 @@ def test_every_row_of_a_mixed_batch_has_its_own_law():
         runs = [run for run, _ in batch]
         rows = [(run, path) for run, paths in batch for path in paths]
         logits = torch.randn(len(rows), VOCAB, generator=torch.Generator().manual_seed(chance.randrange(10**9))) * 3
-        wanted = [
+        expected = [
             shaped_law(row, run.params, [*run.request.token_ids, *path], run.request.prompt_length, run.end_ids)
             for (run, path), row in zip(rows, logits.double().tolist(), strict=True)
         ]
-        found = probabilities(shape(logits.clone(), runs), runs)
-        torch.testing.assert_close(found, torch.tensor(wanted), atol=2e-6, rtol=1e-4)
+        actual = probabilities(shape(logits.clone(), runs), runs)
+        torch.testing.assert_close(actual, torch.tensor(expected), atol=2e-6, rtol=1e-4)
 
 
 def one(params, *, committed=(1, 2), prompt_length=2, depth=0, path=(), end_ids=()):
@@ -117,7 +117,7 @@ def test_a_greedy_row_takes_the_highest_logit_whatever_else_is_set():
     assert probabilities(shaped, [run]).tolist() == [[0, 1, 0]]
 
 
-def test_a_row_is_shaped_and_drawn_alike_in_any_company():
+def test_a_row_is_shaped_and_drawn_alike_in_every_batch():
     chance = random.Random(1)
     runs = [random_run(chance)[0] for _ in range(12)]
     logits = torch.randn(sum(len(run.depths) for run in runs), VOCAB, generator=torch.Generator().manual_seed(1))
@@ -165,7 +165,7 @@ def kept_by_sorting(row, top_k, top_p):
 
 @pytest.mark.parametrize("reads_cheaply", [True, False])
 @pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 4.0])
-def test_looking_among_the_likeliest_first_keeps_what_sorting_all_would_keep(scale, reads_cheaply, monkeypatch):
+def test_searching_the_likeliest_tokens_keeps_what_a_full_sort_keeps(scale, reads_cheaply, monkeypatch):
     """A large vocabulary with many equal logits; flat rows need more tokens than are looked among first."""
     monkeypatch.setattr("engine.sampling.logits._reads_cheaply", lambda _: reads_cheaply)
     chance = random.Random(5)
@@ -180,14 +180,14 @@ def test_looking_among_the_likeliest_first_keeps_what_sorting_all_would_keep(sca
             )
             for _ in range(5)
         ]
-        runs = [one(own) for own in params]
+        runs = [one(row_params) for row_params in params]
         logits = (torch.randn(5, vocab, generator=generator) * scale * 8).round() / 8
-        found = shape(logits.clone(), runs)
-        for i, own in enumerate(params):
-            top_k = own.top_k if own.top_k < vocab else 0
-            kept = kept_by_sorting(logits[i].tolist(), top_k, own.top_p)
-            assert {token for token in range(vocab) if found[i, token] > float("-inf")} == kept
-            assert torch.equal(found[i], shape(logits[i : i + 1].clone(), runs[i : i + 1])[0])
+        actual = shape(logits.clone(), runs)
+        for i, row_params in enumerate(params):
+            top_k = row_params.top_k if row_params.top_k < vocab else 0
+            kept = kept_by_sorting(logits[i].tolist(), top_k, row_params.top_p)
+            assert {token for token in range(vocab) if actual[i, token] > float("-inf")} == kept
+            assert torch.equal(actual[i], shape(logits[i : i + 1].clone(), runs[i : i + 1])[0])
 
 
 @pytest.mark.parametrize(

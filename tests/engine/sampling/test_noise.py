@@ -48,8 +48,8 @@ def test_the_hash_is_the_one_it_says_it_is():
     chance = random.Random(0)
     keys = random_keys(200)
     tokens = [chance.randrange(2**31) for _ in range(50)] + [0, 1, 2**31 - 1]
-    found = noise.uniform(keys, ids(*tokens))
-    for row, (low, high) in zip(found.tolist(), keys.tolist(), strict=True):
+    results = noise.uniform(keys, ids(*tokens))
+    for row, (low, high) in zip(results.tolist(), keys.tolist(), strict=True):
         for value, token in zip(row, tokens, strict=True):
             exact = (murmur(low, high, token) + 0.5) / 2**31
             assert value == pytest.approx(min(exact, 1 - 2**-24), abs=2**-24)
@@ -63,13 +63,13 @@ def test_a_seeds_numbers_never_change():
 
 
 def test_streams_positions_and_seeds_have_keys_of_their_own():
-    found = {
+    results = {
         tuple(key)
         for stream in range(4)
         for seed in range(60)
         for key in noise.keys([seed] * 60, range(60), stream, CPU).tolist()
     }
-    assert len(found) == 4 * 60 * 60
+    assert len(results) == 4 * 60 * 60
 
 
 def test_numbers_lie_strictly_between_0_and_1_and_noise_is_finite():
@@ -127,5 +127,5 @@ def test_numbers_do_not_depend_on_the_batch():
     keys, tokens = random_keys(20), torch.arange(30, dtype=torch.int32)
     whole = noise.gumbel(keys, tokens)
     assert torch.equal(noise.gumbel(keys[7:8], tokens[3:9]), whole[7:8, 3:9])
-    own = tokens[3:9].repeat(20, 1)
-    assert torch.equal(noise.gumbel(keys, own), whole[:, 3:9])
+    row_tokens = tokens[3:9].repeat(20, 1)
+    assert torch.equal(noise.gumbel(keys, row_tokens), whole[:, 3:9])

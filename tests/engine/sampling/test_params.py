@@ -40,7 +40,7 @@ def test_a_value_outside_its_range_is_refused_by_name_and_both_ends_are_allowed(
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"])
-def test_what_is_no_finite_number_is_refused(name, value):
+def test_infinite_and_nan_values_are_refused(name, value):
     assert refusal(**{name: value}).param == name
 
 
@@ -62,7 +62,7 @@ def test_what_is_no_finite_number_is_refused(name, value):
     ],
     ids=lambda value: None if isinstance(value, str) else "-".join(value),
 )
-def test_what_no_round_could_honour_is_refused(settings, param, message):
+def test_contradicting_parameters_are_refused(settings, param, message):
     error = refusal(**settings)
     assert error.param == param
     assert message in str(error)

@@ -37,7 +37,7 @@ def test_prompts_are_paragraphs_or_json_lines(name: str, text: str, prompts: lis
 
 
 @pytest.mark.parametrize("text", ["no json", '{"text": "x"}', "[1]"])
-def test_what_is_no_prompt_a_line_is_refused(text: str, tmp_path: Path) -> None:
+def test_json_lines_without_a_prompt_each_are_refused(text: str, tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(text)
     with pytest.raises(TrainingError, match="is not JSON lines with a prompt each"):

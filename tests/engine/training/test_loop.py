@@ -108,7 +108,7 @@ def test_a_checkpoint_is_saved_when_its_time_has_come(checkpointer: MemoryCheckp
     assert checkpointer.saved == [1, 2, 3, 3]
 
 
-def test_a_signal_is_a_flag_only_inside() -> None:
+def test_signals_are_caught_only_inside_the_context() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with interruptible() as is_stopped:
         assert not is_stopped()
@@ -118,7 +118,7 @@ def test_a_signal_is_a_flag_only_inside() -> None:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_batch_in_parts_has_the_gradient_and_the_loss_of_the_whole() -> None:
+def test_micro_batches_have_the_gradient_and_the_loss_of_the_whole_batch() -> None:
     class Mean:
         def __init__(self) -> None:
             self.weight = nn.Parameter(torch.ones(()))
@@ -140,13 +140,13 @@ def test_a_batch_in_parts_has_the_gradient_and_the_loss_of_the_whole() -> None:
     assert task.weight.grad.item() == pytest.approx(2.0)
 
 
-def test_rows_longer_than_a_part_are_parts_of_one_row() -> None:
+def test_rows_longer_than_a_micro_batch_are_taken_one_by_one() -> None:
     weight = nn.Parameter(torch.zeros(()))
     assert accumulate_gradients(Counting(weight), torch.zeros(3, MICRO_BATCH_TOKENS * 2, dtype=torch.int64)) == 9.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_numbers_are_those_that_models_are_served_in(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_computes_in_the_number_format_of_serving(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.training.loop.resolve_dtype", lambda *_: dtype)
     with autocast(torch.device("cpu")):
         product = torch.ones(2, 2) @ torch.ones(2, 2)

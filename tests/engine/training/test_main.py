@@ -59,7 +59,7 @@ def test_a_draft_with_another_tokenizer_is_one_line(
         ("evaluate --k 0", "--k is 0"),
     ],
 )
-def test_a_mistake_is_one_clear_line(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_is_reported_on_one_line(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(command.split()) == 1
     shown = capsys.readouterr().err.strip()
     assert message in shown

@@ -29,7 +29,7 @@ def test_layers_and_width_decide_the_rest(text: str, size: Size) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "2", "x128", "2x", "0x128", "2x100", "2x0", "2x-32", "-1x32", "2x128x3", "axb"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(TrainingError, match="is not LAYERSxHIDDEN"):
         Size.parse(text)
 
@@ -68,7 +68,7 @@ def test_a_saved_model_is_loaded_with_its_tokenizer(target: Path) -> None:
     assert len(tokenizer) == model.config.vocab_size
 
 
-def test_what_is_no_model_directory_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="has no config"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("{}")

@@ -39,8 +39,8 @@ def branches():
     ids=["none accepted", "one", "all", "again", "another token", "no new token", "more than one round"],
 )
 def test_committed_tokens_tell_the_verdict(committed, expected):
-    own = Trunk(Request("a", [1, 2], 1, SamplingParams()), Chain([3, 4]))
-    assert own.verdict(committed) == expected
+    one_trunk = Trunk(Request("a", [1, 2], 1, SamplingParams()), Chain([3, 4]))
+    assert one_trunk.verdict(committed) == expected
 
 
 def test_every_branch_begins_with_the_token_of_its_verdict():
@@ -59,9 +59,9 @@ def test_a_branch_attends_to_its_trunk_up_to_the_verdict_and_to_its_own_tokens()
         assert group.extra is not None
         for row, scratch in enumerate((7, 2)):
             for branch in range(WIDTH):
-                own = [scratch + branch + s * WIDTH for s in range(step + 1)]
-                assert group.extra[row, branch].tolist() == own
-                assert group.places[row, branch] == own[-1]
+                branch_places = [scratch + branch + s * WIDTH for s in range(step + 1)]
+                assert group.extra[row, branch].tolist() == branch_places
+                assert group.places[row, branch] == branch_places[-1]
         grown.add(Drawn(grown.roots))
     assert grown.num_computed == 3
 
@@ -70,8 +70,8 @@ def test_no_two_branches_of_a_trunk_share_a_place():
     grown = branches()
     for _ in range(3):
         grown.add(Drawn(grown.roots))
-    own = grown.trunks[0]
-    places = [place for branch in range(WIDTH) for place in grown.entries(own, branch)[0]]
+    one_trunk = grown.trunks[0]
+    places = [place for branch in range(WIDTH) for place in grown.entries(one_trunk, branch)[0]]
     assert sorted(places) == list(range(7, 7 + 3 * WIDTH))
 
 

@@ -77,10 +77,11 @@ def test_what_was_prepared_is_what_a_fresh_drafter_draws(params, verification, n
     drafter = RunAheadDrafter(MODEL, settings)
     texts = {str(i): [chance.randrange(2, VOCAB) for _ in range(chance.randrange(3, 40))] for i in range(6)}
     for _ in range(60):
-        asked = [name for name in texts if chance.random() < 0.8]
-        rows = [row(texts[name], chance.choice([0, 1, 3, K, K]), name=name, params=params) for name in asked]
-        owned = [replace(own.request, token_ids=texts[own.request.request_id]) for own in rows]
-        drafts = propose(drafter, *(replace(own, request=shared) for own, shared in zip(rows, owned, strict=True)))
+        names = [name for name in texts if chance.random() < 0.8]
+        rows = [row(texts[name], chance.choice([0, 1, 3, K, K]), name=name, params=params) for name in names]
+        current = [replace(proposal.request, token_ids=texts[proposal.request.request_id]) for proposal in rows]
+        shared = [replace(proposal, request=request) for proposal, request in zip(rows, current, strict=True)]
+        drafts = propose(drafter, *shared)
         fresh = propose(ModelDrafter(MODEL, config(verification=verification)), *rows)
         if chance.random() < 0.1:
             drafter.release(chance.choice(list(texts)))
@@ -93,7 +94,7 @@ def test_what_was_prepared_is_what_a_fresh_drafter_draws(params, verification, n
                 assert proposed.top_probs == right.top_probs[:count]
         for _ in range(chance.choice([0, 1, 3, 5, 100])):
             drafter.advance()
-        for name, proposed in zip(asked, fresh, strict=True):
+        for name, proposed in zip(names, fresh, strict=True):
             accepted = proposed.token_ids[: chance.randrange(len(proposed.token_ids) + 1)]
             texts[name] += accepted
             is_foreseen = chance.random() < 0.5

@@ -32,37 +32,37 @@ def test_every_trunk_gets_the_options_of_its_own_positions():
 
 
 def test_tokens_that_may_not_come_are_no_options():
-    own = trunk()
-    Foresight(2, shares_noise=True).look([own], Ranking(torch.tensor([[NO, 2.0, NO, 5.0]])))
-    assert own.outlook == [Options([3, 1], [5, 2])]
+    one_trunk = trunk()
+    Foresight(2, shares_noise=True).look([one_trunk], Ranking(torch.tensor([[NO, 2.0, NO, 5.0]])))
+    assert one_trunk.outlook == [Options([3, 1], [5, 2])]
 
 
 def test_the_outlook_holds_a_few_tokens_of_a_large_vocabulary():
-    own = trunk()
-    Foresight(2, shares_noise=True).look([own], Ranking(torch.arange(100.0).unsqueeze(0)))
-    assert own.outlook[0].token_ids == list(range(99, 99 - NUM_CANDIDATES, -1))
+    one_trunk = trunk()
+    Foresight(2, shares_noise=True).look([one_trunk], Ranking(torch.arange(100.0).unsqueeze(0)))
+    assert one_trunk.outlook[0].token_ids == list(range(99, 99 - NUM_CANDIDATES, -1))
 
 
 @pytest.mark.parametrize(("width", "expected"), [(1, [(0, 6)]), (2, [(0, 6), (0, 7)]), (9, [(0, 6), (0, 7)])])
 def test_the_likeliest_verdicts_are_chosen_but_for_those_that_end_the_text(width, expected):
-    own = trunk()
-    own.outlook = [Options([5, 6, 7], [3.0, 2.0, 1.0])]
-    Foresight(2, shares_noise=True).choose_roots(own, width, {5})
-    assert own.roots == expected
+    one_trunk = trunk()
+    one_trunk.outlook = [Options([5, 6, 7], [3.0, 2.0, 1.0])]
+    Foresight(2, shares_noise=True).choose_roots(one_trunk, width, {5})
+    assert one_trunk.roots == expected
 
 
 def test_without_shared_noise_recent_lengths_decide_how_far_a_draft_gets():
     foresight = Foresight(1, shares_noise=False)
-    own = trunk([5])
-    own.outlook = [Options([5, 6], [9.0, 0.0]), Options([7], [0.0])]
+    one_trunk = trunk([5])
+    one_trunk.outlook = [Options([5, 6], [9.0, 0.0]), Options([7], [0.0])]
     for _ in range(500):
-        foresight.learn(own, 0, 6)
-    foresight.choose_roots(own, 1, ())
-    assert own.roots == [(0, 6)]
+        foresight.learn(one_trunk, 0, 6)
+    foresight.choose_roots(one_trunk, 1, ())
+    assert one_trunk.roots == [(0, 6)]
     for _ in range(500):
-        foresight.learn(own, 1, 7)
-    foresight.choose_roots(own, 1, ())
-    assert own.roots == [(1, 7)]
+        foresight.learn(one_trunk, 1, 7)
+    foresight.choose_roots(one_trunk, 1, ())
+    assert one_trunk.roots == [(1, 7)]
 
 
 def test_an_empty_draft_teaches_nothing_about_accepted_lengths():

@@ -36,7 +36,7 @@ DRAFT_CORES = 1
 
 _CPU_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "THP_MEM_ALLOC_ENABLE": "1"}
 """Environment variables of a worker, for OpenMP and torch. An idle worker must not spin on cores that the other model
-needs. Weights on huge pages save page-table walks: a pass over a model of 0.36 billion weights took 0.88 of its time."""
+needs. Weights on huge pages save page-table walks: a pass over 0.36 billion weights took 0.88 of the time."""
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 

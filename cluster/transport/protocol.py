@@ -20,7 +20,7 @@ tells it that requests under way are lost. It is not called after `Link.close`.
 class Link(Protocol):
     """The Router's end: reaches one worker, and connects again whenever the connection breaks.
 
-    Whoever makes a link passes an `OnBreak` callback, or None. A link belongs to the event loop it is made on.
+    Links are made with an `OnBreak` callback, or None. A link belongs to the event loop it is made on.
     """
 
     @property

@@ -35,8 +35,8 @@ DRAFT_CORES = 1
 """Cores of a draft on a CPU. The target's ranks share all cores, or all others where the draft runs ahead of them."""
 
 _CPU_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "THP_MEM_ALLOC_ENABLE": "1"}
-"""Of a worker's process, for OpenMP and torch. An idle worker must not spin on cores that the other model needs.
-Weights on huge pages save page-table walks: a pass over a model of 0.36 billion weights took 0.88 of its time."""
+"""Environment variables of a worker, for OpenMP and torch. An idle worker must not spin on cores that the other model
+needs. Weights on huge pages save page-table walks: a pass over 0.36 billion weights took 0.88 of the time."""
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -76,7 +76,7 @@ def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
 
 
 def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_cores: int) -> GroupConfig:
-    """Decide what `run_ahead` "auto" means on these bundles, and how many cores each model's passes may use.
+    """Resolve `run_ahead` "auto" for these bundles, and set how many cores each model's passes may use.
 
     Args:
         num_cores: cores of the node that the group is on, as far as Ray may use them.
@@ -144,7 +144,7 @@ def _can_share(config: GroupConfig) -> bool:
 
 
 def _check_num_gpus(config: GroupConfig, num_gpus: float, *, target_on_gpu: bool, draft_on_gpu: bool) -> None:
-    """Refuse what device "auto" can never place on the GPUs that are there, instead of waiting for more."""
+    """Refuse a group that device "auto" cannot place on the cluster's GPUs, instead of waiting for more GPUs."""
     devices = {config.target.device} if target_on_gpu else set()
     if config.draft is not None and draft_on_gpu:
         devices.add(config.draft.device)

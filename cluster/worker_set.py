@@ -27,7 +27,7 @@ class WorkerSet:
     """Workers that are started together and killed together.
 
     Attributes:
-        name: what the log calls one of them.
+        name: the name of one worker in the log.
     """
 
     name: str

@@ -81,15 +81,15 @@ class Autoscaling(BaseModel):
     model_config = FROZEN
 
     min_replicas: int = Field(1, ge=1)
-    """Replicas that are always there."""
+    """Replicas at least."""
     max_replicas: int = Field(1, ge=1)
     """Replicas at most; above min_replicas, their number follows the queue depth."""
     requests_per_replica: int = Field(24, ge=1)
-    """Requests, waiting and running, that one replica should have."""
+    """Waiting and running requests per replica that autoscaling aims at."""
     upscale_delay_s: float = Field(30.0, ge=0)
-    """Seconds of pressure before replicas are added."""
+    """Seconds with more requests than that before replicas are added."""
     downscale_delay_s: float = Field(600.0, ge=0)
-    """Seconds of calm before replicas are removed."""
+    """Seconds with fewer requests than that before replicas are removed."""
 
 
 class AppConfig(BaseModel):
@@ -117,7 +117,8 @@ class AppConfig(BaseModel):
     start_timeout_s: float = Field(600.0, gt=0)
     """Seconds that placing and loading the workers may take."""
     stream_interval_s: float = Field(0.02, ge=0)
-    """Seconds for which a stream gathers tokens after a chunk, except the last ones; 0 sends every round's."""
+    """Seconds for which a stream gathers tokens after each chunk; the last tokens are sent at once. 0 sends a chunk per
+    round."""
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
     """Acceptance figures in every response, in vLLM's format; a request can ask for its own by
     `speculative.metrics`.
@@ -129,7 +130,8 @@ class AppConfig(BaseModel):
     drain_timeout_s: float = Field(300.0, gt=0)
     """Seconds that running streams may take to finish at shutdown or scale-down."""
     api_keys: tuple[SecretStr, ...] = ()
-    """Keys of which clients must send one; also read from the variable PACELINE_API_KEY. Without any, all may call."""
+    """API keys; every request must have one of them. Also read from the environment variable PACELINE_API_KEY. Without
+    keys, every request is accepted."""
     api_key_file: Annotated[Path | None, OrNone] = None
     """A file with more keys, one per line."""
     autoscaling: Annotated[Autoscaling, BeforeValidator(_object_from_text)] = Autoscaling()

@@ -1,4 +1,4 @@
-"""Exceptions to HTTP: the one table of status codes, and the one form of an error body.
+"""Exceptions to HTTP: the table of status codes, and the form of every error body.
 
 `{"error": {"message", "type", "param", "code"}}`, as OpenAI sends it, in a body or, after the first byte, in an event.
 """
@@ -29,7 +29,7 @@ RETRY_AFTER_S = 1
 
 
 class ErrorDetail(ResponseModel):
-    """What was wrong."""
+    """The error: a message for people, and a type, a field and a code for programs."""
 
     message: str
     type: str
@@ -45,13 +45,13 @@ class ErrorBody(ResponseModel):
 
 @dataclass(frozen=True, slots=True)
 class ErrorKind:
-    """How one class of exceptions looks to a client."""
+    """The status and body fields that a client gets for one class of exceptions."""
 
     status: int
     type: str
     code: str | None
     message: str | None = None
-    """Replaces the exception's own message where that is internal."""
+    """Replaces the exception's message if that is internal."""
 
 
 INTERNAL = ErrorKind(500, "server_error", "internal_error", "internal error")
@@ -86,7 +86,7 @@ _STATUS_KINDS: Mapping[int, ErrorKind] = {
 
 
 def kind_of(error: Exception) -> ErrorKind:
-    """Return how an exception looks to a client: the entry of its nearest class."""
+    """Return the kind of an exception: the entry of its nearest base class in `KINDS`."""
     for cls in type(error).__mro__:
         kind = KINDS.get(cast("type[Exception]", cls))
         if kind is not None:
@@ -95,12 +95,12 @@ def kind_of(error: Exception) -> ErrorKind:
 
 
 def kind_of_status(status: int) -> ErrorKind:
-    """Return how a status that FastAPI or the middleware chose looks to a client."""
+    """Return the kind of a status that FastAPI or the middleware chose."""
     return _STATUS_KINDS.get(status, ErrorKind(status, "invalid_request_error", None))
 
 
 def error_body(kind: ErrorKind, message: str, param: str | None = None) -> dict[str, Any]:
-    """Return the JSON body; half surrogate pairs, which cannot be encoded, are escaped."""
+    """Return the JSON body; lone surrogates, which cannot be encoded, are escaped."""
 
     def clean(text: str) -> str:
         return text.encode("utf-8", "backslashreplace").decode()
@@ -116,7 +116,7 @@ def error_body(kind: ErrorKind, message: str, param: str | None = None) -> dict[
 
 
 def describe(error: Exception) -> tuple[ErrorKind, dict[str, Any]]:
-    """Return how an exception looks to a client, and the body to send."""
+    """Return the kind of an exception, and the body to send."""
     kind = kind_of(error)
     param = error.param if isinstance(error, RequestError) else None
     return kind, error_body(kind, str(error), param)

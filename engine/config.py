@@ -72,16 +72,16 @@ class EngineConfig(_Settings):
     num_speculative_tokens: int = field(default=4, metadata={"ge": 0, "le": 64})
     """Draft tokens per round at most (k); 0 is plain decoding."""
     speculation: Speculation = "adaptive"
-    """adaptive: as many draft tokens, from none to all, as measured goodput says; fixed: always all; off: no draft."""
+    """adaptive: the draft length, from 0 to k, with the highest measured goodput; fixed: always k; off: no drafts."""
     drafting: Drafting = "auto"
-    """Who drafts: `model` is the draft model, `none` is nobody, so that no draft model is loaded; auto is model where
+    """The drafting method. model: the draft model drafts; none: no drafts, and no draft model is loaded; auto: model if
     there is a draft model, else none."""
     verification: Verification = "coupled"
     """The verification rule: coupled (shared noise, token ids only) or rejection (Leviathan et al.)."""
     max_num_seqs: int = field(default=32, metadata={"ge": 1})
-    """Requests that share a round."""
+    """Requests in one round, at most."""
     max_num_batched_tokens: int = field(default=1024, metadata={"ge": 1})
-    """Tokens of one target forward pass, prefill chunks and drafts together."""
+    """Tokens of one target forward pass, at most; prefill chunks and drafts count together."""
     max_queued_requests: int = field(default=256, metadata={"ge": 1})
     """Requests that may wait in one replica before new ones are refused (HTTP 429)."""
     max_model_len: int | None = field(default=None, metadata={"ge": 2})
@@ -91,8 +91,8 @@ class EngineConfig(_Settings):
     num_blocks: int | None = field(default=None, metadata={"ge": 1})
     """KV blocks; none sizes them from memory_fraction."""
     memory_fraction: float | None = field(default=None, metadata={"gt": 0, "le": 1})
-    """Share of a device's memory, beside weights and workspace, that KV blocks may take; none is 0.9 on GPUs and 0.5 on
-    CPUs. They take at most what max_num_seqs contexts of full length need."""
+    """Fraction of the device memory left after weights and workspace that KV blocks may take; none is 0.9 on GPUs and
+    0.5 on CPUs. KV blocks never take more than max_num_seqs contexts of full length need."""
     enable_prefix_caching: bool = True
     """Whether requests share the KV blocks of equal prefixes."""
 

@@ -1,4 +1,4 @@
-"""Detokenizer: token ids to text, piece by piece; never half a character, never a part of a stop string."""
+"""Detokenizer: token ids to text, in pieces of whole characters, without stop strings or beginnings of them."""
 
 from collections.abc import Sequence
 
@@ -9,9 +9,9 @@ _UNFINISHED = "\ufffd"
 
 
 class Detokenizer:
-    """The text of one request as it grows.
+    """Decodes the tokens of one request as they are committed.
 
-    Text that could still become a stop string is held back until it is decided.
+    Text that may be the beginning of a stop string is held back until later tokens decide.
     """
 
     def __init__(
@@ -24,13 +24,13 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
-        # Where bytes stand for themselves, text does not depend on where decoding starts. Other decoders give up a
-        # whole run of bytes for a broken one, so that it matters which tokens came before it in one call.
+        # A byte-level decoder gives the same text wherever decoding starts. Other decoders drop a whole run of bytes if
+        # one of them is invalid, so their text depends on which tokens are decoded in one call.
         decoder = getattr(tokenizer, "backend_tokenizer", tokenizer).decoder
         self._takes_several = isinstance(decoder, ByteLevel)
         self._stop = tuple(stop)
-        # A token's text can depend on the few before it (spaces, bytes), so decoding starts a little earlier; but never
-        # inside a character: some decoders give up a whole run of bytes for one that is cut.
+        # A token's text can depend on the few before it (spaces, bytes), so decoding starts a few tokens earlier. It
+        # must not start inside a character: some decoders drop a whole run of bytes if a character is incomplete.
         for count in (6, 12, 24, 48):
             self._ids = list(prompt_token_ids[-count:])
             self._decoded = self._decode()
@@ -46,21 +46,21 @@ class Detokenizer:
             may_stop: whether stop strings count yet (min_tokens).
 
         Returns:
-            The text that is now certain, and the stop string that was completed, if any: then the text ends before it.
+            The text that is now final, and the stop string that was completed, if any; the text ends before it.
         """
         if len(token_ids) > 1 and not self._takes_several:
             return self._append_one_by_one(token_ids, may_stop)
         self._ids += token_ids
         text = self._decode()
         if len(token_ids) > 1 and _UNFINISHED in text:
-            # Some character is cut or broken: what precedes it is certain already.
+            # Some character is incomplete or invalid; the text before it is final already.
             del self._ids[-len(token_ids) :]
             return self._append_one_by_one(token_ids, may_stop)
         if text.endswith(_UNFINISHED):
             return "", None
         new = self._held + text[len(self._decoded) :]
         if len(text) > len(self._decoded):
-            # What was just written begins and ends with whole characters: it is where decoding starts next time.
+            # The new text begins and ends with whole characters, so the next call can start decoding at it.
             del self._ids[: self._num_decoded]
             self._num_decoded = len(self._ids)
             self._decoded = self._decode()
@@ -85,7 +85,7 @@ class Detokenizer:
         return text, None
 
     def finish(self) -> str:
-        """Return what was held back: unfinished characters and beginnings of stop strings that never came."""
+        """Return the text held back: unfinished characters, and beginnings of stop strings that did not follow."""
         text = self._held + self._decode()[len(self._decoded) :]
         self._held, self._decoded = "", self._decode()
         return text

@@ -44,7 +44,7 @@ NO_DRAFT = Draft()
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What every room knows of a request.
+    """A request, as the engine, drafters and verifiers see it.
 
     Exactly one owner appends to `token_ids`: `Sequence.commit` where the engine runs, `PrefixTable.apply` in a worker.
     All others only read the list, and copy it if they keep it for longer than the call that brought it.
@@ -71,7 +71,7 @@ class Request:
 
 @dataclass(slots=True)
 class ProposeRow:
-    """One row of a proposal: a request, and how many draft tokens it wants."""
+    """One row of a proposal: a request, and how many draft tokens to propose for it at most."""
 
     request: Request
     num_draft_tokens: int
@@ -79,7 +79,7 @@ class ProposeRow:
 
 @dataclass(slots=True)
 class VerifyRow:
-    """One row of a verification: a request, and what the target computes of it.
+    """One row of a verification: a request, and which of its tokens the target computes.
 
     The forward pass computes `token_ids[start : start + length]` and, if that reaches the committed tip, the draft
     after it; only then does the row get tokens. `block_ids` is the request's whole block table.
@@ -106,7 +106,7 @@ class VerifyRow:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one position: the token's own, its rank (1 = most likely), and the top ones."""
+    """Log probabilities at one position: the token's with its rank (1 = most likely), and the likeliest tokens'."""
 
     logprob: float
     rank: int
@@ -116,7 +116,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The tokens one request commits in a round: `num_accepted` draft tokens and one of the target's own.
+    """The tokens one request commits in a round: `num_accepted` draft tokens, and one that the target draws.
 
     `path` holds the accepted draft nodes, root first: their KV entries are kept. `token_ids` are empty while the prompt
     is still being computed. `prompt_logprobs` belong to the prompt tokens from `start + 1` on.

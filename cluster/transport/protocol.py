@@ -12,15 +12,15 @@ Answer = Callable[[AnyRequest], AnyReply | None]
 OnBreak = Callable[[str], None]
 """Called with the reason, on the event loop, each time an established connection breaks.
 
-Calls that wait for a reply raise ConnectionLostError then. The callback is for whoever only posts: no call of theirs
-waits, and whatever was on its way is lost. It is not called after `Link.close`.
+Calls that wait for a reply raise ConnectionLostError then. A caller that only posts has no waiting call; the callback
+tells it that requests under way are lost. It is not called after `Link.close`.
 """
 
 
 class Link(Protocol):
     """The Router's end: reaches one worker, and connects again whenever the connection breaks.
 
-    Whoever makes a link passes an `OnBreak` callback, or None. A link belongs to the event loop it is made on.
+    Links are made with an `OnBreak` callback, or None. A link belongs to the event loop it is made on.
     """
 
     @property

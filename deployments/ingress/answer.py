@@ -1,4 +1,4 @@
-"""Answer: one response on its way to a client, whole or as server-sent events."""
+"""Answer: the response to one request, as one body or as server-sent events."""
 
 import logging
 from collections.abc import AsyncGenerator, Iterator
@@ -15,7 +15,7 @@ logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 
 class Outputs(Protocol):
-    """The outputs of one request, on their way from a Router."""
+    """The outputs of one request, as a Router sends them."""
 
     async def next(self) -> list[RequestOutput]:
         """Return the next outputs; an empty list after the last ones."""
@@ -27,13 +27,13 @@ class Outputs(Protocol):
 
 
 class Answer:
-    """One response. Whoever has it closes it: that is what ends the request of a client that left."""
+    """One response. Its holder must close it: if the client has left, closing it ends the request in the Router."""
 
     def __init__(self, writer: Writer, outputs: Outputs, *, hides_token: bool = False) -> None:
-        """Take what writes the response, and what it is written from.
+        """Make the answer that `writer` writes from `outputs`.
 
         Args:
-            hides_token: hide the token generated for `max_tokens: 0`; what remains is the score of the prompt.
+            hides_token: hide the token generated for `max_tokens: 0`, so that the answer has only the prompt's scores.
         """
         self._writer = writer
         self._outputs = outputs
@@ -41,14 +41,14 @@ class Answer:
         self._first: list[RequestOutput] = []
 
     async def whole(self) -> str:
-        """Return the body, when all is generated."""
+        """Wait for all tokens and return the body."""
         while outputs := await self._next():
             for output in outputs:
                 self._writer.choices[choice_index(output.request_id)].append(output)
         return self._writer.whole().to_json()
 
     async def start(self) -> None:
-        """Wait for the first tokens: until they come, a refusal can still be an HTTP status."""
+        """Wait for the first tokens; an error before them can still be sent as an HTTP status."""
         self._first = await self._next()
 
     async def events(self) -> AsyncGenerator[str, None]:
@@ -92,7 +92,7 @@ class Answer:
 
 
 def _without_token(output: RequestOutput) -> RequestOutput:
-    """Return the output of a request for one token as that of a request for none."""
+    """Hide the token that was generated for `max_tokens: 0`."""
     return replace(
         output,
         token_ids=[],

@@ -1,4 +1,4 @@
-"""The Routers as an Ingress sees them: all replicas behind Serve's handle, with errors as the Router raised them."""
+"""The Ingress's client of the Routers: calls all replicas by Serve's handle, and raises errors as the Router did."""
 
 import asyncio
 import logging
@@ -24,7 +24,7 @@ class RouterHandle(Protocol):
     """What the Ingress calls on Routers: `ServeRouters`, or a fake in tests."""
 
     def generate(self, request: Generation) -> Outputs:
-        """Send a request to a Router; it raises what is wrong at the first `next`."""
+        """Send a request to a Router; the first `next` raises its errors."""
         ...
 
     async def describe(self) -> Description:
@@ -63,7 +63,7 @@ class ServeOutputs:
             if task is not None and task.cancelling():
                 raise
             raise TargetError("the replica is shutting down") from None
-        except Exception as error:  # noqa: BLE001 - whatever it is, it goes on to the caller
+        except Exception as error:  # noqa: BLE001 - every error is passed on to the caller
             raise _raised(error) from None
         return outputs
 
@@ -77,8 +77,8 @@ class ServeRouters:
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
-        # Over Serve's own connection between replicas: an object in Ray's store for every chunk would take longer than
-        # all the rest of a round's overhead.
+        # Not by reference: an object in Ray's store for every chunk would take longer than the rest of a round's
+        # overhead. Serve then sends chunks over its own connection between replicas.
         self._generate = handle.generate.options(stream=True, _by_reference=False)
 
     def generate(self, request: Generation) -> Outputs:
@@ -109,12 +109,12 @@ class ServeRouters:
             raise _raised(errors[-1])
 
     async def base_url(self) -> str:
-        """Return where Serve listens, which only a private function of Serve's knows."""
+        """Return the URL at which Serve listens; only a private function of Serve returns it."""
         client = await asyncio.to_thread(_get_global_client)
         return "" if client is None else client.root_url
 
     async def _ask_all(self, method: str) -> list[Any]:
-        """Ask every replica, past its queue: a full one must still be able to answer health checks."""
+        """Call every replica without its queue: a replica whose queue is full must still answer health checks."""
         try:
             response = self._handle.broadcast(method)
             return list(await response.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True))
@@ -123,6 +123,6 @@ class ServeRouters:
 
 
 def _raised(error: Exception) -> BaseException:
-    """Return what a replica raised: Ray wraps it in a subclass whose text is a traceback."""
+    """Return the error that a replica raised; Ray wraps it in a subclass whose text is a traceback."""
     cause: BaseException | None = getattr(error, "cause", None)
     return cause or error

@@ -1,4 +1,4 @@
-"""Choice: the text and the figures of one sequence so far; and the token counts and acceptance of a whole response."""
+"""Choice: the text and statistics of one sequence so far; token counts and acceptance of a whole response."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class PromptTokensDetails(ResponseModel):
-    """Where the prompt's tokens came from."""
+    """How many of the prompt's tokens were cached."""
 
     cached_tokens: int
 

@@ -1,4 +1,4 @@
-"""Writer: from the rounds of a request to a body or to events; what the writers of all three APIs share."""
+"""Writer: turns the rounds of a request into a body or events; the base class of the writers of all three APIs."""
 
 import time
 from abc import ABC, abstractmethod
@@ -27,7 +27,7 @@ class Decoder(Protocol):
 
 @dataclass(slots=True)
 class Writer(ABC):
-    """Writes one response, whole or in events; holds what each choice has become so far."""
+    """Writes one response, as one body or as events; holds the text and tokens of each choice so far."""
 
     id: str
     model: str
@@ -49,7 +49,7 @@ class Writer(ABC):
 
     @abstractmethod
     def chunk(self, choice: Choice, output: RequestOutput) -> Sequence[ResponseModel]:
-        """Return the events for the next tokens of a choice, which has them already."""
+        """Return the events for the next tokens of a choice; the tokens were appended to the choice before."""
 
     @abstractmethod
     def closing(self) -> Sequence[ResponseModel]:

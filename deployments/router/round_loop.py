@@ -89,7 +89,7 @@ class RoundLoop:
                 self._end(stream, unfinished)
 
     def report_loss(self, error: TargetError) -> None:
-        """Restart the target although no round is running that would notice its death."""
+        """Restart the target; for losses while no round runs, since a running round detects them itself."""
         self._lost = error
         self._wake.set()
 
@@ -116,7 +116,7 @@ class RoundLoop:
         """Abort the unfinished sequences of a request."""
         stream.close()
         for request_id in unfinished:
-            # A sequence that finished in a round that was never delivered is no longer there.
+            # The sequence may have finished in a round that was not delivered; then it is gone already.
             self._streams.pop(request_id, None)
             self._engine.abort(request_id)
             self._metrics.observe_finished("abort", time.monotonic() - stream.started)

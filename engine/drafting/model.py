@@ -55,8 +55,8 @@ class ModelDrafter:
 
         Args:
             config: with its `num_blocks` planned.
-            token_limit: the target's vocabulary size, where it differs from the draft's: families pad theirs
-                differently. Ids beyond it are never drafted, nor are ids that only the target has.
+            token_limit: the target's vocabulary size, if it differs from the draft's: models of one family can pad
+                their vocabularies differently. Only ids that both models have are drafted.
             ranks: keep a ranking of the possible tokens with every draw, for running ahead.
             grammars: None if no request may have a grammar.
         """
@@ -73,7 +73,7 @@ class ModelDrafter:
         self._prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return a chain per row; an empty one where none is wanted, the context is full or the cache has no room."""
+        """Return a chain per row; it is empty if none is requested, the context is full or the cache has no room."""
         with torch.inference_mode():
             return self._propose(rows)
 
@@ -186,7 +186,7 @@ class ModelDrafter:
         return build(tips, self._kv)
 
     def _plan(self, params: Sequence[SamplingParams], positions: Sequence[int], steps: int) -> Sequence[Draws | None]:
-        """Return what each step's pass needs to draw tokens itself; None where parameters or rule ask for more."""
+        """Return what each step's pass needs to draw tokens itself; None if parameters or rule need its logits."""
         if self._sends_rows or self.backend.info.vocab_size > self._vocab_size or any(map(needs_shaping, params)):
             return [None] * steps
         return plan_draws(params, positions, self.backend.device, steps)

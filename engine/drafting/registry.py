@@ -26,7 +26,7 @@ class DraftModel:
 
     Attributes:
         token_limit: the target's vocabulary size; ids beyond it are never drafted.
-        run_ahead: somebody calls `advance` between two proposals, so that drafting can go on meanwhile.
+        run_ahead: the worker calls `advance` between two proposals, so that drafting goes on meanwhile.
     """
 
     backend: "Backend"
@@ -71,9 +71,9 @@ METHODS: Mapping[str, Method] = {
 
 
 def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
-    """Return the method that `config.drafting` names, or none at all if speculation is off.
+    """Return the method that `config.drafting` names; if speculation is off, the method "none".
 
-    "auto" takes a draft model where there is one. With "none", a draft model is left unloaded.
+    "auto" is "model" if there is a draft model, else "none".
 
     Raises:
         ConfigError: the method needs a draft model, and there is none.
@@ -89,7 +89,7 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
 
 
 def settle_drafting(pair: PairConfig) -> tuple[ModelConfig | None, EngineConfig]:
-    """Return the draft model to load, if any, and the engine's settings, which reserve nothing for drafts never made.
+    """Return the draft model to load, if any, and the engine's settings, with k = 0 if the method never drafts.
 
     Raises:
         ConfigError: the method needs a draft model, and there is none.

@@ -1,9 +1,9 @@
-"""RunAheadDrafter: after its answer, a drafter goes on drafting for the likeliest verdicts.
+"""RunAheadDrafter: after it has sent a draft, it goes on drafting for the likeliest verdicts.
 
 This is Speculative Speculative Decoding (Kumar, Dao, May, 2603.03251), inside the drafter. The next request brings the
-verdict; if it was among the guesses, its draft is ready. Guesses come from the draft's logits with the noise that the
-target will draw with, so they are good at any temperature. Nothing here can change a text: a prepared draft is a draft
-like any other.
+verdict; if a draft was prepared for it, that draft is ready. Verdicts are predicted from the draft's logits and the
+noise that the target will draw with, which works at any temperature. Running ahead cannot change the text: the target
+verifies a prepared draft like any other.
 
 `advance` does one pass at a time, so that the drafter's owner can look for the next request in between. A request that
 comes early finds shorter drafts; the missing tokens are drawn then. A draft that is ready is sent at once: the cache
@@ -52,7 +52,7 @@ class _Outcome:
 
 
 class RunAheadDrafter(ModelDrafter):
-    """A model drafter that prepares the next drafts in `advance`; if nobody calls that, it is an ordinary one."""
+    """A ModelDrafter that prepares the next drafts in `advance`; without calls of it, it drafts as its base does."""
 
     def __init__(
         self,

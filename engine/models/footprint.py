@@ -9,8 +9,9 @@ from transformers import PreTrainedConfig
 from engine.config import EngineConfig, ModelConfig
 from engine.execution.memory import Footprint
 from engine.models.causal_lm import kv_shape
+from engine.models.files import weight_files
 from engine.models.registry import read_config
-from engine.models.shards import plan_of, style_of, weight_files
+from engine.models.shards import plan_of, style_of
 
 _LOGIT_COPIES = 4
 """Logits, scores, and copies made by shaping and log probabilities."""

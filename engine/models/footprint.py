@@ -48,8 +48,9 @@ def of_weights(
     max_model_len = min(engine.max_model_len or longest, longest)
     layer_token_bytes = 2 * kv_heads * head_dim * dtype.itemsize
     num_tokens = engine.max_num_batched_tokens
-    num_logits = engine.max_num_seqs * (1 + engine.num_speculative_tokens)
-    widest = max(text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    num_logits = min(num_tokens, engine.max_num_seqs * (1 + engine.num_speculative_tokens))
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    widest = max(text.hidden_size, *(inner if isinstance(inner, list) else [inner]))
     workspace_bytes = (
         _MASK_COPIES * num_tokens * max_model_len * dtype.itemsize
         + 2 * max_model_len * layer_token_bytes

@@ -6,6 +6,7 @@ block tables and its mask. The function's name is not in transformers' mask regi
 mask itself.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,11 +41,17 @@ class KVTensors:
         self.keys = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(layers)]
         self.values = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(layers)]
 
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy slots `sources` [n] to `targets` [n] in every layer, to keep an accepted path of a tree."""
+    def slot(self, block_ids: Sequence[int], place: int) -> int:
+        """Return the slot of a place in the context of a request with these blocks."""
+        block, offset = divmod(place, self.block_size)
+        return block_ids[block] * self.block_size + offset
+
+    def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy slots `sources` to `targets` in every layer, to keep an accepted path of a tree."""
+        index = torch.tensor([sources, targets], dtype=torch.int64, device=self.keys[0].device)
         for cache in (*self.keys, *self.values):
             slots = cache.view(-1, *cache.shape[2:])
-            slots[targets] = slots[sources]
+            slots[index[1]] = slots[index[0]]
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ class Footprint:
     Attributes:
         name: the model, for error messages.
         weight_bytes: the rank's weights.
-        workspace_bytes: upper bound on a pass's masks, gathered keys and values, activations and logits.
+        workspace_bytes: estimate of a pass's masks, gathered keys and values, activations and logits.
         kv_token_bytes: keys and values of one token over all layers.
         max_model_len: the longest context in tokens.
     """
@@ -67,7 +67,7 @@ def plan_kv_blocks(free_bytes: int, workers: Sequence[Footprint], config: Engine
     workspace = sum(worker.workspace_bytes for worker in workers)
     fraction = config.memory_fraction or (CPU_FRACTION if device == "cpu" else GPU_FRACTION)
     budget = int((free_bytes - weights - workspace) * fraction)
-    length = min(worker.max_model_len for worker in workers) + config.num_speculative_tokens
+    length = max(worker.max_model_len for worker in workers) + config.num_speculative_tokens
     blocks_per_request = -(-length // config.block_size)
     block_bytes = config.block_size * sum(worker.kv_token_bytes for worker in workers)
     affordable = budget // block_bytes

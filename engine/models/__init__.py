@@ -1,6 +1,7 @@
 """Loading transformers models.
 
-In reading order: `registry` (whether an architecture can be served), `footprint` (the memory it takes), `loader`
-(from safetensors to a device), `shards` (the slices of one tensor-parallel rank), `fusion` (q/k/v and gate/up as one
-product), `causal_lm` (the loaded module) and `tokenizer` (whether draft and target share their token ids).
+In reading order: `files` (where they are), `registry` (whether an architecture can be served), `footprint` (the memory
+it takes), `loader` (from safetensors to a device), `shards` (the slices of one tensor-parallel rank), `fusion` (q/k/v
+and gate/up as one product), `causal_lm` (the loaded module) and `tokenizer` (whether draft and target share their token
+ids).
 """

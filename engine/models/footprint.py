@@ -9,8 +9,9 @@ from transformers import PreTrainedConfig
 from engine.config import EngineConfig, ModelConfig
 from engine.execution.memory import Footprint
 from engine.models.causal_lm import kv_shape
+from engine.models.files import weight_files
 from engine.models.registry import read_config
-from engine.models.shards import plan_of, style_of, weight_files
+from engine.models.shards import plan_of, style_of
 
 _LOGIT_COPIES = 4
 """Logits, scores, and copies made by shaping and log probabilities."""
@@ -47,8 +48,9 @@ def of_weights(
     max_model_len = min(engine.max_model_len or longest, longest)
     layer_token_bytes = 2 * kv_heads * head_dim * dtype.itemsize
     num_tokens = engine.max_num_batched_tokens
-    num_logits = engine.max_num_seqs * (1 + engine.num_speculative_tokens)
-    widest = max(text.hidden_size, getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    num_logits = min(num_tokens, engine.max_num_seqs * (1 + engine.num_speculative_tokens))
+    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    widest = max(text.hidden_size, *(inner if isinstance(inner, list) else [inner]))
     workspace_bytes = (
         _MASK_COPIES * num_tokens * max_model_len * dtype.itemsize
         + 2 * max_model_len * layer_token_bytes

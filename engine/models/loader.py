@@ -9,6 +9,7 @@ from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.execution.attention import ATTENTION_NAME
 from engine.models.causal_lm import CausalLM, Shard
+from engine.models.files import model_directory
 from engine.models.fusion import fuse_projections
 from engine.models.registry import eos_token_ids, read_config
 from engine.models.shards import load_shard
@@ -45,8 +46,7 @@ def _load_whole(config: ModelConfig, device: torch.device, dtype: torch.dtype) -
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         module: nn.Module = AutoModelForCausalLM.from_pretrained(
-            config.path,
-            revision=config.revision,
+            model_directory(config),
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,

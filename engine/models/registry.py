@@ -1,13 +1,13 @@
 """The model registry: reads a model's configuration and refuses architectures that cannot be served."""
 
-import os
-from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from engine.config import ModelConfig
 from engine.errors import ModelError
+from engine.models.causal_lm import kv_shape
+from engine.models.files import model_directory
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
@@ -16,10 +16,9 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
     Raises:
         ModelError: there is no such model, or an architecture that cannot be served.
     """
-    if os.sep in config.path and not Path(config.path).is_dir():
-        raise ModelError(f"model directory {config.path} does not exist")
+    directory = model_directory(config)
     try:
-        model_config: PreTrainedConfig = AutoConfig.from_pretrained(config.path, revision=config.revision)
+        model_config: PreTrainedConfig = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot read a model configuration from {config.path}: {error}") from error
     text = model_config.get_text_config()
@@ -31,6 +30,10 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
         raise ModelError(
             f"{config.path} is {model_type} with {', '.join(sorted(unsupported))} layers, whose state cannot roll back"
         )
+    try:
+        kv_shape(model_config, 1)
+    except RuntimeError as error:
+        raise ModelError(f"{config.path} is {model_type}, whose layers differ in their heads: {error}") from error
     if type(model_config) not in AutoModelForCausalLM._model_mapping:
         raise ModelError(f"{config.path} is {model_type}, which has no causal language model in transformers")
     architecture = AutoModelForCausalLM._model_mapping[type(model_config)]
@@ -42,7 +45,9 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
 def eos_token_ids(config: ModelConfig, model_config: PreTrainedConfig) -> list[int]:
     """Return the end-of-sequence ids, from the model's generation settings or else its configuration."""
     try:
-        eos: Any = GenerationConfig.from_pretrained(config.path, revision=config.revision or "main").eos_token_id
+        eos: Any = GenerationConfig.from_pretrained(model_directory(config)).eos_token_id
     except OSError:
+        eos = None
+    if eos is None:
         eos = model_config.get_text_config().eos_token_id
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

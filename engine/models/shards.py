@@ -5,20 +5,18 @@ summed over the ranks. Every rank holds embeddings, norms and the head whole. Th
 """
 
 import fnmatch
-import json
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.utils.hub import cached_file
 
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.execution.attention import ATTENTION_NAME
-from engine.models.causal_lm import Shard
+from engine.models.causal_lm import Shard, kv_shape
+from engine.models.files import weight_files
 
 _WHOLE = {"replicated", "replicated_with_grad_allreduce"}
 
@@ -72,7 +70,7 @@ def plan_of(path: str, config: PreTrainedConfig, world_size: int) -> dict[str, s
         raise ModelError(f"{path} is {config.model_type}, which has no tensor parallel plan in transformers")
     if unsupported := sorted(set(plan.values()) - {"colwise", "rowwise"} - _WHOLE):
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan needs {', '.join(unsupported)}")
-    kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    _, kv_heads, _ = kv_shape(config, 1)
     if kv_heads % world_size:
         raise ModelError(f"{path} has {kv_heads} key/value heads, not divisible by tensor_parallel_size {world_size}")
     return plan
@@ -136,19 +134,3 @@ def _slice(weight: "object", style: str | None, parameter: str, shard: Shard) ->
     size = shape[axis] // shard.world_size
     window = slice(shard.rank * size, (shard.rank + 1) * size)
     return weight[window] if axis == 0 else weight[:, window]  # type: ignore[index, no-any-return]
-
-
-def weight_files(config: ModelConfig) -> list[Path]:
-    """Return a model's safetensors files."""
-    index = cached_file(
-        config.path,
-        "model.safetensors.index.json",
-        revision=config.revision,
-        _raise_exceptions_for_missing_entries=False,
-    )
-    if index is None:
-        names = ["model.safetensors"]
-    else:
-        names = sorted(set(json.loads(Path(index).read_text())["weight_map"].values()))
-    files = [cached_file(config.path, name, revision=config.revision) for name in names]
-    return [Path(file) for file in files if file is not None]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.config import ModelConfig
 from engine.errors import ModelError, ModelMismatchError
+from engine.models.files import model_directory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -19,13 +20,13 @@ def load_tokenizer(config: ModelConfig) -> "PreTrainedTokenizerFast":
     `AutoTokenizer` is not used: it imports torch, and rebuilds the tokenizers of some families from the vocabulary.
 
     Raises:
-        ModelError: there is no tokenizer.json.
+        ModelError: there is no such model, or it has no tokenizer.json.
     """
     # Imported here, because it takes a second, and `serve run` and starting workers import this file as well.
     from transformers import PreTrainedTokenizerFast
 
     try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(config.path, revision=config.revision or "main")
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(model_directory(config))
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"cannot load a tokenizer from {config.path}: {error}") from error
     assert isinstance(tokenizer, PreTrainedTokenizerFast)

@@ -99,15 +99,10 @@ class ModelVerifier:
         targets: list[int] = []
         for i, path in zip(branching, kept.tolist(), strict=True):
             nodes = [node - 1 for node in path if node]
-            sources += [self._slot(rows[i], node) for node in nodes]
-            targets += [self._slot(rows[i], depth) for depth in range(len(nodes))]
-        moves = torch.tensor([sources, targets], dtype=torch.int64, device=self.backend.device)
-        self._kv.move(moves[0], moves[1])
-
-    def _slot(self, row: VerifyRow, node: int) -> int:
-        """Return the slot of a draft node's keys and values."""
-        block, offset = divmod(len(row.request.token_ids) + node, self._kv.block_size)
-        return row.block_ids[block] * self._kv.block_size + offset
+            first = len(rows[i].request.token_ids)
+            sources += [self._kv.slot(rows[i].block_ids, first + node) for node in nodes]
+            targets += [self._kv.slot(rows[i].block_ids, first + depth) for depth in range(len(nodes))]
+        self._kv.move(sources, targets)
 
 
 def _forward_row(row: VerifyRow) -> ForwardRow:

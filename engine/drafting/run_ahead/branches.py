@@ -140,6 +140,16 @@ class Branches:
         extend(chains, self._drawn, rows, [self.num_computed] * len(chains))
         return chains
 
+    def move(self, chosen: Sequence[tuple[Trunk, int]], tables: Sequence[Sequence[int]]) -> None:
+        """Move the keys and values of some branches to their final places; `tables` are the block tables of each."""
+        sources: list[int] = []
+        targets: list[int] = []
+        for (trunk, branch), table in zip(chosen, tables, strict=True):
+            scratch, final = self.entries(trunk, branch)
+            sources += [self._kv.slot(table, place) for place in scratch]
+            targets += [self._kv.slot(table, place) for place in final]
+        self._kv.move(sources, targets)
+
     def entries(self, trunk: Trunk, branch: int) -> tuple[list[int], list[int]]:
         """Return the scratch places of a branch's computed tokens, and their final places."""
         scratch = trunk.base + len(trunk.chain.token_ids) + branch

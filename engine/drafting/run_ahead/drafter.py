@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.drafting.chain import Chain, Ranking
-from engine.drafting.model import CachedPrefix, ModelDrafter
+from engine.drafting.model import ModelDrafter
 from engine.drafting.run_ahead.branches import Branches, Trunk
 from engine.drafting.run_ahead.foresight import NUM_CANDIDATES, Foresight
 from engine.drafting.run_ahead.pace import WIDTHS, Pace
@@ -124,10 +124,12 @@ class RunAheadDrafter(ModelDrafter):
 
     def _look_up(self, rows: list[ProposeRow]) -> _Outcome:
         """Find the verdicts on the last drafts, and the drafts that are prepared for them."""
-        verdicts = [self._verdict(row) for row in rows]
+        trunks = ((self._trunks.get(row.request.request_id), row.request.token_ids) for row in rows)
+        verdicts = [trunk.verdict(token_ids) if trunk else None for trunk, token_ids in trunks]
         if any(verdict is not None for verdict in verdicts):
             # Exactly one round lies between the last proposal and this one, so the time between them is a round's.
-            self._pace.observe_request(num_missing=0 if self._work is None else self._depth - self._num_grown())
+            num_grown = 0 if self._branches is None else self._branches.num_computed
+            self._pace.observe_request(num_missing=0 if self._work is None else self._depth - num_grown)
         chosen: dict[int, tuple[Trunk, int]] = {}
         for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
             branch = "stale" if verdict is None else self._find_branch(row, verdict)
@@ -162,8 +164,8 @@ class RunAheadDrafter(ModelDrafter):
                 self._foresight.learn(self._trunks[row.request.request_id], *verdict)
         if outcome.chosen:
             assert self._branches is not None
-            prefixes = [self._prefixes[outcome.rows[i].request.request_id] for i in outcome.chosen]
-            self._move(list(zip(prefixes, outcome.chosen.values(), strict=True)), self._branches)
+            tables = [self._prefixes[outcome.rows[i].request.request_id].block_ids for i in outcome.chosen]
+            self._branches.move(list(outcome.chosen.values()), tables)
         for row, chain in zip(outcome.rows, outcome.chains, strict=True):
             if chain.token_ids:
                 self._prefixes[row.request.request_id].token_ids = [*row.request.token_ids, *chain.token_ids[:-1]]
@@ -187,22 +189,16 @@ class RunAheadDrafter(ModelDrafter):
         try:
             next(self._work)
             self._pace.observe_pass(self._clock() - started)
+            self._num_passes += 1
+            self.stats.num_forwards += 1
         except StopIteration:
             self._work = None
             self._pace.observe_finish()
-
-    def _verdict(self, row: ProposeRow) -> tuple[int, int] | None:
-        """Return the verdict on a row's last draft: how many accepted, and the token after them; None if unknown."""
-        trunk = self._trunks.get(row.request.request_id)
-        return None if trunk is None else trunk.verdict(row.request.token_ids)
 
     def _ranking(self, scores: Tensor) -> Ranking:
         # Only branches whose verdict arrives need their top scores, so these are computed late if memory allows.
         ranking = Ranking(self._in_target_ids(scores))
         return ranking if self._keeps_scores else Ranking(*ranking.top(NUM_CANDIDATES))
-
-    def _num_grown(self) -> int:
-        return 0 if self._branches is None else self._branches.num_computed
 
     def _is_able(self, row: ProposeRow, chain: Chain, current: set[str]) -> bool:
         """Fit a row and its prepared draft into the cache; a row that does not fit loses its draft."""
@@ -220,21 +216,6 @@ class RunAheadDrafter(ModelDrafter):
         if verdict not in trunk.roots:
             return "token"
         return trunk, trunk.roots.index(verdict)
-
-    def _move(self, chosen: Sequence[tuple[CachedPrefix, tuple[Trunk, int]]], branches: Branches) -> None:
-        """Move the keys and values of the chosen branches to their final places."""
-        sources: list[int] = []
-        targets: list[int] = []
-        for prefix, (trunk, branch) in chosen:
-            scratch, final = branches.entries(trunk, branch)
-            sources += [self._slot(prefix.block_ids, place) for place in scratch]
-            targets += [self._slot(prefix.block_ids, place) for place in final]
-        moves = torch.tensor([sources, targets], dtype=torch.int64, device=self.backend.device)
-        self._kv.move(moves[0], moves[1])
-
-    def _slot(self, block_ids: Sequence[int], place: int) -> int:
-        size = self._kv.block_size
-        return block_ids[place // size] * size + place % size
 
     def _trim(self, request_id: str, length: int) -> None:
         """Free a request's blocks beyond `length` tokens, which only branches needed."""
@@ -282,7 +263,6 @@ class RunAheadDrafter(ModelDrafter):
             drawn = self._pass(branches.next_pass(tokens), draws, runs)
             branches.add(drawn)
             tokens = drawn.tokens
-            self._passed()
             yield
 
     def _make_scratch(self, trunk: Trunk, width: int) -> bool:
@@ -301,15 +281,7 @@ class RunAheadDrafter(ModelDrafter):
         """Compute every trunk to its end, and choose verdicts by what the draft would have drawn at each position."""
         texts = [[*trunk.request.token_ids, *trunk.chain.token_ids] for trunk in trunks]
         prefixes = [self._prefixes[trunk.request.request_id] for trunk in trunks]
-        catching_up = self._catch_up(texts, prefixes)
-        while True:
-            try:
-                next(catching_up)
-            except StopIteration as end:
-                batch = end.value
-                break
-            self._passed()
-            yield
+        batch = yield from self._catch_up(texts, prefixes)
         requests = [trunk.request for trunk in trunks]
         depths = [[len(trunk.chain.token_ids)] for trunk in trunks]
         (draws,) = self._plan([request.params for request in requests], [len(text) for text in texts], 1)
@@ -323,9 +295,4 @@ class RunAheadDrafter(ModelDrafter):
             params = trunk.request.params
             eos = () if params.ignore_eos else self.backend.info.eos_token_ids
             self._foresight.choose_roots(trunk, width, {*eos, *params.stop_token_ids})
-        self._passed()
         yield
-
-    def _passed(self) -> None:
-        self._num_passes += 1
-        self.stats.num_forwards += 1

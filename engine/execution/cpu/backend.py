@@ -63,7 +63,7 @@ class CpuBackend(EagerBackend):
     def warm_up(self, *, compile_missing: bool = True) -> None:
         """Load compiled passes from the cache, or once a background process has compiled them."""
         if self._config.compile == "auto":
-            if (reason := self._reason_not_to_compile(self.model)) is not None:
+            if (reason := self._reason_not_to_compile()) is not None:
                 logger.info("%s runs eagerly: %s", self.info.name, reason)
             elif not self.use_compiled() and compile_missing:
                 is_cached = [path.exists() for path in self._package_files]
@@ -77,7 +77,7 @@ class CpuBackend(EagerBackend):
         Raises:
             CompileError: the model cannot be compiled here, or its compiled passes compute something else.
         """
-        if (reason := self._reason_not_to_compile(self.model)) is not None:
+        if (reason := self._reason_not_to_compile()) is not None:
             raise CompileError(reason)
         packages.load_kernels()
         kv, step = self.allocate_kv(16, 16), self._step
@@ -88,7 +88,7 @@ class CpuBackend(EagerBackend):
 
     def use_compiled(self) -> bool:
         """Load compiled passes if they are in the cache; return whether they are."""
-        if self._reason_not_to_compile(self.model) is not None:
+        if self._reason_not_to_compile() is not None:
             return False
         was_compiled = all(path.exists() for path in self._package_files)
         if was_compiled:
@@ -109,8 +109,9 @@ class CpuBackend(EagerBackend):
     def _package_files(self) -> list[Path]:
         return [self._package, packages.noise_path(), packages.kernels_path()]
 
-    def _reason_not_to_compile(self, model: CausalLM) -> str | None:
-        if model.shard is not None and model.shard.world_size > 1:
+    def _reason_not_to_compile(self) -> str | None:
+        shard = self.model.shard
+        if shard is not None and shard.world_size > 1:
             return "it is one of several ranks"
         if self._num_bytes > packages.MAX_BYTES:
             return "it is bound by memory, not by calls"

@@ -33,6 +33,7 @@ from engine.execution.batch import ForwardBatch
 from engine.execution.cpu import compiled, half_weights, kernels, paged_attention, traced
 from engine.execution.cpu.compiled import CompileError, GumbelNoise, Step, arguments
 from engine.models import causal_lm, fusion
+from engine.models.files import model_directory
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
@@ -177,10 +178,11 @@ class Compiling:
 
     def __init__(self, config: ModelConfig, dtype: str, ready: Callable[[], None]) -> None:
         """Start the process; a thread calls `ready` when it has succeeded, or logs its failure."""
-        command = [sys.executable, "-m", "engine.execution.cpu", config.path, "--dtype", dtype]
+        # Absolute, because the process runs in another folder.
+        directory = str(model_directory(config).resolve())
         self._ready = ready
         self._process = subprocess.Popen(
-            command + (["--revision", config.revision] if config.revision else []),
+            [sys.executable, "-m", "engine.execution.cpu", directory, "--dtype", dtype],
             cwd=Path(__file__).parents[3],
             env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
             stdin=subprocess.DEVNULL,

@@ -125,7 +125,7 @@ def test_moved_entries_are_those_of_an_accepted_path():
     kv = KVTensors((2, KV_HEADS, DIM), num_blocks=3, block_size=BLOCK, like=torch.empty(0))
     for cache in (*kv.keys, *kv.values):
         cache.view(-1, KV_HEADS, DIM)[:] = torch.arange(12.0).view(-1, 1, 1)
-    kv.move(torch.tensor([6, 7]), torch.tensor([5, 6]))  # 7 goes where 6 came from
+    kv.move([6, 7], [5, 6])  # 7 goes where 6 came from
     for cache in (*kv.keys, *kv.values):
         assert cache.view(12, -1)[:, 0].tolist() == [0, 1, 2, 3, 4, 6, 7, 7, 8, 9, 10, 11]
 

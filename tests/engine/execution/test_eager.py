@@ -148,8 +148,8 @@ def test_an_accepted_path_of_a_tree_counts_as_context_after_it_was_moved(eager):
     kv, blocks = eager.allocate_kv(8, 4), [5, 2, 7]
     prompt, drafted, parents = [9, 4, 30, 7, 8], [11, 12, 13, 14], [-1, -1, 1, 2]
     eager.run(build([ForwardRow([*prompt, *drafted], 0, blocks, 0, parents=parents)], kv))
-    slots = torch.tensor([blocks[place // 4] * 4 + place % 4 for place in range(5, 9)])
-    kv.move(slots[[1, 2, 3]], slots[[0, 1, 2]])
+    slots = [kv.slot(blocks, place) for place in range(5, 9)]
+    kv.move(slots[1:], slots[:3])
     moved = eager.run(build([ForwardRow([40], 8, blocks, 1)], kv)).logits
     straight = eager.allocate_kv(8, 4)
     whole = eager.run(build([ForwardRow([*prompt, 12, 13, 14, 40], 0, blocks, 1)], straight)).logits
@@ -240,9 +240,9 @@ def test_a_model_by_itself_sums_nothing_and_a_rank_sums_with_the_others(target_p
 UNSUPPORTED = {
     "capped attention": ("Gemma2Config", HEADS, "softcap"),
     "attention sinks": ("GptOssConfig", {"num_local_experts": 4, **HEADS}, "s_aux"),
-    "no .model": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "not built like"),
-    "other key shapes": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}, "not built like"),
-    "keywords not passed on": ("NemotronConfig", {}, "not built like"),
+    "no .model": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "cannot be run with"),
+    "other key shapes": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}, "cannot be run with"),
+    "keywords not passed on": ("NemotronConfig", {}, "cannot be run with"),
 }
 
 
@@ -258,7 +258,7 @@ def test_what_attention_does_not_compute_is_refused_before_the_first_round(name,
     ("error", "reason"),
     [
         (torch.OutOfMemoryError("tried to allocate 2 GiB"), "does not fit into the memory of cpu: tried to allocate 2"),
-        (RuntimeError("shapes differ"), "is not built like the models served here: shapes differ"),
+        (RuntimeError("shapes differ"), "cannot be run with paged attention: shapes differ"),
     ],
 )
 def test_a_trial_that_runs_out_of_memory_does_not_blame_the_architecture(error, reason, target_path, monkeypatch):

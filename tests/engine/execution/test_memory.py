@@ -1,5 +1,7 @@
 """The memory plan, case by case: what fits where, before anything is loaded."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -102,6 +104,17 @@ def test_ranks_on_one_cpu_share_its_memory():
     alone = plan_kv_blocks(200 * GIB, [one], engine, device="cpu")
     beside = plan_kv_blocks(200 * GIB, [one, one], engine, device="cpu")
     assert beside < alone / 1.9
+
+
+def test_a_draft_with_a_short_context_leaves_the_target_room_for_its_own():
+    engine = EngineConfig(max_num_seqs=1)
+    target, draft = worker("1B", engine), replace(worker("1B", engine), max_model_len=512)
+    assert plan_kv_blocks(79 * GIB, [target, draft], engine, device="gpu0") == FULL
+
+
+def test_a_pass_has_no_more_logits_than_tokens():
+    many, all_tokens = (worker("1B", EngineConfig(max_num_seqs=count)) for count in (1024 // 5 + 1, 10_000))
+    assert many.workspace_bytes == all_tokens.workspace_bytes
 
 
 def test_a_number_from_the_configuration_is_taken_as_it_is():

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from transformers import Gemma3nTextConfig
 
 from engine.config import EngineConfig, ModelConfig
 from engine.execution.registry import load_backend
-from engine.models.footprint import footprint
+from engine.models.footprint import footprint, of_weights
 from tests.engine.conftest import VOCAB, save_llama
 
 
@@ -44,6 +45,18 @@ def test_the_context_is_the_models_own_or_a_shorter_one(target_path):
 def test_a_pass_over_more_needs_more_workspace(target_path, field):
     small, large = measure(target_path, **{field: 4}), measure(target_path, **{field: 64})
     assert small.workspace_bytes < large.workspace_bytes
+
+
+def test_the_widest_of_layers_that_differ_counts():
+    narrow, mixed, wide = (
+        Gemma3nTextConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=widths)
+        for widths in ([64, 64], [64, 1024], [1024, 1024])
+    )
+    workspace = [
+        of_weights("x", 0, config, EngineConfig(), dtype=torch.float32).workspace_bytes
+        for config in (narrow, mixed, wide)
+    ]
+    assert workspace[0] < workspace[1] == workspace[2]
 
 
 def test_several_files_are_counted_together(tmp_path):

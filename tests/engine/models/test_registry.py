@@ -24,5 +24,7 @@ def test_every_end_of_text_id_of_the_generation_settings_counts(tmp_path):
     LlamaConfig(**SIZES).save_pretrained(tmp_path)
     GenerationConfig(eos_token_id=[1, 7]).save_pretrained(tmp_path)
     assert eos_token_ids(config, read_config(config)) == [1, 7]
+    GenerationConfig(do_sample=True).save_pretrained(tmp_path)
+    assert eos_token_ids(config, read_config(config)) == [1], "they name no such id, so the configuration's counts"
     (tmp_path / "generation_config.json").unlink()
     assert eos_token_ids(config, read_config(config)) == [1]

@@ -177,7 +177,7 @@ def test_what_was_never_compiled_is_compiled_in_the_background(empty_cache, targ
         backend.warm_up()
     ((config, dtype, ready),) = empty_cache
     assert (config.path, dtype) == (target_path, "float32")
-    assert "compiling in the background, eager until then (0 of 3 parts found in the cache)" in caplog.text
+    assert "compiling in the background, eager until then (0 of 3 parts in the cache)" in caplog.text
     assert not backend.is_compiled
     fill(backend)
     ready()

@@ -147,22 +147,24 @@ def interpreter(tmp_path, monkeypatch):
     return replace
 
 
-def test_a_process_of_its_own_compiles_the_same_model_with_one_thread(interpreter, tmp_path):
+def test_a_process_of_its_own_compiles_the_same_model_with_one_thread(interpreter, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
     interpreter(f'echo "$@" $OMP_NUM_THREADS > {tmp_path}/arguments')
     is_ready = threading.Event()
-    packages.Compiling(ModelConfig("a/model", revision="main"), "bfloat16", is_ready.set)
+    packages.Compiling(ModelConfig("model"), "bfloat16", is_ready.set)
     assert is_ready.wait(30)
     arguments = (tmp_path / "arguments").read_text().split()
-    assert arguments == ["-m", "engine.execution.cpu", "a/model", "--dtype", "bfloat16", "--revision", "main", "1"]
+    assert arguments == ["-m", "engine.execution.cpu", f"{tmp_path}/model", "--dtype", "bfloat16", "1"]
 
 
 @pytest.mark.parametrize(
     ("script", "reason"),
     [("echo first >&2; echo 'the last line' >&2; exit 1", "the last line"), ("exit 3", "exit status 3")],
 )
-def test_a_failed_compilation_is_logged_and_never_taken(script, reason, interpreter, caplog):
+def test_a_failed_compilation_is_logged_and_never_taken(script, reason, interpreter, tmp_path, caplog):
     interpreter(script)
-    packages.Compiling(ModelConfig("a/model"), "float32", pytest.fail)
+    packages.Compiling(ModelConfig(str(tmp_path)), "float32", pytest.fail)
     for thread in threading.enumerate():
         if thread.name == "compiling":
             thread.join(30)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from cluster.config import GroupConfig as GroupConfig
+from cluster.config import GroupConfig
 from cluster.memory_plan import MemoryPlan
 from cluster.placement import STRATEGY, count_cores, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.transport import Connector
-from cluster.worker_set import WorkerSet, start_draft, start_target
+from cluster.worker_set import WorkerSet, first_line, start_draft, start_target
 from engine.errors import ModelError, TargetError
 from engine.models.tokenizer import check_same_vocabulary
 
@@ -98,7 +98,7 @@ class SpeculationGroup:
         return process_ids
 
     async def check_health(self) -> None:
-        """Return if the target can take rounds.
+        """Return if the target can take rounds; ranks that do not answer are disconnected, so `recover` replaces them.
 
         Raises:
             TargetError: a rank is lost or does not answer.
@@ -110,7 +110,11 @@ class SpeculationGroup:
             async with asyncio.timeout(_PING_TIMEOUT_S):
                 await asyncio.gather(*(actor.ping.remote() for actor in ranks.actors))
         except (TimeoutError, ray.exceptions.RayError) as error:
-            raise TargetError(f"a target rank does not answer: {error}") from error
+            reason = first_line(error) or f"no reply within {_PING_TIMEOUT_S:g} s"
+            reason = f"a target rank does not answer: {reason}"
+            if ranks is self._target:
+                self._remote_verifier.disconnect(reason)  # `recover` leaves ranks alone while they are connected
+            raise TargetError(reason) from error
 
     async def recover(self) -> None:
         """Start all target ranks anew, if any of them is lost; their KV cache is empty afterwards.

@@ -157,6 +157,11 @@ def _warn_of_several_nodes(ranks: list[WorkerProcess]) -> None:
         )
 
 
+def first_line(error: Exception) -> str:
+    """Return what an exception says in one line; Ray's go on with details of the actor, or with a traceback."""
+    return str(error).partition("\n")[0]
+
+
 async def _results(references: list[Awaitable[T]]) -> list[T]:
     """Wait for Ray's results, and translate Ray's exceptions into ours."""
     try:
@@ -166,7 +171,7 @@ async def _results(references: list[Awaitable[T]]) -> list[T]:
             raise error.cause from None
         raise TargetError(f"a worker failed to start: {error.cause!r}") from error
     except ray.exceptions.RayError as error:
-        raise TargetError(f"a worker died while starting: {error}") from error
+        raise TargetError(f"a worker died while starting: {first_line(error)}") from error
 
 
 async def _outcome(reference: Awaitable[None]) -> str:
@@ -175,5 +180,5 @@ async def _outcome(reference: Awaitable[None]) -> str:
     except ray.exceptions.RayTaskError as error:
         return repr(error.cause)
     except ray.exceptions.RayError as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     return "it stopped"

@@ -147,6 +147,24 @@ async def test_a_rank_that_does_not_answer_is_not_healthy(targets, drafts):
     await group.stop()
 
 
+async def test_a_rank_that_does_not_answer_is_replaced_although_its_connection_holds(targets, drafts):
+    group = await started()
+    targets.workers[0].answers = False
+    await refusal(group.check_health())
+    await group.recover()
+    await group.check_health()
+    assert targets.workers[0].is_killed
+    assert len(targets.workers) == 2
+    await group.stop()
+
+
+async def test_a_rank_that_is_silent_is_not_healthy(targets, drafts, monkeypatch):
+    group = await started()
+    monkeypatch.setattr(group_module, "_PING_TIMEOUT_S", 0.0)
+    assert await refusal(group.check_health()) == "a target rank does not answer: no reply within 0 s"
+    await group.stop()
+
+
 async def test_a_lost_rank_is_replaced_with_all_others_when_it_is_asked_for(targets, drafts):
     group = await started()
     targets.workers[0].end("killed")

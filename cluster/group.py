@@ -183,8 +183,8 @@ class SpeculationGroup:
             self._remote_verifier.disconnect,
         )
         self._target = ranks
-        self.target_info = ranks.loaded[0].info
-        self.num_blocks = ranks.loaded[0].num_blocks
+        self.target_info = ranks.loaded[0]
+        self.num_blocks = ranks.num_blocks + 1  # block 0, where padding is written, is not planned
         self._remote_verifier.vocab_size = self._remote_drafter.vocab_size = self.target_info.vocab_size
         self._remote_verifier.connect(ranks.links)
         self._run_in_background(self._watch_target(ranks))
@@ -194,7 +194,7 @@ class SpeculationGroup:
             self.config, self._placement, self._connector, next(self._versions), self._memory_plan
         )
         self._draft = draft
-        self.draft_info = draft.loaded[0].info
+        self.draft_info = draft.loaded[0]
         self._remote_drafter.connect(draft.links[0])
         self._run_in_background(self._watch_draft(draft))
 

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import ray
 from ray.util.placement_group import PlacementGroup
 
-from cluster.config import GroupConfig as GroupConfig
+from cluster.config import GroupConfig
 from cluster.memory_plan import MemoryPlan
 from cluster.placement import STRATEGY, count_cores, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.transport import Connector
-from cluster.worker_set import WorkerSet, start_draft, start_target
+from cluster.worker_set import WorkerSet, first_line, start_draft, start_target
 from engine.errors import ModelError, TargetError
 from engine.models.tokenizer import check_same_vocabulary
 
@@ -98,7 +98,7 @@ class SpeculationGroup:
         return process_ids
 
     async def check_health(self) -> None:
-        """Return if the target can take rounds.
+        """Return if the target can take rounds; ranks that do not answer are disconnected, so `recover` replaces them.
 
         Raises:
             TargetError: a rank is lost or does not answer.
@@ -110,7 +110,11 @@ class SpeculationGroup:
             async with asyncio.timeout(_PING_TIMEOUT_S):
                 await asyncio.gather(*(actor.ping.remote() for actor in ranks.actors))
         except (TimeoutError, ray.exceptions.RayError) as error:
-            raise TargetError(f"a target rank does not answer: {error}") from error
+            reason = first_line(error) or f"no reply within {_PING_TIMEOUT_S:g} s"
+            reason = f"a target rank does not answer: {reason}"
+            if ranks is self._target:
+                self._remote_verifier.disconnect(reason)  # `recover` leaves ranks alone while they are connected
+            raise TargetError(reason) from error
 
     async def recover(self) -> None:
         """Start all target ranks anew, if any of them is lost; their KV cache is empty afterwards.
@@ -179,8 +183,8 @@ class SpeculationGroup:
             self._remote_verifier.disconnect,
         )
         self._target = ranks
-        self.target_info = ranks.loaded[0].info
-        self.num_blocks = ranks.loaded[0].num_blocks
+        self.target_info = ranks.loaded[0]
+        self.num_blocks = ranks.num_blocks + 1  # block 0, where padding is written, is not planned
         self._remote_verifier.vocab_size = self._remote_drafter.vocab_size = self.target_info.vocab_size
         self._remote_verifier.connect(ranks.links)
         self._run_in_background(self._watch_target(ranks))
@@ -190,7 +194,7 @@ class SpeculationGroup:
             self.config, self._placement, self._connector, next(self._versions), self._memory_plan
         )
         self._draft = draft
-        self.draft_info = draft.loaded[0].info
+        self.draft_info = draft.loaded[0]
         self._remote_drafter.connect(draft.links[0])
         self._run_in_background(self._watch_draft(draft))
 

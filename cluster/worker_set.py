@@ -10,11 +10,11 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from cluster.config import GroupConfig
-from cluster.memory_plan import MemoryPlan
+from cluster.memory_plan import Located, MemoryPlan
 from cluster.placement import DRAFT_BUNDLE, actor_options, target_bundle
 from cluster.transport import Connector, Link, OnBreak
-from cluster.workers.actors import DraftWorker, Loaded, TargetWorker, WorkerProcess
-from engine.config import ModelConfig
+from cluster.workers.actors import DraftWorker, TargetWorker, WorkerProcess
+from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError, TargetError
 
 logger = logging.getLogger(__name__)
@@ -28,12 +28,15 @@ class WorkerSet:
 
     Attributes:
         name: the name of one worker in the log.
+        num_blocks: the KV blocks that each of them has, without block 0.
+        loaded: the model that each of them has loaded.
     """
 
     name: str
     actors: list[Any]
     processes: list[WorkerProcess] = field(default_factory=list)
-    loaded: list[Loaded] = field(default_factory=list)
+    num_blocks: int = 0
+    loaded: list[ModelInfo] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
     serving: list[Any] = field(default_factory=list)
 
@@ -44,13 +47,14 @@ class WorkerSet:
             connector.connect(process.endpoint, version=version, on_break=on_break) for process in self.processes
         ]
 
-    async def plan_memory(self, role: str, model: ModelConfig, plan: MemoryPlan) -> int:
-        """Return how many KV blocks each worker has; the first start surveys the workers' devices for that."""
-        if plan.is_made:
-            return await plan.join(role)
-        surveys = await _results([actor.survey.remote(model) for actor in self.actors])
-        node_ids = [process.endpoint.node_id for process in self.processes]
-        return await plan.join(role, list(zip(node_ids, surveys, strict=True)))
+    async def plan_memory(self, role: str, model: ModelConfig, plan: MemoryPlan) -> None:
+        """Settle `num_blocks`; the first start surveys the workers' devices for that."""
+        located: list[Located] = []
+        if not plan.is_made:
+            surveys = await _results([actor.survey.remote(model) for actor in self.actors])
+            node_ids = [process.endpoint.node_id for process in self.processes]
+            located = list(zip(node_ids, surveys, strict=True))
+        self.num_blocks = await plan.join(role, located)
 
     def start_serving(self) -> None:
         """Have the workers answer requests until they end."""
@@ -91,9 +95,9 @@ async def start_draft(
     try:
         [actor] = workers.actors
         await workers.connect(connector, version)
-        num_blocks = await workers.plan_memory("draft", config.draft, plan)
+        await workers.plan_memory("draft", config.draft, plan)
         workers.loaded = await _results(
-            [actor.load.remote(config.draft, config.target, num_blocks, run_ahead=config.run_ahead == "on")]
+            [actor.load.remote(config.draft, config.target, workers.num_blocks, run_ahead=config.run_ahead == "on")]
         )
         workers.start_serving()
     except BaseException:
@@ -136,9 +140,9 @@ async def start_target(
         if size > 1:
             _warn_of_several_nodes(workers.processes)
             [address] = await _results([workers.actors[0].open_store.remote(timeout_s)])
-        num_blocks = await workers.plan_memory("target", config.target, plan)
+        await workers.plan_memory("target", config.target, plan)
         workers.loaded = await _results(
-            [actor.load.remote(config.target, num_blocks, address, timeout_s) for actor in workers.actors]
+            [actor.load.remote(config.target, workers.num_blocks, address, timeout_s) for actor in workers.actors]
         )
         workers.start_serving()
     except BaseException:
@@ -157,6 +161,11 @@ def _warn_of_several_nodes(ranks: list[WorkerProcess]) -> None:
         )
 
 
+def first_line(error: Exception) -> str:
+    """Return what an exception says in one line; Ray's go on with details of the actor, or with a traceback."""
+    return str(error).partition("\n")[0]
+
+
 async def _results(references: list[Awaitable[T]]) -> list[T]:
     """Wait for Ray's results, and translate Ray's exceptions into ours."""
     try:
@@ -166,7 +175,7 @@ async def _results(references: list[Awaitable[T]]) -> list[T]:
             raise error.cause from None
         raise TargetError(f"a worker failed to start: {error.cause!r}") from error
     except ray.exceptions.RayError as error:
-        raise TargetError(f"a worker died while starting: {error}") from error
+        raise TargetError(f"a worker died while starting: {first_line(error)}") from error
 
 
 async def _outcome(reference: Awaitable[None]) -> str:
@@ -175,5 +184,5 @@ async def _outcome(reference: Awaitable[None]) -> str:
     except ray.exceptions.RayTaskError as error:
         return repr(error.cause)
     except ray.exceptions.RayError as error:
-        return str(error).splitlines()[0]
+        return first_line(error)
     return "it stopped"

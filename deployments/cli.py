@@ -2,7 +2,8 @@
 
 `serve run deployments:app` serves the same, but ends differently: Ray aborts its driver at a SIGTERM, with exit status
 134 and a stack trace, and Serve's shutdown closes its proxy at once, in the middle of running streams. Here running
-streams finish first, for up to `drain_timeout_s`; a second signal stops at once. The exit status is 0.
+streams finish first, for up to `drain_timeout_s`; a second signal stops at once. The exit status is 0, or 1 if the
+application did not start.
 """
 
 import argparse
@@ -44,6 +45,11 @@ def main() -> None:
     try:
         serve.start(http_options={"host": options.host, "port": options.port})
         serve.run(application, blocking=True)
+    except RuntimeError:
+        if not (failures := _failures()):
+            raise
+        logger.error("the application did not start: %s", "; ".join(failures))
+        sys.exit(1)
     finally:
         try:
             _drain(config.drain_timeout_s)
@@ -67,6 +73,20 @@ def _parse(settings: list[str]) -> dict[str, str]:
 def _exit(signal_number: int, _: FrameType | None) -> None:
     """Leave whatever the main thread is doing."""
     sys.exit(0)
+
+
+def _failures() -> list[str]:
+    """Return why deployments did not start: the last lines of the tracebacks that Serve keeps and has logged."""
+    deployments = (
+        deployment
+        for application in serve.status().applications.values()
+        for deployment in application.deployments.values()
+    )
+    return [
+        deployment.message.strip().rpartition("\n")[2]
+        for deployment in deployments
+        if deployment.status == "DEPLOY_FAILED"
+    ]
 
 
 def _drain(timeout_s: float) -> None:

@@ -219,5 +219,6 @@ def _complaints(model: type[BaseModel], error: ValidationError) -> list[str]:
         if detail["type"] == "extra_forbidden":
             lines.append(unknown_argument(name, names))
         else:
-            lines.append(f"{name} is {detail['input']!r}: {detail['msg']}")
+            value = "********" if path[:1] == ("api_keys",) else repr(detail["input"])
+            lines.append(f"{name} is {value}: {detail['msg']}")
     return lines

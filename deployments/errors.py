@@ -14,7 +14,6 @@ from deployments.openai.fields import ResponseModel
 from engine.errors import (
     CapacityError,
     ConfigError,
-    DrafterError,
     ModelError,
     ModelMismatchError,
     PacelineError,
@@ -68,7 +67,6 @@ KINDS: Mapping[type[Exception], ErrorKind] = {
     ConfigError: INTERNAL,
     ModelError: INTERNAL,
     ModelMismatchError: INTERNAL,
-    DrafterError: INTERNAL,
     TargetError: _UNAVAILABLE,
     TimeoutError: ErrorKind(408, "timeout_error", "deadline_exceeded"),
     BackPressureError: ErrorKind(429, "rate_limit_error", "queue_full", "the queue is full"),

@@ -46,12 +46,9 @@ class RouterMetrics:
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
-        self._recoveries = Counter(
-            "paceline:target_recoveries",
-            "Times the target ranks were restarted.",
-            ["model_name"],
-            registry=self._registry,
-        ).labels(model_name)
+        self._recoveries = _counter(
+            "paceline:target_recoveries", "Times the target ranks were restarted.", model_name, self._registry
+        )
         self._rounds = _counter("paceline:rounds", "Finished rounds.", model_name, self._registry)
         self._round_s = _counter(
             "paceline:round_seconds", "Time of rounds, delivery included.", model_name, self._registry

@@ -10,7 +10,6 @@ PacelineError                  base; never raised itself
   ConfigError           start  a setting that does not exist, or a value that does not fit
   ModelError            start  this model cannot be served; the message says why
     ModelMismatchError         draft and target cannot work together
-  DrafterError          inner  the drafter failed; becomes an empty draft, never reaches a client
   TargetError           503    the target workers died or missed a deadline
 ```
 
@@ -61,10 +60,6 @@ class ModelError(PacelineError):
 
 class ModelMismatchError(ModelError):
     """Draft and target do not share their token ids."""
-
-
-class DrafterError(PacelineError):
-    """The drafter is dead, late or sent an invalid reply; this costs time, never correctness."""
 
 
 class TargetError(PacelineError):

@@ -1,7 +1,8 @@
 """DraftWorker and TargetWorker: the Ray actors, which join a responder to a server.
 
-The group calls `listen`, `load` and `serve` in this order. `serve` lasts as long as the worker does, so the reference
-to its result tells the group when the worker ends. It runs in a thread of its own, so the actor still answers pings.
+A `WorkerSet` calls `listen`, `survey` (at the first start), `load` and `serve` in this order. `serve` lasts as long as
+the worker does, so the reference to its result tells when the worker ends. It runs in a thread of its own, so the actor
+still answers pings.
 
 The Router imports this module to start the actors but must not import torch, so torch is imported inside the methods.
 """
@@ -33,14 +34,6 @@ class WorkerProcess:
 
     endpoint: Endpoint
     pid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What a worker has loaded; `num_blocks` includes block 0."""
-
-    info: ModelInfo
-    num_blocks: int
 
 
 def show_progress() -> None:
@@ -99,14 +92,14 @@ class Worker:
 class DraftWorker(Worker):
     """Holds the draft's weights and a cache of committed prefixes; decides nothing that reaches a client."""
 
-    def load(self, config: ModelConfig, target: ModelConfig, num_blocks: int, *, run_ahead: bool) -> Loaded:
+    def load(self, config: ModelConfig, target: ModelConfig, num_blocks: int, *, run_ahead: bool) -> ModelInfo:
         """Load the draft with its planned KV blocks; ids beyond the target's vocabulary are never drafted."""
         with _importing():
             from cluster.workers.loading import load_drafter
 
         drafter, info = load_drafter(config, target, replace(self._engine, num_blocks=num_blocks), run_ahead=run_ahead)
         self._responder = DraftResponder(drafter, capacity=self._capacity, version=self._version)
-        return Loaded(info, 0)
+        return info
 
     def serve(self) -> None:
         """Answer proposals until the worker ends."""
@@ -124,7 +117,7 @@ class TargetWorker(Worker):
         self._store, address = open_store(self._host, self._world_size, timeout_s)
         return address
 
-    def load(self, config: ModelConfig, num_blocks: int, address: "StoreAddress | None", timeout_s: float) -> Loaded:
+    def load(self, config: ModelConfig, num_blocks: int, address: "StoreAddress | None", timeout_s: float) -> ModelInfo:
         """Load this rank's shard with its planned KV blocks.
 
         Args:
@@ -148,7 +141,7 @@ class TargetWorker(Worker):
             )
         verifier, info = load_verifier(config, replace(self._engine, num_blocks=num_blocks), shard=shard)
         self._responder = TargetResponder(verifier, rank=self._rank, capacity=self._capacity, version=self._version)
-        return Loaded(info, verifier.num_blocks)
+        return info
 
     def serve(self) -> None:
         """Verify until the worker ends; any failure ends it, because the other ranks cannot go on without it."""

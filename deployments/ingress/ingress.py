@@ -14,7 +14,7 @@ from typing import Any
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
-from deployments.config import AppConfig, group_config
+from deployments.config import AppConfig
 from deployments.grammar_check.compiler import GrammarCompiler
 from deployments.ingress.answer import Answer
 from deployments.ingress.parameters import check_token_ids, sampling_params
@@ -56,7 +56,7 @@ class Ingress:
         self.config = config
         self._keys = keys
         self._routers: RouterHandle = ServeRouters(routers) if isinstance(routers, DeploymentHandle) else routers
-        self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, group_config(config).target))
+        self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, config.pair.target))
         self._started = int(time.time())
         self._serving = asyncio.create_task(self._wait_for_routers(), name="waiting for Routers")
 
@@ -67,9 +67,7 @@ class Ingress:
     async def _wait_for_routers(self) -> Description:
         description = await self._routers.describe()
         info = description.target
-        grammars = Grammars(
-            group_config(self.config).target, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids
-        )
+        grammars = Grammars(self.config.pair.target, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         self._compiler = GrammarCompiler(grammars, self.config.limits)
         _announce(self.config, description, await self._routers.base_url())
         return description

@@ -5,7 +5,7 @@ Routes that need no key are `OPEN_ROUTES`; every other path needs one, known or 
 
 Serve's proxy obeys headers by which a client can switch off its deadline and its disconnect detection, and choose its
 request's id. Nothing here relies on the proxy dropping them (`proxy.py`): the Router keeps the deadlines, request ids
-are our own, this middleware notices clients that leave, and it drops the headers.
+are our own, and this middleware notices clients that leave.
 """
 
 import asyncio
@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.config import Limits
 from deployments.errors import error_body, headers_of, kind_of_status
-from deployments.ingress.proxy import SERVE_HEADERS
 
 OPEN_ROUTES = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 
@@ -48,8 +47,7 @@ class Guard:
             limit = self._limits.max_body_bytes
             await _refuse(send, 413, f"the body is larger than {limit:,} bytes")
             return
-        headers = [(name, value) for name, value in headers if name.lower() not in SERVE_HEADERS]
-        await _run_while_connected(self._app, {**scope, "headers": headers}, messages, receive, send)
+        await _run_while_connected(self._app, scope, messages, receive, send)
 
     def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         sent = [value for name, value in headers if name.lower() == b"authorization"]

@@ -113,14 +113,9 @@ def make_api(service: Service, *, limits: Limits, keys: Sequence[str]) -> FastAP
         return _json(await service.models())
 
     @api.get("/health", response_model=None, responses={200: {"model": Health}, **_ERRORS})
-    async def health() -> Response:
-        """Return 200 while rounds are being finished, 503 otherwise."""
-        await service.check_progress()
-        return _json(Health(status="ok"))
-
     @api.get("/ready", response_model=None, responses={200: {"model": Health}, **_ERRORS})
-    async def ready() -> Response:
-        """Return 200 when models are loaded and requests are taken."""
+    async def health() -> Response:
+        """Return 200 when the models are loaded and while rounds are being finished, 503 otherwise."""
         await service.check_progress()
         return _json(Health(status="ok"))
 

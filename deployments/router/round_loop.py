@@ -201,6 +201,7 @@ class RoundLoop:
             logger.warning("recovery failed: %s", failure)
             await asyncio.sleep(RECOVERY_PAUSE_S * self._num_failures)
             return
+        self._lost = None  # what was reported meanwhile was about the old ranks
         self._engine.reset()
         self._metrics.observe_recovery()
         self._last_progress = time.monotonic()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +26,8 @@ class Workers:
     """What `start_target` and `start_draft` return: two ranks, or a draft worker."""
 
     def __init__(self, pid: int, version: int, num_blocks: int, on_break: Callable[[str], None] | None) -> None:
-        info = SimpleNamespace(vocab_size=1000)
-        self.loaded = [SimpleNamespace(info=info, num_blocks=num_blocks + 1)] * 2
+        self.num_blocks = num_blocks
+        self.loaded = [SimpleNamespace(vocab_size=1000)] * 2
         self.processes = [SimpleNamespace(pid=pid), SimpleNamespace(pid=pid + 1)]
         self.links = [
             FakeLink(
@@ -147,6 +147,24 @@ async def test_a_rank_that_does_not_answer_is_not_healthy(targets, drafts):
     await group.stop()
 
 
+async def test_a_rank_that_does_not_answer_is_replaced_although_its_connection_holds(targets, drafts):
+    group = await started()
+    targets.workers[0].answers = False
+    await refusal(group.check_health())
+    await group.recover()
+    await group.check_health()
+    assert targets.workers[0].is_killed
+    assert len(targets.workers) == 2
+    await group.stop()
+
+
+async def test_a_rank_that_is_silent_is_not_healthy(targets, drafts, monkeypatch):
+    group = await started()
+    monkeypatch.setattr(group_module, "_PING_TIMEOUT_S", 0.0)
+    assert await refusal(group.check_health()) == "a target rank does not answer: no reply within 0 s"
+    await group.stop()
+
+
 async def test_a_recovery_replaces_all_ranks_when_one_is_lost(targets, drafts):
     group = await started()
     targets.workers[0].end("killed")
@@ -256,6 +274,26 @@ async def test_models_that_cannot_work_together_are_refused_by_their_own_error(t
     monkeypatch.setattr(group_module, "check_same_vocabulary", refuse)
     with pytest.raises(ModelMismatchError, match="other ids"):
         await started()
+
+
+async def test_workers_that_fail_to_start_do_not_leave_others_waiting_for_the_memory_plan(targets, monkeypatch):
+    has_joined = asyncio.Event()
+
+    async def start_draft(_config: Any, _placement: Any, _connector: Any, _version: int, plan: MemoryPlan) -> None:
+        has_joined.set()
+        try:
+            await plan.join("draft")
+        finally:
+            has_joined.clear()
+
+    async def start_target(*_: Any) -> None:
+        await has_joined.wait()
+        raise TargetError("it died during its survey")
+
+    monkeypatch.setattr(group_module, "start_draft", start_draft)
+    monkeypatch.setattr(group_module, "start_target", start_target)
+    assert "died during its survey" in await refusal(started(replace(CONFIG, engine=EngineConfig())))
+    assert not has_joined.is_set()
 
 
 async def verify(group: SpeculationGroup) -> list[int]:

@@ -130,13 +130,13 @@ def test_ranks_on_several_nodes_are_warned_of(node_ids, num_warnings, caplog):
     [
         (ModelError("no such model"), ModelError, "^no such model$"),
         (ValueError("wrong shape"), TargetError, r"a worker failed to start: ValueError\('wrong shape'\)"),
-        (None, TargetError, "a worker died while starting"),
+        (None, TargetError, "^a worker died while starting: The actor died.$"),
     ],
 )
 async def test_errors_of_ray_become_ours(cause, error, message):
     result = asyncio.get_running_loop().create_future()
     if cause is None:
-        result.set_exception(ray.exceptions.RayActorError())
+        result.set_exception(ray.exceptions.RayActorError(error_msg="The actor died.\nThe stack:"))
     else:
         result.set_exception(ray.exceptions.RayTaskError("load", "traceback", cause))
     with pytest.raises(error, match=message):

@@ -55,8 +55,11 @@ class Group:
         self._verifier = verifier
         self.num_failures = num_failures
         self.num_recoveries = 0
+        self.is_recovering = asyncio.Event()
 
     async def recover(self) -> None:
+        self.is_recovering.set()
+        await asyncio.sleep(0)
         if self.num_failures > 0:
             self.num_failures -= 1
             raise TargetError("not this time")

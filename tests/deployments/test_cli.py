@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 
 from deployments import cli
@@ -20,3 +22,13 @@ def test_a_wrong_argument_is_refused_in_one_line_before_anything_starts(
         cli.main()
     assert error.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_why_an_application_did_not_start_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    deployments = {
+        "Router": SimpleNamespace(status="UPDATING", message=""),
+        "Ingress": SimpleNamespace(status="DEPLOY_FAILED", message="Traceback\n  ...\nModelError: no such model\n"),
+    }
+    status = SimpleNamespace(applications={"default": SimpleNamespace(deployments=deployments)})
+    monkeypatch.setattr(cli.serve, "status", lambda: status)
+    assert cli._failures() == ["ModelError: no such model"]

@@ -134,6 +134,13 @@ def test_keys_come_from_everywhere_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert "SecretStr('a')" not in repr(config)
 
 
+@pytest.mark.parametrize("value", ["secret", [b"secret", {"secret": 1}]])
+def test_keys_of_the_wrong_form_are_refused_without_being_shown(value: object) -> None:
+    with pytest.raises(ArgumentError, match="api_keys") as error:
+        AppConfig.model_validate({"api_keys": value})
+    assert "secret" not in str(error.value)
+
+
 @pytest.mark.parametrize("content", ["", None, "schlüssel"])
 def test_a_key_file_that_is_of_no_use_is_refused(tmp_path: Path, content: str | None) -> None:
     if content is not None:

@@ -12,7 +12,8 @@ import pytest
 import ray
 import torch
 
-from cluster.group import GroupConfig, SpeculationGroup
+from cluster.config import GroupConfig
+from cluster.group import SpeculationGroup
 from engine.config import EngineConfig, ModelConfig
 from engine.engine import Engine
 from engine.errors import ModelMismatchError, TargetError

@@ -13,7 +13,7 @@ from deployments.config import AppConfig
 from deployments.errors import KINDS
 from deployments.ingress.answer import Answer
 from deployments.openai.choices import Choice
-from engine.errors import DrafterError, QueueFullError, TargetError
+from engine.errors import ModelError, QueueFullError, TargetError
 from engine.sequence import FinishReason, RequestOutput
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
@@ -64,7 +64,7 @@ async def test_a_response_that_is_not_streamed_takes_at_most_one_delivery_per_se
     assert 1 <= routers.num_deliveries <= num_prompts
 
 
-@pytest.mark.parametrize("error", [TargetError("gone"), QueueFullError("full"), DrafterError("bug"), ValueError("bug")])
+@pytest.mark.parametrize("error", [TargetError("gone"), QueueFullError("full"), ModelError("bug"), ValueError("bug")])
 async def test_an_error_after_the_first_byte_is_an_event(
     client: httpx.AsyncClient, routers: LocalRouters, error: Exception
 ) -> None:

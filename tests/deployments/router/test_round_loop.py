@@ -162,3 +162,12 @@ async def test_a_loss_that_is_reported_during_the_last_round_is_made_good_withou
     await last
     await asyncio.sleep(0.01)
     assert rig.group.num_recoveries == 1
+
+
+async def test_a_loss_that_is_reported_during_the_recovery_from_it_restarts_nothing_again(rig: Rig) -> None:
+    rig.verifier.is_lost = True
+    stream = asyncio.create_task(tokens(rig.loop, generation()))
+    await rig.group.is_recovering.wait()
+    rig.loop.report_loss(TargetError("noticed by a health check"))
+    assert len(await stream) == 8
+    assert rig.group.num_recoveries == 1

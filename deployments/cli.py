@@ -16,7 +16,6 @@ from types import FrameType
 import click
 import ray
 from ray import serve
-from ray.serve.schema import DeploymentStatus
 
 from deployments.builder import app
 from deployments.config import AppConfig
@@ -86,7 +85,7 @@ def _failures() -> list[str]:
     return [
         deployment.message.strip().rpartition("\n")[2]
         for deployment in deployments
-        if deployment.status == DeploymentStatus.DEPLOY_FAILED
+        if deployment.status == "DEPLOY_FAILED"
     ]
 
 

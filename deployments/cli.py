@@ -38,7 +38,7 @@ def main() -> None:
         application = app(config)
     except click.UsageError as error:
         parser.error(error.message)
-    ray.init(namespace=NAMESPACE)
+    ray.init("local", namespace=NAMESPACE)  # never a running cluster: the end deletes its applications
     # After ray.init, which installs a handler of its own.
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, _exit)

@@ -20,7 +20,8 @@ def test_a_model_that_does_not_exist_ends_it_with_one_line(tmp_path):
         [sys.executable, "-m", "engine.execution.cpu", path], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert process.returncode == 1
-    assert process.stderr == f"{path}: model directory {path} does not exist\n"
+    assert process.stderr.startswith(f"{path}: model directory {path} does not exist, ")
+    assert process.stderr.count("\n") == 1
     assert process.stdout == ""
 
 

@@ -135,11 +135,6 @@ def test_one_request_of_full_length_is_enough_and_less_is_refused(free_bytes, bl
         assert plan_kv_blocks(free_bytes, [small(64)], engine, device="gpu0") == blocks
 
 
-def test_the_shorter_context_of_draft_and_target_is_planned_for():
-    engine = EngineConfig(num_speculative_tokens=0, max_num_seqs=1)
-    assert plan_kv_blocks(10**6, [small(64), small(640)], engine, device="gpu0") == 4
-
-
 def test_half_of_a_cpus_memory_is_left_to_other_processes_and_a_tenth_of_a_gpus():
     engine = EngineConfig(max_num_seqs=10**6)
     assert plan_kv_blocks(100 + 16_000, [small(64)], engine, device="cpu") == 500

@@ -18,5 +18,5 @@ def test_any_text_survives_and_the_chat_template_uses_the_role_tokens() -> None:
 
 
 def test_a_vocabulary_too_small_for_the_bytes_is_refused() -> None:
-    with pytest.raises(TrainingError, match="vocabulary of 100"):
+    with pytest.raises(TrainingError, match="vocabulary has 100"):
         train_tokenizer(["text"], vocab_size=100, context=64)

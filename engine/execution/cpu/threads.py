@@ -1,12 +1,12 @@
 """Threads: how many threads a pass runs with.
 
-The rule is one thread per 64 million multiplications of a pass, at most the worker's cores. In smaller passes, waking a
+The rule is one thread per 20 million multiplications of a pass, at most the worker's cores. In smaller passes, waking a
 second thread takes longer than it saves.
 """
 
 import torch
 
-MULTIPLICATIONS_PER_THREAD = 64_000_000
+MULTIPLICATIONS_PER_THREAD = 20_000_000
 
 
 def num_threads(num_weights: int, num_tokens: int, max_threads: int) -> int:

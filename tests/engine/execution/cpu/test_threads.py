@@ -1,4 +1,4 @@
-"""Threads: one for every 64 million multiplications of a pass, within the worker's cores."""
+"""Threads: one for every 20 million multiplications of a pass, within the worker's cores."""
 
 import pytest
 import torch
@@ -21,14 +21,14 @@ def one_thread():
     ("num_weights", "num_tokens", "max_threads", "expected"),
     [
         pytest.param(5_500_000, 5, 8, 1, id="a small model decodes"),
-        pytest.param(5_500_000, 40, 8, 3, id="a small model decodes a batch"),
+        pytest.param(5_500_000, 8, 8, 2, id="a small model decodes a batch"),
         pytest.param(5_500_000, 1024, 8, 8, id="a small model reads a prompt"),
-        pytest.param(380_000_000, 1, 8, 5, id="a large model decodes"),
+        pytest.param(380_000_000, 1, 32, 19, id="a large model decodes"),
         pytest.param(380_000_000, 1, 2, 2, id="more than there are cores"),
         pytest.param(8_000_000_000, 1, 1, 1, id="one core"),
     ],
 )
-def test_a_pass_gets_a_thread_for_every_64_million_multiplications(num_weights, num_tokens, max_threads, expected):
+def test_a_pass_gets_a_thread_for_every_20_million_multiplications(num_weights, num_tokens, max_threads, expected):
     assert num_threads(num_weights, num_tokens, max_threads) == expected
 
 

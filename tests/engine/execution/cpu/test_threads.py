@@ -1,4 +1,4 @@
-"""Threads: one for every 20 million multiplications of a pass, within the worker's cores."""
+"""Threads: as many as the work of a pass is worth, within the worker's cores."""
 
 import pytest
 import torch
@@ -18,18 +18,23 @@ def one_thread():
 
 
 @pytest.mark.parametrize(
-    ("num_weights", "num_tokens", "max_threads", "expected"),
+    ("num_weights", "num_tokens", "max_threads", "spinning", "sleeping"),
     [
-        pytest.param(5_500_000, 5, 8, 1, id="a small model decodes"),
-        pytest.param(5_500_000, 8, 8, 2, id="a small model decodes a batch"),
-        pytest.param(5_500_000, 1024, 8, 8, id="a small model reads a prompt"),
-        pytest.param(380_000_000, 1, 32, 19, id="a large model decodes"),
-        pytest.param(380_000_000, 1, 2, 2, id="more than there are cores"),
-        pytest.param(8_000_000_000, 1, 1, 1, id="one core"),
+        pytest.param(5_500_000, 5, 8, 1, 1, id="a small model decodes"),
+        pytest.param(5_500_000, 8, 8, 2, 1, id="a small model decodes a batch"),
+        pytest.param(5_500_000, 100, 32, 27, 3, id="a small model reads a prompt"),
+        pytest.param(380_000_000, 1, 32, 19, 2, id="a large model decodes"),
+        pytest.param(380_000_000, 8, 2, 2, 2, id="more than there are cores"),
+        pytest.param(8_000_000_000, 1, 1, 1, 1, id="one core"),
     ],
 )
-def test_a_pass_gets_a_thread_for_every_20_million_multiplications(num_weights, num_tokens, max_threads, expected):
-    assert num_threads(num_weights, num_tokens, max_threads) == expected
+def test_a_pass_gets_a_thread_for_its_work_and_for_more_work_where_threads_sleep(
+    num_weights, num_tokens, max_threads, spinning, sleeping, monkeypatch
+):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert num_threads(num_weights * num_tokens, max_threads) == spinning
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    assert num_threads(num_weights * num_tokens, max_threads) == sleeping
 
 
 def test_passes_of_one_model_run_with_the_threads_of_their_size(tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ unit: $(STAMP)-dev
 AVX2_ONLY := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TORCHINDUCTOR_CPP_MARCH=x86-64-v3
 AVX2_TESTS := tests/engine/execution/cpu/test_kernels.py tests/engine/execution/cpu/test_half_weights.py \
 	tests/engine/execution/cpu/test_paged_attention.py \
-	'tests/engine/execution/cpu/test_compiled.py::test_compiled_text_does_not_depend_on_the_draft[16-bit weights]' \
+	'tests/engine/execution/cpu/test_backend.py::test_compiled_text_does_not_depend_on_the_draft[16-bit weights]' \
 	tests/engine/test_exactness.py::test_coupled_text_does_not_depend_on_the_draft
 
 avx2: $(STAMP)-dev  ## tests that depend on vector instructions, limited to AVX2; skipped on CPUs without it

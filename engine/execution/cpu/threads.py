@@ -25,8 +25,8 @@ class Threads:
 
     def __init__(self, num_weights: int, max_threads: int) -> None:
         self._num_weights = num_weights
-        self._max_threads = max_threads
+        self.max_threads = max_threads
 
     def use(self, num_tokens: int) -> None:
         """Set the number of threads of the calling thread's next pass, which computes `num_tokens` tokens."""
-        torch.set_num_threads(num_threads(self._num_weights * num_tokens, self._max_threads))
+        torch.set_num_threads(num_threads(self._num_weights * num_tokens, self.max_threads))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.drafting.chain import Chain, Ranking
-from engine.drafting.model import ModelDrafter
+from engine.drafting.model import ModelDrafter, Text
 from engine.drafting.run_ahead.branches import Branches, Trunk
 from engine.drafting.run_ahead.foresight import NUM_CANDIDATES, Foresight
 from engine.drafting.run_ahead.pace import WIDTHS, Pace
@@ -182,7 +182,9 @@ class RunAheadDrafter(ModelDrafter):
             self._branches.move(list(outcome.chosen.values()), tables)
         for row, chain in zip(outcome.rows, outcome.chains, strict=True):
             if chain.token_ids:
-                self._prefixes[row.request.request_id].token_ids = [*row.request.token_ids, *chain.token_ids[:-1]]
+                # The trunk was computed up to the verdict, and the branch from its root on.
+                root, known = row.request.token_ids[-1], self._prefixes[row.request.request_id].token_ids
+                known[len(row.request.token_ids) - 1 :] = [root, *chain.token_ids[:-1]]
         current = {row.request.request_id for row in outcome.rows}
         for name in self._trunks.keys() - current:
             self._trim(name, len(self._prefixes[name].token_ids))
@@ -222,7 +224,7 @@ class RunAheadDrafter(ModelDrafter):
 
     def _is_able(self, row: ProposeRow, chain: Chain, current: set[str]) -> bool:
         """Fit a row and its prepared draft into the cache; a row that does not fit loses its draft."""
-        if not self._make_room(row, [*row.request.token_ids, *chain.token_ids], current):
+        if not self._make_room(row, chain.token_ids, current):
             chain.cut(0)
             return False
         self._trim(row.request.request_id, len(row.request.token_ids) + row.num_draft_tokens)
@@ -303,16 +305,16 @@ class RunAheadDrafter(ModelDrafter):
 
     def _find_roots(self, trunks: Sequence[Trunk], width: int) -> Generator[None, None, None]:
         """Compute every trunk to its end, and choose verdicts by what the draft would have drawn at each position."""
-        texts = [[*trunk.request.token_ids, *trunk.chain.token_ids] for trunk in trunks]
+        texts = [Text(trunk.request.token_ids, trunk.chain.token_ids) for trunk in trunks]
         prefixes = [self._prefixes[trunk.request.request_id] for trunk in trunks]
         batch = yield from self._catch_up(texts, prefixes)
         requests = [trunk.request for trunk in trunks]
         depths = [[len(trunk.chain.token_ids)] for trunk in trunks]
-        (draws,) = self._plan([request.params for request in requests], [len(text) for text in texts], 1)
+        (draws,) = self._plan([request.params for request in requests], [text.length for text in texts], 1)
         runs = functools.partial(self._runs, requests, depths, lambda: [[trunk.chain.token_ids] for trunk in trunks])
         drawn = self._pass(batch, draws, runs)
         for text, prefix in zip(texts, prefixes, strict=True):
-            prefix.token_ids = text
+            prefix.token_ids += text.part(len(prefix.token_ids), text.length)
         assert drawn.ranking is not None
         yield
         self._foresight.look(trunks, drawn.ranking)

@@ -125,12 +125,9 @@ def plan_draws(
     # Rows with the same seed and position share one key, because noise costs more than a lookup.
     key_rows: dict[tuple[int, int], int] = {}
     rows, temperatures = [0] * len(params), [1.0] * len(params)
-    # Several rows have the same parameters: one request's.
-    is_drawn = {
-        id(sampling): sampling.temperature > 0 and not needs_shaping(sampling) for sampling in _distinct(params)
-    }
+    drawn = {id(sampling) for sampling in _distinct(params) if sampling.temperature > 0 and not needs_shaping(sampling)}
     for i, (sampling, position) in enumerate(zip(params, positions, strict=True)):
-        if is_drawn[id(sampling)]:
+        if id(sampling) in drawn:
             rows[i] = key_rows.setdefault((sampling.seed or 0, position), len(key_rows) + 1)
             temperatures[i] = sampling.temperature
     seeds = [seed for seed, _ in key_rows]
@@ -142,6 +139,7 @@ def plan_draws(
 
 
 def _distinct(params: Sequence[SamplingParams]) -> Collection[SamplingParams]:
+    """Return each object once: the rows of one request share theirs."""
     return {id(sampling): sampling for sampling in params}.values()
 
 

@@ -6,8 +6,8 @@ noise that the target will draw with, which works at any temperature. Running ah
 verifies a prepared draft like any other.
 
 `advance` does one pass at a time, so that the drafter's owner can look for the next request in between. A request that
-comes early finds shorter drafts; the missing tokens are drawn then. A draft that is ready is sent at once: the cache
-is brought up to date afterwards, by the first `advance`.
+comes early finds shorter drafts; the missing tokens are drawn then, if the batch gains by waiting for them. Drafts that
+need not wait are sent at once: the cache is brought up to date afterwards, by the first `advance`.
 """
 
 import functools
@@ -124,14 +124,14 @@ class RunAheadDrafter(ModelDrafter):
         # The outcome may be settled in a later call, and by then the requests' owner may have appended tokens.
         outcome = self._look_up([replace(row, request=row.request.copy()) for row in rows])
         rows, chains = outcome.rows, outcome.chains
-        if all(len(chain.token_ids) == row.num_draft_tokens for row, chain in zip(rows, chains, strict=True)):
-            self._unsettled = outcome
-        else:
+        if self._is_worth_waiting(rows, chains):
             able = self._take_over(outcome)
             lacking = [i for i in able if len(chains[i].token_ids) < rows[i].num_draft_tokens]
-            if lacking and self._is_worth_waiting([rows[i] for i in able], [chains[i] for i in able]):
+            if lacking:
                 self._draft_missing([rows[i] for i in lacking], [chains[i] for i in lacking])
             self._prepare([(rows[i], chains[i]) for i in able])
+        else:
+            self._unsettled = outcome
         self._pace.observe_answer()
         return [chain.draft() for chain in chains]
 
@@ -247,10 +247,12 @@ class RunAheadDrafter(ModelDrafter):
         del prefix.block_ids[kept:]
 
     def _is_worth_waiting(self, rows: Sequence[ProposeRow], chains: Sequence[Chain]) -> bool:
-        """Decide whether the whole batch waits until the missing tokens are drawn.
+        """Decide whether the whole batch waits until the missing tokens, if there are any, are drawn.
 
         It waits if that is expected to commit more tokens per second, by the times that were measured recently.
         """
+        if all(len(chain.token_ids) == row.num_draft_tokens for row, chain in zip(rows, chains, strict=True)):
+            return False
         if not any(chain.token_ids for chain in chains):
             return True
         now = sum(1 + self._foresight.accepted.expected(len(chain.token_ids)) for chain in chains)

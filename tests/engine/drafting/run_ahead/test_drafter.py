@@ -236,7 +236,7 @@ def test_an_early_verdict_gets_the_missing_tokens_drawn():
 
 
 def test_rows_that_hit_do_not_wait_for_one_that_misses(monkeypatch):
-    """The answer comes before any pass and before the cache is brought up to date; the next draft is right all the same."""
+    """The answer comes before any pass and before the cache is brought up to date; the next draft is still right."""
     model = Counting(MODEL)
     drafter = RunAheadDrafter(model, config())
     texts = {name: [chance, 9, 4] for chance, name in enumerate("abcdefgh", 10)}

@@ -19,6 +19,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config import RunAhead
+from deployments.environment import SERVE_ENVIRONMENT
 from engine.config import Speculation
 from engine.stats import SpeculationStats
 from tests.bench.figures import Batch, Timeline, since
@@ -29,9 +30,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "RAY_ADDRESS": "local",  # a cluster of its own, whatever else runs on this machine
     "RAY_USAGE_STATS_ENABLED": "0",
-    # As `make serve` has it:
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.ingress.proxy:middlewares",
-    "RAY_SERVE_PROXY_USE_GRPC": "1",
+    **SERVE_ENVIRONMENT,
 }
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0

@@ -1,4 +1,4 @@
-"""Processes of another application are stopped and let go, whole trees of them."""
+"""Processes of another application are stopped and let go, whole trees of them, and their CPU time is read."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.bench.pinning import freeze, thaw
+from tests.bench.processes import NAMES, cpu_seconds, freeze, thaw
 
 PROGRAM = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
 
@@ -40,3 +40,17 @@ def test_who_has_ended_is_left_alone() -> None:
         process.wait()
     freeze(process.pid)
     thaw(process.pid)
+
+
+def test_cpu_time_is_that_of_the_whole_tree_by_title() -> None:
+    busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}, 'ray::Rou' + 'ter.generate'])"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:  # type: ignore[call-overload]
+        assert process.stdout.readline() == b"\n"
+        seconds = cpu_seconds(process.pid)
+        process.communicate(b"\n")
+    assert list(seconds) == list(NAMES)
+    assert 0.28 <= seconds["Router"] < 2
+    assert 0 < seconds["Ray"] < 2
+    assert seconds["target"] == 0

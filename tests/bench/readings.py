@@ -1,6 +1,5 @@
 """Readings of `/metrics`, and where the time of the rounds between two of them went."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -37,7 +36,10 @@ class Reading:
                 totals[name] = totals.get(name, 0.0) + sample.value
                 if sample.labels.get("phase") == "decode":
                     decoding[name] = sample.value
-        total: Callable[[str], int] = lambda name: int(totals.get(name, 0))  # noqa: E731
+
+        def total(name: str) -> int:
+            return int(totals.get(name, 0))
+
         speculation = SpeculationStats(
             num_drafts=total("vllm:spec_decode_num_drafts_total"),
             num_draft_tokens=total("vllm:spec_decode_num_draft_tokens_total"),

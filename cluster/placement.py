@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.config import GroupConfig
 from engine.config import ModelConfig
 from engine.errors import TargetError
+from engine.execution.paced.device import is_paced, parse_device
 
 Bundle = dict[str, float]
 
@@ -54,8 +55,11 @@ def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
     for a GPU; too few are an error. Device "cuda" requests GPUs in any case, and waits for nodes that are yet to join.
 
     Raises:
-        PlacementError: the cluster has too few GPUs, or an accelerator type is set for a model with device "cpu".
+        PlacementError: the cluster has too few GPUs, an accelerator type is set for a model that is not on a GPU, or
+            the draft cannot run ahead on the device that it shares.
     """
+    if config.run_ahead == "on" and _shares_paced_device(config):
+        raise PlacementError("run_ahead is on, but target and draft share a paced device, on which they take turns")
     size = config.tensor_parallel_size
     target_on_gpu = _is_on_gpu("target", config.target, config.target_accelerator_type, num_gpus)
     draft_on_gpu = (
@@ -85,8 +89,11 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
     draft_gpus = bundles[DRAFT_BUNDLE].get("GPU", 0) if config.has_draft_worker else 0
     num_models = config.tensor_parallel_size * (not target_gpus) + (config.has_draft_worker and not draft_gpus)
     shares_gpu = 0 < draft_gpus < 1
-    # Besides the workers, the Router and the Ingress compute in every round.
-    is_apart = num_cores > num_models if num_models else not shares_gpu
+    if is_paced(config.target.device):
+        is_apart = not _shares_paced_device(config)
+    else:
+        # Besides the workers, the Router and the Ingress compute in every round.
+        is_apart = num_cores > num_models if num_models else not shares_gpu
     run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_apart)
     run_ahead = run_ahead and config.has_draft_worker
     draft_cores = int(run_ahead and not draft_gpus)
@@ -98,6 +105,12 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
         target=replace(target, num_threads=target.num_threads or target_cores),
         draft=draft and replace(draft, num_threads=draft.num_threads or DRAFT_CORES),
     )
+
+
+def _shares_paced_device(config: GroupConfig) -> bool:
+    """Return whether target and draft take turns on one paced device."""
+    draft = config.draft
+    return draft is not None and is_paced(draft.device) and parse_device(draft.device).is_shared
 
 
 def count_cores(node_id: str) -> int:
@@ -133,8 +146,10 @@ def actor_options(group: PlacementGroup, index: int) -> dict[str, Any]:
 
 
 def _is_on_gpu(role: str, model: ModelConfig, accelerator_type: str | None, num_gpus: float) -> bool:
-    if model.device == "cpu" and accelerator_type is not None:
-        raise PlacementError(f"{role}_accelerator_type is {accelerator_type}, but the {role}'s device is cpu")
+    if (model.device == "cpu" or is_paced(model.device)) and accelerator_type is not None:
+        raise PlacementError(
+            f"{role}_accelerator_type is {accelerator_type}, but the {role}'s device is {model.device}"
+        )
     return model.device == "cuda" or (model.device == "auto" and (num_gpus > 0 or accelerator_type is not None))
 
 

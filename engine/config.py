@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from engine.errors import ConfigError
+from engine.execution.paced.device import check_allowed, is_paced, split_pair
 
 BUNDLED = "bundled"
 BUNDLED_TARGET = Path(__file__).parent / "pair" / "target"
 BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 
-Device = Literal["auto", "cpu", "cuda"]
+DEVICES = ("auto", "cpu", "cuda")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "off"]
 Drafting = Literal["auto", "none", "model"]
@@ -45,12 +46,17 @@ class ModelSettings(_Settings):
 
     dtype: Dtype = "auto"
     """Number format of the weights; auto is bfloat16 on CUDA and on CPUs with AMX, else float32."""
-    device: Device = "auto"
-    """Where models run; auto is cuda where there is one, else cpu."""
+    device: str = "auto"
+    """Where models run: auto, cpu or cuda; auto is cuda where there is one, else cpu."""
     compile: Compile = "auto"
     """auto: on a CPU, passes run compiled as soon as a background process has compiled them; off: never."""
     num_threads: int | None = field(default=None, metadata={"ge": 1})
     """CPU threads of a forward pass, at most; none is the cores that a worker's placement gives it."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not is_paced(self.device) and self.device not in DEVICES:
+            raise ConfigError(f"device is {self.device!r}; it must be {' or '.join(DEVICES)}")
 
 
 @dataclass(frozen=True)
@@ -111,11 +117,16 @@ class PairConfig(EngineConfig, ModelSettings):
     draft_revision: str | None = None
     """Hub revision of the draft."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if is_paced(self.device):
+            check_allowed(self.device)
+
     @property
     def target(self) -> ModelConfig:
         """The model whose text is served."""
         path = str(BUNDLED_TARGET) if self.target_model == BUNDLED else self.target_model
-        return self._model(path, self.target_revision)
+        return self._model(path, self.target_revision, self._devices[0])
 
     @property
     def draft(self) -> ModelConfig | None:
@@ -123,15 +134,20 @@ class PairConfig(EngineConfig, ModelSettings):
         path = self.draft_model
         if path == "auto":
             path = str(BUNDLED_DRAFT) if self.target_model == BUNDLED else "none"
-        return None if path == "none" else self._model(path, self.draft_revision)
+        return None if path == "none" else self._model(path, self.draft_revision, self._devices[1])
 
     @property
     def engine(self) -> EngineConfig:
         """The engine's own settings."""
         return EngineConfig(**_select(EngineConfig, self))
 
-    def _model(self, path: str, revision: str | None) -> ModelConfig:
-        return ModelConfig(path, revision, **_select(ModelSettings, self))
+    @property
+    def _devices(self) -> tuple[str, str]:
+        """The devices of target and draft."""
+        return split_pair(self.device) if is_paced(self.device) else (self.device, self.device)
+
+    def _model(self, path: str, revision: str | None, device: str) -> ModelConfig:
+        return ModelConfig(path, revision, **_select(ModelSettings, self) | {"device": device})
 
 
 @dataclass(frozen=True, slots=True)

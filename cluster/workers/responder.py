@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_POLL_S = 50e-6
+"""Pause between two looks for a request while the device computes a pass ahead."""
+
 
 class ShardVerifier(Protocol):
     """A verifier that can run its forward pass without deciding, as ranks above 0 do."""
@@ -52,8 +55,13 @@ class RunsAhead(Protocol):
         """Whether `advance` has work that is likely to finish before the next request."""
         ...
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a pass that `advance` launched is still under way."""
+        ...
+
     def advance(self) -> bool:
-        """Run one forward pass or prepare it; return whether there is more to do."""
+        """Launch one forward pass or prepare it; return whether there is more to do."""
         ...
 
     def stop(self) -> None:
@@ -82,9 +90,16 @@ class DraftResponder:
             return Failure(request.round, self._version, _since(started), f"{type(error).__name__}: {error}")
 
     def work(self) -> bool:
-        """Prepare drafts with at most one forward pass; return whether there is more to do."""
+        """Prepare drafts with at most one forward pass; return whether there is more to do.
+
+        While the device computes that pass, a request may come and find its draft prepared already, so nothing here
+        waits for the pass to end.
+        """
         if self._ahead is None or not self._ahead.has_time:
             return False
+        if self._ahead.is_computing:
+            time.sleep(_POLL_S)
+            return True
         try:
             return self._ahead.advance()
         except Exception:  # as above: an error costs only what was prepared

@@ -64,6 +64,11 @@ class Ingress:
         """Return the HTTP application; Serve calls this when the replica starts."""
         return make_api(self, limits=self.config.limits, keys=self._keys)
 
+    @property
+    def device(self) -> str:
+        """The `device` setting."""
+        return self.config.pair.device
+
     async def _wait_for_routers(self) -> Description:
         description = await self._routers.describe()
         info = description.target

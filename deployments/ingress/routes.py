@@ -42,6 +42,11 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 class Service(Protocol):
     """What the routes call: an Ingress."""
 
+    @property
+    def device(self) -> str:
+        """The `device` setting."""
+        ...
+
     async def complete(self, request: CompletionRequest) -> Answer:
         """Return the answer to a completion request."""
         ...
@@ -122,7 +127,7 @@ def make_api(service: Service, *, limits: Limits, keys: Sequence[str]) -> FastAP
     @api.get("/version", response_model=None, responses={200: {"model": Version}, **_ERRORS})
     async def version() -> Response:
         """Return the server's version."""
-        return _json(Version(version=_installed_version()))
+        return _json(Version(version=_installed_version(), device=service.device))
 
     @api.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:

@@ -24,9 +24,10 @@ class ModelList(ResponseModel):
 
 
 class Version(ResponseModel):
-    """The server's version."""
+    """The server's version, and its `device` setting, which tells if it only imitates the speed of a GPU."""
 
     version: str
+    device: str
 
 
 class Health(ResponseModel):

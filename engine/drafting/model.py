@@ -151,6 +151,7 @@ class ModelDrafter:
             depths = [[head + step] for head in heads]
             runs = functools.partial(self._runs, requests, depths, lambda: self._paths(chains, drawn))
             drawn.append(self._pass(batch, plan[step], runs))
+        self.backend.wait()
         extend(chains, drawn, range(len(chains)), counts)
         for text, prefix, chain, head, count in zip(texts, prefixes, chains, heads, counts, strict=True):
             # The last draft token is not computed yet, and tokens drawn beyond a row's own draft may have no block.
@@ -231,8 +232,8 @@ class ModelDrafter:
             for request, row_depths, row_paths in zip(requests, depths, known_paths, strict=True)
         ]
 
-    @staticmethod
-    def _paths(chains: Sequence[Chain], drawn: Sequence[Drawn]) -> list[list[list[int]]]:
+    def _paths(self, chains: Sequence[Chain], drawn: Sequence[Drawn]) -> list[list[list[int]]]:
+        self.backend.wait()
         new = torch.stack([one.tokens for one in drawn], -1).tolist() if drawn else [[]] * len(chains)
         return [[[*chain.token_ids, *tokens]] for chain, tokens in zip(chains, new, strict=True)]
 

@@ -32,11 +32,22 @@ class Backend(Protocol):
     device: torch.device
 
     def run(self, batch: ForwardBatch, draws: Draws | None = None) -> PassOutput:
-        """Run a batch: write its keys and values to their slots, and return logits and drawn tokens.
+        """Launch a pass: write the batch's keys and values to their slots, and return logits and drawn tokens.
+
+        Later passes may use these tensors at once; the host may read them after `wait`.
 
         Args:
             draws: temperature and noise of every logit row; None for greedy draws.
         """
+        ...
+
+    def wait(self) -> None:
+        """Wait until every launched pass is over."""
+        ...
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a launched pass is not over."""
         ...
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:

@@ -40,6 +40,16 @@ class EagerBackend:
         scores = logits if draws is None else noise.noised_logits(logits, draws)
         return PassOutput(logits, scores, scores.argmax(-1))
 
+    def wait(self) -> None:
+        """Wait until every launched pass is over; on a CPU, `run` itself has waited."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a launched pass is not over."""
+        return self.device.type == "cuda" and not torch.cuda.current_stream(self.device).query()
+
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         """Allocate a KV cache for this model."""
         like = torch.empty(0, dtype=self.model.dtype, device=self.device)

@@ -6,6 +6,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.errors import ModelError
 from engine.execution.backend import Backend
 from engine.execution.memory import Survey
+from engine.execution.paced.device import is_paced, parse_device
 from engine.models.causal_lm import Shard
 from engine.models.footprint import footprint
 
@@ -21,7 +22,12 @@ def load_backend(config: ModelConfig, *, shard: Shard | None = None) -> Backend:
     if device.type == "cpu":
         from engine.execution.cpu.backend import load_cpu
 
-        return load_cpu(config, dtype, shard)
+        backend = load_cpu(config, dtype, shard)
+        if not is_paced(config.device):
+            return backend
+        from engine.execution.paced.backend import PacedBackend
+
+        return PacedBackend(backend, parse_device(config.device))
     from engine.execution.eager import load_eager
 
     return load_eager(config, device, dtype, shard)
@@ -30,7 +36,8 @@ def load_backend(config: ModelConfig, *, shard: Shard | None = None) -> Backend:
 def resolve_device(device: str) -> torch.device:
     """Return the configured device with its index; auto is CUDA if available.
 
-    Ray makes only a worker's GPUs visible to it, so the current device is the worker's.
+    Ray makes only a worker's GPUs visible to it, so the current device is the worker's. A paced device computes on the
+    CPU.
 
     Raises:
         ModelError: the configuration requires CUDA, but no CUDA device is visible.

@@ -75,10 +75,13 @@ class ModelVerifier:
         params = [run.params for run in runs for _ in run.depths]
         has_prompts = len(params) < len(batch.logit_indices)
         if not self._rule.shares_noise or has_prompts:
-            return self.backend.run(batch).logits, None
+            logits = self.backend.run(batch).logits
+            self.backend.wait()
+            return logits, None
         positions = [position for run in runs for position in run.positions]
         (draws,) = plan_draws(params, positions, self.backend.device)
         output = self.backend.run(batch, draws)
+        self.backend.wait()
         return output.logits, output.tokens.tolist()
 
     def _keep_paths(self, rows: Sequence[VerifyRow], paths: Sequence[list[int]]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import Compile, Device, Dtype, EngineConfig, ModelConfig
+from engine.config import Compile, Dtype, EngineConfig, ModelConfig
 from engine.models.tokenizer import load_tokenizer
 
 SHARED_PROMPTS = Path(__file__).parents[3] / "shared" / "data" / "prompts"
@@ -46,7 +46,7 @@ class Workload:
     target: str
     draft: str
     dtype: Dtype
-    device: Device
+    device: str
     compile: Compile
     num_threads: int
     prompts: list[list[int]]

@@ -188,3 +188,28 @@ def test_cores_are_those_that_both_ray_and_the_system_allow(node, resources, exp
     monkeypatch.delattr(os, "sched_getaffinity")
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     assert count_cores(node) == expected
+
+
+PACED = GroupConfig(
+    ModelConfig("target", device="paced:h100x4-70b"), ModelConfig("draft", device="paced:h100-1b"), run_ahead="auto"
+)
+SHARED = replace(PACED, draft=ModelConfig("draft", device="paced:h100x4-1b/shared"))
+
+
+def test_paced_devices_are_placed_on_cpus_even_where_there_are_gpus():
+    assert gpus(placement_bundles(PACED, num_gpus=8)) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("config", "expected"), [(PACED, "on"), (SHARED, "off")])
+def test_a_draft_runs_ahead_on_a_paced_device_of_its_own(config, expected):
+    assert settle(config, placement_bundles(config, num_gpus=0), num_cores=1).run_ahead == expected
+
+
+def test_a_draft_cannot_run_ahead_on_the_targets_paced_device():
+    with pytest.raises(PlacementError, match="share a paced device"):
+        placement_bundles(replace(SHARED, run_ahead="on"), num_gpus=0)
+
+
+def test_paced_devices_have_no_accelerator_type():
+    with pytest.raises(PlacementError, match="target's device is paced:h100x4-70b"):
+        placement_bundles(replace(PACED, target_accelerator_type="H100"), num_gpus=0)

@@ -73,6 +73,7 @@ class RunAheadDrafter(ModelDrafter):
         self._work: Generator[None, None, None] | None = None
         self._unsettled: _Outcome | None = None
         self._num_passes = 0
+        self._launched: float | None = None
         self._clock = clock
         self._pace = Pace(clock)
         num_scores = config.max_num_seqs * WIDTHS[-1] * self._depth * self._vocab_size
@@ -83,9 +84,20 @@ class RunAheadDrafter(ModelDrafter):
         """Whether `advance` should be called: half a pass is likely to fit before the next request."""
         return self._unsettled is not None or self._pace.has_time
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether a pass is under way on the device; until it is over, `advance` does nothing."""
+        return self.backend.is_busy
+
     def advance(self) -> bool:
-        """Settle the last outcome, or do one forward pass ahead; return whether there is more to do."""
+        """Settle the last outcome, or launch one forward pass ahead; return whether there is more to do.
+
+        At most one pass is under way, so that a verdict that nothing was prepared for waits for one pass at most.
+        """
+        if self.backend.is_busy:
+            return True
         with torch.inference_mode():
+            self._observe_pass()
             if self._unsettled is not None:
                 self._settle()
             elif self._work is not None:
@@ -107,6 +119,7 @@ class RunAheadDrafter(ModelDrafter):
         self._branches = self._work = self._unsettled = None
 
     def _propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        self._launched = None
         self._settle()
         # The outcome may be settled in a later call, and by then the requests' owner may have appended tokens.
         outcome = self._look_up([replace(row, request=row.request.copy()) for row in rows])
@@ -141,6 +154,7 @@ class RunAheadDrafter(ModelDrafter):
         chains = [Chain() for _ in rows]
         if chosen:
             assert self._branches is not None
+            self.backend.wait()
             for i, chain in zip(chosen, self._branches.chains(list(chosen.values())), strict=True):
                 chain.cut(rows[i].num_draft_tokens)
                 chains[i] = chain
@@ -183,17 +197,23 @@ class RunAheadDrafter(ModelDrafter):
         self._pace.observe_late_steps(self._clock() - started, missing)
 
     def _step(self) -> None:
-        """Do one forward pass ahead."""
+        """Launch one forward pass ahead."""
         assert self._work is not None
         started = self._clock()
         try:
             next(self._work)
-            self._pace.observe_pass(self._clock() - started)
+            self._launched = started
             self._num_passes += 1
             self.stats.num_forwards += 1
         except StopIteration:
             self._work = None
             self._pace.observe_finish()
+
+    def _observe_pass(self) -> None:
+        """Take the time of the pass that is over, if one was launched since the last request."""
+        if self._launched is not None:
+            self._pace.observe_pass(self._clock() - self._launched)
+            self._launched = None
 
     def _ranking(self, scores: Tensor) -> Ranking:
         # Only branches whose verdict arrives need their top scores, so these are computed late if memory allows.
@@ -259,11 +279,15 @@ class RunAheadDrafter(ModelDrafter):
         tokens = branches.roots
         params, positions = branches.draws()
         for draws in self._plan(params, positions, self._depth):
-            runs = functools.partial(self._runs, requests, branches.depths(), branches.paths)
+            runs = functools.partial(self._runs, requests, branches.depths(), lambda: self._branch_paths(branches))
             drawn = self._pass(branches.next_pass(tokens), draws, runs)
             branches.add(drawn)
             tokens = drawn.tokens
             yield
+
+    def _branch_paths(self, branches: Branches) -> list[list[list[int]]]:
+        self.backend.wait()
+        return branches.paths()
 
     def _make_scratch(self, trunk: Trunk, width: int) -> bool:
         """Reserve places for a trunk's branches in free blocks; return whether there are enough."""
@@ -290,9 +314,9 @@ class RunAheadDrafter(ModelDrafter):
         for text, prefix in zip(texts, prefixes, strict=True):
             prefix.token_ids = text
         assert drawn.ranking is not None
+        yield
         self._foresight.look(trunks, drawn.ranking)
         for trunk in trunks:
             params = trunk.request.params
             eos = () if params.ignore_eos else self.backend.info.eos_token_ids
             self._foresight.choose_roots(trunk, width, {*eos, *params.stop_token_ids})
-        yield

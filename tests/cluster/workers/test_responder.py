@@ -1,4 +1,6 @@
-"""What a worker answers, and what ends it."""
+"""What a worker answers, what it does between requests, and what ends it."""
+
+import time
 
 import pytest
 
@@ -17,6 +19,7 @@ from cluster.workers.responder import DraftResponder, TargetResponder, finish
 from engine.errors import TargetError
 from engine.protocols import Draft
 from engine.sampling.params import SamplingParams
+from engine.stats import RunAheadStats
 from tests.cluster.fakes import EchoDrafter, SumVerifier
 
 
@@ -86,3 +89,53 @@ def test_a_model_that_waits_is_a_bug():
 
     with pytest.raises(RuntimeError, match="must only compute"):
         finish(waits())
+
+
+class AheadDrafter(EchoDrafter):
+    """A drafter that has passes left to launch, and notes what the responder does."""
+
+    def __init__(self):
+        super().__init__()
+        self.stats = RunAheadStats()
+        self.has_time, self.is_computing, self.num_left, self.calls = True, False, 2, []
+
+    def advance(self):
+        self.calls.append("advance")
+        self.num_left -= 1
+        if self.num_left < 0:
+            raise RuntimeError("a pass failed")
+        return self.num_left > 0
+
+    def stop(self):
+        self.calls.append("stop")
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    drafter = AheadDrafter()
+    monkeypatch.setattr(time, "sleep", lambda seconds: drafter.calls.append(f"{seconds * 1e6:.0f} us"))
+    return drafter
+
+
+def test_a_drafter_works_ahead_until_nothing_is_left(ahead):
+    responder = DraftResponder(ahead, capacity=4, version=1)
+    assert [responder.work(), responder.work()] == [True, False]
+    ahead.has_time = False
+    assert not responder.work()
+    assert ahead.calls == ["advance", "advance"]
+
+
+def test_while_the_device_computes_the_responder_looks_for_requests_in_short_pauses(ahead):
+    responder = DraftResponder(ahead, capacity=4, version=1)
+    ahead.is_computing = True
+    assert [responder.work(), responder.work()] == [True, True]
+    ahead.is_computing = False
+    responder.work()
+    assert ahead.calls == ["50 us", "50 us", "advance"]
+
+
+def test_a_failure_ahead_costs_only_what_was_prepared(ahead):
+    responder = DraftResponder(ahead, capacity=4, version=1)
+    ahead.num_left = 0
+    assert not responder.work()
+    assert ahead.calls == ["advance", "stop"]

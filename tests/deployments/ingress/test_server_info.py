@@ -10,7 +10,9 @@ async def test_what_is_served(client: httpx.AsyncClient, config: AppConfig) -> N
     (card,) = (await client.get("/v1/models")).json()["data"]
     assert (card["id"], card["root"], card["max_model_len"]) == ("tiny", config.pair.target.path, 512)
     assert (await client.get("/health")).json() == {"status": "ok"}
-    assert (await client.get("/version")).json()["version"]
+    answer = (await client.get("/version")).json()
+    assert answer["version"]
+    assert answer["device"] == "auto"
 
 
 async def test_health_is_503_without_progress(client: httpx.AsyncClient, rig: Rig) -> None:

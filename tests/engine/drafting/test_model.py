@@ -17,7 +17,7 @@ from engine.sampling.logits import Run, probabilities, shape
 from engine.sampling.params import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.tiny import SIZES, save
-from tests.fakes import MarkovModel
+from tests.fakes import ContextModel, LateModel, MarkovModel
 
 CONFIG = EngineConfig(num_blocks=1000, block_size=4, max_num_batched_tokens=24)
 GREEDY = SamplingParams(temperature=0)
@@ -179,3 +179,12 @@ def test_common_length_is_the_length_of_the_longest_common_prefix(known, other, 
     length = common_length(known, text)
     assert known[:length] == text[:length]
     assert length == min(len(known), len(text)) or known[length] != text[length]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=0.8, seed=3)], ids=["greedy", "sampled"])
+def test_a_device_that_computes_while_the_host_goes_on_drafts_the_same(params):
+    laws = (3 * torch.randn(101, VOCAB, generator=torch.Generator().manual_seed(1))).softmax(-1)
+    rows = [row([5, 9, 4], 4, params=params), row([7, 7, 2, 8], 3, name="b", params=params)]
+    model, late = ContextModel(laws), LateModel(ContextModel(laws))
+    assert propose(ModelDrafter(late, CONFIG), *rows) == propose(ModelDrafter(model, CONFIG), *rows)
+    assert late.num_under_way == 4, "no pass but the last is waited for"

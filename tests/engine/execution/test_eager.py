@@ -1,6 +1,7 @@
 """Eager passes: the logits of transformers' own forward for every family, and tokens by temperature and noise."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from engine.sampling.noise import Draws
 from tests.engine.tiny import SIZES, save
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HEADS = {"head_dim": 16}
@@ -276,3 +278,20 @@ def test_loading_says_what_was_loaded(target_path, caplog):
         backend = load(target_path)
     size = f"{backend.info.num_parameters / 1e6:.1f} M parameters in float32 on cpu"
     assert f"{target_path}: {size}, loaded in " in caplog.text
+
+
+def test_a_cpu_has_computed_a_pass_when_it_is_launched(target):
+    target.run(build([ForwardRow([1], 0, [1], 1)], target.allocate_kv(2, 16)))
+    assert not target.is_busy
+    target.wait()
+
+
+def test_a_gpu_is_busy_until_its_stream_has_no_work(target, monkeypatch):
+    stream = SimpleNamespace(query=lambda: not work, synchronize=lambda: work.clear())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: {GPU: stream}[device])
+    backend = EagerBackend(target.model)
+    backend.device = GPU
+    work = ["a pass"]
+    assert backend.is_busy
+    backend.wait()
+    assert not backend.is_busy

@@ -9,7 +9,7 @@ from engine.protocols import NO_DRAFT, Draft, Request, Verdict, VerifyRow, chain
 from engine.sampling.params import SamplingParams
 from engine.verification.verifier import ModelVerifier, paths
 from tests.engine.running import expected_tokens
-from tests.fakes import ContextModel
+from tests.fakes import ContextModel, LateModel
 
 VOCAB, EOS, BLOCK = 12, 0, 4
 GREEDY = SamplingParams(temperature=0)
@@ -246,3 +246,9 @@ def test_an_ended_requests_matcher_is_released(model):
     verifier.release("a")
     make_verifier(model).release("b")
     assert released == ["a"]
+
+
+@pytest.mark.parametrize("params", [GREEDY, SHAPED[0]], ids=["drawn in the pass", "drawn from logits"])
+def test_a_device_that_computes_while_the_host_goes_on_decides_the_same(params, model):
+    rows = [make_row([3, 4, 5], params, first_block=1), make_row([6, 7], params, first_block=10)]
+    assert verify(make_verifier(LateModel(model)), *rows) == verify(make_verifier(model), *rows)

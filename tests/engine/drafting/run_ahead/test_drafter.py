@@ -15,7 +15,7 @@ from engine.sampling.params import SamplingParams
 from engine.verification.rule import RULES
 from tests.engine.drafting.test_model import Counting
 from tests.engine.running import make_engine, run
-from tests.fakes import ContextModel, InterruptedDrafter
+from tests.fakes import ContextModel, InterruptedDrafter, LateModel
 
 VOCAB = 64
 K = 4
@@ -105,6 +105,64 @@ def test_what_was_prepared_is_what_a_fresh_drafter_draws(params, verification, n
     for name in texts:
         drafter.release(name)
     assert drafter._pool.num_free == settings.num_blocks
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 4, 7, 100])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_device_that_computes_while_the_host_goes_on_drafts_the_same(temperature, num_steps):
+    """Requests come before, in and after passes that are under way, of which there is one at most."""
+    chance = random.Random(num_steps)
+    model, params = LateModel(MODEL), SamplingParams(temperature=temperature, seed=5)
+    drafter, text = RunAheadDrafter(model, config()), [5, 9, 4]
+    propose(drafter, row(text, 0, params=params))
+    for _ in range(12):
+        model.num_under_way = 0
+        for _ in range(num_steps):
+            drafter.advance()
+        assert model.num_under_way <= 1
+        text.append(next_token(text, params) if chance.random() < 0.7 else chance.randrange(2, VOCAB))
+        (draft,) = propose(drafter, row(text, K, params=params))
+        (fresh,) = propose(ModelDrafter(MODEL, config()), row(text, K, params=params))
+        assert draft.token_ids == fresh.token_ids[: len(draft.token_ids)]
+        text += draft.token_ids[: chance.randrange(len(draft.token_ids) + 1)]
+    assert (drafter.stats.hits > 0) == (num_steps > 2)
+
+
+def test_nothing_is_launched_while_a_pass_is_under_way():
+    class Busy(Counting):
+        is_busy = False
+
+    model = Busy(MODEL)
+    drafter = RunAheadDrafter(model, config())
+    propose(drafter, row([5, 9, 4]))
+    model.passes.clear()
+    assert drafter.advance()
+    assert len(model.passes) == 1
+    model.is_busy = True
+    assert drafter.is_computing
+    assert drafter.advance()
+    assert len(model.passes) == 1
+    model.is_busy = False
+    assert not drafter.is_computing
+    assert drafter.advance()
+    assert len(model.passes) == 2
+
+
+def test_a_pass_lasts_from_its_launch_until_it_is_seen_to_be_over():
+    class Busy(Counting):
+        is_busy = False
+
+    model, now = Busy(MODEL), [1.0]
+    drafter = RunAheadDrafter(model, config(), clock=lambda: now[0])
+    propose(drafter, row([5, 9, 4]))
+    drafter.advance()
+    model.is_busy = True
+    now[0] += 0.004
+    drafter.advance()
+    now[0] += 0.006
+    model.is_busy = False
+    drafter.advance()
+    assert drafter._pace._pass_s == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -145,11 +145,23 @@ class Row:
     hit_rounds: float | None = None
     hit_wait_ms: float | None = None
     miss_wait_ms: float | None = None
-    ttft_last_ms: float | None = None
+    ttft_last_ms: float = 0.0
     cpu_us: dict[str, float] = field(default_factory=dict)
     num_prompt_tokens: int | None = None
     is_last_late: bool = False
     tokens_per_s_by_turn: list[float] = field(default_factory=list)
+
+    @property
+    def scheduling_ms(self) -> float | None:
+        if self.round_overhead_ms is None or self.wire_ms is None or self.delivery_ms is None:
+            return None
+        return self.round_overhead_ms - self.wire_ms - self.delivery_ms
+
+    @property
+    def round_ms(self) -> float | None:
+        if self.round_overhead_ms is None or self.target_ms is None or self.draft_ms is None:
+            return None
+        return self.round_overhead_ms + self.target_ms + self.draft_ms
 
     @property
     def cell(self) -> Cell:

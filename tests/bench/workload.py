@@ -15,6 +15,7 @@ SHARED_PROMPTS = Path(__file__).parents[3] / "shared" / "data" / "prompts"
 SEED = 20
 NUM_PROMPTS = 32
 MAX_PROMPT_TOKENS = 200
+NUM_TOKENS = 128
 OWN_PROMPTS = (
     'def merge_intervals(intervals):\n    """Merge the intervals that overlap and return them sorted by start."""\n',
     "The harbour was quiet that morning, and nobody on the quay had noticed yet that the lighthouse had gone dark.",
@@ -51,7 +52,7 @@ class Workload:
     num_threads: int
     prompts: list[list[int]]
     cells: list[Cell]
-    num_tokens: int = 128
+    num_tokens: int = NUM_TOKENS
     num_speculative_tokens: int = 4
     num_turns: int | None = None
     """Batches of a cell; None is eight small ones, four large ones or two very large ones."""

@@ -27,6 +27,13 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 PACED_TOKENS = 256
 ARMS = ("plain", "speculative", "run-ahead")
 
+ENVIRONMENT = {
+    VARIABLE: "1",
+    # As served workers have it: who waits for a pass must not take the CPU from the others.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "0",
+}
+
 
 def methods_of(arms: Sequence[str]) -> list[str]:
     """Return the names of arms in both places; only where there are workers, one of them can run ahead."""
@@ -51,7 +58,7 @@ def paced(
     Raises:
         ConfigError: there is no such pair.
     """
-    os.environ[VARIABLE] = "1"  # for the processes to be started, too
+    os.environ |= ENVIRONMENT  # for the processes to be started, too
     pair = Pair.of(pair_name)
     workload = replace(
         workload, device=PREFIX + pair_name, cells=[Cell(size, heat) for size in streams for heat in temperatures]

@@ -1,7 +1,7 @@
 """Cells of the paced comparison: what was measured beside what the pair's own passes take."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from engine.execution.paced.device import PREFIX, PacedDevice, parse_device, spl
 from engine.execution.paced.roofline import decoding
 from tests.bench.figures import Row, paired_ratio
 from tests.bench.worker import Setting
-from tests.bench.workload import Workload
+from tests.bench.workload import Cell, Workload
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class PacedCell:
 
     Attributes:
         target_ms, draft_ms, wire_ms, scheduling_ms, delivery_ms: where a round goes; see `figures.RoundSplit`.
+        target_roof_ms: a target pass by the roofline.
         roof_ms: the passes that a round waits for, by the roofline; of a draft that runs ahead, those after misses.
         added_ms: what a round takes beyond `roof_ms`.
         ttft_ms, ttft_last_ms: time to first token, of the median request and of the last one of a batch.
@@ -79,6 +80,7 @@ class PacedCell:
     wire_ms: float | None
     scheduling_ms: float | None
     delivery_ms: float | None
+    target_roof_ms: float | None
     roof_ms: float | None
     ttft_last_ms: float
     hit_rounds: float | None
@@ -99,12 +101,12 @@ def context_of(workload: Workload) -> float:
 
 
 def paced_cells(
-    rows: Sequence[Row], ratios: dict[tuple[str, int, float], float], pair: Pair, workload: Workload
+    rows: Sequence[Row], ratios: Mapping[tuple[str, Cell], float], pair: Pair, workload: Workload
 ) -> Iterator[PacedCell]:
     """Yield a cell for each row.
 
     Args:
-        ratios: of virtual time, by name, streams and temperature of a row.
+        ratios: of virtual time, by method and cell.
     """
     named = {(row.name, row.cell): row for row in rows}
     for row in rows:
@@ -115,7 +117,8 @@ def paced_cells(
             gain = paired_ratio(row, speculative)
             bound = pair.bound(row.rows_per_round or 1, workload.num_speculative_tokens, context_of(workload))
         alone = named.get((f"engine-{arm}", row.cell))
-        roof_ms = roofline_ms(row, pair, workload)
+        target_ms, draft_ms = roofline_ms(row, pair, workload)
+        roof_ms = None if target_ms is None or draft_ms is None else target_ms + draft_ms
         round_ms = row.round_ms
         yield PacedCell(
             place=place,
@@ -136,6 +139,7 @@ def paced_cells(
             wire_ms=row.wire_ms,
             scheduling_ms=row.scheduling_ms,
             delivery_ms=row.delivery_ms,
+            target_roof_ms=target_ms,
             roof_ms=roof_ms,
             ttft_last_ms=row.ttft_last_ms,
             hit_rounds=row.hit_rounds,
@@ -147,18 +151,18 @@ def paced_cells(
             num_tokens=workload.num_tokens,
             cpu_us=row.cpu_us,
             over_engine=paired_ratio(row, alone) if alone is not None and place == "serve" else None,
-            virtual_ratio=ratios.get((row.name, row.batch_size, row.temperature)),
+            virtual_ratio=ratios.get((row.name, row.cell)),
         )
 
 
-def roofline_ms(row: Row, pair: Pair, workload: Workload) -> float | None:
-    """Return the passes that a mean round waits for; None where the draft's length varies."""
+def roofline_ms(row: Row, pair: Pair, workload: Workload) -> tuple[float | None, float | None]:
+    """Return the passes that a mean round waits for, of the target and of the draft; None where their size varies."""
     setting = Setting.of(row.name.split("-", 1)[1], workload.num_speculative_tokens)
-    if setting.speculation == "adaptive" or row.rows_per_round is None:
-        return None
-    k, context = setting.num_speculative_tokens, context_of(workload)
+    num_rows, k, context = row.rows_per_round, setting.num_speculative_tokens, context_of(workload)
+    if setting.speculation == "adaptive" or num_rows is None:
+        return None, None
     late = 1.0 if row.hit_rounds is None else 1 - row.hit_rounds
-    return 1e3 * (pair.target_s(row.rows_per_round, k, context) + late * pair.draft_s(row.rows_per_round, k, context))
+    return 1e3 * pair.target_s(num_rows, k, context), 1e3 * late * pair.draft_s(num_rows, k, context)
 
 
 def write(cells: Sequence[PacedCell], path: Path) -> None:

@@ -1,6 +1,6 @@
 """The tables of the paced comparison."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -13,21 +13,29 @@ from tests.bench.workload import Workload
 MAX_DISAGREEMENT = 0.05
 """Of virtual time and measurement; if they differ by more, one of them is wrong."""
 
+LATE = 1.1
+"""A target pass that takes so many times its roofline has hardly had the CPU that it needs."""
+
 Column = tuple[str, Callable[[PacedCell], float | None], str]
 
-ROUND: tuple[Column, ...] = (
+RATES: tuple[Column, ...] = (
     ("tokens/s", lambda cell: cell.tokens_per_s, ".1f"),
     ("virtual", lambda cell: cell.virtual_ratio, ".2f"),
-    ("round", lambda cell: cell.round_ms, ".2f"),
+    ("of engine", lambda cell: cell.over_engine, ".3f"),
+    ("TTFT", lambda cell: cell.ttft_ms, ".1f"),
+    ("last TTFT", lambda cell: cell.ttft_last_ms, ".1f"),
+    ("length", lambda cell: cell.mean_acceptance_length, ".2f"),
+    ("rows", lambda cell: cell.rows_per_round, ".1f"),
+)
+ROUND: tuple[Column, ...] = (
     ("target", lambda cell: cell.target_ms, ".2f"),
     ("draft", lambda cell: cell.draft_ms, ".2f"),
     ("wire", lambda cell: cell.wire_ms, ".2f"),
-    ("sched.", lambda cell: cell.scheduling_ms, ".2f"),
-    ("deliv.", lambda cell: cell.delivery_ms, ".2f"),
+    ("scheduling", lambda cell: cell.scheduling_ms, ".2f"),
+    ("delivery", lambda cell: cell.delivery_ms, ".2f"),
+    ("round", lambda cell: cell.round_ms, ".2f"),
+    ("roofline", lambda cell: cell.roof_ms, ".2f"),
     ("added", lambda cell: cell.added_ms, ".2f"),
-    ("TTFT", lambda cell: cell.ttft_ms, ".0f"),
-    ("last", lambda cell: cell.ttft_last_ms, ".0f"),
-    ("length", lambda cell: cell.mean_acceptance_length, ".2f"),
 )
 AHEAD: tuple[Column, ...] = (
     ("gain", lambda cell: cell.gain, ".2f"),
@@ -42,20 +50,38 @@ AHEAD: tuple[Column, ...] = (
 
 def show(cells: Sequence[PacedCell], workload: Workload, console: Console) -> None:
     """Print all tables."""
-    title = f"PACED, not a GPU: {workload.device}; rounds without prompts and first tokens in ms"
-    table = _table(title, cells, ROUND)
-    table.caption, table.caption_justify = conditions(workload), "left"
+    title = f"PACED, not a GPU: {workload.device}"
+    table = _table(title, cells, RATES)
+    table.caption = (
+        f"virtual: tokens/s in virtual time over those measured; of engine: over the same method in process\n"
+        f"{conditions(workload)}"
+    )
+    table.caption_justify = "left"
     console.print(table)
+    console.print(_table("A round without prompts, ms; added: beyond the passes that it waits for", cells, ROUND))
     if ahead := [cell for cell in cells if cell.gain is not None]:
-        console.print(_table("Running ahead over speculation; waiting for drafts", ahead, AHEAD))
-    console.print(_served(cells))
+        console.print(_table("Running ahead over speculation; waiting for drafts, ms", ahead, AHEAD))
     if busy := [cell for cell in cells if cell.cpu_us]:
         columns = [_cpu(name) for name in (*NAMES, "client")]
         console.print(_table("CPU time per token, in microseconds", busy, columns))
+    for warning in warnings(cells):
+        console.print(warning, style="yellow", markup=False)
+
+
+def warnings(cells: Sequence[PacedCell]) -> Iterator[str]:
+    """Yield what makes figures doubtful."""
     for cell in cells:
+        label = f"{cell.place} {cell.name}, {cell.streams} streams, T = {cell.temperature:g}"
         if cell.virtual_ratio is not None and abs(cell.virtual_ratio - 1) > MAX_DISAGREEMENT:
-            console.print(
-                f"{_label(cell)}: virtual time says {cell.virtual_ratio:.2f} of what was measured", style="yellow"
+            yield f"{label}: virtual time makes {cell.virtual_ratio:.2f} of the tokens/s that were measured"
+        if (
+            cell.target_ms is not None
+            and cell.target_roof_ms is not None
+            and cell.target_ms > LATE * cell.target_roof_ms
+        ):
+            yield (
+                f"{label}: a target pass took {cell.target_ms:.2f} ms, {cell.target_roof_ms:.2f} by the roofline; "
+                "the real compute does not seem to fit"
             )
 
 
@@ -78,30 +104,6 @@ def _table(title: str, cells: Sequence[PacedCell], columns: Iterable[Column]) ->
         texts = (_text(read(cell), form) for _, read, form in columns)
         table.add_row(str(cell.streams), f"{cell.temperature:g}", cell.place, cell.name, *texts)
     return table
-
-
-def _served(cells: Sequence[PacedCell]) -> Table:
-    """Return what is left of tokens/s when the same method is served, and how much later its tokens come."""
-    table = Table(title="Served, against in process")
-    for name in ("streams", "T", "", "tokens/s", "first token, ms", "last of the batch, ms"):
-        table.add_column(name, justify="right" if name else "left")
-    named = {(cell.place, cell.name, cell.streams, cell.temperature): cell for cell in cells}
-    for served in cells:
-        alone = named.get(("engine", served.name, served.streams, served.temperature))
-        if served.over_engine is not None and alone is not None:
-            table.add_row(
-                str(served.streams),
-                f"{served.temperature:g}",
-                served.name,
-                f"{served.over_engine:.3f}",
-                f"{served.ttft_ms - alone.ttft_ms:+.1f}",
-                f"{served.ttft_last_ms - alone.ttft_last_ms:+.1f}",
-            )
-    return table
-
-
-def _label(cell: PacedCell) -> str:
-    return f"{cell.place} {cell.name}, {cell.streams} streams, T = {cell.temperature:g}"
 
 
 def _text(value: float | None, form: str) -> str:

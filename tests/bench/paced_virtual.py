@@ -22,7 +22,7 @@ from tests.bench.figures import Row
 from tests.bench.paced_cells import Pair, context_of
 from tests.bench.virtual_time import Delays, Place, virtual_engine
 from tests.bench.worker import Setting
-from tests.bench.workload import Workload
+from tests.bench.workload import Cell, Workload
 
 MAX_TURNS = 2
 """Batches of a cell that virtual time repeats; a large one takes seconds."""
@@ -31,8 +31,8 @@ LARGE = 32
 
 def virtual_ratios(
     rows: Sequence[Row], pair: Pair, workload: Workload, console: Console
-) -> dict[tuple[str, int, float], float]:
-    """Return tokens/s in virtual time over those measured, by name, streams and temperature of a row.
+) -> dict[tuple[str, Cell], float]:
+    """Return tokens/s in virtual time over those measured, by method and cell.
 
     The ratio is the median over the first batches: the same prompts both times.
     """
@@ -48,7 +48,7 @@ def virtual_ratios(
         batches = list(workload.batches(row.cell))[:count]
         with console.status(f"in virtual time: {row.name}, {row.batch_size} streams, T = {row.temperature:g}"):
             rates = [run(row, prompts, (target, draft), pair, delays, workload) for prompts in batches]
-        ratios[row.name, row.batch_size, row.temperature] = median(
+        ratios[row.name, row.cell] = median(
             virtual / real for virtual, real in zip(rates, row.tokens_per_s_by_turn, strict=False)
         )
     return ratios
@@ -56,8 +56,9 @@ def virtual_ratios(
 
 def calibrating(name: str) -> str:
     """Return the method whose measurement tells what a method's rounds take besides their passes."""
-    base = name.removesuffix("run-ahead").removesuffix("-").removesuffix("adaptive")
-    return f"{base}speculative" if base.endswith("-") else f"{base}-speculative" if "-" not in base else base
+    place, arm = name.split("-", 1)
+    base = arm.removesuffix("run-ahead").removesuffix("-")
+    return f"{place}-speculative" if base in ("", "adaptive") else f"{place}-{base}"
 
 
 def delays_of(row: Row, pair: Pair, workload: Workload) -> Delays | None:

@@ -183,9 +183,12 @@ def _serve_draft(pipe: Pipe, client_identity: str, workload: Workload, config: E
     spans: list[Span] = []
 
     def answer(request: AnyRequest) -> AnyReply | None:
-        num_hits, started = drafter.stats.hits, time.monotonic()
+        num_hits, num_misses, started = drafter.stats.hits, sum(drafter.stats.misses.values()), time.monotonic()
         reply = responder.answer(request)
-        spans.append(Span("hit" if drafter.stats.hits > num_hits else "miss", started, time.monotonic()))
+        if drafter.stats.hits > num_hits:
+            spans.append(Span("hit", started, time.monotonic()))
+        elif sum(drafter.stats.misses.values()) > num_misses:  # a round with a prompt, or a last one, needs no draft
+            spans.append(Span("miss", started, time.monotonic()))
         return reply
 
     def work() -> bool:

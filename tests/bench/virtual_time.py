@@ -17,7 +17,7 @@ from engine.engine import Engine
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend, PassOutput
 from engine.execution.batch import ForwardBatch
-from engine.protocols import Draft, Drafter, NoDrafter, ProposeRow, Verdict, Verifier, VerifyRow
+from engine.protocols import NO_DRAFT, Draft, Drafter, NoDrafter, ProposeRow, Verdict, Verifier, VerifyRow
 from engine.sampling.noise import Draws
 from engine.stats import RunAheadStats
 from engine.verification.verifier import ModelVerifier
@@ -94,6 +94,8 @@ class SimulatedDrafter:
         arrival = self._router.now + self._delays.network_s
         if isinstance(self._drafter, RunAheadDrafter):
             self._run_ahead(self._drafter, arrival)
+        elif not any(row.num_draft_tokens for row in rows):
+            return [NO_DRAFT] * len(rows)  # then a `RemoteDrafter` calls nobody
         self._lane.now = max(self._lane.now, arrival)
         # As over a wire: what the Router commits meanwhile, the worker does not see.
         drafts = await self._drafter.propose([replace(row, request=row.request.copy()) for row in rows])

@@ -24,7 +24,7 @@ from tests.bench.virtual_time import Delays, Place, virtual_engine
 from tests.bench.worker import Setting
 from tests.bench.workload import Cell, Workload
 
-MAX_TURNS = 2
+MAX_TURNS = 4
 """Batches of a cell that virtual time repeats; a large one takes seconds."""
 LARGE = 32
 

@@ -93,7 +93,7 @@ def test_each_cell_is_repeated_and_divided_by_its_own_turns(
     workload: Workload, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures = {"round_overhead_ms": 1.0, "draft_ms": 0.0, "target_ms": 16.0, "wire_ms": 0.0, "delivery_ms": 0.0}
-    plain = row("engine-plain", tokens_per_s_by_turn=[50.0, 100.0, 1.0], **figures)
+    plain = row("engine-plain", tokens_per_s_by_turn=[50.0, 100.0, 25.0, 200.0, 1.0], **figures)
     alone = row("serve-run-ahead", tokens_per_s_by_turn=[50.0], **figures)
     monkeypatch.setattr("tests.bench.paced_virtual.run", lambda *_: 100.0)
     assert virtual_ratios([plain, alone], PAIR, workload, console) == {("engine-plain", plain.cell): 1.5}

@@ -15,7 +15,6 @@ SIDE_BY_SIDE := -n 2 --dist loadfile
 .PHONY: serve test check fix e2e bench bench-peers format lint types unit avx2 integration clean
 
 serve: $(STAMP)-runtime  ## serve the bundled pair on http://127.0.0.1:8000
-	RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.ingress.proxy:middlewares RAY_SERVE_PROXY_USE_GRPC=1 \
 	$(BIN)/python -m deployments $(ARGS)
 
 test: unit integration  ## all tests that need no GPU

@@ -39,6 +39,7 @@ def app(config: AppConfig) -> Application:
         max_ongoing_requests=2 * (config.pair.max_num_seqs + config.pair.max_queued_requests),
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         max_constructor_retry_count=1,
+        logging_config={"enable_access_log": False},  # the Ingress logs each request
         **({"autoscaling_config": scaling} if scaling else {"num_replicas": config.autoscaling.min_replicas}),
     )
     ingress: Any = serve.deployment(

@@ -19,6 +19,7 @@ from ray import serve
 
 from deployments.builder import app
 from deployments.config import AppConfig
+from deployments.environment import set_serve_environment
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -38,6 +39,7 @@ def main() -> None:
         application = app(config)
     except click.UsageError as error:
         parser.error(error.message)
+    set_serve_environment()
     ray.init("local", namespace=NAMESPACE)  # never a running cluster: the end deletes its applications
     # After ray.init, which installs a handler of its own.
     for signal_number in (signal.SIGINT, signal.SIGTERM):

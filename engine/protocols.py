@@ -31,7 +31,7 @@ class Draft:
     @property
     def is_chain(self) -> bool:
         """Whether every node's parent is the node before it."""
-        return all(parent == i - 1 for i, parent in enumerate(self.parents))
+        return self.parents == list(range(-1, len(self.parents) - 1))
 
 
 def chain(token_ids: list[int]) -> Draft:

@@ -8,11 +8,15 @@ In reading order: `protocol` (the two roles), `errors`, `endpoint` (where a work
 side: identity and links), `message_link` (matching replies to calls), `channel` (a link over sockets), `server` (the
 worker's side), `listener` (accepting the Router's connection), `credentials` (certificates), `frames` (messages on a
 byte stream).
+
+Tokens go one way, from the `Outbox` of each Router (`outbox`) to the `Inbox` of an Ingress (`inbox`).
 """
 
 from cluster.transport.connector import Connector
 from cluster.transport.endpoint import Endpoint
 from cluster.transport.errors import ConnectionLostError, DeadlineError, PeerGoneError, TransportError
+from cluster.transport.inbox import Inbox, InboxAddress
+from cluster.transport.outbox import Outbox
 from cluster.transport.protocol import Answer, Link, OnBreak, Server
 from cluster.transport.server import listen
 
@@ -22,8 +26,11 @@ __all__ = [
     "Connector",
     "DeadlineError",
     "Endpoint",
+    "Inbox",
+    "InboxAddress",
     "Link",
     "OnBreak",
+    "Outbox",
     "PeerGoneError",
     "Server",
     "TransportError",

@@ -47,13 +47,21 @@ def make_credentials() -> Credentials:
     return Credentials(certificate.public_bytes(Encoding.PEM).decode(), secret.decode())
 
 
-def tls_context(credentials: Credentials, peer_certificate: str, *, is_server: bool) -> ssl.SSLContext:
-    """Return a TLS 1.3 context that presents `credentials` and accepts only the holder of `peer_certificate`."""
+def tls_context(credentials: Credentials | None, peer_certificate: str | None, *, is_server: bool) -> ssl.SSLContext:
+    """Return a TLS 1.3 context that presents `credentials` and accepts only the holder of `peer_certificate`.
+
+    Without credentials nothing is presented; without the peer's certificate every peer is accepted.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # the certificate itself is compared, so its name does not matter
-    context.verify_mode = ssl.CERT_REQUIRED
-    context.load_verify_locations(cadata=peer_certificate)
+    if peer_certificate is None:
+        context.verify_mode = ssl.CERT_NONE
+    else:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(cadata=peer_certificate)
+    if credentials is None:
+        return context
     with tempfile.NamedTemporaryFile("w") as file:  # readable by its owner only; OpenSSL loads keys from files only
         file.write(credentials.secret_key + credentials.certificate)
         file.flush()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import ray
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
@@ -55,7 +56,9 @@ class Ingress:
         """Load the tokenizer; requests get 503 until the first Router has loaded its models."""
         self.config = config
         self._keys = keys
-        self._routers: RouterHandle = ServeRouters(routers) if isinstance(routers, DeploymentHandle) else routers
+        if isinstance(routers, DeploymentHandle):
+            routers = await ServeRouters.open(routers, ray.util.get_node_ip_address())
+        self._routers: RouterHandle = routers
         self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, config.pair.target))
         self._started = int(time.time())
         self._serving = asyncio.create_task(self._wait_for_routers(), name="waiting for Routers")

@@ -1,8 +1,7 @@
 """Middleware for Serve's HTTP proxy: drops the headers by which a client could give the proxy orders.
 
 With these headers a client can switch off its deadline and its disconnect detection, and choose its request's id. The
-proxy loads the middleware where Ray starts with the variable
-`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=deployments.ingress.proxy:middlewares`.
+proxy loads the middleware where Ray starts with the variables of `deployments/environment.py`.
 """
 
 from starlette.middleware import Middleware

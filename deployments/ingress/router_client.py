@@ -9,10 +9,11 @@ from ray.exceptions import RayActorError
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import DeploymentUnavailableError
 
+from cluster.transport import Inbox
 from deployments.ingress.answer import Outputs
+from deployments.ingress.arrivals import Arrivals, ServeOutputs, raised_error
 from deployments.router.generation import Description, Generation
-from engine.errors import CapacityError, TargetError
-from engine.sequence import RequestOutput
+from engine.errors import CapacityError
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -44,46 +45,27 @@ class RouterHandle(Protocol):
         ...
 
 
-class ServeOutputs:
-    """The outputs of one request over Serve's handle."""
-
-    def __init__(self, response: Any) -> None:
-        self._response = response
-
-    async def next(self) -> list[RequestOutput]:
-        """Return the next outputs; an empty list after the last ones.
-
-        Raises:
-            Exception: what the Router raised.
-        """
-        try:
-            outputs: list[RequestOutput] = await anext(self._response, [])
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise TargetError("the replica is shutting down") from None
-        except Exception as error:  # noqa: BLE001 - every error is passed on to the caller
-            raise _raised(error) from None
-        return outputs
-
-    async def close(self) -> None:
-        """Cancel the call, finished or not; Serve then closes the Router's generator."""
-        self._response.cancel()
-
-
 class ServeRouters:
-    """Serve's handle to the Routers."""
+    """Serve's handle to the Routers, and the inbox to which they send tokens."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, inbox: Inbox, arrivals: Arrivals) -> None:
         self._handle = handle
-        # Not by reference: an object in Ray's store for every chunk would take longer than the rest of a round's
-        # overhead. Serve then sends chunks over its own connection between replicas.
+        self._inbox = inbox
+        self._arrivals = arrivals
+        # Not by reference: an object in Ray's store for every request would take longer. Serve then sends what is
+        # yielded over its own connection between replicas.
         self._generate = handle.generate.options(stream=True, _by_reference=False)
+
+    @classmethod
+    async def open(cls, handle: Any, host: str) -> "ServeRouters":
+        """Open an inbox on this node's address."""
+        arrivals = Arrivals()
+        return cls(handle, await Inbox.open(host, arrivals.deliver), arrivals)
 
     def generate(self, request: Generation) -> Outputs:
         """Send a request to the replica that takes it."""
-        return ServeOutputs(self._generate.remote(request))
+        response = self._generate.remote(request, self._inbox.address)
+        return ServeOutputs(response, request.request_id, self._arrivals)
 
     async def describe(self) -> Description:
         """Return what is served, as soon as a replica serves it."""
@@ -106,7 +88,7 @@ class ServeRouters:
         answers = await self._ask_all("check_progress")
         errors = [answer for answer in answers if isinstance(answer, Exception)]
         if len(errors) == len(answers):
-            raise _raised(errors[-1])
+            raise raised_error(errors[-1])
 
     async def base_url(self) -> str:
         """Return the URL at which Serve listens; only a private function of Serve returns it."""
@@ -120,9 +102,3 @@ class ServeRouters:
             return list(await response.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True))
         except TimeoutError:
             raise CapacityError(f"no Router answered within {ANSWER_TIMEOUT_S:g} s") from None
-
-
-def _raised(error: Exception) -> BaseException:
-    """Return the error that a replica raised; Ray wraps it in a subclass whose text is a traceback."""
-    cause: BaseException | None = getattr(error, "cause", None)
-    return cause or error

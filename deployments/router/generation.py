@@ -70,6 +70,11 @@ class Generation:
         return sequences
 
 
+def request_id_of(sequence_id: str) -> str:
+    """Return the id of the request that a sequence belongs to."""
+    return sequence_id.rpartition("-")[0]
+
+
 def choice_index(request_id: str) -> int:
     """Return the index of a sequence's choice in the response."""
     return int(request_id.rpartition("-")[2])

@@ -3,19 +3,21 @@
 import logging
 import time
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from prometheus_client import Metric
 
 from cluster.group import SpeculationGroup
+from cluster.transport import ConnectionLostError, InboxAddress
 from deployments.autoscaling import NUM_REQUESTS
 from deployments.config import AppConfig, group_config
 from deployments.metrics import RouterMetrics
+from deployments.router.delivery import Deliveries
 from deployments.router.generation import Description, Generation, ModelLimits
 from deployments.router.round_loop import RoundLoop
 from engine.engine import Engine
 from engine.errors import TargetError
 from engine.models.tokenizer import load_tokenizer
-from engine.sequence import RequestOutput
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -54,6 +56,7 @@ class Router:
             max_recoveries=config.max_recoveries,
             round_timeout_s=config.round_timeout_s,
         )
+        self._deliveries = Deliveries()
         self._description = Description(
             target=target,
             draft=self._group.draft_info,
@@ -61,9 +64,30 @@ class Router:
         )
         logger.info("ready after %.1f s", time.monotonic() - started)
 
-    async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
-        """Return the generator of a request's tokens, `RoundLoop.generate`; Serve closes it when the client leaves."""
-        return self._loop.generate(request)
+    async def generate(self, request: Generation, inbox: InboxAddress) -> AsyncGenerator[int, None]:
+        """Generate a request's tokens, and send them to its Ingress's inbox; Serve closes this when the client leaves.
+
+        Yields:
+            How many outputs were sent: once, after the last one.
+
+        Raises:
+            Exception: what `RoundLoop.generate` raises, after the number of outputs if there were any.
+            TargetError: the inbox cannot be reached.
+        """
+        delivery = self._deliveries.to(inbox)
+        num_sent = 0
+        try:
+            async with aclosing(self._loop.generate(request)) as rounds:
+                async for outputs in rounds:
+                    await delivery.put(outputs)
+                    num_sent += len(outputs)
+        except ConnectionLostError as error:
+            raise TargetError(f"the Ingress cannot be reached: {error}") from error
+        except Exception:
+            if num_sent:
+                yield num_sent
+            raise
+        yield num_sent
 
     async def describe(self) -> Description:
         """Return what this replica serves."""
@@ -98,5 +122,7 @@ class Router:
     async def __del__(self) -> None:
         if hasattr(self, "_loop"):
             await self._loop.stop()
+        if hasattr(self, "_deliveries"):
+            self._deliveries.close()
         if hasattr(self, "_group"):
             await self._group.stop()

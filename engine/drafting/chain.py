@@ -1,7 +1,9 @@
 """Chain: the draft tokens of one request as they are drawn, with what each of them was drawn from."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,21 +23,32 @@ class Ranking:
     scores: Tensor
     token_ids: Tensor | None = None
 
-    def row(self, index: int) -> "Ranking":
-        """Return the ranking of one row."""
-        ids = None if self.token_ids is None else self.token_ids[index : index + 1]
-        return Ranking(self.scores[index : index + 1], ids)
-
     def top(self, count: int) -> tuple[Tensor, Tensor]:
         """Return the highest scores of each row and their tokens, [n, count] each, the best first."""
         scores, ids = self.scores.topk(min(count, self.scores.shape[-1]), -1)
         return scores, ids if self.token_ids is None else self.token_ids.gather(-1, ids)
 
-    @staticmethod
-    def joined(rankings: Sequence["Ranking"]) -> "Ranking":
-        """Return the rows of all rankings; all of them have `token_ids`, or none has."""
-        ids = [ranking.token_ids for ranking in rankings if ranking.token_ids is not None]
-        return Ranking(torch.cat([ranking.scores for ranking in rankings]), torch.cat(ids) if ids else None)
+
+class RankedRow(NamedTuple):
+    """One row of a ranking, which is not copied until it is needed."""
+
+    ranking: Ranking
+    row: int
+
+
+def joined(rows: Sequence[RankedRow]) -> Ranking:
+    """Return the ranking of these rows, in their order; all of them have `token_ids`, or none has."""
+    rankings = {id(ranking): ranking for ranking, _ in rows}
+    members: dict[int, list[int]] = {key: [] for key in rankings}
+    places = []
+    for ranking, row in rows:
+        places.append((id(ranking), len(members[id(ranking)])))
+        members[id(ranking)].append(row)
+    starts = dict(zip(rankings, itertools.accumulate(map(len, members.values()), initial=0), strict=False))
+    order = [starts[key] + place for key, place in places]
+    scores = torch.cat([ranking.scores[members[key]] for key, ranking in rankings.items()])[order]
+    ids = [ranking.token_ids[members[key]] for key, ranking in rankings.items() if ranking.token_ids is not None]
+    return Ranking(scores, torch.cat(ids)[order] if ids else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +73,7 @@ class Chain:
     token_ids: list[int] = field(default_factory=list)
     top_ids: list[list[int]] = field(default_factory=list)
     top_probs: list[list[float]] = field(default_factory=list)
-    rankings: list[Ranking] = field(default_factory=list)
+    rankings: list[RankedRow] = field(default_factory=list)
 
     def cut(self, length: int) -> None:
         """Keep the first `length` tokens."""
@@ -88,4 +101,4 @@ def extend(chains: Sequence[Chain], drawn: Sequence[Drawn], rows: Sequence[int],
         if tops:
             extended.top_ids += ids[row][:count]
             extended.top_probs += probs[row][:count]
-        extended.rankings += [ranking.row(row) for ranking in rankings[:count]]
+        extended.rankings += [RankedRow(ranking, row) for ranking in rankings[:count]]

@@ -9,6 +9,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Container, Generator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from engine.execution.batch import ForwardBatch, ForwardRow, build, next_tokens
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request
 from engine.sampling import noise
 from engine.sampling.grammar import Grammars, matcher_of
-from engine.sampling.logits import Run, draw, needs_shaping, noised, plan_draws, shape
+from engine.sampling.logits import Run, any_needs_shaping, draw, noised, plan_draws, shape
 from engine.sampling.noise import Draws
 from engine.sampling.params import SamplingParams
 from engine.verification.rule import RULES
@@ -33,10 +34,32 @@ TOP_M = 32
 
 @dataclass(slots=True)
 class CachedPrefix:
-    """The tokens of one request whose keys and values are cached, and the blocks that hold them."""
+    """The tokens of one request whose keys and values are cached, and the blocks that hold them.
+
+    Attributes:
+        num_committed: how many of the tokens were committed when they were last compared; these never change.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+    num_committed: int = 0
+
+
+class Text(NamedTuple):
+    """A request's committed tokens and the draft tokens after them, which are not copied: texts can be long."""
+
+    committed: Sequence[int]
+    drafted: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.committed) + len(self.drafted)
+
+    def part(self, start: int, end: int) -> list[int]:
+        """Return the tokens from `start` to before `end`."""
+        base = len(self.committed)
+        return [*self.committed[start:end], *self.drafted[max(start - base, 0) : max(end - base, 0)]]
 
 
 class ModelDrafter:
@@ -87,11 +110,7 @@ class ModelDrafter:
     def _propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         drafts = [NO_DRAFT] * len(rows)
         current = {row.request.request_id for row in rows}
-        able = [
-            i
-            for i, row in enumerate(rows)
-            if row.num_draft_tokens and self._make_room(row, row.request.token_ids, current)
-        ]
+        able = [i for i, row in enumerate(rows) if row.num_draft_tokens and self._make_room(row, [], current)]
         if able:
             chains = [Chain() for _ in able]
             self._draft([rows[i] for i in able], chains)
@@ -99,11 +118,11 @@ class ModelDrafter:
                 drafts[i] = drawn.draft()
         return drafts
 
-    def _make_room(self, row: ProposeRow, text: Sequence[int], current: Container[str]) -> bool:
+    def _make_room(self, row: ProposeRow, drafted: Sequence[int], current: Container[str]) -> bool:
         """Cut a row's cached prefix to what its text still begins with, and reserve blocks for its draft.
 
         Args:
-            text: the committed tokens and the draft tokens already drawn after them.
+            drafted: the draft tokens already drawn after the committed ones.
             current: requests whose prefixes may not be evicted for this one.
 
         Returns:
@@ -115,9 +134,9 @@ class ModelDrafter:
             return False
         prefix = self._prefixes.setdefault(request.request_id, CachedPrefix())
         self._prefixes.move_to_end(request.request_id)
-        # The last token's logits are needed, so it is always computed again.
-        del prefix.token_ids[common_length(prefix.token_ids, text[:-1]) :]
-        if max(text[len(prefix.token_ids) :]) >= self.backend.info.vocab_size:
+        text = Text(request.token_ids, drafted)
+        del prefix.token_ids[common_length(prefix, text) :]
+        if max(text.part(len(prefix.token_ids), text.length)) >= self.backend.info.vocab_size:
             return False
         missing = self._pool.blocks_for(length) - len(prefix.block_ids)
         blocks = self._pool.allocate(max(missing, 0))
@@ -135,11 +154,13 @@ class ModelDrafter:
         requests = [row.request for row in rows]
         prefixes = [self._prefixes[request.request_id] for request in requests]
         heads = [len(chain.token_ids) for chain in chains]
-        texts = [[*request.token_ids, *chain.token_ids] for request, chain in zip(requests, chains, strict=True)]
+        texts = [
+            Text(request.token_ids, list(chain.token_ids)) for request, chain in zip(requests, chains, strict=True)
+        ]
         counts = [row.num_draft_tokens - head for row, head in zip(rows, heads, strict=True)]
         depth = max(counts)
         batch = finish(self._catch_up(texts, prefixes))
-        lengths = [len(text) for text in texts]
+        lengths = [text.length for text in texts]
         steps = next_tokens(
             [prefix.block_ids for prefix in prefixes], lengths, depth - 1, self._kv, self.backend.info.max_model_len
         )
@@ -155,11 +176,10 @@ class ModelDrafter:
         extend(chains, drawn, range(len(chains)), counts)
         for text, prefix, chain, head, count in zip(texts, prefixes, chains, heads, counts, strict=True):
             # The last draft token is not computed yet, and tokens drawn beyond a row's own draft may have no block.
-            prefix.token_ids = [*text, *chain.token_ids[head : head + count - 1]]
+            prefix.token_ids += text.part(len(prefix.token_ids), text.length)
+            prefix.token_ids += chain.token_ids[head : head + count - 1]
 
-    def _catch_up(
-        self, texts: Sequence[list[int]], prefixes: Sequence[CachedPrefix]
-    ) -> Generator[None, None, ForwardBatch]:
+    def _catch_up(self, texts: Sequence[Text], prefixes: Sequence[CachedPrefix]) -> Generator[None, None, ForwardBatch]:
         """Compute all but the last tokens of every row, yielding after every pass.
 
         Returns:
@@ -170,9 +190,9 @@ class ModelDrafter:
             chunks = []
             for text, prefix in zip(texts, prefixes, strict=True):
                 start = len(prefix.token_ids)
-                count = min(len(text) - start - 1, room)
+                count = min(text.length - start - 1, room)
                 if count > MAX_TAIL and room:
-                    chunks.append((prefix, ForwardRow(text[start : start + count], start, prefix.block_ids, 0)))
+                    chunks.append((prefix, ForwardRow(text.part(start, start + count), start, prefix.block_ids, 0)))
                     room -= count
             if not chunks:
                 break
@@ -181,14 +201,14 @@ class ModelDrafter:
                 prefix.token_ids += row.token_ids
             yield
         tips = [
-            ForwardRow(text[len(prefix.token_ids) :], len(prefix.token_ids), prefix.block_ids, 1)
+            ForwardRow(text.part(start := len(prefix.token_ids), text.length), start, prefix.block_ids, 1)
             for text, prefix in zip(texts, prefixes, strict=True)
         ]
         return build(tips, self._kv)
 
     def _plan(self, params: Sequence[SamplingParams], positions: Sequence[int], steps: int) -> Sequence[Draws | None]:
         """Return what each step's pass needs to draw tokens itself; None if parameters or rule need its logits."""
-        if self._sends_rows or self.backend.info.vocab_size > self._vocab_size or any(map(needs_shaping, params)):
+        if self._sends_rows or self.backend.info.vocab_size > self._vocab_size or any_needs_shaping(params):
             return [None] * steps
         return plan_draws(params, positions, self.backend.device, steps)
 
@@ -265,15 +285,18 @@ MAX_TAIL = 8
 """Rows that lag by at most this many tokens compute them in the pass of their last token."""
 
 
-def common_length(known: Sequence[int], text: Sequence[int]) -> int:
-    """Return the length of the longest common prefix; fast where the two differ in their last tokens only."""
-    length = min(len(known), len(text))
-    while length and known[:length] != text[:length]:
-        low = max(length - 16, 0)
-        if known[:low] == text[:low]:
-            return next(i for i in range(low, length) if known[i] != text[i])
-        length = low
-    return length
+def common_length(prefix: CachedPrefix, text: Text) -> int:
+    """Return how many of a prefix's tokens a text begins with, and note how many of these are committed.
+
+    The text's last token never counts: its logits are needed, so it is always computed again. Committed tokens are
+    compared once.
+    """
+    length = min(len(prefix.token_ids), text.length - 1)
+    first = min(prefix.num_committed, length)
+    pairs = zip(prefix.token_ids[first:length], text.part(first, length), strict=True)
+    same = next((i for i, (known, token) in enumerate(pairs, first) if known != token), length)
+    prefix.num_committed = min(same, len(text.committed))
+    return same
 
 
 def finish(work: Generator[None, None, ForwardBatch]) -> ForwardBatch:

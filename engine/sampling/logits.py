@@ -6,7 +6,7 @@ take into account the committed tokens and the draft tokens on the row's path.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -91,6 +91,11 @@ def needs_shaping(params: SamplingParams) -> bool:
     return bool(is_cut or params.depends_on_path or params.logit_bias or params.min_tokens)
 
 
+def any_needs_shaping(params: Sequence[SamplingParams]) -> bool:
+    """Return whether any row needs shaping; rows of one request have the same parameters."""
+    return any(map(needs_shaping, _distinct(params)))
+
+
 def forbid(logits: Tensor, masks: Sequence[bytes]) -> None:
     """Set the logits of tokens that a grammar forbids to -inf, in place.
 
@@ -120,8 +125,9 @@ def plan_draws(
     # Rows with the same seed and position share one key, because noise costs more than a lookup.
     key_rows: dict[tuple[int, int], int] = {}
     rows, temperatures = [0] * len(params), [1.0] * len(params)
+    drawn = {id(sampling) for sampling in _distinct(params) if sampling.temperature > 0 and not needs_shaping(sampling)}
     for i, (sampling, position) in enumerate(zip(params, positions, strict=True)):
-        if sampling.temperature > 0 and not needs_shaping(sampling):
+        if id(sampling) in drawn:
             rows[i] = key_rows.setdefault((sampling.seed or 0, position), len(key_rows) + 1)
             temperatures[i] = sampling.temperature
     seeds = [seed for seed, _ in key_rows]
@@ -130,6 +136,11 @@ def plan_draws(
     column = torch.tensor(temperatures, device=device).unsqueeze(-1)
     index = torch.tensor(rows, dtype=torch.int64, device=device)
     return [Draws(column, step_keys, index) for step_keys in keys]
+
+
+def _distinct(params: Sequence[SamplingParams]) -> Collection[SamplingParams]:
+    """Return each object once: the rows of one request share theirs."""
+    return {id(sampling): sampling for sampling in params}.values()
 
 
 def draw(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM) -> Tensor:

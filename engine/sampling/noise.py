@@ -8,6 +8,8 @@ repeated or batched differently draws the same numbers.
 The integer hash is exact everywhere. Its last step, two logarithms, may differ by an ulp between devices.
 """
 
+import functools
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -65,11 +67,14 @@ def _add_noise(logits: Tensor, temperatures: Tensor, gumbel_noise: Tensor, rows:
 
 def keys(seeds: Sequence[int], positions: Sequence[int], stream: int, device: torch.device) -> Tensor:
     """Return the hash keys of (seed, position) pairs: [n, 2] int32."""
-    rows = []
-    for seed, position in zip(seeds, positions, strict=True):
-        key = _splitmix64((_splitmix64(seed & _MASK64) + position * 4 + stream) & _MASK64)
-        rows.append((_int32(key), _int32(key >> 32)))
-    return torch.tensor(rows, dtype=torch.int32, device=device).reshape(-1, 2)
+    keys = [
+        _splitmix64((_hashed_seed(seed) + position * 4 + stream) & _MASK64)
+        for seed, position in zip(seeds, positions, strict=True)
+    ]
+    if not keys:
+        return torch.empty(0, 2, dtype=torch.int32, device=device)
+    # The low word comes first: torch runs on little-endian machines only.
+    return torch.frombuffer(array("Q", keys), dtype=torch.int32).view(-1, 2).to(device)
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
@@ -131,6 +136,6 @@ def _splitmix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _int32(x: int) -> int:
-    x &= 0xFFFFFFFF
-    return x - (1 << 32) if x >= 1 << 31 else x
+@functools.lru_cache(4096)
+def _hashed_seed(seed: int) -> int:
+    return _splitmix64(seed & _MASK64)

@@ -1,7 +1,6 @@
 """ModelVerifier: one target pass over all committed tips and drafts of a batch, then the verification rule per row."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -66,7 +65,7 @@ class ModelVerifier:
             if raw is not None and (count := row.request.params.logprobs) is not None:
                 rows_used = [start, *(start + 1 + node for node in path)]
                 logprobs = _logprobs(raw[rows_used], tokens, count)
-            verdicts[i] = replace(verdicts[i], token_ids=tokens, path=path, logprobs=logprobs)
+            verdicts[i] = Verdict(tokens, path, logprobs, verdicts[i].prompt_logprobs)
             start += _num_deciding(row)
         return verdicts
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import aiohttp
 import httpx
 
-from cluster.config import RunAhead as RunAheadSetting
+from cluster.config import RunAhead
+from deployments.environment import SERVE_ENVIRONMENT
 from engine.config import Speculation
 from tests.bench.figures import Batch, Timeline, since
 from tests.bench.processes import cpu_seconds, freeze, thaw
@@ -27,9 +28,7 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "RAY_ADDRESS": "local",  # a cluster of its own, whatever else runs on this machine
     "RAY_USAGE_STATS_ENABLED": "0",
-    # As `make serve` has it:
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.ingress.proxy:middlewares",
-    "RAY_SERVE_PROXY_USE_GRPC": "1",
+    **SERVE_ENVIRONMENT,
 }
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
@@ -150,7 +149,7 @@ class ServeMethod:
         num_speculative_tokens: int,
         speculation: Speculation = "fixed",
         *,
-        run_ahead: RunAheadSetting = "auto",
+        run_ahead: RunAhead = "auto",
     ) -> None:
         self.num_speculative_tokens: int | None = num_speculative_tokens
         self._num_tokens = workload.num_tokens

@@ -147,3 +147,14 @@ def test_a_key_file_that_is_of_no_use_is_refused(tmp_path: Path, content: str | 
         (tmp_path / "keys").write_text(content)
     with pytest.raises(ArgumentError, match="key"):
         api_keys(AppConfig.model_validate({"api_key_file": str(tmp_path / "keys")}))
+
+
+def test_a_paced_device_is_refused_unless_the_environment_allows_it(monkeypatch):
+    arguments = {"device": "paced:h100x4-70b+h100-1b"}
+    monkeypatch.delenv("PACELINE_PACED", raising=False)
+    with pytest.raises(ArgumentError, match=r"only imitates a GPU's speed; PACELINE_PACED=1 allows it"):
+        AppConfig.model_validate(arguments)
+    monkeypatch.setenv("PACELINE_PACED", "1")
+    group = group_config(AppConfig.model_validate(arguments))
+    assert group.draft is not None
+    assert (group.target.device, group.draft.device) == ("paced:h100x4-70b", "paced:h100-1b")

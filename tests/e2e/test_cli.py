@@ -38,7 +38,7 @@ class Server:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_SERVE_PROXY_USE_GRPC": "1"},
+                env={**os.environ, "PYTHONPATH": str(ROOT)},
                 start_new_session=True,
             )
         self._descendants: list[psutil.Process] = []

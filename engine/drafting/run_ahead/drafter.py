@@ -6,8 +6,8 @@ noise that the target will draw with, which works at any temperature. Running ah
 verifies a prepared draft like any other.
 
 `advance` does one pass at a time, so that the drafter's owner can look for the next request in between. A request that
-comes early finds shorter drafts; the missing tokens are drawn then. A draft that is ready is sent at once: the cache
-is brought up to date afterwards, by the first `advance`.
+comes early finds shorter drafts; the missing tokens are drawn then, if the batch gains by waiting for them. Drafts that
+need not wait are sent at once: the cache is brought up to date afterwards, by the first `advance`.
 """
 
 import functools
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.drafting.chain import Chain, Ranking
-from engine.drafting.model import ModelDrafter
+from engine.drafting.model import ModelDrafter, Text
 from engine.drafting.run_ahead.branches import Branches, Trunk
 from engine.drafting.run_ahead.foresight import NUM_CANDIDATES, Foresight
 from engine.drafting.run_ahead.pace import WIDTHS, Pace
@@ -124,14 +124,14 @@ class RunAheadDrafter(ModelDrafter):
         # The outcome may be settled in a later call, and by then the requests' owner may have appended tokens.
         outcome = self._look_up([replace(row, request=row.request.copy()) for row in rows])
         rows, chains = outcome.rows, outcome.chains
-        if all(len(chain.token_ids) == row.num_draft_tokens for row, chain in zip(rows, chains, strict=True)):
-            self._unsettled = outcome
-        else:
+        if self._is_worth_waiting(rows, chains):
             able = self._take_over(outcome)
             lacking = [i for i in able if len(chains[i].token_ids) < rows[i].num_draft_tokens]
-            if lacking and self._is_worth_waiting([rows[i] for i in able], [chains[i] for i in able]):
+            if lacking:
                 self._draft_missing([rows[i] for i in lacking], [chains[i] for i in lacking])
             self._prepare([(rows[i], chains[i]) for i in able])
+        else:
+            self._unsettled = outcome
         self._pace.observe_answer()
         return [chain.draft() for chain in chains]
 
@@ -182,7 +182,9 @@ class RunAheadDrafter(ModelDrafter):
             self._branches.move(list(outcome.chosen.values()), tables)
         for row, chain in zip(outcome.rows, outcome.chains, strict=True):
             if chain.token_ids:
-                self._prefixes[row.request.request_id].token_ids = [*row.request.token_ids, *chain.token_ids[:-1]]
+                # The trunk was computed up to the verdict, and the branch from its root on.
+                root, known = row.request.token_ids[-1], self._prefixes[row.request.request_id].token_ids
+                known[len(row.request.token_ids) - 1 :] = [root, *chain.token_ids[:-1]]
         current = {row.request.request_id for row in outcome.rows}
         for name in self._trunks.keys() - current:
             self._trim(name, len(self._prefixes[name].token_ids))
@@ -222,7 +224,7 @@ class RunAheadDrafter(ModelDrafter):
 
     def _is_able(self, row: ProposeRow, chain: Chain, current: set[str]) -> bool:
         """Fit a row and its prepared draft into the cache; a row that does not fit loses its draft."""
-        if not self._make_room(row, [*row.request.token_ids, *chain.token_ids], current):
+        if not self._make_room(row, chain.token_ids, current):
             chain.cut(0)
             return False
         self._trim(row.request.request_id, len(row.request.token_ids) + row.num_draft_tokens)
@@ -245,10 +247,12 @@ class RunAheadDrafter(ModelDrafter):
         del prefix.block_ids[kept:]
 
     def _is_worth_waiting(self, rows: Sequence[ProposeRow], chains: Sequence[Chain]) -> bool:
-        """Decide whether the whole batch waits until the missing tokens are drawn.
+        """Decide whether the whole batch waits until the missing tokens, if there are any, are drawn.
 
         It waits if that is expected to commit more tokens per second, by the times that were measured recently.
         """
+        if all(len(chain.token_ids) == row.num_draft_tokens for row, chain in zip(rows, chains, strict=True)):
+            return False
         if not any(chain.token_ids for chain in chains):
             return True
         now = sum(1 + self._foresight.accepted.expected(len(chain.token_ids)) for chain in chains)
@@ -303,16 +307,16 @@ class RunAheadDrafter(ModelDrafter):
 
     def _find_roots(self, trunks: Sequence[Trunk], width: int) -> Generator[None, None, None]:
         """Compute every trunk to its end, and choose verdicts by what the draft would have drawn at each position."""
-        texts = [[*trunk.request.token_ids, *trunk.chain.token_ids] for trunk in trunks]
+        texts = [Text(trunk.request.token_ids, trunk.chain.token_ids) for trunk in trunks]
         prefixes = [self._prefixes[trunk.request.request_id] for trunk in trunks]
         batch = yield from self._catch_up(texts, prefixes)
         requests = [trunk.request for trunk in trunks]
         depths = [[len(trunk.chain.token_ids)] for trunk in trunks]
-        (draws,) = self._plan([request.params for request in requests], [len(text) for text in texts], 1)
+        (draws,) = self._plan([request.params for request in requests], [text.length for text in texts], 1)
         runs = functools.partial(self._runs, requests, depths, lambda: [[trunk.chain.token_ids] for trunk in trunks])
         drawn = self._pass(batch, draws, runs)
         for text, prefix in zip(texts, prefixes, strict=True):
-            prefix.token_ids = text
+            prefix.token_ids += text.part(len(prefix.token_ids), text.length)
         assert drawn.ranking is not None
         yield
         self._foresight.look(trunks, drawn.ranking)

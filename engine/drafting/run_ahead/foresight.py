@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 
-from engine.drafting.chain import Ranking
+from engine.drafting.chain import RankedRow, Ranking, joined
 from engine.drafting.run_ahead.branches import Trunk
 from engine.drafting.run_ahead.verdicts import AcceptedLengths, Confidence, Options, likeliest
 from engine.protocols import Request
@@ -41,8 +41,8 @@ class Foresight:
 
     def look(self, trunks: Sequence[Trunk], tips: Ranking) -> None:
         """Set the outlook of some trunks; `tips` rank the tokens after each trunk's last draft token."""
-        rankings = [ranking for i, trunk in enumerate(trunks) for ranking in (*trunk.chain.rankings, tips.row(i))]
-        scores, ids = (tensor.tolist() for tensor in Ranking.joined(rankings).top(NUM_CANDIDATES))
+        rows = [row for i, trunk in enumerate(trunks) for row in (*trunk.chain.rankings, RankedRow(tips, i))]
+        scores, ids = (tensor.tolist() for tensor in joined(rows).top(NUM_CANDIDATES))
         counts = [row.index(-math.inf) if -math.inf in row else len(row) for row in scores]
         outlook = (Options(tokens[:n], row[:n]) for tokens, row, n in zip(ids, scores, counts, strict=True))
         for trunk in trunks:

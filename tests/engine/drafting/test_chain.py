@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.drafting.chain import Chain, Drawn, Ranking, extend
+from engine.drafting.chain import Chain, Drawn, RankedRow, Ranking, extend, joined
 from engine.protocols import Draft
 
 
@@ -27,7 +27,7 @@ def test_draft_rows_and_rankings_come_with_their_tokens():
     assert chain.token_ids == [2, 4]
     assert chain.top_ids == [[2, 3], [4, 5]]
     assert chain.top_probs == [[0.75, 0.25]] * 2
-    assert [ranking.scores.tolist() for ranking in chain.rankings] == [[[2, 4]], [[4, 8]]]
+    assert [ranking.scores[row].tolist() for ranking, row in chain.rankings] == [[2, 4], [4, 8]]
 
 
 def test_no_passes_leave_chains_as_they_are():
@@ -65,7 +65,8 @@ def test_a_ranking_of_few_tokens_has_no_more_than_those():
 
 def test_joined_rankings_keep_the_order_of_their_rows():
     whole = Ranking(torch.tensor([[1.0, 3.0], [6.0, 4.0]]), torch.tensor([[7, 8], [4, 5]]))
-    joined = Ranking.joined([whole.row(1), whole.row(0)])
-    assert joined.scores.tolist() == [[6, 4], [1, 3]]
-    assert joined.top(1)[1].tolist() == [[4], [8]]
-    assert Ranking.joined([Ranking(torch.ones(1, 3))]).token_ids is None
+    one = Ranking(torch.tensor([[7.0, 9.0]]), torch.tensor([[1, 2]]))
+    together = joined([RankedRow(whole, 1), RankedRow(one, 0), RankedRow(whole, 0)])
+    assert together.scores.tolist() == [[6, 4], [7, 9], [1, 3]]
+    assert together.top(1)[1].tolist() == [[4], [2], [8]]
+    assert joined([RankedRow(Ranking(torch.ones(1, 3)), 0)]).token_ids is None

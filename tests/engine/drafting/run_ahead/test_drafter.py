@@ -233,3 +233,30 @@ def test_an_early_verdict_gets_the_missing_tokens_drawn():
         text += draft.token_ids[:accepted]
         text.append(next_token(text, row(text).request.params) if accepted == K else 7)
     assert drafter.drafter.stats.hits > 10
+
+
+def test_rows_that_hit_do_not_wait_for_one_that_misses(monkeypatch):
+    """The answer comes before any pass and before the cache is brought up to date; the next draft is still right."""
+    model = Counting(MODEL)
+    drafter = RunAheadDrafter(model, config())
+    texts = {name: [chance, 9, 4] for chance, name in enumerate("abcdefgh", 10)}
+
+    def rows():
+        return [row(text, name=name) for name, text in texts.items()]
+
+    drafts = propose(drafter, *rows())
+    finish(drafter)
+    for (name, text), draft in zip(texts.items(), drafts, strict=True):
+        text += draft.token_ids
+        text.append(1 if name == "d" else next_token(text, None))
+    monkeypatch.setattr(drafter._pace, "slowdown", lambda num_steps: 1 + num_steps)
+    model.passes.clear()
+    lengths = [len(draft.token_ids) for draft in propose(drafter, *rows())]
+    assert lengths == [0 if name == "d" else K for name in texts]
+    assert model.passes == []
+    finish(drafter)
+    assert model.passes, "afterwards the drafter goes on"
+    monkeypatch.setattr(drafter._pace, "slowdown", lambda num_steps: 1.0)
+    for text in texts.values():
+        text.append(7)
+    assert propose(drafter, *rows()) == propose(ModelDrafter(MODEL, config()), *rows())

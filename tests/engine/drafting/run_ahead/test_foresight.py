@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.drafting.chain import Chain, Ranking
+from engine.drafting.chain import Chain, RankedRow, Ranking
 from engine.drafting.run_ahead.branches import Trunk
 from engine.drafting.run_ahead.foresight import NUM_CANDIDATES, Foresight
 from engine.drafting.run_ahead.verdicts import Options
@@ -15,7 +15,9 @@ NO = float("-inf")
 
 def trunk(drafted=(), rankings=(), **params):
     request = Request("a", [1, 2], 1, SamplingParams(**params))
-    return Trunk(request, Chain(list(drafted), rankings=[Ranking(torch.tensor([row])) for row in rankings]))
+    return Trunk(
+        request, Chain(list(drafted), rankings=[RankedRow(Ranking(torch.tensor([row])), 0) for row in rankings])
+    )
 
 
 def test_every_trunk_gets_the_options_of_its_own_positions():

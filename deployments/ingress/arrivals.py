@@ -1,0 +1,115 @@
+"""Arrivals: the outputs that Routers send to this Ingress, by request; a request's end comes by Serve's handle.
+
+Serve keeps knowing of every request: its call lasts until the request has ended, so that replicas are drained and
+scaled as usual, and errors come as the Router raised them. Only the outputs take the shorter way.
+"""
+
+import asyncio
+from typing import Any
+
+from deployments.router.delivery import decode_output
+from deployments.router.generation import request_id_of
+from engine.errors import TargetError
+from engine.sequence import RequestOutput
+
+LAST_OUTPUTS_TIMEOUT_S = 5.0
+"""How long after a request's end its last outputs may come; they were sent before."""
+
+
+class Arrivals:
+    """The outputs of the requests of this Ingress, which come from all Routers."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, ServeOutputs] = {}
+
+    def add(self, request_id: str, outputs: "ServeOutputs") -> None:
+        """Expect the outputs of a request."""
+        self._requests[request_id] = outputs
+
+    def remove(self, request_id: str) -> None:
+        """Drop what still comes for a request."""
+        self._requests.pop(request_id, None)
+
+    def deliver(self, payload: bytes) -> None:
+        """Give an output to its request, if that is still open.
+
+        Raises:
+            MalformedMessageError: the message holds no output.
+        """
+        output = decode_output(payload)
+        request = self._requests.get(request_id_of(output.request_id))
+        if request is not None:
+            request.put(output)
+
+
+class ServeOutputs:
+    """The outputs of one request: they come to the inbox, their number and the error after them by Serve's handle."""
+
+    def __init__(self, response: Any, request_id: str, arrivals: Arrivals) -> None:
+        self._response = response
+        self._request_id = request_id
+        self._arrivals = arrivals
+        self._outputs: list[RequestOutput] = []
+        self._num_received = 0
+        self._num_sent: int | None = None
+        self._error: BaseException | None = None
+        self._has_ended = False
+        self._change = asyncio.Event()
+        arrivals.add(request_id, self)
+        self._ending = asyncio.create_task(self._wait_for_end(), name="waiting for a request's end")
+
+    def put(self, output: RequestOutput) -> None:
+        """Take an output that has come."""
+        self._outputs.append(output)
+        self._num_received += 1
+        self._change.set()
+
+    async def next(self) -> list[RequestOutput]:
+        """Return the next outputs; an empty list after the last ones.
+
+        Raises:
+            Exception: what the Router raised.
+            TargetError: outputs that were sent did not come.
+        """
+        while not self._outputs and not (self._has_ended and self._num_received >= (self._num_sent or 0)):
+            self._change.clear()
+            if not self._has_ended:
+                await self._change.wait()
+                continue
+            try:
+                async with asyncio.timeout(LAST_OUTPUTS_TIMEOUT_S):
+                    await self._change.wait()
+            except TimeoutError:
+                raise TargetError("the connection to the Router was lost") from None
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            return outputs
+        if self._error is not None:
+            raise self._error
+        return []
+
+    async def close(self) -> None:
+        """Cancel the call, finished or not; Serve then closes the Router's generator."""
+        self._arrivals.remove(self._request_id)
+        self._ending.cancel()
+        self._response.cancel()
+
+    async def _wait_for_end(self) -> None:
+        try:
+            async for num_sent in self._response:
+                self._num_sent = num_sent
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            self._error = TargetError("the replica is shutting down")
+        except Exception as error:  # noqa: BLE001 - every error is passed on to the caller
+            self._error = raised_error(error)
+        self._has_ended = True
+        self._change.set()
+
+
+def raised_error(error: Exception) -> BaseException:
+    """Return the error that a replica raised; Ray wraps it in a subclass whose text is a traceback."""
+    cause: BaseException | None = getattr(error, "cause", None)
+    return cause or error

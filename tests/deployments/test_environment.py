@@ -1,0 +1,22 @@
+"""The variables that Serve's processes are started with."""
+
+import os
+
+import pytest
+from ray.serve._private import constants
+
+from deployments.environment import SERVE_ENVIRONMENT, set_serve_environment
+
+
+def test_serve_knows_each_variable() -> None:
+    for name in SERVE_ENVIRONMENT:
+        assert hasattr(constants, name)
+
+
+def test_what_the_operator_has_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SERVE_ENVIRONMENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_SERVE_PROXY_USE_GRPC", "0")
+    set_serve_environment()
+    values = {name: os.environ.pop(name) for name in SERVE_ENVIRONMENT}
+    assert values == SERVE_ENVIRONMENT | {"RAY_SERVE_PROXY_USE_GRPC": "0"}

@@ -1,8 +1,8 @@
 """Measurements, not tests: `python -m tests.bench` (see __main__.py), and what it needs.
 
 Reading order: workload.py (what is asked), figures.py (what is measured, and the row it becomes), then one file per way
-to generate: with_transformers.py, with_engine.py, with_serve.py (and readings.py: its metrics); worker.py (one method in
-one process), turns.py (all of them in turn), processes.py (servers whose turn it is not are frozen), compare.py (the
+to generate: with_transformers.py, with_engine.py, with_serve.py with readings.py (its metrics); worker.py (one method
+in one process), turns.py (all of them in turn), processes.py (servers whose turn it is not are frozen), compare.py (the
 table and the ratios), curves.py (tokens/s over rows and streams), spans.py and profile.py (where a round's time goes).
 
 At the pace of GPUs: paced.py, paced_cells.py (against the roofline), paced_tables.py, virtual_time.py (the engine over

@@ -14,7 +14,7 @@ MAX_DISAGREEMENT = 0.05
 """Of virtual time and measurement; if they differ by more, one of them is wrong."""
 
 LATE = 1.1
-"""A target pass that takes so many times its roofline has hardly had the CPU that it needs."""
+"""A target pass that takes so many times its roofline was not only paced."""
 
 Column = tuple[str, Callable[[PacedCell], float | None], str]
 
@@ -81,7 +81,7 @@ def warnings(cells: Sequence[PacedCell]) -> Iterator[str]:
         ):
             yield (
                 f"{label}: a target pass took {cell.target_ms:.2f} ms, {cell.target_roof_ms:.2f} by the roofline; "
-                "the real compute does not seem to fit"
+                "other work took the CPU, or the real compute does not fit"
             )
 
 

@@ -24,7 +24,6 @@ timed by its client.
 
 import argparse
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -32,10 +31,10 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
-from engine.execution.registry import resolve_device
 from tests.bench import simulate
 from tests.bench.bandwidth import bandwidth
 from tests.bench.compare import CELLS, NAMES, PEERS, show, write
+from tests.bench.compiled_models import compile_models
 from tests.bench.curves import batch_curve, load_curve
 from tests.bench.paced import ARMS, PACED_TOKENS, PAIR, STREAMS, TEMPERATURES, paced
 from tests.bench.pictures import PICTURES
@@ -72,10 +71,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, workload: Workload, console: Console) -> list[str]:
-    if workload.compile == "auto" and resolve_device(workload.device).type == "cpu":
-        with console.status("compiling, where that was not done before"):
-            command = [sys.executable, "-m", "engine.execution.cpu", workload.target, workload.draft]
-            subprocess.run([*command, "--dtype", workload.dtype], check=True, capture_output=True)
+    compile_models(workload, console)
     if options.command == "profile":
         profile(workload, console)
         return []

@@ -60,6 +60,19 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "unset")
 
 
+def test_many_streams_have_a_pair_that_is_light_enough(workload: Workload, console: Console) -> None:
+    used: dict[int, str] = {}
+
+    class Noting(MadeUp):
+        def run(self, cell: Cell, index: int) -> list[Batch]:
+            used[cell.batch_size] = self.workload.target
+            return MadeUp.run(self, cell, index)
+
+    paced(workload, "h100x4-70b+h100-1b", console, streams=(8, 16), temperatures=(0.0,), arms=("plain",), start=Noting)
+    assert used[8] == workload.target
+    assert "paceline-pair-" in used[16]
+
+
 def test_each_arm_has_a_cell_in_both_places_but_nobody_runs_ahead_in_one_process(
     workload: Workload, console: Console, tmp_path: Path
 ) -> None:

@@ -97,6 +97,11 @@ class SpeculationGroup:
             process_ids |= {f"target-{rank}": process.pid for rank, process in enumerate(self._target.processes)}
         return process_ids
 
+    @property
+    def is_available(self) -> bool:
+        """Whether the target can take rounds now."""
+        return self._remote_verifier.is_available
+
     async def check_health(self) -> None:
         """Return if the target can take rounds; ranks that do not answer are disconnected, so `recover` replaces them.
 

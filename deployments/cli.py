@@ -17,7 +17,7 @@ import click
 import ray
 from ray import serve
 
-from deployments.builder import app
+from deployments.builder import build
 from deployments.config import AppConfig
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
@@ -35,7 +35,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         config = AppConfig.model_validate(_parse(options.settings))
-        application = app(config)
+        application = build(config, can_grow=False)  # the cluster will be this machine
     except click.UsageError as error:
         parser.error(error.message)
     ray.init("local", namespace=NAMESPACE)  # never a running cluster: the end deletes its applications

@@ -82,14 +82,26 @@ class Autoscaling(BaseModel):
 
     min_replicas: int = Field(1, ge=1)
     """Replicas at least."""
-    max_replicas: int = Field(1, ge=1)
-    """Replicas at most; above min_replicas, their number follows the queue depth."""
+    max_replicas: int | None = Field(None, ge=1)
+    """Replicas at most; their number follows the queue depth. None takes min_replicas, a fixed number."""
     requests_per_replica: int = Field(24, ge=1)
     """Waiting and running requests per replica that autoscaling aims at."""
-    upscale_delay_s: float = Field(30.0, ge=0)
-    """Seconds with more requests than that before replicas are added."""
-    downscale_delay_s: float = Field(600.0, ge=0)
-    """Seconds with fewer requests than that before replicas are removed."""
+    upscale_delay_s: float = Field(1.0, ge=0)
+    """Seconds with more requests than that before replicas are added. Up to 1.7 s of measuring come before them."""
+    downscale_delay_s: float = Field(300.0, ge=0)
+    """Seconds in which fewer replicas would have had four fifths of that at most, before replicas are removed. Their
+    running streams finish first."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.upper_bound < self.min_replicas:
+            raise ConfigError(f"autoscaling: max_replicas {self.max_replicas} < min_replicas {self.min_replicas}")
+        return self
+
+    @property
+    def upper_bound(self) -> int:
+        """Replicas at most."""
+        return self.min_replicas if self.max_replicas is None else self.max_replicas
 
 
 class AppConfig(BaseModel):
@@ -128,7 +140,8 @@ class AppConfig(BaseModel):
     round_timeout_s: float = Field(120.0, gt=0)
     """Seconds without a finished round, while there is work, after which a replica counts as unhealthy."""
     drain_timeout_s: float = Field(300.0, gt=0)
-    """Seconds that running streams may take to finish at shutdown or scale-down."""
+    """Seconds that running streams may take to finish at shutdown. Where autoscaling removes a replica, they may take
+    limits.request_timeout_s, so that none is cut."""
     api_keys: tuple[SecretStr, ...] = ()
     """API keys; every request must have one of them. Also read from the environment variable PACELINE_API_KEY. Without
     keys, every request is accepted."""

@@ -20,6 +20,7 @@ from deployments.router.router import Router
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 STREAMS_PER_INGRESS = 10_000
+INGRESS_CPUS = 0.1
 
 
 def app(config: AppConfig) -> Application:
@@ -65,7 +66,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     ingress: Any = serve.deployment(
         serve.ingress()(Ingress),
         name="Ingress",
-        ray_actor_options={"num_cpus": 0.1},
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
         max_ongoing_requests=STREAMS_PER_INGRESS,
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         max_constructor_retry_count=1,
@@ -77,6 +78,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
 def _check_room(config: AppConfig, bundles: Sequence[Bundle], nodes: dict[str, Resources], *, can_grow: bool) -> None:
     """Warn of replicas that find no room; refuse if the smallest number of them finds none and never will."""
     bounds = config.autoscaling
+    _, nodes = place_groups([{"CPU": INGRESS_CPUS}], nodes, limit=1)
     room, free = place_groups(bundles, nodes, limit=bounds.upper_bound)
     if room == bounds.upper_bound:
         return

@@ -60,7 +60,7 @@ SCALED = AppConfig(autoscaling={"min_replicas": 2, "max_replicas": 4})  # type: 
 def test_more_replicas_than_the_cluster_has_room_for_are_warned_of(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(builder, "_nodes", lambda: {"a": {"CPU": 2.5}})
+    monkeypatch.setattr(builder, "_nodes", lambda: {"a": {"CPU": 2.6}})
     builder.build(SCALED, can_grow=False)
     assert "autoscaling.max_replicas is 4, but the cluster has room for 3" in caplog.text
     assert "no node has room for the draft, which needs 0.2 CPU: a lacks 0.2 CPU" in caplog.text

@@ -84,8 +84,9 @@ class Autoscaling(BaseModel):
     """Replicas at least."""
     max_replicas: int | None = Field(None, ge=1)
     """Replicas at most; their number follows the queue depth. None takes min_replicas, a fixed number."""
-    requests_per_replica: int = Field(24, ge=1)
-    """Waiting and running requests per replica that autoscaling aims at."""
+    requests_per_replica: int = Field(12, ge=1)
+    """Waiting and running requests per replica that autoscaling aims at. Near what a replica can do at most, requests
+    wait for as long as a new one starts; `python -m tests.bench simulate --cluster` shows by how much."""
     upscale_delay_s: float = Field(1.0, ge=0)
     """Seconds with more requests than that before replicas are added. Up to 1.7 s of measuring come before them."""
     downscale_delay_s: float = Field(300.0, ge=0)

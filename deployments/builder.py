@@ -1,7 +1,6 @@
 """app(config): the only place that makes deployments and binds them to one another."""
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -10,8 +9,8 @@ from ray._private.accelerators import NvidiaGPUAcceleratorManager as Nvidia
 from ray._private.utils import get_num_cpus
 from ray.serve import Application
 
-from cluster.capacity import Resources, cluster_nodes, missing, place_groups
-from cluster.placement import STRATEGY, Bundle, PlacementError, placement_bundles
+from cluster.capacity import Node, Slot, cluster_nodes, missing, place_groups, slots
+from cluster.placement import STRATEGY, PlacementError, label_selectors, placement_bundles
 from deployments.autoscaling import autoscaling_config
 from deployments.config import AppConfig, ArgumentError, api_keys, group_config
 from deployments.ingress.ingress import Ingress
@@ -40,12 +39,13 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     """
     # Read here and passed on: the processes of a running cluster do not have the caller's environment.
     keys = api_keys(config)
-    nodes = _nodes()
+    group, nodes = group_config(config), _nodes()
     try:
-        bundles = placement_bundles(group_config(config), num_gpus=sum(node.get("GPU", 0) for node in nodes.values()))
+        bundles = placement_bundles(group, num_gpus=sum(node.resources.get("GPU", 0) for node in nodes.values()))
+        selectors = label_selectors(group, bundles)
     except PlacementError as error:
         raise ArgumentError(str(error)) from None
-    _check_room(config, bundles, nodes, can_grow=can_grow)
+    _check_room(config, slots(group, bundles), nodes, can_grow=can_grow)
     scaling = autoscaling_config(config.autoscaling)
     drain_timeout_s = config.drain_timeout_s
     if scaling is not None:
@@ -57,6 +57,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         ray_actor_options={"num_cpus": bundles[0]["CPU"]},
         placement_group_bundles=bundles,
         placement_group_strategy=STRATEGY,
+        placement_group_bundle_label_selector=selectors,
         # More than the engine admits: the engine refuses with 429, where Serve's own queue would make requests wait.
         max_ongoing_requests=2 * (config.pair.max_num_seqs + config.pair.max_queued_requests),
         graceful_shutdown_timeout_s=drain_timeout_s,
@@ -75,23 +76,23 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     return application
 
 
-def _check_room(config: AppConfig, bundles: Sequence[Bundle], nodes: dict[str, Resources], *, can_grow: bool) -> None:
+def _check_room(config: AppConfig, group: list[Slot], nodes: dict[str, Node], *, can_grow: bool) -> None:
     """Warn of replicas that find no room; refuse if the smallest number of them finds none and never will."""
     bounds = config.autoscaling
-    _, nodes = place_groups([{"CPU": INGRESS_CPUS}], nodes, limit=1)
-    room, free = place_groups(bundles, nodes, limit=bounds.upper_bound)
+    _, nodes = place_groups([Slot("the Ingress", {"CPU": INGRESS_CPUS}, {})], nodes, limit=1)
+    room, free = place_groups(group, nodes, limit=bounds.upper_bound)
     if room == bounds.upper_bound:
         return
     is_short = room < bounds.min_replicas
     bound = f"min_replicas is {bounds.min_replicas}" if is_short else f"max_replicas is {bounds.upper_bound}"
-    shortages = "; ".join(missing(group_config(config), bundles, free))
+    shortages = "; ".join(missing(group, free))
     message = f"autoscaling.{bound}, but the cluster has room for {room}: {shortages}"
     if is_short and not can_grow:
         raise ArgumentError(message)
     logger.warning("%s; the other replicas wait for more nodes", message)
 
 
-def _nodes() -> dict[str, Resources]:
+def _nodes() -> dict[str, Node]:
     """Return the resources of the cluster's nodes; before it is started, of this machine, which will be all of it."""
     if ray.is_initialized():
         return cluster_nodes()
@@ -100,4 +101,4 @@ def _nodes() -> dict[str, Resources]:
     resources = {"CPU": get_num_cpus(), "GPU": float(present if visible is None else min(present, len(visible)))}
     if resources["GPU"] and (accelerator_type := Nvidia.get_current_node_accelerator_type()):
         resources[f"accelerator_type:{accelerator_type}"] = 1.0
-    return {"this machine": resources}
+    return {"this machine": Node(resources)}

@@ -75,6 +75,17 @@ class Limits(BaseModel):
     """Seconds from a request's arrival to its last token."""
 
 
+class LabelSelector(BaseModel):
+    """Labels that nodes must have, in Ray's notation: {"pool": "big"}, {"ray.io/accelerator-type": "in(H100,H200)"}."""
+
+    model_config = FROZEN
+
+    target: dict[str, str] = {}
+    """Of the nodes of the target's ranks and of the Router."""
+    draft: dict[str, str] = {}
+    """Of the draft's node."""
+
+
 class Autoscaling(BaseModel):
     """How many Router replicas, each with its own speculation group, and when to have more."""
 
@@ -120,6 +131,10 @@ class AppConfig(BaseModel):
     """Ray's name of the GPU type that each target rank needs, such as `H100`; none takes any."""
     draft_accelerator_type: Annotated[str | None, OrNone] = None
     """Ray's name of the GPU type that the draft needs, which may be a cheaper one, such as `L4`; none takes any."""
+    target_nodes: int = Field(1, ge=1)
+    """Nodes that the target's ranks may be spread over; 1 keeps them on one."""
+    label_selector: Annotated[LabelSelector, BeforeValidator(_object_from_text)] = LabelSelector()
+    """Labels that the nodes of the target and of the draft must have."""
     run_ahead: RunAhead = "auto"
     """Whether the draft drafts for the likeliest verdicts while the target verifies: auto, on or off; auto is on where
     each model has a device or cores of its own."""
@@ -200,7 +215,14 @@ def group_config(config: AppConfig) -> GroupConfig:
     names = {setting.name for setting in fields(GroupConfig)} & AppConfig.model_fields.keys()
     settings: dict[str, Any] = {name: getattr(config, name) for name in names}
     draft, engine = settle_drafting(pair)
-    return GroupConfig(target=pair.target, draft=draft, engine=engine, **settings)
+    return GroupConfig(
+        target=pair.target,
+        draft=draft,
+        engine=engine,
+        target_label_selector=config.label_selector.target,
+        draft_label_selector=config.label_selector.draft,
+        **settings,
+    )
 
 
 def api_keys(config: AppConfig) -> tuple[str, ...]:

@@ -89,7 +89,8 @@ def _check_room(config: AppConfig, group: list[Slot], nodes: dict[str, Node], *,
     message = f"autoscaling.{bound}, but the cluster has room for {room}: {shortages}"
     if is_short and not can_grow:
         raise ArgumentError(message)
-    logger.warning("%s; the other replicas wait for more nodes", message)
+    consequence = "the others wait for more nodes" if can_grow else "no more will start"
+    logger.warning("%s; %s", message, consequence)
 
 
 def _nodes() -> dict[str, Node]:

@@ -1,10 +1,14 @@
-"""The model of a group against the engine of this machine: fitted to closed batches, compared under open arrivals."""
+"""The model of a group against the engine of this machine: fitted to closed batches, compared under open arrivals.
+
+One thread computes, and times are its CPU seconds: what else runs on the machine does not count, and nobody waits for
+the next arrival.
+"""
 
 import random
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from rich.table import Table
@@ -16,16 +20,17 @@ from engine.sampling.params import SamplingParams
 from tests.bench.arrivals import Arrival
 from tests.bench.cluster_simulation import Scenario, simulate
 from tests.bench.group_model import GroupCosts
-from tests.bench.with_engine import EngineMethod, generate
+from tests.bench.with_engine import EngineMethod
 from tests.bench.workload import Workload
 
-BATCHES = (1, 4, 8)
+BATCHES = (1, 2, 4, 8)
+PROMPT_LENGTHS = (20, 100, 180)
+NUM_TURNS = 6
 NUM_DRAFTS = 2
 CHUNK_TOKENS = 1024
-PROMPT_TOKENS = 1200
 NUM_TOKENS = 64
 MAX_NUM_SEQS = 8
-NUM_ARRIVALS = 60
+NUM_ARRIVALS = 100
 LOADS = (0.5, 0.8)
 """Arrivals, as parts of what the group can do at most."""
 
@@ -41,10 +46,11 @@ class Times:
 
 def check(workload: Workload) -> Table:
     """Fit the model to this machine, and compare both under arrivals that neither was fitted to."""
-    method = EngineMethod(workload, NUM_DRAFTS)
-    costs = fit(method, workload)
+    engine = EngineMethod(replace(workload, num_threads=1), NUM_DRAFTS).engine
+    text = [token for prompt in workload.prompts for token in prompt] * 10
+    costs = fit(engine, text)
     caption = (
-        f"One process, {NUM_DRAFTS} drafts. Round {costs.round_ms:.1f} ms + {costs.stream_ms:.2f} per stream + "
+        f"One thread, {NUM_DRAFTS} drafts. Round {costs.round_ms:.2f} ms + {costs.stream_ms:.2f} per stream + "
         f"{costs.prompt_token_ms:.3f} per prompt token, {costs.tokens_per_round:.2f} tokens per round"
     )
     table = Table(title="The model of a group against this machine", caption=caption, caption_justify="left")
@@ -52,7 +58,7 @@ def check(workload: Workload) -> Table:
         table.add_column(column, justify="left" if column == "figure" else "right")
     for load in LOADS:
         arrivals = poisson(costs, load)
-        real, simulated = measure(method.engine, workload, arrivals), predict(costs, arrivals)
+        real, simulated = measure(engine, text, arrivals), predict(costs, arrivals)
         for name in ("tokens_per_s", "mean_latency_s", "p99_latency_s"):
             pair = getattr(real, name), getattr(simulated, name)
             table.add_row(f"{load:.0%}", name, f"{pair[0]:.3g}", f"{pair[1]:.3g}", f"{pair[1] / pair[0]:.2f}")
@@ -60,38 +66,62 @@ def check(workload: Workload) -> Table:
     return table
 
 
-def fit(method: EngineMethod, workload: Workload) -> GroupCosts:
-    """Return the costs of this machine, from batches of some sizes and from one long prompt."""
-    rounds: list[tuple[int, float]] = []
-    num_rounds = num_tokens = 0
-    long_prompt = workload.prompts[0] * (PROMPT_TOKENS // len(workload.prompts[0]) + 1)
-    prompt_s: list[float] = []
-    for turn in range(4):
+def fit(engine: Engine, text: Sequence[int]) -> GroupCosts:
+    """Return the costs of this machine, from batches of some sizes and from prompts of some lengths."""
+    rounds_ms: dict[int, list[float]] = {size: [] for size in BATCHES}
+    prompts_ms: dict[int, list[float]] = {length: [] for length in PROMPT_LENGTHS}
+    lengths = []
+    for turn in range(NUM_TURNS):
         for size in BATCHES:
-            prompts = [workload.prompts[(turn * size + row) % len(workload.prompts)] for row in range(size)]
-            before, started = method.engine.stats.num_rounds, time.perf_counter()
-            timelines = generate(method.engine, prompts, 0.0, NUM_TOKENS)
-            first = max(timeline.arrivals_s[0] for timeline in timelines)
-            elapsed_s = time.perf_counter() - first
-            made = method.engine.stats.num_rounds - before - 1
+            prompts = [_slice(text, 100 * turn + 10 * row, 100) for row in range(size)]
+            seconds, num_rounds, length = _closed(engine, prompts)
             if turn:  # the first turn warms up
-                rounds.append((size, elapsed_s * 1e3 / made))
-                if size == 1:
-                    num_rounds, num_tokens = num_rounds + made, num_tokens + NUM_TOKENS - 1
-        started = time.perf_counter()
-        generate(method.engine, [long_prompt[:PROMPT_TOKENS]], 0.0, 1)
-        prompt_s.append(time.perf_counter() - started)
-    medians = [float(np.median([ms for batch, ms in rounds if batch == size])) for size in BATCHES]
-    stream_ms, round_ms = np.polyfit(BATCHES, medians, 1)
-    prompt_ms = float(np.median(prompt_s[1:])) * 1e3 - 2 * round_ms
+                rounds_ms[size].append(seconds * 1e3 / num_rounds)
+                lengths.append(length)
+        for num_tokens in PROMPT_LENGTHS:
+            _add(engine, "prompt", _slice(text, 50 * turn, num_tokens), 1)
+            started = time.thread_time()
+            run_in_process(engine.step())
+            if turn:
+                prompts_ms[num_tokens].append((time.thread_time() - started) * 1e3)
+    stream_ms, round_ms = np.polyfit(BATCHES, [np.median(rounds_ms[size]) for size in BATCHES], 1)
+    prompt_token_ms, _ = np.polyfit(PROMPT_LENGTHS, [np.median(prompts_ms[length]) for length in PROMPT_LENGTHS], 1)
     return GroupCosts(
         round_ms=float(round_ms),
         stream_ms=float(stream_ms),
-        prompt_token_ms=prompt_ms / PROMPT_TOKENS,
-        tokens_per_round=num_tokens / num_rounds,
+        prompt_token_ms=float(prompt_token_ms),
+        tokens_per_round=float(np.mean(lengths)),
         chunk_tokens=CHUNK_TOKENS,
         max_num_seqs=MAX_NUM_SEQS,
     )
+
+
+def _closed(engine: Engine, prompts: Sequence[Sequence[int]]) -> tuple[float, int, float]:
+    """Continue a batch until its first stream ends.
+
+    Returns the seconds and the number of rounds after the first tokens, and the tokens per round of a stream.
+    """
+    for index, prompt in enumerate(prompts):
+        _add(engine, str(index), prompt, NUM_TOKENS)
+    run_in_process(engine.step())
+    started, num_rounds, num_tokens, is_over = time.thread_time(), 0, 0, False
+    while not is_over:
+        outputs = run_in_process(engine.step())
+        num_rounds += 1
+        num_tokens += sum(len(output.token_ids) for output in outputs)
+        is_over = any(output.finish_reason is not None for output in outputs)
+    seconds = time.thread_time() - started
+    for index in range(len(prompts)):
+        engine.abort(str(index))
+    return seconds, num_rounds, num_tokens / num_rounds / len(prompts)
+
+
+def _add(engine: Engine, request_id: str, prompt: Sequence[int], max_tokens: int) -> None:
+    engine.add(request_id, prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True))
+
+
+def _slice(text: Sequence[int], start: int, length: int) -> Sequence[int]:
+    return text[start : start + length]
 
 
 def poisson(costs: GroupCosts, load: float, *, seed: int = 0) -> list[Arrival]:
@@ -106,29 +136,25 @@ def poisson(costs: GroupCosts, load: float, *, seed: int = 0) -> list[Arrival]:
     return arrivals
 
 
-def measure(engine: Engine, workload: Workload, arrivals: Sequence[Arrival]) -> Times:
-    """Serve the arrivals in real time."""
-    text = [token for prompt in workload.prompts for token in prompt] * 10
+def measure(engine: Engine, text: Sequence[int], arrivals: Sequence[Arrival]) -> Times:
+    """Serve the arrivals; the clock shows the CPU seconds of this thread, and jumps where there is no work."""
     coming, running = deque(enumerate(arrivals)), 0
     waiting: deque[tuple[int, Arrival]] = deque()
     ends: dict[int, float] = {}
-    started = time.perf_counter()
+    skipped_s = -time.thread_time()
     while len(ends) < len(arrivals):
-        now_s = time.perf_counter() - started
+        if not engine.has_work and not waiting:
+            skipped_s = max(skipped_s, coming[0][1].time_s - time.thread_time())
+        now_s = time.thread_time() + skipped_s
         while coming and coming[0][1].time_s <= now_s:
             waiting.append(coming.popleft())
         while waiting and running < MAX_NUM_SEQS:
             index, arrival = waiting.popleft()
-            prompt = text[index * 7 : index * 7 + arrival.num_prompt_tokens]
-            params = SamplingParams(temperature=0, max_tokens=arrival.num_tokens, ignore_eos=True)
-            engine.add(str(index), prompt, params)
+            _add(engine, str(index), _slice(text, 7 * index, arrival.num_prompt_tokens), arrival.num_tokens)
             running += 1
-        if not engine.has_work:
-            time.sleep(max(0.0, coming[0][1].time_s - now_s))
-            continue
         for output in run_in_process(engine.step()):
             if output.finish_reason is not None:
-                ends[int(output.request_id)] = time.perf_counter() - started
+                ends[int(output.request_id)] = time.thread_time() + skipped_s
                 running -= 1
     return _times(arrivals, [ends[index] for index in range(len(arrivals))])
 

@@ -8,7 +8,8 @@ bandwidth a random model of half a billion weights: how near it decodes to what 
 load      tokens/s and latency of the served application at 1 to 32 streams
 paced     in real time at the pace of GPUs that are not here: what a round takes besides them, and what drafts gain
 timeline  a picture of some rounds, with the draft running ahead on a core of its own
-simulate  what hardware that is not here would do: the same engine over models that cost virtual time
+simulate  what hardware that is not here would do: the same engine over models that cost virtual time;
+          --cluster: 1 to 100 groups under a production trace, scaled by the service's own policy
 soak      16 clients with good, bad and abandoned requests for two minutes: errors, what is left behind, memory
 
 How a comparison is kept fair: every method gets the same token ids, ends with text, and makes the same number of tokens
@@ -31,7 +32,8 @@ from pathlib import Path
 from rich.console import Console
 
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
-from tests.bench import simulate
+from tests.bench import cluster_tables, simulate
+from tests.bench.arrivals import CONVERSATIONS
 from tests.bench.bandwidth import bandwidth
 from tests.bench.compare import CELLS, NAMES, PEERS, show, write
 from tests.bench.compiled_models import compile_models
@@ -92,6 +94,8 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
     if options.command == "bandwidth":
         bandwidth(workload, console)
         return []
+    if options.command == "simulate" and options.cluster:
+        return cluster_tables.run(workload, options.trace, console)
     if options.command == "simulate":
         simulate.run(workload, console)
         return []
@@ -141,6 +145,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=NAMES + PEERS, help="compare: these methods")
     parser.add_argument("--peers", action="store_true", help="compare: vLLM too, as `make bench-peers` installs it")
     parser.add_argument("--png", type=Path, help="batch, load, timeline: where the plot goes (default: plots/)")
+    parser.add_argument("--cluster", action="store_true", help="simulate: a cluster under a trace")
+    parser.add_argument("--trace", type=Path, default=CONVERSATIONS, help="simulate: arrivals, a CSV file of Azure's")
     parser.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="a transformers directory")
     parser.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="a transformers directory")
     parser.add_argument("--compile", choices=("auto", "off"), default="auto", help="before anything is measured")

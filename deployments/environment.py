@@ -14,6 +14,8 @@ SERVE_ENVIRONMENT = {
     # which takes a third of their CPU time. Nothing here blocks a loop: tokenizing has a thread of its own.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # Ray lowers its workers' priority by 15 otherwise, but what they do is what the machine is for.
+    "RAY_worker_niceness": "0",
 }
 
 

@@ -161,12 +161,12 @@ class ModelDrafter:
         depth = max(counts)
         batch = finish(self._catch_up(texts, prefixes))
         lengths = [text.length for text in texts]
-        steps = next_tokens(
-            [prefix.block_ids for prefix in prefixes], lengths, depth - 1, self._kv, self.backend.info.max_model_len
-        )
         plan = self._plan([request.params for request in requests], lengths, depth)
         drawn: list[Drawn] = []
         for step in range(depth):
+            if step == 1:  # while the first pass computes
+                tables = [prefix.block_ids for prefix in prefixes]
+                steps = next_tokens(tables, lengths, depth - 1, self._kv, self.backend.info.max_model_len)
             if step:
                 batch = steps.at(step - 1, drawn[-1].tokens)
             depths = [[head + step] for head in heads]

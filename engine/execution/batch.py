@@ -1,5 +1,7 @@
 """ForwardBatch: the rows of one forward pass, flattened to tokens, positions, slots and attention groups."""
 
+import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -91,18 +93,22 @@ def _group(rows: Sequence[ForwardRow], start: int, kv: KVTensors) -> tuple[Tenso
     tables = [_padded(row.block_ids[:width], width, 0) for row in rows]
     # Padding tokens attend to place 0, so that their softmax is finite.
     columns = [
-        [_padded(row.token_ids, length, 0) for row in rows],
-        [_padded(_positions(row), length, 0) for row in rows],
-        [_padded(range(row.start, row.start + len(row.token_ids)), length, -1) for row in rows],
-        [_padded(_limits(row), length, 1) for row in rows],
+        *(_padded(row.token_ids, length, 0) for row in rows),
+        *(_padded(_positions(row), length, 0) for row in rows),
+        *(_padded(range(row.start, row.start + len(row.token_ids)), length, -1) for row in rows),
+        *(_padded(_limits(row), length, 1) for row in rows),
+        *tables,
     ]
-    tokens, positions, places, limits = torch.tensor(columns, dtype=torch.int64, device=device)
+    # One tensor, because each takes microseconds to make, and on a GPU a copy.
+    packed = torch.frombuffer(array("q", itertools.chain.from_iterable(columns)), dtype=torch.int64).to(device)
+    size = len(rows) * length
+    tokens, positions, places, limits = packed[: 4 * size].view(4, len(rows), length)
     is_tree = any(row.parents is not None for row in rows)
     return tokens, Group(
         start=start,
         rows=len(rows),
         length=length,
-        blocks=torch.tensor(tables, dtype=torch.int64, device=device),
+        blocks=packed[4 * size :].view(len(rows), width),
         positions=positions,
         places=places,
         limits=limits,

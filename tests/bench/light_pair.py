@@ -8,8 +8,8 @@ bundled target takes twice the pass of a 70B target on four H100.
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from tests.bench.workload import OWN_PROMPTS
 
@@ -22,7 +22,7 @@ _DRAFT_NOISE = 0.02
 def make_light_pair(folder: Path) -> tuple[Path, Path]:
     """Write both models and their tokenizer into a folder; return the directories of target and draft."""
     tokenizer = _tokenizer()
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=_VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=128,
@@ -36,7 +36,7 @@ def make_light_pair(folder: Path) -> tuple[Path, Path]:
         initializer_range=0.3,
     )
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = transformers.LlamaForCausalLM(config)
     paths = folder / "target", folder / "draft"
     for path, noise in zip(paths, (0.0, _DRAFT_NOISE), strict=True):
         with torch.no_grad():
@@ -48,7 +48,7 @@ def make_light_pair(folder: Path) -> tuple[Path, Path]:
     return paths
 
 
-def _tokenizer() -> PreTrainedTokenizerFast:
+def _tokenizer() -> transformers.PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -58,4 +58,4 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     )
     # Every prompt many times over, since the trainer merges pairs only while they are frequent.
     backend.train_from_iterator(OWN_PROMPTS * 50, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=_END)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=_END)

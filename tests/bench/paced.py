@@ -29,8 +29,8 @@ PAIR = "h100x4-70b+h100-1b"
 STREAMS = (1, 8, 64)
 TEMPERATURES = (0.0, 0.7, 1.0)
 PACED_TOKENS = 256
-MAX_STREAMS = 8
-"""Streams up to which the bundled pair fits into the passes of an 8B or 70B target on one core."""
+MAX_STREAMS = 4
+"""Streams up to which the bundled pair fits into the passes of an 8B target on one core."""
 ARMS = ("plain", "speculative", "run-ahead")
 
 ENVIRONMENT = {

@@ -68,8 +68,8 @@ def test_many_streams_have_a_pair_that_is_light_enough(workload: Workload, conso
             used[cell.batch_size] = self.workload.target
             return MadeUp.run(self, cell, index)
 
-    paced(workload, "h100x4-70b+h100-1b", console, streams=(8, 16), temperatures=(0.0,), arms=("plain",), start=Noting)
-    assert used[8] == workload.target
+    paced(workload, "h100x4-70b+h100-1b", console, streams=(4, 16), temperatures=(0.0,), arms=("plain",), start=Noting)
+    assert used[4] == workload.target
     assert "paceline-pair-" in used[16]
 
 

@@ -21,8 +21,8 @@ from engine.sampling.noise import Draws
 
 logger = logging.getLogger(__name__)
 
-_SPIN_S = 60e-6
-"""A sleep ends about this much late."""
+_SPIN_S = 130e-6
+"""A sleep ends up to this much late."""
 _LOG_S = 10.0
 
 

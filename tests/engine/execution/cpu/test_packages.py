@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from engine.config import ModelConfig
 from engine.execution import attention
@@ -95,7 +94,7 @@ def change_torch(monkeypatch):
 
 
 def change_transformers(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "99.0")
+    monkeypatch.setattr(packages.transformers, "__version__", "99.0")
 
 
 def change_instructions(monkeypatch):

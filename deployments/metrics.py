@@ -1,4 +1,4 @@
-"""Prometheus metrics: the counters of a Router, and the sum over all Routers that `/metrics` shows.
+"""Prometheus metrics: the counters of a Router and of an Ingress, and the sum over all Routers that `/metrics` shows.
 
 Names are vLLM's, so that its dashboards and load tools work. The usual queries:
 
@@ -90,6 +90,28 @@ class RouterMetrics:
 
     def collect(self) -> list[Metric]:
         """Return all metrics, in a form that can be sent to the Ingress."""
+        return list(self._registry.collect())
+
+
+class IngressMetrics:
+    """The metrics of one Ingress replica."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._resubmissions = Counter(
+            "paceline:resubmissions",
+            "Requests that were sent to a Router again, by why the Router before it could not go on.",
+            ["model_name", "reason"],
+            registry=self._registry,
+        )
+        self._model_name = model_name
+
+    def observe_resubmission(self, reason: str) -> None:
+        """Count a request that was sent to a Router again."""
+        self._resubmissions.labels(self._model_name, reason).inc()
+
+    def collect(self) -> list[Metric]:
+        """Return all metrics."""
         return list(self._registry.collect())
 
 

@@ -1,5 +1,6 @@
 """Answer: the response to one request, as one body or as server-sent events."""
 
+import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
@@ -14,11 +15,17 @@ from engine.sequence import RequestOutput
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 
+KEEP_ALIVE_S = 10.0
+"""How long a stream may be silent: load balancers close connections that are, after 15 to 60 s."""
+KEEP_ALIVE = ": keep-alive\n\n"
+"""A comment, which clients ignore."""
+
+
 class Outputs(Protocol):
     """The outputs of one request, as a Router sends them."""
 
     async def next(self) -> list[RequestOutput]:
-        """Return the next outputs; an empty list after the last ones."""
+        """Return the next outputs; an empty list after the last ones. It may be cancelled, and loses nothing then."""
         ...
 
     async def close(self) -> None:
@@ -38,7 +45,7 @@ class Answer:
         self._writer = writer
         self._outputs = outputs
         self._hides_token = hides_token
-        self._first: list[RequestOutput] = []
+        self._first: list[RequestOutput] | None = None
 
     async def whole(self) -> str:
         """Wait for all tokens and return the body."""
@@ -48,8 +55,11 @@ class Answer:
         return self._writer.whole().to_json()
 
     async def start(self) -> None:
-        """Wait for the first tokens; an error before them can still be sent as an HTTP status."""
-        self._first = await self._next()
+        """Wait for the first tokens, but no longer than `KEEP_ALIVE_S`.
+
+        An error meanwhile can still be sent as an HTTP status.
+        """
+        self._first = await self._next_in_time()
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Yield the events of a stream that has been started; an error becomes an event."""
@@ -58,10 +68,12 @@ class Answer:
             for event in writer.opening():
                 yield writer.frame(event)
             outputs = self._first
-            while outputs:
-                if text := "".join(map(writer.frame, self._chunks(outputs))):
+            while outputs is None or outputs:
+                if outputs is None:
+                    yield KEEP_ALIVE
+                elif text := "".join(map(writer.frame, self._chunks(outputs))):
                     yield text
-                outputs = await self._next()
+                outputs = await self._next_in_time()
             for event in writer.closing():
                 yield writer.frame(event)
         except Exception as error:
@@ -74,6 +86,16 @@ class Answer:
     async def close(self) -> None:
         """End the request, finished or not."""
         await self._outputs.close()
+
+    async def _next_in_time(self) -> list[RequestOutput] | None:
+        """Return the next outputs, or None if there are none for `KEEP_ALIVE_S`."""
+        try:
+            async with asyncio.timeout(KEEP_ALIVE_S) as limit:
+                return await self._next()
+        except TimeoutError:
+            if not limit.expired():
+                raise  # the request's own deadline
+            return None
 
     async def _next(self) -> list[RequestOutput]:
         outputs = await self._outputs.next()

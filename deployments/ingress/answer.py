@@ -1,12 +1,12 @@
 """Answer: the response to one request, as one body or as server-sent events."""
 
-import asyncio
 import logging
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
 from typing import Protocol
 
 from deployments.errors import describe
+from deployments.ingress.idle_timer import IdleTimer
 from deployments.openai.fields import ResponseModel
 from deployments.openai.writer import Writer
 from deployments.router.generation import choice_index
@@ -46,6 +46,7 @@ class Answer:
         self._outputs = outputs
         self._hides_token = hides_token
         self._first: list[RequestOutput] | None = None
+        self._idle = IdleTimer(KEEP_ALIVE_S)
 
     async def whole(self) -> str:
         """Wait for all tokens and return the body."""
@@ -59,7 +60,7 @@ class Answer:
 
         An error meanwhile can still be sent as an HTTP status.
         """
-        self._first = await self._next_in_time()
+        self._first = await self._idle.wait(self._next())
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Yield the events of a stream that has been started; an error becomes an event."""
@@ -73,7 +74,7 @@ class Answer:
                     yield KEEP_ALIVE
                 elif text := "".join(map(writer.frame, self._chunks(outputs))):
                     yield text
-                outputs = await self._next_in_time()
+                outputs = await self._idle.wait(self._next())
             for event in writer.closing():
                 yield writer.frame(event)
         except Exception as error:
@@ -85,17 +86,8 @@ class Answer:
 
     async def close(self) -> None:
         """End the request, finished or not."""
+        self._idle.close()
         await self._outputs.close()
-
-    async def _next_in_time(self) -> list[RequestOutput] | None:
-        """Return the next outputs, or None if there are none for `KEEP_ALIVE_S`."""
-        try:
-            async with asyncio.timeout(KEEP_ALIVE_S) as limit:
-                return await self._next()
-        except TimeoutError:
-            if not limit.expired():
-                raise  # the request's own deadline
-            return None
 
     async def _next(self) -> list[RequestOutput]:
         outputs = await self._outputs.next()

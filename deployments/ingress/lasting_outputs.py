@@ -55,6 +55,7 @@ class LastingOutputs:
         self._num_failures = 0
         self._num_losses = 0
         self._submitted = _now()
+        self._is_answered = False
         self._outputs: Outputs | None = submit(request)
 
     async def next(self) -> list[RequestOutput]:
@@ -66,11 +67,11 @@ class LastingOutputs:
         """
         while len(self._finished) < self._request.num_choices or self._outputs is not None:
             try:
-                async with asyncio.timeout_at(self._deadline + GRACE_S):
-                    if self._outputs is None:
-                        await self._resubmit()
-                    assert self._outputs is not None
-                    outputs = await self._outputs.next()
+                if self._outputs is not None and self._is_answered:
+                    outputs = await self._outputs.next()  # the Router ends it at the deadline
+                else:
+                    async with asyncio.timeout_at(self._deadline + GRACE_S):
+                        outputs = await self._first()
             except TimeoutError as error:
                 raise TimeoutError(f"the request took longer than {self._request.timeout_s:g} s") from error
             except Exception as error:  # noqa: BLE001 - passed on, unless the Router was lost
@@ -85,6 +86,15 @@ class LastingOutputs:
         outputs, self._outputs = self._outputs, None
         if outputs is not None:
             await outputs.close()
+
+    async def _first(self) -> list[RequestOutput]:
+        """Submit the request again if its Router was lost, and wait for the first outputs of the new one."""
+        if self._outputs is None:
+            await self._resubmit()
+        assert self._outputs is not None
+        outputs = await self._outputs.next()
+        self._is_answered = True
+        return outputs
 
     def _note(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -123,6 +133,7 @@ class LastingOutputs:
         await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (self._num_failures - 1), LONGEST_PAUSE_S))
         self._num_resubmissions += 1
         self._submitted = _now()
+        self._is_answered = False
         self._outputs = self._submit(
             replace(
                 self._request,

@@ -105,6 +105,9 @@ class ServeRouters:
         """Call every replica without its queue: a replica whose queue is full must still answer health checks."""
         try:
             response = self._handle.broadcast(method)
-            return list(await response.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True))
+            answers = list(await response.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True))
         except TimeoutError:
             raise CapacityError(f"no Router answered within {ANSWER_TIMEOUT_S:g} s") from None
+        if not answers:  # Serve leaves out replicas that it finds dead
+            raise CapacityError("no Router is running")
+        return answers

@@ -52,7 +52,7 @@ async def test_acceptance_is_counted_by_rounds_however_they_were_sent() -> None:
     choice = Choice(0, [1])
     rounds = [replace(output(token), num_draft_tokens=4, num_accepted_tokens=token) for token in range(3)]
     writer = SimpleNamespace(choices=[choice], chunk=lambda choice, output: [output])
-    [joined] = Answer(writer, None)._chunks(rounds)
+    [joined] = Answer(writer, SlowOutputs())._chunks(rounds)
     assert (choice.num_drafted, choice.num_accepted) == ([4, 4, 4], [0, 1, 2])
     assert (joined.token_ids, joined.text, joined.num_accepted_tokens) == ([0, 1, 2], "xxx", 3)
 

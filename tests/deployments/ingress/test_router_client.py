@@ -81,6 +81,8 @@ async def test_one_replica_that_makes_progress_is_enough() -> None:
         await (await routers(TargetError("stuck"), TargetError("stuck"))).check_progress()
     with pytest.raises(CapacityError, match="no Router answered"):
         await (await routers(is_late=True)).check_progress()
+    with pytest.raises(CapacityError, match="no Router is running"):
+        await (await routers()).check_progress()
 
 
 async def test_metrics_are_those_of_the_ingress_and_of_the_replicas_that_answer() -> None:
@@ -90,7 +92,7 @@ async def test_metrics_are_those_of_the_ingress_and_of_the_replicas_that_answer(
 
 
 async def test_a_request_whose_router_is_lost_goes_to_another() -> None:
-    client = await routers()
+    client = await routers([])
     client._generate.num_lost = 1
     outputs = client.generate(generation(n=2))
     assert [output.text for output in await outputs.next()] == ["x"]

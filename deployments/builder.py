@@ -14,6 +14,8 @@ from deployments.ingress.ingress import Ingress
 from deployments.router.router import Router
 
 STREAMS_PER_INGRESS = 10_000
+HEALTH_CHECK_PERIOD_S = 2.0
+"""How often Serve's controller looks after a replica. A dead one is replaced after that; Serve's default is 10 s."""
 
 
 def app(config: AppConfig) -> Application:
@@ -38,6 +40,7 @@ def app(config: AppConfig) -> Application:
         # More than the engine admits: the engine refuses with 429, where Serve's own queue would make requests wait.
         max_ongoing_requests=2 * (config.pair.max_num_seqs + config.pair.max_queued_requests),
         graceful_shutdown_timeout_s=config.drain_timeout_s,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=1,
         logging_config={"enable_access_log": False},  # the Ingress logs each request
         **({"autoscaling_config": scaling} if scaling else {"num_replicas": config.autoscaling.min_replicas}),
@@ -48,6 +51,7 @@ def app(config: AppConfig) -> Application:
         ray_actor_options={"num_cpus": 0.1},
         max_ongoing_requests=STREAMS_PER_INGRESS,
         graceful_shutdown_timeout_s=config.drain_timeout_s,
+        health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=1,
     )
     application: Application = ingress.bind(config, router.bind(config), keys=keys)

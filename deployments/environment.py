@@ -14,6 +14,8 @@ SERVE_ENVIRONMENT = {
     # which takes a third of their CPU time. Nothing here blocks a loop: tokenizing has a thread of its own.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # A dead proxy is replaced after three failed checks; by default they are 10 s apart.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
 }
 
 

@@ -7,7 +7,8 @@ import psutil
 
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
 from tests.bench.with_serve import Server
-from tests.bench.workload import Workload
+from tests.bench.workload import Cell, Workload
+from tests.faults.streams import REQUESTS
 
 APPEAR_TIMEOUT_S = 60.0
 GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -18,7 +19,9 @@ class FaultServer(Server):
 
     def __init__(self, **arguments: object) -> None:
         """Start it with the bundled pair; `arguments` are the application's."""
-        pair = Workload(str(BUNDLED_TARGET), str(BUNDLED_DRAFT), "auto", "cpu", "auto", 1, [], [])
+        pair = Workload(
+            str(BUNDLED_TARGET), str(BUNDLED_DRAFT), "auto", "cpu", "auto", 1, [], [Cell(len(REQUESTS), 0.8)]
+        )
         super().__init__(pair, arguments)
 
     def process(self, name: str) -> psutil.Process:

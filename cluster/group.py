@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 30.0
 _PING_TIMEOUT_S = 10.0
+_LAST_WORDS_S = 0.5
+"""How long a restart waits to learn why a rank has ended: Ray reports that later than its connection breaks."""
 _PLACED_BEFORE_START = 0.8
 """Part of the time for a start after which a placement has failed."""
 
@@ -54,6 +56,7 @@ class SpeculationGroup:
         self._target: WorkerSet | None = None
         self._draft: WorkerSet | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._watching: asyncio.Task[None]
         self._is_stopped = False
         self._recovering = asyncio.Lock()
         self._remote_verifier = RemoteVerifier(timeout_s=config.verify_timeout_s)
@@ -180,6 +183,7 @@ class SpeculationGroup:
 
     async def _start_target(self) -> None:
         if self._target is not None:
+            await asyncio.wait([self._watching], timeout=_LAST_WORDS_S)
             self._target.kill()
             self._target = None
         ranks = await start_target(
@@ -195,7 +199,7 @@ class SpeculationGroup:
         self.num_blocks = ranks.num_blocks + 1  # block 0, where padding is written, is not planned
         self._remote_verifier.vocab_size = self._remote_drafter.vocab_size = self.target_info.vocab_size
         self._remote_verifier.connect(ranks.links)
-        self._run_in_background(self._watch_target(ranks))
+        self._watching = self._run_in_background(self._watch_target(ranks))
 
     async def _start_draft(self) -> None:
         draft = await start_draft(

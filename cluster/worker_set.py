@@ -181,6 +181,14 @@ async def _outcome(reference: Awaitable[None]) -> str:
         await reference
     except ray.exceptions.RayTaskError as error:
         return repr(error.cause)
+    except ray.exceptions.ActorDiedError as error:
+        return _cause_of_death(error)
     except ray.exceptions.RayError as error:
         return first_line(error)
     return "it stopped"
+
+
+def _cause_of_death(error: ray.exceptions.ActorDiedError) -> str:
+    """Return why Ray says that a process ended: the text after the actor's details, without Ray's guesses."""
+    text = " ".join(line for line in str(error).splitlines()[1:] if not line.startswith("\t"))
+    return text.partition(" Some common causes")[0] or first_line(error)

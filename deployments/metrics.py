@@ -1,4 +1,4 @@
-"""Prometheus metrics: the counters of a Router, and the sum over all Routers that `/metrics` shows.
+"""Prometheus metrics: the counters of a Router and of an Ingress, and the sum over all Routers that `/metrics` shows.
 
 Names are vLLM's, so that its dashboards and load tools work. The usual queries:
 
@@ -124,6 +124,28 @@ class RouterMetrics:
 
     def _by_phase(self, name: str, text: str) -> Counter:
         return Counter(f"paceline:{name}", text, ["model_name", "phase"], registry=self._registry)
+
+
+class IngressMetrics:
+    """The metrics of one Ingress replica."""
+
+    def __init__(self, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._resubmissions = Counter(
+            "paceline:resubmissions",
+            "Requests that were sent to a Router again, by why the Router before it could not go on.",
+            ["model_name", "reason"],
+            registry=self._registry,
+        )
+        self._model_name = model_name
+
+    def observe_resubmission(self, reason: str) -> None:
+        """Count a request that was sent to a Router again."""
+        self._resubmissions.labels(self._model_name, reason).inc()
+
+    def collect(self) -> list[Metric]:
+        """Return all metrics."""
+        return list(self._registry.collect())
 
 
 def _counter(name: str, text: str, model_name: str, registry: CollectorRegistry) -> Counter:

@@ -89,15 +89,28 @@ class Engine:
         return self.scheduler.pool.num_blocks - 1
 
     def add(
-        self, request_id: str, prompt_token_ids: Ids[int], params: SamplingParams, *, cache_salt: str | None = None
+        self,
+        request_id: str,
+        prompt_token_ids: Ids[int],
+        params: SamplingParams,
+        *,
+        cache_salt: str | None = None,
+        output_token_ids: Ids[int] = (),
     ) -> None:
         """Queue a request; it shares cached prefixes only with requests of the same `cache_salt`.
 
+        Args:
+            output_token_ids: tokens that another engine has committed for this request; the text goes on after them
+                as it would have there, if `params` have the same seed.
+
         Raises:
-            RequestError: this model cannot serve the prompt or a parameter.
+            RequestError: this model cannot serve the prompt or a parameter, or the output has ended.
             QueueFullError: `max_queued_requests` are waiting.
         """
         params = self._resolve(prompt_token_ids, params)
+        if output_token_ids:
+            # They came with the first of these tokens, and would hinder the use of cached blocks.
+            params = replace(params, prompt_logprobs=None)
         detokenizer = None
         if self._tokenizer is not None:
             detokenizer = Detokenizer(
@@ -105,14 +118,14 @@ class Engine:
             )
         elif params.stop:
             raise RequestError("stop strings need a tokenizer; this engine has none", "stop")
-        self.scheduler.add(
-            Sequence(
-                Request(request_id, list(prompt_token_ids), len(prompt_token_ids), params),
-                salt=hashlib.sha256((cache_salt or "").encode()).digest(),
-                end_ids=frozenset() if params.ignore_eos else self._eos,
-                detokenizer=detokenizer,
-            )
+        sequence = Sequence(
+            Request(request_id, list(prompt_token_ids), len(prompt_token_ids), params),
+            salt=hashlib.sha256((cache_salt or "").encode()).digest(),
+            end_ids=frozenset() if params.ignore_eos else self._eos,
+            detokenizer=detokenizer,
         )
+        sequence.resume(list(output_token_ids))
+        self.scheduler.add(sequence)
 
     def abort(self, request_id: str) -> None:
         """Drop a request and free its blocks; unknown ids are ignored."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from engine.detokenizer import Detokenizer
+from engine.errors import RequestError
 from engine.protocols import Request, TokenLogprobs, Verdict
 
 FinishReason = Literal["stop", "length"]
@@ -82,12 +83,42 @@ class Sequence:
 
     def commit(self, verdict: Verdict, num_draft_tokens: int) -> RequestOutput:
         """Append a round's tokens up to the first that ends the request, and return the output of the round."""
-        request, params = self.request, self.request.params
+        request = self.request
         prompt_logprobs = self.prompt_logprobs if self.lacks_prompt_logprobs else None
+        committed, text = self._append(verdict.token_ids)
+        if self.finish_reason is not None and self.detokenizer is not None and not isinstance(self.stop_reason, str):
+            text += self.detokenizer.finish()
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=committed,
+            text=text,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=verdict.logprobs[: len(committed)] if verdict.logprobs is not None else None,
+            num_prompt_tokens=request.prompt_length,
+            num_cached_tokens=self.num_cached,
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=min(verdict.num_accepted, len(committed)),
+            prompt_logprobs=prompt_logprobs,
+        )
+
+    def resume(self, token_ids: list[int]) -> None:
+        """Append output that was committed elsewhere; its text, but for what is held back, has been sent.
+
+        Raises:
+            RequestError: the output has ended the request, so that nothing is left to generate.
+        """
+        self._append(token_ids)
+        if self.finish_reason is not None:
+            raise RequestError(f"the output so far of {len(token_ids)} tokens ends the text", "output_token_ids")
+
+    def _append(self, token_ids: list[int]) -> tuple[list[int], str]:
+        """Append tokens up to the first that ends the request; return those, and the text that is now final."""
+        request, params = self.request, self.request.params
         committed: list[int] = []
         shown: list[int] = []
         text = ""
-        for token in verdict.token_ids:
+        for token in token_ids:
             request.token_ids.append(token)
             committed.append(token)
             may_stop = self.num_output_tokens >= params.min_tokens
@@ -106,21 +137,7 @@ class Sequence:
             if self.finish_reason is not None:
                 break
         text += self._decode(shown, may_stop=True)
-        if self.finish_reason is not None and self.detokenizer is not None and not isinstance(self.stop_reason, str):
-            text += self.detokenizer.finish()
-        return RequestOutput(
-            request_id=request.request_id,
-            token_ids=committed,
-            text=text,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            logprobs=verdict.logprobs[: len(committed)] if verdict.logprobs is not None else None,
-            num_prompt_tokens=request.prompt_length,
-            num_cached_tokens=self.num_cached,
-            num_draft_tokens=num_draft_tokens,
-            num_accepted_tokens=min(verdict.num_accepted, len(committed)),
-            prompt_logprobs=prompt_logprobs,
-        )
+        return committed, text
 
     def _decode(self, token_ids: list[int], may_stop: bool) -> str:
         if self.detokenizer is None or not token_ids:

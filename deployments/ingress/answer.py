@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from deployments.errors import describe
+from deployments.ingress.idle_timer import IdleTimer
 from deployments.openai.fields import ResponseModel
 from deployments.openai.writer import Writer
 from deployments.router.generation import choice_index
@@ -14,11 +15,17 @@ from engine.sequence import RequestOutput
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 
+KEEP_ALIVE_S = 10.0
+"""How long a stream may be silent: load balancers close connections that are, after 15 to 60 s."""
+KEEP_ALIVE = ": keep-alive\n\n"
+"""A comment, which clients ignore."""
+
+
 class Outputs(Protocol):
     """The outputs of one request, as a Router sends them."""
 
     async def next(self) -> list[RequestOutput]:
-        """Return the next outputs; an empty list after the last ones."""
+        """Return the next outputs; an empty list after the last ones. It may be cancelled, and loses nothing then."""
         ...
 
     async def close(self) -> None:
@@ -38,7 +45,8 @@ class Answer:
         self._writer = writer
         self._outputs = outputs
         self._hides_token = hides_token
-        self._first: list[RequestOutput] = []
+        self._first: list[RequestOutput] | None = None
+        self._idle = IdleTimer(KEEP_ALIVE_S)
 
     async def whole(self) -> str:
         """Wait for all tokens and return the body."""
@@ -48,8 +56,11 @@ class Answer:
         return self._writer.whole().to_json()
 
     async def start(self) -> None:
-        """Wait for the first tokens; an error before them can still be sent as an HTTP status."""
-        self._first = await self._next()
+        """Wait for the first tokens, but no longer than `KEEP_ALIVE_S`.
+
+        An error meanwhile can still be sent as an HTTP status.
+        """
+        self._first = await self._idle.wait(self._next())
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Yield the events of a stream that has been started; an error becomes an event."""
@@ -58,10 +69,12 @@ class Answer:
             for event in writer.opening():
                 yield writer.frame(event)
             outputs = self._first
-            while outputs:
-                if text := "".join(map(writer.frame, self._chunks(outputs))):
+            while outputs is None or outputs:
+                if outputs is None:
+                    yield KEEP_ALIVE
+                elif text := "".join(map(writer.frame, self._chunks(outputs))):
                     yield text
-                outputs = await self._next()
+                outputs = await self._idle.wait(self._next())
             for event in writer.closing():
                 yield writer.frame(event)
         except Exception as error:
@@ -73,6 +86,7 @@ class Answer:
 
     async def close(self) -> None:
         """End the request, finished or not."""
+        self._idle.close()
         await self._outputs.close()
 
     async def _next(self) -> list[RequestOutput]:

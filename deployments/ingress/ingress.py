@@ -57,7 +57,7 @@ class Ingress:
         self.config = config
         self._keys = keys
         if isinstance(routers, DeploymentHandle):
-            routers = await ServeRouters.open(routers, ray.util.get_node_ip_address())
+            routers = await ServeRouters.open(routers, ray.util.get_node_ip_address(), config.model_name)
         self._routers: RouterHandle = routers
         self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, config.pair.target))
         self._started = int(time.time())

@@ -12,6 +12,8 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from cluster.transport import Inbox
 from deployments.ingress.answer import Outputs
 from deployments.ingress.arrivals import Arrivals, ServeOutputs, raised_error
+from deployments.ingress.lasting_outputs import LastingOutputs
+from deployments.metrics import IngressMetrics
 from deployments.router.generation import Description, Generation
 from engine.errors import CapacityError
 
@@ -33,7 +35,7 @@ class RouterHandle(Protocol):
         ...
 
     async def collect(self) -> list[list[Metric]]:
-        """Return the metrics of every replica."""
+        """Return the metrics of the client, and of every replica."""
         ...
 
     async def check_progress(self) -> None:
@@ -48,8 +50,9 @@ class RouterHandle(Protocol):
 class ServeRouters:
     """Serve's handle to the Routers, and the inbox to which they send tokens."""
 
-    def __init__(self, handle: Any, inbox: Inbox, arrivals: Arrivals) -> None:
+    def __init__(self, handle: Any, inbox: Inbox, arrivals: Arrivals, metrics: IngressMetrics) -> None:
         self._handle = handle
+        self._metrics = metrics
         self._inbox = inbox
         self._arrivals = arrivals
         # Not by reference: an object in Ray's store for every request would take longer. Serve then sends what is
@@ -57,13 +60,16 @@ class ServeRouters:
         self._generate = handle.generate.options(stream=True, _by_reference=False)
 
     @classmethod
-    async def open(cls, handle: Any, host: str) -> "ServeRouters":
+    async def open(cls, handle: Any, host: str, model_name: str) -> "ServeRouters":
         """Open an inbox on this node's address."""
         arrivals = Arrivals()
-        return cls(handle, await Inbox.open(host, arrivals.deliver), arrivals)
+        return cls(handle, await Inbox.open(host, arrivals.deliver), arrivals, IngressMetrics(model_name))
 
     def generate(self, request: Generation) -> Outputs:
-        """Send a request to the replica that takes it."""
+        """Send a request to the replica that takes it, and to another one if that is lost."""
+        return LastingOutputs(request, self._submit, self._metrics.observe_resubmission)
+
+    def _submit(self, request: Generation) -> Outputs:
         response = self._generate.remote(request, self._inbox.address)
         return ServeOutputs(response, request.request_id, self._arrivals)
 
@@ -79,9 +85,9 @@ class ServeRouters:
                 return description
 
     async def collect(self) -> list[list[Metric]]:
-        """Return the metrics of every replica that answers."""
+        """Return the metrics of this Ingress, and of every replica that answers."""
         answers = await self._ask_all("collect")
-        return [metrics for metrics in answers if not isinstance(metrics, Exception)]
+        return [self._metrics.collect(), *(metrics for metrics in answers if not isinstance(metrics, Exception))]
 
     async def check_progress(self) -> None:
         """Raise unless some replica finishes rounds while there is work."""
@@ -99,6 +105,9 @@ class ServeRouters:
         """Call every replica without its queue: a replica whose queue is full must still answer health checks."""
         try:
             response = self._handle.broadcast(method)
-            return list(await response.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True))
+            answers = list(await response.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True))
         except TimeoutError:
             raise CapacityError(f"no Router answered within {ANSWER_TIMEOUT_S:g} s") from None
+        if not answers:  # Serve leaves out replicas that it finds dead
+            raise CapacityError("no Router is running")
+        return answers

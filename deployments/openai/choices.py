@@ -67,13 +67,14 @@ class Choice:
 
     def append(self, output: RequestOutput) -> None:
         """Add a round."""
+        if not self.token_ids:  # a Router that goes on with the text has cached other tokens
+            self.num_cached_tokens = output.num_cached_tokens
         self.text += output.text
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or []
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
-        self.num_cached_tokens = output.num_cached_tokens
         if output.num_draft_tokens:
             self.num_drafted.append(output.num_draft_tokens)
             self.num_accepted.append(output.num_accepted_tokens)

@@ -1,7 +1,7 @@
 """Generation: a request for tokens, as an Ingress sends it to a Router; and the description of what a Router serves."""
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from engine.config import ModelInfo
 from engine.sampling.params import MAX_SEED, SamplingParams
@@ -32,6 +32,7 @@ class SequenceRequest:
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
+    output_token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,10 @@ class Generation:
 
     Attributes:
         interval_s: how long tokens are gathered after a delivery; `math.inf` delivers each sequence whole.
+        drawn_seed: what a request without a seed draws with. It is chosen here, so that another Router that goes on
+            with the request draws the same tokens.
+        output_token_ids: by choice, the tokens that the Ingress has received from a Router that was lost.
+        finished: the choices that have ended already.
     """
 
     request_id: str
@@ -50,6 +55,9 @@ class Generation:
     timeout_s: float
     cache_salt: str | None = None
     interval_s: float = 0.0
+    drawn_seed: int = field(default_factory=lambda: secrets.randbits(63))
+    output_token_ids: dict[int, list[int]] = field(default_factory=dict)
+    finished: frozenset[int] = frozenset()
 
     @property
     def num_choices(self) -> int:
@@ -57,16 +65,21 @@ class Generation:
         return len(self.prompts) * self.params.n
 
     def sequences(self) -> list[SequenceRequest]:
-        """Return the sequences; choice `i` of the response is the `i`-th.
+        """Return the sequences that have not ended; the id of each ends with the index of its choice in the response.
 
         Choice j of every prompt draws with the seed plus j, so that a prompt's text does not depend on the other
-        prompts of the request.
+        prompts of the request. Without a seed, equal prompts get different texts.
         """
         sequences = []
         for index in range(self.num_choices):
+            if index in self.finished:
+                continue
             prompt, choice = divmod(index, self.params.n)
-            params = replace(self.params, n=1, seed=_seed(self.params.seed, choice))
-            sequences.append(SequenceRequest(f"{self.request_id}-{index}", self.prompts[prompt], params))
+            seed = self.params.seed
+            seed = _seed(self.drawn_seed, index) if seed is None else _seed(seed, choice)
+            params = replace(self.params, n=1, seed=seed)
+            outputs = self.output_token_ids.get(index, [])
+            sequences.append(SequenceRequest(f"{self.request_id}-{index}", self.prompts[prompt], params, outputs))
         return sequences
 
 
@@ -80,8 +93,7 @@ def choice_index(request_id: str) -> int:
     return int(request_id.rpartition("-")[2])
 
 
-def _seed(seed: int | None, choice: int) -> int:
-    if seed is None:
-        return secrets.randbits(63)
+def _seed(first: int, index: int) -> int:
+    """Return a choice's seed: the first choice's plus its index, in the range of seeds."""
     span = 2 * (MAX_SEED + 1)
-    return (seed + choice + MAX_SEED + 1) % span - MAX_SEED - 1
+    return (first + index + MAX_SEED + 1) % span - MAX_SEED - 1

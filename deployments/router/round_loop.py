@@ -66,7 +66,7 @@ class RoundLoop:
         """
         self.check()
         deadline = asyncio.get_running_loop().time() + request.timeout_s
-        stream = Stream(request.interval_s)
+        stream = Stream(request.interval_s, has_tokens=bool(request.output_token_ids))
         unfinished = self._admit(request, stream)
         is_late = False
         try:
@@ -131,7 +131,11 @@ class RoundLoop:
         try:
             for sequence in request.sequences():
                 self._engine.add(
-                    sequence.request_id, sequence.prompt_token_ids, sequence.params, cache_salt=request.cache_salt
+                    sequence.request_id,
+                    sequence.prompt_token_ids,
+                    sequence.params,
+                    cache_salt=request.cache_salt,
+                    output_token_ids=sequence.output_token_ids,
                 )
                 added.add(sequence.request_id)
                 self._streams[sequence.request_id] = stream

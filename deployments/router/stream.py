@@ -17,9 +17,10 @@ class Stream:
     delivered whole.
     """
 
-    def __init__(self, interval_s: float) -> None:
+    def __init__(self, interval_s: float, *, has_tokens: bool = False) -> None:
+        """Begin a stream; `has_tokens` says that another Router has delivered its first tokens."""
         self.started = time.monotonic()
-        self.has_tokens = False
+        self.has_tokens = has_tokens
         self._interval_s = interval_s
         self._due = 0.0 if interval_s < math.inf else math.inf
         self._outputs: list[RequestOutput] = []

@@ -106,6 +106,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Starts:
 @pytest.fixture(autouse=True)
 def no_pause_and_no_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "_FIRST_RETRY_S", 0.0)
+    monkeypatch.setattr(group_module, "_LAST_WORDS_S", 0.01)
     monkeypatch.setattr(group_module, "check_same_vocabulary", lambda *_: None)
 
 
@@ -177,6 +178,19 @@ async def test_a_recovery_replaces_all_ranks_when_one_is_lost(targets, drafts):
     assert targets.versions[1] > targets.versions[0]
     assert targets.num_blocks == [39, 39]  # the engine's block tables outlive the ranks
     assert group.process_ids["target-0"] == 110
+    await group.stop()
+
+
+async def test_the_log_says_why_a_rank_ended_although_its_connection_broke_before(targets, drafts, caplog):
+    group = await started()
+    targets.workers[0].links[0].break_connection("the worker closed the connection")
+    recovering = asyncio.create_task(group.recover())
+    await asyncio.sleep(0)
+    targets.workers[0].end("ValueError('a bug')")
+    await recovering
+    assert "A target rank was lost: ValueError('a bug')" in caplog.messages
+    assert targets.workers[0].is_killed
+    await group.check_health()
     await group.stop()
 
 

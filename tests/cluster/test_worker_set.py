@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import ray
+from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
 from cluster import worker_set
 from cluster.transport import Endpoint
@@ -103,6 +104,17 @@ async def test_the_end_of_any_worker_is_the_end_of_the_set(workers, error, reaso
         workers.actors[1].ended.set_exception(error)
     assert await waiting == reason
     workers.actors[0].ended.cancel()
+
+
+def test_the_reason_for_a_death_is_what_ray_says_after_the_details():
+    context = ActorDiedErrorContext(
+        error_message="The process has died. Exit code 2. Some common causes include: (1) memory.",
+        class_name="TargetWorker",
+        actor_id=b"0" * 16,
+        pid=9,
+    )
+    assert worker_set._cause_of_death(ray.exceptions.ActorDiedError(context)) == "The process has died. Exit code 2."
+    assert "died unexpectedly" in worker_set._cause_of_death(ray.exceptions.ActorDiedError())
 
 
 async def test_killing_closes_the_links_first(workers, monkeypatch):

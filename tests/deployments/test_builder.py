@@ -33,6 +33,11 @@ def test_running_streams_have_the_drain_timeout_to_finish(monkeypatch: pytest.Mo
         assert deployment._deployment_config.graceful_shutdown_timeout_s == 7.0
 
 
+def test_dead_replicas_are_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for deployment in deployments(AppConfig(), monkeypatch):
+        assert deployment._deployment_config.health_check_period_s == builder.HEALTH_CHECK_PERIOD_S < 10
+
+
 def test_the_ingress_gets_the_keys_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_API_KEY", "secret")
     ingress, _ = deployments(AppConfig(), monkeypatch)

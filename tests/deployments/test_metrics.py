@@ -1,7 +1,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.remote import Calls
-from deployments.metrics import RoundTimes, exposition
+from deployments.metrics import IngressMetrics, RoundTimes, exposition
 from tests.deployments.fakes import Rig, generation
 
 
@@ -112,3 +112,12 @@ async def test_fallbacks_are_counted_by_reason() -> None:
 
 def test_no_replica_is_no_metric() -> None:
     assert exposition([]) == b""
+
+
+def test_resubmissions_are_counted_by_reason() -> None:
+    metrics = IngressMetrics("tiny")
+    for reason in ("router_lost", "target_lost", "router_lost"):
+        metrics.observe_resubmission(reason)
+    text = exposition([metrics.collect()]).decode()
+    assert 'paceline:resubmissions_total{model_name="tiny",reason="router_lost"} 2.0' in text
+    assert 'paceline:resubmissions_total{model_name="tiny",reason="target_lost"} 1.0' in text

@@ -52,7 +52,7 @@ def run_outputs(engine, requests, *, between=None, late=()):
         if not engine.has_work:
             break
         for output in step(engine):
-            outputs[output.request_id].append(output)
+            outputs.setdefault(output.request_id, []).append(output)
         if between is not None:
             between(engine, rounds)
     assert engine.num_free_blocks == engine.num_blocks

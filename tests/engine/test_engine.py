@@ -89,13 +89,14 @@ class EngineMachine(RuleBasedStateMachine):
             num_speculative_tokens=k,
         )
         self.engine.verifier = FailingVerifier(self.engine.verifier)
-        self.expected, self.seen, self.ended = {}, {}, set()
+        self.requests, self.expected, self.seen, self.ended = {}, {}, {}, set()
 
     @rule(prompt=PROMPTS, params=PARAMS, salt=st.sampled_from([None, "a", "b"]))
     def add(self, prompt, params, salt):
         name = str(len(self.expected))
         room = self.engine.num_blocks * 4 - len(prompt)
         self.engine.add(name, prompt, params, cache_salt=salt)
+        self.requests[name] = prompt, params, salt
         self.expected[name] = expected_tokens(MODEL, prompt, params)[:room]
         self.seen[name] = []
 
@@ -110,6 +111,19 @@ class EngineMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.expected)))
         self.engine.abort(name)
         self.ended.add(name)
+
+    @precondition(lambda self: self.expected.keys() - self.ended)
+    @rule(data=st.data())
+    def go_on_under_another_name(self, data):
+        """As when the engine that sent the first tokens has died."""
+        name = data.draw(st.sampled_from(sorted(self.expected.keys() - self.ended)))
+        prompt, params, salt = self.requests[name]
+        self.engine.abort(name)
+        self.ended.add(name)
+        again = str(len(self.expected))
+        self.engine.add(again, prompt, params, cache_salt=salt, output_token_ids=self.seen[name])
+        self.requests[again], self.expected[again] = self.requests[name], self.expected[name]
+        self.seen[again] = [*self.seen[name]]
 
     @rule()
     def lose_the_targets_memory(self):

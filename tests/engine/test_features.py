@@ -14,6 +14,8 @@ which keeps to its grammar, ends before its stop string, and has the target's ow
 | grammar: the draft's path is ignored | test_coupled_output_... |
 | verifier: no grammar | test_drawn_texts_match_their_grammar |
 | detokenizer: a stop string that began in an earlier round is missed | test_drawn_texts_end_before_their_stop_string |
+| engine: the earlier output is taken for a part of the prompt | test_a_text_goes_on_in_another_engine_as_if_... |
+| sequence: the earlier output is not shown to the detokenizer | test_a_text_goes_on_in_another_engine_as_if_... |
 """
 
 import itertools
@@ -69,13 +71,13 @@ def requests(temperatures):
 
 
 @pytest.fixture(scope="module")
-def generate(target, draft, make_grammars):
-    """Runs requests with a drafter and a rule: per request its tokens, text, reasons and log probabilities."""
+def start(target, draft, make_grammars):
+    """Makes an engine with a drafter and a rule."""
     tokenizer = json_tokenizer()
 
-    def generate(batch, name=None, verification="coupled"):
+    def start(name=None, verification="coupled"):
         drafter = None if name is None else (DRAFTERS | TREES)[name](target, draft, make_grammars())
-        engine = make_engine(
+        return make_engine(
             target,
             drafter,
             tokenizer=tokenizer,
@@ -83,6 +85,16 @@ def generate(target, draft, make_grammars):
             verification=verification,
             num_speculative_tokens=0 if name is None else 8,
         )
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def generate(start):
+    """Runs requests with a drafter and a rule: per request its tokens, text, reasons and log probabilities."""
+
+    def generate(batch, name=None, verification="coupled"):
+        engine = start(name, verification)
         rounds_by_request = run_outputs(engine, batch)
         assert name is None or engine.stats.num_draft_tokens > 0
         return [Output(rounds) for rounds in rounds_by_request.values()]
@@ -129,6 +141,25 @@ def drawn(generate):
 def test_coupled_output_is_that_without_speculation(name, generate, plain):
     for actual, expected in zip(generate(requests((0.0, 0.8)), name), plain, strict=True):
         actual.check_equal(expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("name", [None, "a random draft", "running ahead"])
+def test_a_text_goes_on_in_another_engine_as_if_it_had_not_been_cut(name, share, start, plain):
+    """The first engine sends a share of each text's rounds; the second one gets their tokens."""
+    batch = requests((0.0, 0.8))
+    first, cut_after = start(name), [round(share * (len(output.token_ids) - 1)) for output in plain]
+    rounds = run_outputs(first, batch)
+    second, cut = start(name), {}
+    for (request_id, outputs), (prompt, params), num_tokens in zip(rounds.items(), batch, cut_after, strict=True):
+        lengths = itertools.accumulate(len(output.token_ids) for output in outputs)
+        kept = [output for output, length in zip(outputs, lengths, strict=True) if length <= num_tokens]
+        cut[request_id] = kept
+        token_ids = [token for output in kept for token in output.token_ids]
+        second.add(request_id, prompt, params, output_token_ids=token_ids)
+    rest = run_outputs(second, [])
+    for expected, (request_id, kept) in zip(plain, cut.items(), strict=True):
+        Output([*kept, *rest[request_id]]).check_equal(expected)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -8,6 +8,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from engine.config import BUNDLED_TARGET, ModelConfig
 from engine.detokenizer import Detokenizer
+from engine.errors import RequestError
 from engine.models.tokenizer import load_tokenizer
 from engine.protocols import Request, TokenLogprobs, Verdict
 from engine.sampling.params import SamplingParams
@@ -37,13 +38,23 @@ def tokenizers():
     }
 
 
-def committed(tokenizer, token_ids, cuts, params, end_ids):
-    """Commit tokens round by round, each of `cuts` tokens; what came of them, joined."""
+def new_sequence(tokenizer, params, end_ids):
     prompt = tokenizer.encode(PROMPT).ids
     detokenizer = Detokenizer(tokenizer, prompt, stop=params.stop)
-    sequence = Sequence(Request("a", [*prompt], len(prompt), params), b"", frozenset(end_ids), detokenizer)
+    return Sequence(Request("a", [*prompt], len(prompt), params), b"", frozenset(end_ids), detokenizer)
+
+
+def committed(tokenizer, token_ids, cuts, params, end_ids, moves=False):
+    """Commit tokens round by round, each of `cuts` tokens; what came of them, joined.
+
+    With `moves`, every other round is committed to a new sequence that was given the output so far.
+    """
+    sequence = new_sequence(tokenizer, params, end_ids)
     text, ids, left = "", [], list(token_ids)
     while left and sequence.finish_reason is None:
+        if moves and len(ids) % 2:
+            sequence = new_sequence(tokenizer, params, end_ids)
+            sequence.resume([*ids])
         count = next(cuts)
         output = sequence.commit(Verdict(left[:count]), count - 1)
         text, ids, left = text + output.text, ids + output.token_ids, left[count:]
@@ -114,6 +125,25 @@ def test_no_text_waits_for_a_later_character():
     assert sequence.commit(Verdict(second[1:]), 0).text == "字"
 
 
+@pytest.mark.parametrize("name", ["fallback", "bundled", "bytes"])
+def test_a_text_that_is_cut_inside_a_character_goes_on_as_one_that_is_not(name):
+    tokenizer = tokenizers()[name]
+    token_ids = tokenizer.encode("漢字 é 🙂e").ids
+    token_ids = [*token_ids[:2], *tokenizer.encode("a").ids, *token_ids]
+    params = SamplingParams(max_tokens=len(token_ids), stop=["🙂x"])
+    alone = committed(tokenizer, token_ids, ones(), params, ())
+    assert committed(tokenizer, token_ids, ones(), params, (), moves=True) == alone
+
+
+def test_output_that_has_ended_cannot_go_on():
+    tokenizer = byte_tokenizer()
+    token_ids = tokenizer.encode("abc").ids
+    for settings in ({"max_tokens": 3}, {"stop": ["bc"]}, {"stop_token_ids": token_ids[1:2]}):
+        with pytest.raises(RequestError, match="ends the text") as error:
+            new_sequence(tokenizer, SamplingParams(**settings), ()).resume(token_ids)
+        assert error.value.param == "output_token_ids"
+
+
 def ones():
     while True:
         yield 1
@@ -140,7 +170,7 @@ def random_cuts(seed):
         {"ids": True},
     ],
 )
-def test_rounds_do_not_change_what_a_request_gets(name, seed, settings):
+def test_rounds_and_moves_do_not_change_what_a_request_gets(name, seed, settings):
     tokenizer = tokenizers()[name]
     token_ids = tokenizer.encode(TEXT * 2).ids
     settings = dict(settings)
@@ -149,6 +179,7 @@ def test_rounds_do_not_change_what_a_request_gets(name, seed, settings):
     ends = [token_ids[33]] if not stops else []
     alone = committed(tokenizer, token_ids, ones(), params, ends)
     assert committed(tokenizer, token_ids, random_cuts(seed), params, ends) == alone
+    assert committed(tokenizer, token_ids, random_cuts(seed), params, ends, moves=True) == alone
     assert alone[2] is not None
 
 

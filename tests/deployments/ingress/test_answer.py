@@ -11,7 +11,8 @@ import pytest
 
 from deployments.config import AppConfig
 from deployments.errors import KINDS
-from deployments.ingress.answer import Answer
+from deployments.ingress import answer as answer_module
+from deployments.ingress.answer import KEEP_ALIVE, Answer
 from deployments.openai.choices import Choice
 from engine.errors import ModelError, QueueFullError, TargetError
 from engine.sequence import FinishReason, RequestOutput
@@ -51,9 +52,61 @@ async def test_acceptance_is_counted_by_rounds_however_they_were_sent() -> None:
     choice = Choice(0, [1])
     rounds = [replace(output(token), num_draft_tokens=4, num_accepted_tokens=token) for token in range(3)]
     writer = SimpleNamespace(choices=[choice], chunk=lambda choice, output: [output])
-    [joined] = Answer(writer, None)._chunks(rounds)
+    [joined] = Answer(writer, SlowOutputs())._chunks(rounds)
     assert (choice.num_drafted, choice.num_accepted) == ([4, 4, 4], [0, 1, 2])
     assert (joined.token_ids, joined.text, joined.num_accepted_tokens) == ([0, 1, 2], "xxx", 3)
+
+
+class SlowOutputs:
+    """Outputs of which each comes when it is told to."""
+
+    def __init__(self, *outputs: RequestOutput, error: Exception | None = None) -> None:
+        self._outputs = [*outputs]
+        self._error = error
+        self.may_come = asyncio.Event()
+
+    async def next(self) -> list[RequestOutput]:
+        await self.may_come.wait()
+        self.may_come.clear()
+        if self._outputs:
+            return [self._outputs.pop(0)]
+        if self._error is not None:
+            raise self._error
+        return []
+
+    async def close(self) -> None:
+        pass
+
+
+def plain_writer(*choices: Choice) -> Any:
+    """Writes tokens as they are."""
+    return SimpleNamespace(
+        id="a",
+        choices=choices,
+        chunk=lambda _, output: output.token_ids,
+        frame=str,
+        opening=lambda: (),
+        closing=lambda: ("end",),
+        end=lambda: "DONE",
+        failed=lambda error: error["code"],
+    )
+
+
+async def test_a_silent_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_module, "KEEP_ALIVE_S", 0.001)
+    outputs = SlowOutputs(output(1), output(2), error=TimeoutError("the deadline"))
+    answer = Answer(plain_writer(Choice(0, [1])), outputs)
+    await answer.start()  # returns without tokens, so that the headers are sent
+    events = answer.events()
+    received = []
+    for _ in range(3):
+        received.append(await anext(events))
+        outputs.may_come.set()
+        while (event := await anext(events)) == KEEP_ALIVE:
+            pass
+        received.append(event)
+    assert received == [KEEP_ALIVE, "1", KEEP_ALIVE, "2", KEEP_ALIVE, "deadline_exceeded"]
+    assert [event async for event in events] == ["DONE"]
 
 
 @pytest.mark.parametrize("num_prompts", [1, 3])

@@ -4,9 +4,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError
 
 from cluster.transport import InboxAddress, Outbox
-from deployments.ingress.arrivals import ServeOutputs
+from deployments.ingress.lasting_outputs import LastingOutputs
 from deployments.ingress.router_client import ServeRouters
 from deployments.router.delivery import Delivery
 from deployments.router.generation import Generation
@@ -22,6 +23,7 @@ class Handle:
         self._answers = answers
         self._is_late = is_late
         self.generate = self
+        self.num_lost = 0
 
     def options(self, **_: Any) -> "Handle":
         return self
@@ -35,17 +37,20 @@ class Handle:
         return self._answers
 
     def remote(self, request: Generation, address: InboxAddress) -> "Response":
-        return Response(request, address)
+        self.num_lost -= 1
+        return Response(request, address, is_lost=self.num_lost >= 0)
 
 
 class Response:
     """A Router's generator, as Serve's handle gives it: it sends one output to the inbox, and says so."""
 
-    def __init__(self, request: Generation, address: InboxAddress) -> None:
-        self._items = self._generate(request, address)
+    def __init__(self, request: Generation, address: InboxAddress, *, is_lost: bool) -> None:
+        self._items = self._generate(request, address, is_lost)
 
     @staticmethod
-    async def _generate(request: Generation, address: InboxAddress) -> AsyncIterator[int]:
+    async def _generate(request: Generation, address: InboxAddress, is_lost: bool) -> AsyncIterator[int]:
+        if is_lost:
+            raise ActorDiedError
         delivery = Delivery(Outbox(address))
         await delivery.put([RequestOutput(f"{request.request_id}-0", [1], "x", "length", None, None, 3, 0, 0, 0)])
         yield 1
@@ -58,13 +63,13 @@ class Response:
 
 
 async def routers(*answers: Any, is_late: bool = False) -> ServeRouters:
-    return await ServeRouters.open(Handle(*answers, is_late=is_late), "127.0.0.1")
+    return await ServeRouters.open(Handle(*answers, is_late=is_late), "127.0.0.1", "tiny")
 
 
 async def test_outputs_come_from_the_router_that_took_the_request() -> None:
     client = await routers()
     outputs = client.generate(generation())
-    assert isinstance(outputs, ServeOutputs)
+    assert isinstance(outputs, LastingOutputs)
     assert [output.text for output in await outputs.next()] == ["x"]
     assert await outputs.next() == []
     await outputs.close()
@@ -76,7 +81,21 @@ async def test_one_replica_that_makes_progress_is_enough() -> None:
         await (await routers(TargetError("stuck"), TargetError("stuck"))).check_progress()
     with pytest.raises(CapacityError, match="no Router answered"):
         await (await routers(is_late=True)).check_progress()
+    with pytest.raises(CapacityError, match="no Router is running"):
+        await (await routers()).check_progress()
 
 
-async def test_metrics_are_those_of_the_replicas_that_answer() -> None:
-    assert await (await routers(["metric"], TargetError("gone"))).collect() == [["metric"]]
+async def test_metrics_are_those_of_the_ingress_and_of_the_replicas_that_answer() -> None:
+    [first, *rest] = await (await routers(["metric"], TargetError("gone"))).collect()
+    assert [metric.name for metric in first] == ["paceline:resubmissions"]
+    assert rest == [["metric"]]
+
+
+async def test_a_request_whose_router_is_lost_goes_to_another() -> None:
+    client = await routers([])
+    client._generate.num_lost = 1
+    outputs = client.generate(generation(n=2))
+    assert [output.text for output in await outputs.next()] == ["x"]
+    await outputs.close()
+    [samples] = [metric.samples for metric in (await client.collect())[0]]
+    assert next(sample.value for sample in samples if sample.labels.get("reason") == "router_lost") == 1

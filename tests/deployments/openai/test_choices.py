@@ -1,5 +1,7 @@
 """Choice, token counts and acceptance figures."""
 
+from dataclasses import replace
+
 import httpx
 
 from deployments.openai.choices import Choice, speculation_metrics, usage
@@ -20,6 +22,13 @@ def output(num_draft_tokens: int = 0, num_accepted_tokens: int = 0) -> RequestOu
         num_accepted_tokens=num_accepted_tokens,
         num_cached_tokens=2,
     )
+
+
+def test_cached_tokens_are_those_that_the_first_router_had() -> None:
+    choice = Choice(0, [1, 2, 3])
+    for num_cached_tokens in (2, 0, 48):
+        choice.append(replace(output(), num_cached_tokens=num_cached_tokens))
+    assert choice.num_cached_tokens == 2
 
 
 def test_a_prompt_is_counted_once_whatever_its_choices() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from deployments.router.generation import Generation, choice_index
@@ -25,6 +27,17 @@ def test_a_request_without_a_seed_gets_one_per_sequence() -> None:
     drawn = seeds(None, n=4)
     assert len(set(drawn)) == 4
     assert all(seed is not None and 0 <= seed <= MAX_SEED for seed in drawn)
+
+
+def test_a_request_that_is_sent_again_draws_with_the_same_seeds() -> None:
+    request = Generation("id", [[1], [1]], SamplingParams(n=2), 1.0)
+    again = replace(request, request_id="again", output_token_ids={0: [5], 2: [7, 8]}, finished=frozenset([0, 1]))
+    first, second = request.sequences(), again.sequences()
+    assert [sequence.params for sequence in second] == [sequence.params for sequence in first[2:]]
+    assert [(sequence.request_id, sequence.output_token_ids) for sequence in second] == [
+        ("again-2", [7, 8]),
+        ("again-3", []),
+    ]
 
 
 @pytest.mark.parametrize("seed", [MAX_SEED, MAX_SEED - 1, -(2**63)])

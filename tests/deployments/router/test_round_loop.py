@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -36,6 +37,14 @@ async def test_a_request_gets_its_tokens_once_per_round(rig: Rig) -> None:
     assert [len(outputs) for outputs in rounds] == [1] * 8
     assert rounds[-1][0].finish_reason == "length"
     assert not rig.engine.has_work
+
+
+async def test_a_request_that_another_router_began_gets_the_rest_of_its_tokens(rig: Rig) -> None:
+    whole = await tokens(rig.loop, generation())
+    rest = replace(generation(n=2), output_token_ids={0: whole[:3]}, finished=frozenset([1]))
+    assert await tokens(rig.loop, rest) == whole[3:]
+    samples = [sample for metric in rig.metrics.collect() for sample in metric.samples]
+    assert [sample.value for sample in samples if sample.name == "vllm:time_to_first_token_seconds_count"] == [1]
 
 
 async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeypatch: pytest.MonkeyPatch) -> None:

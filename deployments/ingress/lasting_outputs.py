@@ -1,0 +1,164 @@
+"""LastingOutputs: the outputs of one request, which outlast its Router: another one goes on where it stopped.
+
+A request whose Router is lost is sent to a Router again, with the tokens that came from it; the tokens after them are
+those that the lost one would have sent.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import grpc  # type: ignore[import-untyped]
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from deployments.ingress.answer import Outputs
+from deployments.router.generation import Generation, choice_index
+from engine.errors import CapacityError, TargetError
+from engine.sequence import RequestOutput
+
+logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
+
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 5.0
+SHORTEST_LOSS_S = 1.0
+"""A submission that fails sooner was not begun: Serve chose a replica that is dead already, or refuses requests."""
+MAX_LOSSES = 4
+"""How many Routers a request may lose without a token from them: it may be what ends them."""
+GRACE_S = 2.0
+"""How long after the deadline a Router's last outputs, and its own error about the deadline, are waited for."""
+
+
+class LastingOutputs:
+    """The outputs of one request, from one Router after another, until its deadline."""
+
+    def __init__(
+        self,
+        request: Generation,
+        submit: Callable[[Generation], Outputs],
+        count: Callable[[str], None],
+    ) -> None:
+        """Submit the request.
+
+        Args:
+            submit: sends a request to a Router.
+            count: counts a resubmission, by its reason.
+        """
+        self._request = request
+        self._submit = submit
+        self._count = count
+        self._deadline = _now() + request.timeout_s
+        self._received: dict[int, list[int]] = {}
+        self._finished: set[int] = set()
+        self._num_resubmissions = 0
+        self._num_failures = 0
+        self._num_losses = 0
+        self._submitted = _now()
+        self._is_answered = False
+        self._outputs: Outputs | None = submit(request)
+
+    async def next(self) -> list[RequestOutput]:
+        """Return the next outputs; an empty list after the last ones. It may be cancelled and called again.
+
+        Raises:
+            Exception: what the Router raised, if another Router would raise it, too.
+            TimeoutError: the request's deadline has passed.
+        """
+        while len(self._finished) < self._request.num_choices or self._outputs is not None:
+            try:
+                if self._outputs is not None and self._is_answered:
+                    outputs = await self._outputs.next()  # the Router ends it at the deadline
+                else:
+                    async with asyncio.timeout_at(self._deadline + GRACE_S):
+                        outputs = await self._first()
+            except TimeoutError as error:
+                raise TimeoutError(f"the request took longer than {self._request.timeout_s:g} s") from error
+            except Exception as error:  # noqa: BLE001 - passed on, unless the Router was lost
+                await self._lose(error)
+            else:
+                self._note(outputs)
+                return outputs
+        return []
+
+    async def close(self) -> None:
+        """End the request, finished or not."""
+        outputs, self._outputs = self._outputs, None
+        if outputs is not None:
+            await outputs.close()
+
+    async def _first(self) -> list[RequestOutput]:
+        """Submit the request again if its Router was lost, and wait for the first outputs of the new one."""
+        if self._outputs is None:
+            await self._resubmit()
+        assert self._outputs is not None
+        outputs = await self._outputs.next()
+        self._is_answered = True
+        return outputs
+
+    def _note(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            choice = choice_index(output.request_id)
+            self._received.setdefault(choice, []).extend(output.token_ids)
+            if output.finish_reason is not None:
+                self._finished.add(choice)
+            self._num_failures = self._num_losses = 0
+
+    async def _lose(self, error: Exception) -> None:
+        """Give the Router up.
+
+        Raises:
+            Exception: `error`, if sending the request again would not help.
+        """
+        reason = _reason(error, is_first=self._num_resubmissions == 0)
+        if reason is None:
+            raise error
+        self._num_failures += 1
+        if _now() - self._submitted >= SHORTEST_LOSS_S:
+            self._num_losses += 1
+        if self._num_losses > MAX_LOSSES:
+            raise error
+        self._count(reason)
+        logger.warning(
+            "request %s goes on at another Router after %d tokens; its Router was lost (%s): %s",
+            self._request.request_id,
+            sum(map(len, self._received.values())),
+            reason,
+            str(error).partition("\n")[0],
+        )
+        await self.close()
+
+    async def _resubmit(self) -> None:
+        """Send the request to a Router again, with what has been received of it."""
+        await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (self._num_failures - 1), LONGEST_PAUSE_S))
+        self._num_resubmissions += 1
+        self._submitted = _now()
+        self._is_answered = False
+        self._outputs = self._submit(
+            replace(
+                self._request,
+                # Another id, so that outputs of the lost Router that are still on their way are not taken for new ones.
+                request_id=f"{self._request.request_id}~{self._num_resubmissions}",
+                timeout_s=max(self._deadline - self._submitted, 0.0),
+                output_token_ids={choice: list(token_ids) for choice, token_ids in self._received.items()},
+                finished=frozenset(self._finished),
+            )
+        )
+
+
+def _reason(error: Exception, *, is_first: bool) -> str | None:
+    """Return why a Router could not go on with a request; None if the request itself is why."""
+    match error:
+        case RayActorError() | grpc.aio.AioRpcError():
+            return "router_lost"
+        case DeploymentUnavailableError():
+            return "no_router"
+        case TargetError():
+            return "target_lost"
+        case CapacityError() | BackPressureError() if not is_first:  # it has been admitted once
+            return "queue_full"
+    return None
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

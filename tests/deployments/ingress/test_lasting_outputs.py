@@ -1,0 +1,248 @@
+"""Requests whose Routers are lost at every point: what comes is what one Router would have sent.
+
+| mutant | caught by |
+|---|---|
+| the tokens received are not sent with the request | test_a_request_goes_on_where_its_router_was_lost |
+| finished choices are generated again | test_a_request_goes_on_where_its_router_was_lost |
+| the request is sent again under its own id | test_outputs_of_the_lost_router_that_come_late_are_dropped |
+| the whole time limit counts for each Router | test_the_deadline_is_that_of_the_first_submission |
+| a request that ends its Routers is sent again for ever | test_a_request_that_ends_every_router_is_given_up |
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+from grpc.aio import AioRpcError, Metadata
+from ray.exceptions import ActorDiedError, ActorUnavailableError
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+
+from deployments.ingress import lasting_outputs
+from deployments.ingress.answer import Outputs
+from deployments.ingress.lasting_outputs import LastingOutputs
+from deployments.openai.choices import Choice
+from deployments.router.generation import Generation, choice_index
+from engine.errors import QueueFullError, RequestError, TargetError
+from engine.sequence import RequestOutput
+from tests.deployments.fakes import LocalOutputs, LocalRouters, Rig, generation
+
+LOSSES = [
+    ActorDiedError(),
+    ActorUnavailableError("gone", None),
+    AioRpcError(grpc.StatusCode.CANCELLED, Metadata(), Metadata()),
+    DeploymentUnavailableError(DeploymentID("Router", "paceline")),
+    TargetError("the replica is shutting down"),
+]
+
+
+class Lost:
+    """Outputs of a Router that is lost after some deliveries."""
+
+    def __init__(self, outputs: Outputs, after: int, error: Exception) -> None:
+        self._outputs = outputs
+        self._num_left = after
+        self._error = error
+        self.is_closed = False
+
+    async def next(self) -> list[RequestOutput]:
+        if not self._num_left:
+            raise self._error
+        self._num_left -= 1
+        return await self._outputs.next()
+
+    async def close(self) -> None:
+        self.is_closed = True
+        await self._outputs.close()
+
+
+class Routers:
+    """Routers of which each but the last is lost after the number of deliveries given for it."""
+
+    def __init__(self, rig: Rig, *lost_after: int, error: Exception = LOSSES[0]) -> None:
+        self._local = LocalRouters(rig)
+        self._lost_after = [*lost_after]
+        self._error = error
+        self.submitted: list[Generation] = []
+        self.lost: list[Lost] = []
+        self.reasons: Counter[str] = Counter()
+
+    def open(self, request: Generation) -> LastingOutputs:
+        return LastingOutputs(request, self._submit, self._count)
+
+    def _submit(self, request: Generation) -> Outputs:
+        self.submitted.append(request)
+        outputs = LocalOutputs(self._local, request)
+        if not self._lost_after:
+            return outputs
+        self.lost.append(Lost(outputs, self._lost_after.pop(0), self._error))
+        return self.lost[-1]
+
+    def _count(self, reason: str) -> None:
+        self.reasons[reason] += 1
+
+
+class Fixed:
+    """Outputs that are given, and then an error, or none for ever."""
+
+    def __init__(self, *outputs: RequestOutput, error: Exception | None = None) -> None:
+        self._outputs = [[output] for output in outputs]
+        self._error = error
+
+    async def next(self) -> list[RequestOutput]:
+        if self._outputs:
+            return self._outputs.pop(0)
+        if self._error is None:
+            await asyncio.Event().wait()
+        assert self._error is not None
+        raise self._error
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    yield rig
+    await rig.loop.stop()
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lasting_outputs, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(lasting_outputs, "LONGEST_PAUSE_S", 0.002)
+
+
+async def choices_of(outputs: Outputs, num_choices: int) -> list[Choice]:
+    choices = [Choice(index, [1, 2, 3]) for index in range(num_choices)]
+    while batch := await outputs.next():
+        for output in batch:
+            choices[choice_index(output.request_id)].append(output)
+    await outputs.close()
+    return choices
+
+
+def contents(choices: list[Choice]) -> list[Any]:
+    return [(c.text, c.token_ids, c.logprobs, c.prompt_logprobs, c.finish_reason, c.stop_reason) for c in choices]
+
+
+REQUESTS: dict[str, Callable[[], Generation]] = {
+    "greedy": generation,
+    "drawn": lambda: generation(temperature=1.0, seed=3, logprobs=2),
+    "without a seed": lambda: generation(temperature=1.0, n=2),
+    "several prompts and choices": lambda: generation(num_prompts=2, n=3, temperature=1.0, seed=1),
+    "a prompt's scores": lambda: generation(prompt_logprobs=1, logprobs=0),
+    "penalties": lambda: generation(presence_penalty=1.5, frequency_penalty=0.5, repetition_penalty=1.3),
+    "a stop string": lambda: generation(stop=["zzz", "U"], max_tokens=30),
+    "a least length": lambda: generation(min_tokens=6, stop_token_ids=list(range(0, 94, 2)), max_tokens=30),
+    "ends at different times": lambda: generation(
+        n=4, temperature=3.0, seed=5, stop_token_ids=list(range(0, 94, 5)), max_tokens=30
+    ),
+}
+
+
+@pytest.mark.parametrize("lost_after", [(0,), (1,), (2,), (5,), (1, 0, 2, 1)], ids=str)
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_a_request_goes_on_where_its_router_was_lost(rig: Rig, name: str, lost_after: tuple[int, ...]) -> None:
+    request = REQUESTS[name]()
+    expected = await choices_of(Routers(rig).open(request), request.num_choices)
+    routers = Routers(rig, *lost_after)
+    assert contents(await choices_of(routers.open(request), request.num_choices)) == contents(expected)
+    assert routers.reasons == {"router_lost": len(routers.lost)} == {"router_lost": len(routers.submitted) - 1}
+    assert all(lost.is_closed for lost in routers.lost)
+    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+    for again in routers.submitted[1:]:
+        tokens = [expected[choice].token_ids for choice in again.output_token_ids]
+        assert all(
+            whole[: len(part)] == part for whole, part in zip(tokens, again.output_token_ids.values(), strict=True)
+        )
+
+
+@pytest.mark.parametrize("error", LOSSES, ids=lambda error: type(error).__name__)
+async def test_a_lost_router_is_one_that_another_may_replace(rig: Rig, error: Exception) -> None:
+    routers = Routers(rig, 2, error=error)
+    [choice] = await choices_of(routers.open(generation()), 1)
+    assert (len(choice.token_ids), routers.reasons.total()) == (8, 1)
+
+
+@pytest.mark.parametrize("error", [RequestError("bad"), QueueFullError("full"), ValueError("bug"), TimeoutError()])
+async def test_what_the_request_causes_is_passed_on(rig: Rig, error: Exception) -> None:
+    routers = Routers(rig, 0, error=error)
+    with pytest.raises(type(error)):
+        await routers.open(generation()).next()
+    assert len(routers.submitted) == 1
+
+
+@pytest.mark.parametrize(
+    "error", [QueueFullError("full"), BackPressureError(num_queued_requests=1, max_queued_requests=1)]
+)
+async def test_a_request_that_was_admitted_waits_for_a_place_at_another_router(error: Exception) -> None:
+    last = RequestOutput("a-0", [2], "y", "length", None, None, 3, 0, 0, 0)
+    first = RequestOutput("a-0", [1], "x", None, None, None, 3, 0, 0, 0)
+    parts = [Fixed(first, error=ActorDiedError()), Fixed(error=error), Fixed(error=error), Fixed(last)]
+    reasons: list[str] = []
+    outputs = LastingOutputs(generation(), lambda _: parts.pop(0), reasons.append)
+    assert [await outputs.next(), await outputs.next()] == [[first], [last]]
+    assert reasons == ["router_lost", "queue_full", "queue_full"]
+
+
+async def test_a_loss_after_the_last_token_needs_no_router() -> None:
+    last = RequestOutput("a-0", [1], "x", "length", None, None, 3, 0, 0, 0)
+    parts = [Fixed(last, error=ActorDiedError())]
+    outputs = LastingOutputs(generation(), lambda _: parts.pop(0), lambda _: None)
+    assert [await outputs.next(), await outputs.next()] == [[last], []]
+
+
+async def test_outputs_of_the_lost_router_that_come_late_are_dropped(rig: Rig) -> None:
+    """They are known by the request's id, which is another one at the next Router."""
+    routers = Routers(rig, 1, 1)
+    await choices_of(routers.open(generation()), 1)
+    assert [request.request_id for request in routers.submitted] == ["request", "request~1", "request~2"]
+
+
+async def test_the_deadline_is_that_of_the_first_submission(rig: Rig) -> None:
+    routers = Routers(rig, 1)
+    outputs = routers.open(generation(timeout_s=50.0))
+    await outputs.next()
+    await asyncio.sleep(0.05)
+    await outputs.next()
+    assert routers.submitted[0].timeout_s == 50.0
+    assert routers.submitted[1].timeout_s <= 49.95
+    await outputs.close()
+
+
+async def test_a_request_that_no_router_takes_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lasting_outputs, "GRACE_S", 0.01)
+    waiting = LastingOutputs(generation(timeout_s=0.02), lambda _: Fixed(), lambda _: None)
+    with pytest.raises(TimeoutError, match=r"longer than 0\.02 s"):
+        await waiting.next()
+    refused = LastingOutputs(generation(timeout_s=0.02), lambda _: Fixed(error=LOSSES[3]), lambda _: None)
+    with pytest.raises(TimeoutError, match=r"longer than 0\.02 s"):
+        await refused.next()
+
+
+async def test_a_request_that_ends_every_router_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lasting_outputs, "SHORTEST_LOSS_S", 0.0)
+    reasons: list[str] = []
+    outputs = LastingOutputs(generation(), lambda _: Fixed(error=TargetError("again")), reasons.append)
+    with pytest.raises(TargetError, match="again"):
+        await outputs.next()
+    assert len(reasons) == lasting_outputs.MAX_LOSSES
+
+
+async def test_waiting_can_be_cancelled_and_loses_nothing(rig: Rig) -> None:
+    """As a stream does that sends a comment meanwhile."""
+    rig.verifier.gate.clear()
+    routers = Routers(rig, 0)
+    outputs = routers.open(generation())
+    waiting = asyncio.create_task(outputs.next())
+    while not routers.submitted[1:]:
+        await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert len(routers.submitted) == 2

@@ -1,0 +1,125 @@
+"""Eight seeded requests that use every feature that a stream can have, and what a client receives of them."""
+
+import asyncio
+import json
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+TIMEOUT_S = 120.0
+NUM_TOKENS = 400
+_PROMPT = "This PEP proposes"
+_COMMON = {
+    "max_tokens": NUM_TOKENS,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "return_token_ids": True,
+}
+_LONG = {**_COMMON, "ignore_eos": True}
+REQUESTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {**_LONG, "prompt": _PROMPT, "temperature": 0}),
+    ("/v1/completions", {**_LONG, "prompt": _PROMPT, "seed": 1, "temperature": 0.8, "logprobs": 2}),
+    ("/v1/completions", {**_LONG, "prompt": _PROMPT, "seed": 2, "n": 2, "max_tokens": 300, "min_p": 0.05}),
+    ("/v1/completions", {**_LONG, "prompt": ["def main(", "The 漢字 é"], "seed": 3, "top_p": 0.9, "max_tokens": 300}),
+    ("/v1/completions", {**_COMMON, "prompt": "x", "seed": 4, "structured_outputs": {"regex": "([a-z]{3,9} ){60,70}"}}),
+    (
+        "/v1/completions",
+        {
+            **_LONG,
+            "prompt": _PROMPT,
+            "seed": 5,
+            "presence_penalty": 0.7,
+            "frequency_penalty": 0.3,
+            "repetition_penalty": 1.1,
+        },
+    ),
+    ("/v1/completions", {**_LONG, "prompt": _PROMPT, "seed": 6, "stop": ["e the ", "\n\n"], "min_tokens": 250}),
+    (
+        "/v1/chat/completions",
+        {**_LONG, "messages": [{"role": "user", "content": "Hello"}], "seed": 7, "logprobs": True, "top_logprobs": 1},
+    ),
+]
+
+
+@dataclass(slots=True)
+class Received:
+    """What a client received of one request: by choice its text, tokens, scores and reason; and how."""
+
+    texts: dict[int, str] = field(default_factory=dict)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    logprobs: dict[int, list[float]] = field(default_factory=dict)
+    reasons: dict[int, str] = field(default_factory=dict)
+    usage: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    has_ended: bool = False
+    num_comments: int = 0
+    longest_gap_s: float = 0.0
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Take an event."""
+        if "error" in event:
+            self.error = event["error"]["message"]
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices", ()):
+            index = choice["index"]
+            text = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            self.texts[index] = self.texts.get(index, "") + text
+            self.token_ids.setdefault(index, []).extend(choice.get("token_ids") or [])
+            scores = choice.get("logprobs") or {}
+            values = scores.get("token_logprobs") or [entry["logprob"] for entry in scores.get("content") or ()]
+            self.logprobs.setdefault(index, []).extend(values)
+            if choice["finish_reason"] is not None:
+                self.reasons[index] = choice["finish_reason"]
+
+    def equals(self, other: "Received") -> bool:
+        """Whether a client could not tell the two apart but by their times."""
+        return (
+            (self.texts, self.token_ids, self.reasons, self.usage, self.error, self.has_ended)
+            == (other.texts, other.token_ids, other.reasons, other.usage, other.error, other.has_ended)
+            and self.logprobs.keys() == other.logprobs.keys()
+            and all(_are_close(logprobs, other.logprobs[index]) for index, logprobs in self.logprobs.items())
+        )
+
+
+def _are_close(actual: list[float], expected: list[float]) -> bool:
+    """Whether log probabilities differ by their rounding only, which depends on the batch."""
+    return len(actual) == len(expected) and all(
+        math.isclose(one, other, abs_tol=1e-3) for one, other in zip(actual, expected, strict=True)
+    )
+
+
+async def receive(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> Received:
+    """Send a request and read its stream to the end, whatever that is."""
+    received, last = Received(), time.monotonic()
+    try:
+        async with session.post(path, json=body) as response:
+            if response.status != 200:
+                received.error = f"{response.status}: {await response.text()}"
+                return received
+            async for line in response.content:
+                received.num_comments += line.startswith(b":")
+                if not line.startswith(b"data: "):
+                    continue
+                now = time.monotonic()
+                received.longest_gap_s, last = max(received.longest_gap_s, now - last), now
+                if line.strip() == b"data: [DONE]":
+                    received.has_ended = True
+                else:
+                    received.add(json.loads(line.removeprefix(b"data: ")))
+    except (aiohttp.ClientError, TimeoutError) as error:
+        received.error = f"{type(error).__name__}: {error}"
+    return received
+
+
+def open_session(url: str) -> aiohttp.ClientSession:
+    """Return a client that opens a connection per request and does not try again."""
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    return aiohttp.ClientSession(url, connector=connector, timeout=aiohttp.ClientTimeout(total=TIMEOUT_S))
+
+
+async def receive_all(session: aiohttp.ClientSession) -> list[Received]:
+    """Send all requests at once."""
+    return await asyncio.gather(*(receive(session, path, body) for path, body in REQUESTS))

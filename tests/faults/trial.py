@@ -1,0 +1,86 @@
+"""Trial: one fault under the eight streams, and what the clients saw of it."""
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+
+import aiohttp
+
+from tests.faults.faults import Fault
+from tests.faults.server import FaultServer
+from tests.faults.streams import REQUESTS, Received, open_session, receive, receive_all
+
+_PROBE = {"prompt": "x", "max_tokens": 1, "stream": True}
+_PROBE_PAUSE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The streams without faults, and how long they take."""
+
+    streams: list[Received]
+    duration_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What the clients saw of a fault.
+
+    Attributes:
+        struck_after_s: when the fault came, since the streams began.
+        back_after_s: how long after the fault a new request was answered.
+        differing: indices of the streams that differ from the reference.
+        differing_again: those of them that differ from it when the client sends the request again.
+    """
+
+    fault: Fault
+    struck_after_s: float
+    back_after_s: float
+    streams: list[Received]
+    differing: list[int]
+    differing_again: list[int]
+
+    @property
+    def longest_gap_s(self) -> float:
+        """The longest pause of any stream."""
+        return max(stream.longest_gap_s for stream in self.streams)
+
+    @property
+    def errors(self) -> list[str]:
+        """The errors that clients got."""
+        return [stream.error for stream in self.streams if stream.error is not None]
+
+
+async def run_reference(server: FaultServer) -> Reference:
+    """Run the streams twice, the first time to fill caches."""
+    async with open_session(server.url) as session:
+        await receive_all(session)
+        started = time.monotonic()
+        streams = await receive_all(session)
+        return Reference(streams, time.monotonic() - started)
+
+
+async def run_trial(server: FaultServer, fault: Fault, reference: Reference, seed: int) -> Trial:
+    """Run the streams, and strike at a random moment of their first half."""
+    delay_s = random.Random(seed).uniform(0.05, 0.5) * reference.duration_s
+    async with open_session(server.url) as session:
+        running = asyncio.create_task(receive_all(session))
+        await asyncio.sleep(delay_s)
+        await asyncio.to_thread(fault.strike, server)
+        back_after_s = await _probe(session)
+        streams = await running
+        pairs = enumerate(zip(streams, reference.streams, strict=True))
+        differing = [index for index, (actual, expected) in pairs if not actual.equals(expected)]
+        again = await asyncio.gather(*(receive(session, *REQUESTS[index]) for index in differing))
+    pairs = zip(differing, again, strict=True)
+    differing_again = [index for index, stream in pairs if not stream.equals(reference.streams[index])]
+    return Trial(fault, delay_s, back_after_s, streams, differing, differing_again)
+
+
+async def _probe(session: aiohttp.ClientSession) -> float:
+    """Return after how many seconds a request is answered."""
+    started = time.monotonic()
+    while not (await receive(session, "/v1/completions", _PROBE)).has_ended:
+        await asyncio.sleep(_PROBE_PAUSE_S)
+    return time.monotonic() - started

@@ -1,23 +1,40 @@
-"""SERVE_ENVIRONMENT: the environment variables with which Ray must be started, on every node.
+"""set_serve_environment: the environment variables with which Ray must be started.
 
 Serve reads them when its processes start; nothing in an application's configuration can set them. `make serve` does.
+On a cluster, every node needs those of SERVE_ENVIRONMENT; `RAY_SERVE_ENABLE_HA_PROXY=1` is then up to its operator.
 """
 
 import os
 
+from deployments.haproxy.variables import haproxy_variables
+
 SERVE_ENVIRONMENT = {
     # Drops headers by which clients could give the proxy orders.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.ingress.proxy:middlewares",
-    # Between proxy and Ingress: gRPC instead of Ray's actor calls.
+    # Between Serve's own proxy and Ingress: gRPC instead of Ray's actor calls.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     # One event loop per process: by default every chunk changes threads twice in each of proxy, Ingress and Router,
     # which takes a third of their CPU time. Nothing here blocks a loop: tokenizing has a thread of its own.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    # A dead proxy is replaced after three failed checks.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
 }
+"""What is the same for all servers."""
 
 
-def set_serve_environment() -> None:
+def serve_environment(longest_stream_s: float = 600.0) -> dict[str, str]:
+    """Return the variables for one server on this machine, with ports and files of its own.
+
+    Args:
+        longest_stream_s: seconds that a stream may last after a change of replicas or configuration.
+    """
+    chosen = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    haproxy = haproxy_variables(longest_stream_s) if chosen == "1" else {"RAY_SERVE_ENABLE_HA_PROXY": chosen}
+    return SERVE_ENVIRONMENT | haproxy
+
+
+def set_serve_environment(longest_stream_s: float) -> None:
     """Set those variables that are not set yet, for the processes that are started from now on."""
-    for name, value in SERVE_ENVIRONMENT.items():
+    for name, value in serve_environment(longest_stream_s).items():
         os.environ.setdefault(name, value)

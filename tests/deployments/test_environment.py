@@ -5,18 +5,30 @@ import os
 import pytest
 from ray.serve._private import constants
 
-from deployments.environment import SERVE_ENVIRONMENT, set_serve_environment
+from deployments.environment import SERVE_ENVIRONMENT, serve_environment, set_serve_environment
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is set, and what a test sets is gone after it."""
+    monkeypatch.setattr(os, "environ", {name: value for name, value in os.environ.items() if "SERVE" not in name})
 
 
 def test_serve_knows_each_variable() -> None:
     for name in SERVE_ENVIRONMENT:
-        assert hasattr(constants, name)
+        assert hasattr(constants, name) or hasattr(constants, name.removeprefix("RAY_SERVE_"))
 
 
-def test_what_the_operator_has_set_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in SERVE_ENVIRONMENT:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RAY_SERVE_PROXY_USE_GRPC", "0")
-    set_serve_environment()
-    values = {name: os.environ.pop(name) for name in SERVE_ENVIRONMENT}
-    assert values == SERVE_ENVIRONMENT | {"RAY_SERVE_PROXY_USE_GRPC": "0"}
+def test_what_the_operator_has_set_is_kept() -> None:
+    os.environ["RAY_SERVE_PROXY_USE_GRPC"] = "0"
+    set_serve_environment(300)
+    assert os.environ["RAY_SERVE_PROXY_USE_GRPC"] == "0"
+    assert {name: os.environ[name] for name in SERVE_ENVIRONMENT} == {
+        **SERVE_ENVIRONMENT,
+        "RAY_SERVE_PROXY_USE_GRPC": "0",
+    }
+
+
+def test_an_operator_can_do_without_haproxy() -> None:
+    os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
+    assert serve_environment(300) == SERVE_ENVIRONMENT | {"RAY_SERVE_ENABLE_HA_PROXY": "0"}

@@ -15,6 +15,8 @@ import sys
 from pathlib import Path
 
 HEADERS_TIMEOUT_S = 30
+NO_APPLICATION = "http-response deny deny_status 503 if { status 404 } { res.hdr(content-type) -m beg text/plain }"
+"""Refuses what Serve's own proxy answers while it has no application; the Ingress answers 404 in JSON."""
 
 
 class TemplateError(Exception):
@@ -35,6 +37,7 @@ def mend(config: str, error_folder: Path) -> str:
     lines = [f"errorfile {path.stem} {path}" for path in sorted(error_folder.glob("*.http"))]
     lines.append(f"timeout http-request {HEADERS_TIMEOUT_S}s")
     config = _replace(r"^defaults\n", "defaults\n" + "".join(f"    {line}\n" for line in lines), config)
+    config = _replace(r"^(frontend http_frontend\n)", rf"\g<1>    {NO_APPLICATION}\n", config)
     return _replace(r"^(backend default_backend\n\s+http-request) return .*$", r"\g<1> deny deny_status 503", config)
 
 

@@ -56,6 +56,7 @@ def test_without_an_application_the_answer_is_503(config: Path, errors: Path) ->
     mended = mend(config.read_text(), errors)
     assert "return status 404" not in mended
     assert "backend default_backend\n    http-request deny deny_status 503\n" in mended
+    assert f"frontend http_frontend\n    {launcher.NO_APPLICATION}\n" in mended
 
 
 def test_headers_must_come_in_time(config: Path, errors: Path) -> None:

@@ -5,16 +5,20 @@ Serve has no settings for what is mended here:
 - It opens the metrics and the statistics to every network. They are for this machine only.
 - It gives a client an hour to send its headers.
 - It answers in plain text where clients expect JSON, and with 404 where no application runs yet, or any more.
+- It leaves HAProxy running, on the server's port, when all of Ray is killed.
 
 This file imports only the standard library, because it runs at each change of replicas.
 """
 
+import ctypes
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
 HEADERS_TIMEOUT_S = 30
+PR_SET_PDEATHSIG = 1
 NO_APPLICATION = "http-response deny deny_status 503 if { status 404 } { res.hdr(content-type) -m beg text/plain }"
 """Refuses what Serve's own proxy answers while it has no application; the Ingress answers 404 in JSON."""
 
@@ -41,6 +45,19 @@ def mend(config: str, error_folder: Path) -> str:
     return _replace(r"^(backend default_backend\n\s+http-request) return .*$", r"\g<1> deny deny_status 503", config)
 
 
+def end_with_parent() -> None:
+    """Make Linux end this process, also as HAProxy, when the process that started it dies.
+
+    Raises:
+        OSError: Linux refused.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM):
+        raise OSError(ctypes.get_errno(), "prctl")
+    if os.getppid() == 1:
+        sys.exit("the process that started HAProxy has ended")
+
+
 def _replace(pattern: str, replacement: str, text: str) -> str:
     replaced, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
     if not count:
@@ -50,6 +67,7 @@ def _replace(pattern: str, replacement: str, text: str) -> str:
 
 def main() -> None:
     """Replace this process by HAProxy, which Serve watches by its process id."""
+    end_with_parent()
     haproxy, error_folder, *arguments = sys.argv[1:]
     path = Path(arguments[arguments.index("-f") + 1])
     path.write_text(mend(path.read_text(), Path(error_folder)))

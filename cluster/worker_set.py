@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup
 
 from cluster.config import GroupConfig
 from cluster.memory_plan import Located, MemoryPlan
-from cluster.placement import DRAFT_BUNDLE, actor_options, target_bundle
+from cluster.placement import draft_options, rank_options
 from cluster.transport import Connector, Link, OnBreak
 from cluster.workers.actors import DraftWorker, TargetWorker, WorkerProcess
 from engine.config import ModelConfig, ModelInfo
@@ -90,7 +90,7 @@ async def start_draft(
         TargetError: the worker died.
     """
     assert config.draft is not None, "every method of a draft worker loads a model"
-    actor_class = ray.remote(DraftWorker).options(**actor_options(placement, DRAFT_BUNDLE))
+    actor_class = ray.remote(DraftWorker).options(**draft_options(config, placement))
     workers = WorkerSet("draft worker", [actor_class.remote(config.engine, version)])
     try:
         [actor] = workers.actors
@@ -128,9 +128,7 @@ async def start_target(
     workers = WorkerSet(
         "target rank",
         [
-            actor_class.options(**actor_options(placement, target_bundle(config, rank))).remote(
-                config.engine, version, rank, size
-            )
+            actor_class.options(**rank_options(config, placement, rank)).remote(config.engine, version, rank, size)
             for rank in range(size)
         ],
     )

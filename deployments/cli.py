@@ -17,7 +17,7 @@ import click
 import ray
 from ray import serve
 
-from deployments.builder import app
+from deployments.builder import build
 from deployments.config import AppConfig
 from deployments.environment import set_serve_environment
 
@@ -36,7 +36,7 @@ def main() -> None:
     options = parser.parse_args()
     try:
         config = AppConfig.model_validate(_parse(options.settings))
-        application = app(config)
+        application = build(config, can_grow=False)  # the cluster will be this machine
     except click.UsageError as error:
         parser.error(error.message)
     set_serve_environment(max(config.limits.request_timeout_s, config.drain_timeout_s))

@@ -75,6 +75,17 @@ class Limits(BaseModel):
     """Seconds from a request's arrival to its last token."""
 
 
+class LabelSelector(BaseModel):
+    """Labels that nodes must have, in Ray's notation: {"pool": "big"}, {"ray.io/accelerator-type": "in(H100,H200)"}."""
+
+    model_config = FROZEN
+
+    target: dict[str, str] = {}
+    """Of the nodes of the target's ranks and of the Router."""
+    draft: dict[str, str] = {}
+    """Of the draft's node."""
+
+
 class Autoscaling(BaseModel):
     """How many Router replicas, each with its own speculation group, and when to have more."""
 
@@ -82,14 +93,27 @@ class Autoscaling(BaseModel):
 
     min_replicas: int = Field(1, ge=1)
     """Replicas at least."""
-    max_replicas: int = Field(1, ge=1)
-    """Replicas at most; above min_replicas, their number follows the queue depth."""
-    requests_per_replica: int = Field(24, ge=1)
-    """Waiting and running requests per replica that autoscaling aims at."""
-    upscale_delay_s: float = Field(30.0, ge=0)
-    """Seconds with more requests than that before replicas are added."""
-    downscale_delay_s: float = Field(600.0, ge=0)
-    """Seconds with fewer requests than that before replicas are removed."""
+    max_replicas: int | None = Field(None, ge=1)
+    """Replicas at most; their number follows the queue depth. None takes min_replicas, a fixed number."""
+    requests_per_replica: int = Field(12, ge=1)
+    """Waiting and running requests per replica that autoscaling aims at. Near what a replica can do at most, requests
+    wait for as long as a new one starts; `python -m tests.bench simulate --cluster` shows by how much."""
+    upscale_delay_s: float = Field(1.0, ge=0)
+    """Seconds with more requests than that before replicas are added. Up to 1.7 s of measuring come before them."""
+    downscale_delay_s: float = Field(300.0, ge=0)
+    """Seconds in which fewer replicas would have had four fifths of that at most, before replicas are removed. Their
+    running streams finish first."""
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.upper_bound < self.min_replicas:
+            raise ConfigError(f"autoscaling: max_replicas {self.max_replicas} < min_replicas {self.min_replicas}")
+        return self
+
+    @property
+    def upper_bound(self) -> int:
+        """Replicas at most."""
+        return self.min_replicas if self.max_replicas is None else self.max_replicas
 
 
 class AppConfig(BaseModel):
@@ -107,6 +131,10 @@ class AppConfig(BaseModel):
     """Ray's name of the GPU type that each target rank needs, such as `H100`; none takes any."""
     draft_accelerator_type: Annotated[str | None, OrNone] = None
     """Ray's name of the GPU type that the draft needs, which may be a cheaper one, such as `L4`; none takes any."""
+    target_nodes: int = Field(1, ge=1)
+    """Nodes that the target's ranks may be spread over; 1 keeps them on one."""
+    label_selector: Annotated[LabelSelector, BeforeValidator(_object_from_text)] = LabelSelector()
+    """Labels that the nodes of the target and of the draft must have."""
     run_ahead: RunAhead = "auto"
     """Whether the draft drafts for the likeliest verdicts while the target verifies: auto, on or off; auto is on where
     each model has a device or cores of its own."""
@@ -128,7 +156,8 @@ class AppConfig(BaseModel):
     round_timeout_s: float = Field(120.0, gt=0)
     """Seconds without a finished round, while there is work, after which a replica counts as unhealthy."""
     drain_timeout_s: float = Field(300.0, gt=0)
-    """Seconds that running streams may take to finish at shutdown or scale-down."""
+    """Seconds that running streams may take to finish at shutdown. Where autoscaling removes a replica, they may take
+    limits.request_timeout_s, so that none is cut."""
     api_keys: tuple[SecretStr, ...] = ()
     """API keys; every request must have one of them. Also read from the environment variable PACELINE_API_KEY. Without
     keys, every request is accepted."""
@@ -186,7 +215,14 @@ def group_config(config: AppConfig) -> GroupConfig:
     names = {setting.name for setting in fields(GroupConfig)} & AppConfig.model_fields.keys()
     settings: dict[str, Any] = {name: getattr(config, name) for name in names}
     draft, engine = settle_drafting(pair)
-    return GroupConfig(target=pair.target, draft=draft, engine=engine, **settings)
+    return GroupConfig(
+        target=pair.target,
+        draft=draft,
+        engine=engine,
+        target_label_selector=config.label_selector.target,
+        draft_label_selector=config.label_selector.draft,
+        **settings,
+    )
 
 
 def api_keys(config: AppConfig) -> tuple[str, ...]:

@@ -11,18 +11,24 @@ Names are vLLM's, so that its dashboards and load tools work. The usual queries:
     tokens per second        rate(vllm:generation_tokens_total[1m])
     overhead of a round      (rate(paceline:round_seconds_total[1m]) - rate(paceline:draft_compute_seconds_total[1m])
                                - rate(paceline:target_compute_seconds_total[1m])) / rate(paceline:rounds_total[1m])
+    waiting for a draft      rate(paceline:run_ahead_wait_seconds_sum[1m])
+                               / rate(paceline:run_ahead_wait_seconds_count[1m]), by outcome: hit or miss
     median time to first     histogram_quantile(0.5, rate(vllm:time_to_first_token_seconds_bucket[1m]))
+
+Counters of rounds and of their times have a label `phase`: prefill where prompts were computed, else decode.
 
 Why not `ray.serve.metrics`: Ray exports those per node, on other ports and with a prefix, but clients read `/metrics`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, Summary, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from cluster.remote import Calls
 from engine.engine import Engine
 
 if TYPE_CHECKING:
@@ -32,6 +38,22 @@ LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10
 
 _MEANS = frozenset({"vllm:kv_cache_usage_perc", "paceline:num_speculative_tokens"})
 """Gauges that are averaged over replicas; everything else is added."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Where the time of a round went, in seconds.
+
+    Attributes:
+        round_s: the whole round, delivery included.
+        draft, target: what it waited for the draft worker and for the target, and what they computed.
+        delivery_s: giving the tokens to the streams, and letting other tasks run.
+    """
+
+    round_s: float
+    draft: Calls
+    target: Calls
+    delivery_s: float
 
 
 class RouterMetrics:
@@ -49,18 +71,20 @@ class RouterMetrics:
         self._recoveries = _counter(
             "paceline:target_recoveries", "Times the target ranks were restarted.", model_name, self._registry
         )
-        self._rounds = _counter("paceline:rounds", "Finished rounds.", model_name, self._registry)
-        self._round_s = _counter(
-            "paceline:round_seconds", "Time of rounds, delivery included.", model_name, self._registry
+        self._rounds = self._by_phase("rounds", "Finished rounds.")
+        self._round_s = self._by_phase("round_seconds", "Time of rounds, delivery included.")
+        self._draft_s = self._by_phase("draft_compute_seconds", "Time the draft worker computed.")
+        self._draft_wait_s = self._by_phase("draft_wait_seconds", "Time rounds waited for their drafts.")
+        self._target_s = self._by_phase("target_compute_seconds", "Time the target's first rank computed.")
+        self._target_wait_s = self._by_phase("target_wait_seconds", "Time rounds waited for their verdicts.")
+        self._delivery_s = self._by_phase(
+            "delivery_seconds", "Time rounds took to give their tokens to the streams, and for other tasks to run."
         )
-        self._draft_s = _counter(
-            "paceline:draft_compute_seconds", "Time the draft worker computed.", model_name, self._registry
-        )
-        self._wait_s = _counter(
-            "paceline:draft_wait_seconds", "Time rounds waited for their drafts.", model_name, self._registry
-        )
-        self._target_s = _counter(
-            "paceline:target_compute_seconds", "Time the target's first rank computed.", model_name, self._registry
+        self._run_ahead_wait_s = Summary(
+            "paceline:run_ahead_wait_seconds",
+            "Time rounds waited for the drafts of a worker that runs ahead; hit: those of all rows were prepared.",
+            ["model_name", "outcome"],
+            registry=self._registry,
         )
         self._first_token = _latency("vllm:time_to_first_token_seconds", "Arrival to first token.", self._registry)
         self._whole = _latency("vllm:e2e_request_latency_seconds", "Arrival to last token.", self._registry)
@@ -76,13 +100,19 @@ class RouterMetrics:
         if reason != "abort":
             self._whole.labels(self._model_name).observe(latency_s)
 
-    def observe_round(self, round_s: float, *, wait_s: float, draft_s: float, target_s: float) -> None:
-        """Count a round: its time, how long it waited for drafts, and how long its workers computed."""
-        self._rounds.inc()
-        self._round_s.inc(round_s)
-        self._wait_s.inc(wait_s)
-        self._draft_s.inc(draft_s)
-        self._target_s.inc(target_s)
+    def observe_round(self, times: RoundTimes, *, is_prefill: bool) -> None:
+        """Count a round, which is one of prefill if it computed prompts."""
+        labels = self._model_name, "prefill" if is_prefill else "decode"
+        self._rounds.labels(*labels).inc()
+        self._round_s.labels(*labels).inc(times.round_s)
+        self._draft_wait_s.labels(*labels).inc(times.draft.wait_s)
+        self._draft_s.labels(*labels).inc(times.draft.compute_s)
+        self._target_wait_s.labels(*labels).inc(times.target.wait_s)
+        self._target_s.labels(*labels).inc(times.target.compute_s)
+        self._delivery_s.labels(*labels).inc(times.delivery_s)
+        for outcome, count in (("hit", times.draft.num_hits), ("miss", times.draft.num_misses)):
+            if count:
+                self._run_ahead_wait_s.labels(self._model_name, outcome).observe(times.draft.wait_s)
 
     def observe_recovery(self) -> None:
         """Count a restart of the target."""
@@ -91,6 +121,9 @@ class RouterMetrics:
     def collect(self) -> list[Metric]:
         """Return all metrics, in a form that can be sent to the Ingress."""
         return list(self._registry.collect())
+
+    def _by_phase(self, name: str, text: str) -> Counter:
+        return Counter(f"paceline:{name}", text, ["model_name", "phase"], registry=self._registry)
 
 
 def _counter(name: str, text: str, model_name: str, registry: CollectorRegistry) -> Counter:

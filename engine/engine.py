@@ -64,6 +64,11 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether the next round is likely to compute prompts; see `Scheduler.has_prompts`."""
+        return self.scheduler.has_prompts
+
+    @property
     def num_running(self) -> int:
         """Requests in the batch."""
         return len(self.scheduler.running)
@@ -127,7 +132,7 @@ class Engine:
         """
         # Time between rounds counts towards the later round, unless the engine was idle.
         started = self._clock() if self._round_ended is None else self._round_ended
-        limits, is_measured = self.scheduler.draft_limits, not self.scheduler.has_prompts
+        limits, is_measured = self.scheduler.draft_limits, not self.has_prompts
         num_draft_tokens = self.goodput.choose(limits, is_measured=is_measured)
         rows = self.scheduler.next_batch(num_draft_tokens)
         if not rows:

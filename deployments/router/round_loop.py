@@ -8,9 +8,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from deployments.metrics import RouterMetrics
+from cluster.remote import Calls
+from deployments.metrics import RoundTimes, RouterMetrics
 from deployments.router.generation import Generation
 from deployments.router.stream import Stream
 from engine.engine import Engine
@@ -151,6 +153,8 @@ class RoundLoop:
                 await self._recover(lost)
                 continue
             started = time.perf_counter()
+            called = self._calls()
+            is_prefill = self._engine.has_prompts
             other_tasks_ran = asyncio.Event()
             asyncio.get_running_loop().call_soon(other_tasks_ran.set)
             try:
@@ -160,15 +164,20 @@ class RoundLoop:
                 continue
             self._num_failures = 0
             self._last_progress = time.monotonic()
+            stepped = time.perf_counter()
             self._deliver(outputs)
             # Other tasks run while the workers compute. Where workers answer without waiting, let the tasks run here.
             await other_tasks_ran.wait()
-            self._metrics.observe_round(
-                time.perf_counter() - started,
-                wait_s=getattr(self._engine.drafter, "last_wait_s", 0.0),
-                draft_s=getattr(self._engine.drafter, "last_compute_s", 0.0),
-                target_s=getattr(self._engine.verifier, "last_compute_s", 0.0),
-            )
+            now = time.perf_counter()
+            draft, target = (after.since(before) for before, after in zip(called, self._calls(), strict=True))
+            times = RoundTimes(now - started, draft, target, delivery_s=now - stepped)
+            self._metrics.observe_round(times, is_prefill=is_prefill)
+
+    def _calls(self) -> tuple[Calls, Calls]:
+        """Return what was counted so far of the calls to the draft worker and to the target; 0 for roles in process."""
+        roles = self._engine.drafter, self._engine.verifier
+        draft, target = (replace(getattr(role, "calls", Calls())) for role in roles)
+        return draft, target
 
     def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
         """Give each stream its outputs of a round."""

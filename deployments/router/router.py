@@ -9,7 +9,7 @@ from prometheus_client import Metric
 
 from cluster.group import SpeculationGroup
 from cluster.transport import ConnectionLostError, InboxAddress
-from deployments.autoscaling import NUM_REQUESTS
+from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS
 from deployments.config import AppConfig, group_config
 from deployments.metrics import RouterMetrics
 from deployments.router.delivery import Deliveries
@@ -116,8 +116,11 @@ class Router:
             self._loop.report_loss(error)
 
     def record_autoscaling_stats(self) -> dict[str, int]:
-        """Report the queue depth to Serve's autoscaler."""
-        return {NUM_REQUESTS: self._engine.num_running + self._engine.num_waiting}
+        """Report the queue depth to Serve's autoscaler, and whether the target is down."""
+        return {
+            NUM_REQUESTS: self._engine.num_running + self._engine.num_waiting,
+            IS_RECOVERING: int(not self._group.is_available),
+        }
 
     async def __del__(self) -> None:
         if hasattr(self, "_loop"):

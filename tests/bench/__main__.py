@@ -6,8 +6,10 @@ batch     tokens/s of the engine at 1 to 32 rows
 prefill   prompt tokens/s, and time to first token beside a full batch
 bandwidth a random model of half a billion weights: how near it decodes to what the memory gives
 load      tokens/s and latency of the served application at 1 to 32 streams
+paced     in real time at the pace of GPUs that are not here: what a round takes besides them, and what drafts gain
 timeline  a picture of some rounds, with the draft running ahead on a core of its own
-simulate  what hardware that is not here would do: the same engine over models that cost virtual time
+simulate  what hardware that is not here would do: the same engine over models that cost virtual time;
+          --cluster: 1 to 100 groups under a production trace, scaled by the service's own policy
 soak      16 clients with good, bad and abandoned requests for two minutes: errors, what is left behind, memory
 
 How a comparison is kept fair: every method gets the same token ids, ends with text, and makes the same number of tokens
@@ -16,32 +18,37 @@ application divides the cores among its processes itself, as it does for any use
 that thread pools and allocators do not disturb each other, and each cell is warmed up before it is timed. All processes
 live side by side and take the batches of a cell in turn, in an order that changes, while the others sleep: a machine's
 speed drifts by half over minutes, but then for all alike. A ratio is the median of what two methods made of the same
-turns. The pinned methods take turns among themselves, with nobody else alive, for each needs every core. Nobody may
-keep the keys and values of an earlier prompt. transformers runs at its best ordinary setting (sdpa attention; assisted
-generation both with its own draft length and with ours, the faster one counts). A served stream is timed by its client.
+turns. Nobody may keep the keys and values of an earlier prompt. transformers runs at its best ordinary setting (sdpa
+attention; assisted generation both with its own draft length and with ours, the faster one counts). A served stream is
+timed by its client.
 """
 
 import argparse
 import os
-import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
-from engine.execution.registry import resolve_device
-from tests.bench import simulate
+from tests.bench import cluster_tables, simulate
+from tests.bench.arrivals import CONVERSATIONS
 from tests.bench.bandwidth import bandwidth
 from tests.bench.compare import CELLS, NAMES, PEERS, show, write
+from tests.bench.compiled_models import compile_models
 from tests.bench.curves import batch_curve, load_curve
+from tests.bench.paced import ARMS, PACED_TOKENS, PAIR, STREAMS, TEMPERATURES, paced
 from tests.bench.pictures import PICTURES
 from tests.bench.prefill import prefill
 from tests.bench.profile import profile
 from tests.bench.soak import soak
 from tests.bench.timeline import timeline
 from tests.bench.turns import collect
-from tests.bench.workload import Workload, read_prompts
+from tests.bench.worker import Setting
+from tests.bench.workload import NUM_TOKENS, Workload, read_prompts
+
+COMMANDS = ("compare", "profile", "batch", "prefill", "bandwidth", "load", "paced", "timeline", "simulate", "soak")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -57,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         num_threads=options.threads,
         prompts=read_prompts(str(options.target)),
         cells=CELLS,
-        num_tokens=options.num_tokens,
+        num_tokens=options.num_tokens or NUM_TOKENS,
     )
     failures = _run(options, workload, console)
     for failure in failures:
@@ -66,19 +73,29 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, workload: Workload, console: Console) -> list[str]:
-    if workload.compile == "auto" and resolve_device(workload.device).type == "cpu":
-        with console.status("compiling, where that was not done before"):
-            command = [sys.executable, "-m", "engine.execution.cpu", workload.target, workload.draft]
-            subprocess.run([*command, "--dtype", workload.dtype], check=True, capture_output=True)
+    compile_models(workload, console)
     if options.command == "profile":
         profile(workload, console)
         return []
     if options.command == "timeline":
         timeline(workload, options.png or PICTURES / "timeline.png", console)
         return []
+    if options.command == "paced":
+        return paced(
+            replace(workload, num_tokens=options.num_tokens or PACED_TOKENS, num_turns=options.turns),
+            options.pair,
+            console,
+            streams=options.streams,
+            temperatures=options.temperatures,
+            arms=options.arms,
+            json=options.json,
+            png=options.png or PICTURES / "paced.png",
+        )
     if options.command == "bandwidth":
         bandwidth(workload, console)
         return []
+    if options.command == "simulate" and options.cluster:
+        return cluster_tables.run(workload, options.trace, console)
     if options.command == "simulate":
         simulate.run(workload, console)
         return []
@@ -110,21 +127,58 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=("compare", "profile", "batch", "prefill", "bandwidth", "load", "timeline", "simulate", "soak"),
+        choices=(
+            "compare",
+            "profile",
+            "batch",
+            "prefill",
+            "bandwidth",
+            "load",
+            "paced",
+            "timeline",
+            "simulate",
+            "soak",
+        ),
         default="compare",
     )
     parser.add_argument("--json", type=Path, help="compare, prefill: where the rows go")
     parser.add_argument("--only", nargs="+", choices=NAMES + PEERS, help="compare: these methods")
     parser.add_argument("--peers", action="store_true", help="compare: vLLM too, as `make bench-peers` installs it")
     parser.add_argument("--png", type=Path, help="batch, load, timeline: where the plot goes (default: plots/)")
+    parser.add_argument("--cluster", action="store_true", help="simulate: a cluster under a trace")
+    parser.add_argument("--trace", type=Path, default=CONVERSATIONS, help="simulate: arrivals, a CSV file of Azure's")
     parser.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="a transformers directory")
     parser.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="a transformers directory")
     parser.add_argument("--compile", choices=("auto", "off"), default="auto", help="before anything is measured")
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads in process")
-    parser.add_argument("--num-tokens", type=int, default=128, help="tokens to generate per prompt")
+    parser.add_argument("--num-tokens", type=int, help="tokens to generate per prompt (128; paced: 256)")
+    parser.add_argument("--pair", default=PAIR, help="paced: the devices and models, `draft` on its own or `/shared`")
+    parser.add_argument("--streams", type=_numbers, default=STREAMS, help="paced: concurrent streams, as 1,8,64")
+    parser.add_argument("--temperatures", type=_temperatures, default=TEMPERATURES, help="paced: as 0,0.7,1")
+    parser.add_argument("--turns", type=int, help="paced: batches of each cell")
+    parser.add_argument(
+        "--arms",
+        nargs="+",
+        type=_arm,
+        default=ARMS,
+        help="paced: plain, speculative, adaptive, fixed-K; with -run-ahead behind it, or run-ahead alone",
+    )
     return parser.parse_args(arguments)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    return tuple(float(part) for part in text.split(","))
+
+
+def _arm(text: str) -> str:
+    Setting.of(text, 0)
+    return text
 
 
 if __name__ == "__main__":

@@ -23,9 +23,6 @@ NAMES = (
     "engine-speculative",
     "serve-plain",
     "serve-speculative",
-    "pinned-plain",
-    "pinned-speculative",
-    "pinned-run-ahead",
 )
 PEERS = ("vllm-plain", "vllm-speculative")
 """Methods in the environment that `make bench-peers` makes."""
@@ -41,9 +38,6 @@ RATIOS = (
     ("serve-plain", "engine-plain"),
     ("serve-speculative", "engine-speculative"),
     ("serve-speculative", "serve-plain"),
-    ("pinned-speculative", "pinned-plain"),
-    ("pinned-run-ahead", "pinned-speculative"),
-    ("pinned-run-ahead", "pinned-plain"),
 )
 
 
@@ -61,7 +55,6 @@ def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
         "accepted",
         "length",
         "overhead ms",
-        "hit rate",
     ):
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for cell in dict.fromkeys(row.cell for row in rows):
@@ -77,14 +70,11 @@ def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
                 _text(row.acceptance_rate, ".3f"),
                 _text(row.mean_acceptance_length, ".2f"),
                 _text(row.round_overhead_ms, ".2f"),
-                _text(row.hit_rate, ".2f"),
             )
         table.add_section()
     console.print(table)
     if (ratios := _ratios(rows)).row_count:
         console.print(ratios)
-    if (bounds := _bounds(rows)).row_count:
-        console.print(bounds)
 
 
 def write(rows: Sequence[Row], path: Path) -> None:
@@ -134,28 +124,4 @@ def _ratios(rows: Sequence[Row]) -> Table:
         if any(first and second for first, second in pairs):
             values = [f"{paired_ratio(first, second):.2f}" if first and second else "-" for first, second in pairs]
             table.add_row(f"{over} / {under}", *values)
-    return table
-
-
-def _bounds(rows: Sequence[Row]) -> Table:
-    """Compare what running ahead gains with what it could: the draft's whole time, `1 + k * t_draft / t_verify`."""
-    found = {(row.name, row.temperature): row for row in rows}
-    table = Table(title="Running ahead, each model on a core of its own")
-    for column in ("T", "k * t_draft ms", "t_verify ms", "bound", "gained", "share of the bound's gain", "hit rate"):
-        table.add_column(column, justify="right")
-    for (name, temperature), ahead in found.items():
-        waiting = found.get(("pinned-speculative", temperature))
-        if name != "pinned-run-ahead" or waiting is None or waiting.draft_ms is None or waiting.target_ms is None:
-            continue
-        bound = 1 + waiting.draft_ms / waiting.target_ms
-        gained = paired_ratio(ahead, waiting)
-        table.add_row(
-            f"{temperature:g}",
-            f"{waiting.draft_ms:.2f}",
-            f"{waiting.target_ms:.2f}",
-            f"{bound:.2f}",
-            f"{gained:.2f}",
-            f"{(gained - 1) / (bound - 1):.0%}",
-            _text(ahead.hit_rate, ".2f"),
-        )
     return table

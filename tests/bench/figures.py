@@ -1,7 +1,7 @@
 """What one batch took, and the row that a cell's batches become: medians over them, acceptance over all of them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from statistics import median
 from typing import Protocol
 
@@ -26,23 +26,73 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundSplit:
+    """Mean times of the rounds that computed no prompt, in seconds; what is not named here was spent in scheduling.
+
+    Attributes:
+        target_s, draft_s: the two models, with what surrounds their passes in the processes that they compute in.
+        wire_s: what else the Router waited for the two; 0 in one process.
+        delivery_s: giving tokens to the streams, and letting other tasks run; 0 in one process.
+    """
+
+    num_rounds: int
+    round_s: float
+    target_s: float
+    draft_s: float
+    wire_s: float = 0.0
+    delivery_s: float = 0.0
+
+    @property
+    def overhead_s(self) -> float:
+        return self.round_s - self.target_s - self.draft_s
+
+    @property
+    def scheduling_s(self) -> float:
+        return self.overhead_s - self.wire_s - self.delivery_s
+
+
+@dataclass(frozen=True, slots=True)
+class RunAhead:
+    """What running ahead made of some drafts.
+
+    Attributes:
+        hits, misses: drafts that were prepared when they were asked for, and those that were not.
+        hit_rounds, miss_rounds: rounds in which all drafts were prepared, and those in which one was not.
+        hit_wait_s, miss_wait_s: seconds that these rounds waited for their drafts, all together.
+    """
+
+    hits: int
+    misses: int
+    hit_rounds: int
+    miss_rounds: int
+    hit_wait_s: float
+    miss_wait_s: float
+
+    def __add__(self, other: "RunAhead") -> "RunAhead":
+        return RunAhead(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+    def since(self, before: "RunAhead") -> "RunAhead":
+        return RunAhead(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """One timed batch.
 
     Attributes:
-        overhead_s: mean time of a round outside the two models, None where there are none.
-        draft_s, target_s: mean time of a round that each model computed, None where nobody says.
-        hits, misses: drafts that were prepared when they were asked for, and those that were not.
+        split: where the time of a round went, None where there are no rounds or nobody says.
+        front_s: time outside of all rounds: the requests' way in, the last answers' way out.
+        run_ahead: None where nobody runs ahead.
+        cpu_s: CPU time by process, as `processes.NAMES` and `client`.
     """
 
     elapsed_s: float
     timelines: Sequence[Timeline]
     speculation: SpeculationStats
-    overhead_s: float | None = None
-    draft_s: float | None = None
-    target_s: float | None = None
-    hits: int = 0
-    misses: int = 0
+    split: RoundSplit | None = None
+    front_s: float | None = None
+    run_ahead: RunAhead | None = None
+    cpu_s: dict[str, float] = field(default_factory=dict)
 
 
 class Method(Protocol):
@@ -61,7 +111,19 @@ class Method(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table and of the JSON; None where a figure does not apply."""
+    """One line of the table and of the JSON; None where a figure does not apply. Times of a round are medians of means.
+
+    Attributes:
+        ttft_last_ms: time to the first token of the last request of a batch to get one.
+        round_overhead_ms: what a round takes besides draft and target: `wire_ms`, `delivery_ms` and scheduling.
+        front_ms: what a batch takes outside of its rounds.
+        rows_per_round: requests in a round without prompts, on average.
+        hit_rounds: share of the rounds in which all drafts were prepared.
+        hit_wait_ms, miss_wait_ms: mean time that these and the others waited for their drafts.
+        cpu_us: CPU time per generated token, by process.
+        tokens_per_s_by_turn: what `tokens_per_s` is the median of; methods side by side had their turns at the same
+            times.
+    """
 
     name: str
     batch_size: int
@@ -75,11 +137,31 @@ class Row:
     round_overhead_ms: float | None
     draft_ms: float | None = None
     target_ms: float | None = None
+    wire_ms: float | None = None
+    delivery_ms: float | None = None
+    front_ms: float | None = None
+    rows_per_round: float | None = None
     hit_rate: float | None = None
+    hit_rounds: float | None = None
+    hit_wait_ms: float | None = None
+    miss_wait_ms: float | None = None
+    ttft_last_ms: float = 0.0
+    cpu_us: dict[str, float] = field(default_factory=dict)
     num_prompt_tokens: int | None = None
     is_last_late: bool = False
     tokens_per_s_by_turn: list[float] = field(default_factory=list)
-    """What `tokens_per_s` is the median of; methods side by side had their turns at the same times."""
+
+    @property
+    def scheduling_ms(self) -> float | None:
+        if self.round_overhead_ms is None or self.wire_ms is None or self.delivery_ms is None:
+            return None
+        return self.round_overhead_ms - self.wire_ms - self.delivery_ms
+
+    @property
+    def round_ms(self) -> float | None:
+        if self.round_overhead_ms is None or self.target_ms is None or self.draft_ms is None:
+            return None
+        return self.round_overhead_ms + self.target_ms + self.draft_ms
 
     @property
     def cell(self) -> Cell:
@@ -102,9 +184,12 @@ def row_of(
     num_drafts = sum(batch.speculation.num_drafts for batch in timed)
     num_draft_tokens = sum(batch.speculation.num_draft_tokens for batch in timed)
     num_accepted_tokens = sum(batch.speculation.num_accepted_tokens for batch in timed)
-    hits = sum(batch.hits for batch in timed)
     rates = [cell.batch_size * workload.num_tokens / batch.elapsed_s for batch in timed]
-    overheads = [batch.overhead_s * 1e3 for batch in timed if batch.overhead_s is not None]
+    length = 1 + num_accepted_tokens / num_drafts if num_drafts else None
+    splits = [batch.split for batch in timed if batch.split is not None]
+    ahead = _sum_of(batch.run_ahead for batch in timed)
+    # The first tokens come out of rounds with prompts.
+    num_row_rounds = cell.batch_size * (workload.num_tokens - 1) / (length or 1.0) * len(splits)
     return Row(
         name=name,
         batch_size=cell.batch_size,
@@ -114,11 +199,23 @@ def row_of(
         ttft_ms=median(timeline.first_s * 1e3 for timeline in timelines),
         tpot_ms=median(timeline.decoding_s * 1e3 / (workload.num_tokens - 1) for timeline in timelines),
         acceptance_rate=num_accepted_tokens / num_draft_tokens if num_draft_tokens else None,
-        mean_acceptance_length=1 + num_accepted_tokens / num_drafts if num_drafts else None,
-        round_overhead_ms=median(overheads) if overheads else None,
-        draft_ms=_median_ms(batch.draft_s for batch in timed),
-        target_ms=_median_ms(batch.target_s for batch in timed),
-        hit_rate=hits / asked if (asked := hits + sum(batch.misses for batch in timed)) else None,
+        mean_acceptance_length=length,
+        round_overhead_ms=_median_ms(split.overhead_s for split in splits),
+        draft_ms=_median_ms(split.draft_s for split in splits),
+        target_ms=_median_ms(split.target_s for split in splits),
+        wire_ms=_median_ms(split.wire_s for split in splits),
+        delivery_ms=_median_ms(split.delivery_s for split in splits),
+        front_ms=_median_ms(batch.front_s for batch in timed),
+        rows_per_round=num_row_rounds / sum(split.num_rounds for split in splits) if splits else None,
+        hit_rate=_ratio(ahead.hits, ahead.hits + ahead.misses),
+        hit_rounds=_ratio(ahead.hit_rounds, ahead.hit_rounds + ahead.miss_rounds),
+        hit_wait_ms=_ratio(ahead.hit_wait_s * 1e3, ahead.hit_rounds),
+        miss_wait_ms=_ratio(ahead.miss_wait_s * 1e3, ahead.miss_rounds),
+        ttft_last_ms=median(max(timeline.first_s for timeline in batch.timelines) * 1e3 for batch in timed),
+        cpu_us={
+            name: median(batch.cpu_s[name] for batch in timed) * 1e6 / (cell.batch_size * workload.num_tokens)
+            for name in timed[0].cpu_s
+        },
         num_prompt_tokens=cell.num_prompt_tokens,
         is_last_late=cell.is_last_late,
         tokens_per_s_by_turn=rates,
@@ -137,6 +234,14 @@ def paired_ratio(over: Row, under: Row) -> float:
 def _median_ms(seconds: Iterable[float | None]) -> float | None:
     known = [value * 1e3 for value in seconds if value is not None]
     return median(known) if known else None
+
+
+def _ratio(over: float, under: float) -> float | None:
+    return over / under if under else None
+
+
+def _sum_of(counters: Iterable[RunAhead | None]) -> RunAhead:
+    return sum((counter for counter in counters if counter is not None), RunAhead(0, 0, 0, 0, 0.0, 0.0))
 
 
 def since(before: SpeculationStats, after: SpeculationStats) -> SpeculationStats:

@@ -63,16 +63,16 @@ def served(workload: Workload, console: Console) -> None:
             prompts = next(workload.batches(Cell(size, TEMPERATURE)))
             method.run(prompts, Cell(size, TEMPERATURE))
             batch = method.run(prompts, Cell(size, TEMPERATURE))
-            times = method.round_times
-            if times is None:
-                console.print("The server does not count the time of its rounds.")
-                return
+            split = batch.split
+            assert split is not None
             columns.append(
                 {
-                    "draft worker: computing": times.draft_s,
-                    "target worker: computing": times.target_s,
-                    "Router: scheduling, commit, text, wire": times.overhead_s,
-                    "HTTP, streaming, client": batch.elapsed_s / times.num_rounds - times.round_s,
+                    "draft worker: computing": split.draft_s,
+                    "target worker: computing": split.target_s,
+                    "Router: waiting for workers beyond that": split.wire_s,
+                    "Router: scheduling, commit, text": split.scheduling_s,
+                    "Router: delivery": split.delivery_s,
+                    "HTTP, streaming, client": batch.elapsed_s / batch.speculation.num_rounds - split.round_s,
                 }
             )
     finally:

@@ -11,17 +11,15 @@ from rich.table import Table
 
 from engine.config import Speculation
 from tests.bench.figures import since
-from tests.bench.simulation import PROMPT_TOKENS, Costs, Outcome, Place, run_streams, simulate
+from tests.bench.simulation import PROMPT_TOKENS, Costs, Outcome, Plane, run_streams, simulate
 from tests.bench.turns import order
+from tests.bench.virtual_time import Place
 from tests.bench.with_engine import EngineMethod
 from tests.bench.workload import Workload
 
 LLAMA = Costs(
-    target_ms=18.15,
-    target_row_ms=0.0,
-    target_token_ms=0.128,
-    draft_ms=1.52,
-    draft_token_ms=0.01,
+    target=Plane(18.15, token_ms=0.128),
+    draft=Plane(1.52, token_ms=0.01),
     network_ms=0.1,
     overhead_ms=0.0,
     acceptance=0.85,
@@ -100,16 +98,16 @@ def draft_sizes() -> Table:
     )
     for column in ("t_draft / t_target", "tokens/s", "running ahead", "gain", "bound", "share of its gain", "hit rate"):
         table.add_column(column, justify="right")
-    verify_ms = LLAMA.target_ms + (DRAFT_LENGTH + 1) * LLAMA.target_token_ms
+    verify_ms = LLAMA.target.pass_ms + (DRAFT_LENGTH + 1) * LLAMA.target.token_ms
     for cost in DRAFT_COSTS:
-        costs = replace(LLAMA, draft_ms=cost * LLAMA.target_ms)
+        costs = replace(LLAMA, draft=replace(LLAMA.draft, pass_ms=cost * LLAMA.target.pass_ms))
         apart, ahead = (
             simulate(
                 costs, place, num_streams=1, num_speculative_tokens=DRAFT_LENGTH, speculation="fixed", num_requests=6
             )
             for place in PLACES
         )
-        gain, bound = ahead.tokens_per_s / apart.tokens_per_s, 1 + DRAFT_LENGTH * costs.draft_ms / verify_ms
+        gain, bound = ahead.tokens_per_s / apart.tokens_per_s, 1 + DRAFT_LENGTH * costs.draft.pass_ms / verify_ms
         table.add_row(
             f"{cost:.2f}",
             f"{apart.tokens_per_s:.1f}",
@@ -134,8 +132,9 @@ def check(workload: Workload) -> Table:
             measured[rows, k] += _measure(methods[k], workload, rows, turn)
     costs = _fit({cell: measured[cell] for cell in CALIBRATION})
     caption = (
-        f"target pass {costs.target_ms:.2f} ms + {costs.target_row_ms:.3f} per row + {costs.target_token_ms:.3f} per "
-        f"token, draft pass {costs.draft_ms:.2f} + {costs.draft_token_ms:.3f} per row, {costs.overhead_ms:.2f} outside "
+        f"target pass {costs.target.pass_ms:.2f} ms + {costs.target.row_ms:.3f} per row + "
+        f"{costs.target.token_ms:.3f} per token, draft pass {costs.draft.pass_ms:.2f} + {costs.draft.token_ms:.3f} per "
+        f"row, {costs.overhead_ms:.2f} outside "
         f"both, acceptance {costs.acceptance:.3f}; "
         f"from (rows, k) = {', '.join(map(str, CALIBRATION))}"
     )
@@ -235,11 +234,8 @@ def _fit(cells: dict[tuple[int, int], Measured]) -> Costs:
     target = _solve([[1, rows, rows * (1 + k)] for rows, k in cells], [found.target_ms for found in cells.values()])
     draft = _solve([[1, rows] for rows, _ in drafted], [found.draft_ms for found in drafted.values()])
     return Costs(
-        target_ms=target[0],
-        target_row_ms=target[1],
-        target_token_ms=target[2],
-        draft_ms=draft[0],
-        draft_token_ms=draft[1],
+        target=Plane(*target),
+        draft=Plane(draft[0], token_ms=draft[1]),
         network_ms=0.0,
         overhead_ms=float(np.mean([found.overhead_ms for found in cells.values()])),
         acceptance=float(np.mean([found.acceptance for found in drafted.values()])),

@@ -1,37 +1,41 @@
 """Simulation: the real engine, control and run-ahead code over models that cost virtual time, for hardware we lack.
 
 What is not real: the two models and the wires. The models read their context out of the KV cache through the batch's
-own masks, as any model does, and agree with a chosen probability; a forward pass only moves a clock on.
+own masks, as any model does, and agree with a chosen probability.
 """
 
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
 
 import torch
 
 from engine.config import EngineConfig, Speculation
-from engine.drafting.model import ModelDrafter
-from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.engine import Engine
 from engine.execution.batch import ForwardBatch
 from engine.llm import run_in_process
-from engine.protocols import Draft, Drafter, NoDrafter, ProposeRow, Verdict, Verifier, VerifyRow
 from engine.sampling.params import SamplingParams
-from engine.verification.verifier import ModelVerifier
+from tests.bench.virtual_time import Delays, Place, virtual_engine
 from tests.fakes import ContextModel
-
-if TYPE_CHECKING:
-    from engine.stats import RunAheadStats
 
 NUM_STATES = 4001
 VOCAB_SIZE = 48
 PROMPT_TOKENS = 8
 
-Place = Literal["beside", "apart", "ahead"]
-"""Where the draft runs: on the target's devices in turn with it, on its own, or on its own and running ahead."""
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """The time of a pass, in milliseconds: a constant, for each row, and for each token."""
+
+    pass_ms: float
+    row_ms: float = 0.0
+    token_ms: float = 0.0
+
+    def __call__(self, batch: ForwardBatch) -> float:
+        """Return the seconds that a pass over a batch takes."""
+        num_rows = sum(group.rows for group in batch.paged.groups)
+        return (self.pass_ms + self.row_ms * num_rows + self.token_ms * len(batch.token_ids)) / 1e3
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +43,15 @@ class Costs:
     """What a machine and a pair of models take; times in milliseconds.
 
     Attributes:
-        target_ms, target_row_ms, target_token_ms: a target pass, each request in it, and each token.
-        draft_ms, draft_token_ms: a draft pass, and each token in it.
+        target, draft: their passes.
         network_ms: one way between the Router and a worker; 0 in one process.
         overhead_ms: what a round spends outside both models.
         acceptance: P(a draft token is accepted | those before it were), by position; the last one goes on.
         rank_exponent: a token that was not drafted is beyond the F next candidates with probability F^-exponent.
     """
 
-    target_ms: float
-    target_row_ms: float
-    target_token_ms: float
-    draft_ms: float
-    draft_token_ms: float
+    target: Plane
+    draft: Plane
     network_ms: float
     overhead_ms: float
     acceptance: float
@@ -66,65 +66,6 @@ class Outcome:
     mean_acceptance_length: float
     hit_rate: float | None
     mean_draft_length: float
-
-
-class Lane:
-    """The virtual time of one process, in seconds."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class PricedModel(ContextModel):
-    """A model whose passes take virtual time on a lane."""
-
-    def __init__(self, laws: torch.Tensor, lane: Lane, pass_ms: float, row_ms: float, token_ms: float) -> None:
-        super().__init__(laws)
-        self._lane, self._pass_ms, self._row_ms, self._token_ms = lane, pass_ms, row_ms, token_ms
-
-    def logits(self, batch: ForwardBatch) -> torch.Tensor:
-        num_rows = sum(group.rows for group in batch.paged.groups)
-        self._lane.now += (self._pass_ms + self._row_ms * num_rows + self._token_ms * len(batch.token_ids)) / 1e3
-        return super().logits(batch)
-
-
-class SimulatedDrafter:
-    """A draft worker with a lane of its own: between requests it runs ahead, and ends the pass that it is in."""
-
-    def __init__(self, drafter: Drafter, router: Lane, lane: Lane, network_s: float) -> None:
-        self._drafter, self._router, self._lane, self._network_s = drafter, router, lane, network_s
-
-    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        arrival = self._router.now + self._network_s
-        if isinstance(self._drafter, RunAheadDrafter):
-            while self._lane.now < arrival and self._drafter.has_time and self._drafter.advance():
-                pass
-        self._lane.now = max(self._lane.now, arrival)
-        # As over a wire: what the Router commits meanwhile, the worker does not see.
-        drafts = await self._drafter.propose([replace(row, request=row.request.copy()) for row in rows])
-        self._router.now = max(self._router.now, self._lane.now + self._network_s)
-        return drafts
-
-    def release(self, request_id: str) -> None:
-        self._drafter.release(request_id)
-
-
-class SimulatedVerifier:
-    """A target whose requests and replies take their way."""
-
-    def __init__(self, verifier: Verifier, router: Lane, extra_s: float) -> None:
-        self._verifier, self._router, self._extra_s = verifier, router, extra_s
-
-    async def verify(self, rows: Sequence[VerifyRow]) -> list[Verdict]:
-        verdicts = await self._verifier.verify(rows)
-        self._router.now += self._extra_s
-        return verdicts
-
-    def release(self, request_id: str) -> None:
-        self._verifier.release(request_id)
 
 
 def simulate(
@@ -145,39 +86,22 @@ def simulate(
         num_blocks=num_streams * (num_tokens // 16 + 4) * 4,
         enable_prefix_caching=False,
     )
-    router = Lane()
-    lane = router if place == "beside" else Lane()
     target_laws, draft_laws = laws(costs)
-    target = PricedModel(target_laws, router, costs.target_ms, costs.target_row_ms, costs.target_token_ms)
-    model = PricedModel(draft_laws, lane, costs.draft_ms, 0.0, costs.draft_token_ms)
-    network_s = costs.network_ms / 1e3
-    verifier = ModelVerifier(target, config)
-    drafter: Drafter = NoDrafter()
-    stats: RunAheadStats | None = None
-    if place == "ahead":
-        ahead = RunAheadDrafter(model, config, clock=lane)
-        stats = ahead.stats
-        drafter = SimulatedDrafter(ahead, router, lane, network_s)
-    elif num_speculative_tokens:
-        drafter = SimulatedDrafter(ModelDrafter(model, config), router, lane, 0 if place == "beside" else network_s)
-    engine = Engine(
+    virtual = virtual_engine(
         config,
-        drafter=drafter,
-        verifier=SimulatedVerifier(verifier, router, 2 * network_s + costs.overhead_ms / 1e3),
-        num_blocks=verifier.num_blocks,
-        vocab_size=VOCAB_SIZE,
-        max_model_len=4096,
-        clock=router,
+        place,
+        (ContextModel(target_laws), costs.target),
+        (ContextModel(draft_laws), costs.draft) if num_speculative_tokens else None,
+        Delays(network_s=0.0 if place == "beside" else costs.network_ms / 1e3, round_s=costs.overhead_ms / 1e3),
     )
-    run_streams(engine, _prompts(num_streams, num_requests), num_tokens)
-    drafts = engine.stats
-    hits = None if stats is None else stats.hits / max(1, stats.hits + sum(stats.misses.values()))
-    lengths = sum(k * count for (k, _), count in drafts.num_rounds_by_length.items())
+    run_streams(virtual.engine, _prompts(num_streams, num_requests), num_tokens)
+    stats = virtual.engine.stats
+    lengths = sum(k * count for (k, _), count in stats.num_rounds_by_length.items())
     return Outcome(
-        drafts.num_generation_tokens / router.now,
-        drafts.mean_acceptance_length,
-        hits,
-        lengths / drafts.num_rounds,
+        stats.num_generation_tokens / virtual.router.now,
+        stats.mean_acceptance_length,
+        virtual.hit_rate,
+        lengths / stats.num_rounds,
     )
 
 

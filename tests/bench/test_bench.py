@@ -12,12 +12,12 @@ import pytest
 from rich.console import Console
 
 from engine.detokenizer import Detokenizer
+from engine.stats import SpeculationStats
 from tests.bench import bandwidth, compare, curves, prefill, timeline, turns, with_serve
-from tests.bench.figures import Row
+from tests.bench.figures import Batch, RoundSplit, Row, RunAhead, Timeline, row_of
 from tests.bench.profile import in_process
 from tests.bench.spans import Spans
 from tests.bench.with_engine import EngineMethod
-from tests.bench.with_serve import Reading, RoundTimes
 from tests.bench.worker import Worker
 from tests.bench.workload import Cell, Workload, read_prompts
 
@@ -103,22 +103,35 @@ def test_time_counts_for_the_innermost_span_only(monkeypatch: pytest.MonkeyPatch
     assert spans.seconds == {"outer": 3.0, "inner": 4.0}
 
 
-def test_round_times_come_from_the_metrics() -> None:
-    def reading(rounds: int, *, round_s: float, draft_s: float, target_s: float) -> Reading:
-        return Reading.parse(
-            f'paceline:rounds_total{{model_name="m"}} {rounds}\n'
-            f'paceline:round_seconds_total{{model_name="m"}} {round_s}\n'
-            f'paceline:draft_compute_seconds_total{{model_name="m"}} {draft_s}\n'
-            f'paceline:target_compute_seconds_total{{model_name="m"}} {target_s}\n'
+def test_a_row_is_what_its_batches_become(workload: Workload) -> None:
+    def batch(scale: float) -> Batch:
+        timelines = [Timeline(0.0, [first * scale, 9.0 * scale]) for first in (1.0, 3.0)]
+        return Batch(
+            elapsed_s=10.0 * scale,
+            timelines=timelines,
+            speculation=SpeculationStats(num_drafts=4, num_draft_tokens=16, num_accepted_tokens=2),
+            split=RoundSplit(4, 8.0 * scale, 4.0 * scale, 2.0 * scale, 0.5 * scale, 0.25 * scale),
+            front_s=scale,
+            run_ahead=RunAhead(6, 2, 3, 1, 0.5, 2.0 * scale),
+            cpu_s={"Router": scale},
         )
 
-    before = reading(10, round_s=1.0, draft_s=0.25, target_s=0.5)
-    after = reading(14, round_s=5.0, draft_s=1.25, target_s=2.5)
-    times = RoundTimes.between(before, after)
-    assert times == RoundTimes(num_rounds=4, round_s=1.0, draft_s=0.25, target_s=0.5)
-    assert times.overhead_s == 0.25
-    assert RoundTimes.between(before, before) is None
-    assert RoundTimes.between(Reading.parse(""), Reading.parse("")) is None
+    row = row_of("serve-run-ahead", 4, workload, Cell(2, 0.7), [batch(1.0), batch(1.0), batch(2.0)])
+    assert row.tokens_per_s_by_turn == [0.8, 0.8, 0.4]
+    assert (row.target_ms, row.draft_ms, row.wire_ms, row.delivery_ms, row.round_overhead_ms) == (
+        4e3,
+        2e3,
+        500,
+        250,
+        2e3,
+    )
+    assert (row.ttft_ms, row.ttft_last_ms, row.front_ms) == (2500, 3000, 1000)
+    assert (row.hit_rate, row.hit_rounds) == (0.75, 0.75)
+    assert row.hit_wait_ms == pytest.approx(1.5e3 / 9)
+    assert row.miss_wait_ms == pytest.approx(8e3 / 3)
+    assert row.cpu_us == {"Router": 1e6 / 8}
+    # Three tokens of each of two requests after the first ones, 1.5 of them per request and round.
+    assert row.rows_per_round == pytest.approx(2 * 3 / 1.5 / 4)
 
 
 def test_a_curve_is_drawn(

@@ -2,14 +2,11 @@
 
 import pytest
 
-from tests.bench.simulation import Costs, simulate
+from tests.bench.simulation import Costs, Plane, simulate
 
 COSTS = Costs(
-    target_ms=20.0,
-    target_row_ms=0.0,
-    target_token_ms=0.0,
-    draft_ms=2.0,
-    draft_token_ms=0.0,
+    target=Plane(20.0),
+    draft=Plane(2.0),
     network_ms=0.5,
     overhead_ms=1.0,
     acceptance=0.8,

@@ -100,14 +100,3 @@ def test_an_interrupt_ends_everybody(workload: Workload, console: Console) -> No
     with pytest.raises(KeyboardInterrupt):
         turns.collect(tuple(workers), workload, console, lambda name, _: workers[name])
     assert all(worker.is_closed for worker in workers.values())
-
-
-def test_pinned_methods_are_alive_among_themselves_only(workload: Workload, console: Console) -> None:
-    workers: dict[str, Scripted] = {}
-
-    def start(name: str, workload: Workload) -> Scripted:
-        assert all(other.is_closed for other in workers.values() if other.name[:6] != name[:6])
-        return workers.setdefault(name, Scripted(name, []))
-
-    rows, _ = turns.collect(("pinned-plain", "engine-plain", "pinned-run-ahead"), workload, console, start)
-    assert list(dict.fromkeys(row.name for row in rows)) == ["engine-plain", "pinned-plain", "pinned-run-ahead"]

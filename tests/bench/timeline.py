@@ -24,7 +24,7 @@ from cluster.protocol.messages import AnyReply, AnyRequest
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.transport import Connector, Endpoint, listen
 from cluster.workers.responder import DraftResponder, TargetResponder
-from engine.config import EngineConfig, ModelConfig, ModelInfo
+from engine.config import EngineConfig, ModelConfig, ModelInfo, make_pair
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.engine import Engine
 from engine.execution.backend import Backend
@@ -143,7 +143,7 @@ def record(workload: Workload) -> tuple[list[Span], RunAheadStats]:
 
 
 def _with_planned_blocks(config: EngineConfig, workload: Workload) -> EngineConfig:
-    surveys = [survey(_model_config(path, workload), config) for path in (workload.target, workload.draft)]
+    surveys = [survey(model, config) for model in _models(workload)]
     footprints = [found.footprint for found in surveys]
     blocks = plan_kv_blocks(surveys[0].free_bytes, footprints, config, device=surveys[0].device)
     return replace(config, num_blocks=blocks)
@@ -176,16 +176,19 @@ async def _run(workload: Workload, config: EngineConfig, connector: Connector, d
 
 
 def _serve_draft(pipe: Pipe, client_identity: str, workload: Workload, config: EngineConfig, core: int) -> None:
-    backend = _load(workload.draft, workload, core)
+    backend = _load(_models(workload)[1], core)
     drafter = RunAheadDrafter(backend, config)
     backend.warm_up()
     responder = DraftResponder(drafter, capacity=4, version=1)
     spans: list[Span] = []
 
     def answer(request: AnyRequest) -> AnyReply | None:
-        num_hits, started = drafter.stats.hits, time.monotonic()
+        num_hits, num_misses, started = drafter.stats.hits, sum(drafter.stats.misses.values()), time.monotonic()
         reply = responder.answer(request)
-        spans.append(Span("hit" if drafter.stats.hits > num_hits else "miss", started, time.monotonic()))
+        if drafter.stats.hits > num_hits:
+            spans.append(Span("hit", started, time.monotonic()))
+        elif sum(drafter.stats.misses.values()) > num_misses:  # a round with a prompt, or a last one, needs no draft
+            spans.append(Span("miss", started, time.monotonic()))
         return reply
 
     def work() -> bool:
@@ -200,7 +203,7 @@ def _serve_draft(pipe: Pipe, client_identity: str, workload: Workload, config: E
 
 
 def _serve_target(pipe: Pipe, client_identity: str, workload: Workload, config: EngineConfig, core: int) -> None:
-    backend = _load(workload.target, workload, core)
+    backend = _load(_models(workload)[0], core)
     verifier = ModelVerifier(backend, config)
     backend.warm_up()
     responder = TargetResponder(verifier, rank=0, capacity=4, version=1)
@@ -236,10 +239,19 @@ def _serve(
     server.serve(answer, work)
 
 
-def _load(path: str, workload: Workload, core: int) -> Backend:
+def _load(model: ModelConfig, core: int) -> Backend:
     os.sched_setaffinity(0, {core})
-    return load_backend(replace(_model_config(path, workload), num_threads=1))
+    return load_backend(replace(model, num_threads=1))
 
 
-def _model_config(path: str, workload: Workload) -> ModelConfig:
-    return ModelConfig(path, dtype=workload.dtype, device=workload.device, compile=workload.compile)
+def _models(workload: Workload) -> tuple[ModelConfig, ModelConfig]:
+    """Return the target and the draft, each on its own part of a pair of paced devices."""
+    pair = make_pair(
+        target_model=workload.target,
+        draft_model=workload.draft,
+        dtype=workload.dtype,
+        device=workload.device,
+        compile=workload.compile,
+    )
+    assert pair.draft is not None
+    return pair.target, pair.draft

@@ -36,21 +36,13 @@ Start = Callable[[str, Workload], Contestant]
 def collect(
     names: Sequence[str], workload: Workload, console: Console, start: Start = WorkerProcess
 ) -> tuple[list[Row], list[str]]:
-    """Measure methods side by side. Returns the rows, cell by cell, and what went wrong.
-
-    The pinned ones are side by side among themselves, with nobody else alive.
-    """
-    rows: list[Row] = []
-    failures: list[str] = []
+    """Measure methods side by side. Returns the rows, cell by cell, and what went wrong."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        pinned = [name for name in names if name.startswith("pinned-")]
-        others = [name for name in names if name not in pinned]
-        for together in filter(None, (others, pinned)):
-            with _alive(together, workload, start, progress) as group:
-                rows += group.rows(workload, progress)
-            failures += group.failures
-    return rows, failures
+    with (
+        Progress(*columns, console=console, transient=True) as progress,
+        _alive(names, workload, start, progress) as group,
+    ):
+        return list(group.rows(workload, progress)), group.failures
 
 
 def order(names: Sequence[T], turn: int) -> list[T]:

@@ -1,7 +1,7 @@
 """Paceline in this process: the engine behind `LLM`, with stopwatches around its two models."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ from engine.llm import LLM, run_in_process
 from engine.protocols import Draft, Drafter, ProposeRow, Verdict, Verifier, VerifyRow
 from engine.sampling.params import SamplingParams
 from engine.verification.verifier import ModelVerifier
-from tests.bench.figures import Batch, Timeline, since
+from tests.bench.figures import Batch, RoundSplit, Timeline, since
 from tests.bench.workload import Cell, Workload
 
 
@@ -50,6 +50,34 @@ class TimedVerifier:
         self._verifier.release(request_id)
 
 
+class _Rounds:
+    """Times of the rounds since it was made."""
+
+    def __init__(self, drafter: TimedDrafter, verifier: TimedVerifier) -> None:
+        self._drafter, self._verifier = drafter, verifier
+        self._seen = drafter.seconds, verifier.seconds
+        self._num_rounds = 0
+        self._round_s = self._draft_s = self._target_s = self.all_s = 0.0
+
+    def observe(self, round_s: float, has_prompts: bool) -> None:
+        """Take a round that has ended."""
+        draft_s, target_s = self._drafter.seconds - self._seen[0], self._verifier.seconds - self._seen[1]
+        self._seen = self._drafter.seconds, self._verifier.seconds
+        self.all_s += round_s
+        if not has_prompts:
+            self._num_rounds += 1
+            self._round_s += round_s
+            self._draft_s += draft_s
+            self._target_s += target_s
+
+    def split(self) -> RoundSplit | None:
+        """Return the means over the rounds without prompts."""
+        count = self._num_rounds
+        return (
+            RoundSplit(count, self._round_s / count, self._target_s / count, self._draft_s / count) if count else None
+        )
+
+
 class EngineMethod:
     """The engine's own loop, with speculation (k > 0) or without."""
 
@@ -65,13 +93,18 @@ class EngineMethod:
 
     def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
         before = replace(self.engine.stats)
-        computed = self.drafter.seconds + self.verifier.seconds
+        rounds = _Rounds(self.drafter, self.verifier)
         started = time.perf_counter()
-        timelines = generate(self.engine, prompts, cell.temperature, self._num_tokens, is_last_late=cell.is_last_late)
+        timelines = generate(
+            self.engine,
+            prompts,
+            cell.temperature,
+            self._num_tokens,
+            is_last_late=cell.is_last_late,
+            observe=rounds.observe,
+        )
         elapsed = time.perf_counter() - started
-        computed = self.drafter.seconds + self.verifier.seconds - computed
-        speculation = since(before, self.engine.stats)
-        return Batch(elapsed, timelines, speculation, (elapsed - computed) / speculation.num_rounds)
+        return Batch(elapsed, timelines, since(before, self.engine.stats), rounds.split(), elapsed - rounds.all_s)
 
     def close(self) -> None:
         """Nothing was started."""
@@ -88,6 +121,7 @@ def load(workload: Workload, num_speculative_tokens: int, speculation: Speculati
         device=workload.device,
         compile=workload.compile,
         enable_prefix_caching=False,
+        max_num_seqs=workload.max_num_seqs,
     )
 
 
@@ -98,10 +132,14 @@ def generate(
     num_tokens: int,
     *,
     is_last_late: bool = False,
+    observe: Callable[[float, bool], None] = lambda round_s, has_prompts: None,
 ) -> list[Timeline]:
     """Continue prompts as `LLM.generate` does, noting when each round's tokens came.
 
     A late last prompt comes once all others have a token.
+
+    Args:
+        observe: takes the seconds of each round, and whether it computed prompts.
     """
     timelines: dict[str, Timeline] = {}
     texts = {str(index): "" for index in range(len(prompts))}
@@ -116,8 +154,10 @@ def generate(
 
     add(len(prompts) - is_last_late)
     while engine.has_work:
+        started, has_prompts = time.perf_counter(), engine.has_prompts
         outputs = run_in_process(engine.step())
         now = time.perf_counter()
+        observe(now - started, has_prompts)
         for output in outputs:
             timelines[output.request_id].arrivals_s.append(now)
             texts[output.request_id] += output.text

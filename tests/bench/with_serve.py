@@ -11,19 +11,17 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.config import RunAhead
 from deployments.environment import SERVE_ENVIRONMENT
 from engine.config import Speculation
-from engine.stats import SpeculationStats
 from tests.bench.figures import Batch, Timeline, since
-from tests.bench.pinning import freeze, pin_workers, thaw
+from tests.bench.processes import cpu_seconds, freeze, thaw
+from tests.bench.readings import Reading, split_between
 from tests.bench.workload import Cell, Workload
 
 ROOT = Path(__file__).parents[2]
@@ -39,61 +37,6 @@ FIRST_SETTLE_S = 2.0
 """After the first answer: caches of the processes fill."""
 SETTLE_S = 0.5
 """After a thaw, what has become due meanwhile is done first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The counters of `/metrics` at one moment; None where the server does not count something."""
-
-    speculation: SpeculationStats
-    round_s: float | None
-    draft_s: float | None
-    target_s: float | None
-    hits: int
-    misses: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Reading":
-        totals: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
-        speculation = SpeculationStats(
-            num_drafts=int(totals.get("vllm:spec_decode_num_drafts_total", 0)),
-            num_draft_tokens=int(totals.get("vllm:spec_decode_num_draft_tokens_total", 0)),
-            num_accepted_tokens=int(totals.get("vllm:spec_decode_num_accepted_tokens_total", 0)),
-            num_rounds=int(totals.get("paceline:rounds_total", 0)),
-        )
-        return cls(
-            speculation,
-            totals.get("paceline:round_seconds_total"),
-            totals.get("paceline:draft_compute_seconds_total"),
-            totals.get("paceline:target_compute_seconds_total"),
-            int(totals.get("paceline:verdict_cache_hits_total", 0)),
-            int(totals.get("paceline:verdict_cache_misses_total", 0)),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class RoundTimes:
-    """Mean times of the rounds between two readings, in seconds: the Router's own, and its workers' computing."""
-
-    num_rounds: int
-    round_s: float
-    draft_s: float
-    target_s: float
-
-    @property
-    def overhead_s(self) -> float:
-        return self.round_s - self.draft_s - self.target_s
-
-    @classmethod
-    def between(cls, before: Reading, after: Reading) -> "RoundTimes | None":
-        num_rounds = after.speculation.num_rounds - before.speculation.num_rounds
-        sums = [(getattr(before, name), getattr(after, name)) for name in ("round_s", "draft_s", "target_s")]
-        if not num_rounds or any(first is None or last is None for first, last in sums):
-            return None
-        return cls(num_rounds, *((last - first) / num_rounds for first, last in sums))
 
 
 class Server:
@@ -183,6 +126,7 @@ def _serve_config(workload: Workload, arguments: dict[str, object], port: int) -
                     "device": workload.device,
                     "compile": workload.compile,
                     "enable_prefix_caching": False,
+                    "max_num_seqs": workload.max_num_seqs,
                     **arguments,
                 },
             }
@@ -197,7 +141,6 @@ class ServeMethod:
 
     Args:
         num_speculative_tokens: 0 serves without a draft.
-        is_pinned: both models compute on one core each, with one thread.
     """
 
     def __init__(
@@ -207,24 +150,18 @@ class ServeMethod:
         speculation: Speculation = "fixed",
         *,
         run_ahead: RunAhead = "auto",
-        is_pinned: bool = False,
     ) -> None:
         self.num_speculative_tokens: int | None = num_speculative_tokens
         self._num_tokens = workload.num_tokens
-        self.round_times: RoundTimes | None = None
-        arguments: dict[str, object] = {
-            "num_speculative_tokens": num_speculative_tokens,
-            "speculation": speculation,
-            "run_ahead": run_ahead,
-        }
-        self._server = Server(workload, arguments | ({"num_threads": 1} if is_pinned else {}))
+        self._server = Server(
+            workload,
+            {
+                "num_speculative_tokens": num_speculative_tokens,
+                "speculation": speculation,
+                "run_ahead": run_ahead,
+            },
+        )
         self._runner = asyncio.Runner()
-        if is_pinned:
-            try:
-                pin_workers(self._server.pid)
-            except BaseException:
-                self._server.stop()
-                raise
         try:
             self._client = self._runner.run(_open_client(self._server.url))
             time.sleep(FIRST_SETTLE_S)
@@ -244,23 +181,25 @@ class ServeMethod:
 
     async def _run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
         before = await self._read()
+        computed = self._cpu_seconds()
         started = time.perf_counter()
         streams = [self._stream(ids, temperature, seed) for seed, ids in enumerate(prompts)]
         timelines = await asyncio.gather(*streams)
         elapsed = time.perf_counter() - started
+        cpu_s = {name: seconds - computed[name] for name, seconds in self._cpu_seconds().items()}
         after = await self._read()
-        self.round_times = RoundTimes.between(before, after)
-        times = self.round_times
         return Batch(
             elapsed,
             timelines,
             since(before.speculation, after.speculation),
-            times.overhead_s if times else None,
-            draft_s=times.draft_s if times else None,
-            target_s=times.target_s if times else None,
-            hits=after.hits - before.hits,
-            misses=after.misses - before.misses,
+            split_between(before, after),
+            elapsed - (after.all_rounds_s - before.all_rounds_s),
+            after.run_ahead.since(before.run_ahead) if before.run_ahead and after.run_ahead else None,
+            cpu_s,
         )
+
+    def _cpu_seconds(self) -> dict[str, float]:
+        return cpu_seconds(self._server.pid) | {"client": time.process_time()}
 
     async def _read(self) -> Reading:
         async with self._client.get("/metrics", raise_for_status=True) as answer:

@@ -11,13 +11,17 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import TextIO
+from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from pydantic import TypeAdapter
 
 from tests.bench.figures import Batch, Method
 from tests.bench.with_vllm import PEERS, VLLMMethod, environment
 from tests.bench.workload import Cell, Workload
+
+if TYPE_CHECKING:
+    from cluster.config import RunAhead
+    from engine.config import Speculation
 
 PEERS_PYTHON = PEERS / "bin" / "python"
 END_TIMEOUT_S = 120.0
@@ -37,29 +41,50 @@ def methods(name: str, workload: Workload) -> Sequence[Callable[[], Method]]:
     from tests.bench.with_serve import ServeMethod
     from tests.bench.with_transformers import AssistedMethod, TransformersMethod
 
-    known: dict[str, Sequence[Callable[[], Method]]] = {
-        "transformers": [partial(TransformersMethod, workload)],
-        "transformers-assisted": [partial(AssistedMethod, workload, None), partial(AssistedMethod, workload, k)],
-        "engine-plain": [partial(EngineMethod, workload, 0)],
-        "engine-speculative": [partial(EngineMethod, workload, k)],
-        "engine-adaptive": [partial(EngineMethod, workload, k, "adaptive")],
-        "serve-plain": [partial(ServeMethod, workload, 0)],
-        "serve-speculative": [partial(ServeMethod, workload, k)],
-        "serve-adaptive": [partial(ServeMethod, workload, k, "adaptive")],
-        "pinned-plain": [partial(ServeMethod, workload, 0, is_pinned=True)],
-        "pinned-speculative": [partial(ServeMethod, workload, k, run_ahead="off", is_pinned=True)],
-        "pinned-run-ahead": [partial(ServeMethod, workload, k, run_ahead="on", is_pinned=True)],
-    }
-    return known[name]
+    if name == "transformers":
+        return [partial(TransformersMethod, workload)]
+    if name == "transformers-assisted":
+        return [partial(AssistedMethod, workload, None), partial(AssistedMethod, workload, k)]
+    place, arm = name.split("-", 1)
+    setting = Setting.of(arm, k)
+    if place == "engine":
+        return [partial(EngineMethod, workload, setting.num_speculative_tokens, setting.speculation)]
+    return [
+        partial(ServeMethod, workload, setting.num_speculative_tokens, setting.speculation, run_ahead=setting.run_ahead)
+    ]
 
 
-PINNED_CELLS = [Cell(1, temperature) for temperature in (0.0, 0.7, 1.0)]
+class Setting(NamedTuple):
+    """What an arm of the comparison means."""
+
+    num_speculative_tokens: int
+    speculation: "Speculation"
+    run_ahead: "RunAhead"
+
+    @classmethod
+    def of(cls, arm: str, k: int) -> "Setting":
+        """Return the meaning of `plain`, `speculative`, `adaptive` or `fixed-K`; with `-run-ahead` behind it, or alone,
+        the draft runs ahead.
+
+        Raises:
+            ValueError: there is no such arm.
+        """
+        run_ahead: RunAhead = "on" if arm.endswith("run-ahead") else "off"
+        base = arm.removesuffix("run-ahead").removesuffix("-")
+        prefix, _, length = base.partition("-")
+        if base in ("", "speculative"):
+            return cls(k, "fixed", run_ahead)
+        if base == "adaptive":
+            return cls(k, "adaptive", run_ahead)
+        if base == "plain" and run_ahead == "off":
+            return cls(0, "off", run_ahead)
+        if prefix != "fixed" or not length.isdigit():
+            raise ValueError(f"there is no arm {arm!r}")
+        return cls(int(length), "fixed", run_ahead)
 
 
 def cells_of(name: str, workload: Workload) -> list[Cell]:
     """Return the cells that a method has a row in."""
-    if name.startswith("pinned-"):
-        return PINNED_CELLS
     if name.startswith("transformers"):  # a batch of its takes nobody in, and an assisted one is single
         most = 1 if name == "transformers-assisted" else math.inf
         return [cell for cell in workload.cells if cell.batch_size <= most and not cell.is_last_late]

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.config import Compile, Dtype, ModelConfig
+from engine.config import Compile, Dtype, EngineConfig, ModelConfig
 from engine.models.tokenizer import load_tokenizer
 
 SHARED_PROMPTS = Path(__file__).parents[3] / "shared" / "data" / "prompts"
 SEED = 20
 NUM_PROMPTS = 32
 MAX_PROMPT_TOKENS = 200
+NUM_TOKENS = 128
 OWN_PROMPTS = (
     'def merge_intervals(intervals):\n    """Merge the intervals that overlap and return them sorted by start."""\n',
     "The harbour was quiet that morning, and nobody on the quay had noticed yet that the lighthouse had gone dark.",
@@ -51,13 +52,20 @@ class Workload:
     num_threads: int
     prompts: list[list[int]]
     cells: list[Cell]
-    num_tokens: int = 128
+    num_tokens: int = NUM_TOKENS
     num_speculative_tokens: int = 4
+    num_turns: int | None = None
+    """Batches of a cell; None is eight small ones, four large ones or two very large ones."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Requests in one round, at most: the default, or more where a batch is larger."""
+        return max(EngineConfig().max_num_seqs, *(cell.batch_size for cell in self.cells))
 
     def batches(self, cell: Cell) -> Iterator[list[list[int]]]:
-        """Yield the batches of a cell: eight small ones or four large ones, for as many turns."""
+        """Yield the batches of a cell, one for each turn."""
         size = cell.batch_size
-        count = 8 if size <= 4 else 4
+        count = self.num_turns or (8 if size <= 4 else 4 if size <= 32 else 2)
         endless = itertools.cycle(self.prompts)
         for _ in range(count):
             batch = list(itertools.islice(endless, size))

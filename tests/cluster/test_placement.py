@@ -13,10 +13,13 @@ from cluster.placement import (
     DRAFT_BUNDLE,
     Bundle,
     PlacementError,
-    actor_options,
     count_cores,
+    draft_options,
+    label_selectors,
     placement_bundles,
+    rank_options,
     settle,
+    shares_gpu,
     target_bundle,
 )
 from engine.config import EngineConfig, ModelConfig
@@ -31,7 +34,7 @@ def gpus(bundles: list[Bundle]) -> list[float]:
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_a_group_on_cpu_fits_a_laptop(size):
     bundles = placement_bundles(replace(AUTO, tensor_parallel_size=size), num_gpus=0)
-    assert len(bundles) == 2 + size
+    assert len(bundles) == 3
     assert sum(bundle["CPU"] for bundle in bundles) <= 0.9
     assert not any("GPU" in bundle for bundle in bundles)
 
@@ -40,15 +43,15 @@ def test_a_group_on_cpu_fits_a_laptop(size):
     ("size", "has_draft", "num_gpus", "expected"),
     [
         (1, True, 0, [0, 0]),
-        (1, True, 1, [0.5, 0.5]),
+        (1, True, 1, [1]),
         (1, True, 2, [1, 1]),
         (1, True, 8, [1, 1]),
-        (2, True, 2, [0.5, 0.5, 1]),
-        (2, True, 3, [1, 1, 1]),
-        (4, True, 4, [0.5, 0.5, 1, 1, 1]),
-        (4, True, 5, [1, 1, 1, 1, 1]),
+        (2, True, 2, [2]),
+        (2, True, 3, [1, 2]),
+        (4, True, 4, [4]),
+        (4, True, 5, [1, 4]),
         (1, False, 1, [1]),
-        (4, False, 4, [1, 1, 1, 1]),
+        (4, False, 4, [4]),
     ],
 )
 def test_each_worker_has_a_gpu_and_the_draft_shares_one_if_none_is_left(size, has_draft, num_gpus, expected):
@@ -63,7 +66,7 @@ def test_a_device_that_is_named_is_requested_whatever_the_cluster_has(num_gpus):
     config = GroupConfig(ModelConfig("target", device="cuda"), ModelConfig("draft", device="cpu"))
     assert gpus(placement_bundles(config, num_gpus=num_gpus)) == [0, 0, 1]
     config = replace(config, draft=ModelConfig("draft", device="cuda"), tensor_parallel_size=4)
-    assert gpus(placement_bundles(config, num_gpus=num_gpus)) == [0, 1, 1, 1, 1, 1]
+    assert gpus(placement_bundles(config, num_gpus=num_gpus)) == [0, 1, 4]
 
 
 def test_too_few_gpus_are_refused_with_both_numbers():
@@ -78,7 +81,7 @@ def test_draft_and_target_may_need_different_accelerators():
     config = replace(AUTO, target_accelerator_type="H100", draft_accelerator_type="L4")
     bundles = placement_bundles(config, num_gpus=8)
     assert "accelerator_type:L4" in bundles[DRAFT_BUNDLE]
-    assert "accelerator_type:H100" in bundles[target_bundle(config, 0)]
+    assert "accelerator_type:H100" in bundles[target_bundle(config, bundles, 0)]
 
 
 def test_an_accelerator_type_asks_for_a_gpu():
@@ -95,22 +98,67 @@ def test_an_accelerator_type_on_the_cpu_is_refused_by_the_name_of_its_field(role
         placement_bundles(replace(on_cpu, **{f"{role}_accelerator_type": "H100"}), num_gpus=8)
 
 
-@pytest.mark.parametrize("num_gpus", [0, 0.5, 1])
-def test_a_worker_without_a_gpu_sees_none(num_gpus):
-    bundles = [{"CPU": 0.1}, {"CPU": 0.2, "GPU": num_gpus} if num_gpus else {"CPU": 0.2}]
-    group = PlacementGroup(PlacementGroupID.from_random(), bundles)
-    options = actor_options(group, DRAFT_BUNDLE)
-    assert (options["num_cpus"], options["num_gpus"]) == (0.2, num_gpus)
-    variables = options["runtime_env"]["env_vars"]
-    assert variables.get("CUDA_VISIBLE_DEVICES") == (None if num_gpus else "")
-    assert variables["OMP_WAIT_POLICY"] == "PASSIVE"
+def placed(config: GroupConfig, *, num_gpus: int) -> PlacementGroup:
+    return PlacementGroup(PlacementGroupID.from_random(), placement_bundles(config, num_gpus=num_gpus))
+
+
+@pytest.mark.parametrize(
+    ("size", "num_gpus", "expected"),
+    [(1, 0, (0, [0])), (2, 0, (0, [0, 0])), (1, 1, (0.5, [0.5])), (2, 2, (0.5, [0.5, 1])), (2, 3, (1, [1, 1]))],
+)
+def test_each_worker_takes_its_share_of_its_bundle(size, num_gpus, expected):
+    config = replace(AUTO, tensor_parallel_size=size)
+    group = placed(config, num_gpus=num_gpus)
+    draft, ranks = draft_options(config, group), [rank_options(config, group, rank) for rank in range(size)]
+    assert (draft["num_gpus"], [rank["num_gpus"] for rank in ranks]) == expected
+    for options in (draft, *ranks):
+        variables = options["runtime_env"]["env_vars"]
+        assert variables.get("CUDA_VISIBLE_DEVICES") == (None if options["num_gpus"] else "")
+        assert variables["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+@pytest.mark.parametrize("size", [1, 3, 6, 7, 8])
+def test_the_ranks_fit_into_their_bundle_in_units_of_ray(size):
+    config = replace(AUTO, tensor_parallel_size=size)
+    group = placed(config, num_gpus=0)
+    units = [round(rank_options(config, group, rank)["num_cpus"] * 1e4) for rank in range(size)]
+    assert sum(units) <= round(group.bundle_specs[-1]["CPU"] * 1e4)
 
 
 def test_the_indices_name_the_bundles():
-    config = replace(AUTO, tensor_parallel_size=2)
-    assert [DRAFT_BUNDLE, target_bundle(config, 0), target_bundle(config, 1)] == [1, 2, 3]
-    assert target_bundle(replace(config, draft=None), 0) == 1
-    assert len(placement_bundles(replace(config, draft=None), num_gpus=0)) == 3
+    config = replace(AUTO, tensor_parallel_size=4)
+    bundles = placement_bundles(config, num_gpus=0)
+    assert [target_bundle(config, bundles, rank) for rank in range(4)] == [2, 2, 2, 2]
+    spread = replace(config, target_nodes=2)
+    bundles = placement_bundles(spread, num_gpus=0)
+    assert [target_bundle(spread, bundles, rank) for rank in range(4)] == [2, 2, 3, 3]
+    alone = replace(config, draft=None)
+    assert target_bundle(alone, placement_bundles(alone, num_gpus=0), 0) == 1
+
+
+def test_ranks_are_split_evenly_over_the_nodes():
+    spread = replace(AUTO, tensor_parallel_size=4, target_nodes=2)
+    assert gpus(placement_bundles(spread, num_gpus=8)) == [0, 1, 2, 2]
+    assert gpus(placement_bundles(spread, num_gpus=4)) == [0, 2, 2]
+    with pytest.raises(PlacementError, match="tensor_parallel_size 4 is not a multiple of target_nodes 3"):
+        placement_bundles(replace(spread, target_nodes=3), num_gpus=8)
+
+
+def test_the_router_goes_where_the_target_goes():
+    big, small = {"pool": "big"}, {"pool": "small"}
+    config = replace(AUTO, target_label_selector=big, draft_label_selector=small)
+    assert label_selectors(config, placement_bundles(config, num_gpus=0)) == [big, small, big]
+    alone = replace(config, draft=None)
+    assert label_selectors(alone, placement_bundles(alone, num_gpus=0)) == [big, big]
+
+
+def test_models_on_one_gpu_cannot_be_on_different_nodes():
+    config = replace(AUTO, target_label_selector={"pool": "big"})
+    bundles = placement_bundles(config, num_gpus=1)
+    assert shares_gpu(config, bundles)
+    assert label_selectors(config, bundles) == [{"pool": "big"}] * 2
+    with pytest.raises(PlacementError, match="share a GPU"):
+        label_selectors(replace(config, draft_label_selector={"pool": "small"}), bundles)
 
 
 def test_a_method_that_runs_in_the_router_gets_no_draft_worker():
@@ -118,7 +166,7 @@ def test_a_method_that_runs_in_the_router_gets_no_draft_worker():
     config = replace(AUTO, engine=EngineConfig(drafting="none"))
     bundles = placement_bundles(config, num_gpus=1)
     assert [bundle.get("GPU", 0) for bundle in bundles] == [0, 1]
-    assert target_bundle(config, 0) == 1
+    assert target_bundle(config, bundles, 0) == 1
     assert settle(config, bundles, num_cores=8).run_ahead == "off"
 
 

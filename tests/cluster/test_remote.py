@@ -14,6 +14,7 @@ Seven mutants of the draft protocol, each tried by hand, and the test that catch
 
 import asyncio
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -23,6 +24,7 @@ from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.errors import TargetError
 from engine.protocols import NO_DRAFT, Draft, Verdict, chain
+from engine.stats import RunAheadStats
 from tests.cluster.fakes import EchoDrafter, FakeLink, SumVerifier, propose_row, verify_row
 
 VOCAB = 1000
@@ -83,7 +85,32 @@ async def test_every_round_reaches_the_worker():
         tokens["a"] += [10 + i, 20 + i]
         tokens["b"] += [30 + i]
     assert not side.drafter.fallbacks
-    assert side.drafter.last_compute_s > 0
+    assert side.drafter.calls.wait_s > side.drafter.calls.compute_s > 0
+    assert side.drafter.calls.num_hits == side.drafter.calls.num_misses == 0
+
+
+async def test_a_round_is_a_hit_if_the_drafts_of_all_its_rows_were_prepared():
+    rounds = [
+        (RunAheadStats(), (0, 0)),
+        (RunAheadStats(hits=2), (1, 0)),
+        (RunAheadStats(hits=3, misses={"token": 1}), (0, 1)),
+        (RunAheadStats(hits=3, misses={"token": 1}), (0, 0)),
+        (RunAheadStats(hits=3, misses={"token": 1, "stale": 2}), (0, 1)),
+        (RunAheadStats(hits=1), (1, 0)),  # of another worker, which counts from 0 again
+    ]
+    replies = iter([stats for stats, _ in rounds])
+    make = lambda request: Drafts(request.round, request.version, 0.25, [NO_DRAFT], next(replies))  # noqa: E731
+    drafter = RemoteDrafter(vocab_size=VOCAB, timeout_s=PATIENT_S)
+    for number, (stats, counts) in enumerate(rounds):
+        if number in (0, len(rounds) - 1):
+            drafter.connect(answering(make))
+        before = replace(drafter.calls)
+        await drafter.propose([propose_row("a", [1])])
+        calls = drafter.calls.since(before)
+        assert (calls.num_hits, calls.num_misses) == counts
+        assert calls.compute_s == 0.25
+        assert calls.wait_s > 0
+        assert drafter.run_ahead == stats
 
 
 async def test_only_new_tokens_are_sent():
@@ -297,7 +324,7 @@ async def test_every_rank_runs_every_round_and_rank_0_decides():
     assert side.verifiers[0].seen == side.verifiers[1].seen
     assert [one.decided for one in side.verifiers] == [[True] * 4, [False] * 4]
     assert side.links[0].requests == side.links[1].requests
-    assert side.verifier.last_compute_s > 0
+    assert side.verifier.calls.wait_s > side.verifier.calls.compute_s > 0
 
 
 async def test_ranks_that_evicted_a_prefix_are_told_again():

@@ -1,27 +1,89 @@
+"""The policy, without Serve."""
+
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from ray.serve.config import AutoscalingContext
 
-from deployments.autoscaling import NUM_REQUESTS, QueueDepthPolicy, autoscaling_config
+from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS, QueueDepthPolicy, autoscaling_config
 from deployments.config import Autoscaling
+
+POLICY = QueueDepthPolicy(requests_per_replica=10)
+
+
+def context(
+    requests: dict[str, float], *, target: int = 1, queued: float = 0.0, recovering: dict[str, float] | None = None
+) -> AutoscalingContext:
+    metrics = {NUM_REQUESTS: requests, IS_RECOVERING: recovering or dict.fromkeys(requests, 0.0)} if requests else {}
+    context: Any = SimpleNamespace(aggregated_metrics=metrics, total_queued_requests=queued, target_num_replicas=target)
+    return context  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    ("reported", "total", "expected"),
-    [({}, 0, 1), ({}, 25, 3), ({"a": 10.0, "b": 11.0}, 0, 3), ({"a": 10.0}, 99, 1), ({"a": 0.0}, 99, 1)],
+    ("requests", "queued", "expected"),
+    [
+        ({"a": 0.0}, 0, 1),
+        ({"a": 10.0}, 0, 1),
+        ({"a": 10.2}, 0, 1),
+        ({"a": 10.9}, 0, 2),
+        ({"a": 10.0, "b": 11.0}, 0, 3),
+        ({"a": 9.0}, 3.0, 2),
+    ],
+    ids=["idle", "full", "one more for a moment", "one more", "two replicas", "waiting for a replica"],
 )
-def test_replicas_follow_the_queue_depth(reported: dict[str, float], total: float, expected: int) -> None:
-    metrics = {NUM_REQUESTS: reported} if reported else {}
-    context = SimpleNamespace(aggregated_metrics=metrics, total_num_requests=total)
-    assert QueueDepthPolicy(requests_per_replica=10)(context) == (expected, {})  # type: ignore[arg-type]
+def test_replicas_follow_the_queue_depth(requests: dict[str, float], queued: float, expected: int) -> None:
+    assert POLICY(context(requests, queued=queued)) == (expected, {})
 
 
-def test_one_replica_does_not_scale() -> None:
+@pytest.mark.parametrize("target", [1, 3])
+def test_nothing_changes_while_no_replica_has_reported(target: int) -> None:
+    assert POLICY(context({}, target=target, queued=99.0)) == (target, {})
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "target", "expected"), [(16, 2, 2), (9, 2, 2), (8, 2, 1), (0, 5, 1), (25, 4, 4), (24, 4, 3)]
+)
+def test_replicas_go_only_when_fewer_would_have_room_to_spare(num_requests: int, target: int, expected: int) -> None:
+    assert POLICY(context({"a": num_requests}, target=target))[0] == expected
+
+
+def test_load_around_a_threshold_settles_on_one_number() -> None:
+    target = 1
+    targets = [target := POLICY(context({"a": num_requests}, target=target))[0] for num_requests in [9, 11] * 20]
+    assert targets == [1] + [2] * 39
+
+
+def test_one_request_per_replica_scales_down_too() -> None:
+    policy = QueueDepthPolicy(requests_per_replica=1)
+    assert policy(context({"a": 1.0, "b": 0.0}, target=2))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("requests", "expected"), [({"a": 6.0, "b": 2.0}, 2), ({"a": 6.0, "b": 5.0}, 3), ({"a": 0.0, "b": 0.0}, 1)]
+)
+def test_a_replica_that_recovers_comes_on_top_of_those_that_the_load_needs(
+    requests: dict[str, float], expected: int
+) -> None:
+    assert POLICY(context(requests, target=2, recovering={"a": 1.0, "b": 0.0}))[0] == expected
+
+
+def test_a_fixed_number_of_replicas_does_not_scale() -> None:
     assert autoscaling_config(Autoscaling()) is None
+    assert autoscaling_config(Autoscaling(min_replicas=3, max_replicas=3)) is None
 
 
-def test_serve_gets_the_policy_and_the_bounds() -> None:
+def test_serve_gets_the_policy_and_the_bounds(recwarn: pytest.WarningsRecorder) -> None:
     config = autoscaling_config(Autoscaling(min_replicas=2, max_replicas=5, requests_per_replica=7))
     assert config is not None
     assert (config.min_replicas, config.max_replicas) == (2, 5)
     assert config.policy.policy_kwargs == {"requests_per_replica": 7}
+    assert not recwarn.list
+
+
+def test_a_step_is_decided_on_within_3_seconds() -> None:
+    config = autoscaling_config(Autoscaling(max_replicas=2))
+    assert config is not None
+    record_interval_s, loop_s = 0.2 * config.look_back_period_s, 0.1
+    measured_s = record_interval_s + config.metrics_interval_s + config.look_back_period_s
+    assert measured_s + config.upscale_delay_s + loop_s < 3

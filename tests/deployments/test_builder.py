@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 
+from cluster.capacity import Node
 from deployments import builder
 from deployments.config import AppConfig, ArgumentError
 
 
 def deployments(config: AppConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """The Ingress and the Router that an application is made of."""
-    monkeypatch.setattr(builder, "_count_gpus", lambda: 0.0)
+    monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": 16.0})})
     bound: Any = builder.app(config)._bound_deployment
     return bound, bound.init_args[1]._bound_deployment
 
@@ -49,6 +50,42 @@ def test_the_ingress_gets_the_keys_of_this_process(monkeypatch: pytest.MonkeyPat
 def test_a_cluster_that_cannot_hold_the_workers_is_an_argument_error(
     arguments: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builder, "_count_gpus", lambda: 2.0)
+    monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": 16.0, "GPU": 2.0})})
     with pytest.raises(ArgumentError, match=message):
         builder.app(AppConfig.model_validate(arguments))
+
+
+SCALED = AppConfig(autoscaling={"min_replicas": 2, "max_replicas": 4})  # type: ignore[arg-type]
+
+
+def test_labels_go_to_serve_bundle_by_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+    selector = {"target": {"pool": "big"}, "draft": {"pool": "small"}}
+    _, router = deployments(AppConfig.model_validate({"label_selector": selector}), monkeypatch)
+    selectors = router._replica_config.placement_group_bundle_label_selector
+    assert selectors == [{"pool": "big"}, {"pool": "small"}, {"pool": "big"}]
+
+
+def test_more_replicas_than_the_cluster_has_room_for_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": 2.6})})
+    builder.build(SCALED, can_grow=False)
+    assert "autoscaling.max_replicas is 4, but the cluster has room for 3" in caplog.text
+    assert "no node has room for the draft, which needs 0.2 CPU: a lacks 0.2 CPU" in caplog.text
+
+
+def test_fewer_replicas_than_the_minimum_are_refused_where_no_node_can_join(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": 1.0})})
+    with pytest.raises(ArgumentError, match=r"autoscaling.min_replicas is 2, but the cluster has room for 1: no node"):
+        builder.build(SCALED, can_grow=False)
+    builder.app(SCALED)
+    assert "autoscaling.min_replicas is 2, but the cluster has room for 1" in caplog.text
+
+
+def test_a_replica_that_autoscaling_removes_drains_for_as_long_as_a_request_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, router = deployments(AppConfig(autoscaling={"max_replicas": 4}, drain_timeout_s=7.0), monkeypatch)  # type: ignore[arg-type]
+    assert router._deployment_config.graceful_shutdown_timeout_s == AppConfig().limits.request_timeout_s

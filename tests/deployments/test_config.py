@@ -40,6 +40,7 @@ def test_typed_nested_values_are_taken_as_they_are() -> None:
     [
         ({"num_spec_tokens": "4"}, "unknown argument num_spec_tokens; did you mean num_speculative_tokens?"),
         ({"zzz": "4"}, "unknown argument zzz"),
+        ({"autoscaling": '{"min_replicas": 3, "max_replicas": 2}'}, "autoscaling: max_replicas 2 < min_replicas 3"),
         ({"num_speculative_tokens": "many"}, "num_speculative_tokens is 'many'"),
         ({"verification": "exact"}, "verification is 'exact'"),
         ({"tensor_parallel_size": "0"}, "tensor_parallel_size is '0'"),

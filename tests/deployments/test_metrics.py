@@ -1,6 +1,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.metrics import exposition
+from cluster.remote import Calls
+from deployments.metrics import RoundTimes, exposition
 from tests.deployments.fakes import Rig, generation
 
 
@@ -58,6 +59,39 @@ async def test_draft_lengths_are_counted_with_their_reasons() -> None:
     assert others == rigs[1].engine.stats.num_rounds
     for rig in rigs:
         await rig.loop.stop()
+
+
+async def test_times_of_rounds_are_counted_by_phase_and_waits_by_outcome() -> None:
+    rig = Rig()
+    target = Calls(4.0, 3.0)
+    for times, is_prefill in (
+        (RoundTimes(8.0, Calls(2.0, 1.0, num_hits=1), target, 0.5), False),
+        (RoundTimes(8.0, Calls(2.0, 1.0, num_hits=1), target, 0.5), False),
+        (RoundTimes(8.0, Calls(3.0, 1.0, num_misses=1), target, 0.5), False),
+        (RoundTimes(20.0, Calls(2.0, 1.0), target, 0.5), True),
+    ):
+        rig.metrics.observe_round(times, is_prefill=is_prefill)
+    lines = exposition([rig.metrics.collect()]).decode().splitlines()
+    totals = {
+        name: (decode, prefill)
+        for name, decode, prefill in (
+            ("rounds", 3.0, 1.0),
+            ("round_seconds", 24.0, 20.0),
+            ("draft_wait_seconds", 7.0, 2.0),
+            ("draft_compute_seconds", 3.0, 1.0),
+            ("target_wait_seconds", 12.0, 4.0),
+            ("target_compute_seconds", 9.0, 3.0),
+            ("delivery_seconds", 1.5, 0.5),
+        )
+    }
+    for name, (decode, prefill) in totals.items():
+        assert f'paceline:{name}_total{{model_name="tiny",phase="decode"}} {decode}' in lines
+        assert f'paceline:{name}_total{{model_name="tiny",phase="prefill"}} {prefill}' in lines
+    for outcome, count, seconds in (("hit", 2.0, 4.0), ("miss", 1.0, 3.0)):
+        labels = f'{{model_name="tiny",outcome="{outcome}"}}'
+        assert f"paceline:run_ahead_wait_seconds_count{labels} {count}" in lines
+        assert f"paceline:run_ahead_wait_seconds_sum{labels} {seconds}" in lines
+    await rig.loop.stop()
 
 
 async def test_fallbacks_are_counted_by_reason() -> None:

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 PROMPT = "A draft is a guess. "
 
 
-def save_model(path, *, seed, layers, hidden):
+def save_model(path, *, seed, layers, hidden, max_position_embeddings=1024):
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=256,
@@ -38,7 +38,7 @@ def save_model(path, *, seed, layers, hidden):
         num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=1024,
+        max_position_embeddings=max_position_embeddings,
         bos_token_id=None,
         eos_token_id=0,
     )

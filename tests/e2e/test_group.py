@@ -80,7 +80,11 @@ def model_config(path: Path) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 async def expected(config: GroupConfig) -> Text:
-    """The target's own text, in one process and without drafts."""
+    return await text_of_one_process(config)
+
+
+async def text_of_one_process(config: GroupConfig) -> Text:
+    """Return the target's own text, in one process and without drafts."""
     torch.set_num_threads(1)
     model = load_backend(config.target)
     verifier = ModelVerifier(model, ENGINE)

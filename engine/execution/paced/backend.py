@@ -56,7 +56,7 @@ class PacedBackend:
         """Launch a pass; see `Backend.run`."""
         launched = self._clock()
         output = self._backend.run(batch, draws)
-        ends = max(launched, self._idle_from) + self._paced.pass_seconds(_work(batch))
+        ends = max(launched, self._idle_from) + self._paced.pass_seconds(work_of(batch))
         self._idle_from = ends
         self.num_passes += 1
         if (now := self._clock()) > ends:
@@ -95,7 +95,7 @@ class PacedBackend:
             logger.warning(text, self.info.name, self.num_late, self.num_passes, self._paced.name, late_s * 1e3)
 
 
-def _work(batch: ForwardBatch) -> Work:
+def work_of(batch: ForwardBatch) -> Work:
     """Return what a batch computes; padding counts, since a GPU computes it, too."""
     limits = [group.limits for group in batch.paged.groups]
     return Work(

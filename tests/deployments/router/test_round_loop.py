@@ -1,11 +1,15 @@
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import pytest
 
+from cluster.remote import Calls
+from deployments.metrics import exposition
 from deployments.router.generation import Generation
 from deployments.router.round_loop import RoundLoop
 from engine.errors import QueueFullError, RequestError, TargetError
+from engine.protocols import NO_DRAFT, Draft, ProposeRow, Verdict, VerifyRow
+from engine.sequence import RequestOutput
 from tests.deployments.fakes import Rig, generation
 
 
@@ -32,6 +36,68 @@ async def test_a_request_gets_its_tokens_once_per_round(rig: Rig) -> None:
     assert [len(outputs) for outputs in rounds] == [1] * 8
     assert rounds[-1][0].finish_reason == "length"
     assert not rig.engine.has_work
+
+
+async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("deployments.router.round_loop.time.perf_counter", lambda: now)
+
+    class Worker:
+        """A worker that computes three quarters of the seconds that its calls take."""
+
+        def __init__(self, seconds: float) -> None:
+            self.calls, self.seconds = Calls(), seconds
+
+        def call(self) -> None:
+            nonlocal now
+            now += self.seconds
+            self.calls.wait_s += self.seconds
+            self.calls.compute_s += 0.75 * self.seconds
+
+    class Drafting(Worker):
+        async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+            self.call()
+            self.calls.num_hits += 1
+            return [NO_DRAFT] * len(rows)
+
+        def release(self, request_id: str) -> None:
+            pass
+
+    class Verifying(Worker):
+        async def verify(self, rows: Sequence[VerifyRow]) -> list[Verdict]:
+            self.call()
+            return await rig.verifier.verify(rows)
+
+        def release(self, request_id: str) -> None:
+            rig.verifier.release(request_id)
+
+    rig = Rig(drafter=Drafting(1.0))
+    rig.engine.verifier = Verifying(4.0)
+    rig.engine.goodput.choose = lambda limits, **_: 2 if len(limits) else 0  # type: ignore[method-assign]
+    deliver = rig.loop._deliver
+
+    def deliver_slowly(outputs: Sequence[RequestOutput]) -> None:
+        nonlocal now
+        now += 0.5
+        deliver(outputs)
+
+    monkeypatch.setattr(rig.loop, "_deliver", deliver_slowly)
+    await tokens(rig.loop, generation())
+    await asyncio.sleep(0)
+    await rig.loop.stop()
+    text = exposition([rig.metrics.collect()]).decode()
+    for name, prefill, decode in (
+        ("rounds", 1.0, 7.0),
+        ("round_seconds", 4.5, 7 * 5.5),
+        ("draft_wait_seconds", 0.0, 7.0),
+        ("draft_compute_seconds", 0.0, 7 * 0.75),
+        ("target_wait_seconds", 4.0, 7 * 4.0),
+        ("target_compute_seconds", 3.0, 7 * 3.0),
+        ("delivery_seconds", 0.5, 7 * 0.5),
+    ):
+        assert f'paceline:{name}_total{{model_name="tiny",phase="prefill"}} {prefill}' in text
+        assert f'paceline:{name}_total{{model_name="tiny",phase="decode"}} {decode}' in text
+    assert 'paceline:run_ahead_wait_seconds_count{model_name="tiny",outcome="hit"} 7.0' in text
 
 
 async def test_a_request_of_many_sequences_is_one_stream(rig: Rig) -> None:

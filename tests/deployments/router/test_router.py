@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cluster.transport import Inbox
-from deployments.autoscaling import NUM_REQUESTS
+from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS
 from deployments.router.delivery import Deliveries, decode_output
 from deployments.router.router import Router
 from engine.errors import RequestError, TargetError
@@ -19,6 +19,10 @@ class Group:
     """A speculation group without workers; it may have lost its target."""
 
     error: TargetError | None = None
+
+    @property
+    def is_available(self) -> bool:
+        return self.error is None
 
     async def check_health(self) -> None:
         if self.error is not None:
@@ -110,7 +114,7 @@ async def test_cancelling_the_call_frees_the_blocks_at_once(router: Any, rig: Ri
     with pytest.raises(asyncio.CancelledError):
         await call
     assert rig.engine.num_free_blocks == rig.engine.num_blocks
-    assert router.record_autoscaling_stats() == {NUM_REQUESTS: 0}
+    assert router.record_autoscaling_stats() == {NUM_REQUESTS: 0, IS_RECOVERING: 0}
 
 
 async def test_cancelling_a_call_that_waits_for_tokens_frees_the_blocks(router: Any, rig: Rig, mail: Mail) -> None:
@@ -135,10 +139,15 @@ async def test_the_autoscaler_is_told_of_all_sequences(router: Any, mail: Mail) 
         anext(router.generate(generation(n=2, num_prompts=6, max_tokens=400), mail.inbox.address))
     )
     await mail.until(12)
-    assert router.record_autoscaling_stats() == {NUM_REQUESTS: 12}
+    assert router.record_autoscaling_stats() == {NUM_REQUESTS: 12, IS_RECOVERING: 0}
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
+
+
+async def test_the_autoscaler_is_told_that_the_target_is_down(router: Any) -> None:
+    router._group.error = TargetError("gone")
+    assert router.record_autoscaling_stats() == {NUM_REQUESTS: 0, IS_RECOVERING: 1}
 
 
 async def test_a_health_check_has_a_lost_target_restarted(router: Any, rig: Rig) -> None:

@@ -1,0 +1,124 @@
+"""Capacity: how many groups the nodes of a cluster can hold, and which bundle is missing what if one does not fit."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
+
+from cluster.config import GroupConfig
+from cluster.placement import Bundle, label_selectors, shares_gpu
+
+_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of the cluster: resources, of which some may be taken, and labels."""
+
+    resources: dict[str, float]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A bundle that needs a node: what it is for, its resources, and the labels that its node must have."""
+
+    name: str
+    bundle: Bundle
+    label_selector: Mapping[str, str]
+
+    def shortage(self, node: Node) -> str:
+        """Return what a node lacks for this bundle; nothing if it fits."""
+        lacking = {
+            name: amount - node.resources.get(name, 0)
+            for name, amount in self.bundle.items()
+            if node.resources.get(name, 0) + _EPSILON < amount
+        }
+        labels = [
+            f"label {name}={value}"
+            for name, value in self.label_selector.items()
+            if not node_labels_match_selector(dict(node.labels), {name: value})
+        ]
+        return ", ".join([*_texts(lacking), *labels])
+
+
+def slots(config: GroupConfig, bundles: Sequence[Bundle]) -> list[Slot]:
+    """Return the bundles of a group with their names and labels, those that are harder to place first.
+
+    Raises:
+        PlacementError: the label selectors contradict each other.
+    """
+    ranks = "the target" if config.tensor_parallel_size == 1 else "the target's ranks"
+    names = [ranks] * len(bundles)
+    names[0] = "the Router replica"
+    if config.has_draft_worker:
+        names[1] = f"{ranks} and the draft" if shares_gpu(config, bundles) else "the draft"
+    named = map(Slot, names, bundles, label_selectors(config, bundles))
+    return sorted(
+        named, key=lambda slot: (len(slot.bundle), slot.bundle.get("GPU", 0), slot.bundle.get("CPU", 0)), reverse=True
+    )
+
+
+def cluster_nodes() -> dict[str, Node]:
+    """Return every living node of Ray's cluster with all that it has, by its address and id."""
+    return {_node_name(node): Node(dict(node["Resources"]), node["Labels"]) for node in _living()}
+
+
+def free_nodes() -> dict[str, Node]:
+    """Return every living node of Ray's cluster with what nobody uses at present, by its address and id."""
+    free = available_resources_per_node()
+    return {_node_name(node): Node(dict(free.get(node["NodeID"], {})), node["Labels"]) for node in _living()}
+
+
+def place_groups(group: Iterable[Slot], nodes: Mapping[str, Node], *, limit: int) -> tuple[int, dict[str, Node]]:
+    """Return how many groups fit on the nodes, at most `limit`, and what they leave free."""
+    group, free = list(group), _copy(nodes)
+    for count in range(limit):
+        left = _copy(free)
+        if not all(_take(slot, left) for slot in group):
+            return count, free
+        free = left
+    return limit, free
+
+
+def missing(group: Iterable[Slot], nodes: Mapping[str, Node]) -> list[str]:
+    """Return one sentence for each bundle of a group that finds no room beside those placed before it."""
+    free, sentences = _copy(nodes), []
+    for slot in group:
+        if not _take(slot, free):
+            needs = ", ".join([*_texts(slot.bundle), *(f"label {n}={v}" for n, v in slot.label_selector.items())])
+            shortages = [f"{name} lacks {slot.shortage(node)}" for name, node in sorted(free.items())]
+            nowhere = "; ".join(shortages) or "there is no node"
+            sentences.append(f"no node has room for {slot.name}, which needs {needs}: {nowhere}")
+    return sentences
+
+
+def _take(slot: Slot, free: dict[str, Node]) -> bool:
+    """Take a bundle's resources from the node with the fewest GPUs left among those that have room for it."""
+    fitting = [node for node in free.values() if not slot.shortage(node)]
+    if not fitting:
+        return False
+    node = min(fitting, key=lambda node: node.resources.get("GPU", 0))
+    for resource, amount in slot.bundle.items():
+        node.resources[resource] -= amount
+    return True
+
+
+def _copy(nodes: Mapping[str, Node]) -> dict[str, Node]:
+    return {name: Node(dict(node.resources), node.labels) for name, node in nodes.items()}
+
+
+def _living() -> list[dict[str, Any]]:
+    nodes: list[dict[str, Any]] = ray.nodes()
+    return [node for node in nodes if node["Alive"]]
+
+
+def _node_name(node: Mapping[str, Any]) -> str:
+    return f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})"
+
+
+def _texts(resources: Mapping[str, float]) -> list[str]:
+    return [name if ":" in name else f"{amount:.3g} {name}" for name, amount in resources.items()]

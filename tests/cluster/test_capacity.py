@@ -1,0 +1,98 @@
+"""How many groups fit on nodes, and what is said of one that does not."""
+
+from dataclasses import replace
+
+import pytest
+import ray
+
+from cluster import capacity
+from cluster.capacity import Node, Slot, cluster_nodes, free_nodes, missing, place_groups, slots
+from cluster.config import GroupConfig
+from cluster.placement import placement_bundles
+from engine.config import ModelConfig
+
+AUTO = GroupConfig(ModelConfig("target"), ModelConfig("draft"))
+APART = replace(AUTO, target_accelerator_type="H100", draft_accelerator_type="L4")
+
+
+def node(num_cpus: float, num_gpus: float = 0, accelerator: str = "", **labels: str) -> Node:
+    accelerators = {f"accelerator_type:{accelerator}": 1.0} if accelerator else {}
+    return Node({"CPU": num_cpus, "GPU": num_gpus, **accelerators}, labels)
+
+
+def group(config: GroupConfig, num_gpus: int) -> list[Slot]:
+    return slots(config, placement_bundles(config, num_gpus=num_gpus))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_gpus", "expected"),
+    [
+        ([node(0.6)], 0, 0),
+        ([node(2)], 0, 2),
+        ([node(1.3), node(1.3)], 0, 3),
+        ([node(0.4), node(0.4)], 0, 1),
+        ([node(64, 4)], 4, 2),
+        ([node(64, 1)], 1, 1),
+        ([node(64, 3), node(64, 3)], 6, 3),
+    ],
+    ids=["too small", "by CPUs", "split", "split only", "by GPUs", "shared GPU", "GPUs of two nodes"],
+)
+def test_groups_fit_as_long_as_every_bundle_finds_a_node(nodes: list[Node], num_gpus: int, expected: int) -> None:
+    named = {str(index): resources for index, resources in enumerate(nodes)}
+    assert place_groups(group(AUTO, num_gpus), named, limit=10)[0] == expected
+
+
+def test_bundles_with_an_accelerator_type_choose_first() -> None:
+    nodes = {"a": node(8, 2, "H100"), "b": node(8, 1, "L4")}
+    count, free = place_groups(group(replace(AUTO, draft_accelerator_type="L4"), 3), nodes, limit=10)
+    assert count == 1
+    assert free["b"].resources["GPU"] == 0
+    assert nodes["b"].resources["GPU"] == 1
+
+
+def test_ranks_need_one_node_unless_they_may_be_spread() -> None:
+    nodes = {"a": node(8, 2), "b": node(8, 2), "c": node(8, 1)}
+    four = replace(AUTO, tensor_parallel_size=4)
+    assert place_groups(group(four, 5), nodes, limit=1)[0] == 0
+    assert place_groups(group(replace(four, target_nodes=2), 5), nodes, limit=1)[0] == 1
+
+
+def test_a_bundle_without_room_says_what_each_node_lacks() -> None:
+    nodes = {"a": node(8, 1, "H100"), "b": node(8, 1, "A100")}
+    assert missing(group(APART, 2), nodes) == [
+        "no node has room for the draft, which needs 0.2 CPU, 1 GPU, accelerator_type:L4: "
+        "a lacks 1 GPU, accelerator_type:L4; b lacks accelerator_type:L4"
+    ]
+    assert missing(group(AUTO, 2), nodes) == []
+    assert missing(group(AUTO, 2), {})[0].endswith("there is no node")
+
+
+def test_a_node_needs_the_labels_too() -> None:
+    config = replace(AUTO, target_label_selector={"pool": "big"}, draft_label_selector={"pool": "in(small,tiny)"})
+    assert missing(group(config, 0), {"a": node(8, pool="big"), "b": node(8, pool="tiny")}) == []
+    assert missing(group(config, 0), {"a": node(8, pool="big")}) == [
+        "no node has room for the draft, which needs 0.2 CPU, label pool=in(small,tiny): "
+        "a lacks label pool=in(small,tiny)"
+    ]
+
+
+def test_bundles_are_named_after_what_fills_them() -> None:
+    def names(config: GroupConfig, num_gpus: int) -> set[str]:
+        return {slot.name for slot in group(config, num_gpus)}
+
+    assert names(AUTO, 0) == {"the Router replica", "the draft", "the target"}
+    assert names(AUTO, 1) == {"the Router replica", "the target and the draft"}
+    assert names(replace(AUTO, tensor_parallel_size=2), 8) == {"the Router replica", "the draft", "the target's ranks"}
+    assert names(replace(AUTO, draft=None), 8) == {"the Router replica", "the target"}
+
+
+def test_nodes_that_have_left_have_no_resources(monkeypatch: pytest.MonkeyPatch) -> None:
+    living = {"NodeManagerAddress": "10.0.0.1", "NodeID": "abcdef0123", "Alive": True}
+    nodes = [
+        {**living, "Resources": {"CPU": 2.0}, "Labels": {"pool": "big"}},
+        {**living, "NodeID": "0123abcdef", "Alive": False, "Resources": {}, "Labels": {}},
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(capacity, "available_resources_per_node", lambda: {"abcdef0123": {"CPU": 0.5}})
+    assert cluster_nodes() == {"10.0.0.1 (abcdef01)": Node({"CPU": 2.0}, {"pool": "big"})}
+    assert free_nodes() == {"10.0.0.1 (abcdef01)": Node({"CPU": 0.5}, {"pool": "big"})}

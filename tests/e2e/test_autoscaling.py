@@ -1,0 +1,160 @@
+"""Replicas follow the load: real Serve, tiny models, more logical CPUs than cores. The tests share one service."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from ray import serve
+from ray.serve.context import _get_global_client
+
+from deployments.builder import app
+from deployments.config import AppConfig, Autoscaling
+from tests.e2e.test_app import save_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
+
+DOWNSCALE_DELAY_S = 4.0
+STREAM_TOKENS = 4000
+STEP = 12
+"""Streams of a step in load: for three replicas of four each, of which the cluster has room for two."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> AppConfig:
+    path = save_model(tmp_path_factory.mktemp("model"), seed=1, layers=2, hidden=32, max_position_embeddings=8192)
+    return AppConfig(
+        target_model=path,
+        draft_model=path,
+        served_model_name="tiny",
+        dtype="float32",
+        compile="off",
+        speculation="fixed",
+        num_speculative_tokens=1,
+        num_blocks=8192,
+        stream_interval_s=0.5,
+        autoscaling=Autoscaling(max_replicas=3, requests_per_replica=4, downscale_delay_s=DOWNSCALE_DELAY_S),
+    )
+
+
+@pytest.fixture(scope="module")
+def url(config: AppConfig) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"PYTHONPATH": str(Path(__file__).parents[2]), "RAY_SERVE_PROXY_USE_GRPC": "1"}
+    ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables})
+    try:
+        serve.start(http_options={"port": port})
+        serve.run(app(config))
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture
+async def client(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+        yield client
+
+
+async def router_details() -> dict[str, Any]:
+    """Return what Serve's controller knows of the Routers."""
+    client = _get_global_client()
+    assert client is not None
+    details = await asyncio.to_thread(client.get_serve_details)
+    deployment: dict[str, Any] = details["applications"]["default"]["deployments"]["Router"]
+    return deployment
+
+
+async def routers() -> tuple[int, int]:
+    """Return the number of Routers that Serve's controller aims at, and of those that run."""
+    details = await router_details()
+    return details["target_num_replicas"], sum(replica["state"] == "RUNNING" for replica in details["replicas"])
+
+
+async def streams_per_router() -> list[int]:
+    """Return how many requests each running Router has."""
+    names = [replica["actor_name"] for replica in (await router_details())["replicas"] if replica["state"] == "RUNNING"]
+    actors = [ray.get_actor(name, namespace="serve") for name in names]
+    return list(await asyncio.gather(*(actor.get_num_ongoing_requests.remote() for actor in actors)))
+
+
+async def wait_until(condition: Callable[[int, int], bool], timeout_s: float = 60) -> float:
+    """Return how long it took until the numbers of Routers, aimed at and running, were as they should be."""
+    started = time.monotonic()
+    async with asyncio.timeout(timeout_s):
+        while not condition(*await routers()):
+            await asyncio.sleep(0.05)
+    return time.monotonic() - started
+
+
+async def stream(client: httpx.AsyncClient, seed: int) -> str:
+    """Return the text of a whole stream."""
+    body = {"prompt": "A", "max_tokens": STREAM_TOKENS, "seed": seed, "ignore_eos": True, "stream": True}
+    async with client.stream("POST", "/v1/completions", json=body) as response:
+        events = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+    assert events.pop() == "[DONE]"
+    chunks = [json.loads(event)["choices"][0] for event in events]
+    assert chunks[-1]["finish_reason"] == "length"
+    return "".join(chunk["text"] for chunk in chunks)
+
+
+@asynccontextmanager
+async def load(client: httpx.AsyncClient, num_streams: int) -> AsyncIterator[list[asyncio.Task[str]]]:
+    """Have streams run until the block ends; those that then still run are abandoned."""
+    tasks = [asyncio.create_task(stream(client, seed)) for seed in range(num_streams)]
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_step_is_decided_on_within_3_seconds_and_the_service_goes_on_without_room(
+    client: httpx.AsyncClient, config: AppConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert await routers() == (1, 1)
+    async with load(client, STEP):
+        assert await wait_until(lambda target, _: target == 3) < 3
+        await wait_until(lambda _, running: running == 2)
+    response = await client.post("/v1/completions", json={"prompt": "A", "max_tokens": 4})
+    assert response.status_code == 200
+    app(config)
+    assert "autoscaling.max_replicas is 3, but the cluster has room for 2: no node has room for" in caplog.text
+
+
+async def test_load_that_comes_and_goes_does_not_move_the_number_of_replicas(client: httpx.AsyncClient) -> None:
+    targets = set()
+    async with load(client, STEP):
+        await wait_until(lambda target, running: (target, running) == (3, 2))
+    for num_streams in (0, STEP, 0):
+        async with load(client, num_streams):
+            until = time.monotonic() + DOWNSCALE_DELAY_S / 2
+            while time.monotonic() < until:
+                targets.add((await routers())[0])
+    assert targets == {3}
+
+
+async def test_scaling_down_cuts_no_stream(client: httpx.AsyncClient) -> None:
+    async with load(client, STEP):
+        await wait_until(lambda _, running: running == 2)
+    async with load(client, 3) as tasks:
+        async with asyncio.timeout(10):
+            while sorted(await streams_per_router()) != [1, 2]:
+                await asyncio.sleep(0.05)
+        assert await wait_until(lambda target, _: target == 1) < DOWNSCALE_DELAY_S + 3
+        assert not any(task.done() for task in tasks), "streams must outlast the decision"
+        texts = await asyncio.gather(*tasks)
+    await wait_until(lambda *numbers: numbers == (1, 1))
+    async with load(client, 3) as tasks:
+        assert await asyncio.gather(*tasks) == texts

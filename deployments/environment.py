@@ -6,6 +6,7 @@ On a cluster, every node needs those of SERVE_ENVIRONMENT; `RAY_SERVE_ENABLE_HA_
 
 import os
 
+from deployments.config import AppConfig
 from deployments.haproxy.variables import haproxy_variables
 
 SERVE_ENVIRONMENT = {
@@ -23,18 +24,17 @@ SERVE_ENVIRONMENT = {
 """What is the same for all servers."""
 
 
-def serve_environment(longest_stream_s: float = 600.0) -> dict[str, str]:
-    """Return the variables for one server on this machine, with ports and files of its own.
-
-    Args:
-        longest_stream_s: seconds that a stream may last after a change of replicas or configuration.
-    """
+def serve_environment(config: AppConfig) -> dict[str, str]:
+    """Return the variables for one server on this machine, with ports and files of its own."""
     chosen = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1")
-    haproxy = haproxy_variables(longest_stream_s) if chosen == "1" else {"RAY_SERVE_ENABLE_HA_PROXY": chosen}
+    if chosen != "1":
+        return SERVE_ENVIRONMENT | {"RAY_SERVE_ENABLE_HA_PROXY": chosen}
+    longest_s = max(config.limits.request_timeout_s, config.drain_timeout_s)
+    haproxy = haproxy_variables(longest_stream_s=longest_s, max_header_bytes=config.limits.max_header_bytes)
     return SERVE_ENVIRONMENT | haproxy
 
 
-def set_serve_environment(longest_stream_s: float) -> None:
+def set_serve_environment(config: AppConfig) -> None:
     """Set those variables that are not set yet, for the processes that are started from now on."""
-    for name, value in serve_environment(longest_stream_s).items():
+    for name, value in serve_environment(config).items():
         os.environ.setdefault(name, value)

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import random
+import resource
 import shlex
 import shutil
 import socket
@@ -26,8 +27,11 @@ logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 PORTS = range(20_000, 32_000)
 """Below the ports that Linux gives to outgoing connections."""
 PORTS_PER_SERVER = 100
-HEADER_BUFFER_BYTES = 2**16
-"""Four times what the Ingress allows by default, so that the Ingress refuses most headers that are too large."""
+MAX_CONNECTIONS = 10_000
+FILES_PER_CONNECTION = 2
+FILES_BESIDE = 200
+RESERVED_BUFFER_BYTES = 1024
+"""What HAProxy keeps free in each buffer."""
 STOP_MARGIN_S = 60
 KEEP_ALIVE_S = 90
 """How long an idle connection stays with an HAProxy process that has been replaced."""
@@ -43,17 +47,18 @@ ERRORS = {
 _held_ports: list[socket.socket] = []
 
 
-def haproxy_variables(longest_stream_s: float) -> dict[str, str]:
-    """Return the variables with which Serve uses HAProxy; where there is none, those that choose Serve's own proxy.
+def haproxy_variables(*, longest_stream_s: float, max_header_bytes: int) -> dict[str, str]:
+    """Return the variables with which Serve uses HAProxy; where there is none, the one that chooses Serve's own proxy.
 
     Args:
-        longest_stream_s: seconds that a stream may last after a change of replicas or configuration.
+        longest_stream_s: seconds that a stream may go on after a change of replicas or configuration.
+        max_header_bytes: what the Ingress accepts. It refuses up to twice as much, and HAProxy what is still larger.
     """
     if (haproxy := find_haproxy()) is None:
         logger.warning("no HAProxy runs on this machine: Serve's own proxy is used, which takes more CPU per token")
         return {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
-    # Short, because a Unix socket's path has at most 97 characters here and Ray adds 69; and private, because whoever
-    # reaches HAProxy's socket commands it.
+    # Short, because HAProxy takes at most 97 characters as a socket's path, and Ray adds up to 70. Private, because
+    # whoever reaches the socket commands HAProxy.
     folder = Path(tempfile.mkdtemp(prefix="paceline-", dir="/tmp"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     ports = _hold_ports()
@@ -70,7 +75,8 @@ def haproxy_variables(longest_stream_s: float) -> dict[str, str]:
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports[3]),
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ports[4]),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports[-1]),
-        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(HEADER_BUFFER_BYTES),
+        "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections()),
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(2 * max_header_bytes + RESERVED_BUFFER_BYTES),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",  # one thread forwards far more tokens than a target produces
         # After a change a new process takes over, and the old one ends with its streams, or here.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(longest_stream_s) + STOP_MARGIN_S),
@@ -110,6 +116,14 @@ def _hold_ports() -> range:
         _held_ports.append(holder)
         return range(first, first + PORTS_PER_SERVER)
     raise OSError(f"no free ports from {PORTS.start} to {PORTS.stop}")
+
+
+def _max_connections() -> int:
+    """Return how many clients HAProxy may have, which refuses to start if it cannot open files enough for them."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return min(MAX_CONNECTIONS, (limit - FILES_BESIDE) // FILES_PER_CONNECTION)
 
 
 def _write_program(haproxy: Path, folder: Path) -> Path:

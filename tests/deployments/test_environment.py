@@ -5,6 +5,7 @@ import os
 import pytest
 from ray.serve._private import constants
 
+from deployments.config import AppConfig
 from deployments.environment import SERVE_ENVIRONMENT, serve_environment, set_serve_environment
 
 
@@ -21,7 +22,7 @@ def test_serve_knows_each_variable() -> None:
 
 def test_what_the_operator_has_set_is_kept() -> None:
     os.environ["RAY_SERVE_PROXY_USE_GRPC"] = "0"
-    set_serve_environment(300)
+    set_serve_environment(AppConfig())
     assert os.environ["RAY_SERVE_PROXY_USE_GRPC"] == "0"
     assert {name: os.environ[name] for name in SERVE_ENVIRONMENT} == {
         **SERVE_ENVIRONMENT,
@@ -31,4 +32,4 @@ def test_what_the_operator_has_set_is_kept() -> None:
 
 def test_an_operator_can_do_without_haproxy() -> None:
     os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "0"
-    assert serve_environment(300) == SERVE_ENVIRONMENT | {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+    assert serve_environment(AppConfig()) == SERVE_ENVIRONMENT | {"RAY_SERVE_ENABLE_HA_PROXY": "0"}

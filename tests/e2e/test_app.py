@@ -66,7 +66,7 @@ def url(pair):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     root = str(Path(__file__).parents[2])
-    variables = {"PYTHONPATH": root, **serve_environment()}
+    variables = {"PYTHONPATH": root, **serve_environment(AppConfig())}
     ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables})
     try:
         serve.start(http_options={"port": port})

@@ -78,3 +78,5 @@ def test_the_end_of_one_server_is_not_the_end_of_the_other(servers: list[Server]
     servers[0].send(signal.SIGTERM)
     assert servers[0].process.wait(STOP_S) == 0
     assert model(servers[1]) == NAMES[1]
+    servers[1].send(signal.SIGTERM)
+    assert servers[1].process.wait(STOP_S) == 0

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig
 from ray.serve.config import HTTPOptions
@@ -77,3 +78,17 @@ def test_haproxy_takes_the_mended_configuration(config: Path, errors: Path) -> N
     result = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
     assert result.returncode == 0, result.stderr
     assert "127.0.0.1:9101" in config.read_text()
+
+
+def test_haproxy_ends_with_the_process_that_started_it(config: Path, errors: Path, tmp_path: Path) -> None:
+    haproxy = tmp_path / "haproxy"
+    haproxy.write_text("#!/bin/sh\necho $$\nexec sleep 60\n")
+    haproxy.chmod(0o700)
+    start = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
+    launch = [sys.executable, "-IS", launcher.__file__, str(haproxy), str(errors), "-f", str(config)]
+    with subprocess.Popen([sys.executable, "-c", start, *launch], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        process = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    _, alive = psutil.wait_procs([process], timeout=10)
+    assert alive == []

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.skipif(find_haproxy() is None, reason="no HAProxy on th
 
 @pytest.fixture
 def values() -> dict[str, str]:
-    return haproxy_variables(300)
+    return haproxy_variables(longest_stream_s=300, max_header_bytes=2**14)
 
 
 def test_serve_knows_each_variable(values: dict[str, str]) -> None:
@@ -27,11 +28,18 @@ def test_serve_knows_each_variable(values: dict[str, str]) -> None:
 
 
 def test_two_servers_share_no_port_and_no_file(values: dict[str, str]) -> None:
-    other = haproxy_variables(300)
+    other = haproxy_variables(longest_stream_s=300, max_header_bytes=2**14)
     shared = {name for name, value in values.items() if other[name] == value}
     assert all(not name.endswith(("_PORT", "_PATH", "_LOC", "_BASE", "_FILE")) for name in shared)
     first, last = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"
     assert int(values[last]) < int(other[first]) or int(other[last]) < int(values[first])
+
+
+def test_a_server_that_finds_no_free_ports_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variables, "PORTS", range(32_100, 32_200))
+    haproxy_variables(longest_stream_s=300, max_header_bytes=2**14)
+    with pytest.raises(OSError, match="no free ports"):
+        haproxy_variables(longest_stream_s=300, max_header_bytes=2**14)
 
 
 def test_only_this_user_reaches_the_socket_that_commands_haproxy(values: dict[str, str]) -> None:
@@ -46,6 +54,19 @@ def test_socket_paths_are_short_enough(values: dict[str, str]) -> None:
 
 def test_streams_outlive_a_change(values: dict[str, str]) -> None:
     assert int(values["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) > 300
+
+
+def test_the_ingress_gets_to_see_headers_that_are_too_large(values: dict[str, str]) -> None:
+    assert int(values["RAY_SERVE_HAPROXY_TUNE_BUFSIZE"]) > 2 * 2**14
+
+
+@pytest.mark.parametrize(("limit", "connections"), [(1024, 412), (2**20, 10_000), (resource.RLIM_INFINITY, 10_000)])
+def test_connections_are_no_more_than_the_files_that_a_process_may_open(
+    monkeypatch: pytest.MonkeyPatch, limit: int, connections: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, limit))
+    values = haproxy_variables(longest_stream_s=300, max_header_bytes=2**14)
+    assert values["RAY_SERVE_HAPROXY_MAXCONN"] == str(connections)
 
 
 def test_each_answer_of_haproxys_own_is_json_of_its_length(values: dict[str, str]) -> None:
@@ -66,7 +87,7 @@ def test_without_haproxy_serves_own_proxy_is_used_and_the_log_says_so(
     with caplog.at_level(logging.WARNING, logger="ray.serve"):
         variables.logger.addHandler(caplog.handler)
         try:
-            assert haproxy_variables(300) == {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+            assert haproxy_variables(longest_stream_s=300, max_header_bytes=2**14) == {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
         finally:
             variables.logger.removeHandler(caplog.handler)
     assert "Serve's own proxy is used" in caplog.text

@@ -4,6 +4,7 @@ import signal
 from collections.abc import Iterator
 
 import httpx
+import psutil
 import pytest
 
 from deployments.haproxy.variables import find_haproxy
@@ -44,8 +45,8 @@ def test_each_server_answers_its_own_clients(servers: list[Server]) -> None:
 
 def test_nothing_of_haproxy_listens_to_other_machines(servers: list[Server]) -> None:
     for server in servers:
-        (haproxy,) = server.processes("haproxy.cfg")
-        listening = [connection.laddr for connection in haproxy.net_connections() if connection.status == "LISTEN"]
+        connections = [each for haproxy in server.processes("haproxy.cfg") for each in haproxy.net_connections()]
+        listening = [connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN]
         assert len(listening) == 3
         assert {address.ip for address in listening} == {"127.0.0.1"}
 

@@ -45,7 +45,8 @@ def test_each_server_answers_its_own_clients(servers: list[Server]) -> None:
 
 def test_nothing_of_haproxy_listens_to_other_machines(servers: list[Server]) -> None:
     for server in servers:
-        connections = [each for haproxy in server.processes("haproxy.cfg") for each in haproxy.net_connections()]
+        processes = server.processes("haproxy.cfg")
+        connections = [connection for process in processes for connection in process.net_connections()]
         listening = [connection.laddr for connection in connections if connection.status == psutil.CONN_LISTEN]
         assert len(listening) == 3
         assert {address.ip for address in listening} == {"127.0.0.1"}

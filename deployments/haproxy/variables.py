@@ -28,7 +28,8 @@ PORTS = range(20_000, 32_000)
 """Below the ports that Linux gives to outgoing connections."""
 PORTS_PER_SERVER = 100
 MAX_CONNECTIONS = 10_000
-FILES_PER_CONNECTION = 2
+FILES_PER_CONNECTION = 2.5
+"""Both sides of a connection, and for each fourth connection the two ends of a pipe."""
 FILES_BESIDE = 200
 RESERVED_BUFFER_BYTES = 1024
 """What HAProxy keeps free in each buffer."""
@@ -123,7 +124,7 @@ def _max_connections() -> int:
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
-    return min(MAX_CONNECTIONS, (limit - FILES_BESIDE) // FILES_PER_CONNECTION)
+    return min(MAX_CONNECTIONS, int((limit - FILES_BESIDE) / FILES_PER_CONNECTION))
 
 
 def _write_program(haproxy: Path, folder: Path) -> Path:

@@ -39,7 +39,7 @@ def main() -> None:
         application = build(config, can_grow=False)  # the cluster will be this machine
     except click.UsageError as error:
         parser.error(error.message)
-    set_serve_environment()
+    set_serve_environment(config)
     ray.init("local", namespace=NAMESPACE)  # never a running cluster: the end deletes its applications
     # After ray.init, which installs a handler of its own.
     for signal_number in (signal.SIGINT, signal.SIGTERM):

@@ -1,14 +1,18 @@
-"""SERVE_ENVIRONMENT: the environment variables with which Ray must be started, on every node.
+"""set_serve_environment: the environment variables with which Ray must be started.
 
 Serve reads them when its processes start; nothing in an application's configuration can set them. `make serve` does.
+On a cluster, every node needs those of SERVE_ENVIRONMENT; `RAY_SERVE_ENABLE_HA_PROXY=1` is then up to its operator.
 """
 
 import os
 
+from deployments.config import AppConfig
+from deployments.haproxy.variables import haproxy_variables
+
 SERVE_ENVIRONMENT = {
     # Drops headers by which clients could give the proxy orders.
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deployments.ingress.proxy:middlewares",
-    # Between proxy and Ingress: gRPC instead of Ray's actor calls.
+    # Between Serve's own proxy and Ingress: gRPC instead of Ray's actor calls.
     "RAY_SERVE_PROXY_USE_GRPC": "1",
     # One event loop per process: by default every chunk changes threads twice in each of proxy, Ingress and Router,
     # which takes a third of their CPU time. Nothing here blocks a loop: tokenizing has a thread of its own.
@@ -19,9 +23,20 @@ SERVE_ENVIRONMENT = {
     # A dead proxy is replaced after three failed checks; by default they are 10 s apart.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
 }
+"""What is the same for all servers."""
 
 
-def set_serve_environment() -> None:
+def serve_environment(config: AppConfig) -> dict[str, str]:
+    """Return the variables for one server on this machine, with ports and files of its own."""
+    chosen = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY", "1")
+    if chosen != "1":
+        return SERVE_ENVIRONMENT | {"RAY_SERVE_ENABLE_HA_PROXY": chosen}
+    longest_s = max(config.limits.request_timeout_s, config.drain_timeout_s)
+    haproxy = haproxy_variables(longest_stream_s=longest_s, max_header_bytes=config.limits.max_header_bytes)
+    return SERVE_ENVIRONMENT | haproxy
+
+
+def set_serve_environment(config: AppConfig) -> None:
     """Set those variables that are not set yet, for the processes that are started from now on."""
-    for name, value in SERVE_ENVIRONMENT.items():
+    for name, value in serve_environment(config).items():
         os.environ.setdefault(name, value)

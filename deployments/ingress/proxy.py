@@ -1,7 +1,8 @@
-"""Middleware for Serve's HTTP proxy: drops the headers by which a client could give the proxy orders.
+"""Middleware for Serve's HTTP servers: drops the headers by which a client could give Serve orders.
 
-With these headers a client can switch off its deadline and its disconnect detection, and choose its request's id. The
-proxy loads the middleware where Ray starts with the variables of `deployments/environment.py`.
+With these headers a client can switch off its deadline and its disconnect detection, and choose its request's id. Serve
+loads the middleware where Ray starts with the variables of `deployments/environment.py`: in its own proxy, and, where
+HAProxy is the proxy, before the Ingress.
 """
 
 from starlette.middleware import Middleware

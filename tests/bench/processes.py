@@ -14,11 +14,13 @@ TITLES = {
     "Router": "Router",
     "Ingress": "Ingress",
     "ProxyActor": "proxy",
+    "HAProxyManager": "proxy",
+    "haproxy.cfg": "proxy",
     "DraftWorker": "draft",
     "TargetWorker": "target",
 }
 """What the titles of processes contain, and how these are called here; all others are Ray's."""
-NAMES = (*TITLES.values(), "Ray")
+NAMES = (*dict.fromkeys(TITLES.values()), "Ray")
 
 
 def freeze(root_pid: int) -> None:

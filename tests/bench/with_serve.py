@@ -17,7 +17,8 @@ import aiohttp
 import httpx
 
 from cluster.config import RunAhead
-from deployments.environment import SERVE_ENVIRONMENT
+from deployments.config import AppConfig
+from deployments.environment import serve_environment
 from engine.config import Speculation
 from tests.bench.figures import Batch, Timeline, since
 from tests.bench.processes import cpu_seconds, freeze, thaw
@@ -28,7 +29,6 @@ ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
     "RAY_ADDRESS": "local",  # a cluster of its own, whatever else runs on this machine
     "RAY_USAGE_STATS_ENABLED": "0",
-    **SERVE_ENVIRONMENT,
 }
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
@@ -55,7 +55,7 @@ class Server:
         self._log = Path(self._folder.name) / "log"
         config = Path(self._folder.name) / "serve.json"
         config.write_text(json.dumps(_serve_config(workload, arguments, port)))
-        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+        environment = os.environ | ENVIRONMENT | serve_environment(AppConfig()) | {"PYTHONPATH": str(ROOT)}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [Path(sys.executable).with_name("serve"), "run", config],

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from deployments.builder import app
 from deployments.config import AppConfig
-from deployments.environment import SERVE_ENVIRONMENT
+from deployments.environment import serve_environment
 from engine.llm import LLM
 from engine.sampling.grammar import from_regex
 from engine.sampling.params import SamplingParams
@@ -66,7 +66,7 @@ def url(pair):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     root = str(Path(__file__).parents[2])
-    variables = {"PYTHONPATH": root, **SERVE_ENVIRONMENT}
+    variables = {"PYTHONPATH": root, **serve_environment(AppConfig())}
     ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables})
     try:
         serve.start(http_options={"port": port})

@@ -1,77 +1,18 @@
 """`python -m deployments`: a signal ends the server only after the streams that run, and nothing stays behind."""
 
-import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
+from deployments.haproxy.variables import find_haproxy
+from tests.e2e.servers import STOP_S, Server
+
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
-
-ROOT = Path(__file__).parents[2]
-START_S = 180
-STOP_S = 120
-
-
-class Server:
-    """A server process on a free port, and what it has written."""
-
-    def __init__(self, log: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.log = log
-        command = [sys.executable, "-m", "deployments", "--port", str(port), "compile=off"]
-        with log.open("w") as output:
-            # A session of its own: what is left of it can be found, and a terminal's signals do not reach it.
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT)},
-                start_new_session=True,
-            )
-        self._descendants: list[psutil.Process] = []
-
-    def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()
-            try:
-                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
-                    self._descendants = psutil.Process(self.process.pid).children(recursive=True)
-                    return
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.2)
-        pytest.fail(self.log.read_text())
-
-    def send(self, signal_number: int) -> None:
-        self.process.send_signal(signal_number)
-
-    def wait_until_gone(self) -> int:
-        """The exit status, when no process of the server is left."""
-        status = self.process.wait(STOP_S)
-        _, alive = psutil.wait_procs(self._descendants, timeout=30)
-        assert alive == []
-        return status
-
-    def kill(self) -> None:
-        for process in self._descendants:
-            if process.is_running():
-                process.kill()
-        self.process.kill()
-        self.process.wait()
 
 
 @pytest.fixture
@@ -82,6 +23,13 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield server
     finally:
         server.kill()
+
+
+def refusal(server: Server) -> tuple[int, str, str]:
+    """Status, code and Retry-After of the first request that is refused."""
+    while (response := httpx.get(f"{server.url}/v1/models")).is_success:
+        pass
+    return response.status_code, response.json()["error"]["code"], response.headers["retry-after"]
 
 
 def test_sigterm_lets_running_streams_finish_and_leaves_nothing_behind(server: Server) -> None:
@@ -99,6 +47,8 @@ def test_sigterm_lets_running_streams_finish_and_leaves_nothing_behind(server: S
     reader.start()
     assert has_started.wait(STOP_S)
     server.send(signal.SIGTERM)
+    if find_haproxy() is not None:
+        assert refusal(server) == (503, "unavailable", "1")
     assert server.wait_until_gone() == 0
     reader.join(STOP_S)
     assert [line for line in lines if line][-1] == "data: [DONE]"

@@ -1,0 +1,78 @@
+"""Program `launcher.py HAPROXY ERROR_FOLDER -f CONFIG ...`: mend the configuration that Serve wrote, then be HAProxy.
+
+Serve has no settings for what is mended here:
+
+- It opens the metrics and the statistics to every network. They are for this machine only.
+- It gives a client an hour to send its headers.
+- It answers in plain text where clients expect JSON, and with 404 where no application runs yet, or any more.
+- It leaves HAProxy running, on the server's port, when all of Ray is killed.
+
+This file imports only the standard library, because it runs at each change of replicas.
+"""
+
+import ctypes
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+HEADERS_TIMEOUT_S = 30
+PR_SET_PDEATHSIG = 1
+NO_APPLICATION = "http-response deny deny_status 503 if { status 404 } { res.hdr(content-type) -m beg text/plain }"
+"""Refuses what Serve's own proxy answers while it has no application; the Ingress answers 404 in JSON."""
+
+
+class TemplateError(Exception):
+    """Serve's configuration lacks a line that this program replaces: it comes from another Ray release."""
+
+
+def mend(config: str, error_folder: Path) -> str:
+    """Return Serve's configuration with private ports, a time limit for headers, and the error files of a folder.
+
+    A file `404.http` in the folder is the whole response, status line first, where HAProxy would answer 404 by itself.
+
+    Raises:
+        TemplateError: a line to replace is missing.
+    """
+    for section in ("frontend prometheus", "listen stats"):
+        config = _replace(rf"^({section}\n\s+bind )\*?:", r"\g<1>127.0.0.1:", config)
+    config = _replace(r"^\s+errorfile \d+ .*\n", "", config)
+    lines = [f"errorfile {path.stem} {path}" for path in sorted(error_folder.glob("*.http"))]
+    lines.append(f"timeout http-request {HEADERS_TIMEOUT_S}s")
+    config = _replace(r"^defaults\n", "defaults\n" + "".join(f"    {line}\n" for line in lines), config)
+    config = _replace(r"^(frontend http_frontend\n)", rf"\g<1>    {NO_APPLICATION}\n", config)
+    return _replace(r"^(backend default_backend\n\s+http-request) return .*$", r"\g<1> deny deny_status 503", config)
+
+
+def end_with_parent() -> None:
+    """Make Linux end this process, also as HAProxy, when the process that started it dies.
+
+    Raises:
+        OSError: Linux refused.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM):
+        raise OSError(ctypes.get_errno(), "prctl")
+    if os.getppid() == 1:
+        sys.exit("the process that started HAProxy has ended")
+
+
+def _replace(pattern: str, replacement: str, text: str) -> str:
+    replaced, count = re.subn(pattern, replacement, text, flags=re.MULTILINE)
+    if not count:
+        raise TemplateError(f"no line matches {pattern!r}")
+    return replaced
+
+
+def main() -> None:
+    """Replace this process by HAProxy, which Serve watches by its process id."""
+    end_with_parent()
+    haproxy, error_folder, *arguments = sys.argv[1:]
+    path = Path(arguments[arguments.index("-f") + 1])
+    path.write_text(mend(path.read_text(), Path(error_folder)))
+    os.execv(haproxy, [haproxy, *arguments])
+
+
+if __name__ == "__main__":
+    main()

@@ -60,7 +60,6 @@ class PacedBackend:
         self._idle_from = ends
         self.num_passes += 1
         if (now := self._clock()) > ends:
-            self._idle_from = now
             self.num_late += 1
             self._log_late(now, now - ends)
         return output

@@ -250,12 +250,15 @@ def test_rows_that_hit_do_not_wait_for_one_that_misses(monkeypatch):
         text += draft.token_ids
         text.append(1 if name == "d" else next_token(text, None))
     monkeypatch.setattr(drafter._pace, "slowdown", lambda num_steps: 1 + num_steps)
+    moves, move = [], drafter._kv.move
+    monkeypatch.setattr(drafter._kv, "move", lambda *slots: (moves.append(slots), move(*slots)))
     model.passes.clear()
     lengths = [len(draft.token_ids) for draft in propose(drafter, *rows())]
     assert lengths == [0 if name == "d" else K for name in texts]
-    assert model.passes == []
+    assert (model.passes, moves) == ([], [])
     finish(drafter)
-    assert model.passes, "afterwards the drafter goes on"
+    assert model.passes
+    assert moves, "the cache is brought up to date afterwards"
     monkeypatch.setattr(drafter._pace, "slowdown", lambda num_steps: 1.0)
     for text in texts.values():
         text.append(7)

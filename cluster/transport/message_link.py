@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 
 from cluster.protocol.messages import AnyReply, MalformedMessageError, RoundMessage, decode_reply, encode
 from cluster.transport.errors import ConnectionLostError, DeadlineError, PeerGoneError, TransportError
@@ -10,7 +11,7 @@ from cluster.transport.protocol import OnBreak
 logger = logging.getLogger(__name__)
 
 
-class MessageLink:
+class MessageLink(ABC):
     """A `Link` over anything that moves bytes.
 
     A reply is matched to its call by the round. One that no call waits for (it came late or twice, or has another
@@ -101,10 +102,10 @@ class MessageLink:
             if not reply.done():
                 reply.set_exception(error)
 
+    @abstractmethod
     def _send_now(self, payload: bytes) -> bool:
         """Send a message if that is possible without waiting; return whether it was sent."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _send(self, payload: bytes) -> None:
         """Send a message as soon as the peer has room for it."""
-        raise NotImplementedError

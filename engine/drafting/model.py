@@ -8,8 +8,6 @@ token, a request it never saw and a request it forgot are the same case.
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Container, Generator, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +15,7 @@ from torch import Tensor
 
 from engine.block_pool import BlockPool
 from engine.config import EngineConfig
+from engine.drafting.cached_prefix import CachedPrefix, Text, common_length
 from engine.drafting.chain import Chain, Drawn, Ranking, extend
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build, next_tokens
@@ -30,36 +29,6 @@ from engine.verification.rule import RULES
 
 TOP_M = 32
 """Under the rejection rule the drafter samples from its m likeliest tokens only, so that a sparse row can travel."""
-
-
-@dataclass(slots=True)
-class CachedPrefix:
-    """The tokens of one request whose keys and values are cached, and the blocks that hold them.
-
-    Attributes:
-        num_committed: how many of the tokens were committed when they were last compared; these never change.
-    """
-
-    token_ids: list[int] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
-    num_committed: int = 0
-
-
-class Text(NamedTuple):
-    """A request's committed tokens and the draft tokens after them, which are not copied: texts can be long."""
-
-    committed: Sequence[int]
-    drafted: Sequence[int]
-
-    @property
-    def length(self) -> int:
-        """Number of tokens."""
-        return len(self.committed) + len(self.drafted)
-
-    def part(self, start: int, end: int) -> list[int]:
-        """Return the tokens from `start` to before `end`."""
-        base = len(self.committed)
-        return [*self.committed[start:end], *self.drafted[max(start - base, 0) : max(end - base, 0)]]
 
 
 class ModelDrafter:
@@ -283,20 +252,6 @@ class ModelDrafter:
 
 MAX_TAIL = 8
 """Rows that lag by at most this many tokens compute them in the pass of their last token."""
-
-
-def common_length(prefix: CachedPrefix, text: Text) -> int:
-    """Return how many of a prefix's tokens a text begins with, and note how many of these are committed.
-
-    The text's last token never counts: its logits are needed, so it is always computed again. Committed tokens are
-    compared once.
-    """
-    length = min(len(prefix.token_ids), text.length - 1)
-    first = min(prefix.num_committed, length)
-    pairs = zip(prefix.token_ids[first:length], text.part(first, length), strict=True)
-    same = next((i for i, (known, token) in enumerate(pairs, first) if known != token), length)
-    prefix.num_committed = min(same, len(text.committed))
-    return same
 
 
 def finish(work: Generator[None, None, ForwardBatch]) -> ForwardBatch:

@@ -73,15 +73,13 @@ class ModelVerifier:
         """Compute the logits and, unless a rule or a prompt wants logits alone, draw a token from each row."""
         params = [run.params for run in runs for _ in run.depths]
         has_prompts = len(params) < len(batch.logit_indices)
-        if not self._rule.shares_noise or has_prompts:
-            logits = self.backend.run(batch).logits
-            self.backend.wait()
-            return logits, None
-        positions = [position for run in runs for position in run.positions]
-        (draws,) = plan_draws(params, positions, self.backend.device)
+        draws = None
+        if self._rule.shares_noise and not has_prompts:
+            positions = [position for run in runs for position in run.positions]
+            (draws,) = plan_draws(params, positions, self.backend.device)
         output = self.backend.run(batch, draws)
         self.backend.wait()
-        return output.logits, output.tokens.tolist()
+        return output.logits, None if draws is None else output.tokens.tolist()
 
     def _keep_paths(self, rows: Sequence[VerifyRow], paths: Sequence[list[int]]) -> None:
         """Move the keys and values of accepted nodes to the places after the tips.

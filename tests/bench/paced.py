@@ -72,11 +72,11 @@ def paced(
     cells: list[PacedCell] = []
     failures: list[str] = []
     with TemporaryDirectory(prefix="paceline-pair-") as folder:
-        for part in _by_models(workload, Path(folder)):
-            compile_models(part, console)
-            rows, failed = collect(methods_of(arms), part, console, start)
-            ratios = virtual_ratios(rows, pair, part, console)
-            cells += paced_cells(rows, ratios, pair, part)
+        for paced_workload in _by_models(workload, Path(folder)):
+            compile_models(paced_workload, console)
+            rows, failed = collect(methods_of(arms), paced_workload, console, start)
+            ratios = virtual_ratios(rows, pair, paced_workload, console)
+            cells += paced_cells(rows, ratios, pair, paced_workload)
             failures += failed
     show(cells, workload, console)
     if json is not None:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.drafting.cached_prefix import Text
 from engine.drafting.chain import Chain, Ranking
-from engine.drafting.model import ModelDrafter, Text
+from engine.drafting.model import ModelDrafter
 from engine.drafting.run_ahead.branches import Branches, Trunk
 from engine.drafting.run_ahead.foresight import NUM_CANDIDATES, Foresight
 from engine.drafting.run_ahead.pace import WIDTHS, Pace

@@ -1,0 +1,116 @@
+"""Texts: the bundled pair on the device against the CPU, and drafts against no drafts.
+
+In float32 every text must be that of the CPU. In bfloat16 two tokens with almost equal scores may change places between
+a pass over one row and a pass over five: such flips are counted.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.config import EngineConfig, make_pair
+from engine.drafting.model import ModelDrafter
+from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.execution.backend import Backend
+from engine.execution.registry import load_backend
+from engine.models.tokenizer import load_tokenizer
+from engine.protocols import Drafter, NoDrafter
+from engine.sampling.params import SamplingParams
+from tests.bench.workload import OWN_PROMPTS
+from tests.engine.running import make_engine, run
+from tests.fakes import InterruptedDrafter, TreeDrafter
+
+PARAMS = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.3),
+    SamplingParams(temperature=0.8, top_k=40, min_p=0.02),
+)
+BATCH_SIZES = (1, 8)
+NUM_PROMPTS = 4
+_NUM_BLOCKS = 2048
+
+Texts = list[list[int]]
+MakeDrafter = Callable[[EngineConfig], Drafter]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The bundled pair on one device."""
+
+    target: Backend
+    draft: Backend
+
+
+def load_pair(device: str, dtype: str) -> Pair:
+    """Load both bundled models, which run eagerly on a CPU."""
+    pair = make_pair(device=device, dtype=dtype, compile="off", num_threads=2)
+    assert pair.draft is not None
+    return Pair(load_backend(pair.target), load_backend(pair.draft))
+
+
+def drafters(pair: Pair) -> dict[str, MakeDrafter]:
+    """Return every way to draft, by its name."""
+    vocab = pair.target.info.vocab_size
+    return {
+        "no draft": lambda _: NoDrafter(),
+        "draft": lambda config: ModelDrafter(pair.draft, config, token_limit=vocab),
+        "target as its own draft": lambda config: ModelDrafter(pair.target, config),
+        "running ahead": lambda config: InterruptedDrafter(RunAheadDrafter(pair.draft, config, token_limit=vocab)),
+        "trees": lambda _: TreeDrafter(range(2, 200)),
+    }
+
+
+def equal_texts(device: str, *, num_tokens: int) -> Iterator[dict[str, Any]]:
+    """Yield, in float32, how many texts of each way to draft differ from the CPU's."""
+    reference, pair = load_pair("cpu", "float32"), load_pair(device, "float32")
+    # A coupled text depends on the target alone; a text under the rejection rule depends on the draft as well.
+    for verification, expected_by in (("coupled", "no draft"), ("rejection", "draft")):
+        expected_drafter = drafters(reference)[expected_by]
+        expected = generate(
+            reference.target, expected_drafter, batch_size=1, num_tokens=num_tokens, verification=verification
+        )
+        for name, make in drafters(pair).items():
+            for batch_size in BATCH_SIZES if verification == "coupled" or name == expected_by else ():
+                texts = generate(
+                    pair.target, make, batch_size=batch_size, num_tokens=num_tokens, verification=verification
+                )
+                yield {"arm": f"{verification}, {name}, batch {batch_size}", **difference(expected, texts)}
+
+
+def flips(device: str, *, num_tokens: int) -> Iterator[dict[str, Any]]:
+    """Yield, in bfloat16, how many texts change with drafts or with the batch."""
+    pair = load_pair(device, "bfloat16")
+    make = drafters(pair)
+    plain = generate(pair.target, make["no draft"], batch_size=1, num_tokens=num_tokens)
+    for name, batch_size in (("draft", 1), ("no draft", 8), ("draft", 8)):
+        texts = generate(pair.target, make[name], batch_size=batch_size, num_tokens=num_tokens)
+        yield {"arm": f"{name}, batch {batch_size}, against no draft, batch 1", **difference(plain, texts)}
+
+
+def generate(
+    target: Backend, drafter: MakeDrafter, *, batch_size: int, num_tokens: int, verification: str = "coupled"
+) -> Texts:
+    """Continue every prompt with every set of parameters, `batch_size` requests at a time."""
+    tokenizer = load_tokenizer(make_pair().target)
+    requests = [
+        (tokenizer.encode(prompt), replace(params, seed=i, max_tokens=num_tokens, ignore_eos=True))
+        for i, prompt in enumerate(OWN_PROMPTS[:NUM_PROMPTS])
+        for params in PARAMS
+    ]
+    engine = make_engine(
+        target, drafter, num_speculative_tokens=4, num_blocks=_NUM_BLOCKS, verification=verification,
+        max_num_seqs=batch_size,
+    )  # fmt: skip
+    return list(run(engine, requests).values())
+
+
+def difference(expected: Texts, texts: Texts) -> dict[str, Any]:
+    """Return how many texts differ, how many tokens were compared until then, and where the texts part."""
+    parted = [
+        next((i for i, (a, b) in enumerate(zip(one, other, strict=True)) if a != b), None)
+        for one, other in zip(expected, texts, strict=True)
+    ]
+    compared = sum(len(one) if at is None else at + 1 for one, at in zip(expected, parted, strict=True))
+    places = {i: at for i, at in enumerate(parted) if at is not None}
+    return {"texts": len(texts), "different": len(places), "tokens_compared": compared, "parted_at": places}

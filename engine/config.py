@@ -49,7 +49,8 @@ class ModelSettings(_Settings):
     device: str = "auto"
     """Where models run: auto, cpu or cuda; auto is cuda where there is one, else cpu."""
     compile: Compile = "auto"
-    """auto: on a CPU, passes run compiled as soon as a background process has compiled them; off: never."""
+    """auto: on a CPU, passes run compiled as soon as a background process has compiled them; on a GPU, layers are
+    compiled and CUDA graphs recorded at start; off: neither."""
     num_threads: int | None = field(default=None, metadata={"ge": 1})
     """CPU threads of a forward pass, at most; none is the cores that a worker's placement gives it."""
 

@@ -179,7 +179,7 @@ class ModelDrafter:
         """Return what each step's pass needs to draw tokens itself; None if parameters or rule need its logits."""
         if self._sends_rows or self.backend.info.vocab_size > self._vocab_size or any_needs_shaping(params):
             return [None] * steps
-        return plan_draws(params, positions, self.backend.device, steps)
+        return plan_draws(params, positions, self._kv.input_device, steps)
 
     def _pass(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
         """Compute a batch and draw the next draft token of every row."""

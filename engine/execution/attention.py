@@ -31,12 +31,17 @@ _SUPPORTED = {
 
 
 class KVTensors:
-    """Keys and values of all layers, each [num_blocks, block_size, kv_heads, head_dim]."""
+    """Keys and values of all layers, each [num_blocks, block_size, kv_heads, head_dim].
+
+    Attributes:
+        input_device: where batches and draws for this cache are made; a backend may copy them itself.
+    """
 
     def __init__(self, shape: tuple[int, int, int], num_blocks: int, block_size: int, like: Tensor) -> None:
         layers, kv_heads, head_dim = shape
         size = (num_blocks, block_size, kv_heads, head_dim)
         self.block_size = block_size
+        self.input_device = like.device
         # Zeros, because a masked entry is multiplied by a weight of 0, and 0 * nan is nan.
         self.keys = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(layers)]
         self.values = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(layers)]
@@ -201,7 +206,8 @@ def paged_attention(
     if unsupported or attention_mask is not None or kwargs.get("dropout"):
         raise ModelError(f"attention with {', '.join(unsupported) or 'a mask or dropout'} is not supported")
     context: AttentionContext = kwargs["paged"]
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    # Not made an int: while layers are compiled, their index is symbolic.
+    layer: int = module.layer_idx  # type: ignore[assignment]
     return context.attend(layer, query[0], key[0], value[0], kwargs.get("sliding_window"), scaling).unsqueeze(0), None
 
 

@@ -80,14 +80,14 @@ def build(rows: Sequence[ForwardRow], kv: KVTensors) -> ForwardBatch:
     logit_indices = [i for row, end in zip(rows, ends, strict=True) for i in range(end - row.num_logits, end)]
     return ForwardBatch(
         token_ids=torch.cat(tokens) if len(tokens) > 1 else tokens[0],
-        logit_indices=torch.tensor(logit_indices, dtype=torch.int64, device=kv.keys[0].device),
+        logit_indices=torch.tensor(logit_indices, dtype=torch.int64, device=kv.input_device),
         paged=PagedContext(kv, groups),
     )
 
 
 def _group(rows: Sequence[ForwardRow], start: int, kv: KVTensors) -> tuple[Tensor, Group]:
     """Return the tokens [rows, length] of some rows and their group."""
-    device = kv.keys[0].device
+    device = kv.input_device
     length = max(len(row.token_ids) for row in rows)
     width = max(-(-(row.start + len(row.token_ids)) // kv.block_size) for row in rows)
     tables = [_padded(row.block_ids[:width], width, 0) for row in rows]
@@ -187,7 +187,7 @@ def next_tokens(
         lengths: the rows' context lengths; the first pass writes there.
         max_length: the model's context length; positions of surplus tokens are clamped to it.
     """
-    device = kv.keys[0].device
+    device = kv.input_device
     width = max(len(table) for table in tables)
     blocks = torch.tensor([_padded(table, width, 0) for table in tables], dtype=torch.int64, device=device)
     places = [[[length + step] for length in lengths] for step in range(steps + 1)]

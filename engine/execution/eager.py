@@ -1,18 +1,15 @@
 """EagerBackend: runs passes operator by operator on any torch device."""
 
 import logging
-import time
 
 import torch
 from torch import Tensor
 
-from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.execution.attention import KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch, ForwardRow, build
-from engine.models.causal_lm import CausalLM, Shard, forward
-from engine.models.loader import load_model
+from engine.models.causal_lm import CausalLM, forward
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
@@ -85,18 +82,6 @@ class EagerBackend:
         except (AttributeError, KeyError, TypeError, RuntimeError) as error:
             raise ModelError(f"{name} cannot be run with paged attention: {error}") from error
         return step.paged.groups[0].windows
-
-
-def load_eager(config: ModelConfig, device: torch.device, dtype: torch.dtype, shard: Shard | None) -> EagerBackend:
-    """Load a model for eager passes.
-
-    Raises:
-        ModelError: the model cannot be served.
-    """
-    started = time.monotonic()
-    backend = EagerBackend(load_model(config, device=device, dtype=dtype, shard=shard))
-    log_loaded(backend, time.monotonic() - started)
-    return backend
 
 
 def log_loaded(backend: EagerBackend, seconds: float) -> None:

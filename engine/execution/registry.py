@@ -28,9 +28,9 @@ def load_backend(config: ModelConfig, *, shard: Shard | None = None) -> Backend:
         from engine.execution.paced.backend import PacedBackend
 
         return PacedBackend(backend, parse_device(config.device))
-    from engine.execution.eager import load_eager
+    from engine.execution.cuda.backend import load_cuda
 
-    return load_eager(config, device, dtype, shard)
+    return load_cuda(config, device, dtype, shard)
 
 
 def resolve_device(device: str) -> torch.device:

@@ -76,7 +76,7 @@ class ModelVerifier:
         draws = None
         if self._rule.shares_noise and not has_prompts:
             positions = [position for run in runs for position in run.positions]
-            (draws,) = plan_draws(params, positions, self.backend.device)
+            (draws,) = plan_draws(params, positions, self._kv.input_device)
         output = self.backend.run(batch, draws)
         self.backend.wait()
         return output.logits, None if draws is None else output.tokens.tolist()

@@ -10,6 +10,7 @@ neither Ray nor a network.
 import argparse
 import itertools
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 
+from tests.gpu.kernels import kernels
 from tests.gpu.memory import default_pair
 from tests.gpu.noise_bits import noise_bits
 from tests.gpu.passes import bandwidth, chains, passes
@@ -31,8 +33,9 @@ _DRY_CELLS = ((1, 1, 64), (2, 5, 64))
 STAGES: dict[str, tuple[int, Callable[[str, bool], Iterator[Reading]]]] = {
     "machine": (60, lambda device, dry: iter([machine(device, dry=dry)])),
     "noise": (60, lambda device, dry: iter([noise_bits(device, num_rows=64 if dry else 768)])),
+    "kernels": (60, lambda device, dry: kernels(device, dry=dry)),
     "texts": (240, lambda device, dry: equal_texts(device, num_tokens=8 if dry else 64)),
-    "flips": (120, lambda device, dry: flips(device, num_tokens=8 if dry else 128)),
+    "flips": (120, lambda device, dry: flips(device, num_tokens=8 if dry else 96)),
     "target": (90, lambda device, dry: passes(device, "tiny", cells=_DRY_CELLS) if dry else passes(device, "8b")),
     "draft": (90, lambda device, dry: passes(device, "tiny", cells=_DRY_CELLS) if dry else passes(device, "1b")),
     "chain": (60, lambda device, dry: chains(device, "tiny" if dry else "1b", context=64 if dry else 1024)),
@@ -56,6 +59,7 @@ def machine(device: str, *, dry: bool) -> Reading:
 def run_stage(name: str, device: str, *, dry: bool) -> None:
     """Run one stage in this process and print its readings."""
     _, readings = STAGES[name]
+    logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     for reading in readings(device, dry):
         print(json.dumps({"stage": name, **reading}), flush=True)
 
@@ -71,6 +75,7 @@ def start_stage(name: str, device: str) -> list[str]:
     result = subprocess.run(["timeout", str(limit), *command], capture_output=True, text=True)
     lines = result.stdout.splitlines()
     end: Reading = {"stage": name, "seconds": round(time.monotonic() - started, 1), "exit": result.returncode}
+    end["log"] = [line for line in result.stderr.splitlines() if line.startswith("engine.")][-12:]
     if result.returncode:
         end["error"] = result.stderr[-3000:]
     lines.append(json.dumps(end))

@@ -13,7 +13,7 @@ SHAPES = {
     "1b": (2048, 8192, 16, 32, 8, 64),
     "tiny": (64, 128, 2, 4, 2, 16),
 }
-"""Hidden and inner size, layers, heads, key/value heads, head size: Llama 3.1 8B, Llama 3.2 1B, and one for dry runs."""
+"""Hidden and inner size, layers, heads, key/value heads, head size: Llama 3.1 8B, Llama 3.2 1B, one for dry runs."""
 VOCAB_SIZE = 128_256
 MAX_MODEL_LEN = 16_384
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.drafting.model import ModelDrafter
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend
@@ -43,6 +43,9 @@ def passes(device: str, shape: str, *, cells: tuple[tuple[int, int, int], ...] =
     backend = make_backend(shape, device, dtype)
     weight_bytes = sum(p.numel() * p.element_size() for p in backend.model.module.parameters())
     kv = backend.allocate_kv(1 + max(rows * _blocks(context, count) for rows, count, context in cells), BLOCK_SIZE)
+    started = time.perf_counter()
+    backend.warm_up()
+    yield {"cell": f"{shape}: warm-up", "s": round(time.perf_counter() - started, 1)}
     for rows, count, context in cells:
         batch = make_batch(rows, count, context, kv)
         building = median_seconds(lambda r=rows, c=count, n=context: make_batch(r, c, n, kv), device)  # type: ignore[misc]
@@ -63,9 +66,10 @@ def chains(device: str, shape: str, *, context: int = 1024) -> Iterator[dict[str
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     backend = make_backend(shape, device, dtype)
     config = EngineConfig(num_blocks=8 * _blocks(context, 256), num_speculative_tokens=4)
-    for temperature in (0.0, 0.7):
+    for temperature in (0.7,):
         for rows in (1, 8):
             drafter = ModelDrafter(backend, config)
+            backend.warm_up()
             params = SamplingParams(temperature=temperature, seed=1)
             requests = [Request(str(i), list(range(1, context)), context, params) for i in range(rows)]
 
@@ -81,8 +85,13 @@ def chains(device: str, shape: str, *, context: int = 1024) -> Iterator[dict[str
 
 
 def make_backend(shape: str, device: str, dtype: torch.dtype) -> EagerBackend:
-    """Return the backend under test with a random model."""
-    return EagerBackend(random_model(shape, torch.device(device), dtype))
+    """Return the backend of a device with a random model."""
+    model = random_model(shape, torch.device(device), dtype)
+    if device == "cpu":
+        return EagerBackend(model)
+    from engine.execution.cuda.backend import CudaBackend
+
+    return CudaBackend(model, ModelConfig(shape, compile="auto"))
 
 
 def make_batch(rows: int, count: int, context: int, kv: KVTensors) -> ForwardBatch:

@@ -44,7 +44,7 @@ class Pair:
 
 def load_pair(device: str, dtype: str) -> Pair:
     """Load both bundled models, which run eagerly on a CPU."""
-    pair = make_pair(device=device, dtype=dtype, compile="off", num_threads=2)
+    pair = make_pair(device=device, dtype=dtype, compile="off" if device == "cpu" else "auto", num_threads=2)
     assert pair.draft is not None
     return Pair(load_backend(pair.target), load_backend(pair.draft))
 
@@ -67,30 +67,33 @@ def equal_texts(device: str, *, num_tokens: int) -> Iterator[dict[str, Any]]:
     # A coupled text depends on the target alone; a text under the rejection rule depends on the draft as well.
     for verification, expected_by in (("coupled", "no draft"), ("rejection", "draft")):
         expected_drafter = drafters(reference)[expected_by]
-        expected = generate(
-            reference.target, expected_drafter, batch_size=1, num_tokens=num_tokens, verification=verification
-        )
+        settings = {"num_tokens": num_tokens, "verification": verification}
+        expected = generate(reference, expected_drafter, batch_size=1, **settings)
         for name, make in drafters(pair).items():
             for batch_size in BATCH_SIZES if verification == "coupled" or name == expected_by else ():
-                texts = generate(
-                    pair.target, make, batch_size=batch_size, num_tokens=num_tokens, verification=verification
-                )
+                texts = generate(pair, make, batch_size=batch_size, **settings)
                 yield {"arm": f"{verification}, {name}, batch {batch_size}", **difference(expected, texts)}
 
 
 def flips(device: str, *, num_tokens: int) -> Iterator[dict[str, Any]]:
-    """Yield, in bfloat16, how many texts change with drafts or with the batch."""
+    """Yield, in bfloat16, how many texts change with drafts, with the batch, and when tokens are computed again."""
     pair = load_pair(device, "bfloat16")
     make = drafters(pair)
-    plain = generate(pair.target, make["no draft"], batch_size=1, num_tokens=num_tokens)
-    for name, batch_size in (("draft", 1), ("no draft", 8), ("draft", 8)):
-        texts = generate(pair.target, make[name], batch_size=batch_size, num_tokens=num_tokens)
-        yield {"arm": f"{name}, batch {batch_size}, against no draft, batch 1", **difference(plain, texts)}
+    plain = generate(pair, make["no draft"], batch_size=1, num_tokens=num_tokens)
+    few_blocks = {"num_blocks": 8 + num_tokens // 4, "enable_prefix_caching": False}
+    arms: dict[str, tuple[str, dict[str, Any]]] = {
+        "draft": ("draft", {"batch_size": 1}),
+        "batch 8": ("no draft", {"batch_size": 8}),
+        "draft, batch 8": ("draft", {"batch_size": 8}),
+        "trees, batch 8": ("trees", {"batch_size": 8}),
+        "prompts in pieces of 24 tokens": ("no draft", {"batch_size": 8, "max_num_batched_tokens": 24}),
+        "draft, preempted": ("draft", {"batch_size": 8, **few_blocks}),
+    }
+    for name, (drafter, settings) in arms.items():
+        yield {"arm": name, **difference(plain, generate(pair, make[drafter], num_tokens=num_tokens, **settings))}
 
 
-def generate(
-    target: Backend, drafter: MakeDrafter, *, batch_size: int, num_tokens: int, verification: str = "coupled"
-) -> Texts:
+def generate(pair: Pair, drafter: MakeDrafter, *, batch_size: int, num_tokens: int, **settings: Any) -> Texts:
     """Continue every prompt with every set of parameters, `batch_size` requests at a time."""
     tokenizer = load_tokenizer(make_pair().target)
     requests = [
@@ -98,10 +101,10 @@ def generate(
         for i, prompt in enumerate(OWN_PROMPTS[:NUM_PROMPTS])
         for params in PARAMS
     ]
-    engine = make_engine(
-        target, drafter, num_speculative_tokens=4, num_blocks=_NUM_BLOCKS, verification=verification,
-        max_num_seqs=batch_size,
-    )  # fmt: skip
+    defaults = {"num_speculative_tokens": 4, "num_blocks": _NUM_BLOCKS, "max_num_seqs": batch_size}
+    engine = make_engine(pair.target, drafter, **(defaults | settings))
+    pair.target.warm_up()
+    pair.draft.warm_up()
     return list(run(engine, requests).values())
 
 

@@ -76,7 +76,7 @@ class Branches:
         self._width = width
         self._kv = kv
         self._drawn: list[Drawn] = []
-        device = kv.keys[0].device
+        device = kv.input_device
         # A trunk with fewer branches computes its last one more than once.
         self._verdicts = [(trunk.roots + trunk.roots[-1:] * width)[:width] for trunk in trunks]
         first_tokens = [token for verdicts in self._verdicts for _, token in verdicts]
@@ -93,7 +93,7 @@ class Branches:
     def next_pass(self, tokens: Tensor) -> ForwardBatch:
         """Return the pass that computes every branch's next token, `tokens` [trunks * width]."""
         step = self.num_computed
-        entries = self._places.unsqueeze(-1) + torch.arange(step + 1, device=tokens.device) * self._width
+        entries = self._places.unsqueeze(-1) + torch.arange(step + 1, device=self._places.device) * self._width
         group = Group(
             start=0,
             rows=len(self.trunks),

@@ -12,7 +12,7 @@ from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
-from engine.execution.eager import EagerBackend, load_eager
+from engine.execution.eager import EagerBackend, log_loaded
 from engine.models.causal_lm import Shard
 from engine.models.loader import load_model
 from engine.sampling import noise
@@ -68,7 +68,7 @@ def quiet():
 
 
 def load(path, dtype=torch.float32, shard=None):
-    return load_eager(ModelConfig(str(path)), CPU, dtype, shard)
+    return EagerBackend(load_model(ModelConfig(str(path)), device=CPU, dtype=dtype, shard=shard))
 
 
 @pytest.fixture(scope="module")
@@ -274,10 +274,11 @@ def test_a_trial_that_runs_out_of_memory_does_not_blame_the_architecture(error, 
 
 
 def test_loading_says_what_was_loaded(target_path, caplog):
+    backend = load(target_path)
     with caplog.at_level(logging.INFO):
-        backend = load(target_path)
+        log_loaded(backend, 1.25)
     size = f"{backend.info.num_parameters / 1e6:.1f} M parameters in float32 on cpu"
-    assert f"{target_path}: {size}, loaded in " in caplog.text
+    assert f"{target_path}: {size}, loaded in 1.2 s" in caplog.text
 
 
 def test_a_cpu_has_computed_a_pass_when_it_is_launched(target):

@@ -95,7 +95,7 @@ def test_the_cpu_has_a_backend_of_its_own(target_path):
 
 def test_a_gpu_runs_eagerly(cuda, monkeypatch):
     calls = []
-    monkeypatch.setattr("engine.execution.eager.load_eager", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr("engine.execution.cuda.backend.load_cuda", lambda *arguments: calls.append(arguments))
     config = ModelConfig("a model", device="cuda")
     load_backend(config)
     assert calls == [(config, SECOND_GPU, torch.bfloat16, None)]

@@ -1,0 +1,41 @@
+"""The Triton product, interpreted on the CPU, and the layers that use it."""
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("triton", reason="the kernels need triton")
+from engine.execution.cuda import linear
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(("count", "inner", "outer"), [(1, 256, 48), (5, 130, 33), (70, 128, 64)])
+def test_products_are_those_of_torch(count, inner, outer, has_bias):
+    rows, weight = torch.randn(count, inner, dtype=torch.float16), torch.randn(outer, inner, dtype=torch.float16)
+    bias = torch.randn(outer, dtype=torch.float16) if has_bias else None
+    right = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
+    found = linear.multiply(rows, weight, bias)
+    torch.testing.assert_close(found.double(), right, atol=0.05, rtol=0)
+
+
+def test_rows_that_are_not_contiguous_are_multiplied():
+    rows, weight = torch.randn(6, 256, dtype=torch.float16)[::2], torch.randn(32, 256, dtype=torch.float16)
+    assert torch.equal(linear.multiply(rows, weight, None), linear.multiply(rows.contiguous(), weight, None))
+
+
+def test_every_linear_layer_is_replaced_and_cublas_is_asked_for_many_rows(monkeypatch):
+    module = nn.Sequential(nn.Linear(128, 16, bias=False), nn.Sequential(nn.Linear(16, 32))).half()
+    monkeypatch.setattr(linear, "cublas_agrees", lambda *_: True)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda _: None)
+    monkeypatch.setattr(linear, "MAX_KERNEL_ROWS", 8)
+    multiplied = []
+    multiply = linear.multiply
+    monkeypatch.setattr(linear, "multiply", lambda rows, *rest: multiplied.append(len(rows)) or multiply(rows, *rest))
+    expected = module(x := torch.randn(1, 9, 128, dtype=torch.float16))
+    linear.make_invariant(module)
+    assert not any(type(layer) is nn.Linear for layer in module.modules())
+    with torch.inference_mode():
+        torch.testing.assert_close(module(x), expected, atol=0.02, rtol=0)
+        assert multiplied == []
+        torch.testing.assert_close(module(x[:, :5]), expected[:, :5], atol=0.02, rtol=0)
+    assert multiplied == [5, 5]

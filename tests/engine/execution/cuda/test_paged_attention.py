@@ -1,0 +1,89 @@
+"""The Triton kernels, interpreted on the CPU, against torch's attention in float64."""
+
+import pytest
+import torch
+
+from engine.execution.attention import KVTensors, additive_mask, attend_to_gathered
+from engine.execution.batch import ForwardRow, build
+
+pytest.importorskip("triton", reason="the kernels need triton")
+from engine.execution.cuda import paged_attention
+
+BLOCK_SIZE = 16
+
+
+def context(num_blocks, kv_heads, head_dim, dtype=torch.float32):
+    kv = KVTensors((1, kv_heads, head_dim), num_blocks, BLOCK_SIZE, torch.empty(0, dtype=dtype))
+    generator = torch.Generator().manual_seed(1)
+    for cache in (*kv.keys, *kv.values):
+        cache.copy_(torch.randn(cache.shape, generator=generator))
+    return kv
+
+
+def attend(group, query, kv, window=None):
+    output = torch.full((query.shape[1], query.shape[0], query.shape[2]), 7.0, dtype=query.dtype)
+    paged_attention.attend(group, query, kv.keys[0], kv.values[0], output, window, None)
+    return output
+
+
+def expected(group, query, kv, window=None):
+    keys, values = kv.keys[0].double(), kv.values[0].double()
+    length = group.blocks.shape[1] * BLOCK_SIZE
+    mask = additive_mask(length, group.positions, group.limits, group.extra, window, torch.float64)
+    mask = mask.repeat(1, 1, query.shape[0] // keys.shape[2], 1)
+    return attend_to_gathered(
+        group.rows, group.length, query.double(), keys[group.blocks], values[group.blocks], mask, None
+    )
+
+
+ROWS = {
+    "one token": [ForwardRow([1], 37, [3, 1, 5], 1)],
+    "a chain": [ForwardRow([1] * 5, 600, [*range(1, 40)], 5)],
+    "rows of different lengths": [
+        ForwardRow([1] * 5, 17, [1, 2], 5), ForwardRow([1], 1200, [*range(3, 80)], 1), ForwardRow([1] * 3, 0, [2], 3),
+    ],
+    "trees": [
+        ForwardRow([1] * 5, 530, [*range(1, 36)], 5, [-1, -1, 0, 1]), ForwardRow([1] * 4, 9, [40], 4, [-1, 0, 0]),
+    ],
+    "a prompt": [ForwardRow([1] * 70, 520, [*range(1, 40)], 1)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("window", [None, 24, 700])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 16), (3, 1, 24)])
+@pytest.mark.parametrize("name", ROWS)
+def test_attention_is_that_of_torch(name, heads, kv_heads, head_dim, window):
+    kv = context(90, kv_heads, head_dim)
+    for group in build(ROWS[name], kv).paged.groups:
+        query = torch.randn(heads, group.rows * group.length, head_dim)
+        is_real = (group.places >= 0).flatten()
+        found = attend(group, query, kv, window)
+        torch.testing.assert_close(
+            found[is_real].double(), expected(group, query, kv, window)[is_real], atol=2e-5, rtol=0
+        )
+
+
+def test_no_bit_depends_on_the_rows_beside_it_or_on_the_split(monkeypatch):
+    """The tokens of a chain: alone, beside another row, and computed by one program each. More needs a GPU."""
+    kv = context(90, 2, 16)
+    start, blocks = 1030, [*range(1, 70)]
+    query = torch.randn(8, 5, 16)
+    (group,) = build([ForwardRow([1] * 5, start, blocks, 5)], kv).paged.groups
+    together = attend(group, query, kv)
+    (beside,) = build([ForwardRow([1] * 7, 2, [80], 7), ForwardRow([1] * 5, start, blocks, 5)], kv).paged.groups
+    wide = torch.randn(8, 14, 16)
+    wide[:, 7:12] = query
+    assert torch.equal(attend(beside, wide, kv)[7:12], together)
+    monkeypatch.setattr(paged_attention, "MAX_SPLIT_LENGTH", 0)
+    assert torch.equal(attend(group, query, kv), together)
+
+
+def test_keys_and_values_are_written_to_their_slots():
+    kv = context(4, 2, 24)
+    before = kv.keys[0].clone(), kv.values[0].clone()
+    key, value = torch.randn(2, 3, 24), torch.randn(3, 2, 24).transpose(0, 1)
+    slots = torch.tensor([5, 40, 17])
+    paged_attention.write(key, value, kv.keys[0], kv.values[0], slots)
+    for cache, old, new in zip((kv.keys[0], kv.values[0]), before, (key, value), strict=True):
+        old.view(-1, 2, 24)[slots] = new.transpose(0, 1)
+        assert torch.equal(cache, old)

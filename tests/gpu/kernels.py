@@ -1,0 +1,152 @@
+"""Kernels on the GPU: their error against float64, what their bits depend on, and their speed."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from engine.execution.attention import Group, KVTensors, additive_mask, attend_to_gathered
+from engine.execution.batch import ForwardRow, build
+from engine.execution.cuda import linear, paged_attention
+from tests.gpu.passes import BLOCK_SIZE, median_seconds
+
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+PRODUCTS = {
+    "qkv of 8B": (6144, 4096),
+    "o_proj of 8B": (4096, 4096),
+    "gate and up of 8B": (28672, 4096),
+    "down_proj of 8B": (4096, 14336),
+    "head of 8B": (128256, 4096),
+    "down_proj of 1B": (2048, 8192),
+}
+"""Sizes of the results and of what they are sums over."""
+SPEED_CELLS = ((1, 1, 1024), (1, 5, 1024), (8, 5, 1024), (32, 5, 1024), (1, 5, 8192), (32, 1, 8192), (32, 5, 8192))
+
+
+def kernels(device: str, *, dry: bool) -> Iterator[dict[str, Any]]:
+    """Yield readings of the attention kernels."""
+    place = torch.device(device)
+    if device == "cuda":
+        linear.sum_in_order()
+    yield error(place)
+    yield bits(place)
+    if not dry:
+        for name, shape in PRODUCTS.items():
+            yield product(place, name, shape)
+        for rows, count, context in SPEED_CELLS:
+            yield speed(place, rows, count, context)
+
+
+def error(device: torch.device) -> dict[str, Any]:
+    """Compare with torch in float64, beside torch's own attention in bfloat16."""
+    kv = random_cache(100, device)
+    (group,) = build([ForwardRow([1] * 5, 900, [*range(1, 60)], 5)], kv).paged.groups
+    query = torch.randn(HEADS, 5, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    right = by_torch(group, query.double(), kv.keys[0].double(), kv.values[0].double())
+    torchs = by_torch(group, query, kv.keys[0], kv.values[0])
+    return {
+        "error": float((attend(group, query, kv).double() - right).abs().max()),
+        "error_of_torch": float((torchs.double() - right).abs().max()),
+    }
+
+
+def bits(device: torch.device) -> dict[str, Any]:
+    """Count how many numbers differ between ways to compute the attention of 5 tokens."""
+    kv = random_cache(300, device)
+    context, table = 2100, [*range(1, 140)]
+    (group,) = build([ForwardRow([1] * 5, context, table, 5)], kv).paged.groups
+    query = torch.randn(HEADS, 64, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    together = attend(group, query[:, :5], kv)
+    alone = [
+        attend(build([ForwardRow([1], context + i, table, 1)], kv).paged.groups[0], query[:, i : i + 1], kv)
+        for i in range(5)
+    ]
+    rows = [ForwardRow([1] * 16, 3, [150], 16), ForwardRow([1] * 5, context, table, 5)]
+    (beside,) = build(rows, kv).paged.groups
+    wide = query[:, :32].clone()
+    wide[:, 16:21] = query[:, :5]
+    (prompt,) = build([ForwardRow([1] * 64, context, table, 1)], kv).paged.groups
+    return {
+        "alone": different(torch.cat(alone), together),
+        "beside_another_row": different(attend(beside, wide, kv)[16:21], together),
+        "in_a_prompt": different(attend(prompt, query, kv)[:5], together),
+    }
+
+
+def speed(device: torch.device, rows: int, count: int, context: int) -> dict[str, Any]:
+    """Time the kernels of one layer in a graph, each on a cache of its own."""
+    width = -(-(context + count) // BLOCK_SIZE)
+    num_caches = max(1, min(8, int(4e9 / (rows * width * BLOCK_SIZE * KV_HEADS * HEAD_DIM * 4))))
+    caches = [random_cache(1 + rows * width, device) for _ in range(num_caches)]
+    tables = [range(1 + row * width, 1 + (row + 1) * width) for row in range(rows)]
+    (group,) = build([ForwardRow([1] * count, context, table, 1) for table in tables], caches[0]).paged.groups
+    query = torch.randn(HEADS, rows * count, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    attend(group, query, caches[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(2):
+            for kv in caches:
+                attend(group, query, kv)
+    seconds = median_seconds(graph.replay, device.type) / len(caches) / 2
+    num_bytes = 2 * rows * (context + count) * KV_HEADS * HEAD_DIM * 2
+    return {
+        "cell": f"attention: {rows} x {count} tokens at {context}",
+        "us": round(seconds * 1e6, 1),
+        "gb_per_s": round(num_bytes / seconds / 1e9),
+    }
+
+
+def product(device: torch.device, name: str, shape: tuple[int, int]) -> dict[str, Any]:
+    """Time the kernel and cuBLAS, and compare their bits with those of 5 rows."""
+    copies = max(2, int(3e8 / (2 * shape[0] * shape[1])) + 1)
+    weights = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(copies)]
+    rows = torch.randn(1024, shape[1], dtype=torch.bfloat16, device=device)
+    first = linear.multiply(rows[:5], weights[0], None)
+    reading: dict[str, Any] = {"product": name}
+    for count in (1, 5, 40, 160, 1024):
+        few = rows[:count]
+        reading[f"us_{count}"] = [
+            _product_us(multiply, few, weights, device)
+            for multiply in (lambda x, w: linear.multiply(x, w, None), F.linear)
+        ]
+        ours, theirs = linear.multiply(few, weights[0], None)[:5], F.linear(few, weights[0])[:5]
+        reading[f"different_{count}"] = [different(ours, first[: len(ours)]), different(theirs, first[: len(theirs)])]
+    return reading
+
+
+def _product_us(
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    rows: torch.Tensor,
+    weights: list[torch.Tensor],
+    device: torch.device,
+) -> float:
+    multiply(rows, weights[0])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weight in weights:
+            multiply(rows, weight)
+    return round(median_seconds(graph.replay, device.type) / len(weights) * 1e6, 1)
+
+
+def attend(group: Group, query: torch.Tensor, kv: KVTensors) -> torch.Tensor:
+    output = query.new_empty(query.shape[1], HEADS, HEAD_DIM)
+    paged_attention.attend(group, query, kv.keys[0], kv.values[0], output, None, None)
+    return output
+
+
+def by_torch(group: Group, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    context = group.blocks.shape[1] * BLOCK_SIZE
+    mask = additive_mask(context, group.positions, group.limits, None, None, query.dtype).repeat(1, 1, 4, 1)
+    return attend_to_gathered(group.rows, group.length, query, keys[group.blocks], values[group.blocks], mask, None)
+
+
+def random_cache(num_blocks: int, device: torch.device) -> KVTensors:
+    kv = KVTensors((1, KV_HEADS, HEAD_DIM), num_blocks, BLOCK_SIZE, torch.empty(0, dtype=torch.bfloat16, device=device))
+    kv.keys[0].normal_()
+    kv.values[0].normal_()
+    return kv
+
+
+def different(tensor: torch.Tensor, other: torch.Tensor) -> int:
+    return int((tensor != other).sum())

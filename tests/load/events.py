@@ -1,0 +1,22 @@
+"""Server-sent events: the data of each event of a byte stream."""
+
+from collections.abc import AsyncIterator
+
+
+async def data_of_events(stream: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """Yield the data of each event, as soon as the event is complete.
+
+    Lines end at LF or CR LF only. httpx's own line iterator also splits at U+2028 and others, which JSON strings may
+    contain. Comments, which servers send to keep a connection open, and fields other than `data` are skipped.
+    """
+    rest = b""
+    data: list[bytes] = []
+    async for piece in stream:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            content = line.removesuffix(b"\r")
+            if content.startswith(b"data:"):
+                data.append(content.removeprefix(b"data:").removeprefix(b" "))
+            elif not content and data:
+                yield b"\n".join(data).decode()
+                data = []

@@ -86,7 +86,8 @@ def parse(arguments: list[str] | None) -> Options:
         urls = dict(_named(text) for text in given.arm_url)
         arms = parse_arms(given.arms or DEFAULT, given.url, urls)
         slo = Slo(parse_limits(given.slo), given.slo_share) if given.slo else None
-    except ValueError as error:
+        api_key = _first_word(given.api_key_file) if given.api_key_file else os.environ.get(KEY_VARIABLE)
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     num_requests = given.requests
     if num_requests is None and given.duration is None and given.trace is None and not given.sweep:
@@ -96,7 +97,7 @@ def parse(arguments: list[str] | None) -> Options:
         url=given.url,
         endpoint=given.endpoint,
         model=given.model,
-        api_key=given.api_key or os.environ.get(KEY_VARIABLE),
+        api_key=api_key,
         rate=given.rate,
         burstiness=given.burstiness or 1.0,
         concurrency=concurrency,
@@ -131,7 +132,9 @@ def _parser() -> argparse.ArgumentParser:
     server.add_argument("--url", default="http://127.0.0.1:8000", help="its address, without /v1 (%(default)s)")
     server.add_argument("--endpoint", choices=("completions", "chat"), default="completions")
     server.add_argument("--model", help="a served model's name (default: the first that is served)")
-    server.add_argument("--api-key", help=f"default: ${KEY_VARIABLE}")
+    server.add_argument(
+        "--api-key-file", type=Path, help=f"a file whose first word is the key (default: ${KEY_VARIABLE})"
+    )
     server.add_argument("--timeout", type=_positive, default=600.0, help="seconds a request may take (%(default)g)")
     load = parser.add_argument_group("the load")
     kind = load.add_mutually_exclusive_group()
@@ -186,6 +189,13 @@ def _share(text: str) -> float:
     if not 0 < (value := float(text)) <= 1:
         raise argparse.ArgumentTypeError(f"{value:g} is not above 0 and at most 1")
     return value
+
+
+def _first_word(path: Path) -> str:
+    words = path.read_text().split()
+    if not words:
+        raise ValueError(f"--api-key-file: {path} holds no key")
+    return words[0]
 
 
 def _named(text: str) -> tuple[str, str]:

@@ -4,15 +4,14 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tests.load.server import LoadError
 from tests.load.traces import BLOCK_TOKENS
 
-ROOT = Path(__file__).parents[2]
-SHARED_PROMPTS = ROOT.parent / "shared" / "data" / "prompts"
-BUNDLED_PROMPTS = ROOT / "engine" / "pair" / "prompts.txt"
+SHARED_PROMPTS = Path(__file__).parents[3] / "shared" / "data" / "prompts"
 FIELDS = ("prompt", "text", "question", "turns", "messages")
 """Where a line of JSON has its prompt; of several turns the first one is asked."""
 CountTokens = Callable[[str], Awaitable[int]]
@@ -51,7 +50,8 @@ def read_prompts(sources: Sequence[str], *, seed: int) -> list[Prompt]:
         try:
             text = path.read_text()
         except OSError as error:
-            raise LoadError(f"prompts {source!r}: {error}") from error
+            shared = f"nor is it in {SHARED_PROMPTS}"
+            raise LoadError(f"prompts {source!r}: {path} cannot be read ({error.strerror}), {shared}") from error
         read = _read_lines(text, path) if path.suffix == ".jsonl" else _read_paragraphs(text, path)
         if not read:
             raise LoadError(f"prompts {source!r}: {path} holds none")
@@ -60,9 +60,17 @@ def read_prompts(sources: Sequence[str], *, seed: int) -> list[Prompt]:
     return prompts
 
 
+def bundled_prompts() -> Path:
+    """Return the file of the bundled pair's prompts, without importing the package, which would load torch."""
+    package = find_spec("engine")
+    assert package is not None
+    assert package.origin is not None
+    return Path(package.origin).parent / "pair" / "prompts.txt"
+
+
 def _path(source: str) -> Path:
     if source == "bundled":
-        return BUNDLED_PROMPTS
+        return bundled_prompts()
     shared = SHARED_PROMPTS / f"{source}.jsonl"
     return shared if shared.is_file() else Path(source)
 

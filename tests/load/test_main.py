@@ -28,7 +28,9 @@ def lines(out: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_writes_its_files(server: FakeServer, tmp_path: Path) -> None:
-    status, summary = run(server, tmp_path, "--concurrency", "3", "--requests", "10", "--api-key", "secret")
+    key = tmp_path / "key"
+    key.write_text("secret\nanother\n")
+    status, summary = run(server, tmp_path, "--concurrency", "3", "--requests", "10", "--api-key-file", str(key))
     assert status == 0
     figures = summary["arms"]["default"]
     assert (figures["num_ok"], figures["mean_tokens"]) == (10, 12)
@@ -39,7 +41,7 @@ def test_a_run_writes_its_files(server: FakeServer, tmp_path: Path) -> None:
     assert config["options"]["concurrency"] == 3
     assert config["server"]["model"] == "tiny"
     assert server.keys == {"Bearer secret"}
-    assert '"secret"' not in json.dumps(config["options"])
+    assert "secret" not in json.dumps(config)
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -189,6 +191,8 @@ def test_a_test_that_cannot_be_run_exits_with_2(server: FakeServer, tmp_path: Pa
         "--slo-share 2",
         "--rate 0",
         "--requests 0",
+        "--api-key-file /nowhere",
+        "--api-key-file /dev/null",
     ],
 )
 def test_options_that_contradict_each_other_are_refused(words: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.load.prompts import BUNDLED_PROMPTS, SHARED_PROMPTS, Prompt, SizedText, read_prompts
+from tests.load.prompts import SHARED_PROMPTS, Prompt, SizedText, read_prompts
 from tests.load.server import LoadError
 
 
@@ -69,7 +69,7 @@ class Words:
 @pytest.mark.parametrize("num_surrounding", [0, 9])
 async def test_text_has_the_number_of_tokens_that_the_server_counts(num_surrounding: int) -> None:
     words = Words(num_surrounding)
-    text = SizedText(read_prompts([str(BUNDLED_PROMPTS)], seed=0), words.count)
+    text = SizedText(read_prompts(["bundled"], seed=0), words.count)
     await text.calibrate()
     for seed in range(10):
         assert await words.count(await text.exactly(300, seed)) == pytest.approx(300, abs=1)
@@ -79,7 +79,7 @@ async def test_text_has_the_number_of_tokens_that_the_server_counts(num_surround
 
 async def test_prompts_whose_blocks_begin_alike_begin_alike() -> None:
     words = Words(0)
-    text = SizedText(read_prompts([str(BUNDLED_PROMPTS)], seed=0), words.count)
+    text = SizedText(read_prompts(["bundled"], seed=0), words.count)
     await text.calibrate()
     first, second, other = (text.about(1400, i, ids) for i, ids in enumerate([(1, 2, 3), (1, 2, 4), (5, 2, 3)]))
     common = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)

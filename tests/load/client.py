@@ -67,15 +67,14 @@ class Client:
                 record.message = (await response.aread()).decode(errors="replace")[:MAX_MESSAGE_CHARS]
                 record.retry_after_s = _retry_after_s(response)
                 return
-            async for data in data_of_events(response.aiter_bytes()):
+            async for arrived_s, data in data_of_events(response.aiter_bytes(), clock.now_s):
                 if data == "[DONE]":
                     break
-                now_s = clock.now_s()
                 event = json.loads(data)
                 if "error" in event:
                     record.outcome, record.message = "error event", json.dumps(event["error"])[:MAX_MESSAGE_CHARS]
                     return
-                _take(event, now_s, record)
+                _take(event, arrived_s, record)
             else:
                 record.outcome, record.message = "cut", "the stream ended without [DONE]"
                 return
@@ -83,7 +82,7 @@ class Client:
             record.outcome, record.message = "no usage", "the server did not report how many tokens it generated"
 
 
-def _take(event: dict[str, Any], now_s: float, record: Record) -> None:
+def _take(event: dict[str, Any], arrived_s: float, record: Record) -> None:
     """Add an event to a record."""
     text = ""
     for choice in event.get("choices") or ():
@@ -98,7 +97,9 @@ def _take(event: dict[str, Any], now_s: float, record: Record) -> None:
         record.num_tokens = usage["completion_tokens"]
     is_counted = bool(event.get("choices")) and usage is not None
     if (is_counted and record.num_tokens > num_before) or (text and usage is None):
-        record.chunks.append((now_s, record.num_tokens if is_counted else 0))
+        if record.chunks and record.chunks[-1][0] == arrived_s:
+            record.chunks.pop()  # both came in one piece, so no time passed between their tokens
+        record.chunks.append((arrived_s, record.num_tokens if is_counted else 0))
     figures = (event.get("metrics") or {}).get("speculative_decoding")
     if figures is not None:
         record.acceptance = Acceptance(

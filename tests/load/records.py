@@ -46,8 +46,7 @@ class Record:
         scheduled_s: when the request was due. Latencies count from here, so a request that the client sent late because
             the server was slow is not counted as fast (coordinated omission). In a closed loop it is `sent_s`.
         outcome: `ok`, `429`, another HTTP status, or a word for what failed: `timeout`, `ConnectError`, `cut`, ...
-        chunks: arrival time of each chunk that brought tokens, and the tokens received so far; 0 where the server does
-            not say.
+        chunks: times at which tokens arrived, and the tokens received by then; 0 where the server does not say.
         acceptance: None if the server does not report it per request.
         histogram: drafts by how many of their tokens were accepted.
     """
@@ -92,7 +91,7 @@ class Record:
 
     @property
     def itl_s(self) -> list[float]:
-        """Time between tokens: the time between two chunks, divided among the tokens of the second.
+        """Time between tokens: the time between two arrivals, divided among the tokens of the second.
 
         Empty if the server does not say how many tokens a chunk has: the time between chunks would rise with the
         acceptance of drafts.

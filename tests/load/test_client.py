@@ -36,7 +36,10 @@ async def test_a_stream_becomes_a_record(server: FakeServer, endpoint: Endpoint)
     record = await send(server, endpoint=endpoint, **extension_fields("salt"))
     assert record.is_ok
     assert record.text.count("\u2028") == record.num_tokens == 7
-    assert [count for _, count in record.chunks] == [3, 6, 7]
+    # One count for each piece that came, of one or several chunks.
+    counts = [count for _, count in record.chunks]
+    assert counts == sorted(set(counts) & {3, 6, 7})
+    assert counts[-1] == 7
     assert record.num_prompt_tokens == (10 if endpoint == "completions" else 17)
     assert record.finish_reason == "length"
     steps = -(-7 // TOKENS_PER_CHUNK)
@@ -51,7 +54,7 @@ async def test_without_extensions_tokens_are_counted_at_the_end_only(server: Fak
     record = await send(server)
     assert record.is_ok
     assert record.num_tokens == 7
-    assert [count for _, count in record.chunks] == [0, 0, 0]
+    assert {count for _, count in record.chunks} == {0}
     assert record.itl_s == []
     assert record.tpot_s is not None
     assert record.acceptance is None

@@ -54,6 +54,8 @@ class Client:
             record.outcome, record.message = "timeout", f"not finished after {self._timeout_s:g} s"
         except httpx.TransportError as error:
             record.outcome, record.message = type(error).__name__, str(error)
+        except (ValueError, KeyError, TypeError) as error:  # no JSON, or not the fields of the API
+            record.outcome, record.message = "bad event", repr(error)
         record.end_s = clock.now_s()
         return record
 

@@ -20,7 +20,8 @@ class FakeServer(ThreadingHTTPServer):
     Attributes:
         has_extensions: whether it takes the fields of `extension_fields`; else they are refused with 400.
         reason: of its rounds, as Paceline's metrics have it.
-        failures: for generation requests by number, from 1 on: a status, or `cut`, `error event`, `stall`, `no usage`.
+        failures: for generation requests by number, from 1 on: a status, or `cut`, `error event`, `stall`, `no usage`,
+            `bad event`.
         wrong_words: whether it writes other words than it should, if drafts are on.
         bodies: the generation requests so far.
     """
@@ -120,6 +121,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.num_drafts += is_drafted
             if failure == "cut":
                 return
+            if failure == "bad event":
+                self.wfile.write(b"data: {oops\n\n")
             if failure == "error event":
                 self._event({"error": {"message": "lost", "code": "lost"}})
                 break

@@ -116,8 +116,11 @@ class Counters:
 
 
 async def read_counters(client: Client) -> Counters | None:
-    """Return the counters, or None if the server has no `/metrics` or no drafts in it."""
-    answer = await client.http.get("/metrics", timeout=_PROBE_TIMEOUT_S)
+    """Return the counters, or None if the server has no `/metrics`, has no drafts in it, or is gone."""
+    try:
+        answer = await client.http.get("/metrics", timeout=_PROBE_TIMEOUT_S)
+    except httpx.TransportError:  # the requests say so too
+        return None
     if answer.status_code != httpx.codes.OK:
         return None
     totals: dict[str, float] = {}

@@ -60,7 +60,7 @@ async def test_without_extensions_tokens_are_counted_at_the_end_only(server: Fak
     assert record.acceptance is None
 
 
-@pytest.mark.parametrize("failure", [429, 503, "cut", "error event", "no usage"])
+@pytest.mark.parametrize("failure", [429, 503, "cut", "error event", "no usage", "bad event"])
 async def test_failures_are_named(server: FakeServer, failure: int | str) -> None:
     server.failures[1] = failure
     record = await send(server)

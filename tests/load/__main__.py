@@ -3,7 +3,6 @@
 import asyncio
 import sys
 from collections.abc import Sequence
-from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -17,7 +16,7 @@ from tests.load.report import Report
 from tests.load.run import Load, Run, open_run
 from tests.load.server import LoadError
 from tests.load.summary import summarize
-from tests.load.sweep import Level, find_capacity
+from tests.load.sweep import Level, search
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -61,27 +60,24 @@ async def _test(options: Options, console: Console) -> Report:
 
 
 async def _sweep(run: Run, progress: Progress) -> list[Level]:
-    """Find the capacity of one arm after the other."""
-    options, levels, number = run.options, list[Level](), 0
-
-    async def run_level(arm: Arm, load: float) -> Level:
-        nonlocal number
-        is_users = options.rate is None
-        requests = Load(num_users=int(load), duration_s=options.duration_s) if is_users else run.open_load(load)
-        number += 1
-        records = await _measure(run, arm, number, requests, progress)
-        slo = options.slo
-        assert slo is not None
-        return Level(arm.name, load, summarize(records, slo), slo.is_met(records))
-
-    for arm in options.arms:
-        levels += await find_capacity(
-            partial(run_level, arm),
-            first=options.rate or options.concurrency or 1,
-            highest=options.max_level,
-            is_whole=options.rate is None,
-        )
-    return levels
+    """Find the capacity of every arm; they take turns, so that a machine whose speed drifts drifts for all of them."""
+    options, slo = run.options, run.options.slo
+    assert slo is not None
+    is_users = options.rate is None
+    first = options.rate or options.concurrency or 1
+    searches = {arm: search(first=first, highest=options.max_level, is_whole=is_users) for arm in options.arms}
+    loads: dict[Arm, float] = {arm: next(steps) for arm, steps in searches.items()}
+    levels: list[Level] = []
+    while loads:
+        for arm, load in [*loads.items()]:
+            requests = Load(num_users=int(load), duration_s=options.duration_s) if is_users else run.open_load(load)
+            records = await _measure(run, arm, len(levels), requests, progress)
+            levels.append(Level(arm.name, load, summarize(records, slo), slo.is_met(records)))
+            try:
+                loads[arm] = searches[arm].send(levels[-1].holds)
+            except StopIteration:
+                del loads[arm]
+    return sorted(levels, key=lambda level: (level.arm, level.load))
 
 
 async def _measure(run: Run, arm: Arm, turn: int, load: Load, progress: Progress) -> list[Record]:

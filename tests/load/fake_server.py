@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,6 +13,8 @@ TOKENS_PER_CHUNK = 3
 NUM_DRAFTED, NUM_ACCEPTED = 4, 2
 TEMPLATE_TOKENS = 7
 CHARS_PER_TOKEN = 4
+PAUSE_S = 0.003
+"""Between chunks, so that a client does not receive them in one piece."""
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -115,6 +118,8 @@ class _Handler(BaseHTTPRequestHandler):
         is_drafted = body.get("speculative", {}).get("enabled") is not False
         words = _words(body, is_wrong=self.server.wrong_words and is_drafted)
         for first in range(0, len(words), TOKENS_PER_CHUNK):
+            if first:
+                time.sleep(PAUSE_S)
             self._send_chunk(body, words, first, failure)
             with self.server.lock:
                 self.server.num_rounds += 1

@@ -143,8 +143,7 @@ class SizedText:
             missing = num_tokens - await self._count_tokens(text)
             if not missing:
                 break
-            num_chars = max(1, len(text) + round(missing * self._chars_per_token) or 1)
-            text = self._from(seed, num_chars)
+            text = self._from(seed, max(1, len(text) + round(missing * self._chars_per_token)))
         return text
 
     def _from(self, seed: int, num_chars: int) -> str:

@@ -46,7 +46,7 @@ class Report:
                 found.append(f"no request of arm {name} succeeded")
             if not self.levels:  # a sweep overloads the server on purpose
                 found += [f"{count} requests of arm {name}: {outcome}" for outcome, count in summary.failures.items()]
-            if slo and self.levels and not capacity(list(self.levels), name):
+            if slo and self.levels and not capacity(self.levels, name):
                 found.append(f"arm {name} misses the SLO at the first load already: {slo}")
             elif slo and not self.levels and not slo.is_met(self._records(name)):
                 found.append(f"arm {name} misses the SLO ({summary.good_share:.4f} of the requests): {slo}")
@@ -62,7 +62,7 @@ class Report:
         lags = sorted(self.run.lag.lags_s)
         if lags and (lag_s := lags[int(0.99 * (len(lags) - 1))]) > MAX_LAG_S:
             notes.append(f"this client was {1000 * lag_s:.0f} ms late (p99): it, or this machine, is the bottleneck")
-        if all(summary.latencies_ms["itl"] is None for summary in self.summaries.values()):
+        if not any(count for record in self.run.records for _, count in record.chunks):
             notes.append("no ITL: the server does not say how many tokens a chunk has, and a chunk may have several")
         return notes
 
@@ -102,7 +102,7 @@ class Report:
                 {"arm": level.arm, "load": level.load, "holds": level.holds, **level.summary.as_json()}
                 for level in self.levels
             ],
-            "capacity": {name: capacity(list(self.levels), name) for name in self.summaries} if self.levels else None,
+            "capacity": {name: capacity(self.levels, name) for name in self.summaries} if self.levels else None,
             "differing_texts": None if self.differing is None else [asdict(text) for text in self.differing],
             "client": {
                 "cpu_share": run.cpu_s / run.busy_s if run.busy_s else 0.0,
@@ -132,7 +132,7 @@ class Report:
             console.print(_levels_table(self.levels, self.run.options.rate is None))
             for name in self.summaries:
                 unit = "users" if self.run.options.rate is None else "requests/s"
-                console.print(f"{name}: {capacity(list(self.levels), name):g} {unit} at {self.run.options.slo}")
+                console.print(f"{name}: {capacity(self.levels, name):g} {unit} at {self.run.options.slo}")
         else:
             console.print(_figures_table(self.summaries, self.run.options.slo))
         speed_ups = self.speed_ups()

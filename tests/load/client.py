@@ -15,9 +15,14 @@ MAX_MESSAGE_CHARS = 300
 
 
 class Clock:
-    """Seconds since it was made."""
+    """Seconds since it was made.
+
+    Attributes:
+        unix_s: when that was, to find the run in logs and dashboards.
+    """
 
     def __init__(self) -> None:
+        self.unix_s = time.time()
         self._start_s = time.perf_counter()
 
     def now_s(self) -> float:

@@ -118,6 +118,7 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         config = {
             "command": list(command),
+            "start_unix_s": self.run.clock.unix_s,
             "options": self.run.options.as_json(),
             "server": asdict(self.run.plan.server),
         }

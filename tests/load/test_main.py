@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def test_a_run_writes_its_files(server: FakeServer, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["options"]["concurrency"] == 3
     assert config["server"]["model"] == "tiny"
+    assert 0 <= time.time() - config["start_unix_s"] < 600
     assert server.keys == {"Bearer secret"}
     assert "secret" not in json.dumps(config)
     assert (tmp_path / "load.png").read_bytes().startswith(b"\x89PNG")

@@ -52,7 +52,8 @@ def read_prompts(sources: Sequence[str], *, seed: int) -> list[Prompt]:
         except OSError as error:
             shared = f"nor is it in {SHARED_PROMPTS}"
             raise LoadError(f"prompts {source!r}: {path} cannot be read ({error.strerror}), {shared}") from error
-        read = _read_lines(text, path) if path.suffix == ".jsonl" else _read_paragraphs(text, path)
+        name = source if source == "bundled" else path.stem
+        read = _read_lines(text, path) if path.suffix == ".jsonl" else _read_paragraphs(text, name)
         if not read:
             raise LoadError(f"prompts {source!r}: {path} holds none")
         prompts += read
@@ -91,8 +92,8 @@ def _read_lines(text: str, path: Path) -> list[Prompt]:
     return prompts
 
 
-def _read_paragraphs(text: str, path: Path) -> list[Prompt]:
-    return [Prompt(paragraph.strip("\n"), path.stem) for paragraph in text.split("\n\n") if paragraph.strip()]
+def _read_paragraphs(text: str, domain: str) -> list[Prompt]:
+    return [Prompt(paragraph.strip("\n"), domain) for paragraph in text.split("\n\n") if paragraph.strip()]
 
 
 class SizedText:

@@ -36,7 +36,7 @@ def test_a_run_writes_its_files(server: FakeServer, tmp_path: Path) -> None:
     figures = summary["arms"]["default"]
     assert (figures["num_ok"], figures["mean_tokens"]) == (10, 12)
     assert figures["acceptance"]["mean_length"] == TOKENS_PER_CHUNK
-    assert figures["domains"].keys() == {"prompts"}
+    assert figures["domains"].keys() == {"bundled"}
     assert [line["index"] for line in sorted(lines(tmp_path), key=lambda line: line["index"])] == list(range(10))
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["options"]["concurrency"] == 3

@@ -42,7 +42,7 @@ def test_several_sources_are_mixed() -> None:
     if not SHARED_PROMPTS.is_dir():
         pytest.skip("the shared prompts are not here")
     prompts = read_prompts(["gsm8k", "humaneval", "bundled"], seed=0)
-    assert {prompt.domain for prompt in prompts[:40]} == {"gsm8k", "humaneval", "prompts"}
+    assert {prompt.domain for prompt in prompts[:40]} == {"gsm8k", "humaneval", "bundled"}
 
 
 @pytest.mark.parametrize("content", ["", "[1]\n", "{}\n", "no json\n", '{"prompt": ""}\n'])

@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Two test files at a time, because many tests wait for processes.
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
-.PHONY: serve test check fix e2e bench bench-peers format lint types unit avx2 integration clean
+.PHONY: serve test check fix e2e load bench bench-peers format lint types unit avx2 integration clean
 
 serve: $(STAMP)-runtime  ## serve the bundled pair on http://127.0.0.1:8000
 	$(BIN)/python -m deployments $(ARGS)
@@ -27,6 +27,9 @@ fix: $(STAMP)-dev
 
 e2e: $(STAMP)-dev  ## tests with real processes
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "e2e and not gpu"
+
+load: $(STAMP)-dev  ## start the bundled pair, load it with and without drafts, and check every text; a minute
+	$(BIN)/python -m tests.load.ci $(ARGS)
 
 bench: $(STAMP)-dev  ## compare with transformers; JSON=path writes the rows
 	$(BIN)/python -m tests.bench $(if $(JSON),--json $(JSON))

@@ -24,6 +24,8 @@ class Arrival:
     num_prompt_tokens: int
     num_tokens: int
     """Tokens that are generated for it."""
+    block_ids: tuple[int, ...] = ()
+    """Contents of the prompt's blocks, where the trace tells them: prompts with equal ids begin alike."""
 
 
 def read_trace(path: Path) -> list[Arrival]:

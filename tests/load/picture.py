@@ -1,0 +1,109 @@
+"""Pictures: the latencies and tokens of a run, or the curves of a sweep."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tests.bench.pictures import INK, STYLE, save
+from tests.load.records import LatencyName, Record
+from tests.load.slo import Slo
+from tests.load.sweep import Level
+
+COLOURS = ("#2f86c9", "#d9722e", "#3f9c5a", "#8c5fb0", "#b8486a", INK)
+LABELS: dict[LatencyName, str] = {"ttft": "time to first token, ms", "tpot": "time per token, ms"}
+_NUM_BINS = 60
+
+
+@rc_context(STYLE)
+def draw_run(records: Sequence[Record], slo: Slo | None, png: Path) -> None:
+    """Draw the share of requests within each TTFT and TPOT, and tokens per second over time, by arm."""
+    figure = Figure(figsize=(9, 2.6), layout="constrained")
+    *distributions, throughput = figure.subplots(1, 3)
+    for arm, colour in zip(dict.fromkeys(record.arm for record in records), COLOURS, strict=False):
+        members = [record for record in records if record.arm == arm]
+        for axes, name in zip(distributions, LABELS, strict=True):
+            values = sorted(1000 * value for record in members if record.is_ok for value in record.latencies_s(name))
+            shares = np.arange(1, len(values) + 1) / max(1, len(values))
+            axes.step(values, shares, where="post", color=colour, label=arm)
+        _draw_throughput(throughput, members, colour)
+    for axes, (name, label) in zip(distributions, LABELS.items(), strict=True):
+        axes.set(xlabel=label, ylabel="share of requests", xlim=(0, None), ylim=(0, 1.02))
+        if (limit_ms := _limit_ms(slo, name)) is not None and limit_ms < 2 * axes.get_xlim()[1]:
+            axes.axvline(limit_ms, color=INK, linestyle=":")
+    throughput.set(xlabel="seconds of the arm's turns", ylabel="tokens per second", ylim=(0, None))
+    for axes in figure.axes:
+        axes.grid()
+    distributions[0].legend()
+    save(figure, png)
+
+
+@rc_context(STYLE)
+def draw_sweep(levels: Sequence[Level], slo: Slo | None, label: str, png: Path) -> None:
+    """Draw throughput, p50 and p99 of TTFT and of TPOT over the load, by arm; hollow points miss the SLO."""
+    figure = Figure(figsize=(9, 2.6), layout="constrained")
+    throughput, *latencies = figure.subplots(1, 3)
+    for arm, colour in zip(dict.fromkeys(level.arm for level in levels), COLOURS, strict=False):
+        members = [level for level in levels if level.arm == arm]
+        loads = [level.load for level in members]
+        throughput.plot(loads, [level.summary.tokens_per_s for level in members], color=colour, label=arm)
+        for level in members:
+            face = colour if level.holds else "none"
+            throughput.plot(level.load, level.summary.tokens_per_s, "o", color=colour, markerfacecolor=face)
+        for axes, name in zip(latencies, LABELS, strict=True):
+            found = [(level.load, level.summary.latencies_ms[name]) for level in members]
+            for percentile, style in (("p50", "-"), ("p99", "--")):
+                points = [(load, getattr(values, percentile)) for load, values in found if values is not None]
+                x, y = zip(*points, strict=True) if points else ((), ())
+                axes.plot(x, y, style, color=colour, label=f"{arm}, {percentile}")
+    throughput.set(ylabel="tokens per second")
+    for axes, (name, title) in zip(latencies, LABELS.items(), strict=True):
+        axes.set(ylabel=title)
+        if (limit_ms := _limit_ms(slo, name)) is not None:
+            axes.axhline(limit_ms, color=INK, linestyle=":")
+    ticks = _ticks(levels)
+    for axes in figure.axes:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [f"{load:g}" for load in ticks])
+        axes.minorticks_off()
+        axes.set(xlabel=label, ylim=(0, None))
+        axes.grid()
+    throughput.legend()
+    latencies[0].legend()
+    save(figure, png)
+
+
+def _limit_ms(slo: Slo | None, name: LatencyName) -> float | None:
+    return dict(slo.limits_ms).get(name) if slo else None
+
+
+def _ticks(levels: Sequence[Level]) -> list[float]:
+    """Return loads that are far enough apart for their labels."""
+    ticks: list[float] = []
+    for load in sorted({level.load for level in levels}):
+        if not ticks or load >= 1.5 * ticks[-1]:
+            ticks.append(load)
+    return ticks
+
+
+def _draw_throughput(axes: Axes, records: Sequence[Record], colour: str) -> None:
+    """Draw tokens per second over the time that an arm was measured; its turns follow one another."""
+    times: list[float] = []
+    counts: list[float] = []
+    offset_s = 0.0
+    for turn in sorted({record.turn for record in records}):
+        members = [record for record in records if record.turn == turn]
+        start_s = min(record.scheduled_s for record in members)
+        for record in members:
+            previous = 0
+            for time_s, count in record.chunks:
+                times.append(offset_s + time_s - start_s)
+                counts.append(count - previous if count else record.num_tokens / len(record.chunks))
+                previous = count
+        offset_s += max(record.end_s for record in members) - start_s
+    if times:
+        sums, edges = np.histogram(times, bins=_NUM_BINS, range=(0, offset_s), weights=counts)
+        axes.plot((edges[:-1] + edges[1:]) / 2, sums / np.diff(edges), color=colour)

@@ -1,0 +1,159 @@
+"""Server: what is at the other end, and what it understands beyond OpenAI's API."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.load.client import Client
+from tests.load.records import Acceptance
+
+Endpoint = Literal["completions", "chat"]
+PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+_PROBE_TIMEOUT_S = 60.0
+
+
+class LoadError(Exception):
+    """The load test cannot be run as it was described."""
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """A served model.
+
+    Attributes:
+        max_model_len: None if the server does not say.
+        has_extensions: whether it takes `ignore_eos`, `continuous_usage_stats`, `cache_salt` and `speculative`.
+        version: what `/version` answers, if anything.
+    """
+
+    model: str
+    max_model_len: int | None
+    has_extensions: bool
+    version: dict[str, Any]
+
+
+def prompt_fields(endpoint: Endpoint, content: str | list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields of a body that hold the prompt.
+
+    Raises:
+        LoadError: messages cannot be sent to `/v1/completions`.
+    """
+    if endpoint == "chat":
+        return {"messages": [{"role": "user", "content": content}] if isinstance(content, str) else content}
+    if not isinstance(content, str):
+        raise LoadError("a prompt consists of messages; such prompts need --endpoint chat")
+    return {"prompt": content}
+
+
+def extension_fields(cache_salt: str) -> dict[str, Any]:
+    """Return what is asked of a server that has extensions: tokens counted by chunk, and acceptance by request.
+
+    Args:
+        cache_salt: requests with another one share no cached prompts with these.
+    """
+    return {
+        "cache_salt": cache_salt,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "speculative": {"metrics": "summary"},
+    }
+
+
+async def survey(client: Client, endpoint: Endpoint, model: str | None) -> Server:
+    """Ask the server what it serves, and try a request with our extensions, then one without.
+
+    Raises:
+        LoadError: it cannot be reached, or refuses both.
+    """
+    card = await _model_card(client, model)
+    plain = {"model": card["id"], "max_tokens": 1, **prompt_fields(endpoint, "Hello")}
+    extended = {**plain, "ignore_eos": True, "stream": True, **extension_fields("survey")}
+    answers = [await _post(client, PATHS[endpoint], extended)]
+    if answers[0].status_code in (400, 422):
+        answers.append(await _post(client, PATHS[endpoint], plain))
+    if answers[-1].status_code != httpx.codes.OK:
+        answer = answers[-1]
+        raise LoadError(f"{client.url} answers a request with {answer.status_code}: {answer.text[:300]}")
+    version = await client.http.get("/version", timeout=_PROBE_TIMEOUT_S)
+    return Server(
+        model=card["id"],
+        max_model_len=card.get("max_model_len"),
+        has_extensions=len(answers) == 1,
+        version=version.json() if version.status_code == httpx.codes.OK else {},
+    )
+
+
+async def count_prompt_tokens(client: Client, server: Server, endpoint: Endpoint, text: str) -> int:
+    """Return how many tokens the server counts in a prompt.
+
+    Raises:
+        LoadError: it refuses the prompt.
+    """
+    body = {"model": server.model, "max_tokens": 1, **prompt_fields(endpoint, text)}
+    answer = await _post(client, PATHS[endpoint], body)
+    if answer.status_code != httpx.codes.OK:
+        raise LoadError(f"{client.url} answers a request with {answer.status_code}: {answer.text[:300]}")
+    count: int = answer.json()["usage"]["prompt_tokens"]
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """The speculation counters of `/metrics` at one moment.
+
+    Attributes:
+        acceptance: under vLLM's names.
+        rounds: Paceline's rounds by the reason for their draft length: `fixed`, `off`, `goodput` or `trial`.
+    """
+
+    acceptance: Acceptance
+    rounds: dict[str, float]
+
+    def since(self, before: "Counters") -> "Counters":
+        rounds = {reason: count - before.rounds.get(reason, 0.0) for reason, count in self.rounds.items()}
+        return Counters(self.acceptance - before.acceptance, {reason: n for reason, n in rounds.items() if n})
+
+
+async def read_counters(client: Client) -> Counters | None:
+    """Return the counters, or None if the server has no `/metrics`, has no drafts in it, or is gone."""
+    try:
+        answer = await client.http.get("/metrics", timeout=_PROBE_TIMEOUT_S)
+    except httpx.TransportError:  # the requests say so too
+        return None
+    if answer.status_code != httpx.codes.OK:
+        return None
+    totals: dict[str, float] = {}
+    rounds: dict[str, float] = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+            if sample.name == "paceline:rounds_by_draft_length_total":
+                reason = sample.labels["reason"]
+                rounds[reason] = rounds.get(reason, 0.0) + sample.value
+    names = [f"vllm:spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens")]
+    if not all(name in totals for name in names):
+        return None
+    return Counters(Acceptance(*(int(totals[name]) for name in names)), rounds)
+
+
+async def _model_card(client: Client, model: str | None) -> dict[str, Any]:
+    try:
+        answer = await client.http.get("/v1/models", timeout=_PROBE_TIMEOUT_S)
+    except httpx.TransportError as error:
+        raise LoadError(f"{client.url} cannot be reached: {error!r}") from error
+    if answer.status_code != httpx.codes.OK:
+        raise LoadError(f"{client.url}/v1/models answers with {answer.status_code}: {answer.text[:300]}")
+    cards: dict[str, dict[str, Any]] = {card["id"]: card for card in answer.json()["data"]}
+    if model is None:
+        return next(iter(cards.values()))
+    if model not in cards:
+        raise LoadError(f"{client.url} serves {', '.join(cards)}, and not {model}")
+    return cards[model]
+
+
+async def _post(client: Client, path: str, body: dict[str, Any]) -> httpx.Response:
+    try:
+        return await client.http.post(path, json=body, timeout=_PROBE_TIMEOUT_S)
+    except httpx.TransportError as error:
+        raise LoadError(f"{client.url} cannot be reached: {error!r}") from error

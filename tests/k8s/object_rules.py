@@ -21,23 +21,27 @@ def object_problems(manifests: list[Manifest]) -> Iterator[str]:
             yield f"{name} selects no pod"
         ports = {port["name"] for pod in selected for c in pod["spec"]["containers"] for port in c.get("ports", [])}
         yield from (f"{name} names the port {port}, which no pod has" for port in _ports(manifest) - ports)
-        if manifest["kind"] == "PodDisruptionBudget" and not isinstance(spec.get("minAvailable"), int):
-            yield f"{name}: Kubernetes counts pods of a RayCluster for a whole minAvailable only"
+        if manifest["kind"] == "PodDisruptionBudget":
+            if not isinstance(available := spec.get("minAvailable"), int):
+                yield f"{name}: Kubernetes counts pods of a RayCluster for a whole minAvailable only"
+            elif available >= sum(pod["replicas"] for pod in selected):
+                yield f"{name} lets no pod go, so that no node can be taken away"
     yield from _volume_problems(manifests, pods)
     yield from _policy_problems(manifests)
 
 
 def _pods(manifests: list[Manifest]) -> Iterator[Manifest]:
-    """Yield the pod templates, with the labels that KubeRay adds."""
+    """Yield the pod templates, with the labels that KubeRay adds and the number of pods at least."""
     for manifest in of_kind(manifests, "RayService", "RayCluster"):
         for name, group in groups_of(cluster_of(manifest)).items():
             template = group["template"]
             kind = "head" if name == "head" else "worker"
             added = {"ray.io/node-type": kind, "ray.io/group": "headgroup" if name == "head" else name}
             labels = {**template.get("metadata", {}).get("labels", {}), **group.get("labels", {}), **added}
-            yield {"metadata": {"labels": labels}, "spec": template["spec"]}
-    for manifest in of_kind(manifests, "StatefulSet", "Deployment", "Job"):
-        yield manifest["spec"]["template"]
+            replicas = group.get("minReplicas", 1)
+            yield {"metadata": {"labels": labels}, "spec": template["spec"], "replicas": replicas}
+    for manifest in of_kind(manifests, "StatefulSet"):
+        yield {**manifest["spec"]["template"], "replicas": manifest["spec"]["replicas"]}
 
 
 def _ports(manifest: Manifest) -> set[str]:

@@ -28,8 +28,8 @@ _SELECTOR: dict[str, Any] = {
 }
 
 
-def _with_spec(**properties: Any) -> dict[str, Any]:
-    spec = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+def _with_spec(*required: str, **properties: Any) -> dict[str, Any]:
+    spec = {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
     return {"type": "object", "properties": {"spec": spec}, "required": ["spec"]}
 
 
@@ -41,11 +41,14 @@ def _items(*required: str, **properties: Any) -> dict[str, Any]:
 _TEXT = {"type": "string"}
 _MONITORING = {
     "PodMonitor": _with_spec(
+        "selector",
+        "podMetricsEndpoints",
         selector=_SELECTOR,
         podTargetLabels={"type": "array", "items": _TEXT},
         podMetricsEndpoints=_items("port", port=_TEXT, path=_TEXT, interval=_TEXT, relabelings={"type": "array"}),
     ),
     "PrometheusRule": _with_spec(
+        "groups",
         groups=_items(
             "name",
             "rules",

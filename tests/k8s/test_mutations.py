@@ -130,6 +130,9 @@ MUTATIONS = {
     "a budget that Kubernetes cannot count": Mutation(
         f"{AVAILABLE}/poddisruptionbudget.yaml", "minAvailable: 1", "maxUnavailable: 1", "a whole minAvailable only"
     ),
+    "a budget that lets nobody go": Mutation(
+        f"{AVAILABLE}/poddisruptionbudget.yaml", "minAvailable: 1", "minAvailable: 2", "lets no pod go"
+    ),
     "a budget for pods that do not exist": Mutation(
         f"{AVAILABLE}/poddisruptionbudget.yaml",
         "ray.io/group: target",

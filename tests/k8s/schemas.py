@@ -61,7 +61,7 @@ _MONITORING = {
                 "annotations",
                 **{"for": _TEXT, "alert": _TEXT, "expr": _TEXT, "labels": _LABELS, "annotations": _LABELS},
             ),
-        )
+        ),
     ),
 }
 """The fields that are used here of those that the Prometheus operator knows."""

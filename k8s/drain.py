@@ -38,8 +38,9 @@ def main() -> None:
 
 def drain(node_id: str, deadline_s: int) -> None:
     """Tell Ray that a node will go."""
-    command = ["ray", "drain-node", "--node-id", node_id, "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
-    command += ["--reason-message", "its pod ends", "--deadline-remaining-seconds", str(deadline_s)]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--node-id", node_id]
+    command += ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "its pod ends"]
+    command += ["--deadline-remaining-seconds", str(deadline_s)]
     subprocess.run(command, check=True)
 
 

@@ -38,18 +38,18 @@ async def stream_until(client: openai.AsyncOpenAI, end: asyncio.Event) -> int:
 async def test_a_pod_that_ends_cuts_no_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (service,) = of_kind(build(K8S / "overlays" / "cpu"), "RayService")
     with ray_pods(service, monkeypatch) as pods:
-        (old,) = pods.add_pods(target=1)
+        nodes = set(pods.add_pods(target=2))
         await asyncio.to_thread(pods.deploy, tmp_path / "keys")
+        (old,) = pods.nodes_of("Router")
         end = asyncio.Event()
         url = f"http://127.0.0.1:{pods.port}/v1"
         async with openai.AsyncOpenAI(base_url=url, api_key=KEY, timeout=120, max_retries=0) as client:
             streams = [asyncio.create_task(stream_until(client, end)) for _ in range(STREAMS)]
-            (new,) = await asyncio.to_thread(pods.add_pods, target=1)
             command = [str(K8S / "drain.py"), "--node-id", old, "--deadline-s", "700"]
             environment = {**os.environ, "RAY_ADDRESS": pods.address}
             drain = await asyncio.create_subprocess_exec(sys.executable, *command, env=environment)
             assert await asyncio.wait_for(drain.wait(), 300) == 0
-            assert set(pods.nodes_of("Router") + pods.nodes_of("Ingress")) == {new}
+            assert set(pods.nodes_of("Router") + pods.nodes_of("Ingress")) == nodes - {old}
             end.set()
             counts = await asyncio.gather(*streams)
         assert all(counts)

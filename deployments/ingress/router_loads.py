@@ -5,6 +5,7 @@ Ingress replicas are as the Routers last reported them.
 """
 
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,8 @@ UNKNOWN_DRAIN_RATE = 1.0
 class RouterLoads:
     """The Routers that run, their last reports, and the requests that this Ingress has there.
 
-    All numbers of requests count each choice of a request by itself, as Routers do.
+    All numbers of requests count each choice of a request by itself, as Routers do. By default Serve chooses Routers on
+    a thread of its own, so requests are counted under a lock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,11 +31,12 @@ class RouterLoads:
         self._reports: dict[str, tuple[float, Load]] = {}
         self._requests: dict[str, tuple[int, str | None]] = {}
         self._sent: Counter[str | None] = Counter()
+        self._lock = threading.Lock()
 
     def set_routers(self, routers: Iterable[str]) -> None:
         """Take the Routers that requests can be sent to now; the others are forgotten."""
         self.routers = frozenset(routers)
-        self._reports = {name: report for name, report in self._reports.items() if name in self.routers}
+        self._reports = {name: report for name, report in list(self._reports.items()) if name in self.routers}
 
     def report(self, load: Load) -> None:
         """Take a Router's report."""
@@ -41,23 +44,26 @@ class RouterLoads:
 
     def begin(self, request_id: str, num_sequences: int) -> None:
         """Count a request that will be sent to a Router."""
-        self._requests[request_id] = num_sequences, None
-        self._sent[None] += num_sequences
+        with self._lock:
+            self._requests[request_id] = num_sequences, None
+            self._sent[None] += num_sequences
 
     def assign(self, request_id: str, router: str) -> None:
         """Count a request at the Router that it is sent to, unless it has ended."""
-        if request_id in self._requests:
-            num_sequences, before = self._requests[request_id]
-            self._requests[request_id] = num_sequences, router
-            self._sent[before] -= num_sequences
-            self._sent[router] += num_sequences
+        with self._lock:
+            if request_id in self._requests:
+                num_sequences, before = self._requests[request_id]
+                self._requests[request_id] = num_sequences, router
+                self._sent[before] -= num_sequences
+                self._sent[router] += num_sequences
 
     def end(self, request_id: str) -> None:
         """Forget a request."""
-        num_sequences, router = self._requests.pop(request_id)
-        self._sent[router] -= num_sequences
-        if not self._sent[router]:
-            del self._sent[router]
+        with self._lock:
+            num_sequences, router = self._requests.pop(request_id)
+            self._sent[router] -= num_sequences
+            if not self._sent[router]:
+                del self._sent[router]
 
     def depth(self, router: str) -> int:
         """Return how many requests a Router has, waiting and running."""

@@ -128,6 +128,8 @@ class LocalOutputs:
 class LocalRouters:
     """The Routers as an Ingress sees them: one round loop in this process, and the last request that came."""
 
+    free = math.inf
+
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self.error: Exception | None = None
@@ -136,7 +138,6 @@ class LocalRouters:
         self.last: Generation | None = None
         self.num_deliveries = 0
         self.num_closed = 0
-        self.free = math.inf
 
     def room(self) -> float:
         return self.free

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -8,6 +9,7 @@ from deployments.config import AppConfig
 from deployments.ingress.middleware import OPEN_ROUTES
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
+from tests.deployments.serving import serving
 
 KEY = "secret-key"
 BODY = {"prompt": "a", "max_tokens": 2}
@@ -170,3 +172,13 @@ async def test_a_request_takes_room_until_a_router_has_it_or_it_fails(
     async with make_client(await make_app(config, routers)) as client:
         statuses = {(await client.post("/v1/completions", json=body)).status_code for _ in range(3)}
     assert statuses <= {200, 400, 404}
+
+
+def test_a_connection_whose_request_was_refused_unread_takes_the_next(
+    config: AppConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalRouters, "free", 0.0)
+    with serving(config, model_dir) as (url, _), httpx.Client(base_url=url) as client:
+        for _ in range(3):
+            assert client.post("/v1/completions", content=b"x" * 2**20).status_code == 429
+        assert client.get("/v1/models").status_code == 200

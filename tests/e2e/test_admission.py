@@ -68,7 +68,7 @@ async def test_both_routers_fill_evenly_and_what_is_too_much_is_refused(server: 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
         streams = [asyncio.create_task(stream(client)) for _ in range(CAPACITY)]
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(180):  # the second Router may still be loading
             while await queues(client) != (NUM_ROUTERS * MAX_NUM_SEQS, NUM_ROUTERS * MAX_QUEUED):
                 await asyncio.sleep(RETRY_S)
         refusals = await asyncio.gather(*(client.post("/v1/completions", json=BODY) for _ in range(40)))

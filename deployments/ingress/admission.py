@@ -4,7 +4,9 @@ The Routers have the last word: an Ingress knows how full they are from reports 
 """
 
 import asyncio
-from collections.abc import Iterator
+import math
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
@@ -12,6 +14,11 @@ from typing import Protocol
 from engine.errors import QueueFullError
 
 GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+
+CALM_S = 0.001
+"""A turn of the event loop that is shorter has nothing else to do but to begin requests."""
+LONGEST_TURN_S = 0.01
+"""How long the first request that waits is held up by a busy event loop."""
 
 
 class Room(Protocol):
@@ -45,8 +52,9 @@ class Preparation:
 class Admission:
     """The requests that one Ingress is preparing for the Routers."""
 
-    def __init__(self, routers: Room) -> None:
+    def __init__(self, routers: Room, clock: Callable[[], float] = time.monotonic) -> None:
         self._routers = routers
+        self._clock = clock
         self._turn = asyncio.Lock()
         self.num_preparing = 0
 
@@ -73,9 +81,18 @@ class Admission:
             preparation.end()
 
     async def turn(self) -> None:
-        """Wait until a request may be begun: one in each turn of the event loop, so that other routes need not wait."""
+        """Wait until a request may be begun: one after the other, when the event loop has little else to do.
+
+        So refusals and other routes do not wait behind many requests that came before them.
+        """
         async with self._turn:
-            await asyncio.sleep(0)
+            now = self._clock()
+            latest = now + LONGEST_TURN_S
+            before = -math.inf
+            while now - before >= CALM_S and now < latest:
+                before = now
+                await asyncio.sleep(0)
+                now = self._clock()
 
 
 def submitted() -> None:

@@ -136,7 +136,7 @@ class Burst:
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
             client = Client(session)
-            await client.complete(Answers())
+            await asyncio.gather(*(client.complete(Answers()) for _ in range(MAX_NUM_SEQS)))
             started = time.perf_counter()
             with probing(client, self.health):
                 await asyncio.gather(*(client.complete(self.at_once) for _ in range(BURST)))

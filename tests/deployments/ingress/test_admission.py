@@ -67,6 +67,17 @@ async def test_a_request_that_was_submitted_is_counted_by_the_routers_only() -> 
     submitted()  # outside of any request, as in scripts that call an Ingress
 
 
+@pytest.mark.parametrize(("turn_s", "num_turns"), [(0.0001, 1), (0.002, 5), (1.0, 1)])
+async def test_a_busy_event_loop_holds_requests_up_but_not_for_long(turn_s: float, num_turns: int) -> None:
+    turns = itertools.count()
+    beginning = asyncio.create_task(Admission(Routers(), lambda: next(turns) * turn_s).turn())
+    count = 0
+    while not beginning.done():
+        count += 1
+        await asyncio.sleep(0)
+    assert count - 1 == num_turns
+
+
 async def test_other_tasks_run_between_the_beginnings_of_two_requests() -> None:
     admission, order = Admission(Routers()), []
 

@@ -8,12 +8,14 @@ from ray import serve
 from ray._private.accelerators import NvidiaGPUAcceleratorManager as Nvidia
 from ray._private.utils import get_num_cpus
 from ray.serve import Application
+from ray.serve.config import RequestRouterConfig
 
 from cluster.capacity import Node, Slot, cluster_nodes, missing, place_groups, slots
 from cluster.placement import STRATEGY, PlacementError, label_selectors, placement_bundles
 from deployments.autoscaling import autoscaling_config
 from deployments.config import AppConfig, ArgumentError, api_keys, group_config
 from deployments.ingress.ingress import Ingress
+from deployments.ingress.request_router import QueueDepthRouter
 from deployments.router.router import Router
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
@@ -22,6 +24,9 @@ STREAMS_PER_INGRESS = 10_000
 HEALTH_CHECK_PERIOD_S = 2.0
 """How often Serve's controller looks after a replica. A dead one is replaced after that; Serve's default is 10 s."""
 INGRESS_CPUS = 0.1
+CPUS_PER_INGRESS = 8
+MAX_INGRESS_REPLICAS = 4
+"""Where the setting does not say how many."""
 
 
 def app(config: AppConfig) -> Application:
@@ -34,7 +39,7 @@ def app(config: AppConfig) -> Application:
 
 
 def build(config: AppConfig, *, can_grow: bool) -> Application:
-    """Return the application: one Ingress over autoscaled Routers, each with its own speculation group.
+    """Return the application: Ingress replicas over autoscaled Routers, each with its own speculation group.
 
     Raises:
         ArgumentError: the cluster cannot hold the workers as they are configured, or the API keys are wrong.
@@ -47,7 +52,8 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         selectors = label_selectors(group, bundles)
     except PlacementError as error:
         raise ArgumentError(str(error)) from None
-    _check_room(config, slots(group, bundles), nodes, can_grow=can_grow)
+    num_ingress_replicas = config.num_ingress_replicas or _num_ingress_replicas(nodes)
+    _check_room(config, num_ingress_replicas, slots(group, bundles), nodes, can_grow=can_grow)
     scaling = autoscaling_config(config.autoscaling)
     drain_timeout_s = config.drain_timeout_s
     if scaling is not None:
@@ -65,34 +71,50 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         graceful_shutdown_timeout_s=drain_timeout_s,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=1,
+        request_router_config=RequestRouterConfig(request_router_class=QueueDepthRouter),  # type: ignore[arg-type]
         logging_config={"enable_access_log": False},  # the Ingress logs each request
         **({"autoscaling_config": scaling} if scaling else {"num_replicas": config.autoscaling.min_replicas}),
     )
     ingress: Any = serve.deployment(
         serve.ingress()(Ingress),
         name="Ingress",
+        num_replicas=num_ingress_replicas,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         max_ongoing_requests=STREAMS_PER_INGRESS,
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=1,
     )
-    application: Application = ingress.bind(config, router.bind(config), keys=keys)
+    application: Application = ingress.bind(config, router.bind(config), keys=keys, num_replicas=num_ingress_replicas)
     return application
 
 
-def _check_room(config: AppConfig, group: list[Slot], nodes: dict[str, Node], *, can_grow: bool) -> None:
+def _num_ingress_replicas(nodes: dict[str, Node]) -> int:
+    num_cpus = sum(node.resources.get("CPU", 0) for node in nodes.values())
+    return min(MAX_INGRESS_REPLICAS, max(1, int(num_cpus / CPUS_PER_INGRESS)))
+
+
+def _check_room(
+    config: AppConfig, num_ingress_replicas: int, group: list[Slot], nodes: dict[str, Node], *, can_grow: bool
+) -> None:
     """Warn of replicas that find no room; refuse if the smallest number of them finds none and never will."""
+    ingress = [Slot("an Ingress replica", {"CPU": INGRESS_CPUS}, {})]
+    room, nodes = place_groups(ingress, nodes, limit=num_ingress_replicas)
+    if room < num_ingress_replicas:
+        setting = f"num_ingress_replicas is {num_ingress_replicas}"
+        _report_shortage(setting, room, missing(ingress, nodes), is_fatal=not can_grow, can_grow=can_grow)
     bounds = config.autoscaling
-    _, nodes = place_groups([Slot("the Ingress", {"CPU": INGRESS_CPUS}, {})], nodes, limit=1)
     room, free = place_groups(group, nodes, limit=bounds.upper_bound)
-    if room == bounds.upper_bound:
-        return
-    is_short = room < bounds.min_replicas
-    bound = f"min_replicas is {bounds.min_replicas}" if is_short else f"max_replicas is {bounds.upper_bound}"
-    shortages = "; ".join(missing(group, free))
-    message = f"autoscaling.{bound}, but the cluster has room for {room}: {shortages}"
-    if is_short and not can_grow:
+    if room < bounds.upper_bound:
+        is_short = room < bounds.min_replicas
+        bound = f"min_replicas is {bounds.min_replicas}" if is_short else f"max_replicas is {bounds.upper_bound}"
+        is_fatal = is_short and not can_grow
+        _report_shortage(f"autoscaling.{bound}", room, missing(group, free), is_fatal=is_fatal, can_grow=can_grow)
+
+
+def _report_shortage(setting: str, room: int, shortages: list[str], *, is_fatal: bool, can_grow: bool) -> None:
+    message = f"{setting}, but the cluster has room for {room}: {'; '.join(shortages)}"
+    if is_fatal:
         raise ArgumentError(message)
     consequence = "the others wait for more nodes" if can_grow else "no more will start"
     logger.warning("%s; %s", message, consequence)

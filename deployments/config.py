@@ -163,6 +163,8 @@ class AppConfig(BaseModel):
     keys, every request is accepted."""
     api_key_file: Annotated[Path | None, OrNone] = None
     """A file with more keys, one per line."""
+    num_ingress_replicas: Annotated[int | None, OrNone] = Field(None, ge=1)
+    """Processes that serve HTTP and tokenize; none is one for each 8 CPUs of the cluster, at most 4."""
     autoscaling: Annotated[Autoscaling, BeforeValidator(_object_from_text)] = Autoscaling()
     """Router replicas and when to have more."""
     limits: Annotated[Limits, BeforeValidator(_object_from_text)] = Limits()

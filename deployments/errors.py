@@ -24,8 +24,6 @@ from engine.errors import (
     UnknownModelError,
 )
 
-RETRY_AFTER_S = 1
-
 
 class ErrorDetail(ResponseModel):
     """The error: a message for people, and a type, a field and a code for programs."""
@@ -120,10 +118,11 @@ def describe(error: Exception) -> tuple[ErrorKind, dict[str, Any]]:
     return kind, error_body(kind, str(error), param)
 
 
-def headers_of(kind: ErrorKind) -> dict[str, str]:
-    """Return the headers that go with a kind of error."""
+def headers_of(kind: ErrorKind, error: Exception | None = None) -> dict[str, str]:
+    """Return the headers that go with a kind of error; the exception may say when to come again."""
     if kind.status in (429, 503):
-        return {"Retry-After": str(RETRY_AFTER_S)}
+        retry_after_s = error.retry_after_s if isinstance(error, CapacityError) else CapacityError.retry_after_s
+        return {"Retry-After": str(retry_after_s)}
     return {"WWW-Authenticate": "Bearer"} if kind.status == 401 else {}
 
 

@@ -45,6 +45,8 @@ class UnknownModelError(RequestError):
 class CapacityError(PacelineError):
     """The server cannot take the request now; it may succeed later."""
 
+    retry_after_s: int = 1
+
 
 class QueueFullError(CapacityError):
     """The queue is full."""

@@ -27,6 +27,11 @@ class Outbox(asyncio.Protocol):
         """Whether the connection broke or could not be made; then nothing is sent any more."""
         return self._error is not None
 
+    @property
+    def has_room(self) -> bool:
+        """Whether a message can be sent at once."""
+        return self._has_room.is_set() and self._error is None
+
     async def room(self) -> None:
         """Wait until a message can be sent at once.
 

@@ -5,10 +5,13 @@ scaled as usual, and errors come as the Router raised them. Only the outputs tak
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
-from deployments.router.delivery import decode_output
-from deployments.router.generation import request_id_of
+from deployments.ingress.router_loads import RouterLoads
+from deployments.router.delivery import decode
+from deployments.router.generation import Failure, request_id_of
+from deployments.router.load import Load
 from engine.errors import TargetError
 from engine.sequence import RequestOutput
 
@@ -19,7 +22,8 @@ LAST_OUTPUTS_TIMEOUT_S = 5.0
 class Arrivals:
     """The outputs of the requests of this Ingress, which come from all Routers."""
 
-    def __init__(self) -> None:
+    def __init__(self, loads: RouterLoads) -> None:
+        self._loads = loads
         self._requests: dict[str, ServeOutputs] = {}
 
     def add(self, request_id: str, outputs: "ServeOutputs") -> None:
@@ -31,15 +35,18 @@ class Arrivals:
         self._requests.pop(request_id, None)
 
     def deliver(self, payload: bytes) -> None:
-        """Give an output to its request, if that is still open.
+        """Give an output to its request, if that is still open; note a Router's load.
 
         Raises:
-            MalformedMessageError: the message holds no output.
+            MalformedMessageError: the message holds neither.
         """
-        output = decode_output(payload)
-        request = self._requests.get(request_id_of(output.request_id))
+        content = decode(payload)
+        if isinstance(content, Load):
+            self._loads.report(content)
+            return
+        request = self._requests.get(request_id_of(content.request_id))
         if request is not None:
-            request.put(output)
+            request.put(content)
 
 
 class ServeOutputs:
@@ -68,7 +75,7 @@ class ServeOutputs:
         """Return the next outputs; an empty list after the last ones.
 
         Raises:
-            Exception: what the Router raised.
+            Exception: why the Router gave the request up, or what it raised.
             TargetError: outputs that were sent did not come.
         """
         while not self._outputs and not (self._has_ended and self._num_received >= (self._num_sent or 0)):
@@ -88,6 +95,10 @@ class ServeOutputs:
             raise self._error
         return []
 
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call something when the Router has no more to do with the request, closed or not."""
+        self._ending.add_done_callback(lambda _: callback())
+
     async def close(self) -> None:
         """Cancel the call, finished or not; Serve then closes the Router's generator."""
         self._arrivals.remove(self._request_id)
@@ -96,8 +107,11 @@ class ServeOutputs:
 
     async def _wait_for_end(self) -> None:
         try:
-            async for num_sent in self._response:
-                self._num_sent = num_sent
+            async for item in self._response:
+                if isinstance(item, Failure):
+                    self._error = item.error
+                else:
+                    self._num_sent = item
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():

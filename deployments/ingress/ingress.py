@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from deployments.config import AppConfig
 from deployments.grammar_check.compiler import GrammarCompiler
+from deployments.ingress.admission import Admission, submitted
 from deployments.ingress.answer import Answer
 from deployments.ingress.parameters import check_token_ids, sampling_params
 from deployments.ingress.prompts import PromptEncoder
@@ -52,13 +53,19 @@ class Ingress:
         routers: DeploymentHandle[Any] | RouterHandle,
         *,
         keys: tuple[str, ...] = (),
+        num_replicas: int = 1,
     ) -> None:
-        """Load the tokenizer; requests get 503 until the first Router has loaded its models."""
+        """Load the tokenizer; requests get 503 until the first Router has loaded its models.
+
+        Args:
+            num_replicas: of the Ingress; each takes its share of the requests that the Routers have room for.
+        """
         self.config = config
         self._keys = keys
         if isinstance(routers, DeploymentHandle):
-            routers = await ServeRouters.open(routers, ray.util.get_node_ip_address(), config.model_name)
+            routers = await ServeRouters.open(routers, ray.util.get_node_ip_address(), config.model_name, num_replicas)
         self._routers: RouterHandle = routers
+        self.admission = Admission(routers)
         self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, config.pair.target))
         self._started = int(time.time())
         self._serving = asyncio.create_task(self._wait_for_routers(), name="waiting for Routers")
@@ -240,7 +247,9 @@ class Ingress:
             cache_salt=request.cache_salt,
             interval_s=self.config.stream_interval_s if request.stream else math.inf,
         )
-        return Answer(writer, self._routers.generate(generation), hides_token=request.max_tokens == 0)
+        outputs = self._routers.generate(generation)
+        submitted()
+        return Answer(writer, outputs, hides_token=request.max_tokens == 0)
 
 
 def _with_responses_names(error: RequestError) -> RequestError:

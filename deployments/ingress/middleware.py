@@ -1,4 +1,4 @@
-"""Guard: the ASGI middleware before every route: header and body limits, the API key, and clients that leave.
+"""Guard: the ASGI middleware before every route: limits, the API key, full queues, and clients that leave.
 
 Routes that need no key are `OPEN_ROUTES`; every other path needs one, known or not. The route is read from
 `scope["path"]`, which no header can change.
@@ -11,21 +11,25 @@ are our own, and this middleware notices clients that leave.
 import asyncio
 import hmac
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.config import Limits
-from deployments.errors import error_body, headers_of, kind_of_status
+from deployments.errors import describe, error_body, headers_of, kind_of_status
+from deployments.ingress.admission import GENERATING_ROUTES, Admission
+from engine.errors import QueueFullError
 
 OPEN_ROUTES = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 
 
 class Guard:
-    """Refuses requests that are too large or have no key, before anything parses them."""
+    """Refuses requests that are too large, have no key, or find the queue full, before anything parses them."""
 
-    def __init__(self, app: ASGIApp, *, limits: Limits, api_keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, *, limits: Limits, api_keys: Sequence[str], admission: Admission) -> None:
         self._app = app
+        self._admission = admission
         self._limits = limits
         self._keys = [key.encode() for key in api_keys]
 
@@ -42,12 +46,30 @@ class Guard:
         if self._keys and scope["path"] not in OPEN_ROUTES and not self._has_key(headers):
             await _refuse(send, 401, "no valid API key; send 'Authorization: Bearer <key>'")
             return
+        is_generating = scope["path"] in GENERATING_ROUTES
+        if is_generating and await self._refuse_if_full(send):
+            return
         messages = await self._read(receive)
         if messages is None:
             limit = self._limits.max_body_bytes
             await _refuse(send, 413, f"the body is larger than {limit:,} bytes")
             return
-        await _run_while_connected(self._app, scope, messages, receive, send)
+        if not is_generating:
+            await _run_while_connected(self._app, scope, messages, receive, send)
+        elif not await self._refuse_if_full(send):  # others came while the body did, which may be slow
+            with self._admission.preparing():
+                await self._admission.turn()
+                await _run_while_connected(self._app, scope, messages, receive, send)
+
+    async def _refuse_if_full(self, send: Send) -> bool:
+        """Send 429 and return True if there is no room for one more request."""
+        try:
+            self._admission.check()
+        except QueueFullError as error:
+            kind, body = describe(error)
+            await _send_error(send, kind.status, body, headers_of(kind, error))
+            return True
+        return False
 
     def _has_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         sent = [value for name, value in headers if name.lower() == b"authorization"]
@@ -105,8 +127,12 @@ async def _run_while_connected(
 
 async def _refuse(send: Send, status: int, message: str) -> None:
     kind = kind_of_status(status)
-    body = json.dumps(error_body(kind, message)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.lower().encode(), value.encode()) for name, value in headers_of(kind).items()]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    await _send_error(send, status, error_body(kind, message), headers_of(kind))
+
+
+async def _send_error(send: Send, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+    content = json.dumps(body).encode()
+    lines = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    lines += [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": lines})
+    await send({"type": "http.response.body", "body": content})

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import math
+from functools import partial
 from typing import Any, Protocol
 
 from prometheus_client import Metric
@@ -10,9 +12,11 @@ from ray.serve.context import _get_global_client
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from cluster.transport import Inbox
+from deployments.ingress.admission import Room
 from deployments.ingress.answer import Outputs
 from deployments.ingress.arrivals import Arrivals, ServeOutputs, raised_error
 from deployments.ingress.lasting_outputs import LastingOutputs
+from deployments.ingress.router_loads import LOADS
 from deployments.metrics import IngressMetrics
 from deployments.router.generation import Description, Generation
 from engine.errors import CapacityError
@@ -23,7 +27,7 @@ ANSWER_TIMEOUT_S = 5.0
 RETRY_PAUSE_S = 2.0
 
 
-class RouterHandle(Protocol):
+class RouterHandle(Room, Protocol):
     """What the Ingress calls on Routers: `ServeRouters`, or a fake in tests."""
 
     def generate(self, request: Generation) -> Outputs:
@@ -50,8 +54,12 @@ class RouterHandle(Protocol):
 class ServeRouters:
     """Serve's handle to the Routers, and the inbox to which they send tokens."""
 
-    def __init__(self, handle: Any, inbox: Inbox, arrivals: Arrivals, metrics: IngressMetrics) -> None:
+    def __init__(
+        self, handle: Any, inbox: Inbox, arrivals: Arrivals, metrics: IngressMetrics, num_ingress_replicas: int
+    ) -> None:
         self._handle = handle
+        self._num_ingress_replicas = num_ingress_replicas
+        self._capacity: int | None = None
         self._metrics = metrics
         self._inbox = inbox
         self._arrivals = arrivals
@@ -60,18 +68,30 @@ class ServeRouters:
         self._generate = handle.generate.options(stream=True, _by_reference=False)
 
     @classmethod
-    async def open(cls, handle: Any, host: str, model_name: str) -> "ServeRouters":
+    async def open(cls, handle: Any, host: str, model_name: str, num_ingress_replicas: int) -> "ServeRouters":
         """Open an inbox on this node's address."""
-        arrivals = Arrivals()
-        return cls(handle, await Inbox.open(host, arrivals.deliver), arrivals, IngressMetrics(model_name))
+        arrivals = Arrivals(LOADS)
+        inbox = await Inbox.open(host, arrivals.deliver)
+        return cls(handle, inbox, arrivals, IngressMetrics(model_name), num_ingress_replicas)
 
     def generate(self, request: Generation) -> Outputs:
         """Send a request to the replica that takes it, and to another one if that is lost."""
         return LastingOutputs(request, self._submit, self._metrics.observe_resubmission)
 
     def _submit(self, request: Generation) -> Outputs:
+        LOADS.begin(request.request_id, request.num_choices - len(request.finished))
         response = self._generate.remote(request, self._inbox.address)
-        return ServeOutputs(response, request.request_id, self._arrivals)
+        outputs = ServeOutputs(response, request.request_id, self._arrivals)
+        outputs.on_end(partial(LOADS.end, request.request_id))
+        return outputs
+
+    def room(self) -> float:
+        """Return how many more requests this Ingress may send; no limit until a Router has said what it holds."""
+        return math.inf if self._capacity is None else LOADS.room(self._capacity, self._num_ingress_replicas)
+
+    def retry_after_s(self) -> int:
+        """Return after how many seconds clients that are refused should come again."""
+        return LOADS.retry_after_s()
 
     async def describe(self) -> Description:
         """Return what is served, as soon as a replica serves it."""
@@ -82,6 +102,7 @@ class ServeRouters:
                 logger.warning("no Router yet: %s", error)
                 await asyncio.sleep(RETRY_PAUSE_S)
             else:
+                self._capacity = description.capacity
                 return description
 
     async def collect(self) -> list[list[Metric]]:

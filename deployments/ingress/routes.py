@@ -23,6 +23,7 @@ from deployments.errors import (
     kind_of_status,
     validation_message,
 )
+from deployments.ingress.admission import Admission
 from deployments.ingress.answer import Answer
 from deployments.ingress.middleware import Guard
 from deployments.ingress.server_info import Health, ModelList, Version
@@ -41,6 +42,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 
 class Service(Protocol):
     """What the routes call: an Ingress."""
+
+    admission: Admission
 
     @property
     def device(self) -> str:
@@ -135,7 +138,7 @@ def make_api(service: Service, *, limits: Limits, keys: Sequence[str]) -> FastAP
         return Response(await service.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     _document(api)
-    api.add_middleware(Guard, limits=limits, api_keys=keys)
+    api.add_middleware(Guard, limits=limits, api_keys=keys, admission=service.admission)
     return api
 
 
@@ -210,7 +213,8 @@ def _handle_errors(api: FastAPI) -> None:
         return _error(kind, error_body(kind, message), error.headers)
 
     async def raised(_: Request, error: Exception) -> Response:
-        return _error(*describe(error))
+        kind, body = describe(error)
+        return _error(kind, body, headers_of(kind, error))
 
     for error_class in KINDS:
         api.add_exception_handler(error_class, raised)

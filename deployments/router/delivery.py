@@ -4,24 +4,28 @@ Serve's handle takes a message with several thread changes for each output; this
 """
 
 import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 
 from cluster.protocol.messages import MalformedMessageError
 from cluster.transport import InboxAddress, Outbox
+from deployments.router.load import HEARTBEAT_S, Load
 from engine.sequence import RequestOutput
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[RequestOutput] = msgspec.msgpack.Decoder(RequestOutput)
+_decoder: msgspec.msgpack.Decoder[RequestOutput | Load] = msgspec.msgpack.Decoder(RequestOutput | Load)
 
 
-def encode_output(output: RequestOutput) -> bytes:
-    """Return an output as a message."""
-    return _encoder.encode(output)
+def encode(content: RequestOutput | Load) -> bytes:
+    """Return an output or a load as a message."""
+    return _encoder.encode(content)
 
 
-def decode_output(payload: bytes) -> RequestOutput:
-    """Return the output in a message.
+def decode(payload: bytes) -> RequestOutput | Load:
+    """Return the output or the load in a message.
 
     Raises:
         MalformedMessageError: it holds none.
@@ -29,7 +33,7 @@ def decode_output(payload: bytes) -> RequestOutput:
     try:
         return _decoder.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedMessageError(f"not an output: {error}") from error
+        raise MalformedMessageError(f"neither an output nor a load: {error}") from error
 
 
 class Delivery:
@@ -38,6 +42,9 @@ class Delivery:
     def __init__(self, outbox: Outbox) -> None:
         self._outbox = outbox
         self._outputs: list[RequestOutput] = []
+        self._num_requests = 0
+        self._reported: Load | None = None
+        self._reported_at = 0.0
 
     @property
     def is_lost(self) -> bool:
@@ -55,13 +62,30 @@ class Delivery:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outputs += outputs
 
+    @contextmanager
+    def holding(self, num_requests: int) -> Iterator[None]:
+        """Count requests as those of this Ingress while the block runs."""
+        self._num_requests += num_requests
+        try:
+            yield
+        finally:
+            self._num_requests -= num_requests
+
+    def report(self, router: str, num_requests: int, drain_rate: float) -> None:
+        """Tell the Ingress of this Router's queue, if that has changed or was not told for a while."""
+        load = Load(router, num_requests, self._num_requests, round(drain_rate, 1))
+        now = time.monotonic()
+        if self._outbox.has_room and (load != self._reported or now - self._reported_at >= HEARTBEAT_S):
+            self._reported, self._reported_at = load, now
+            self._outbox.send([encode(load)])
+
     def close(self) -> None:
         """Close the connection."""
         self._outbox.close()
 
     def _flush(self) -> None:
         outputs, self._outputs = self._outputs, []
-        self._outbox.send(list(map(encode_output, outputs)))
+        self._outbox.send(list(map(encode, outputs)))
 
 
 class Deliveries:
@@ -77,6 +101,11 @@ class Deliveries:
             self._by_address = {key: other for key, other in self._by_address.items() if not other.is_lost}
             delivery = self._by_address[address] = Delivery(Outbox(address))
         return delivery
+
+    def report(self, router: str, num_requests: int, drain_rate: float) -> None:
+        """Tell every Ingress of this Router's queue."""
+        for delivery in self._by_address.values():
+            delivery.report(router, num_requests, drain_rate)
 
     def close(self) -> None:
         """Close all connections."""

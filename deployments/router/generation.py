@@ -8,6 +8,16 @@ from engine.sampling.params import MAX_SEED, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request gets no more tokens, where its client or the load is the reason.
+
+    It is a value because Serve logs a traceback for every exception.
+    """
+
+    error: Exception
+
+
+@dataclass(frozen=True, slots=True)
 class ModelLimits:
     """What the served pair can do."""
 
@@ -18,11 +28,16 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a Router serves, for the Ingress and for people."""
+    """What a Router serves, for the Ingress and for people.
+
+    Attributes:
+        capacity: requests that it holds at most, running and waiting.
+    """
 
     target: ModelInfo
     draft: ModelInfo | None
     limits: ModelLimits
+    capacity: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,11 @@ from typing import Protocol
 
 from cluster.remote import Calls
 from deployments.metrics import RoundTimes, RouterMetrics
+from deployments.router.drain_rate import DrainRate, retry_after_s
 from deployments.router.generation import Generation
 from deployments.router.stream import Stream
 from engine.engine import Engine
-from engine.errors import TargetError
+from engine.errors import QueueFullError, TargetError
 from engine.sequence import RequestOutput
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
@@ -48,6 +49,7 @@ class RoundLoop:
         self._max_recoveries = max_recoveries
         self._round_timeout_s = round_timeout_s
         self._streams: dict[str, Stream] = {}
+        self.drain_rate = DrainRate()
         self._wake = asyncio.Event()
         self._lost: TargetError | None = None
         self._num_failures = 0
@@ -139,10 +141,13 @@ class RoundLoop:
                 )
                 added.add(sequence.request_id)
                 self._streams[sequence.request_id] = stream
-        except Exception:
+        except Exception as error:
             for request_id in added:
                 del self._streams[request_id]
                 self._engine.abort(request_id)
+            if isinstance(error, QueueFullError):
+                num_requests = self._engine.num_running + self._engine.num_waiting
+                error.retry_after_s = retry_after_s(num_requests, self.drain_rate.per_s)
             raise
         self._wake.set()
         return added
@@ -168,6 +173,8 @@ class RoundLoop:
                 continue
             self._num_failures = 0
             self._last_progress = time.monotonic()
+            num_finished = sum(output.finish_reason is not None for output in outputs)
+            self.drain_rate.observe(num_finished, self._last_progress, has_work=self._engine.has_work)
             stepped = time.perf_counter()
             self._deliver(outputs)
             # Other tasks run while the workers compute. Where workers answer without waiting, let the tasks run here.

@@ -1,11 +1,13 @@
 """Router: owns the sequences, runs the engine over its own speculation group, streams committed tokens."""
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from prometheus_client import Metric
+from ray import serve
 
 from cluster.group import SpeculationGroup
 from cluster.transport import ConnectionLostError, InboxAddress
@@ -13,10 +15,11 @@ from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS
 from deployments.config import AppConfig, group_config
 from deployments.metrics import RouterMetrics
 from deployments.router.delivery import Deliveries
-from deployments.router.generation import Description, Generation, ModelLimits
+from deployments.router.generation import Description, Failure, Generation, ModelLimits
+from deployments.router.load import REPORT_INTERVAL_S
 from deployments.router.round_loop import RoundLoop
 from engine.engine import Engine
-from engine.errors import TargetError
+from engine.errors import CapacityError, RequestError, TargetError
 from engine.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
@@ -57,32 +60,40 @@ class Router:
             round_timeout_s=config.round_timeout_s,
         )
         self._deliveries = Deliveries()
+        self._reporting = asyncio.create_task(self._report_load(), name="reporting the load")
         self._description = Description(
             target=target,
             draft=self._group.draft_info,
             limits=ModelLimits(target.vocab_size, self._engine.max_model_len, settings.engine.num_speculative_tokens),
+            capacity=settings.engine.max_num_seqs + settings.engine.max_queued_requests,
         )
         logger.info("ready after %.1f s", time.monotonic() - started)
 
-    async def generate(self, request: Generation, inbox: InboxAddress) -> AsyncGenerator[int, None]:
+    async def generate(self, request: Generation, inbox: InboxAddress) -> AsyncGenerator[int | Failure, None]:
         """Generate a request's tokens, and send them to its Ingress's inbox; Serve closes this when the client leaves.
 
         Yields:
-            How many outputs were sent: once, after the last one.
+            How many outputs were sent: once, after the last one. Then, if the request has failed by its client or the
+            load, why.
 
         Raises:
-            Exception: what `RoundLoop.generate` raises, after the number of outputs if there were any.
-            TargetError: the inbox cannot be reached.
+            TargetError: the target could not be restarted, or the inbox cannot be reached.
         """
         delivery = self._deliveries.to(inbox)
         num_sent = 0
         try:
-            async with aclosing(self._loop.generate(request)) as rounds:
-                async for outputs in rounds:
-                    await delivery.put(outputs)
-                    num_sent += len(outputs)
+            with delivery.holding(request.num_choices - len(request.finished)):
+                async with aclosing(self._loop.generate(request)) as rounds:
+                    async for outputs in rounds:
+                        await delivery.put(outputs)
+                        num_sent += len(outputs)
         except ConnectionLostError as error:
             raise TargetError(f"the Ingress cannot be reached: {error}") from error
+        except (RequestError, CapacityError, TimeoutError) as error:
+            if num_sent:
+                yield num_sent
+            yield Failure(error)
+            return
         except Exception:
             if num_sent:
                 yield num_sent
@@ -122,7 +133,16 @@ class Router:
             IS_RECOVERING: int(not self._group.is_available),
         }
 
+    async def _report_load(self) -> None:
+        router = serve.get_replica_context().replica_id.unique_id
+        while True:
+            await asyncio.sleep(REPORT_INTERVAL_S)
+            num_requests = self._engine.num_running + self._engine.num_waiting
+            self._deliveries.report(router, num_requests, self._loop.drain_rate.per_s)
+
     async def __del__(self) -> None:
+        if hasattr(self, "_reporting"):
+            self._reporting.cancel()
         if hasattr(self, "_loop"):
             await self._loop.stop()
         if hasattr(self, "_deliveries"):

@@ -10,6 +10,7 @@ paced     in real time at the pace of GPUs that are not here: what a round takes
 timeline  a picture of some rounds, with the draft running ahead on a core of its own
 simulate  what hardware that is not here would do: the same engine over models that cost virtual time;
           --cluster: 1 to 100 groups under a production trace, scaled by the service's own policy
+burst     600 requests at once, and 50 a second too many: how soon and at what cost they are refused
 soak      16 clients with good, bad and abandoned requests for two minutes: errors, what is left behind, memory
 
 How a comparison is kept fair: every method gets the same token ids, ends with text, and makes the same number of tokens
@@ -35,6 +36,7 @@ from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
 from tests.bench import cluster_tables, simulate
 from tests.bench.arrivals import CONVERSATIONS
 from tests.bench.bandwidth import bandwidth
+from tests.bench.burst import burst
 from tests.bench.compare import CELLS, NAMES, PEERS, show, write
 from tests.bench.compiled_models import compile_models
 from tests.bench.curves import batch_curve, load_curve
@@ -48,7 +50,19 @@ from tests.bench.turns import collect
 from tests.bench.worker import Setting
 from tests.bench.workload import NUM_TOKENS, Workload, read_prompts
 
-COMMANDS = ("compare", "profile", "batch", "prefill", "bandwidth", "load", "paced", "timeline", "simulate", "soak")
+COMMANDS = (
+    "compare",
+    "profile",
+    "batch",
+    "prefill",
+    "bandwidth",
+    "load",
+    "paced",
+    "timeline",
+    "simulate",
+    "burst",
+    "soak",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -103,6 +117,8 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
         return batch_curve(workload, options.png or PICTURES / "batch.png", console)
     if options.command == "load":
         return load_curve(workload, options.png or PICTURES / "load.png", console)
+    if options.command == "burst":
+        return burst(workload, console)
     if options.command == "soak":
         return soak(workload, console)
     if options.command == "prefill":
@@ -127,18 +143,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "command",
         nargs="?",
-        choices=(
-            "compare",
-            "profile",
-            "batch",
-            "prefill",
-            "bandwidth",
-            "load",
-            "paced",
-            "timeline",
-            "simulate",
-            "soak",
-        ),
+        choices=COMMANDS,
         default="compare",
     )
     parser.add_argument("--json", type=Path, help="compare, prefill: where the rows go")

@@ -6,7 +6,8 @@ several are measured in turn, those whose turn it is not are frozen.
 
 import os
 import signal
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PROC = Path("/proc")
@@ -36,13 +37,22 @@ def thaw(root_pid: int) -> None:
     _signal({root_pid, *_descendants(root_pid)}, signal.SIGCONT)
 
 
+@contextmanager
+def stopped(root_pid: int, name: str) -> Iterator[None]:
+    """Stop the descendants of one of `NAMES` while the block runs."""
+    pids = {pid for pid in _descendants(root_pid) if _name(pid) == name}
+    _signal(pids, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        _signal(pids, signal.SIGCONT)
+
+
 def cpu_seconds(root_pid: int) -> dict[str, float]:
     """Return the CPU time, user and system, that a process and its descendants have taken, by `NAMES`."""
     seconds = dict.fromkeys(NAMES, 0.0)
     for pid in {root_pid, *_descendants(root_pid)}:
-        title = _title(pid)
-        name = next((name for part, name in TITLES.items() if part in title), "Ray")
-        seconds[name] += sum(map(int, _stat(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+        seconds[_name(pid)] += sum(map(int, _stat(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
     return seconds
 
 
@@ -58,6 +68,11 @@ def _descendants(root_pid: int) -> set[int]:
     while grown := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= grown
     return found - {root_pid}
+
+
+def _name(pid: int) -> str:
+    title = _title(pid)
+    return next((name for part, name in TITLES.items() if part in title), "Ray")
 
 
 def _stat(pid: int) -> list[str]:

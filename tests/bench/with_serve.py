@@ -77,6 +77,11 @@ class Server:
         """The process whose descendants serve."""
         return self._process.pid
 
+    @property
+    def log(self) -> str:
+        """What its processes have written."""
+        return self._log.read_text()
+
     @contextmanager
     def frozen_afterwards(self) -> Iterator[None]:
         """Let it run for the block only; it costs nothing until the next one."""

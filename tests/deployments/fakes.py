@@ -1,6 +1,7 @@
 """An engine over a model with a known law, a target that is lost on demand, and Routers without Ray."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import torch
@@ -127,6 +128,8 @@ class LocalOutputs:
 class LocalRouters:
     """The Routers as an Ingress sees them: one round loop in this process, and the last request that came."""
 
+    free = math.inf
+
     def __init__(self, rig: Rig) -> None:
         self.rig = rig
         self.error: Exception | None = None
@@ -136,6 +139,12 @@ class LocalRouters:
         self.num_deliveries = 0
         self.num_closed = 0
 
+    def room(self) -> float:
+        return self.free
+
+    def retry_after_s(self) -> int:
+        return 7
+
     def generate(self, request: Generation) -> LocalOutputs:
         self.last = request
         return LocalOutputs(self, request)
@@ -143,7 +152,7 @@ class LocalRouters:
     async def describe(self) -> Description:
         await self.has_loaded.wait()
         info = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, 1000, "float32", "cpu")
-        return Description(info, None, ModelLimits(VOCAB_SIZE, MAX_MODEL_LEN, 4))
+        return Description(info, None, ModelLimits(VOCAB_SIZE, MAX_MODEL_LEN, 4), capacity=72)
 
     async def collect(self) -> list[list[Metric]]:
         return [self.rig.metrics.collect()]

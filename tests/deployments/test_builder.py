@@ -41,7 +41,7 @@ def test_dead_replicas_are_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_ingress_gets_the_keys_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_API_KEY", "secret")
     ingress, _ = deployments(AppConfig(), monkeypatch)
-    assert ingress.init_kwargs == {"keys": ("secret",)}
+    assert ingress.init_kwargs["keys"] == ("secret",)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +77,32 @@ def test_more_replicas_than_the_cluster_has_room_for_are_warned_of(
     builder.build(SCALED, can_grow=False)
     assert "autoscaling.max_replicas is 4, but the cluster has room for 3" in caplog.text
     assert "no node has room for the draft, which needs 0.2 CPU: a lacks 0.2 CPU" in caplog.text
+
+
+@pytest.mark.parametrize(("num_cpus", "num_replicas"), [(0.5, 1), (2, 1), (15, 1), (16, 2), (24, 3), (1000, 4)])
+def test_ingress_replicas_follow_the_cpus(num_cpus: float, num_replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": num_cpus / 2}), "b": Node({"CPU": num_cpus / 2})})
+    ingress: Any = builder.app(AppConfig())._bound_deployment
+    assert ingress.num_replicas == ingress.init_kwargs["num_replicas"] == num_replicas
+
+
+def test_ingress_replicas_are_a_setting_and_need_room(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ingress, _ = deployments(AppConfig(num_ingress_replicas=3), monkeypatch)
+    assert ingress.num_replicas == ingress.init_kwargs["num_replicas"] == 3
+    monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": 1.0})})
+    message = "num_ingress_replicas is 20, but the cluster has room for 10: no node has room for an Ingress replica"
+    with pytest.raises(ArgumentError, match=message):
+        builder.build(AppConfig(num_ingress_replicas=20), can_grow=False)
+    builder.app(AppConfig(num_ingress_replicas=20))
+    assert message in caplog.text
+
+
+def test_requests_go_to_the_router_with_the_shorter_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, router = deployments(AppConfig(), monkeypatch)
+    chosen = router._deployment_config.request_router_config.get_request_router_class()
+    assert chosen.__name__ == "QueueDepthRouter"
 
 
 def test_fewer_replicas_than_the_minimum_are_refused_where_no_node_can_join(

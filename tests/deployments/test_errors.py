@@ -56,6 +56,14 @@ def test_what_cannot_be_encoded_is_escaped() -> None:
     assert error_body(INTERNAL, "x", "\ud800")["error"]["param"] == "\\ud800"
 
 
+def test_an_error_may_say_when_to_come_again() -> None:
+    error = QueueFullError("x")
+    error.retry_after_s = 42
+    error = pickle.loads(pickle.dumps(error))
+    assert headers_of(kind_of(error), error) == {"Retry-After": "42"}
+    assert headers_of(kind_of(error)) == headers_of(kind_of(TargetError("x")), TargetError("x")) == {"Retry-After": "1"}
+
+
 @pytest.mark.parametrize(("status", "header"), [(429, "Retry-After"), (503, "Retry-After"), (401, "WWW-Authenticate")])
 def test_headers_go_with_the_status(status: int, header: str) -> None:
     assert header in headers_of(kind_of_status(status))

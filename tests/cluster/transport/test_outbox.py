@@ -16,13 +16,14 @@ async def test_a_sender_waits_while_the_inbox_does_not_read() -> None:
 
     inbox = await Inbox.open("127.0.0.1", count)
     outbox = Outbox(inbox.address)
+    assert not outbox.has_room
     await outbox.room()
     while not inbox._connections:
         await asyncio.sleep(0.01)
     (connection,) = inbox._connections
     connection._transport.pause_reading()
     sent = 0
-    while outbox._has_room.is_set():
+    while outbox.has_room:
         outbox.send([bytes(2**20)])
         sent += 2**20
         await asyncio.sleep(0.01)
@@ -52,6 +53,7 @@ async def test_an_inbox_that_closes_is_an_error_for_those_who_wait_and_later_one
         await outbox.room()
     outbox.send([b"lost"])
     assert outbox.is_lost
+    assert not outbox.has_room
 
 
 async def test_an_inbox_that_is_not_there_is_an_error() -> None:

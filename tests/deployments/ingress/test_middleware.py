@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -8,6 +9,7 @@ from deployments.config import AppConfig
 from deployments.ingress.middleware import OPEN_ROUTES
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
+from tests.deployments.serving import serving
 
 KEY = "secret-key"
 BODY = {"prompt": "a", "max_tokens": 2}
@@ -126,3 +128,57 @@ async def test_a_client_that_leaves_ends_its_request_whatever_its_headers(
     await call
     assert rig.engine.num_running == 0
     assert rig.engine.num_free_blocks == rig.engine.num_blocks
+
+
+async def test_a_full_queue_refuses_before_the_body_is_read(config: AppConfig, routers: LocalRouters) -> None:
+    routers.free = 0.0
+    app = await make_app(config, routers, keys=(KEY,))
+
+    async def endless() -> AsyncIterator[bytes]:
+        raise AssertionError("the body was read")
+        yield b""
+
+    async with make_client(app) as client:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        response = await client.post("/v1/completions", content=endless(), headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+        assert response.headers["retry-after"] == "7"
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 401
+        for path in (*OPEN_ROUTES, "/v1/models"):
+            assert (await client.get(path, headers=headers)).status_code == 200
+        assert (await client.post("/tokenize", json={"prompt": "a"}, headers=headers)).status_code == 200
+
+
+async def test_a_slow_body_takes_no_room_and_may_come_too_late(config: AppConfig, routers: LocalRouters) -> None:
+    routers.free = 1.0
+    app = await make_app(config, routers)
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b'{"prompt": '
+        async with make_client(app) as other:
+            assert (await other.post("/v1/completions", json=BODY)).status_code == 200
+        routers.free = 0.0
+        yield b'"a"}'
+
+    async with make_client(app) as client:
+        assert (await client.post("/v1/completions", content=slow())).status_code == 429
+
+
+@pytest.mark.parametrize("body", [BODY, {"prompt": 1.5}, {"prompt": "a", "model": "gpt"}, {**BODY, "stream": True}])
+async def test_a_request_takes_room_until_a_router_has_it_or_it_fails(
+    config: AppConfig, routers: LocalRouters, body: dict[str, object]
+) -> None:
+    routers.free = 1.0
+    async with make_client(await make_app(config, routers)) as client:
+        statuses = {(await client.post("/v1/completions", json=body)).status_code for _ in range(3)}
+    assert statuses <= {200, 400, 404}
+
+
+def test_a_connection_whose_request_was_refused_unread_takes_the_next(
+    config: AppConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalRouters, "free", 0.0)
+    with serving(config, model_dir) as (url, _), httpx.Client(base_url=url) as client:
+        for _ in range(3):
+            assert client.post("/v1/completions", content=b"x" * 2**20).status_code == 429
+        assert client.get("/v1/models").status_code == 200

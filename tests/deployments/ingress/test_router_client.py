@@ -63,7 +63,7 @@ class Response:
 
 
 async def routers(*answers: Any, is_late: bool = False) -> ServeRouters:
-    return await ServeRouters.open(Handle(*answers, is_late=is_late), "127.0.0.1", "tiny")
+    return await ServeRouters.open(Handle(*answers, is_late=is_late), "127.0.0.1", "tiny", 1)
 
 
 async def test_outputs_come_from_the_router_that_took_the_request() -> None:

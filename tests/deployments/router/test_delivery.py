@@ -6,7 +6,8 @@ import pytest
 
 from cluster.protocol.messages import MalformedMessageError
 from cluster.transport import ConnectionLostError, Inbox, InboxAddress
-from deployments.router.delivery import Deliveries, decode_output, encode_output
+from deployments.router.delivery import Deliveries, decode, encode
+from deployments.router.load import Load
 from engine.protocols import TokenLogprobs
 from engine.sequence import RequestOutput
 
@@ -17,13 +18,36 @@ PLAIN = RequestOutput("b-1", [7], "", None, None, None, 3, 0, 0, 0)
 
 @pytest.mark.parametrize("output", [OUTPUT, PLAIN, RequestOutput("c-2", [], "", "stop", 5, [], 1, 0, 0, 0)])
 def test_an_output_arrives_as_it_was_sent(output: RequestOutput) -> None:
-    assert decode_output(encode_output(output)) == output
+    assert decode(encode(output)) == output
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", encode_output(PLAIN)[:-1]])
+@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", encode(PLAIN)[:-1]])
 def test_anything_else_is_malformed(payload: bytes) -> None:
     with pytest.raises(MalformedMessageError):
-        decode_output(payload)
+        decode(payload)
+
+
+async def test_a_load_is_told_when_it_changes_and_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    payloads: list[bytes] = []
+    inbox = await Inbox.open("127.0.0.1", payloads.append)
+    deliveries = Deliveries()
+    delivery = deliveries.to(inbox.address)
+    deliveries.report("here", 1, 2.0)  # not connected yet
+    await delivery._outbox.room()
+    with delivery.holding(2):
+        for num_requests in (3, 3, 4):
+            deliveries.report("here", num_requests, 2.04)
+    monkeypatch.setattr("deployments.router.delivery.HEARTBEAT_S", 0.0)
+    for _ in range(2):
+        deliveries.report("here", 4, 2.04)
+    async with asyncio.timeout(10):
+        while len(payloads) < 4:
+            await asyncio.sleep(0.001)
+    assert list(map(decode, payloads)) == [
+        Load("here", *load) for load in ((3, 2, 2.0), (4, 2, 2.0), *2 * [(4, 0, 2.0)])
+    ]
+    deliveries.close()
+    inbox.close()
 
 
 async def test_outputs_of_a_round_are_one_write_in_the_order_of_their_requests() -> None:
@@ -47,7 +71,7 @@ async def test_outputs_of_a_round_are_one_write_in_the_order_of_their_requests()
     async with asyncio.timeout(10):
         while len(payloads) < 3:
             await asyncio.sleep(0.01)
-    assert list(map(decode_output, payloads)) == [OUTPUT, PLAIN, PLAIN]
+    assert list(map(decode, payloads)) == [OUTPUT, PLAIN, PLAIN]
     deliveries.close()
     inbox.close()
 

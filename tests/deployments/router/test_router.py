@@ -2,15 +2,18 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.transport import Inbox
 from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS
-from deployments.router.delivery import Deliveries, decode_output
+from deployments.router.delivery import Deliveries, decode
+from deployments.router.drain_rate import LONGEST_RETRY_S
+from deployments.router.load import Load
 from deployments.router.router import Router
-from engine.errors import RequestError, TargetError
+from engine.errors import QueueFullError, RequestError, TargetError
 from engine.sequence import RequestOutput
 from tests.deployments.fakes import Rig, generation
 
@@ -44,10 +47,15 @@ class Mail:
 
     def __init__(self) -> None:
         self.outputs: list[RequestOutput] = []
+        self.loads: list[Load] = []
         self.inbox: Inbox
 
     def deliver(self, payload: bytes) -> None:
-        self.outputs.append(decode_output(payload))
+        content = decode(payload)
+        if isinstance(content, Load):
+            self.loads.append(content)
+        else:
+            self.outputs.append(content)
 
     async def until(self, count: int) -> list[RequestOutput]:
         async with asyncio.timeout(10):
@@ -94,9 +102,48 @@ async def test_an_error_after_tokens_follows_their_number(router: Any, rig: Rig,
 
 
 async def test_a_refusal_is_the_first_answer(router: Any, mail: Mail) -> None:
-    with pytest.raises(RequestError):
-        await anext(router.generate(generation(logit_bias={999: 1.0}), mail.inbox.address))
+    answers = [answer async for answer in router.generate(generation(logit_bias={999: 1.0}), mail.inbox.address)]
+    assert isinstance(answers[0].error, RequestError)
+    assert len(answers) == 1
     assert not mail.outputs
+
+
+async def test_a_full_queue_says_when_it_will_have_drained(rig: Rig, router: Any, mail: Mail) -> None:
+    rig.verifier.gate.clear()
+    calls = [router.generate(generation(n=8, max_tokens=400), mail.inbox.address) for _ in range(10)]
+    tasks = [asyncio.create_task(anext(call)) for call in calls]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    error = done.pop().result().error
+    assert isinstance(error, QueueFullError)
+    assert error.retry_after_s == LONGEST_RETRY_S, "64 requests, and nothing was measured"
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    rig.verifier.gate.set()
+
+
+async def test_a_request_over_its_deadline_is_a_failure_after_its_tokens(router: Any, rig: Rig, mail: Mail) -> None:
+    call = router.generate(generation(max_tokens=400, timeout_s=0.05), mail.inbox.address)
+    answers = [answer async for answer in call]
+    assert isinstance(answers[-1].error, TimeoutError)
+    assert len(await mail.until(answers[0])) == answers[0]
+
+
+async def test_an_ingress_hears_of_the_queue(
+    router: Any, rig: Rig, mail: Mail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="here"))
+    monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
+    monkeypatch.setattr("deployments.router.router.REPORT_INTERVAL_S", 0.001)
+    reporting = asyncio.create_task(router._report_load())
+    call = asyncio.create_task(anext(router.generate(generation(n=3, max_tokens=400), mail.inbox.address)))
+    async with asyncio.timeout(10):
+        while not any((load.router, load.num_requests, load.num_yours) == ("here", 3, 3) for load in mail.loads):
+            await asyncio.sleep(0.001)
+        call.cancel()
+        while mail.loads[-1].num_requests or mail.loads[-1].num_yours:
+            await asyncio.sleep(0.001)
+    reporting.cancel()
 
 
 async def test_an_ingress_that_cannot_be_reached_ends_the_request(router: Any, rig: Rig, mail: Mail) -> None:

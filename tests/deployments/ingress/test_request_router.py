@@ -1,0 +1,58 @@
+"""Which Router Serve's handle takes, without Serve."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest
+
+from deployments.ingress import router_loads
+from deployments.ingress.request_router import QueueDepthRouter
+from deployments.ingress.router_loads import RouterLoads
+from deployments.router.load import Load
+from tests.deployments.fakes import generation
+
+
+@dataclass
+class Replica:
+    replica_id: ReplicaID
+
+
+def replica(name: str) -> Any:
+    return Replica(ReplicaID(name, DeploymentID("Router")))
+
+
+def pending(*args: object) -> PendingRequest:
+    return PendingRequest(args=list(args), kwargs={}, metadata=RequestMetadata("request", "internal"))
+
+
+@pytest.fixture(autouse=True)
+def loads(monkeypatch: pytest.MonkeyPatch) -> RouterLoads:
+    loads = RouterLoads()
+    loads.set_routers(["a", "b"])
+    loads.report(Load("a", 5, 0, 2.0))
+    monkeypatch.setattr(router_loads, "LOADS", loads)
+    return loads
+
+
+def make_router() -> Any:
+    # As Serve gets it: from its pickle, which must not hold a copy of what is known of the Routers.
+    cls = RequestRouterConfig(request_router_class=QueueDepthRouter).get_request_router_class()  # type: ignore[arg-type]
+    return object.__new__(cls)
+
+
+async def test_the_router_with_fewer_requests_is_first_and_counts_at_once(loads: RouterLoads) -> None:
+    router, request = make_router(), generation(n=7)
+    loads.begin(request.request_id, 7)
+    replicas = [replica("a"), replica("b")]
+    assert await router.choose_replicas(replicas, pending(request)) == [[replica("b")], [replica("a")]]
+    assert loads.depth("b") == 7
+    assert await router.choose_replicas(replicas, pending()) == [[replica("a")], [replica("b")]]
+    router.on_request_routed(pending(request, "an address"), replica("a").replica_id, None)
+    assert [loads.depth(name) for name in "ab"] == [12, 0]
+
+
+async def test_without_replicas_nothing_is_chosen() -> None:
+    assert await make_router().choose_replicas([], None) == []

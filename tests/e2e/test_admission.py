@@ -1,0 +1,86 @@
+"""Two Ingress replicas before two Routers with short queues: both fill, and what is too much is refused at once."""
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.e2e.servers import Server
+from tests.e2e.test_app import save_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
+
+NUM_ROUTERS = 2
+MAX_NUM_SEQS = 2
+MAX_QUEUED = 2
+CAPACITY = NUM_ROUTERS * (MAX_NUM_SEQS + MAX_QUEUED)
+BODY = {"prompt": "A", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
+RETRY_S = 0.2
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("admission")
+    model = save_model(folder / "model", seed=1, layers=2, hidden=32, max_position_embeddings=32_768)
+    server = Server(
+        folder / "log",
+        f"target_model={model}",
+        "draft_model=none",
+        "dtype=float32",
+        "num_blocks=20000",
+        "stream_interval_s=0.5",
+        "num_ingress_replicas=2",
+        f"max_num_seqs={MAX_NUM_SEQS}",
+        f"max_queued_requests={MAX_QUEUED}",
+        f'autoscaling={{"min_replicas": {NUM_ROUTERS}}}',
+    )
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.kill()
+
+
+async def gauge(client: httpx.AsyncClient, name: str) -> float:
+    lines = (await client.get("/metrics")).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + "{"))
+
+
+async def queues(client: httpx.AsyncClient) -> tuple[float, float]:
+    """Return how many requests run and wait at all Routers."""
+    return await gauge(client, "vllm:num_requests_running"), await gauge(client, "vllm:num_requests_waiting")
+
+
+async def stream(client: httpx.AsyncClient) -> None:
+    """Send a request until it is admitted, and read its stream."""
+    while True:
+        async with client.stream("POST", "/v1/completions", json=BODY) as response:
+            if response.status_code == 200:
+                async for _ in response.aiter_bytes():
+                    pass
+                return
+            assert response.status_code == 429
+        await asyncio.sleep(RETRY_S)
+
+
+async def test_both_routers_fill_evenly_and_what_is_too_much_is_refused(server: Server) -> None:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
+        streams = [asyncio.create_task(stream(client)) for _ in range(CAPACITY)]
+        async with asyncio.timeout(180):  # the second Router may still be loading
+            while await queues(client) != (NUM_ROUTERS * MAX_NUM_SEQS, NUM_ROUTERS * MAX_QUEUED):
+                await asyncio.sleep(RETRY_S)
+        refusals = await asyncio.gather(*(client.post("/v1/completions", json=BODY) for _ in range(40)))
+        assert {response.status_code for response in refusals} == {429}
+        assert all(1 <= int(response.headers["retry-after"]) <= 60 for response in refusals)
+        assert not any(task.done() for task in streams), "streams must outlast the refusals"
+        for task in streams:
+            task.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+        async with asyncio.timeout(60):
+            while await queues(client) != (0, 0):
+                await asyncio.sleep(RETRY_S)
+        assert (await client.post("/v1/completions", json={"prompt": "A", "max_tokens": 2})).status_code == 200
+    assert len(server.processes("Replica:default:Ingress")) == 2
+    assert "Traceback" not in server.log.read_text()

@@ -14,6 +14,7 @@ from cluster.placement import STRATEGY, PlacementError, label_selectors, placeme
 from deployments.autoscaling import autoscaling_config
 from deployments.config import AppConfig, ArgumentError, api_keys, group_config
 from deployments.ingress.ingress import Ingress
+from deployments.rollout import ingress_settings, router_settings, surge_percent, with_version_of
 from deployments.router.router import Router
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
@@ -22,6 +23,7 @@ STREAMS_PER_INGRESS = 10_000
 HEALTH_CHECK_PERIOD_S = 2.0
 """How often Serve's controller looks after a replica. A dead one is replaced after that; Serve's default is 10 s."""
 INGRESS_CPUS = 0.1
+_INGRESS = Slot("the Ingress", {"CPU": INGRESS_CPUS}, {})
 
 
 def app(config: AppConfig) -> Application:
@@ -48,6 +50,8 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     except PlacementError as error:
         raise ArgumentError(str(error)) from None
     _check_room(config, slots(group, bundles), nodes, can_grow=can_grow)
+    router_surge, ingress_surge = _surges(config, slots(group, bundles), nodes)
+    router_config, ingress_config = router_settings(config), ingress_settings(config)
     scaling = autoscaling_config(config.autoscaling)
     drain_timeout_s = config.drain_timeout_s
     if scaling is not None:
@@ -65,6 +69,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         graceful_shutdown_timeout_s=drain_timeout_s,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=1,
+        max_surge_percent=router_surge,
         logging_config={"enable_access_log": False},  # the Ingress logs each request
         **({"autoscaling_config": scaling} if scaling else {"num_replicas": config.autoscaling.min_replicas}),
     )
@@ -76,15 +81,30 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=1,
+        max_surge_percent=ingress_surge,
     )
-    application: Application = ingress.bind(config, router.bind(config), keys=keys)
+    routers = with_version_of(router, router_config).bind(router_config)
+    application: Application = with_version_of(ingress, ingress_config, keys).bind(ingress_config, routers, keys=keys)
     return application
+
+
+def _surges(config: AppConfig, group: list[Slot], nodes: dict[str, Node]) -> tuple[int, int]:
+    """Return how many Routers and how many Ingresses, in percent, may start before those that they replace stop.
+
+    The nodes are taken to be there for this application alone.
+    """
+    num_routers = config.autoscaling.upper_bound
+    num_placed, rest = place_groups([_INGRESS], nodes, limit=2)
+    room, _ = place_groups(group, rest, limit=2 * num_routers)
+    beside_one, _ = place_groups(group, place_groups([_INGRESS], nodes, limit=1)[1], limit=num_routers)
+    has_room_for_two = num_placed == 2 and room >= beside_one
+    return surge_percent(num_routers, room), 100 if has_room_for_two else 0
 
 
 def _check_room(config: AppConfig, group: list[Slot], nodes: dict[str, Node], *, can_grow: bool) -> None:
     """Warn of replicas that find no room; refuse if the smallest number of them finds none and never will."""
     bounds = config.autoscaling
-    _, nodes = place_groups([Slot("the Ingress", {"CPU": INGRESS_CPUS}, {})], nodes, limit=1)
+    _, nodes = place_groups([_INGRESS], nodes, limit=1)
     room, free = place_groups(group, nodes, limit=bounds.upper_bound)
     if room == bounds.upper_bound:
         return

@@ -38,7 +38,7 @@ from engine.sampling.grammar import Grammars
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 START_GRACE_S = 1.0
-"""How long a request may wait for the models before it gets 503."""
+"""How long a health check may wait for the models before it gets 503."""
 
 WriterFactory = Callable[..., Writer]
 
@@ -53,7 +53,7 @@ class Ingress:
         *,
         keys: tuple[str, ...] = (),
     ) -> None:
-        """Load the tokenizer; requests get 503 until the first Router has loaded its models."""
+        """Load the tokenizer; requests wait until the first Router has loaded its models."""
         self.config = config
         self._keys = keys
         if isinstance(routers, DeploymentHandle):
@@ -80,13 +80,15 @@ class Ingress:
         _announce(self.config, description, await self._routers.base_url())
         return description
 
-    async def _describe(self) -> Description:
-        """Return what is served.
+    async def _describe(self, timeout_s: float | None = None) -> Description:
+        """Return what is served; wait for the models, by default for as long as a request may take.
 
         Raises:
             CapacityError: the models are still being loaded.
         """
-        await asyncio.wait([self._serving], timeout=START_GRACE_S)
+        if timeout_s is None:
+            timeout_s = self.config.limits.request_timeout_s
+        await asyncio.wait([self._serving], timeout=timeout_s)
         if not self._serving.done():
             raise CapacityError("the models are still being loaded")
         return self._serving.result()
@@ -172,7 +174,7 @@ class Ingress:
 
     async def check_progress(self) -> None:
         """Raise unless some Router finishes rounds while there is work."""
-        await self._describe()
+        await self._describe(START_GRACE_S)
         await self._routers.check_progress()
 
     async def metrics(self) -> bytes:

@@ -38,6 +38,20 @@ def test_dead_replicas_are_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
         assert deployment._deployment_config.health_check_period_s == builder.HEALTH_CHECK_PERIOD_S < 10
 
 
+@pytest.mark.parametrize(
+    ("num_cpus", "routers", "ingresses"), [(0.8, 0, 0), (0.9, 0, 100), (1.5, 0, 100), (1.6, 100, 100)]
+)
+def test_new_replicas_start_before_old_ones_stop_where_there_is_room(
+    num_cpus: float, routers: int, ingresses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An Ingress takes 0.1 CPU and a group 0.7."""
+    monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": num_cpus})})
+    ingress: Any = builder.app(AppConfig())._bound_deployment
+    router = ingress.init_args[1]._bound_deployment
+    assert router._deployment_config.max_surge_percent == routers
+    assert ingress._deployment_config.max_surge_percent == ingresses
+
+
 def test_the_ingress_gets_the_keys_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_API_KEY", "secret")
     ingress, _ = deployments(AppConfig(), monkeypatch)

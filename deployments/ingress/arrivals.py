@@ -30,6 +30,11 @@ class Arrivals:
         """Drop what still comes for a request."""
         self._requests.pop(request_id, None)
 
+    def has_waiting(self, for_s: float) -> bool:
+        """Whether a request has waited for its first output for so long."""
+        before = asyncio.get_running_loop().time() - for_s
+        return any(request.is_waiting and request.submitted <= before for request in self._requests.values())
+
     def deliver(self, payload: bytes) -> None:
         """Give an output to its request, if that is still open.
 
@@ -55,8 +60,14 @@ class ServeOutputs:
         self._error: BaseException | None = None
         self._has_ended = False
         self._change = asyncio.Event()
+        self.submitted = asyncio.get_running_loop().time()
         arrivals.add(request_id, self)
         self._ending = asyncio.create_task(self._wait_for_end(), name="waiting for a request's end")
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no output has come yet."""
+        return not self._num_received and not self._has_ended
 
     def put(self, output: RequestOutput) -> None:
         """Take an output that has come."""
@@ -96,8 +107,11 @@ class ServeOutputs:
 
     async def _wait_for_end(self) -> None:
         try:
-            async for num_sent in self._response:
-                self._num_sent = num_sent
+            async for item in self._response:
+                if isinstance(item, Exception):
+                    self._error = item
+                else:
+                    self._num_sent = item
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():

@@ -30,7 +30,7 @@ from deployments.openai.completions import CompletionRequest, CompletionWriter
 from deployments.openai.responses import CHAT_FIELDS, ResponsesRequest, ResponsesWriter
 from deployments.openai.structured_output import GrammarSource
 from deployments.openai.writer import Writer
-from deployments.router.generation import Description, Generation, ModelLimits
+from deployments.router.generation import Description, Generation, ModelLimits, target_id
 from engine.errors import CapacityError, RequestError, UnknownModelError
 from engine.models.tokenizer import load_tokenizer
 from engine.sampling.grammar import Grammars
@@ -57,7 +57,8 @@ class Ingress:
         self.config = config
         self._keys = keys
         if isinstance(routers, DeploymentHandle):
-            routers = await ServeRouters.open(routers, ray.util.get_node_ip_address(), config.model_name)
+            host, target = ray.util.get_node_ip_address(), target_id(config.pair.target)
+            routers = await ServeRouters.open(routers, host, config.model_name, target=target)
         self._routers: RouterHandle = routers
         self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, config.pair.target))
         self._started = int(time.time())

@@ -1,6 +1,7 @@
 """Router: owns the sequences, runs the engine over its own speculation group, streams committed tokens."""
 
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -13,7 +14,7 @@ from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS
 from deployments.config import AppConfig, group_config
 from deployments.metrics import RouterMetrics
 from deployments.router.delivery import Deliveries
-from deployments.router.generation import Description, Generation, ModelLimits
+from deployments.router.generation import Description, Generation, ModelLimits, QueueReport, WithdrawnError, target_id
 from deployments.router.round_loop import RoundLoop
 from engine.engine import Engine
 from engine.errors import TargetError
@@ -56,31 +57,39 @@ class Router:
             max_recoveries=config.max_recoveries,
             round_timeout_s=config.round_timeout_s,
         )
+        self._id = secrets.token_hex(8)
         self._deliveries = Deliveries()
         self._description = Description(
             target=target,
             draft=self._group.draft_info,
             limits=ModelLimits(target.vocab_size, self._engine.max_model_len, settings.engine.num_speculative_tokens),
+            target_id=target_id(settings.target),
         )
         logger.info("ready after %.1f s", time.monotonic() - started)
 
-    async def generate(self, request: Generation, inbox: InboxAddress) -> AsyncGenerator[int, None]:
+    async def generate(self, request: Generation, inbox: InboxAddress) -> AsyncGenerator[int | WithdrawnError, None]:
         """Generate a request's tokens, and send them to its Ingress's inbox; Serve closes this when the client leaves.
 
         Yields:
-            How many outputs were sent: once, after the last one.
+            How many outputs were sent: once, after the last one. A request that was withdrawn ends with the error as
+            its only item: for an error that is raised, Serve logs a traceback.
 
         Raises:
             Exception: what `RoundLoop.generate` raises, after the number of outputs if there were any.
-            TargetError: the inbox cannot be reached.
+            TargetError: the inbox cannot be reached, or the request is for another target.
         """
+        if request.target_id not in (None, self._description.target_id):
+            raise TargetError(f"this Router serves {self._description.target_id}, the request is for another target")
         delivery = self._deliveries.to(inbox)
         num_sent = 0
         try:
-            async with aclosing(self._loop.generate(request)) as rounds:
+            async with aclosing(self._loop.generate(request, inbox)) as rounds:
                 async for outputs in rounds:
                     await delivery.put(outputs)
                     num_sent += len(outputs)
+        except WithdrawnError as error:
+            yield error
+            return
         except ConnectionLostError as error:
             raise TargetError(f"the Ingress cannot be reached: {error}") from error
         except Exception:
@@ -92,6 +101,24 @@ class Router:
     async def describe(self) -> Description:
         """Return what this replica serves."""
         return self._description
+
+    async def report_queue(self, sender: InboxAddress) -> QueueReport:
+        """Return how much this replica has to do, and how much of that came from a sender and can be withdrawn."""
+        waiting = self._loop.waiting
+        return QueueReport(
+            router_id=self._id,
+            depth=self._engine.num_running + self._engine.num_waiting,
+            num_movable=waiting.num_movable(),
+            num_movable_of_sender=waiting.num_movable(sender),
+            can_serve=self._group.is_available,
+        )
+
+    async def withdraw(self, router_id: str, sender: InboxAddress, limit: int) -> int:
+        """Give back up to so many waiting sequences of a sender, if this is the replica that is meant.
+
+        Serve can call one replica, which it chooses, or all of them.
+        """
+        return self._loop.withdraw(sender, limit) if router_id == self._id else 0
 
     async def collect(self) -> list[Metric]:
         """Return this replica's metrics."""

@@ -10,6 +10,7 @@ from cluster.protocol.messages import MalformedMessageError
 from deployments.ingress import arrivals as arrivals_module
 from deployments.ingress.arrivals import Arrivals, ServeOutputs
 from deployments.router.delivery import encode_output
+from deployments.router.generation import WithdrawnError
 from engine.errors import QueueFullError, TargetError
 from engine.sequence import RequestOutput
 
@@ -21,21 +22,23 @@ def output(token: int, sequence: str = "a-0") -> RequestOutput:
 class Response:
     """Serve's response generator: what it yields, how it ends, and whether it was cancelled."""
 
-    def __init__(self, *num_sent: int, error: BaseException | None = None, is_open: bool = False) -> None:
+    def __init__(self, *num_sent: int | Exception, error: BaseException | None = None, is_open: bool = False) -> None:
         self._items = self._yield(num_sent, error)
         self.may_end = asyncio.Event()
         if not is_open:
             self.may_end.set()
         self.num_cancels = 0
 
-    async def _yield(self, num_sent: tuple[int, ...], error: BaseException | None) -> AsyncIterator[int]:
+    async def _yield(
+        self, num_sent: tuple[int | Exception, ...], error: BaseException | None
+    ) -> AsyncIterator[int | Exception]:
         await self.may_end.wait()
         for number in num_sent:
             yield number
         if error is not None:
             raise error
 
-    def __aiter__(self) -> AsyncIterator[int]:
+    def __aiter__(self) -> AsyncIterator[int | Exception]:
         return self._items
 
     def cancel(self) -> None:
@@ -106,6 +109,26 @@ async def test_a_replica_that_dies_is_an_error_after_what_has_come() -> None:
 async def test_a_replica_that_cancels_the_call_is_shutting_down() -> None:
     with pytest.raises(TargetError, match="shutting down"):
         await ServeOutputs(Response(error=asyncio.CancelledError()), "a", Arrivals()).next()
+
+
+async def test_an_error_may_also_come_as_an_item() -> None:
+    with pytest.raises(WithdrawnError):
+        await ServeOutputs(Response(WithdrawnError("gone")), "a", Arrivals()).next()
+
+
+async def test_a_request_waits_until_its_first_output_or_its_end() -> None:
+    arrivals, response = Arrivals(), Response(1, is_open=True)
+    assert not arrivals.has_waiting(0.0)
+    first = ServeOutputs(response, "a", arrivals)
+    assert arrivals.has_waiting(0.0)
+    assert not arrivals.has_waiting(100.0)
+    arrivals.deliver(encode_output(output(1)))
+    assert not arrivals.has_waiting(0.0)
+    ended = ServeOutputs(Response(error=QueueFullError("full")), "b", arrivals)
+    await settle()
+    assert not arrivals.has_waiting(0.0)
+    for outputs in (first, ended):
+        await outputs.close()
 
 
 async def test_outputs_that_were_sent_and_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

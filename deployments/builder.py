@@ -13,6 +13,7 @@ from cluster.capacity import Node, Slot, cluster_nodes, missing, place_groups, s
 from cluster.placement import STRATEGY, PlacementError, label_selectors, placement_bundles
 from deployments.autoscaling import autoscaling_config
 from deployments.config import AppConfig, ArgumentError, api_keys, group_config
+from deployments.ingress.draining import LAST_WORDS_S
 from deployments.ingress.ingress import Ingress
 from deployments.rollout import ingress_settings, router_settings, surge_percent, with_version_of
 from deployments.router.router import Router
@@ -66,7 +67,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         placement_group_bundle_label_selector=selectors,
         # More than the engine admits: the engine refuses with 429, where Serve's own queue would make requests wait.
         max_ongoing_requests=2 * (config.pair.max_num_seqs + config.pair.max_queued_requests),
-        graceful_shutdown_timeout_s=drain_timeout_s,
+        graceful_shutdown_timeout_s=drain_timeout_s + LAST_WORDS_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=1,
         max_surge_percent=router_surge,
@@ -78,7 +79,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         name="Ingress",
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         max_ongoing_requests=STREAMS_PER_INGRESS,
-        graceful_shutdown_timeout_s=config.drain_timeout_s,
+        graceful_shutdown_timeout_s=config.drain_timeout_s + LAST_WORDS_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=1,
         max_surge_percent=ingress_surge,

@@ -3,7 +3,8 @@
 In reading order: `routes` (the FastAPI application), `middleware` (limits and the API key), `proxy` (middleware for
 Serve's proxy), `ingress` (serves each route), `prompts` (text to token ids), `parameters` (request fields to sampling
 parameters), `router_client` (sends requests to Routers), `lasting_outputs` (sends them again if a Router is lost),
-`moving` (or if another one has less to do), `arrivals` (the tokens that come back), `answer` (a whole or streamed
+`moving` (or if another one has less to do), `arrivals` (the tokens that come back), `draining` (ends
+streams that outlast a shutdown), `answer` (a whole or streamed
 response), `idle_timer` (tells it that a stream is silent). Beside them `tokenization` and `server_info` (the bodies of
 the smaller routes).
 """

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import re
 import secrets
 import time
@@ -39,6 +38,9 @@ logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 START_GRACE_S = 1.0
 """How long a health check may wait for the models before it gets 503."""
+
+WHOLE_INTERVAL_S = 2.0
+"""How often a Router sends tokens of a response that is not streamed; if it is lost, another one goes on after them."""
 
 WriterFactory = Callable[..., Writer]
 
@@ -241,7 +243,8 @@ class Ingress:
             params=params,
             timeout_s=self.config.limits.request_timeout_s,
             cache_salt=request.cache_salt,
-            interval_s=self.config.stream_interval_s if request.stream else math.inf,
+            interval_s=self.config.stream_interval_s if request.stream else WHOLE_INTERVAL_S,
+            gathers_first=not request.stream,
         )
         return Answer(writer, self._routers.generate(generation), hides_token=request.max_tokens == 0)
 

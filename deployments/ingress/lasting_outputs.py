@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from deployments.ingress.answer import Outputs
+from deployments.ingress.draining import ShutdownError
 from deployments.router.generation import Generation, WithdrawnError, choice_index
 from engine.errors import CapacityError, TargetError
 from engine.sequence import RequestOutput
@@ -159,6 +160,8 @@ class LastingOutputs:
 def _reason(error: Exception, *, is_first: bool) -> str | None:
     """Return why a Router could not go on with a request; None if the request itself is why."""
     match error:
+        case ShutdownError():
+            return None
         case RayActorError() | grpc.aio.AioRpcError():
             return "router_lost"
         case DeploymentUnavailableError():

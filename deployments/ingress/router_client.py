@@ -13,6 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from cluster.transport import Inbox
 from deployments.ingress.answer import Outputs
 from deployments.ingress.arrivals import Arrivals, ServeOutputs, raised_error
+from deployments.ingress.draining import Draining
 from deployments.ingress.lasting_outputs import LastingOutputs
 from deployments.ingress.moving import Mover
 from deployments.metrics import IngressMetrics
@@ -64,6 +65,7 @@ class ServeRouters:
         # yielded over its own connection between replicas.
         self._generate = handle.generate.options(stream=True, _by_reference=False)
         self._mover = Mover(self, arrivals.has_waiting)
+        self._draining = Draining(arrivals.end)
 
     @classmethod
     async def open(cls, handle: Any, host: str, model_name: str, *, target: str | None = None) -> "ServeRouters":

@@ -67,7 +67,8 @@ class Generation:
     The id is ours, never the client's: it names KV blocks and the drafter's prefixes.
 
     Attributes:
-        interval_s: how long tokens are gathered after a delivery; `math.inf` delivers each sequence whole.
+        interval_s: how long tokens are gathered after a delivery.
+        gathers_first: whether the first tokens are gathered for as long, too; otherwise they come at once.
         drawn_seed: what a request without a seed draws with. It is chosen here, so that another Router that goes on
             with the request draws the same tokens.
         output_token_ids: by choice, the tokens that the Ingress has received from a Router that was lost.
@@ -83,6 +84,7 @@ class Generation:
     timeout_s: float
     cache_salt: str | None = None
     interval_s: float = 0.0
+    gathers_first: bool = False
     drawn_seed: int = field(default_factory=lambda: secrets.randbits(63))
     output_token_ids: dict[int, list[int]] = field(default_factory=dict)
     finished: frozenset[int] = frozenset()

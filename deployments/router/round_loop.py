@@ -72,7 +72,9 @@ class RoundLoop:
         """
         self.check()
         deadline = asyncio.get_running_loop().time() + request.timeout_s
-        stream = Stream(request.interval_s, has_tokens=bool(request.output_token_ids))
+        stream = Stream(
+            request.interval_s, gathers_first=request.gathers_first, has_tokens=bool(request.output_token_ids)
+        )
         unfinished = self._admit(request, stream)
         sequence_ids = frozenset(unfinished)
         self.waiting.add(stream, sequence_ids, sender, request.rest_s)

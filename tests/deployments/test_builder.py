@@ -7,6 +7,7 @@ import pytest
 from cluster.capacity import Node
 from deployments import builder
 from deployments.config import AppConfig, ArgumentError
+from deployments.ingress.draining import LAST_WORDS_S
 
 
 def deployments(config: AppConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -30,7 +31,7 @@ def test_replicas_are_fixed_or_follow_the_load(monkeypatch: pytest.MonkeyPatch) 
 
 def test_running_streams_have_the_drain_timeout_to_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     for deployment in deployments(AppConfig(drain_timeout_s=7.0), monkeypatch):
-        assert deployment._deployment_config.graceful_shutdown_timeout_s == 7.0
+        assert deployment._deployment_config.graceful_shutdown_timeout_s == 7.0 + LAST_WORDS_S
 
 
 def test_dead_replicas_are_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,4 +108,5 @@ def test_a_replica_that_autoscaling_removes_drains_for_as_long_as_a_request_may_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, router = deployments(AppConfig(autoscaling={"max_replicas": 4}, drain_timeout_s=7.0), monkeypatch)  # type: ignore[arg-type]
-    assert router._deployment_config.graceful_shutdown_timeout_s == AppConfig().limits.request_timeout_s
+    timeout_s = router._deployment_config.graceful_shutdown_timeout_s
+    assert timeout_s == AppConfig().limits.request_timeout_s + LAST_WORDS_S

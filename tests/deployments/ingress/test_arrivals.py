@@ -11,7 +11,7 @@ from deployments.ingress import arrivals as arrivals_module
 from deployments.ingress.arrivals import Arrivals, ServeOutputs
 from deployments.router.delivery import encode_output
 from deployments.router.generation import WithdrawnError
-from engine.errors import QueueFullError, TargetError
+from engine.errors import CapacityError, QueueFullError, TargetError
 from engine.sequence import RequestOutput
 
 
@@ -128,6 +128,21 @@ async def test_a_request_waits_until_its_first_output_or_its_end() -> None:
     await settle()
     assert not arrivals.has_waiting(0.0)
     for outputs in (first, ended):
+        await outputs.close()
+
+
+async def test_all_requests_can_be_ended_with_an_error_after_what_has_come() -> None:
+    arrivals, responses = Arrivals(), [Response(1, is_open=True) for _ in range(2)]
+    first = ServeOutputs(responses[0], "a", arrivals)
+    arrivals.deliver(encode_output(output(1)))
+    arrivals.end(CapacityError("too late"))
+    assert await first.next() == [output(1)]
+    later = ServeOutputs(responses[1], "b", arrivals)
+    responses[0].may_end.set()
+    await settle()
+    for outputs in (first, later):
+        with pytest.raises(CapacityError, match="too late"):
+            await outputs.next()
         await outputs.close()
 
 

@@ -23,6 +23,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from deployments.ingress import lasting_outputs
 from deployments.ingress.answer import Outputs
+from deployments.ingress.draining import ShutdownError
 from deployments.ingress.lasting_outputs import LastingOutputs
 from deployments.openai.choices import Choice
 from deployments.router.generation import Generation, WithdrawnError, choice_index
@@ -175,6 +176,15 @@ async def test_what_the_request_causes_is_passed_on(rig: Rig, error: Exception) 
     with pytest.raises(type(error)):
         await routers.open(generation()).next()
     assert len(routers.submitted) == 1
+
+
+async def test_a_shutdown_ends_a_request_that_was_resubmitted_too() -> None:
+    first = RequestOutput("a-0", [1], "x", None, None, None, 3, 0, 0, 0)
+    parts = [Fixed(first, error=ActorDiedError()), Fixed(error=ShutdownError("over"))]
+    outputs = LastingOutputs(generation(), lambda _: parts.pop(0), lambda _: None)
+    assert await outputs.next() == [first]
+    with pytest.raises(ShutdownError):
+        await outputs.next()
 
 
 @pytest.mark.parametrize("name", REQUESTS)

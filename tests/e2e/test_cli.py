@@ -60,7 +60,7 @@ def test_sigterm_lets_running_streams_finish_and_leaves_nothing_behind(server: S
 
 
 def test_a_stream_that_outlasts_the_drain_ends_with_an_error_that_says_why(tmp_path: Path) -> None:
-    server = Server(tmp_path / "log.txt", "drain_timeout_s=2", "num_speculative_tokens=0")
+    server = Server(tmp_path / "log.txt", "drain_timeout_s=4", "num_speculative_tokens=0")
     try:
         server.wait_until_ready()
         body = {"prompt": ["This PEP"] * 4, "max_tokens": 900, "n": 8, "ignore_eos": True, "stream": True}
@@ -74,7 +74,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_that_says_why(tmp_p
         server.kill()
     assert done == "data: [DONE]"
     assert json.loads(error.removeprefix("data: "))["error"] == {
-        "message": "the server is shutting down, and the 2 s to finish requests are over",
+        "message": "the server is shutting down, and the 4 s to finish requests are over",
         "type": "server_error",
         "param": None,
         "code": "unavailable",

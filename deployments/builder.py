@@ -14,8 +14,10 @@ from cluster.capacity import Node, Slot, cluster_nodes, missing, place_groups, s
 from cluster.placement import STRATEGY, PlacementError, label_selectors, placement_bundles
 from deployments.autoscaling import autoscaling_config
 from deployments.config import AppConfig, ArgumentError, api_keys, group_config
+from deployments.ingress.draining import LAST_WORDS_S
 from deployments.ingress.ingress import Ingress
 from deployments.ingress.request_router import QueueDepthRouter
+from deployments.rollout import ingress_settings, router_settings, surge_percent, with_version_of
 from deployments.router.router import Router
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
@@ -27,6 +29,7 @@ INGRESS_CPUS = 0.1
 CPUS_PER_INGRESS = 8
 MAX_INGRESS_REPLICAS = 4
 """Where the setting does not say how many."""
+_INGRESS = Slot("an Ingress replica", {"CPU": INGRESS_CPUS}, {})
 
 
 def app(config: AppConfig) -> Application:
@@ -54,6 +57,8 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         raise ArgumentError(str(error)) from None
     num_ingress_replicas = config.num_ingress_replicas or _num_ingress_replicas(nodes)
     _check_room(config, num_ingress_replicas, slots(group, bundles), nodes, can_grow=can_grow)
+    router_surge, ingress_surge = _surges(config, num_ingress_replicas, slots(group, bundles), nodes)
+    router_config, ingress_config = router_settings(config), ingress_settings(config)
     scaling = autoscaling_config(config.autoscaling)
     drain_timeout_s = config.drain_timeout_s
     if scaling is not None:
@@ -68,10 +73,11 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         placement_group_bundle_label_selector=selectors,
         # More than the engine admits: the engine refuses with 429, where Serve's own queue would make requests wait.
         max_ongoing_requests=2 * (config.pair.max_num_seqs + config.pair.max_queued_requests),
-        graceful_shutdown_timeout_s=drain_timeout_s,
+        graceful_shutdown_timeout_s=drain_timeout_s + LAST_WORDS_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=1,
         request_router_config=RequestRouterConfig(request_router_class=QueueDepthRouter),  # type: ignore[arg-type]
+        max_surge_percent=router_surge,
         logging_config={"enable_access_log": False},  # the Ingress logs each request
         **({"autoscaling_config": scaling} if scaling else {"num_replicas": config.autoscaling.min_replicas}),
     )
@@ -81,11 +87,15 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         num_replicas=num_ingress_replicas,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         max_ongoing_requests=STREAMS_PER_INGRESS,
-        graceful_shutdown_timeout_s=config.drain_timeout_s,
+        graceful_shutdown_timeout_s=config.drain_timeout_s + LAST_WORDS_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=1,
+        max_surge_percent=ingress_surge,
     )
-    application: Application = ingress.bind(config, router.bind(config), keys=keys, num_replicas=num_ingress_replicas)
+    routers = with_version_of(router, router_config).bind(router_config)
+    application: Application = with_version_of(ingress, ingress_config, (*keys, str(num_ingress_replicas))).bind(
+        ingress_config, routers, keys=keys, num_replicas=num_ingress_replicas
+    )
     return application
 
 
@@ -94,15 +104,29 @@ def _num_ingress_replicas(nodes: dict[str, Node]) -> int:
     return min(MAX_INGRESS_REPLICAS, max(1, int(num_cpus / CPUS_PER_INGRESS)))
 
 
+def _surges(config: AppConfig, num_ingress_replicas: int, group: list[Slot], nodes: dict[str, Node]) -> tuple[int, int]:
+    """Return how many Routers and how many Ingresses, in percent, may start before those that they replace stop.
+
+    The nodes are taken to be there for this application alone.
+    """
+    num_routers = config.autoscaling.upper_bound
+    num_placed, rest = place_groups([_INGRESS], nodes, limit=2 * num_ingress_replicas)
+    room, _ = place_groups(group, rest, limit=2 * num_routers)
+    beside_one, _ = place_groups(
+        group, place_groups([_INGRESS], nodes, limit=num_ingress_replicas)[1], limit=num_routers
+    )
+    has_room_for_two = num_placed == 2 * num_ingress_replicas and room >= beside_one
+    return surge_percent(num_routers, room), 100 if has_room_for_two else 0
+
+
 def _check_room(
     config: AppConfig, num_ingress_replicas: int, group: list[Slot], nodes: dict[str, Node], *, can_grow: bool
 ) -> None:
     """Warn of replicas that find no room; refuse if the smallest number of them finds none and never will."""
-    ingress = [Slot("an Ingress replica", {"CPU": INGRESS_CPUS}, {})]
-    room, nodes = place_groups(ingress, nodes, limit=num_ingress_replicas)
+    room, nodes = place_groups([_INGRESS], nodes, limit=num_ingress_replicas)
     if room < num_ingress_replicas:
         setting = f"num_ingress_replicas is {num_ingress_replicas}"
-        _report_shortage(setting, room, missing(ingress, nodes), is_fatal=not can_grow, can_grow=can_grow)
+        _report_shortage(setting, room, missing([_INGRESS], nodes), is_fatal=not can_grow, can_grow=can_grow)
     bounds = config.autoscaling
     room, free = place_groups(group, nodes, limit=bounds.upper_bound)
     if room < bounds.upper_bound:

@@ -2,8 +2,8 @@
 
 `serve run deployments:app` serves the same, but ends differently: Ray aborts its driver at a SIGTERM, with exit status
 134 and a stack trace, and Serve's shutdown closes its proxy at once, in the middle of running streams. Here running
-streams finish first, for up to `drain_timeout_s`; a second signal stops at once. The exit status is 0, or 1 if the
-application did not start.
+streams finish first; those that take longer than `drain_timeout_s` end with an error that says so. A second signal
+stops at once. The exit status is 0, or 1 if the application did not start.
 """
 
 import argparse
@@ -20,11 +20,14 @@ from ray import serve
 from deployments.builder import build
 from deployments.config import AppConfig
 from deployments.environment import set_serve_environment
+from deployments.ingress.draining import LAST_WORDS_S
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 NAMESPACE = "serve"  # where Serve's own commands look for it
 _POLL_S = 0.2
+_STOP_S = 3.0
+"""How long Serve may take to tell the replicas."""
 
 
 def main() -> None:
@@ -96,6 +99,6 @@ def _drain(timeout_s: float) -> None:
     logger.info("stopping; running streams may take %g s to finish, another signal stops them", timeout_s)
     for name in serve.status().applications:
         serve.delete(name, _blocking=False)
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s + LAST_WORDS_S + _STOP_S
     while serve.status().applications and time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -156,8 +156,8 @@ class AppConfig(BaseModel):
     round_timeout_s: float = Field(120.0, gt=0)
     """Seconds without a finished round, while there is work, after which a replica counts as unhealthy."""
     drain_timeout_s: float = Field(300.0, gt=0)
-    """Seconds that running streams may take to finish at shutdown. Where autoscaling removes a replica, they may take
-    limits.request_timeout_s, so that none is cut."""
+    """Seconds that running streams may take to finish at shutdown; then they end with an error. Where autoscaling
+    removes a replica, they may take limits.request_timeout_s, so that none is cut."""
     api_keys: tuple[SecretStr, ...] = ()
     """API keys; every request must have one of them. Also read from the environment variable PACELINE_API_KEY. Without
     keys, every request is accepted."""

@@ -79,6 +79,11 @@ class Engine:
         return len(self.scheduler.waiting)
 
     @property
+    def unstarted_ids(self) -> list[str]:
+        """Requests in the queue of which nothing has been computed yet, oldest first."""
+        return self.scheduler.unstarted_ids
+
+    @property
     def num_free_blocks(self) -> int:
         """KV blocks that no request holds, cached prefixes included."""
         return self.scheduler.pool.num_free
@@ -101,11 +106,11 @@ class Engine:
 
         Args:
             output_token_ids: tokens that another engine has committed for this request; the text goes on after them
-                as it would have there, if `params` have the same seed.
+                as it would have there, if `params` have the same seed. Such a request comes before those without.
 
         Raises:
             RequestError: this model cannot serve the prompt or a parameter, or the output has ended.
-            QueueFullError: `max_queued_requests` are waiting.
+            QueueFullError: `max_queued_requests` are waiting, and the request has no output yet.
         """
         params = self._resolve(prompt_token_ids, params)
         if output_token_ids:

@@ -38,11 +38,15 @@ class Scheduler:
         self._lacks_blocks = False
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a request.
+        """Queue a request; one that has tokens already, from another engine, comes before all that have none.
 
         Raises:
-            QueueFullError: `max_queued_requests` are waiting.
+            QueueFullError: `max_queued_requests` are waiting, and the request has no tokens.
         """
+        if sequence.num_output_tokens:
+            num_begun = next((i for i, s in enumerate(self.waiting) if not _has_begun(s)), len(self.waiting))
+            self.waiting.insert(num_begun, sequence)
+            return
         if len(self.waiting) >= self.config.max_queued_requests:
             raise QueueFullError(
                 f"{len(self.waiting)} requests are waiting, the limit is {self.config.max_queued_requests}"
@@ -63,6 +67,11 @@ class Scheduler:
             self.waiting.appendleft(sequence)
         self.running.clear()
         self.pool.clear()
+
+    @property
+    def unstarted_ids(self) -> list[str]:
+        """The waiting requests of which nothing has been computed yet, oldest first."""
+        return [s.request.request_id for s in self.waiting if not _has_begun(s)]
 
     @property
     def draft_limits(self) -> list[int]:
@@ -193,3 +202,8 @@ class Scheduler:
             digest = block_digest(parent, sequence.request.token_ids[index * size : (index + 1) * size])
             sequence.digests.append(digest)
             self.pool.publish(sequence.block_ids[index], digest)
+
+
+def _has_begun(sequence: Sequence) -> bool:
+    """Whether a request was in a batch before, here or in another engine."""
+    return sequence.was_admitted or sequence.num_output_tokens > 0

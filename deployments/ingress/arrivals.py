@@ -25,14 +25,28 @@ class Arrivals:
     def __init__(self, loads: RouterLoads) -> None:
         self._loads = loads
         self._requests: dict[str, ServeOutputs] = {}
+        self._end: Exception | None = None
 
     def add(self, request_id: str, outputs: "ServeOutputs") -> None:
         """Expect the outputs of a request."""
         self._requests[request_id] = outputs
+        if self._end is not None:
+            outputs.fail(self._end)
 
     def remove(self, request_id: str) -> None:
         """Drop what still comes for a request."""
         self._requests.pop(request_id, None)
+
+    def end(self, error: Exception) -> None:
+        """End all requests with an error, and those that are added from now on."""
+        self._end = error
+        for outputs in self._requests.values():
+            outputs.fail(error)
+
+    def has_waiting(self, for_s: float) -> bool:
+        """Whether a request has waited for its first output for so long."""
+        before = asyncio.get_running_loop().time() - for_s
+        return any(request.is_waiting and request.submitted <= before for request in self._requests.values())
 
     def deliver(self, payload: bytes) -> None:
         """Give an output to its request, if that is still open; note a Router's load.
@@ -62,13 +76,25 @@ class ServeOutputs:
         self._error: BaseException | None = None
         self._has_ended = False
         self._change = asyncio.Event()
-        arrivals.add(request_id, self)
+        self.submitted = asyncio.get_running_loop().time()
         self._ending = asyncio.create_task(self._wait_for_end(), name="waiting for a request's end")
+        arrivals.add(request_id, self)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether no output has come yet."""
+        return not self._num_received and not self._has_ended
 
     def put(self, output: RequestOutput) -> None:
         """Take an output that has come."""
         self._outputs.append(output)
         self._num_received += 1
+        self._change.set()
+
+    def fail(self, error: Exception) -> None:
+        """End with an error, which comes after the outputs that have come."""
+        self._ending.cancel()
+        self._error, self._num_sent, self._has_ended = error, None, True
         self._change.set()
 
     async def next(self) -> list[RequestOutput]:

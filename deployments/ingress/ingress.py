@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import re
 import secrets
 import time
@@ -31,7 +30,7 @@ from deployments.openai.completions import CompletionRequest, CompletionWriter
 from deployments.openai.responses import CHAT_FIELDS, ResponsesRequest, ResponsesWriter
 from deployments.openai.structured_output import GrammarSource
 from deployments.openai.writer import Writer
-from deployments.router.generation import Description, Generation, ModelLimits
+from deployments.router.generation import Description, Generation, ModelLimits, target_id
 from engine.errors import CapacityError, RequestError, UnknownModelError
 from engine.models.tokenizer import load_tokenizer
 from engine.sampling.grammar import Grammars
@@ -39,7 +38,10 @@ from engine.sampling.grammar import Grammars
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 START_GRACE_S = 1.0
-"""How long a request may wait for the models before it gets 503."""
+"""How long a health check may wait for the models before it gets 503."""
+
+WHOLE_INTERVAL_S = 2.0
+"""How often a Router sends tokens of a response that is not streamed; if it is lost, another one goes on after them."""
 
 WriterFactory = Callable[..., Writer]
 
@@ -55,7 +57,7 @@ class Ingress:
         keys: tuple[str, ...] = (),
         num_replicas: int = 1,
     ) -> None:
-        """Load the tokenizer; requests get 503 until the first Router has loaded its models.
+        """Load the tokenizer; requests wait until the first Router has loaded its models.
 
         Args:
             num_replicas: of the Ingress; each takes its share of the requests that the Routers have room for.
@@ -63,7 +65,8 @@ class Ingress:
         self.config = config
         self._keys = keys
         if isinstance(routers, DeploymentHandle):
-            routers = await ServeRouters.open(routers, ray.util.get_node_ip_address(), config.model_name, num_replicas)
+            host, target = ray.util.get_node_ip_address(), target_id(config.pair.target)
+            routers = await ServeRouters.open(routers, host, config.model_name, num_replicas, target=target)
         self._routers: RouterHandle = routers
         self.admission = Admission(routers)
         self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, config.pair.target))
@@ -87,13 +90,15 @@ class Ingress:
         _announce(self.config, description, await self._routers.base_url())
         return description
 
-    async def _describe(self) -> Description:
-        """Return what is served.
+    async def _describe(self, timeout_s: float | None = None) -> Description:
+        """Return what is served; wait for the models, by default for as long as a request may take.
 
         Raises:
             CapacityError: the models are still being loaded.
         """
-        await asyncio.wait([self._serving], timeout=START_GRACE_S)
+        if timeout_s is None:
+            timeout_s = self.config.limits.request_timeout_s
+        await asyncio.wait([self._serving], timeout=timeout_s)
         if not self._serving.done():
             raise CapacityError("the models are still being loaded")
         return self._serving.result()
@@ -179,7 +184,7 @@ class Ingress:
 
     async def check_progress(self) -> None:
         """Raise unless some Router finishes rounds while there is work."""
-        await self._describe()
+        await self._describe(START_GRACE_S)
         await self._routers.check_progress()
 
     async def metrics(self) -> bytes:
@@ -245,7 +250,8 @@ class Ingress:
             params=params,
             timeout_s=self.config.limits.request_timeout_s,
             cache_salt=request.cache_salt,
-            interval_s=self.config.stream_interval_s if request.stream else math.inf,
+            interval_s=self.config.stream_interval_s if request.stream else WHOLE_INTERVAL_S,
+            gathers_first=not request.stream,
         )
         outputs = self._routers.generate(generation)
         submitted()

@@ -1,7 +1,7 @@
 """LastingOutputs: the outputs of one request, which outlast its Router: another one goes on where it stopped.
 
 A request whose Router is lost is sent to a Router again, with the tokens that came from it; the tokens after them are
-those that the lost one would have sent.
+those that the lost one would have sent. So is one that was withdrawn from the queue of a Router that has much to do.
 """
 
 import asyncio
@@ -14,7 +14,8 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from deployments.ingress.answer import Outputs
-from deployments.router.generation import Generation, choice_index
+from deployments.ingress.draining import ShutdownError
+from deployments.router.generation import Generation, WithdrawnError, choice_index
 from engine.errors import CapacityError, TargetError
 from engine.sequence import RequestOutput
 
@@ -26,6 +27,8 @@ SHORTEST_LOSS_S = 1.0
 """A submission that fails sooner was not begun: Serve chose a replica that is dead already, or refuses requests."""
 MAX_LOSSES = 4
 """How many Routers a request may lose without a token from them: it may be what ends them."""
+REST_S = 30.0
+"""How long a request that was withdrawn stays at its next Router, however much that has to do."""
 GRACE_S = 2.0
 """How long after the deadline a Router's last outputs, and its own error about the deadline, are waited for."""
 
@@ -54,6 +57,7 @@ class LastingOutputs:
         self._num_resubmissions = 0
         self._num_failures = 0
         self._num_losses = 0
+        self._rest_s = 0.0
         self._submitted = _now()
         self._is_answered = False
         self._outputs: Outputs | None = submit(request)
@@ -110,6 +114,11 @@ class LastingOutputs:
         Raises:
             Exception: `error`, if sending the request again would not help.
         """
+        self._rest_s = REST_S if isinstance(error, WithdrawnError) else 0.0
+        if isinstance(error, WithdrawnError):
+            self._count("moved")
+            await self.close()
+            return
         reason = _reason(error, is_first=self._num_resubmissions == 0)
         if reason is None:
             raise error
@@ -130,7 +139,8 @@ class LastingOutputs:
 
     async def _resubmit(self) -> None:
         """Send the request to a Router again, with what has been received of it."""
-        await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (self._num_failures - 1), LONGEST_PAUSE_S))
+        if not self._rest_s:
+            await asyncio.sleep(min(FIRST_PAUSE_S * 2 ** (self._num_failures - 1), LONGEST_PAUSE_S))
         self._num_resubmissions += 1
         self._submitted = _now()
         self._is_answered = False
@@ -142,6 +152,7 @@ class LastingOutputs:
                 timeout_s=max(self._deadline - self._submitted, 0.0),
                 output_token_ids={choice: list(token_ids) for choice, token_ids in self._received.items()},
                 finished=frozenset(self._finished),
+                rest_s=self._rest_s,
             )
         )
 
@@ -149,6 +160,8 @@ class LastingOutputs:
 def _reason(error: Exception, *, is_first: bool) -> str | None:
     """Return why a Router could not go on with a request; None if the request itself is why."""
     match error:
+        case ShutdownError():
+            return None
         case RayActorError() | grpc.aio.AioRpcError():
             return "router_lost"
         case DeploymentUnavailableError():

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,16 +16,18 @@ from cluster.transport import Inbox
 from deployments.ingress.admission import Room
 from deployments.ingress.answer import Outputs
 from deployments.ingress.arrivals import Arrivals, ServeOutputs, raised_error
+from deployments.ingress.draining import Draining
 from deployments.ingress.lasting_outputs import LastingOutputs
+from deployments.ingress.moving import Mover
 from deployments.ingress.router_loads import LOADS
 from deployments.metrics import IngressMetrics
-from deployments.router.generation import Description, Generation
+from deployments.router.generation import Description, Generation, QueueReport
 from engine.errors import CapacityError
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 ANSWER_TIMEOUT_S = 5.0
-RETRY_PAUSE_S = 2.0
+RETRY_PAUSE_S = 1.0
 
 
 class RouterHandle(Room, Protocol):
@@ -55,7 +58,14 @@ class ServeRouters:
     """Serve's handle to the Routers, and the inbox to which they send tokens."""
 
     def __init__(
-        self, handle: Any, inbox: Inbox, arrivals: Arrivals, metrics: IngressMetrics, num_ingress_replicas: int
+        self,
+        handle: Any,
+        inbox: Inbox,
+        arrivals: Arrivals,
+        metrics: IngressMetrics,
+        num_ingress_replicas: int,
+        *,
+        target: str | None = None,
     ) -> None:
         self._handle = handle
         self._num_ingress_replicas = num_ingress_replicas
@@ -63,19 +73,30 @@ class ServeRouters:
         self._metrics = metrics
         self._inbox = inbox
         self._arrivals = arrivals
+        self._target_id = target
         # Not by reference: an object in Ray's store for every request would take longer. Serve then sends what is
         # yielded over its own connection between replicas.
         self._generate = handle.generate.options(stream=True, _by_reference=False)
+        self._mover = Mover(self, arrivals.has_waiting)
+        self._draining = Draining(arrivals.end)
 
     @classmethod
-    async def open(cls, handle: Any, host: str, model_name: str, num_ingress_replicas: int) -> "ServeRouters":
-        """Open an inbox on this node's address."""
+    async def open(
+        cls, handle: Any, host: str, model_name: str, num_ingress_replicas: int, *, target: str | None = None
+    ) -> "ServeRouters":
+        """Open an inbox on this node's address.
+
+        Args:
+            target: `target_id` of the only target that may take requests; None is any. Routers of another one run
+                until those that replace them are ready.
+        """
         arrivals = Arrivals(LOADS)
         inbox = await Inbox.open(host, arrivals.deliver)
-        return cls(handle, inbox, arrivals, IngressMetrics(model_name), num_ingress_replicas)
+        return cls(handle, inbox, arrivals, IngressMetrics(model_name), num_ingress_replicas, target=target)
 
     def generate(self, request: Generation) -> Outputs:
         """Send a request to the replica that takes it, and to another one if that is lost."""
+        request = replace(request, target_id=self._target_id)
         return LastingOutputs(request, self._submit, self._metrics.observe_resubmission)
 
     def _submit(self, request: Generation) -> Outputs:
@@ -95,6 +116,7 @@ class ServeRouters:
 
     async def describe(self) -> Description:
         """Return what is served, as soon as a replica serves it."""
+        other: str | None = None
         while True:
             try:
                 description: Description = await self._handle.describe.remote()
@@ -102,8 +124,23 @@ class ServeRouters:
                 logger.warning("no Router yet: %s", error)
                 await asyncio.sleep(RETRY_PAUSE_S)
             else:
-                self._capacity = description.capacity
-                return description
+                if self._target_id in (None, description.target_id):
+                    self._capacity = description.capacity
+                    return description
+                if other != description.target_id:
+                    other = description.target_id
+                    logger.info("waiting for a Router of %s; %s is still served", self._target_id, other)
+                await asyncio.sleep(RETRY_PAUSE_S)
+
+    async def report_queues(self) -> list[QueueReport]:
+        """Return how much each replica has to do."""
+        answers = await self._ask_all("report_queue", self._inbox.address)
+        return [answer for answer in answers if isinstance(answer, QueueReport)]
+
+    async def withdraw(self, router_id: str, limit: int) -> int:
+        """Have a replica give back waiting requests of this Ingress; return how many sequences they are."""
+        answers = await self._ask_all("withdraw", router_id, self._inbox.address, limit)
+        return sum(answer for answer in answers if isinstance(answer, int))
 
     async def collect(self) -> list[list[Metric]]:
         """Return the metrics of this Ingress, and of every replica that answers."""
@@ -122,10 +159,10 @@ class ServeRouters:
         client = await asyncio.to_thread(_get_global_client)
         return "" if client is None else client.root_url
 
-    async def _ask_all(self, method: str) -> list[Any]:
+    async def _ask_all(self, method: str, *args: Any) -> list[Any]:
         """Call every replica without its queue: a replica whose queue is full must still answer health checks."""
         try:
-            response = self._handle.broadcast(method)
+            response = self._handle.broadcast(method, *args)
             answers = list(await response.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True))
         except TimeoutError:
             raise CapacityError(f"no Router answered within {ANSWER_TIMEOUT_S:g} s") from None

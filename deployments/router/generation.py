@@ -1,9 +1,10 @@
-"""Generation: a request for tokens, as an Ingress sends it to a Router; and the description of what a Router serves."""
+"""Generation: a request for tokens, as an Ingress sends it to a Router; and what a Router says of itself."""
 
 import secrets
 from dataclasses import dataclass, field, replace
 
-from engine.config import ModelInfo
+from engine.config import ModelConfig, ModelInfo
+from engine.errors import TargetError
 from engine.sampling.params import MAX_SEED, SamplingParams
 
 
@@ -38,6 +39,30 @@ class Description:
     draft: ModelInfo | None
     limits: ModelLimits
     capacity: int
+    target_id: str = ""
+    """`target_id` of the target."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueueReport:
+    """How much a Router has to do, and how much of that another one could do.
+
+    Attributes:
+        depth: sequences that run or wait.
+        num_movable: waiting sequences that may be withdrawn.
+        num_movable_of_sender: those of them that came from the Ingress that asks.
+        can_serve: whether the target runs.
+    """
+
+    router_id: str
+    depth: int
+    num_movable: int
+    num_movable_of_sender: int
+    can_serve: bool
+
+
+class WithdrawnError(TargetError):
+    """The request was withdrawn before anything was computed of it, because another Router has less to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +82,15 @@ class Generation:
     The id is ours, never the client's: it names KV blocks and the drafter's prefixes.
 
     Attributes:
-        interval_s: how long tokens are gathered after a delivery; `math.inf` delivers each sequence whole.
+        interval_s: how long tokens are gathered after a delivery.
+        gathers_first: whether the first tokens are gathered for as long, too; otherwise they come at once.
         drawn_seed: what a request without a seed draws with. It is chosen here, so that another Router that goes on
             with the request draws the same tokens.
         output_token_ids: by choice, the tokens that the Ingress has received from a Router that was lost.
         finished: the choices that have ended already.
+        target_id: `target_id` of the model whose text is wanted; None is that of any Router. While a new target is
+            rolled out, there are Routers of both.
+        rest_s: how long it must not be withdrawn, because it has been lately.
     """
 
     request_id: str
@@ -70,9 +99,12 @@ class Generation:
     timeout_s: float
     cache_salt: str | None = None
     interval_s: float = 0.0
+    gathers_first: bool = False
     drawn_seed: int = field(default_factory=lambda: secrets.randbits(63))
     output_token_ids: dict[int, list[int]] = field(default_factory=dict)
     finished: frozenset[int] = frozenset()
+    target_id: str | None = None
+    rest_s: float = 0.0
 
     @property
     def num_choices(self) -> int:
@@ -96,6 +128,11 @@ class Generation:
             outputs = self.output_token_ids.get(index, [])
             sequences.append(SequenceRequest(f"{self.request_id}-{index}", self.prompts[prompt], params, outputs))
         return sequences
+
+
+def target_id(target: ModelConfig) -> str:
+    """Return what tells one target from another."""
+    return target.path if target.revision is None else f"{target.path}@{target.revision}"
 
 
 def request_id_of(sequence_id: str) -> str:

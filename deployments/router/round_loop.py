@@ -9,13 +9,14 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.remote import Calls
 from deployments.metrics import RoundTimes, RouterMetrics
 from deployments.router.drain_rate import DrainRate, retry_after_s
-from deployments.router.generation import Generation
+from deployments.router.generation import Generation, WithdrawnError
 from deployments.router.stream import Stream
+from deployments.router.waiting import WaitingRequests
 from engine.engine import Engine
 from engine.errors import QueueFullError, TargetError
 from engine.sequence import RequestOutput
@@ -50,6 +51,7 @@ class RoundLoop:
         self._round_timeout_s = round_timeout_s
         self._streams: dict[str, Stream] = {}
         self.drain_rate = DrainRate()
+        self.waiting = WaitingRequests(engine)
         self._wake = asyncio.Event()
         self._lost: TargetError | None = None
         self._num_failures = 0
@@ -57,19 +59,27 @@ class RoundLoop:
         self._task = asyncio.create_task(self._run(), name="rounds")
         self._task.add_done_callback(self._fail_streams)
 
-    async def generate(self, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
+    async def generate(self, request: Generation, sender: Any = None) -> AsyncGenerator[list[RequestOutput], None]:
         """Admit a request and yield its tokens, every `interval_s` and at most once per round.
+
+        Args:
+            sender: who may have the request withdrawn.
 
         Raises:
             RequestError: it does not fit the model; nothing was queued.
             QueueFullError: too many requests wait already; nothing was queued.
             TargetError: the target could not be restarted.
             TimeoutError: the request's deadline has passed.
+            WithdrawnError: it was withdrawn.
         """
         self.check()
         deadline = asyncio.get_running_loop().time() + request.timeout_s
-        stream = Stream(request.interval_s, has_tokens=bool(request.output_token_ids))
+        stream = Stream(
+            request.interval_s, gathers_first=request.gathers_first, has_tokens=bool(request.output_token_ids)
+        )
         unfinished = self._admit(request, stream)
+        sequence_ids = frozenset(unfinished)
+        self.waiting.add(stream, sequence_ids, sender, request.rest_s)
         is_late = False
         try:
             while unfinished and not is_late:
@@ -88,9 +98,28 @@ class RoundLoop:
                     yield outputs
             if is_late and unfinished:
                 raise TimeoutError(f"the request took longer than {request.timeout_s:g} s")
+        except WithdrawnError:
+            unfinished.clear()
+            raise
         finally:
+            self.waiting.remove(sequence_ids)
             if not is_late:
                 self._end(stream, unfinished)
+
+    def withdraw(self, sender: Any, limit: int) -> int:
+        """Give back requests of a sender of which nothing has been computed, newest first.
+
+        Returns:
+            The number of their sequences, at most `limit`.
+        """
+        num_withdrawn = 0
+        for stream, sequence_ids in self.waiting.choose(sender, limit):
+            num_withdrawn += len(sequence_ids)
+            for sequence_id in sequence_ids:
+                del self._streams[sequence_id]
+                self._engine.abort(sequence_id)
+            stream.fail(WithdrawnError("another Router has less to do"))
+        return num_withdrawn
 
     def report_loss(self, error: TargetError) -> None:
         """Restart the target; for losses while no round runs, since a running round detects them itself."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -15,7 +16,15 @@ from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS
 from deployments.config import AppConfig, group_config
 from deployments.metrics import RouterMetrics
 from deployments.router.delivery import Deliveries
-from deployments.router.generation import Description, Failure, Generation, ModelLimits
+from deployments.router.generation import (
+    Description,
+    Failure,
+    Generation,
+    ModelLimits,
+    QueueReport,
+    WithdrawnError,
+    target_id,
+)
 from deployments.router.load import REPORT_INTERVAL_S
 from deployments.router.round_loop import RoundLoop
 from engine.engine import Engine
@@ -59,6 +68,7 @@ class Router:
             max_recoveries=config.max_recoveries,
             round_timeout_s=config.round_timeout_s,
         )
+        self._id = secrets.token_hex(8)
         self._deliveries = Deliveries()
         self._reporting = asyncio.create_task(self._report_load(), name="reporting the load")
         self._description = Description(
@@ -66,6 +76,7 @@ class Router:
             draft=self._group.draft_info,
             limits=ModelLimits(target.vocab_size, self._engine.max_model_len, settings.engine.num_speculative_tokens),
             capacity=settings.engine.max_num_seqs + settings.engine.max_queued_requests,
+            target_id=target_id(settings.target),
         )
         logger.info("ready after %.1f s", time.monotonic() - started)
 
@@ -74,22 +85,25 @@ class Router:
 
         Yields:
             How many outputs were sent: once, after the last one. Then, if the request has failed by its client or the
-            load, why.
+            load, or was withdrawn, why.
 
         Raises:
-            TargetError: the target could not be restarted, or the inbox cannot be reached.
+            TargetError: the target could not be restarted, the inbox cannot be reached, or the request is for another
+                target.
         """
+        if request.target_id not in (None, self._description.target_id):
+            raise TargetError(f"this Router serves {self._description.target_id}, the request is for another target")
         delivery = self._deliveries.to(inbox)
         num_sent = 0
         try:
             with delivery.holding(request.num_choices - len(request.finished)):
-                async with aclosing(self._loop.generate(request)) as rounds:
+                async with aclosing(self._loop.generate(request, inbox)) as rounds:
                     async for outputs in rounds:
                         await delivery.put(outputs)
                         num_sent += len(outputs)
         except ConnectionLostError as error:
             raise TargetError(f"the Ingress cannot be reached: {error}") from error
-        except (RequestError, CapacityError, TimeoutError) as error:
+        except (RequestError, CapacityError, TimeoutError, WithdrawnError) as error:
             if num_sent:
                 yield num_sent
             yield Failure(error)
@@ -103,6 +117,24 @@ class Router:
     async def describe(self) -> Description:
         """Return what this replica serves."""
         return self._description
+
+    async def report_queue(self, sender: InboxAddress) -> QueueReport:
+        """Return how much this replica has to do, and how much of that came from a sender and can be withdrawn."""
+        waiting = self._loop.waiting
+        return QueueReport(
+            router_id=self._id,
+            depth=self._engine.num_running + self._engine.num_waiting,
+            num_movable=waiting.num_movable(),
+            num_movable_of_sender=waiting.num_movable(sender),
+            can_serve=self._group.is_available,
+        )
+
+    async def withdraw(self, router_id: str, sender: InboxAddress, limit: int) -> int:
+        """Give back up to so many waiting sequences of a sender, if this is the replica that is meant.
+
+        Serve can call one replica, which it chooses, or all of them.
+        """
+        return self._loop.withdraw(sender, limit) if router_id == self._id else 0
 
     async def collect(self) -> list[Metric]:
         """Return this replica's metrics."""

@@ -1,7 +1,6 @@
 """Stream: buffers the committed tokens of one request, and delivers those of one or several rounds at a time."""
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 
@@ -13,16 +12,20 @@ class Stream:
 
     The first tokens are delivered at once, and so are the last of each sequence. In between, outputs that come within
     `interval_s` of a delivery wait for the first round after the interval, for at most a second interval: each delivery
-    takes an HTTP chunk and wakes three processes, which takes longer than a short round. With `math.inf`, sequences are
-    delivered whole.
+    takes an HTTP chunk and wakes three processes, which takes longer than a short round.
     """
 
-    def __init__(self, interval_s: float, *, has_tokens: bool = False) -> None:
-        """Begin a stream; `has_tokens` says that another Router has delivered its first tokens."""
+    def __init__(self, interval_s: float, *, gathers_first: bool = False, has_tokens: bool = False) -> None:
+        """Begin a stream.
+
+        Args:
+            gathers_first: do not deliver the first tokens at once, but after the interval.
+            has_tokens: another Router has delivered its first tokens.
+        """
         self.started = time.monotonic()
         self.has_tokens = has_tokens
         self._interval_s = interval_s
-        self._due = 0.0 if interval_s < math.inf else math.inf
+        self._due = asyncio.get_running_loop().time() + interval_s if gathers_first else 0.0
         self._outputs: list[RequestOutput] = []
         self._error: Exception | None = None
         self._is_ready = asyncio.Event()
@@ -35,7 +38,7 @@ class Stream:
         loop = asyncio.get_running_loop()
         if loop.time() >= self._due or any(output.finish_reason is not None for output in outputs):
             self._deliver()
-        elif self._timer is None and self._due < math.inf:
+        elif self._timer is None:
             self._timer = loop.call_at(self._due + self._interval_s, self._deliver)
 
     def fail(self, error: Exception) -> None:

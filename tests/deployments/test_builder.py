@@ -7,6 +7,7 @@ import pytest
 from cluster.capacity import Node
 from deployments import builder
 from deployments.config import AppConfig, ArgumentError
+from deployments.ingress.draining import LAST_WORDS_S
 
 
 def deployments(config: AppConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
@@ -30,12 +31,26 @@ def test_replicas_are_fixed_or_follow_the_load(monkeypatch: pytest.MonkeyPatch) 
 
 def test_running_streams_have_the_drain_timeout_to_finish(monkeypatch: pytest.MonkeyPatch) -> None:
     for deployment in deployments(AppConfig(drain_timeout_s=7.0), monkeypatch):
-        assert deployment._deployment_config.graceful_shutdown_timeout_s == 7.0
+        assert deployment._deployment_config.graceful_shutdown_timeout_s == 7.0 + LAST_WORDS_S
 
 
 def test_dead_replicas_are_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for deployment in deployments(AppConfig(), monkeypatch):
         assert deployment._deployment_config.health_check_period_s == builder.HEALTH_CHECK_PERIOD_S < 10
+
+
+@pytest.mark.parametrize(
+    ("num_cpus", "routers", "ingresses"), [(0.8, 0, 0), (0.9, 0, 100), (1.5, 0, 100), (1.6, 100, 100)]
+)
+def test_new_replicas_start_before_old_ones_stop_where_there_is_room(
+    num_cpus: float, routers: int, ingresses: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An Ingress takes 0.1 CPU and a group 0.7."""
+    monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": num_cpus})})
+    ingress: Any = builder.app(AppConfig())._bound_deployment
+    router = ingress.init_args[1]._bound_deployment
+    assert router._deployment_config.max_surge_percent == routers
+    assert ingress._deployment_config.max_surge_percent == ingresses
 
 
 def test_the_ingress_gets_the_keys_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,4 +134,5 @@ def test_a_replica_that_autoscaling_removes_drains_for_as_long_as_a_request_may_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, router = deployments(AppConfig(autoscaling={"max_replicas": 4}, drain_timeout_s=7.0), monkeypatch)  # type: ignore[arg-type]
-    assert router._deployment_config.graceful_shutdown_timeout_s == AppConfig().limits.request_timeout_s
+    timeout_s = router._deployment_config.graceful_shutdown_timeout_s
+    assert timeout_s == AppConfig().limits.request_timeout_s + LAST_WORDS_S

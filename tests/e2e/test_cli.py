@@ -1,5 +1,6 @@
 """`python -m deployments`: a signal ends the server only after the streams that run, and nothing stays behind."""
 
+import json
 import signal
 import threading
 import time
@@ -56,6 +57,28 @@ def test_sigterm_lets_running_streams_finish_and_leaves_nothing_behind(server: S
     log = server.log.read_text()
     assert "Traceback" not in log
     assert "*** SIG" not in log
+
+
+def test_a_stream_that_outlasts_the_drain_ends_with_an_error_that_says_why(tmp_path: Path) -> None:
+    server = Server(tmp_path / "log.txt", "drain_timeout_s=4", "num_speculative_tokens=0")
+    try:
+        server.wait_until_ready()
+        body = {"prompt": ["This PEP"] * 4, "max_tokens": 900, "n": 8, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=STOP_S) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.send(signal.SIGTERM)
+            *_, error, done = [line for line in lines if line.startswith("data: ")]
+        assert server.wait_until_gone() == 0
+    finally:
+        server.kill()
+    assert done == "data: [DONE]"
+    assert json.loads(error.removeprefix("data: "))["error"] == {
+        "message": "the server is shutting down, and the 4 s to finish requests are over",
+        "type": "server_error",
+        "param": None,
+        "code": "unavailable",
+    }
 
 
 def test_a_second_signal_does_not_wait_for_streams(server: Server) -> None:

@@ -483,3 +483,30 @@ def test_after_a_reset_every_request_waits_in_its_old_order_and_keeps_its_tokens
     assert num_shared(scheduler, list(range(6))) == 0
     assert shares(scheduler.next_batch(0)) == [("a", 7, 0), ("b", 7, 0)]
     assert scheduler.stats.num_prompt_tokens == 12
+
+
+def test_requests_that_another_engine_began_come_before_those_that_nobody_has():
+    scheduler = make_scheduler(max_num_seqs=1, max_queued_requests=2)
+    for request_id in ("new 1", "new 2"):
+        add(scheduler, request_id, [1, 2])
+    for request_id in ("begun 1", "begun 2"):
+        sequence = make_sequence(request_id, [1, 2])
+        sequence.resume([3])
+        scheduler.add(sequence)
+    assert [name(sequence) for sequence in scheduler.waiting] == ["begun 1", "begun 2", "new 1", "new 2"]
+    assert scheduler.unstarted_ids == ["new 1", "new 2"]
+    with pytest.raises(QueueFullError):
+        add(scheduler, "new 3", [1])
+
+
+def test_a_preempted_request_has_begun():
+    scheduler = make_scheduler(max_num_seqs=1)
+    add(scheduler, "a", [1, 2])
+    add(scheduler, "b", [1, 2])
+    run_round(scheduler)
+    scheduler.reset()
+    sequence = make_sequence("begun", [1, 2])
+    sequence.resume([3])
+    scheduler.add(sequence)
+    assert [name(sequence) for sequence in scheduler.waiting] == ["a", "begun", "b"]
+    assert scheduler.unstarted_ids == ["b"]

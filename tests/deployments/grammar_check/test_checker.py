@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -63,7 +64,7 @@ async def test_a_model_whose_texts_do_not_end_cannot_follow_a_grammar(
     endless = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, [], 1000, "float32", "cpu")
 
     async def describe() -> Any:
-        return type(described)(endless, None, described.limits)
+        return replace(described, target=endless)
 
     monkeypatch.setattr(routers, "describe", describe)
     async with make_client(await make_app(config, routers)) as client:

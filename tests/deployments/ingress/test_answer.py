@@ -109,6 +109,17 @@ async def test_a_silent_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) ->
     assert [event async for event in events] == ["DONE"]
 
 
+async def test_tokens_of_a_response_that_is_not_streamed_come_now_and_then(
+    client: httpx.AsyncClient, routers: LocalRouters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": "abc", "max_tokens": 8}
+    expected = (await client.post("/v1/completions", json=body)).json()["choices"]
+    before = routers.num_deliveries
+    monkeypatch.setattr("deployments.ingress.ingress.WHOLE_INTERVAL_S", 0.0)
+    assert (await client.post("/v1/completions", json=body)).json()["choices"] == expected
+    assert routers.num_deliveries - before == 8
+
+
 @pytest.mark.parametrize("num_prompts", [1, 3])
 async def test_a_response_that_is_not_streamed_takes_at_most_one_delivery_per_sequence(
     num_prompts: int, client: httpx.AsyncClient, routers: LocalRouters

@@ -12,9 +12,9 @@ from deployments.ingress import arrivals as arrivals_module
 from deployments.ingress.arrivals import Arrivals, ServeOutputs
 from deployments.ingress.router_loads import RouterLoads
 from deployments.router.delivery import encode
-from deployments.router.generation import Failure
+from deployments.router.generation import Failure, WithdrawnError
 from deployments.router.load import Load
-from engine.errors import QueueFullError, TargetError
+from engine.errors import CapacityError, QueueFullError, TargetError
 from engine.sequence import RequestOutput
 
 
@@ -39,7 +39,7 @@ class Response:
         if error is not None:
             raise error
 
-    def __aiter__(self) -> AsyncIterator[int]:
+    def __aiter__(self) -> AsyncIterator[int | Exception]:
         return self._items
 
     def cancel(self) -> None:
@@ -139,6 +139,41 @@ async def test_a_replica_that_dies_is_an_error_after_what_has_come() -> None:
 async def test_a_replica_that_cancels_the_call_is_shutting_down() -> None:
     with pytest.raises(TargetError, match="shutting down"):
         await ServeOutputs(Response(error=asyncio.CancelledError()), "a", Arrivals(RouterLoads())).next()
+
+
+async def test_an_error_may_also_come_as_an_item() -> None:
+    with pytest.raises(WithdrawnError):
+        await ServeOutputs(Response(Failure(WithdrawnError("gone"))), "a", Arrivals(RouterLoads())).next()
+
+
+async def test_a_request_waits_until_its_first_output_or_its_end() -> None:
+    arrivals, response = Arrivals(RouterLoads()), Response(1, is_open=True)
+    assert not arrivals.has_waiting(0.0)
+    first = ServeOutputs(response, "a", arrivals)
+    assert arrivals.has_waiting(0.0)
+    assert not arrivals.has_waiting(100.0)
+    arrivals.deliver(encode(output(1)))
+    assert not arrivals.has_waiting(0.0)
+    ended = ServeOutputs(Response(error=QueueFullError("full")), "b", arrivals)
+    await settle()
+    assert not arrivals.has_waiting(0.0)
+    for outputs in (first, ended):
+        await outputs.close()
+
+
+async def test_all_requests_can_be_ended_with_an_error_after_what_has_come() -> None:
+    arrivals, responses = Arrivals(RouterLoads()), [Response(1, is_open=True) for _ in range(2)]
+    first = ServeOutputs(responses[0], "a", arrivals)
+    arrivals.deliver(encode(output(1)))
+    arrivals.end(CapacityError("too late"))
+    assert await first.next() == [output(1)]
+    later = ServeOutputs(responses[1], "b", arrivals)
+    responses[0].may_end.set()
+    await settle()
+    for outputs in (first, later):
+        with pytest.raises(CapacityError, match="too late"):
+            await outputs.next()
+        await outputs.close()
 
 
 async def test_outputs_that_were_sent_and_do_not_come_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Ingress: which requests it takes, and what it says of the others."""
 
+import asyncio
+
 import httpx
 import pytest
 
@@ -34,8 +36,8 @@ async def test_a_request_over_its_deadline_is_408(config: AppConfig, routers: Lo
     rig.verifier.gate.set()
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready", "/v1/models"])
-async def test_everything_is_503_until_the_models_are_loaded(
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+async def test_health_is_503_until_the_models_are_loaded(
     config: AppConfig, routers: LocalRouters, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     monkeypatch.setattr("deployments.ingress.ingress.START_GRACE_S", 0.0)
@@ -46,6 +48,30 @@ async def test_everything_is_503_until_the_models_are_loaded(
         routers.has_loaded.set()
         monkeypatch.setattr("deployments.ingress.ingress.START_GRACE_S", 1.0)
         assert (await client.get(path)).status_code == 200
+
+
+async def test_requests_wait_for_the_models(config: AppConfig, routers: LocalRouters) -> None:
+    routers.has_loaded.clear()
+    async with make_client(await make_app(config, routers)) as client:
+        requests = [
+            asyncio.create_task(client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})),
+            asyncio.create_task(client.post("/v1/responses", json={"input": "a", "max_output_tokens": 2})),
+            asyncio.create_task(client.get("/v1/models")),
+        ]
+        await asyncio.wait(requests, timeout=0.05)
+        assert not any(request.done() for request in requests)
+        routers.has_loaded.set()
+        assert [response.status_code for response in await asyncio.gather(*requests)] == [200, 200, 200]
+
+
+async def test_requests_wait_for_the_models_no_longer_than_they_may_take(
+    config: AppConfig, routers: LocalRouters
+) -> None:
+    routers.has_loaded.clear()
+    short = config.model_copy(update={"limits": Limits(request_timeout_s=0.01)})
+    async with make_client(await make_app(short, routers)) as client:
+        response = await client.post("/v1/completions", json={"prompt": "a"})
+    assert (response.status_code, response.json()["error"]["message"]) == (503, "the models are still being loaded")
 
 
 async def test_a_responses_request_is_refused_with_the_names_of_its_own_fields(client: httpx.AsyncClient) -> None:

@@ -23,9 +23,10 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from deployments.ingress import lasting_outputs
 from deployments.ingress.answer import Outputs
+from deployments.ingress.draining import ShutdownError
 from deployments.ingress.lasting_outputs import LastingOutputs
 from deployments.openai.choices import Choice
-from deployments.router.generation import Generation, choice_index
+from deployments.router.generation import Generation, WithdrawnError, choice_index
 from engine.errors import QueueFullError, RequestError, TargetError
 from engine.sequence import RequestOutput
 from tests.deployments.fakes import LocalOutputs, LocalRouters, Rig, generation
@@ -175,6 +176,29 @@ async def test_what_the_request_causes_is_passed_on(rig: Rig, error: Exception) 
     with pytest.raises(type(error)):
         await routers.open(generation()).next()
     assert len(routers.submitted) == 1
+
+
+async def test_a_shutdown_ends_a_request_that_was_resubmitted_too() -> None:
+    first = RequestOutput("a-0", [1], "x", None, None, None, 3, 0, 0, 0)
+    parts = [Fixed(first, error=ActorDiedError()), Fixed(error=ShutdownError("over"))]
+    outputs = LastingOutputs(generation(), lambda _: parts.pop(0), lambda _: None)
+    assert await outputs.next() == [first]
+    with pytest.raises(ShutdownError):
+        await outputs.next()
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+async def test_a_request_that_is_withdrawn_moves_at_once_and_then_rests(
+    rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lasting_outputs, "FIRST_PAUSE_S", 1000.0)
+    request = REQUESTS[name]()
+    expected = await choices_of(Routers(rig).open(request), request.num_choices)
+    routers = Routers(rig, 0, error=WithdrawnError("another Router has less to do"))
+    assert contents(await choices_of(routers.open(request), request.num_choices)) == contents(expected)
+    assert routers.reasons == {"moved": 1}
+    assert [sent.rest_s for sent in routers.submitted] == [0.0, lasting_outputs.REST_S]
+    assert routers.submitted[1].timeout_s <= request.timeout_s
 
 
 @pytest.mark.parametrize(

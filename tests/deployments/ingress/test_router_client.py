@@ -10,10 +10,13 @@ from cluster.transport import InboxAddress, Outbox
 from deployments.ingress.lasting_outputs import LastingOutputs
 from deployments.ingress.router_client import ServeRouters
 from deployments.router.delivery import Delivery
-from deployments.router.generation import Generation
+from deployments.router.generation import Description, Generation, ModelLimits, QueueReport
+from engine.config import ModelInfo
 from engine.errors import CapacityError, TargetError
 from engine.sequence import RequestOutput
 from tests.deployments.fakes import generation
+
+INFO = ModelInfo("tiny", 9, 9, [0], 1000, "float32", "cpu")
 
 
 class Handle:
@@ -22,13 +25,17 @@ class Handle:
     def __init__(self, *answers: Any, is_late: bool = False) -> None:
         self._answers = answers
         self._is_late = is_late
-        self.generate = self
+        self.generate = self.describe = self
         self.num_lost = 0
+        self.broadcasts: list[Any] = []
+        self.descriptions: list[Description] = []
+        self.submitted: list[Generation] = []
 
     def options(self, **_: Any) -> "Handle":
         return self
 
-    def broadcast(self, _: str) -> "Handle":
+    def broadcast(self, *call: Any) -> "Handle":
+        self.broadcasts.append(call)
         return self
 
     async def results_async(self, **_: Any) -> Any:
@@ -36,7 +43,14 @@ class Handle:
             raise TimeoutError
         return self._answers
 
-    def remote(self, request: Generation, address: InboxAddress) -> "Response":
+    def remote(self, *call: Any) -> Any:
+        return self._submit(*call) if call else self._describe()
+
+    async def _describe(self) -> Description:
+        return self.descriptions.pop(0)
+
+    def _submit(self, request: Generation, address: InboxAddress) -> "Response":
+        self.submitted.append(request)
         self.num_lost -= 1
         return Response(request, address, is_lost=self.num_lost >= 0)
 
@@ -75,6 +89,18 @@ async def test_outputs_come_from_the_router_that_took_the_request() -> None:
     await outputs.close()
 
 
+async def test_only_routers_of_the_same_target_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a new target is rolled out, Routers of the old one still run."""
+    monkeypatch.setattr("deployments.ingress.router_client.RETRY_PAUSE_S", 0.0)
+    handle = Handle()
+    old, new = (Description(INFO, None, ModelLimits(9, 9, 4), 9, target_id=path) for path in ("/old", "/new"))
+    handle.descriptions = [old, old, new]
+    client = await ServeRouters.open(handle, "127.0.0.1", "tiny", 1, target="/new")
+    assert await client.describe() == new
+    await client.generate(generation()).close()
+    assert [request.target_id for request in handle.submitted] == ["/new"]
+
+
 async def test_one_replica_that_makes_progress_is_enough() -> None:
     await (await routers(TargetError("stuck"), None)).check_progress()
     with pytest.raises(TargetError, match="stuck"):
@@ -89,6 +115,15 @@ async def test_metrics_are_those_of_the_ingress_and_of_the_replicas_that_answer(
     [first, *rest] = await (await routers(["metric"], TargetError("gone"))).collect()
     assert [metric.name for metric in first] == ["paceline:resubmissions"]
     assert rest == [["metric"]]
+
+
+async def test_queues_are_reported_and_withdrawn_from_by_one_replica_of_all() -> None:
+    report = QueueReport("a", 3, 2, 1, True)
+    client = await routers(report, TargetError("gone"))
+    assert await client.report_queues() == [report]
+    client = await routers(0, TargetError("gone"), 2)
+    assert await client.withdraw("a", 5) == 2
+    assert client._handle.broadcasts == [("withdraw", "a", client._inbox.address, 5)]
 
 
 async def test_a_request_whose_router_is_lost_goes_to_another() -> None:

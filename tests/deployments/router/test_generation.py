@@ -2,7 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from deployments.router.generation import Generation, choice_index
+from deployments.router.generation import Generation, choice_index, target_id
+from engine.config import ModelConfig
 from engine.sampling.params import MAX_SEED, SamplingParams
 
 
@@ -38,6 +39,12 @@ def test_a_request_that_is_sent_again_draws_with_the_same_seeds() -> None:
         ("again-2", [7, 8]),
         ("again-3", []),
     ]
+
+
+def test_targets_are_told_apart_by_path_and_revision() -> None:
+    targets = [ModelConfig("/a"), ModelConfig("/b"), ModelConfig("/a", "v1"), ModelConfig("/a", "v2")]
+    assert len(set(map(target_id, targets))) == 4
+    assert target_id(ModelConfig("/a", dtype="float32")) == target_id(ModelConfig("/a"))
 
 
 @pytest.mark.parametrize("seed", [MAX_SEED, MAX_SEED - 1, -(2**63)])

@@ -6,7 +6,8 @@ import pytest
 
 from cluster.remote import Calls
 from deployments.metrics import exposition
-from deployments.router.generation import Generation
+from deployments.router import waiting
+from deployments.router.generation import Generation, WithdrawnError
 from deployments.router.round_loop import RoundLoop
 from engine.errors import QueueFullError, RequestError, TargetError
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, Verdict, VerifyRow
@@ -45,6 +46,39 @@ async def test_a_request_that_another_router_began_gets_the_rest_of_its_tokens(r
     assert await tokens(rig.loop, rest) == whole[3:]
     samples = [sample for metric in rig.metrics.collect() for sample in metric.samples]
     assert [sample.value for sample in samples if sample.name == "vllm:time_to_first_token_seconds_count"] == [1]
+
+
+async def test_a_request_that_is_withdrawn_leaves_nothing_behind_and_can_be_sent_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "SHORTEST_WAIT_S", 0.0)
+
+    async def send(name: str, n: int) -> list[int]:
+        request = replace(generation(n=n), request_id=name)
+        return [token async for outputs in rig.loop.generate(request, "me") for o in outputs for token in o.token_ids]
+
+    expected = await send("alone", 2)
+    rig.verifier.gate.clear()
+    running = [asyncio.create_task(send(f"running {index}", 4)) for index in range(2)]
+    while rig.engine.num_running < 8:
+        await asyncio.sleep(0)
+    first, *others = [asyncio.create_task(send(f"waiting {index}", 2)) for index in range(3)]
+    while rig.engine.num_waiting < 6:
+        await asyncio.sleep(0)
+    assert rig.loop.waiting.num_movable("me") == 6
+    assert rig.loop.withdraw("you", 9) == 0
+    assert rig.loop.withdraw("me", 5) == 4
+    for task in others:
+        with pytest.raises(WithdrawnError):
+            await task
+    assert (rig.engine.num_running, rig.engine.num_waiting) == (8, 2)
+    rig.verifier.gate.set()
+    await asyncio.gather(*running)
+    assert await first == await send("waiting 1", 2) == expected
+    assert rig.loop.waiting.num_movable() == 0
+    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+    samples = [sample for metric in rig.metrics.collect() for sample in metric.samples]
+    assert sum(sample.value for sample in samples if sample.name == "vllm:request_success_total") == 2 + 8 + 2 + 2
 
 
 async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,13 +10,18 @@ import pytest
 
 from cluster.transport import Inbox
 from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS
+from deployments.router import waiting
 from deployments.router.delivery import Deliveries, decode
 from deployments.router.drain_rate import LONGEST_RETRY_S
+from deployments.router.generation import Description, ModelLimits, QueueReport, WithdrawnError
 from deployments.router.load import Load
 from deployments.router.router import Router
+from engine.config import ModelInfo
 from engine.errors import QueueFullError, RequestError, TargetError
 from engine.sequence import RequestOutput
-from tests.deployments.fakes import Rig, generation
+from tests.deployments.fakes import EOS_TOKEN_IDS, MAX_MODEL_LEN, VOCAB_SIZE, Rig, generation
+
+INFO = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, 1000, "float32", "cpu")
 
 
 class Group:
@@ -76,7 +82,8 @@ async def mail() -> AsyncIterator[Mail]:
 def router(rig: Rig) -> Iterator[Any]:
     router: Any = object.__new__(Router)
     router._engine, router._loop, router._metrics, router._group = rig.engine, rig.loop, rig.metrics, Group()
-    router._deliveries = Deliveries()
+    router._deliveries, router._id = Deliveries(), "a"
+    router._description = Description(INFO, None, ModelLimits(VOCAB_SIZE, MAX_MODEL_LEN, 4), 9, target_id="/models/a")
     yield router
     router._deliveries.close()
 
@@ -146,6 +153,13 @@ async def test_an_ingress_hears_of_the_queue(
     reporting.cancel()
 
 
+async def test_a_request_for_another_target_is_refused(router: Any, mail: Mail) -> None:
+    for request in (generation(), replace(generation(), target_id="/models/a")):
+        assert [number async for number in router.generate(request, mail.inbox.address)] == [8]
+    with pytest.raises(TargetError, match="serves /models/a"):
+        await anext(router.generate(replace(generation(), target_id="/models/b"), mail.inbox.address))
+
+
 async def test_an_ingress_that_cannot_be_reached_ends_the_request(router: Any, rig: Rig, mail: Mail) -> None:
     mail.inbox.close()
     with pytest.raises(TargetError, match="the Ingress cannot be reached"):
@@ -179,6 +193,30 @@ async def test_cancelling_a_call_that_waits_for_tokens_frees_the_blocks(router: 
         await task
     assert rig.engine.num_free_blocks == rig.engine.num_blocks
     rig.verifier.gate.set()
+
+
+async def test_requests_that_wait_are_withdrawn_from_the_replica_that_is_meant(
+    router: Any, rig: Rig, mail: Mail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "SHORTEST_WAIT_S", 0.0)
+    rig.verifier.gate.clear()
+    me = mail.inbox.address
+    running = asyncio.create_task(anext(router.generate(generation(n=8), me)))
+    while rig.engine.num_running < 8:
+        await asyncio.sleep(0)
+    call = router.generate(replace(generation(n=3), request_id="waiting"), me)
+    ending = asyncio.create_task(anext(call))
+    while rig.engine.num_waiting < 3:
+        await asyncio.sleep(0)
+    assert await router.report_queue(me) == QueueReport("a", 11, 3, 3, True)
+    assert await router.report_queue(me._replace(port=1)) == QueueReport("a", 11, 3, 0, True)
+    assert await router.withdraw("b", me, 9) == 0
+    assert await router.withdraw("a", me._replace(port=1), 9) == 0
+    assert await router.withdraw("a", me, 9) == 3
+    assert isinstance((await ending).error, WithdrawnError)
+    assert [item async for item in call] == []
+    rig.verifier.gate.set()
+    assert await running == 64
 
 
 async def test_the_autoscaler_is_told_of_all_sequences(router: Any, mail: Mail) -> None:

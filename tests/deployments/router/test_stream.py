@@ -1,5 +1,4 @@
 import asyncio
-import math
 from dataclasses import replace
 
 import pytest
@@ -68,11 +67,11 @@ async def test_what_no_round_follows_goes_by_itself() -> None:
         assert await tokens(stream) == [1]
 
 
-@pytest.mark.parametrize("interval_s", [3600.0, math.inf])
-async def test_the_last_round_of_a_sequence_goes_at_once(interval_s: float) -> None:
-    stream = Stream(interval_s)
+@pytest.mark.parametrize("gathers_first", [False, True])
+async def test_the_last_round_of_a_sequence_goes_at_once(gathers_first: bool) -> None:
+    stream = Stream(3600.0, gathers_first=gathers_first)
     stream.put([output(0), output(7, request_id="a-1")])
-    if interval_s < math.inf:
+    if not gathers_first:
         await stream.next()
     stream.put([output(1)])
     assert await is_waiting(stream)
@@ -84,8 +83,8 @@ async def test_the_last_round_of_a_sequence_goes_at_once(interval_s: float) -> N
     assert await tokens(stream) == [9, 10]
 
 
-async def test_without_end_a_sequence_comes_whole() -> None:
-    stream = Stream(math.inf)
+async def test_the_first_tokens_can_be_gathered_too() -> None:
+    stream = Stream(3600.0, gathers_first=True)
     stream.put([output(0)])
     stream.put([output(1)])
     assert await is_waiting(stream)

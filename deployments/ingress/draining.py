@@ -1,0 +1,60 @@
+"""Draining: ends the streams that are still open when the time to finish them is over, with an error that says so.
+
+When Serve stops a replica it sends no new requests to it and waits until those that it has are finished. At
+`graceful_shutdown_timeout_s` it kills the replica, which would cut connections without a word.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from ray._private.worker import global_worker
+
+from engine.errors import CapacityError
+
+CHECK_PERIOD_S = 0.5
+LAST_WORDS_S = 3.0
+"""Part of Serve's timeout: the errors are sent so long before the replica is killed."""
+
+
+class ShutdownError(CapacityError):
+    """The server is shutting down, and the time to finish requests is over."""
+
+
+def drain_s() -> float | None:
+    """Return how many seconds this replica has to finish its requests since Serve stopped it; None while it serves.
+
+    Serve tells an application nothing of this, so the replica's own state is looked at.
+    """
+    for actor in global_worker.actors.values():
+        replica = getattr(actor, "_replica_impl", None)
+        if replica is not None and replica._shutting_down:
+            return max(float(replica._deployment_config.graceful_shutdown_timeout_s) - LAST_WORDS_S, 0.0)
+    return None
+
+
+class Draining:
+    """Waits until this replica is stopped, and then until its time is over."""
+
+    def __init__(self, end: Callable[[Exception], None], drain_s: Callable[[], float | None] = drain_s) -> None:
+        """Start to wait.
+
+        Args:
+            end: ends all open requests with an error.
+            drain_s: as the function of this name.
+        """
+        self._end = end
+        self._drain_s = drain_s
+        self._task = asyncio.create_task(self._run(), name="draining")
+
+    async def close(self) -> None:
+        """Stop waiting."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(CHECK_PERIOD_S)
+            if (seconds := self._drain_s()) is not None:
+                break
+        await asyncio.sleep(seconds)
+        self._end(ShutdownError(f"the server is shutting down, and the {seconds:g} s to finish requests are over"))

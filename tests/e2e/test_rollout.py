@@ -1,0 +1,192 @@
+"""A changed configuration, draft or target under a client that never stops: no request fails, and no text changes."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from ray import serve
+from ray.serve.context import _get_global_client
+from ray.serve.schema import ServeDeploySchema
+
+from deployments.config import AppConfig
+from deployments.environment import serve_environment
+from tests.e2e.test_app import save_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
+
+NUM_CLIENTS = 2
+NUM_SEEDS = 6
+LONG_SEED = 99
+LONG_TOKENS = 1000
+"""One stream after another is as long, so that replicas are stopped in the middle of one."""
+ROLLOUT_S = 120.0
+
+
+class Service:
+    """The application on a Ray cluster of its own, deployed by a config file's contents."""
+
+    def __init__(self, url: str, arguments: dict[str, Any]) -> None:
+        self.url = url
+        self._port = int(url.rpartition(":")[2])
+        self._arguments = arguments
+
+    async def deploy(self, **changes: Any) -> set[str]:
+        """Change some arguments; return the deployments that got new replicas, when all of them run."""
+        before = await self._replicas()
+        self._arguments |= changes
+        application = {"name": "paceline", "route_prefix": "/", "import_path": "deployments:app"}
+        schema = ServeDeploySchema.model_validate(
+            {"http_options": {"port": self._port}, "applications": [application | {"args": self._arguments}]}
+        )
+        client = _get_global_client()
+        assert client is not None
+        await asyncio.to_thread(client.deploy_apps, schema, _blocking=False)
+        started = time.time()
+        async with asyncio.timeout(ROLLOUT_S):
+            while not await self._is_settled(started):
+                await asyncio.sleep(0.1)
+        after = await self._replicas()
+        return {name for name in after if after[name].isdisjoint(before.get(name, set()))}
+
+    async def _is_settled(self, since: float) -> bool:
+        application = (await self._details()).get("applications", {}).get("paceline", {})
+        return application.get("last_deployed_time_s", 0) >= since - 1 and application.get("status") == "RUNNING"
+
+    async def _replicas(self) -> dict[str, set[str]]:
+        application = (await self._details()).get("applications", {}).get("paceline", {})
+        return {
+            name: {replica["replica_id"] for replica in deployment["replicas"] if replica["state"] == "RUNNING"}
+            for name, deployment in application.get("deployments", {}).items()
+        }
+
+    async def _details(self) -> dict[str, Any]:
+        client = _get_global_client()
+        assert client is not None
+        details: dict[str, Any] = await asyncio.to_thread(client.get_serve_details)
+        return details
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    size = {"max_position_embeddings": 4096}
+    return {
+        "target": save_model(tmp_path_factory.mktemp("target"), seed=1, layers=2, hidden=32, **size),
+        "draft": save_model(tmp_path_factory.mktemp("draft"), seed=2, layers=1, hidden=16, **size),
+        "other target": save_model(tmp_path_factory.mktemp("new"), seed=4, layers=2, hidden=32, **size),
+        "other draft": save_model(tmp_path_factory.mktemp("other"), seed=3, layers=1, hidden=16, **size),
+    }
+
+
+@pytest.fixture(scope="module")
+def service(request: pytest.FixtureRequest, models: dict[str, str]) -> Iterator[Service]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"PYTHONPATH": str(Path(__file__).parents[2]), **serve_environment(AppConfig())}
+    ray.init(address="local", num_cpus=request.param, include_dashboard=False, runtime_env={"env_vars": variables})
+    try:
+        serve.start(http_options={"port": port})
+        arguments = {
+            "target_model": models["target"],
+            "draft_model": models["draft"],
+            "served_model_name": "tiny",
+            "dtype": "float32",
+            "compile": "off",
+            "speculation": "fixed",
+            "num_speculative_tokens": 2,
+        }
+        service = Service(f"http://127.0.0.1:{port}", arguments)
+        asyncio.run(service.deploy())
+        yield service
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+def body(seed: int, *, stream: bool, max_tokens: int = 24) -> dict[str, Any]:
+    request = {"prompt": "A", "max_tokens": max_tokens, "temperature": 0.8, "seed": seed, "ignore_eos": True}
+    return request | {"stream": stream, "n": 2 if max_tokens == 24 else 1}
+
+
+async def complete(client: httpx.AsyncClient, seed: int, *, stream: bool, max_tokens: int = 24) -> list[str]:
+    """Return the texts of a request; an HTTP error, an error event or a cut connection fails."""
+    sent = body(seed, stream=stream, max_tokens=max_tokens)
+    if not stream:
+        response = await client.post("/v1/completions", json=sent)
+        assert response.status_code == 200, response.text
+        return [choice["text"] for choice in response.json()["choices"]]
+    texts = [""] * int(sent["n"])
+    async with client.stream("POST", "/v1/completions", json=sent) as response:
+        assert response.status_code == 200, await response.aread()
+        lines = [line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    for event in map(json.loads, lines):
+        assert "error" not in event, event
+        texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
+    return texts
+
+
+@asynccontextmanager
+async def clients_that_never_stop(client: httpx.AsyncClient) -> AsyncIterator[dict[int, set[tuple[str, ...]]]]:
+    """Send requests until the block ends; yields the texts by seed. Any failure is raised at the end."""
+    texts: dict[int, set[tuple[str, ...]]] = {seed: set() for seed in (*range(NUM_SEEDS), LONG_SEED)}
+    must_stop = asyncio.Event()
+
+    async def run(number: int) -> None:
+        count = number
+        while not must_stop.is_set():
+            count += 1
+            seed = count % NUM_SEEDS
+            texts[seed].add(tuple(await complete(client, seed, stream=bool(count // NUM_SEEDS % 2))))
+
+    async def run_long() -> None:
+        while not must_stop.is_set():
+            texts[LONG_SEED].add(tuple(await complete(client, LONG_SEED, stream=True, max_tokens=LONG_TOKENS)))
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(run_long())
+        for number in range(NUM_CLIENTS):
+            group.create_task(run(number))
+        while not all(texts.values()):
+            await asyncio.sleep(0.1)
+        try:
+            yield texts
+        finally:
+            must_stop.set()
+
+
+@pytest.mark.parametrize(
+    ("service", "change", "restarted"),
+    [
+        (2, {"num_speculative_tokens": 3}, {"Router"}),
+        (2, {"limits": {"max_n": 4}}, {"Ingress"}),
+        (2, {"target_model": "other target"}, {"Router", "Ingress"}),
+        (1, {"draft_model": "other draft"}, {"Router"}),
+    ],
+    ids=["a Router setting", "an Ingress setting", "the target", "the draft, without room for a second Router"],
+    indirect=["service"],
+)
+async def test_no_request_fails_and_no_text_changes(
+    service: Service, models: dict[str, str], change: dict[str, Any], restarted: set[str]
+) -> None:
+    change = {name: models.get(value, value) if isinstance(value, str) else value for name, value in change.items()}
+    async with (
+        httpx.AsyncClient(base_url=service.url, timeout=ROLLOUT_S) as client,
+        clients_that_never_stop(client) as texts,
+    ):
+        before = {seed: set(versions) for seed, versions in texts.items()}
+        assert await service.deploy(**change) == restarted
+        for seed in range(NUM_SEEDS):
+            texts[seed].add(tuple(await complete(client, seed, stream=False)))
+    num_texts = 2 if "target_model" in change else 1  # those of the old target, and those of the new one
+    assert all(len(versions) == 1 for versions in before.values())
+    assert all(len(versions) <= num_texts for versions in texts.values())
+    assert all(len(texts[seed]) == num_texts for seed in range(NUM_SEEDS))

@@ -32,7 +32,7 @@ CHECKS = [
 async def test_a_body_that_is_no_request_is_400(client: httpx.AsyncClient, content: bytes) -> None:
     response = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
-    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert set(response.json()["error"]) == {"message", "type", "param", "code", "request_id"}
 
 
 @pytest.mark.parametrize(

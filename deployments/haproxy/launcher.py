@@ -24,7 +24,8 @@ NO_APPLICATION = "http-response deny deny_status 503 if { status 404 } { res.hdr
 """Refuses what Serve's own proxy answers while it has no application; the Ingress answers 404 in JSON."""
 REQUEST_IDS = (
     "http-request del-header x-request-id if { req.fhdr_cnt(x-request-id) gt 1 }",
-    "http-request set-header x-request-id req_%[uuid] unless { req.fhdr(x-request-id) -m reg ^[A-Za-z0-9._:-]{1,128}$ }",
+    "http-request set-header x-request-id req_%[uuid]"
+    " unless { req.fhdr(x-request-id) -m reg ^[A-Za-z0-9._:-]{1,128}$ }",
     "http-request set-var(txn.request_id) req.fhdr(x-request-id)",
     "http-after-response set-header x-request-id %[var(txn.request_id)] if { var(txn.request_id) -m found }",
 )

@@ -19,7 +19,7 @@ from deployments.config import Limits
 from deployments.errors import error_body, headers_of, kind_of_status
 from deployments.request_id import current_request_id, request_id_of
 
-OPEN_ROUTES = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
+OPEN_ROUTES = frozenset({"/live", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 
 
 class Guard:

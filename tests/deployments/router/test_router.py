@@ -10,6 +10,7 @@ from cluster.transport import Inbox
 from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS
 from deployments.router.delivery import Deliveries, decode_output
 from deployments.router.router import Router
+from deployments.router.state import RouterState
 from engine.errors import RequestError, TargetError
 from engine.sequence import RequestOutput
 from tests.deployments.fakes import Rig, generation
@@ -68,7 +69,7 @@ async def mail() -> AsyncIterator[Mail]:
 def router(rig: Rig) -> Iterator[Any]:
     router: Any = object.__new__(Router)
     router._engine, router._loop, router._metrics, router._group = rig.engine, rig.loop, rig.metrics, Group()
-    router._deliveries = Deliveries()
+    router._deliveries, router._replica = Deliveries(), "r1"
     yield router
     router._deliveries.close()
 
@@ -157,3 +158,15 @@ async def test_a_health_check_has_a_lost_target_restarted(router: Any, rig: Rig)
     await router.check_health()
     while not rig.group.num_recoveries:
         await asyncio.sleep(0)
+
+
+async def test_an_ingress_is_told_whether_the_target_can_take_rounds(router: Any, rig: Rig) -> None:
+    assert await router.state() == RouterState("r1", None)
+    router._group.error = TargetError("gone")
+    assert await router.state() == RouterState("r1", "the target is being restarted")
+    await rig.loop.stop()
+    assert await router.state() == RouterState("r1", "the round loop has ended")
+
+
+async def test_metrics_say_whose_they_are(router: Any) -> None:
+    assert (await router.collect()).replica == "r1"

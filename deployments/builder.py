@@ -14,6 +14,7 @@ from cluster.placement import STRATEGY, PlacementError, label_selectors, placeme
 from deployments.autoscaling import autoscaling_config
 from deployments.config import AppConfig, ArgumentError, api_keys, group_config
 from deployments.ingress.ingress import Ingress
+from deployments.json_log import serve_logging
 from deployments.router.router import Router
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
@@ -48,6 +49,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     except PlacementError as error:
         raise ArgumentError(str(error)) from None
     _check_room(config, slots(group, bundles), nodes, can_grow=can_grow)
+    log = serve_logging(config.log_format)
     scaling = autoscaling_config(config.autoscaling)
     drain_timeout_s = config.drain_timeout_s
     if scaling is not None:
@@ -65,7 +67,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         graceful_shutdown_timeout_s=drain_timeout_s,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=1,
-        logging_config={"enable_access_log": False},  # the Ingress logs each request
+        logging_config={**log, "enable_access_log": False},  # the Ingress logs each request
         **({"autoscaling_config": scaling} if scaling else {"num_replicas": config.autoscaling.min_replicas}),
     )
     ingress: Any = serve.deployment(
@@ -76,6 +78,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         graceful_shutdown_timeout_s=config.drain_timeout_s,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=1,
+        logging_config=log,
     )
     application: Application = ingress.bind(config, router.bind(config), keys=keys)
     return application

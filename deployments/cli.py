@@ -20,6 +20,7 @@ from ray import serve
 from deployments.builder import build
 from deployments.config import AppConfig
 from deployments.environment import set_serve_environment
+from deployments.json_log import JsonLines, serve_logging, set_log_format
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -40,12 +41,19 @@ def main() -> None:
     except click.UsageError as error:
         parser.error(error.message)
     set_serve_environment(config)
-    ray.init("local", namespace=NAMESPACE)  # never a running cluster: the end deletes its applications
+    log: ray.LoggingConfig | None = None
+    if config.log_format == "json":
+        sys.stdout, sys.stderr = JsonLines(sys.stdout), JsonLines(sys.stderr)
+        set_log_format(config.log_format)
+        log = ray.LoggingConfig(encoding="JSON", log_level="WARNING")
+    # Never a running cluster: the end deletes its applications.
+    ray.init("local", namespace=NAMESPACE, logging_config=log)
     # After ray.init, which installs a handler of its own.
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, _exit)
     try:
-        serve.start(http_options={"host": options.host, "port": options.port})
+        http_options = {"host": options.host, "port": options.port}
+        serve.start(http_options=http_options, logging_config=serve_logging(config.log_format))
         serve.run(application, blocking=True)
     except RuntimeError:
         if not (failures := _failures()):

@@ -26,6 +26,7 @@ from deployments.ingress.router_client import RouterHandle, ServeRouters
 from deployments.ingress.routes import make_api
 from deployments.ingress.server_info import ModelCard, ModelList
 from deployments.ingress.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
+from deployments.json_log import set_log_format
 from deployments.metrics import ReplicaMetrics, exposition
 from deployments.openai.chat import ChatCompletionRequest, ChatWriter
 from deployments.openai.completions import CompletionRequest, CompletionWriter
@@ -56,6 +57,7 @@ class Ingress:
         keys: tuple[str, ...] = (),
     ) -> None:
         """Load the tokenizer; requests get 503 until the first Router has loaded its models."""
+        set_log_format(config.log_format)
         self.config = config
         self._keys = keys
         if isinstance(routers, DeploymentHandle):

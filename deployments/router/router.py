@@ -11,6 +11,7 @@ from cluster.group import SpeculationGroup
 from cluster.transport import ConnectionLostError, InboxAddress
 from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS
 from deployments.config import AppConfig, group_config
+from deployments.json_log import set_log_format
 from deployments.metrics import ReplicaMetrics, RouterMetrics
 from deployments.router.delivery import Deliveries
 from deployments.router.generation import Description, Generation, ModelLimits
@@ -33,6 +34,7 @@ class Router:
             ModelError: a model that cannot be served.
             TargetError: the workers did not start.
         """
+        set_log_format(config.log_format)
         self._replica = serve.get_replica_context().replica_tag
         settings = group_config(config)
         started = time.monotonic()

@@ -97,9 +97,10 @@ def _is_router(process: psutil.Process) -> bool:
         return False
 
 
-def log_lines(deployment: str) -> list[str]:
+def logs(deployment: str) -> list[list[str]]:
+    """The lines of each replica's log."""
     folder = Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
-    return [line for path in folder.glob(f"*{deployment}*") for line in path.read_text().splitlines()]
+    return [path.read_text().splitlines() for path in folder.glob(f"replica_default_{deployment}*.log")]
 
 
 def test_both_routers_are_ready_and_head_works(url: str) -> None:
@@ -117,6 +118,7 @@ def test_every_scrape_shows_both_routers(url: str) -> None:
     assert all(sample == shown[0] for sample in shown)
     assert len(shown[0]) == 2
     assert sum(shown[0].values()) == 5 * NUM_SCRAPES
+    assert [any("GET /metrics 200" in line for line in log) for log in logs("Ingress")] == [True, True]
 
 
 @pytest.mark.parametrize("sent", ["mine-1", None, "x" * 200, "two words"])
@@ -148,7 +150,7 @@ def test_a_request_keeps_its_id_and_its_text_when_its_router_dies(url: str) -> N
                         os.kill(process, signal.SIGKILL)
                 received += json.loads(line[6:])["choices"][0]["text"]
     assert received == text
-    [line] = [line for line in log_lines("Ingress") if "goes on at another Router" in line]
+    [line] = [line for log in logs("Ingress") for line in log if "goes on at another Router" in line]
     assert "survivor" in line
     assert all(list(sample.values()) == [1.0] for sample in scrapes(url, "paceline:resubmissions_total"))
 

@@ -10,12 +10,12 @@ from deployments.ingress.arrivals import raised_error
 ANSWER_TIMEOUT_S = 2.0
 
 
-async def ask_all(handle: Any, method: str, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Any]:
+async def ask_all(handle: Any, method: str, *args: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> list[Any]:
     """Return the answer of each replica that Serve thinks is running, or the exception that came instead.
 
     One that does not answer in time is a TimeoutError. Serve's public call returns nothing then, also of the others.
     """
-    response = handle.broadcast(method)  # which passes the replica's queue by
+    response = handle.broadcast(method, *args)  # which passes the replica's queue by
     try:
         async with asyncio.timeout(timeout_s):
             calls = await response._fetch_replica_results_async()

@@ -17,6 +17,7 @@ import click
 import ray
 from ray import serve
 
+from cluster.log_format import LogFormat
 from deployments.builder import build
 from deployments.config import AppConfig
 from deployments.environment import set_serve_environment
@@ -37,15 +38,11 @@ def main() -> None:
     options = parser.parse_args()
     try:
         config = AppConfig.model_validate(_parse(options.settings))
+        log = _log_in(config.log_format)
         application = build(config, can_grow=False)  # the cluster will be this machine
     except click.UsageError as error:
         parser.error(error.message)
     set_serve_environment(config)
-    log: ray.LoggingConfig | None = None
-    if config.log_format == "json":
-        sys.stdout, sys.stderr = JsonLines(sys.stdout), JsonLines(sys.stderr)
-        set_log_format(config.log_format)
-        log = ray.LoggingConfig(encoding="JSON", log_level="WARNING")
     # Never a running cluster: the end deletes its applications.
     ray.init("local", namespace=NAMESPACE, logging_config=log)
     # After ray.init, which installs a handler of its own.
@@ -66,6 +63,15 @@ def main() -> None:
         finally:
             serve.shutdown()
             ray.shutdown()
+
+
+def _log_in(log_format: LogFormat) -> ray.LoggingConfig | None:
+    """Have this process, and what it prints of others, write its log in this format; return Ray's settings for that."""
+    if log_format == "text":
+        return None
+    sys.stdout, sys.stderr = JsonLines(sys.stdout), JsonLines(sys.stderr)
+    set_log_format(log_format)
+    return ray.LoggingConfig(encoding="JSON", log_level="WARNING")
 
 
 def _parse(settings: list[str]) -> dict[str, str]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cluster.log_format import LogFormat
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.registry import Method, choose_method
 
@@ -41,6 +42,8 @@ class GroupConfig:
     """Seconds that a round waits for the target before the target counts as lost."""
     start_timeout_s: float = 600.0
     """What placing and loading the workers may take."""
+    log_format: LogFormat = "text"
+    """How workers write their log."""
 
     @property
     def method(self) -> Method:

@@ -91,7 +91,7 @@ async def start_draft(
     """
     assert config.draft is not None, "every method of a draft worker loads a model"
     actor_class = ray.remote(DraftWorker).options(**draft_options(config, placement))
-    workers = WorkerSet("draft worker", [actor_class.remote(config.engine, version)])
+    workers = WorkerSet("draft worker", [actor_class.remote(config.engine, version, config.log_format)])
     try:
         [actor] = workers.actors
         await workers.connect(connector, version)
@@ -128,7 +128,9 @@ async def start_target(
     workers = WorkerSet(
         "target rank",
         [
-            actor_class.options(**rank_options(config, placement, rank)).remote(config.engine, version, rank, size)
+            actor_class.options(**rank_options(config, placement, rank)).remote(
+                config.engine, version, config.log_format, rank, size
+            )
             for rank in range(size)
         ],
     )

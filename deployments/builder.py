@@ -17,6 +17,7 @@ from deployments.config import AppConfig, ArgumentError, api_keys, group_config
 from deployments.ingress.draining import LAST_WORDS_S
 from deployments.ingress.ingress import Ingress
 from deployments.ingress.request_router import QueueDepthRouter
+from deployments.json_log import serve_logging
 from deployments.rollout import ingress_settings, router_settings, surge_percent, with_version_of
 from deployments.router.router import Router
 
@@ -59,6 +60,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     _check_room(config, num_ingress_replicas, slots(group, bundles), nodes, can_grow=can_grow)
     router_surge, ingress_surge = _surges(config, num_ingress_replicas, slots(group, bundles), nodes)
     router_config, ingress_config = router_settings(config), ingress_settings(config)
+    log = serve_logging(config.log_format)
     scaling = autoscaling_config(config.autoscaling)
     drain_timeout_s = config.drain_timeout_s
     if scaling is not None:
@@ -78,7 +80,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         max_constructor_retry_count=1,
         request_router_config=RequestRouterConfig(request_router_class=QueueDepthRouter),  # type: ignore[arg-type]
         max_surge_percent=router_surge,
-        logging_config={"enable_access_log": False},  # the Ingress logs each request
+        logging_config={**log, "enable_access_log": False},  # the Ingress logs each request
         **({"autoscaling_config": scaling} if scaling else {"num_replicas": config.autoscaling.min_replicas}),
     )
     ingress: Any = serve.deployment(
@@ -91,6 +93,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         max_constructor_retry_count=1,
         max_surge_percent=ingress_surge,
+        logging_config=log,
     )
     routers = with_version_of(router, router_config).bind(router_config)
     application: Application = with_version_of(ingress, ingress_config, (*keys, str(num_ingress_replicas))).bind(

@@ -17,10 +17,12 @@ import click
 import ray
 from ray import serve
 
+from cluster.log_format import LogFormat
 from deployments.builder import build
 from deployments.config import AppConfig
 from deployments.environment import set_serve_environment
 from deployments.ingress.draining import LAST_WORDS_S
+from deployments.json_log import JsonLines, serve_logging, set_log_format
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -39,16 +41,19 @@ def main() -> None:
     options = parser.parse_args()
     try:
         config = AppConfig.model_validate(_parse(options.settings))
+        log = _log_in(config.log_format)
         application = build(config, can_grow=False)  # the cluster will be this machine
     except click.UsageError as error:
         parser.error(error.message)
     set_serve_environment(config)
-    ray.init("local", namespace=NAMESPACE)  # never a running cluster: the end deletes its applications
+    # Never a running cluster: the end deletes its applications.
+    ray.init("local", namespace=NAMESPACE, logging_config=log)
     # After ray.init, which installs a handler of its own.
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, _exit)
     try:
-        serve.start(http_options={"host": options.host, "port": options.port})
+        http_options = {"host": options.host, "port": options.port}
+        serve.start(http_options=http_options, logging_config=serve_logging(config.log_format))
         serve.run(application, blocking=True)
     except RuntimeError:
         if not (failures := _failures()):
@@ -61,6 +66,15 @@ def main() -> None:
         finally:
             serve.shutdown()
             ray.shutdown()
+
+
+def _log_in(log_format: LogFormat) -> ray.LoggingConfig | None:
+    """Have this process, and what it prints of others, write its log in this format; return Ray's settings for that."""
+    if log_format == "text":
+        return None
+    sys.stdout, sys.stderr = JsonLines(sys.stdout), JsonLines(sys.stderr)
+    set_log_format(log_format)
+    return ray.LoggingConfig(encoding="JSON", log_level="WARNING")
 
 
 def _parse(settings: list[str]) -> dict[str, str]:

@@ -16,6 +16,7 @@ import click
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from cluster.config import GroupConfig, RunAhead
+from cluster.log_format import LogFormat
 from engine.config import BUNDLED, PAIR_SETTINGS, PairConfig, unknown_argument
 from engine.drafting.registry import settle_drafting
 from engine.errors import ConfigError
@@ -158,6 +159,8 @@ class AppConfig(BaseModel):
     drain_timeout_s: float = Field(300.0, gt=0)
     """Seconds that running streams may take to finish at shutdown; then they end with an error. Where autoscaling
     removes a replica, they may take limits.request_timeout_s, so that none is cut."""
+    log_format: LogFormat = "text"
+    """How all processes write their log: text, or json: one object per line."""
     api_keys: tuple[SecretStr, ...] = ()
     """API keys; every request must have one of them. Also read from the environment variable PACELINE_API_KEY. Without
     keys, every request is accepted."""

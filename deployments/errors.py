@@ -1,6 +1,7 @@
 """Exceptions to HTTP: the table of status codes, and the form of every error body.
 
-`{"error": {"message", "type", "param", "code"}}`, as OpenAI sends it, in a body or, after the first byte, in an event.
+`{"error": {"message", "type", "param", "code"}}`, as OpenAI sends it, in a body or, after the first byte, in an event;
+and `request_id` beside them, for those who keep the body alone.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from deployments.openai.fields import ResponseModel
+from deployments.request_id import current_request_id
 from engine.errors import (
     CapacityError,
     ConfigError,
@@ -32,6 +34,7 @@ class ErrorDetail(ResponseModel):
     type: str
     param: str | None
     code: str | None
+    request_id: str | None = None
 
 
 class ErrorBody(ResponseModel):
@@ -96,17 +99,19 @@ def kind_of_status(status: int) -> ErrorKind:
 
 
 def error_body(kind: ErrorKind, message: str, param: str | None = None) -> dict[str, Any]:
-    """Return the JSON body; lone surrogates, which cannot be encoded, are escaped."""
+    """Return the JSON body, with the id of the request that is being handled; lone surrogates are escaped."""
 
     def clean(text: str) -> str:
         return text.encode("utf-8", "backslashreplace").decode()
 
+    request_id = current_request_id.get()
     return {
         "error": {
             "message": clean(kind.message or message),
             "type": kind.type,
             "param": None if param is None else clean(param),
             "code": kind.code,
+            **({"request_id": request_id} if request_id else {}),
         }
     }
 

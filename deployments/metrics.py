@@ -1,4 +1,4 @@
-"""Prometheus metrics: the counters of a Router and of an Ingress, and the sum over all Routers that `/metrics` shows.
+"""Prometheus metrics: the counters of a Router and of an Ingress, and what `/metrics` shows of all of them.
 
 Names are vLLM's, so that its dashboards and load tools work. The usual queries:
 
@@ -15,12 +15,16 @@ Names are vLLM's, so that its dashboards and load tools work. The usual queries:
                                / rate(paceline:run_ahead_wait_seconds_count[1m]), by outcome: hit or miss
     median time to first     histogram_quantile(0.5, rate(vllm:time_to_first_token_seconds_bucket[1m]))
 
+Every sample has a label `replica`, Serve's name of the Router or Ingress that counted it, and any Ingress answers for
+all, so scrape one address, such as that of a load balancer. The queries above are for each replica; for all together,
+write `sum without (replica) (rate(...))`.
+
 Counters of rounds and of their times have a label `phase`: prefill where prompts were computed, else decode.
 
 Why not `ray.serve.metrics`: Ray exports those per node, on other ports and with a prefix, but clients read `/metrics`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,9 +39,6 @@ if TYPE_CHECKING:
     from engine.stats import RunAheadStats
 
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-
-_MEANS = frozenset({"vllm:kv_cache_usage_perc", "paceline:num_speculative_tokens"})
-"""Gauges that are averaged over replicas; everything else is added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,33 +230,34 @@ class _EngineCollector(Collector):
         return family
 
 
-class _Sum(Collector):
-    """Adds the metrics of several Routers."""
+@dataclass(frozen=True, slots=True)
+class ReplicaMetrics:
+    """The metrics of one replica, by Serve's name of it."""
 
-    def __init__(self, replicas: list[list[Metric]]) -> None:
+    replica: str
+    metrics: list[Metric]
+
+
+class _Labelled(Collector):
+    """Joins the metrics of several replicas, each with its label."""
+
+    def __init__(self, replicas: Sequence[ReplicaMetrics]) -> None:
         self._replicas = replicas
 
     def collect(self) -> Iterator[Metric]:
-        """Yield each family once; samples with equal labels are added, or averaged."""
-        families: dict[str, list[Metric]] = {}
+        """Yield each family once, with the samples of all replicas."""
+        families: dict[str, Metric] = {}
         for replica in self._replicas:
-            for metric in replica:
-                families.setdefault(metric.name, []).append(metric)
-        for name, metrics in families.items():
-            totals: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
-            for sample in (sample for metric in metrics for sample in metric.samples):
-                if not sample.name.endswith("_created"):
-                    key = sample.name, tuple(sample.labels.items())
-                    totals[key] = totals.get(key, 0.0) + sample.value
-            total = Metric(name, metrics[0].documentation, metrics[0].type)
-            divisor = len(metrics) if name in _MEANS else 1
-            for (sample_name, labels), value in totals.items():
-                total.add_sample(sample_name, dict(labels), value / divisor)
-            yield total
+            for metric in replica.metrics:
+                family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                for sample in metric.samples:
+                    if not sample.name.endswith("_created"):
+                        family.add_sample(sample.name, {**sample.labels, "replica": replica.replica}, sample.value)
+        yield from families.values()
 
 
-def exposition(replicas: list[list[Metric]]) -> bytes:
+def exposition(replicas: Sequence[ReplicaMetrics]) -> bytes:
     """Return the text that `/metrics` answers with."""
     registry = CollectorRegistry()
-    registry.register(_Sum(replicas))
+    registry.register(_Labelled(replicas))
     return generate_latest(registry)

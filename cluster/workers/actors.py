@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from cluster.log_format import LogFormat, stderr_handler
 from cluster.transport import Endpoint, listen
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig, ModelConfig, ModelInfo
@@ -36,9 +37,9 @@ class WorkerProcess:
     pid: int
 
 
-def show_progress() -> None:
+def show_progress(log_format: LogFormat) -> None:
     """Log to stderr, which Ray shows in the terminal that started the application."""
-    logging.basicConfig(format="%(levelname)s %(asctime)s -- %(message)s", force=True)
+    logging.basicConfig(handlers=[stderr_handler(log_format)], force=True)
     for package in ("cluster", "engine"):
         logging.getLogger(package).setLevel(logging.INFO)
 
@@ -62,8 +63,10 @@ def _importing() -> Iterator[None]:
 class Worker:
     """What both kinds of worker share: listening, and answering pings."""
 
-    def __init__(self, engine: EngineConfig, version: int, rank: int = 0, world_size: int = 1) -> None:
-        show_progress()
+    def __init__(
+        self, engine: EngineConfig, version: int, log_format: LogFormat, rank: int = 0, world_size: int = 1
+    ) -> None:
+        show_progress(log_format)
         self._engine = engine
         self._version = version
         self._rank = rank

@@ -6,6 +6,7 @@ Serve has no settings for what is mended here:
 - It gives a client an hour to send its headers.
 - It answers in plain text where clients expect JSON, and with 404 where no application runs yet, or any more.
 - It leaves HAProxy running, on the server's port, when all of Ray is killed.
+- Answers that HAProxy gives by itself have no request id.
 
 This file imports only the standard library, because it runs at each change of replicas.
 """
@@ -21,6 +22,14 @@ HEADERS_TIMEOUT_S = 30
 PR_SET_PDEATHSIG = 1
 NO_APPLICATION = "http-response deny deny_status 503 if { status 404 } { res.hdr(content-type) -m beg text/plain }"
 """Refuses what Serve's own proxy answers while it has no application; the Ingress answers 404 in JSON."""
+REQUEST_IDS = (
+    "http-request del-header x-request-id if { req.fhdr_cnt(x-request-id) gt 1 }",
+    "http-request set-header x-request-id req_%[uuid]"
+    " unless { req.fhdr(x-request-id) -m reg ^[A-Za-z0-9._:-]{1,128}$ }",
+    "http-request set-var(txn.request_id) req.fhdr(x-request-id)",
+    "http-after-response set-header x-request-id %[var(txn.request_id)] if { var(txn.request_id) -m found }",
+)
+"""The rules of `deployments/request_id.py`, for answers that no Ingress gives."""
 
 
 class TemplateError(Exception):
@@ -41,7 +50,8 @@ def mend(config: str, error_folder: Path) -> str:
     lines = [f"errorfile {path.stem} {path}" for path in sorted(error_folder.glob("*.http"))]
     lines.append(f"timeout http-request {HEADERS_TIMEOUT_S}s")
     config = _replace(r"^defaults\n", "defaults\n" + "".join(f"    {line}\n" for line in lines), config)
-    config = _replace(r"^(frontend http_frontend\n)", rf"\g<1>    {NO_APPLICATION}\n", config)
+    rules = "".join(f"    {rule}\n" for rule in (*REQUEST_IDS, NO_APPLICATION))
+    config = _replace(r"^(frontend http_frontend\n)", rf"\g<1>{rules}", config)
     return _replace(r"^(backend default_backend\n\s+http-request) return .*$", r"\g<1> deny deny_status 503", config)
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from ray.serve.handle import DeploymentHandle
@@ -18,13 +18,16 @@ from deployments.config import AppConfig
 from deployments.grammar_check.compiler import GrammarCompiler
 from deployments.ingress.admission import Admission, submitted
 from deployments.ingress.answer import Answer
+from deployments.ingress.health import Health, RouterHealth
 from deployments.ingress.parameters import check_token_ids, sampling_params
 from deployments.ingress.prompts import PromptEncoder
+from deployments.ingress.readiness import Readiness
 from deployments.ingress.router_client import RouterHandle, ServeRouters
 from deployments.ingress.routes import make_api
 from deployments.ingress.server_info import ModelCard, ModelList
 from deployments.ingress.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
-from deployments.metrics import exposition
+from deployments.json_log import set_log_format
+from deployments.metrics import ReplicaMetrics, exposition
 from deployments.openai.chat import ChatCompletionRequest, ChatWriter
 from deployments.openai.completions import CompletionRequest, CompletionWriter
 from deployments.openai.responses import CHAT_FIELDS, ResponsesRequest, ResponsesWriter
@@ -36,9 +39,6 @@ from engine.models.tokenizer import load_tokenizer
 from engine.sampling.grammar import Grammars
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
-
-START_GRACE_S = 1.0
-"""How long a health check may wait for the models before it gets 503."""
 
 WHOLE_INTERVAL_S = 2.0
 """How often a Router sends tokens of a response that is not streamed; if it is lost, another one goes on after them."""
@@ -62,6 +62,7 @@ class Ingress:
         Args:
             num_replicas: of the Ingress; each takes its share of the requests that the Routers have room for.
         """
+        set_log_format(config.log_format)
         self.config = config
         self._keys = keys
         if isinstance(routers, DeploymentHandle):
@@ -69,6 +70,7 @@ class Ingress:
             routers = await ServeRouters.open(routers, host, config.model_name, num_replicas, target=target)
         self._routers: RouterHandle = routers
         self.admission = Admission(routers)
+        self._readiness = Readiness(routers.states)
         self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, config.pair.target))
         self._started = int(time.time())
         self._serving = asyncio.create_task(self._wait_for_routers(), name="waiting for Routers")
@@ -90,15 +92,13 @@ class Ingress:
         _announce(self.config, description, await self._routers.base_url())
         return description
 
-    async def _describe(self, timeout_s: float | None = None) -> Description:
-        """Return what is served; wait for the models, by default for as long as a request may take.
+    async def _describe(self) -> Description:
+        """Return what is served; wait for the models for as long as a request may take.
 
         Raises:
             CapacityError: the models are still being loaded.
         """
-        if timeout_s is None:
-            timeout_s = self.config.limits.request_timeout_s
-        await asyncio.wait([self._serving], timeout=timeout_s)
+        await asyncio.wait([self._serving], timeout=self.config.limits.request_timeout_s)
         if not self._serving.done():
             raise CapacityError("the models are still being loaded")
         return self._serving.result()
@@ -182,14 +182,29 @@ class Ingress:
         check_token_ids([request.tokens], served.limits, "tokens")
         return Text(prompt=await self._encoder.run(self._encoder.decode, request.tokens))
 
-    async def check_progress(self) -> None:
-        """Raise unless some Router finishes rounds while there is work."""
-        await self._describe(START_GRACE_S)
-        await self._routers.check_progress()
+    def health(self) -> Health:
+        """Return what this Ingress knows, without waiting."""
+        reason = self._readiness.problem if self._serving.done() else "the models are still being loaded"
+        routers = [
+            RouterHealth(
+                replica=heard.state.replica,
+                ready=heard.state.problem is None,
+                reason=heard.state.problem,
+                age_s=round(heard.age_s, 3),
+            )
+            for heard in self._readiness.routers
+        ]
+        is_ready = reason is None
+        status: Literal["ok", "unavailable"] = "ok" if is_ready else "unavailable"
+        return Health(status=status, live=True, ready=is_ready, reason=reason, routers=routers)
 
     async def metrics(self) -> bytes:
-        """Return the metrics of all Routers, summed."""
+        """Return the metrics of all replicas of the application, as far as they answer."""
         return exposition(await self._routers.collect())
+
+    async def collect(self) -> ReplicaMetrics:
+        """Return this replica's metrics, for whichever Ingress is asked for all."""
+        return self._routers.collect_here()
 
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self.config.model_name:

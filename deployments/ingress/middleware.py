@@ -3,9 +3,9 @@
 Routes that need no key are `OPEN_ROUTES`; every other path needs one, known or not. The route is read from
 `scope["path"]`, which no header can change.
 
-Serve's proxy obeys headers by which a client can switch off its deadline and its disconnect detection, and choose its
-request's id. Nothing here relies on the proxy dropping them (`proxy.py`): the Router keeps the deadlines, request ids
-are our own, and this middleware notices clients that leave.
+Serve's proxy obeys headers by which a client can switch off its deadline and its disconnect detection. Nothing here
+relies on the proxy dropping them (`proxy.py`): the Router keeps the deadlines, and this middleware notices clients that
+leave.
 """
 
 import asyncio
@@ -19,9 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from deployments.config import Limits
 from deployments.errors import describe, error_body, headers_of, kind_of_status
 from deployments.ingress.admission import GENERATING_ROUTES, Admission
+from deployments.request_id import current_request_id, request_id_of
 from engine.errors import QueueFullError
 
-OPEN_ROUTES = frozenset({"/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
+OPEN_ROUTES = frozenset({"/live", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
 
 
 class Guard:
@@ -39,6 +40,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         headers: list[tuple[bytes, bytes]] = scope["headers"]
+        current_request_id.set(request_id_of(headers))
         size = sum(len(name) + len(value) for name, value in headers)
         if size > (limit := self._limits.max_header_bytes):
             await _refuse(send, 431, f"the headers have {size:,} bytes, at most {limit:,} are allowed")

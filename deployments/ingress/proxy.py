@@ -1,6 +1,6 @@
-"""Middleware for Serve's HTTP servers: drops the headers by which a client could give Serve orders.
+"""Middleware for Serve's HTTP servers: request ids, and no headers by which a client could give Serve orders.
 
-With these headers a client can switch off its deadline and its disconnect detection, and choose its request's id. Serve
+With those headers a client can switch off its deadline and its disconnect detection. Serve
 loads the middleware where Ray starts with the variables of `deployments/environment.py`: in its own proxy, and, where
 HAProxy is the proxy, before the Ingress.
 """
@@ -8,7 +8,9 @@ HAProxy is the proxy, before the Ingress.
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-SERVE_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled", b"x-request-id"})
+from deployments.request_id import RequestIds
+
+SERVE_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 
 
 class DropServeHeaders:
@@ -27,4 +29,4 @@ class DropServeHeaders:
 
 def middlewares() -> list[Middleware]:
     """Return the middlewares that the proxy puts before itself."""
-    return [Middleware(DropServeHeaders)]
+    return [Middleware(DropServeHeaders), Middleware(RequestIds)]

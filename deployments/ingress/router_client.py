@@ -5,9 +5,10 @@ import logging
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
-from prometheus_client import Metric
+from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import DeploymentUnavailableError
@@ -15,18 +16,18 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from cluster.transport import Inbox
 from deployments.ingress.admission import Room
 from deployments.ingress.answer import Outputs
-from deployments.ingress.arrivals import Arrivals, ServeOutputs, raised_error
+from deployments.ingress.arrivals import Arrivals, ServeOutputs
+from deployments.ingress.broadcast import ask_all
 from deployments.ingress.draining import Draining
 from deployments.ingress.lasting_outputs import LastingOutputs
 from deployments.ingress.moving import Mover
 from deployments.ingress.router_loads import LOADS
-from deployments.metrics import IngressMetrics
+from deployments.metrics import IngressMetrics, ReplicaMetrics
 from deployments.router.generation import Description, Generation, QueueReport
-from engine.errors import CapacityError
+from deployments.router.state import RouterState
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
-ANSWER_TIMEOUT_S = 5.0
 RETRY_PAUSE_S = 1.0
 
 
@@ -41,12 +42,16 @@ class RouterHandle(Room, Protocol):
         """Return what is served."""
         ...
 
-    async def collect(self) -> list[list[Metric]]:
-        """Return the metrics of the client, and of every replica."""
+    async def states(self) -> list[RouterState | Exception]:
+        """Return the state of each Router, or the exception that came instead."""
         ...
 
-    async def check_progress(self) -> None:
-        """Raise unless rounds are being finished while there is work."""
+    def collect_here(self) -> ReplicaMetrics:
+        """Return the metrics of this Ingress."""
+        ...
+
+    async def collect(self) -> list[ReplicaMetrics]:
+        """Return the metrics of every Ingress and every Router that answers."""
         ...
 
     async def base_url(self) -> str:
@@ -71,6 +76,9 @@ class ServeRouters:
         self._num_ingress_replicas = num_ingress_replicas
         self._capacity: int | None = None
         self._metrics = metrics
+        context = serve.get_replica_context()
+        self._replica = context.replica_tag
+        self._ingresses = serve.get_deployment_handle(context.deployment, context.app_name)
         self._inbox = inbox
         self._arrivals = arrivals
         self._target_id = target
@@ -134,38 +142,30 @@ class ServeRouters:
 
     async def report_queues(self) -> list[QueueReport]:
         """Return how much each replica has to do."""
-        answers = await self._ask_all("report_queue", self._inbox.address)
+        answers = await ask_all(self._handle, "report_queue", self._inbox.address)
         return [answer for answer in answers if isinstance(answer, QueueReport)]
 
     async def withdraw(self, router_id: str, limit: int) -> int:
         """Have a replica give back waiting requests of this Ingress; return how many sequences they are."""
-        answers = await self._ask_all("withdraw", router_id, self._inbox.address, limit)
+        answers = await ask_all(self._handle, "withdraw", router_id, self._inbox.address, limit)
         return sum(answer for answer in answers if isinstance(answer, int))
 
-    async def collect(self) -> list[list[Metric]]:
-        """Return the metrics of this Ingress, and of every replica that answers."""
-        answers = await self._ask_all("collect")
-        return [self._metrics.collect(), *(metrics for metrics in answers if not isinstance(metrics, Exception))]
+    async def states(self) -> list[RouterState | Exception]:
+        """Return the state of each Router, or the exception that came instead."""
+        return await ask_all(self._handle, "state")
 
-    async def check_progress(self) -> None:
-        """Raise unless some replica finishes rounds while there is work."""
-        answers = await self._ask_all("check_progress")
-        errors = [answer for answer in answers if isinstance(answer, Exception)]
-        if len(errors) == len(answers):
-            raise raised_error(errors[-1])
+    def collect_here(self) -> ReplicaMetrics:
+        """Return the metrics of this Ingress."""
+        return ReplicaMetrics(self._replica, self._metrics.collect())
+
+    async def collect(self) -> list[ReplicaMetrics]:
+        """Return the metrics of every Ingress and every Router that answers."""
+        answers = await asyncio.gather(ask_all(self._ingresses, "collect"), ask_all(self._handle, "collect"))
+        metrics = {answer.replica: answer for answer in chain(*answers) if isinstance(answer, ReplicaMetrics)}
+        # Serve lists this replica only when it has started, and may not list it any more when it ends.
+        return list({self._replica: self.collect_here(), **metrics}.values())
 
     async def base_url(self) -> str:
         """Return the URL at which Serve listens; only a private function of Serve returns it."""
         client = await asyncio.to_thread(_get_global_client)
         return "" if client is None else client.root_url
-
-    async def _ask_all(self, method: str, *args: Any) -> list[Any]:
-        """Call every replica without its queue: a replica whose queue is full must still answer health checks."""
-        try:
-            response = self._handle.broadcast(method, *args)
-            answers = list(await response.results_async(timeout_s=ANSWER_TIMEOUT_S, return_exceptions=True))
-        except TimeoutError:
-            raise CapacityError(f"no Router answered within {ANSWER_TIMEOUT_S:g} s") from None
-        if not answers:  # Serve leaves out replicas that it finds dead
-            raise CapacityError("no Router is running")
-        return answers

@@ -25,8 +25,9 @@ from deployments.errors import (
 )
 from deployments.ingress.admission import Admission
 from deployments.ingress.answer import Answer
+from deployments.ingress.health import HasHealth, add_health_routes
 from deployments.ingress.middleware import Guard
-from deployments.ingress.server_info import Health, ModelList, Version
+from deployments.ingress.server_info import ModelList, Version
 from deployments.ingress.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from deployments.openai.chat import ChatCompletion, ChatCompletionRequest
 from deployments.openai.completions import Completion, CompletionRequest
@@ -40,7 +41,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
-class Service(Protocol):
+class Service(HasHealth, Protocol):
     """What the routes call: an Ingress."""
 
     admission: Admission
@@ -74,12 +75,8 @@ class Service(Protocol):
         """Return the served model."""
         ...
 
-    async def check_progress(self) -> None:
-        """Raise unless some Router finishes rounds while there is work."""
-        ...
-
     async def metrics(self) -> bytes:
-        """Return the metrics of all Routers."""
+        """Return the metrics of all replicas."""
         ...
 
 
@@ -120,12 +117,7 @@ def make_api(service: Service, *, limits: Limits, keys: Sequence[str]) -> FastAP
         """List the served model."""
         return _json(await service.models())
 
-    @api.get("/health", response_model=None, responses={200: {"model": Health}, **_ERRORS})
-    @api.get("/ready", response_model=None, responses={200: {"model": Health}, **_ERRORS})
-    async def health() -> Response:
-        """Return 200 when the models are loaded and while rounds are being finished, 503 otherwise."""
-        await service.check_progress()
-        return _json(Health(status="ok"))
+    add_health_routes(api, service)
 
     @api.get("/version", response_model=None, responses={200: {"model": Version}, **_ERRORS})
     async def version() -> Response:
@@ -134,7 +126,7 @@ def make_api(service: Service, *, limits: Limits, keys: Sequence[str]) -> FastAP
 
     @api.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
-        """Return Prometheus metrics, summed over all replicas."""
+        """Return Prometheus metrics of all replicas, each with its own label."""
         return Response(await service.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     _document(api)

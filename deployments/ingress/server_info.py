@@ -1,4 +1,4 @@
-"""The response bodies about the server: /v1/models, /version, /health and /ready."""
+"""The response bodies about the server: /v1/models and /version."""
 
 from typing import Literal
 
@@ -28,9 +28,3 @@ class Version(ResponseModel):
 
     version: str
     device: str
-
-
-class Health(ResponseModel):
-    """Whether the server makes progress."""
-
-    status: Literal["ok"]

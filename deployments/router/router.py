@@ -7,14 +7,14 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from prometheus_client import Metric
 from ray import serve
 
 from cluster.group import SpeculationGroup
 from cluster.transport import ConnectionLostError, InboxAddress
 from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS
 from deployments.config import AppConfig, group_config
-from deployments.metrics import RouterMetrics
+from deployments.json_log import set_log_format
+from deployments.metrics import ReplicaMetrics, RouterMetrics
 from deployments.router.delivery import Deliveries
 from deployments.router.generation import (
     Description,
@@ -27,6 +27,7 @@ from deployments.router.generation import (
 )
 from deployments.router.load import REPORT_INTERVAL_S
 from deployments.router.round_loop import RoundLoop
+from deployments.router.state import RouterState
 from engine.engine import Engine
 from engine.errors import CapacityError, RequestError, TargetError
 from engine.models.tokenizer import load_tokenizer
@@ -44,6 +45,8 @@ class Router:
             ModelError: a model that cannot be served.
             TargetError: the workers did not start.
         """
+        set_log_format(config.log_format)
+        self._replica = serve.get_replica_context().replica_tag
         settings = group_config(config)
         started = time.monotonic()
         draft = settings.draft.path if settings.draft else "(none)"
@@ -136,17 +139,17 @@ class Router:
         """
         return self._loop.withdraw(sender, limit) if router_id == self._id else 0
 
-    async def collect(self) -> list[Metric]:
+    async def collect(self) -> ReplicaMetrics:
         """Return this replica's metrics."""
-        return self._metrics.collect()
+        return ReplicaMetrics(self._replica, self._metrics.collect())
 
-    async def check_progress(self) -> None:
-        """Raise unless rounds are being finished while there is work.
-
-        Raises:
-            TargetError: no progress.
-        """
-        self._loop.check()
+    async def state(self) -> RouterState:
+        """Return whether this replica can take rounds now."""
+        try:
+            self._loop.check()
+        except TargetError as error:
+            return RouterState(self._replica, str(error))
+        return RouterState(self._replica, None if self._group.is_available else "the target is being restarted")
 
     async def check_health(self) -> None:
         """Serve's health check: a replica that cannot bring its target back is replaced."""

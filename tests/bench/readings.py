@@ -35,7 +35,7 @@ class Reading:
                 name = sample.name + sample.labels.get("outcome", "")
                 totals[name] = totals.get(name, 0.0) + sample.value
                 if sample.labels.get("phase") == "decode":
-                    decoding[name] = sample.value
+                    decoding[name] = decoding.get(name, 0.0) + sample.value
 
         def total(name: str) -> int:
             return int(totals.get(name, 0))

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from deployments.config import AppConfig
 from deployments.ingress.ingress import Ingress
+from deployments.request_id import RequestIds
 from engine.config import ModelConfig
 from engine.sampling.grammar import Grammars
 from tests.deployments.fakes import EOS_TOKEN_IDS, VOCAB_SIZE, LocalRouters, Rig
@@ -55,7 +56,7 @@ def routers(rig: Rig) -> LocalRouters:
 async def make_app(config: AppConfig, routers: LocalRouters, *, keys: tuple[str, ...] = ()) -> ASGIApp:
     ingress = object.__new__(Ingress)
     await ingress.__init__(config, routers, keys=keys)  # as Serve does it
-    return ingress.__serve_build_asgi_app__()
+    return RequestIds(ingress.__serve_build_asgi_app__())  # before which Serve puts it, too
 
 
 def make_client(app: ASGIApp) -> httpx.AsyncClient:

@@ -5,11 +5,11 @@ import math
 from collections.abc import Sequence
 
 import torch
-from prometheus_client import Metric
 
-from deployments.metrics import RouterMetrics
+from deployments.metrics import ReplicaMetrics, RouterMetrics
 from deployments.router.generation import Description, Generation, ModelLimits
 from deployments.router.round_loop import RoundLoop
+from deployments.router.state import RouterState
 from engine.config import EngineConfig, ModelInfo
 from engine.engine import Engine
 from engine.errors import TargetError
@@ -154,11 +154,18 @@ class LocalRouters:
         info = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, 1000, "float32", "cpu")
         return Description(info, None, ModelLimits(VOCAB_SIZE, MAX_MODEL_LEN, 4), capacity=72)
 
-    async def collect(self) -> list[list[Metric]]:
-        return [self.rig.metrics.collect()]
+    async def states(self) -> list[RouterState | Exception]:
+        try:
+            self.rig.loop.check()
+        except TargetError as error:
+            return [RouterState("router", str(error))]
+        return [RouterState("router", None)] if self.has_loaded.is_set() else []
 
-    async def check_progress(self) -> None:
-        self.rig.loop.check()
+    def collect_here(self) -> ReplicaMetrics:
+        return ReplicaMetrics("ingress", [])
+
+    async def collect(self) -> list[ReplicaMetrics]:
+        return [self.collect_here(), ReplicaMetrics("router", self.rig.metrics.collect())]
 
     async def base_url(self) -> str:
         return "http://paceline"

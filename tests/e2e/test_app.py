@@ -253,4 +253,6 @@ def test_a_worker_killed_in_mid_stream_does_not_change_the_text(client, expected
     os.kill(worker(name), signal.SIGKILL)
     text += "".join(chunk.choices[0].text for chunk in stream)
     assert text == reference
-    assert httpx.get(f"{url}/health").status_code == 200
+    deadline = time.monotonic() + 60
+    while httpx.get(f"{url}/ready").status_code != 200:
+        assert time.monotonic() < deadline

@@ -12,6 +12,7 @@ import pytest
 
 from deployments.haproxy.variables import find_haproxy
 from tests.e2e.servers import STOP_S, Server
+from tests.e2e.test_app import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
@@ -92,3 +93,23 @@ def test_a_second_signal_does_not_wait_for_streams(server: Server) -> None:
         server.send(signal.SIGINT)
         assert server.wait_until_gone() == 0
     assert "Traceback" not in server.log.read_text()
+
+
+def test_the_log_is_json_on_request_from_every_process(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model", seed=1, layers=1, hidden=16)
+    server = Server(tmp_path / "log.txt", f"target_model={model}", "served_model_name=tiny", "log_format=json")
+    try:
+        server.wait_until_ready()
+        headers = {"x-request-id": "mine"}
+        httpx.get(f"{server.url}/v1/models", headers=headers).raise_for_status()
+        server.send(signal.SIGTERM)
+        assert server.wait_until_gone() == 0
+    finally:
+        server.kill()
+    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    [access] = [line for line in lines if line.get("request_id") == "mine"]
+    assert access["message"].startswith("GET /v1/models 200")
+    assert (access["deployment"], access["levelname"]) == ("default_Ingress", "INFO")
+    for told in ("ready after", "KV blocks of", "serving target", "stopping"):
+        [line] = [line for line in lines if told in line["message"]]
+        assert line["levelname"] == "INFO"

@@ -13,6 +13,7 @@ from ray.serve.config import HTTPOptions
 from deployments.haproxy import launcher
 from deployments.haproxy.launcher import TemplateError, mend
 from deployments.haproxy.variables import find_haproxy
+from deployments.request_id import SAFE_ID
 
 
 @pytest.fixture
@@ -57,7 +58,13 @@ def test_without_an_application_the_answer_is_503(config: Path, errors: Path) ->
     mended = mend(config.read_text(), errors)
     assert "return status 404" not in mended
     assert "backend default_backend\n    http-request deny deny_status 503\n" in mended
-    assert f"frontend http_frontend\n    {launcher.NO_APPLICATION}\n" in mended
+    assert f"    {launcher.NO_APPLICATION}\n" in mended
+
+
+def test_request_ids_are_kept_by_the_rules_of_the_ingress(config: Path, errors: Path) -> None:
+    frontend = mend(config.read_text(), errors).partition("frontend http_frontend\n")[2].splitlines()
+    assert [line.strip() for line in frontend[: len(launcher.REQUEST_IDS)]] == list(launcher.REQUEST_IDS)
+    assert f"^{SAFE_ID}$" in "".join(launcher.REQUEST_IDS)
 
 
 def test_headers_must_come_in_time(config: Path, errors: Path) -> None:

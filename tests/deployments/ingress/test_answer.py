@@ -134,7 +134,7 @@ async def test_an_error_after_the_first_byte_is_an_event(
 ) -> None:
     routers.error = error
     *_, last = await events(client, "/v1/completions", prompt="abc")
-    assert set(last["error"]) == {"message", "type", "param", "code"}
+    assert set(last["error"]) == {"message", "type", "param", "code", "request_id"}
     assert "bug" not in last["error"]["message"]
 
 

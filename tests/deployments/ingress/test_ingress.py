@@ -3,7 +3,6 @@
 import asyncio
 
 import httpx
-import pytest
 
 from deployments.config import AppConfig, Limits
 from tests.deployments.conftest import make_app, make_client
@@ -34,20 +33,6 @@ async def test_a_request_over_its_deadline_is_408(config: AppConfig, routers: Lo
         )
     assert (response.status_code, response.json()["error"]["code"]) == (408, "deadline_exceeded")
     rig.verifier.gate.set()
-
-
-@pytest.mark.parametrize("path", ["/health", "/ready"])
-async def test_health_is_503_until_the_models_are_loaded(
-    config: AppConfig, routers: LocalRouters, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    monkeypatch.setattr("deployments.ingress.ingress.START_GRACE_S", 0.0)
-    routers.has_loaded.clear()
-    async with make_client(await make_app(config, routers)) as client:
-        response = await client.get(path)
-        assert (response.status_code, response.headers["retry-after"]) == (503, "1")
-        routers.has_loaded.set()
-        monkeypatch.setattr("deployments.ingress.ingress.START_GRACE_S", 1.0)
-        assert (await client.get(path)).status_code == 200
 
 
 async def test_requests_wait_for_the_models(config: AppConfig, routers: LocalRouters) -> None:

@@ -81,11 +81,12 @@ async def test_large_headers_are_refused(client: httpx.AsyncClient) -> None:
     assert response.status_code == 431
 
 
-async def test_a_client_cannot_name_a_request(client: httpx.AsyncClient, routers: LocalRouters) -> None:
+async def test_a_client_cannot_name_a_request_in_the_engine(client: httpx.AsyncClient, routers: LocalRouters) -> None:
     response = await client.post("/v1/completions", json=BODY, headers={"x-request-id": "mine"})
     assert routers.last is not None
     assert response.json()["id"] == routers.last.request_id
     assert "mine" not in routers.last.request_id
+    assert response.headers["x-request-id"] == "mine"
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

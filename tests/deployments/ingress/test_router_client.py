@@ -1,20 +1,25 @@
 """The Routers over Serve's handle: broadcasts to all replicas, and where a request's outputs are expected."""
 
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray import serve
 from ray.exceptions import ActorDiedError
 
 from cluster.transport import InboxAddress, Outbox
 from deployments.ingress.lasting_outputs import LastingOutputs
 from deployments.ingress.router_client import ServeRouters
+from deployments.metrics import ReplicaMetrics
 from deployments.router.delivery import Delivery
 from deployments.router.generation import Description, Generation, ModelLimits, QueueReport
+from deployments.router.state import RouterState
 from engine.config import ModelInfo
-from engine.errors import CapacityError, TargetError
+from engine.errors import TargetError
 from engine.sequence import RequestOutput
 from tests.deployments.fakes import generation
+from tests.deployments.ingress.test_broadcast import Call
 
 INFO = ModelInfo("tiny", 9, 9, [0], 1000, "float32", "cpu")
 
@@ -22,9 +27,8 @@ INFO = ModelInfo("tiny", 9, 9, [0], 1000, "float32", "cpu")
 class Handle:
     """Serve's handle, of which every replica answers a broadcast alike."""
 
-    def __init__(self, *answers: Any, is_late: bool = False) -> None:
+    def __init__(self, *answers: Any) -> None:
         self._answers = answers
-        self._is_late = is_late
         self.generate = self.describe = self
         self.num_lost = 0
         self.broadcasts: list[Any] = []
@@ -38,10 +42,8 @@ class Handle:
         self.broadcasts.append(call)
         return self
 
-    async def results_async(self, **_: Any) -> Any:
-        if self._is_late:
-            raise TimeoutError
-        return self._answers
+    async def _fetch_replica_results_async(self) -> list[Call]:
+        return [Call(answer) for answer in self._answers]
 
     def remote(self, *call: Any) -> Any:
         return self._submit(*call) if call else self._describe()
@@ -76,8 +78,18 @@ class Response:
         pass
 
 
-async def routers(*answers: Any, is_late: bool = False) -> ServeRouters:
-    return await ServeRouters.open(Handle(*answers, is_late=is_late), "127.0.0.1", "tiny", 1)
+@pytest.fixture(autouse=True)
+def ingresses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What every Ingress answers, of which the tested one is the first."""
+    answers: list[Any] = []
+    context = SimpleNamespace(replica_tag="i1", deployment="Ingress", app_name="default")
+    monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+    monkeypatch.setattr(serve, "get_deployment_handle", lambda *_: Handle(*answers))
+    return answers
+
+
+async def routers(*answers: Any) -> ServeRouters:
+    return await ServeRouters.open(Handle(*answers), "127.0.0.1", "tiny", 1)
 
 
 async def test_outputs_come_from_the_router_that_took_the_request() -> None:
@@ -101,20 +113,20 @@ async def test_only_routers_of_the_same_target_are_asked(monkeypatch: pytest.Mon
     assert [request.target_id for request in handle.submitted] == ["/new"]
 
 
-async def test_one_replica_that_makes_progress_is_enough() -> None:
-    await (await routers(TargetError("stuck"), None)).check_progress()
-    with pytest.raises(TargetError, match="stuck"):
-        await (await routers(TargetError("stuck"), TargetError("stuck"))).check_progress()
-    with pytest.raises(CapacityError, match="no Router answered"):
-        await (await routers(is_late=True)).check_progress()
-    with pytest.raises(CapacityError, match="no Router is running"):
-        await (await routers()).check_progress()
+async def test_the_state_of_every_router_is_asked_for() -> None:
+    answers = [RouterState("r1", None), TargetError("gone")]
+    assert await (await routers(*answers)).states() == answers
 
 
-async def test_metrics_are_those_of_the_ingress_and_of_the_replicas_that_answer() -> None:
-    [first, *rest] = await (await routers(["metric"], TargetError("gone"))).collect()
-    assert [metric.name for metric in first] == ["paceline:resubmissions"]
-    assert rest == [["metric"]]
+async def test_metrics_are_those_of_all_ingresses_and_of_all_routers(ingresses: list[Any]) -> None:
+    ingresses += [ReplicaMetrics("i2", []), TimeoutError()]
+    client = await routers(ReplicaMetrics("r1", []), TargetError("gone"), ReplicaMetrics("r2", []))
+    assert [replica.replica for replica in await client.collect()] == ["i1", "i2", "r1", "r2"]
+
+
+async def test_metrics_of_an_ingress_are_there_without_any_router() -> None:
+    [own] = await (await routers()).collect()
+    assert (own.replica, [metric.name for metric in own.metrics]) == ("i1", ["paceline:resubmissions"])
 
 
 async def test_queues_are_reported_and_withdrawn_from_by_one_replica_of_all() -> None:
@@ -132,5 +144,5 @@ async def test_a_request_whose_router_is_lost_goes_to_another() -> None:
     outputs = client.generate(generation(n=2))
     assert [output.text for output in await outputs.next()] == ["x"]
     await outputs.close()
-    [samples] = [metric.samples for metric in (await client.collect())[0]]
+    [samples] = [metric.samples for metric in client.collect_here().metrics]
     assert next(sample.value for sample in samples if sample.labels.get("reason") == "router_lost") == 1

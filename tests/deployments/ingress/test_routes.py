@@ -32,7 +32,7 @@ CHECKS = [
 async def test_a_body_that_is_no_request_is_400(client: httpx.AsyncClient, content: bytes) -> None:
     response = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
-    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert set(response.json()["error"]) == {"message", "type", "param", "code", "request_id"}
 
 
 @pytest.mark.parametrize(
@@ -49,13 +49,13 @@ async def test_metrics_show_the_rounds(client: httpx.AsyncClient) -> None:
     await complete(client)
     text = (await client.get("/metrics")).text
     for line in (
-        'vllm:generation_tokens_total{model_name="tiny"} 8.0',
-        'vllm:num_requests_running{model_name="tiny"} 0.0',
-        'vllm:kv_cache_usage_perc{model_name="tiny"} 0.0',
-        'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0',
-        'vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="tiny"} 1.0',
-        'vllm:e2e_request_latency_seconds_count{model_name="tiny"} 1.0',
-        'vllm:spec_decode_num_drafts_total{model_name="tiny"} 0.0',
+        'vllm:generation_tokens_total{model_name="tiny",replica="router"} 8.0',
+        'vllm:num_requests_running{model_name="tiny",replica="router"} 0.0',
+        'vllm:kv_cache_usage_perc{model_name="tiny",replica="router"} 0.0',
+        'vllm:request_success_total{finished_reason="length",model_name="tiny",replica="router"} 1.0',
+        'vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="tiny",replica="router"} 1.0',
+        'vllm:e2e_request_latency_seconds_count{model_name="tiny",replica="router"} 1.0',
+        'vllm:spec_decode_num_drafts_total{model_name="tiny",replica="router"} 0.0',
     ):
         assert line in text
 

@@ -103,7 +103,7 @@ def test_no_request_is_an_internal_error_or_a_hang(config: AppConfig, grammars: 
             statuses.append(response.status_code)
             assert response.status_code in (200, 400, 404), (request, response.text)
             if response.status_code != 200:
-                assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+                assert set(response.json()["error"]) == {"message", "type", "param", "code", "request_id"}
             else:
                 assert '"error":{' not in response.text
                 assert "event: error" not in response.text

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.remote import Calls
-from deployments.metrics import exposition
+from deployments.metrics import ReplicaMetrics, exposition
 from deployments.router import waiting
 from deployments.router.generation import Generation, WithdrawnError
 from deployments.router.round_loop import RoundLoop
@@ -128,7 +128,7 @@ async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeyp
     await tokens(rig.loop, generation())
     await asyncio.sleep(0)
     await rig.loop.stop()
-    text = exposition([rig.metrics.collect()]).decode()
+    text = exposition([ReplicaMetrics("r1", rig.metrics.collect())]).decode()
     for name, prefill, decode in (
         ("rounds", 1.0, 7.0),
         ("round_seconds", 4.5, 7 * 5.5),
@@ -138,9 +138,9 @@ async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeyp
         ("target_compute_seconds", 3.0, 7 * 3.0),
         ("delivery_seconds", 0.5, 7 * 0.5),
     ):
-        assert f'paceline:{name}_total{{model_name="tiny",phase="prefill"}} {prefill}' in text
-        assert f'paceline:{name}_total{{model_name="tiny",phase="decode"}} {decode}' in text
-    assert 'paceline:run_ahead_wait_seconds_count{model_name="tiny",outcome="hit"} 7.0' in text
+        assert f'paceline:{name}_total{{model_name="tiny",phase="prefill",replica="r1"}} {prefill}' in text
+        assert f'paceline:{name}_total{{model_name="tiny",phase="decode",replica="r1"}} {decode}' in text
+    assert 'paceline:run_ahead_wait_seconds_count{model_name="tiny",outcome="hit",replica="r1"} 7.0' in text
 
 
 async def test_a_request_of_many_sequences_is_one_stream(rig: Rig) -> None:

@@ -16,6 +16,7 @@ from deployments.router.drain_rate import LONGEST_RETRY_S
 from deployments.router.generation import Description, ModelLimits, QueueReport, WithdrawnError
 from deployments.router.load import Load
 from deployments.router.router import Router
+from deployments.router.state import RouterState
 from engine.config import ModelInfo
 from engine.errors import QueueFullError, RequestError, TargetError
 from engine.sequence import RequestOutput
@@ -82,7 +83,7 @@ async def mail() -> AsyncIterator[Mail]:
 def router(rig: Rig) -> Iterator[Any]:
     router: Any = object.__new__(Router)
     router._engine, router._loop, router._metrics, router._group = rig.engine, rig.loop, rig.metrics, Group()
-    router._deliveries, router._id = Deliveries(), "a"
+    router._deliveries, router._id, router._replica = Deliveries(), "a", "r1"
     router._description = Description(INFO, None, ModelLimits(VOCAB_SIZE, MAX_MODEL_LEN, 4), 9, target_id="/models/a")
     yield router
     router._deliveries.close()
@@ -242,3 +243,15 @@ async def test_a_health_check_has_a_lost_target_restarted(router: Any, rig: Rig)
     await router.check_health()
     while not rig.group.num_recoveries:
         await asyncio.sleep(0)
+
+
+async def test_an_ingress_is_told_whether_the_target_can_take_rounds(router: Any, rig: Rig) -> None:
+    assert await router.state() == RouterState("r1", None)
+    router._group.error = TargetError("gone")
+    assert await router.state() == RouterState("r1", "the target is being restarted")
+    await rig.loop.stop()
+    assert await router.state() == RouterState("r1", "the round loop has ended")
+
+
+async def test_metrics_say_whose_they_are(router: Any) -> None:
+    assert (await router.collect()).replica == "r1"

@@ -12,6 +12,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from cluster.transport import Inbox
 from deployments.ingress.answer import Outputs
 from deployments.ingress.arrivals import Arrivals, ServeOutputs, raised_error
+from deployments.ingress.counted_outputs import CountedOutputs
 from deployments.ingress.lasting_outputs import LastingOutputs
 from deployments.metrics import IngressMetrics
 from deployments.router.generation import Description, Generation
@@ -67,7 +68,8 @@ class ServeRouters:
 
     def generate(self, request: Generation) -> Outputs:
         """Send a request to the replica that takes it, and to another one if that is lost."""
-        return LastingOutputs(request, self._submit, self._metrics.observe_resubmission)
+        lasting = LastingOutputs(request, self._submit, self._metrics.observe_resubmission)
+        return CountedOutputs(lasting, self._metrics)
 
     def _submit(self, request: Generation) -> Outputs:
         response = self._generate.remote(request, self._inbox.address)

@@ -7,8 +7,6 @@ from signal import SIGKILL, SIGSTOP, Signals
 
 import psutil
 
-from tests.faults.server import FaultServer
-
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -27,9 +25,8 @@ class Fault:
     resume_after_s: float = 0.0
     cuts_streams: bool = False
 
-    def strike(self, server: FaultServer) -> None:
+    def strike(self, process: psutil.Process) -> None:
         """Send the signal."""
-        process = server.process(self.process)
         process.send_signal(self.signal)
         if self.signal is SIGSTOP:
             threading.Timer(self.resume_after_s, _resume, [process]).start()

@@ -67,7 +67,7 @@ async def run_trial(server: FaultServer, fault: Fault, reference: Reference, see
     async with open_session(server.url) as session:
         running = asyncio.create_task(receive_all(session))
         await asyncio.sleep(delay_s)
-        await asyncio.to_thread(fault.strike, server)
+        fault.strike(await asyncio.to_thread(server.process, fault.process))
         back_after_s = await _probe(session)
         streams = await running
         pairs = enumerate(zip(streams, reference.streams, strict=True))

@@ -15,7 +15,7 @@ from cluster.memory_plan import MemoryPlan
 from cluster.placement import STRATEGY, PlacementError, count_cores, label_selectors, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.transport import Connector
-from cluster.worker_set import WorkerSet, first_line, start_draft, start_target
+from cluster.worker_set import WorkerSet, start_draft, start_target
 from engine.errors import ModelError, TargetError
 from engine.models.tokenizer import check_same_vocabulary
 
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 30.0
-_PING_TIMEOUT_S = 10.0
 _LAST_WORDS_S = 0.5
 """How long a restart waits to learn why a rank has ended: Ray reports that later than its connection breaks."""
 _PLACED_BEFORE_START = 0.8
@@ -107,25 +106,6 @@ class SpeculationGroup:
     def is_available(self) -> bool:
         """Whether the target can take rounds now."""
         return self._remote_verifier.is_available
-
-    async def check_health(self) -> None:
-        """Return if the target can take rounds; ranks that do not answer are disconnected, so `recover` replaces them.
-
-        Raises:
-            TargetError: a rank is lost or does not answer.
-        """
-        ranks = self._target
-        if ranks is None or not self._remote_verifier.is_available:
-            raise TargetError("the target is not running")
-        try:
-            async with asyncio.timeout(_PING_TIMEOUT_S):
-                await asyncio.gather(*(actor.ping.remote() for actor in ranks.actors))
-        except (TimeoutError, ray.exceptions.RayError) as error:
-            reason = first_line(error) or f"no reply within {_PING_TIMEOUT_S:g} s"
-            reason = f"a target rank does not answer: {reason}"
-            if ranks is self._target:
-                self._remote_verifier.disconnect(reason)  # `recover` leaves ranks alone while they are connected
-            raise TargetError(reason) from error
 
     async def recover(self) -> None:
         """Start all target ranks anew, if any of them is lost; their KV cache is empty afterwards.
@@ -211,13 +191,13 @@ class SpeculationGroup:
         self._run_in_background(self._watch_draft(draft))
 
     async def _watch_target(self, ranks: WorkerSet) -> None:
-        reason = await ranks.wait_for_end()
+        reason = await ranks.wait_for_end(self.config.hang_timeout_s)
         if ranks is self._target:
             logger.warning("A target rank was lost: %s", reason)
             self._remote_verifier.disconnect(f"a target rank was lost: {reason}")
 
     async def _watch_draft(self, draft: WorkerSet) -> None:
-        reason = await draft.wait_for_end()
+        reason = await draft.wait_for_end(self.config.hang_timeout_s)
         self._draft = None
         logger.warning("Draft worker lost, decoding without drafts: %s", reason)
         self._remote_drafter.disconnect(reason)

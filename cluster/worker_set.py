@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_PING_PERIOD_S = 1.0
+
 
 @dataclass(slots=True)
 class WorkerSet:
@@ -62,15 +64,33 @@ class WorkerSet:
         for rank, process in enumerate(self.processes):
             logger.info("%s %d: process %d on node %s", self.name, rank, process.pid, process.endpoint.node_id)
 
-    async def wait_for_end(self) -> str:
-        """Wait until one of the workers has ended, and return the reason."""
+    async def wait_for_end(self, hang_timeout_s: float) -> str:
+        """Wait until one of the workers has ended or answers no more, and return the reason.
+
+        Args:
+            hang_timeout_s: how long an answer to a ping is waited for.
+        """
         outcomes = [asyncio.create_task(_outcome(reference)) for reference in self.serving]
+        outcomes.append(asyncio.create_task(self._wait_for_silence(hang_timeout_s)))
         try:
             done, _ = await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
         finally:
             for task in outcomes:
                 task.cancel()
+
+    async def _wait_for_silence(self, hang_timeout_s: float) -> str:
+        """Ping the workers until one does not answer; a process that hangs in a pass of its model answers."""
+        while True:
+            await asyncio.sleep(_PING_PERIOD_S)
+            pings = [actor.ping.remote() for actor in self.actors]
+            try:
+                async with asyncio.timeout(hang_timeout_s):
+                    await asyncio.gather(*pings)
+            except TimeoutError:
+                return f"it did not answer for {hang_timeout_s:g} s"
+            except ray.exceptions.RayError:
+                continue  # if it has ended, its outcome says why
 
     def kill(self) -> None:
         """Close the links and kill the processes."""

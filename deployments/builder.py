@@ -21,6 +21,8 @@ logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 STREAMS_PER_INGRESS = 10_000
 HEALTH_CHECK_PERIOD_S = 2.0
 """How often Serve's controller looks after a replica. A dead one is replaced after that; Serve's default is 10 s."""
+FAILED_CHECKS = 3
+"""After how many failed health checks in a row Serve replaces a replica."""
 INGRESS_CPUS = 0.1
 
 
@@ -64,6 +66,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         max_ongoing_requests=2 * (config.pair.max_num_seqs + config.pair.max_queued_requests),
         graceful_shutdown_timeout_s=drain_timeout_s,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        health_check_timeout_s=config.hang_timeout_s / FAILED_CHECKS,
         max_constructor_retry_count=1,
         logging_config={"enable_access_log": False},  # the Ingress logs each request
         **({"autoscaling_config": scaling} if scaling else {"num_replicas": config.autoscaling.min_replicas}),

@@ -96,7 +96,7 @@ async def test_the_log_says_where_each_worker_is(workers, caplog):
 async def test_the_end_of_any_worker_is_the_end_of_the_set(workers, error, reason):
     await workers.connect(FakeConnector(), 1)
     workers.start_serving()
-    waiting = asyncio.create_task(workers.wait_for_end())
+    waiting = asyncio.create_task(workers.wait_for_end(10.0))
     await asyncio.sleep(0)
     if error is None:
         workers.actors[1].ended.set_result(None)
@@ -104,6 +104,32 @@ async def test_the_end_of_any_worker_is_the_end_of_the_set(workers, error, reaso
         workers.actors[1].ended.set_exception(error)
     assert await waiting == reason
     workers.actors[0].ended.cancel()
+
+
+@pytest.mark.parametrize("error", [None, ray.exceptions.ActorUnavailableError("busy", None)])
+async def test_a_worker_that_does_not_answer_a_ping_is_at_its_end(workers, monkeypatch, error):
+    """An error is an answer of Ray, which tells later whether the worker has ended."""
+    monkeypatch.setattr(worker_set, "_PING_PERIOD_S", 0.0)
+    num_pings = 0
+
+    class Ping:
+        """Answers, then fails or answers, then is silent."""
+
+        async def remote(self):
+            nonlocal num_pings
+            num_pings += 1
+            if num_pings == 2 and error is not None:
+                raise error
+            if num_pings > 3:
+                await asyncio.Event().wait()
+
+    workers.actors[0].ping = workers.actors[1].ping = Ping()
+    await workers.connect(FakeConnector(), 1)
+    workers.start_serving()
+    assert await workers.wait_for_end(0.01) == "it did not answer for 0.01 s"
+    assert num_pings >= 4
+    for actor in workers.actors:
+        actor.ended.cancel()
 
 
 def test_the_reason_for_a_death_is_what_ray_says_after_the_details():

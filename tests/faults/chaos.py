@@ -1,6 +1,7 @@
 """Chaos: a random fault every second or two; a heavy one only once the service has recovered from the last."""
 
 import asyncio
+import math
 import random
 from collections import Counter
 from signal import SIGKILL, SIGSTOP
@@ -12,7 +13,7 @@ from tests.faults.load import Load
 from tests.faults.server import FaultServer
 
 PAUSE_S = (1.0, 2.0)
-STOPPED_S = (0.2, 4.0)
+STOPPED_S = (0.2, 3.0)
 BURST_SIZES = (8, 60)
 RECOVERED_AFTER = 5
 """Answers after a heavy fault, at which the service counts as recovered."""
@@ -20,7 +21,15 @@ IMPATIENCE = 0.15
 """How often a heavy fault does not wait for that."""
 
 _LIGHT = {"burst": 3.0, "draft SIGKILL": 3.0, "draft SIGSTOP": 3.0, "target SIGSTOP": 2.0, "Router SIGSTOP": 1.0}
-_HEAVY = {"target SIGKILL": 1.0, "Router SIGKILL": 1.0, "Serve controller SIGKILL": 0.3}
+_HEAVY = {
+    "target SIGKILL": 2.0,
+    "Router SIGKILL": 2.0,
+    "Serve controller SIGKILL": 0.5,
+    "draft hangs": 1.0,
+    "target hangs": 1.0,
+    "Router hangs": 1.0,
+}
+"""A process that hangs is stopped until somebody kills it."""
 _PROCESSES = {
     "draft": "DraftWorker",
     "target": "TargetWorker",
@@ -43,7 +52,6 @@ class Chaos:
         self._choices = choices
         self._num_answers = -RECOVERED_AFTER
         self._bursts: set[asyncio.Task[None]] = set()
-        self._stopped: list[psutil.Process] = []
         self.strikes: Counter[str] = Counter()
         self.num_missed = 0
 
@@ -54,10 +62,7 @@ class Chaos:
             await self._strike(self._choose())
 
     async def finish(self) -> None:
-        """Wait for the bursts, and wake all processes that are stopped."""
-        for process in self._stopped:
-            if process.is_running():
-                process.resume()
+        """Wait for the bursts."""
         await asyncio.gather(*self._bursts)
 
     def _choose(self) -> str:
@@ -71,18 +76,16 @@ class Chaos:
             self._bursts.add(burst)
             burst.add_done_callback(self._bursts.discard)
         else:
-            victim, _, signal_name = name.rpartition(" ")
-            is_stop = signal_name == "SIGSTOP"
-            stopped_s = self._choices.uniform(*STOPPED_S) if is_stop else 0.0
-            fault = Fault(name, _PROCESSES[victim], SIGSTOP if is_stop else SIGKILL, stopped_s)
+            victim, _, kind = name.rpartition(" ")
+            stopped_s = math.inf if kind == "hangs" else self._choices.uniform(*STOPPED_S)
+            signal = SIGKILL if kind == "SIGKILL" else SIGSTOP
+            fault = Fault(name, _PROCESSES[victim], signal, stopped_s)
             try:
                 process = next(iter(await asyncio.to_thread(self._server.processes, fault.process)))
                 fault.strike(process)
             except (StopIteration, psutil.NoSuchProcess):
                 self.num_missed += 1
                 return
-            if is_stop:
-                self._stopped.append(process)
         self.strikes[name] += 1
         if name in _HEAVY:
             self._num_answers = self._load.outcomes["same"]

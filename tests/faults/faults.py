@@ -1,6 +1,7 @@
 """FAULTS: whom each fault hits, and how."""
 
 import contextlib
+import math
 import threading
 from dataclasses import dataclass
 from signal import SIGKILL, SIGSTOP, Signals
@@ -15,7 +16,7 @@ class Fault:
     Attributes:
         name: what the report calls it.
         process: a part of the process's title.
-        resume_after_s: how long a process that is stopped (SIGSTOP) stays so.
+        resume_after_s: how long a process that is stopped (SIGSTOP) stays so; for ever if infinite.
         cuts_streams: whether the clients' connections end at this process, so that they must send requests again.
     """
 
@@ -28,7 +29,7 @@ class Fault:
     def strike(self, process: psutil.Process) -> None:
         """Send the signal."""
         process.send_signal(self.signal)
-        if self.signal is SIGSTOP:
+        if self.signal is SIGSTOP and self.resume_after_s < math.inf:
             threading.Timer(self.resume_after_s, _resume, [process]).start()
 
 
@@ -42,8 +43,11 @@ FAULTS = {
     for fault in (
         Fault("draft SIGKILL", "DraftWorker"),
         Fault("draft SIGSTOP for 3 s", "DraftWorker", SIGSTOP, 3.0),
+        Fault("draft hangs", "DraftWorker", SIGSTOP, math.inf),
         Fault("target SIGKILL", "TargetWorker"),
+        Fault("target hangs", "TargetWorker", SIGSTOP, math.inf),
         Fault("Router SIGKILL", ":Router"),
+        Fault("Router hangs", ":Router", SIGSTOP, math.inf),
         Fault("Serve controller SIGKILL", "ServeController"),
         Fault("Ingress SIGKILL", ":Ingress", cuts_streams=True),
         Fault("HTTP proxy SIGKILL", "ProxyActor", cuts_streams=True),

@@ -39,7 +39,8 @@ def main() -> None:
 
 def _end_with_input() -> None:
     """Wait until standard input ends, then end this process and the compilers that it has started."""
-    sys.stdin.buffer.read()
+    while os.read(0, 1):  # not sys.stdin, whose lock an interpreter that ends must have
+        pass
     os.killpg(0, signal.SIGTERM)
     time.sleep(_END_S)
     os.killpg(0, signal.SIGKILL)

@@ -27,6 +27,16 @@ def test_a_model_that_does_not_exist_ends_it_with_one_line(tmp_path):
     assert process.stdout == ""
 
 
+def test_an_error_is_its_last_line_although_its_input_goes_on(tmp_path):
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "engine.execution.cpu", str(tmp_path / "nowhere"), "--until-input-ends"]
+    process = subprocess.run(command, cwd=ROOT, stdin=reading, capture_output=True, text=True, timeout=120)
+    os.close(reading)
+    os.close(writing)
+    assert process.returncode == 1
+    assert process.stderr.count("\n") == 1
+
+
 def call(monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["compile", *arguments])
     command.main()

@@ -67,7 +67,9 @@ class Chaos:
 
     def _choose(self) -> str:
         has_recovered = self._load.outcomes["same"] >= self._num_answers + RECOVERED_AFTER
-        weights = _LIGHT | _HEAVY if has_recovered or self._choices.random() < IMPATIENCE else _LIGHT
+        weights = _LIGHT | _HEAVY if has_recovered or self._choices.random() < IMPATIENCE else {**_LIGHT}
+        if self._bursts:  # while nothing is answered, more of them would only wait
+            del weights["burst"]
         return self._choices.choices([*weights], [*weights.values()])[0]
 
     async def _strike(self, name: str) -> None:

@@ -17,7 +17,7 @@ ABORTED = 0.15
 LONGEST_PATIENCE_S = 1.5
 HANG_S = 90.0
 """A request that takes longer hangs: no fault takes half as long to recover from."""
-REFUSED = 429
+REFUSED = "queue_full"
 
 _SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["n"]}
 _MORE: list[tuple[str, dict[str, Any]]] = [
@@ -99,7 +99,7 @@ class Load:
             return
         seconds = time.monotonic() - started
         form = f"request {index} ({'streamed' if is_stream else 'whole'}, {seconds:.1f} s)"
-        if received.status == REFUSED:
+        if received.code == REFUSED:
             self._end("refused", form)
         elif received.error is not None or not received.has_ended:
             self._end("failed", f"{form}: {received.error or 'no end'}")

@@ -67,6 +67,11 @@ class FaultServer(Server):
         return [(sample, float(value)) for sample, _, value in pairs]
 
     @property
+    def log(self) -> str:
+        """What the server has written so far."""
+        return self._log.read_text()
+
+    @property
     def num_resubmissions(self) -> float:
         """How many requests were sent to a Router again."""
         return self.metrics().get("paceline:resubmissions_total", 0.0)

@@ -25,6 +25,8 @@ HANG_TIMEOUT_S = 6.0
 SETTLE_S = 60.0
 """How long processes that were killed last may take to be replaced."""
 NOTE_S = 2.0
+SHOWN = 20
+"""Problems printed; the JSON has all."""
 MORE_FILES = 16
 """By how many open files a process may have grown; a leak of one per request is hundreds."""
 
@@ -73,18 +75,22 @@ class SoakReport:
                 *(f"{entry:g}" if isinstance(entry, float) else str(entry) for cell in cells for entry in cell)
             )
         console.print(table)
-        for problem in self.problems or ["nothing differs, hangs or is left behind"]:
-            console.print(problem, markup=False)
+        for problem in self.problems[:SHOWN] or ["nothing differs, hangs or is left behind"]:
+            console.print(problem[:1000], markup=False)
+        if len(self.problems) > SHOWN:
+            console.print(f"and {len(self.problems) - SHOWN} more problems")
 
 
 def soak(duration_s: float, seed: int, json_path: Path | None, console: Console) -> SoakReport:
-    """Run the chaos, print the report, and write it as JSON if there is a path."""
+    """Run the chaos and print the report; with a path, write it as JSON, and the server's log beside it."""
     report = SoakReport(duration_s, seed)
     belongings = Belongings()
     server = FaultServer(belongings.variables, max_num_seqs=MAX_NUM_SEQS, max_queued_requests=MAX_QUEUED_REQUESTS)
     try:
         asyncio.run(_run(server, belongings, report))
     finally:
+        if json_path is not None:
+            json_path.with_suffix(".log").write_text(server.log)
         server.stop()
     report.problems += [f"left behind: {name}" for name in belongings.left()]
     report.show(console)

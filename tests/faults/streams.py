@@ -53,8 +53,8 @@ class Received:
     logprobs: dict[int, list[float | None]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
     usage: dict[str, Any] = field(default_factory=dict)
-    status: int = 0
     error: str | None = None
+    code: str | None = None
     has_ended: bool = False
     num_comments: int = 0
     longest_gap_s: float = 0.0
@@ -62,7 +62,7 @@ class Received:
     def add(self, event: dict[str, Any]) -> None:
         """Take an event, or a whole body."""
         if "error" in event:
-            self.error = event["error"]["message"]
+            self.error, self.code = event["error"]["message"], event["error"]["code"]
         self.usage = event.get("usage") or self.usage
         for choice in event.get("choices", ()):
             index = choice["index"]
@@ -103,13 +103,9 @@ async def receive(session: aiohttp.ClientSession, path: str, body: dict[str, Any
     received, last = Received(), time.monotonic()
     try:
         async with session.post(path, json=body) as response:
-            received.status = response.status
-            if response.status != 200:
-                received.error = f"{response.status}: {await response.text()}"
-                return received
-            if not body["stream"]:
+            if response.status != 200 or not body["stream"]:
                 received.add(await response.json())
-                received.has_ended = True
+                received.has_ended = response.status == 200
                 return received
             async for line in response.content:
                 received.num_comments += line.startswith(b":")
@@ -121,7 +117,7 @@ async def receive(session: aiohttp.ClientSession, path: str, body: dict[str, Any
                     received.has_ended = True
                 else:
                     received.add(json.loads(line.removeprefix(b"data: ")))
-    except (aiohttp.ClientError, TimeoutError) as error:
+    except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
         received.error = f"{type(error).__name__}: {error}"
     return received
 

@@ -147,7 +147,7 @@ def _removing_temporary_files() -> Iterator[None]:
     """
     variable = "TMPDIR"
     before = os.environ.get(variable)
-    with tempfile.TemporaryDirectory(prefix="paceline-") as folder:
+    with tempfile.TemporaryDirectory(prefix="paceline-package-") as folder:
         os.environ[variable] = folder
         try:
             yield

@@ -62,7 +62,7 @@ class Received:
     def add(self, event: dict[str, Any]) -> None:
         """Take an event, or a whole body."""
         if "error" in event:
-            self.error, self.code = event["error"]["message"], event["error"]["code"]
+            self.error, self.code = event["error"]["message"], event["error"].get("code")
         self.usage = event.get("usage") or self.usage
         for choice in event.get("choices", ()):
             index = choice["index"]

@@ -117,6 +117,7 @@ class Server:
 
 def _serve_config(workload: Workload, arguments: dict[str, object], port: int) -> dict[str, object]:
     return {
+        "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
         "applications": [
             {

@@ -1,13 +1,17 @@
 """The report: every fault under eight seeded streams, and what their clients saw."""
 
 import asyncio
+import itertools
+from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.faults.faults import FAULTS
-from tests.faults.server import FaultServer
+from tests.faults.faults import FAULTS, Setup
+from tests.faults.nodes import open_server
 from tests.faults.trial import Trial, run_reference, run_trial
+
+SETUPS = get_args(Setup)
 
 
 def report(console: Console, names: list[str], *, num_trials: int, seed: int) -> int:
@@ -16,21 +20,20 @@ def report(console: Console, names: list[str], *, num_trials: int, seed: int) ->
     for column in ("fault", "trials", "same content", "when sent again", "longest gap", "new request answered after"):
         table.add_column(column)
     problems: list[str] = []
-    server = FaultServer()
-    try:
-        reference = asyncio.run(run_reference(server))
-        for name in names:
-            trials = []
-            for number in range(num_trials):
-                trials.append(asyncio.run(run_trial(server, FAULTS[name], reference, seed + number)))
-                if not FAULTS[name].cuts_streams:
-                    problems += [f"{name}: stream {index} differs" for index in trials[-1].differing]
-                    problems += [f"{name}: {error}" for error in trials[-1].errors]
-                problems += [f"{name}: stream {index} differs again" for index in trials[-1].differing_again]
-                problems += [f"{name}: {gauge} is {value}" for gauge, value in server.what_is_left().items()]
-            table.add_row(*_row(trials))
-    finally:
-        server.stop()
+    faults = sorted((FAULTS[name] for name in names), key=lambda fault: SETUPS.index(fault.setup))
+    for setup, group in itertools.groupby(faults, key=lambda fault: fault.setup):
+        server = open_server(setup, num_trials)
+        try:
+            reference = asyncio.run(run_reference(server))
+            for fault in group:
+                trials = [
+                    asyncio.run(run_trial(server, fault, reference, seed + number)) for number in range(num_trials)
+                ]
+                problems += [f"{fault.name}: {problem}" for trial in trials for problem in trial.problems]
+                problems += [f"{fault.name}: {gauge} is {value}" for gauge, value in server.what_is_left().items()]
+                table.add_row(*_row(trials))
+        finally:
+            server.stop()
     console.print(table)
     for problem in problems:
         console.print(problem)

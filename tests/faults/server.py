@@ -30,19 +30,25 @@ class FaultServer(Server):
         )
         super().__init__(pair, arguments, variables)
 
-    def process(self, name: str) -> psutil.Process:
-        """Return the process of an actor, by a part of its title; wait until there is one."""
+    @property
+    def root(self) -> psutil.Process:
+        """The process whose descendants serve."""
+        return psutil.Process(self.pid)
+
+    def process(self, name: str, position: int = 0) -> psutil.Process:
+        """Return the process of an actor, by a part of its title and by age; wait until there is one."""
         deadline = time.monotonic() + APPEAR_TIMEOUT_S
         while time.monotonic() < deadline:
-            if found := self.processes(name):
-                return found[0]
+            if len(found := self.processes(name)) > position:
+                return found[position]
             time.sleep(0.1)
         raise RuntimeError(f"no process has {name!r} in its title")
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """Return the processes of the actors that have `name` in their titles."""
-        titles = [(process, title_of(process)) for process in psutil.Process(self.pid).children(recursive=True)]
-        return [process for process, title in titles if title.startswith("ray::") and name in title]
+        """Return the processes of the actors that have `name` in their titles, the oldest first."""
+        titles = [(process, title_of(process)) for process in self.root.children(recursive=True)]
+        found = [process for process, title in titles if title.startswith("ray::") and name in title]
+        return sorted(found, key=lambda process: process.pid)
 
     def counts_by(self, name: str, label: str) -> dict[str, float]:
         """Return the samples of one name by the value of a label."""

@@ -131,10 +131,10 @@ async def _run(server: FaultServer, belongings: Belongings, report: SoakReport) 
     report.resubmissions = server.counts_by("paceline:resubmissions_total", "reason")
     ended = server.counts_by("paceline:requests_ended_total", "outcome")
     report.counters = {"started": server.metrics()["paceline:requests_started_total"], **ended}
-    report.problems += _imbalance(report)
+    report.problems += find_imbalance(report)
 
 
-def _imbalance(report: SoakReport) -> list[str]:
+def find_imbalance(report: SoakReport) -> list[str]:
     """Return what is wrong with the server's counts."""
     counts = {"finished": 0.0, "failed": 0.0, "aborted": 0.0, **report.counters}
     problems = []

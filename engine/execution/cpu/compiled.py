@@ -7,7 +7,6 @@ code only and uses the loaded model's weights.
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from engine.execution.cpu.traced import TracedContext
 from engine.models.causal_lm import forward
 from engine.sampling import noise
 from engine.sampling.noise import Draws
+from engine.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -147,7 +147,7 @@ def _removing_temporary_files() -> Iterator[None]:
     """
     variable = "TMPDIR"
     before = os.environ.get(variable)
-    with tempfile.TemporaryDirectory(prefix="paceline-package-") as folder:
+    with scratch_folder() as folder:
         os.environ[variable] = folder
         try:
             yield

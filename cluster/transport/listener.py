@@ -12,14 +12,17 @@ import queue
 import selectors
 import socket
 import ssl
-import tempfile
 import threading
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from cluster.transport.credentials import make_credentials, tls_context
 from cluster.transport.endpoint import Endpoint, set_tcp_options
 from engine.scratch import scratch_folder
+
+if TYPE_CHECKING:
+    import tempfile
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,8 @@ def report(console: Console, names: list[str], *, num_trials: int, seed: int) ->
                 ]
                 problems += [f"{fault.name}: {problem}" for trial in trials for problem in trial.problems]
                 problems += [f"{fault.name}: {gauge} is {value}" for gauge, value in server.what_is_left().items()]
-                table.add_row(*_row(trials))
+                table.add_row(*(row := _row(trials)))
+                console.print(", ".join(row))
         finally:
             server.stop()
     console.print(table)

@@ -28,7 +28,7 @@ class NodeServer(FaultServer):
                     num_cpus=num_cpus,
                     labels={"pool": pool},
                     object_store_memory=_STORE_BYTES,
-                    include_dashboard=pool == "head",
+                    include_dashboard=False,
                 )
             self._cluster.wait_for_nodes()
         variables |= {"RAY_ADDRESS": self._cluster.address}

@@ -9,6 +9,8 @@ from typing import Literal
 
 import psutil
 
+from deployments.haproxy.variables import find_haproxy
+
 Setup = Literal["one rank", "two ranks", "several nodes"]
 """What a server is like: a target of one rank or of two, on one node; or nodes for more than one group."""
 
@@ -60,6 +62,9 @@ def _lose_node(process: psutil.Process) -> None:
             lost.kill()
 
 
+PROXY = "ProxyActor" if find_haproxy() is None else "HAProxyManager"
+"""HAProxy ends with the process that has started it."""
+
 FAULTS = {
     fault.name: fault
     for fault in (
@@ -72,7 +77,7 @@ FAULTS = {
         Fault("Router hangs", ":Router", SIGSTOP, math.inf),
         Fault("Serve controller SIGKILL", "ServeController"),
         Fault("Ingress SIGKILL", ":Ingress", cuts_streams=True),
-        Fault("HTTP proxy SIGKILL", "ProxyActor", cuts_streams=True),
+        Fault("HTTP proxy SIGKILL", PROXY, cuts_streams=True),
         Fault("one of two target ranks SIGKILL", "TargetWorker", setup="two ranks"),
         Fault("the other rank SIGKILL", "TargetWorker", setup="two ranks", position=1),
         Fault("node of Router and target lost", ":Router", takes_node=True, setup="several nodes"),

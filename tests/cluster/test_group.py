@@ -1,6 +1,7 @@
 """A group over workers that start, end and fail on demand; tests/e2e/test_group.py has real processes."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from cluster.config import GroupConfig
 from cluster.group import SpeculationGroup
 from cluster.memory_plan import MemoryPlan
 from cluster.transport import Connector
+from cluster.worker_set import WorkerDiedError
 from cluster.workers.responder import TargetResponder
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import ModelMismatchError, TargetError
@@ -128,6 +130,33 @@ async def test_a_started_group_is_available_and_has_the_planned_blocks_and_block
     assert group.num_blocks == 40
     assert group.process_ids == {"draft": 500, "target-0": 100, "target-1": 101}
     await group.stop()
+
+
+@pytest.mark.parametrize(("victims", "others"), [("targets", "drafts"), ("drafts", "targets")])
+async def test_workers_that_are_killed_while_the_group_starts_are_started_again(victims, others, request, caplog):
+    caplog.set_level(logging.WARNING, "cluster.group")
+    killed, spared = request.getfixturevalue(victims), request.getfixturevalue(others)
+    killed.failures = [WorkerDiedError("killed") for _ in range(4)]
+    group = await started()
+    assert group.is_available
+    assert group._remote_drafter.is_available
+    assert len(killed.versions) == 5
+    assert len(spared.versions) == 1  # it goes on loading
+    assert len(caplog.messages) == 4
+    assert "at start 4 of 5" in caplog.messages[-1]
+    await group.stop()
+
+
+async def test_the_start_fails_when_the_workers_are_killed_again_and_again(targets, drafts):
+    drafts.failures = [WorkerDiedError("killed") for _ in range(9)]
+    assert await refusal(started()) == "killed"
+    assert len(drafts.versions) == 5
+
+
+async def test_a_worker_that_fails_by_itself_is_not_started_again(targets, drafts):
+    targets.failures = [TargetError("a worker failed to start: ValueError('a bug')")]
+    assert "a bug" in await refusal(started())
+    assert len(targets.versions) == 1
 
 
 async def test_a_group_that_was_not_started_is_not_available(targets, drafts):

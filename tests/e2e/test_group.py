@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 import torch
@@ -22,6 +23,7 @@ from engine.protocols import NoDrafter
 from engine.sampling.params import SamplingParams
 from engine.verification.verifier import ModelVerifier
 from tests.cluster.models import save_llama
+from tests.faults.server import title_of
 
 pytestmark = pytest.mark.e2e
 
@@ -243,6 +245,30 @@ async def test_a_stopped_rank_is_lost_after_the_configured_time(group: Speculati
     assert not is_alive(stopped)
     await generation.run()
     assert generation.text == expected
+
+
+@pytest.mark.parametrize(("victim", "num_workers"), [("DraftWorker", 1), ("TargetWorker", 2)])
+async def test_workers_that_are_killed_while_the_group_starts_are_started_again(
+    config: GroupConfig, expected: Text, victim: str, num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    starting = asyncio.create_task(SpeculationGroup.start(replace(config, tensor_parallel_size=2)))
+    await wait_for(lambda: len(worker_ids(victim)) == num_workers)
+    first = worker_ids(victim)
+    os.kill(first[-1], signal.SIGKILL)
+    group = await starting
+    try:
+        assert "was killed at start 1 of 5" in caplog.text
+        assert not any(map(is_alive, first))
+        generation = generate(group)
+        await generation.run()
+        assert generation.text == expected
+    finally:
+        await group.stop()
+
+
+def worker_ids(class_name: str) -> list[int]:
+    """Return the process ids of this cluster's workers of a class; Ray puts it into their titles."""
+    return [process.pid for process in psutil.Process().children(recursive=True) if class_name in title_of(process)]
 
 
 async def test_models_that_do_not_share_a_vocabulary_are_refused(config: GroupConfig, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ class GroupConfig:
     """Seconds that a round waits for its drafts before it goes on without them."""
     verify_timeout_s: float = 60.0
     """Seconds that a round waits for the target before the target counts as lost."""
+    hang_timeout_s: float = 10.0
+    """Seconds for which a worker may not answer a ping before it counts as lost and is replaced."""
     start_timeout_s: float = 600.0
     """What placing and loading the workers may take."""
     log_format: LogFormat = "text"

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING
 
 import ray
@@ -15,7 +15,7 @@ from cluster.memory_plan import MemoryPlan
 from cluster.placement import STRATEGY, PlacementError, count_cores, label_selectors, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.transport import Connector
-from cluster.worker_set import WorkerSet, first_line, start_draft, start_target
+from cluster.worker_set import WorkerDiedError, WorkerSet, start_draft, start_target
 from engine.errors import ModelError, TargetError
 from engine.models.tokenizer import check_same_vocabulary
 
@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 30.0
-_PING_TIMEOUT_S = 10.0
+_MAX_STARTS = 5
+"""How often the workers of one role are started before the start of the group fails."""
 _LAST_WORDS_S = 0.5
 """How long a restart waits to learn why a rank has ended: Ray reports that later than its connection breaks."""
 _PLACED_BEFORE_START = 0.8
@@ -38,7 +39,8 @@ class SpeculationGroup:
     """The draft worker and the target ranks of one Router replica, and the engine's two roles over them.
 
     Belongs to the event loop that started it. A draft worker that dies is started again in the background while
-    decoding goes on; target ranks are started again, all of them, when `recover` is called.
+    decoding goes on; target ranks are started again, all of them, when `recover` is called. Workers that are killed
+    while the group starts are started again at once, target ranks all together.
     """
 
     def __init__(
@@ -108,25 +110,6 @@ class SpeculationGroup:
         """Whether the target can take rounds now."""
         return self._remote_verifier.is_available
 
-    async def check_health(self) -> None:
-        """Return if the target can take rounds; ranks that do not answer are disconnected, so `recover` replaces them.
-
-        Raises:
-            TargetError: a rank is lost or does not answer.
-        """
-        ranks = self._target
-        if ranks is None or not self._remote_verifier.is_available:
-            raise TargetError("the target is not running")
-        try:
-            async with asyncio.timeout(_PING_TIMEOUT_S):
-                await asyncio.gather(*(actor.ping.remote() for actor in ranks.actors))
-        except (TimeoutError, ray.exceptions.RayError) as error:
-            reason = first_line(error) or f"no reply within {_PING_TIMEOUT_S:g} s"
-            reason = f"a target rank does not answer: {reason}"
-            if ranks is self._target:
-                self._remote_verifier.disconnect(reason)  # `recover` leaves ranks alone while they are connected
-            raise TargetError(reason) from error
-
     async def recover(self) -> None:
         """Start all target ranks anew, if any of them is lost; their KV cache is empty afterwards.
 
@@ -168,10 +151,10 @@ class SpeculationGroup:
             ray.util.remove_placement_group(self._placement)
 
     async def _start_all(self) -> None:
-        starting: list[Coroutine[None, None, None]] = [self._start_target()]
+        starting: list[Coroutine[None, None, None]] = [_repeat_while_killed("target rank", self._start_target)]
         if self.config.draft is not None and self.config.has_draft_worker:
             starting += [
-                self._start_draft(),
+                _repeat_while_killed("draft worker", self._start_draft),
                 asyncio.to_thread(check_same_vocabulary, self.config.target, self.config.draft),
             ]
         try:
@@ -211,13 +194,13 @@ class SpeculationGroup:
         self._run_in_background(self._watch_draft(draft))
 
     async def _watch_target(self, ranks: WorkerSet) -> None:
-        reason = await ranks.wait_for_end()
+        reason = await ranks.wait_for_end(self.config.hang_timeout_s)
         if ranks is self._target:
             logger.warning("A target rank was lost: %s", reason)
             self._remote_verifier.disconnect(f"a target rank was lost: {reason}")
 
     async def _watch_draft(self, draft: WorkerSet) -> None:
-        reason = await draft.wait_for_end()
+        reason = await draft.wait_for_end(self.config.hang_timeout_s)
         self._draft = None
         logger.warning("Draft worker lost, decoding without drafts: %s", reason)
         self._remote_drafter.disconnect(reason)
@@ -237,6 +220,27 @@ class SpeculationGroup:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+async def _repeat_while_killed(name: str, start: Callable[[], Coroutine[None, None, None]]) -> None:
+    """Start the workers of one role, and start them again if one of them is killed; the other role goes on loading.
+
+    Raises:
+        WorkerDiedError: one was killed at each of `_MAX_STARTS` starts.
+    """
+    pause_s = _FIRST_RETRY_S
+    for num_starts in itertools.count(1):
+        try:
+            await start()
+        except WorkerDiedError as error:
+            if num_starts == _MAX_STARTS:
+                raise
+            counts = f"{num_starts} of {_MAX_STARTS}"
+            logger.warning("A %s was killed at start %s, next in %g s: %s", name, counts, pause_s, error)
+        else:
+            return
+        await asyncio.sleep(pause_s)
+        pause_s *= 2
 
 
 def _make_placement(config: GroupConfig) -> PlacementGroup:

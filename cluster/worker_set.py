@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -20,6 +20,14 @@ from engine.errors import ModelError, TargetError
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_PING_PERIOD_S = 1.0
+_DEATH_NOTICE_S = 0.5
+"""How long Ray may take to report that a worker was killed, after another rank has failed because of that."""
+
+
+class WorkerDiedError(TargetError):
+    """A worker's process ended while it started, for a reason outside its own code; another start may succeed."""
 
 
 @dataclass(slots=True)
@@ -62,15 +70,33 @@ class WorkerSet:
         for rank, process in enumerate(self.processes):
             logger.info("%s %d: process %d on node %s", self.name, rank, process.pid, process.endpoint.node_id)
 
-    async def wait_for_end(self) -> str:
-        """Wait until one of the workers has ended, and return the reason."""
+    async def wait_for_end(self, hang_timeout_s: float) -> str:
+        """Wait until one of the workers has ended or answers no more, and return the reason.
+
+        Args:
+            hang_timeout_s: how long an answer to a ping is waited for.
+        """
         outcomes = [asyncio.create_task(_outcome(reference)) for reference in self.serving]
+        outcomes.append(asyncio.create_task(self._wait_for_silence(hang_timeout_s)))
         try:
             done, _ = await asyncio.wait(outcomes, return_when=asyncio.FIRST_COMPLETED)
             return done.pop().result()
         finally:
             for task in outcomes:
                 task.cancel()
+
+    async def _wait_for_silence(self, hang_timeout_s: float) -> str:
+        """Ping the workers until one does not answer; a process that hangs in a pass of its model answers."""
+        while True:
+            await asyncio.sleep(_PING_PERIOD_S)
+            pings = [actor.ping.remote() for actor in self.actors]
+            try:
+                async with asyncio.timeout(hang_timeout_s):
+                    await asyncio.gather(*pings)
+            except TimeoutError:
+                return f"it did not answer for {hang_timeout_s:g} s"
+            except ray.exceptions.RayError:
+                continue  # if it has ended, its outcome says why
 
     def kill(self) -> None:
         """Close the links and kill the processes."""
@@ -87,7 +113,8 @@ async def start_draft(
 
     Raises:
         ModelError: the model cannot be served.
-        TargetError: the worker died.
+        WorkerDiedError: the worker was killed.
+        TargetError: the worker failed.
     """
     assert config.draft is not None, "every method of a draft worker loads a model"
     actor_class = ray.remote(DraftWorker).options(**draft_options(config, placement))
@@ -121,7 +148,8 @@ async def start_target(
 
     Raises:
         ModelError: the model cannot be served.
-        TargetError: a rank died.
+        WorkerDiedError: a rank was killed.
+        TargetError: a rank failed.
     """
     size, timeout_s = config.tensor_parallel_size, config.start_timeout_s
     actor_class = ray.remote(TargetWorker)
@@ -168,14 +196,31 @@ def first_line(error: Exception) -> str:
 
 async def _results(references: list[Awaitable[T]]) -> list[T]:
     """Wait for Ray's results, and translate Ray's exceptions into ours."""
+    answers = [asyncio.ensure_future(reference) for reference in references]
     try:
-        return list(await asyncio.gather(*references))
+        return list(await asyncio.gather(*answers))
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ModelError):
             raise error.cause from None
+        if death := await _death_among(answers):
+            raise _start_error(death) from error
         raise TargetError(f"a worker failed to start: {error.cause!r}") from error
     except ray.exceptions.RayError as error:
-        raise TargetError(f"a worker died while starting: {first_line(error)}") from error
+        raise _start_error(error) from error
+
+
+async def _death_among(answers: Sequence[asyncio.Future[T]]) -> ray.exceptions.RayActorError | None:
+    """Return why one of the ranks has died; the others fail as soon as they lose it, before Ray reports its death."""
+    await asyncio.wait(answers, timeout=_DEATH_NOTICE_S)
+    errors = [answer.exception() for answer in answers if answer.done()]
+    return next((error for error in errors if isinstance(error, ray.exceptions.RayActorError)), None)
+
+
+def _start_error(error: ray.exceptions.RayError) -> TargetError:
+    """Translate the end of a worker; what its constructor raises would be raised again."""
+    was_killed = isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed
+    kind = WorkerDiedError if was_killed else TargetError
+    return kind(f"a worker died while starting: {_reason(error)}")
 
 
 async def _outcome(reference: Awaitable[None]) -> str:
@@ -183,14 +228,16 @@ async def _outcome(reference: Awaitable[None]) -> str:
         await reference
     except ray.exceptions.RayTaskError as error:
         return repr(error.cause)
-    except ray.exceptions.ActorDiedError as error:
-        return _cause_of_death(error)
     except ray.exceptions.RayError as error:
-        return first_line(error)
+        return _reason(error)
     return "it stopped"
 
 
-def _cause_of_death(error: ray.exceptions.ActorDiedError) -> str:
+def _reason(error: ray.exceptions.RayError) -> str:
     """Return why Ray says that a process ended: the text after the actor's details, without Ray's guesses."""
+    if not isinstance(error, ray.exceptions.ActorDiedError):
+        return first_line(error)
+    if error.actor_init_failed:
+        return str(error).splitlines()[-1]  # the exception, which follows its traceback
     text = " ".join(line for line in str(error).splitlines()[1:] if not line.startswith("\t"))
     return text.partition(" Some common causes")[0] or first_line(error)

@@ -26,6 +26,11 @@ logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 STREAMS_PER_INGRESS = 10_000
 HEALTH_CHECK_PERIOD_S = 2.0
 """How often Serve's controller looks after a replica. A dead one is replaced after that; Serve's default is 10 s."""
+START_TRIES = 3
+"""How often a replica's first start is tried. After a restart of Serve's controller each start counts as the first, so
+with a single try a worker that is killed at that moment would end the service for good."""
+FAILED_CHECKS = 3
+"""After how many failed health checks in a row Serve replaces a replica."""
 INGRESS_CPUS = 0.1
 CPUS_PER_INGRESS = 8
 MAX_INGRESS_REPLICAS = 4
@@ -77,7 +82,8 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         max_ongoing_requests=2 * (config.pair.max_num_seqs + config.pair.max_queued_requests),
         graceful_shutdown_timeout_s=drain_timeout_s + LAST_WORDS_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        max_constructor_retry_count=1,
+        health_check_timeout_s=config.hang_timeout_s / FAILED_CHECKS,
+        max_constructor_retry_count=START_TRIES,
         request_router_config=RequestRouterConfig(request_router_class=QueueDepthRouter),  # type: ignore[arg-type]
         max_surge_percent=router_surge,
         logging_config={**log, "enable_access_log": False},  # the Ingress logs each request
@@ -91,7 +97,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         max_ongoing_requests=STREAMS_PER_INGRESS,
         graceful_shutdown_timeout_s=config.drain_timeout_s + LAST_WORDS_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
-        max_constructor_retry_count=1,
+        max_constructor_retry_count=START_TRIES,
         max_surge_percent=ingress_surge,
         logging_config=log,
     )

@@ -143,6 +143,8 @@ class AppConfig(BaseModel):
     """Seconds that a round waits for its drafts before it goes on without them."""
     verify_timeout_s: float = Field(60.0, gt=0)
     """Seconds that a round waits for the target before the target counts as lost."""
+    hang_timeout_s: float = Field(10.0, gt=0)
+    """Seconds for which the process of a worker or a Router may not answer at all before it is replaced."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Seconds that placing and loading the workers may take."""
     stream_interval_s: float = Field(0.02, ge=0)

@@ -20,6 +20,9 @@ SERVE_ENVIRONMENT = {
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     # Ray lowers its workers' priority by 15 otherwise, but what they do is what the machine is for.
     "RAY_worker_niceness": "0",
+    # A replica that answers no health check cannot finish its streams, which another Router goes on with. By default it
+    # may keep them for `drain_timeout_s` first.
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     # A dead proxy is replaced after three failed checks; by default they are 10 s apart.
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
 }

@@ -138,7 +138,24 @@ class IngressMetrics:
             ["model_name", "reason"],
             registry=self._registry,
         )
+        self._started = _counter(
+            "paceline:requests_started", "Requests that were sent to a Router.", model_name, self._registry
+        )
+        self._ended = Counter(
+            "paceline:requests_ended",
+            "Those of them that have ended: finished; failed, by the error's code; aborted by their client.",
+            ["model_name", "outcome", "reason"],
+            registry=self._registry,
+        )
         self._model_name = model_name
+
+    def observe_started(self) -> None:
+        """Count a request that is sent to a Router for the first time."""
+        self._started.inc()
+
+    def observe_ended(self, outcome: str, reason: str) -> None:
+        """Count the end of a request; `reason` is empty unless it failed."""
+        self._ended.labels(self._model_name, outcome, reason).inc()
 
     def observe_resubmission(self, reason: str) -> None:
         """Count a request that was sent to a Router again."""

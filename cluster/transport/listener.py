@@ -12,13 +12,17 @@ import queue
 import selectors
 import socket
 import ssl
-import tempfile
 import threading
 import time
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from cluster.transport.credentials import make_credentials, tls_context
 from cluster.transport.endpoint import Endpoint, set_tcp_options
+from engine.scratch import scratch_folder
+
+if TYPE_CHECKING:
+    import tempfile
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +37,7 @@ class Listener:
     def __init__(self, host: str, node_id: str, client_certificate: str) -> None:
         credentials = make_credentials()
         self._tls = tls_context(credentials, client_certificate, is_server=True)
-        folder = tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True)
+        folder = scratch_folder()
         self._folder: tempfile.TemporaryDirectory[str] | None = folder
         self._unix_socket = _listen_on_unix_socket(os.path.join(folder.name, "worker.sock"))
         self._tcp_socket = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
@@ -155,7 +159,7 @@ class Listener:
         self._remove_unix_socket()
 
     def _remove_unix_socket(self) -> None:
-        """Remove the Unix socket and its folder, which would stay behind if the worker were killed."""
+        """Remove the Unix socket and its folder, which would stay behind for a while if the worker were killed."""
         if self._unix_socket is not None:
             self._selector.unregister(self._unix_socket)
             self._unix_socket.close()

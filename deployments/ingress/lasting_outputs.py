@@ -128,7 +128,10 @@ class LastingOutputs:
         if self._num_losses > MAX_LOSSES:
             raise error
         self._count(reason)
-        logger.warning(
+        logger.log(
+            logging.WARNING
+            if self._num_failures == 1
+            else logging.DEBUG,  # the tries until a Router is back say no more
             "request %s goes on at another Router after %d tokens; its Router was lost (%s): %s",
             self._request.request_id,
             sum(map(len, self._received.values())),

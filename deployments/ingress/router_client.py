@@ -18,6 +18,7 @@ from deployments.ingress.admission import Room
 from deployments.ingress.answer import Outputs
 from deployments.ingress.arrivals import Arrivals, ServeOutputs
 from deployments.ingress.broadcast import ask_all
+from deployments.ingress.counted_outputs import CountedOutputs
 from deployments.ingress.draining import Draining
 from deployments.ingress.lasting_outputs import LastingOutputs
 from deployments.ingress.moving import Mover
@@ -105,7 +106,8 @@ class ServeRouters:
     def generate(self, request: Generation) -> Outputs:
         """Send a request to the replica that takes it, and to another one if that is lost."""
         request = replace(request, target_id=self._target_id)
-        return LastingOutputs(request, self._submit, self._metrics.observe_resubmission)
+        lasting = LastingOutputs(request, self._submit, self._metrics.observe_resubmission)
+        return CountedOutputs(lasting, self._metrics)
 
     def _submit(self, request: Generation) -> Outputs:
         LOADS.begin(request.request_id, request.num_choices - len(request.finished))

@@ -154,12 +154,8 @@ class Router:
     async def check_health(self) -> None:
         """Serve's health check: a replica that cannot bring its target back is replaced."""
         self._loop.check()
-        if self._engine.has_work:
-            return  # a round finds out by itself
-        try:
-            await self._group.check_health()
-        except TargetError as error:
-            self._loop.report_loss(error)
+        if not self._engine.has_work and not self._group.is_available:  # a round finds out by itself
+            self._loop.report_loss(TargetError("it was lost between two requests"))
 
     def record_autoscaling_stats(self) -> dict[str, int]:
         """Report the queue depth to Serve's autoscaler, and whether the target is down."""

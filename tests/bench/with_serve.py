@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,9 +44,12 @@ class Server:
 
     Args:
         arguments: the application's own, beside those that follow from the workload.
+        variables: environment variables for its processes, beside those that it always gets.
     """
 
-    def __init__(self, workload: Workload, arguments: dict[str, object]) -> None:
+    def __init__(
+        self, workload: Workload, arguments: dict[str, object], variables: Mapping[str, str] | None = None
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-bench-")
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -56,6 +59,7 @@ class Server:
         config = Path(self._folder.name) / "serve.json"
         config.write_text(json.dumps(_serve_config(workload, arguments, port)))
         environment = os.environ | ENVIRONMENT | serve_environment(AppConfig()) | {"PYTHONPATH": str(ROOT)}
+        environment |= variables or {}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [Path(sys.executable).with_name("serve"), "run", config],
@@ -118,6 +122,7 @@ class Server:
 
 def _serve_config(workload: Workload, arguments: dict[str, object], port: int) -> dict[str, object]:
     return {
+        "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
         "applications": [
             {

@@ -1,19 +1,20 @@
 """A group over workers that start, end and fail on demand; tests/e2e/test_group.py has real processes."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 
 from cluster import group as group_module
 from cluster.config import GroupConfig
 from cluster.group import SpeculationGroup
 from cluster.memory_plan import MemoryPlan
 from cluster.transport import Connector
+from cluster.worker_set import WorkerDiedError
 from cluster.workers.responder import TargetResponder
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import ModelMismatchError, TargetError
@@ -37,16 +38,11 @@ class Workers:
             )
             for rank in range(2)
         ]
-        self.actors = [SimpleNamespace(ping=SimpleNamespace(remote=self.ping))]
         self.is_killed = False
-        self.answers = True
         self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
-    async def ping(self) -> None:
-        if not self.answers:
-            raise ray.exceptions.RayActorError
-
-    async def wait_for_end(self) -> str:
+    async def wait_for_end(self, hang_timeout_s: float) -> str:
+        assert hang_timeout_s == CONFIG.hang_timeout_s
         return await self._reason
 
     def end(self, reason: str) -> None:
@@ -128,52 +124,54 @@ async def refusal(waiting: Awaitable[None]) -> str:
     return str(caught.value)
 
 
-async def test_a_started_group_is_healthy_and_has_the_planned_blocks_and_block_0(targets, drafts):
+async def test_a_started_group_is_available_and_has_the_planned_blocks_and_block_0(targets, drafts):
     group = await started()
-    await group.check_health()
+    assert group.is_available
     assert group.num_blocks == 40
     assert group.process_ids == {"draft": 500, "target-0": 100, "target-1": 101}
     await group.stop()
 
 
-async def test_a_group_that_was_not_started_is_not_healthy(targets, drafts):
+@pytest.mark.parametrize(("victims", "others"), [("targets", "drafts"), ("drafts", "targets")])
+async def test_workers_that_are_killed_while_the_group_starts_are_started_again(victims, others, request, caplog):
+    caplog.set_level(logging.WARNING, "cluster.group")
+    killed, spared = request.getfixturevalue(victims), request.getfixturevalue(others)
+    killed.failures = [WorkerDiedError("killed") for _ in range(4)]
+    group = await started()
+    assert group.is_available
+    assert group._remote_drafter.is_available
+    assert len(killed.versions) == 5
+    assert len(spared.versions) == 1  # it goes on loading
+    assert len(caplog.messages) == 4
+    assert "at start 4 of 5" in caplog.messages[-1]
+    await group.stop()
+
+
+async def test_the_start_fails_when_the_workers_are_killed_again_and_again(targets, drafts):
+    drafts.failures = [WorkerDiedError("killed") for _ in range(9)]
+    assert await refusal(started()) == "killed"
+    assert len(drafts.versions) == 5
+
+
+async def test_a_worker_that_fails_by_itself_is_not_started_again(targets, drafts):
+    targets.failures = [TargetError("a worker failed to start: ValueError('a bug')")]
+    assert "a bug" in await refusal(started())
+    assert len(targets.versions) == 1
+
+
+async def test_a_group_that_was_not_started_is_not_available(targets, drafts):
     group = SpeculationGroup(CONFIG, SimpleNamespace(), Connector("node 1"), owns_placement=False)
-    assert "not running" in await refusal(group.check_health())
-
-
-async def test_a_rank_that_does_not_answer_is_not_healthy(targets, drafts):
-    group = await started()
-    targets.workers[0].answers = False
-    assert "does not answer" in await refusal(group.check_health())
-    await group.stop()
-
-
-async def test_a_rank_that_does_not_answer_is_replaced_although_its_connection_holds(targets, drafts):
-    group = await started()
-    targets.workers[0].answers = False
-    await refusal(group.check_health())
-    await group.recover()
-    await group.check_health()
-    assert targets.workers[0].is_killed
-    assert len(targets.workers) == 2
-    await group.stop()
-
-
-async def test_a_rank_that_is_silent_is_not_healthy(targets, drafts, monkeypatch):
-    group = await started()
-    monkeypatch.setattr(group_module, "_PING_TIMEOUT_S", 0.0)
-    assert await refusal(group.check_health()) == "a target rank does not answer: no reply within 0 s"
-    await group.stop()
+    assert not group.is_available
 
 
 async def test_a_recovery_replaces_all_ranks_when_one_is_lost(targets, drafts):
     group = await started()
     targets.workers[0].end("killed")
     await until(lambda: not group._remote_verifier.is_available)
-    await refusal(group.check_health())
+    assert not group.is_available
     assert len(targets.workers) == 1
     await group.recover()
-    await group.check_health()
+    assert group.is_available
     assert targets.workers[0].is_killed
     assert targets.versions[1] > targets.versions[0]
     assert targets.num_blocks == [39, 39]  # the engine's block tables outlive the ranks
@@ -190,7 +188,7 @@ async def test_the_log_says_why_a_rank_ended_although_its_connection_broke_befor
     await recovering
     assert "A target rank was lost: ValueError('a bug')" in caplog.messages
     assert targets.workers[0].is_killed
-    await group.check_health()
+    assert group.is_available
     await group.stop()
 
 
@@ -201,7 +199,7 @@ async def test_the_end_of_replaced_ranks_is_ignored(targets, drafts):
     targets.workers[0].end("killed")
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    await group.check_health()
+    assert group.is_available
     await group.stop()
 
 
@@ -226,7 +224,7 @@ async def test_a_recovery_that_failed_may_be_tried_again(targets, drafts):
     targets.failures = [TargetError("no room")]
     assert await refusal(group.recover()) == "no room"
     await group.recover()
-    await group.check_health()
+    assert group.is_available
     await group.stop()
 
 
@@ -258,7 +256,7 @@ async def test_a_lost_draft_worker_is_started_again_until_it_comes_back(targets,
     assert len(drafts.num_blocks) == 4
     assert drafts.workers[0].is_killed
     assert group.process_ids["draft"] == 510
-    await group.check_health()
+    assert group.is_available
     await group.stop()
 
 
@@ -271,7 +269,7 @@ async def test_stopping_kills_all_workers_once(targets, drafts):
     targets.workers[0].is_killed = False
     await group.stop()
     assert not targets.workers[0].is_killed
-    await refusal(group.check_health())
+    assert not group.is_available
 
 
 async def test_without_a_draft_none_is_started(targets, drafts):

@@ -9,7 +9,7 @@ from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
 from cluster import worker_set
 from cluster.transport import Endpoint
-from cluster.worker_set import WorkerSet
+from cluster.worker_set import WorkerDiedError, WorkerSet
 from cluster.workers.actors import WorkerProcess
 from engine.errors import ModelError, TargetError
 
@@ -96,7 +96,7 @@ async def test_the_log_says_where_each_worker_is(workers, caplog):
 async def test_the_end_of_any_worker_is_the_end_of_the_set(workers, error, reason):
     await workers.connect(FakeConnector(), 1)
     workers.start_serving()
-    waiting = asyncio.create_task(workers.wait_for_end())
+    waiting = asyncio.create_task(workers.wait_for_end(10.0))
     await asyncio.sleep(0)
     if error is None:
         workers.actors[1].ended.set_result(None)
@@ -106,6 +106,32 @@ async def test_the_end_of_any_worker_is_the_end_of_the_set(workers, error, reaso
     workers.actors[0].ended.cancel()
 
 
+@pytest.mark.parametrize("error", [None, ray.exceptions.ActorUnavailableError("busy", None)])
+async def test_a_worker_that_does_not_answer_a_ping_is_at_its_end(workers, monkeypatch, error):
+    """An error is an answer of Ray, which tells later whether the worker has ended."""
+    monkeypatch.setattr(worker_set, "_PING_PERIOD_S", 0.0)
+    num_pings = 0
+
+    class Ping:
+        """Answers, then fails or answers, then is silent."""
+
+        async def remote(self):
+            nonlocal num_pings
+            num_pings += 1
+            if num_pings == 2 and error is not None:
+                raise error
+            if num_pings > 3:
+                await asyncio.Event().wait()
+
+    workers.actors[0].ping = workers.actors[1].ping = Ping()
+    await workers.connect(FakeConnector(), 1)
+    workers.start_serving()
+    assert await workers.wait_for_end(0.01) == "it did not answer for 0.01 s"
+    assert num_pings >= 4
+    for actor in workers.actors:
+        actor.ended.cancel()
+
+
 def test_the_reason_for_a_death_is_what_ray_says_after_the_details():
     context = ActorDiedErrorContext(
         error_message="The process has died. Exit code 2. Some common causes include: (1) memory.",
@@ -113,8 +139,8 @@ def test_the_reason_for_a_death_is_what_ray_says_after_the_details():
         actor_id=b"0" * 16,
         pid=9,
     )
-    assert worker_set._cause_of_death(ray.exceptions.ActorDiedError(context)) == "The process has died. Exit code 2."
-    assert "died unexpectedly" in worker_set._cause_of_death(ray.exceptions.ActorDiedError())
+    assert worker_set._reason(ray.exceptions.ActorDiedError(context)) == "The process has died. Exit code 2."
+    assert "died unexpectedly" in worker_set._reason(ray.exceptions.ActorDiedError())
 
 
 async def test_killing_closes_the_links_first(workers, monkeypatch):
@@ -142,7 +168,7 @@ def test_ranks_on_several_nodes_are_warned_of(node_ids, num_warnings, caplog):
     [
         (ModelError("no such model"), ModelError, "^no such model$"),
         (ValueError("wrong shape"), TargetError, r"a worker failed to start: ValueError\('wrong shape'\)"),
-        (None, TargetError, "^a worker died while starting: The actor died.$"),
+        (None, WorkerDiedError, "^a worker died while starting: The actor died.$"),
     ],
 )
 async def test_errors_of_ray_become_ours(cause, error, message):
@@ -153,3 +179,27 @@ async def test_errors_of_ray_become_ours(cause, error, message):
         result.set_exception(ray.exceptions.RayTaskError("load", "traceback", cause))
     with pytest.raises(error, match=message):
         await worker_set._results([result])
+
+
+FAILURE = ray.exceptions.RayTaskError("load", "traceback\nValueError: closed by peer", ValueError("closed by peer"))
+
+
+async def test_a_rank_that_fails_because_another_was_killed_is_no_failure_of_its_own():
+    failed, killed = (asyncio.get_running_loop().create_future() for _ in range(2))
+    failed.set_exception(FAILURE)
+    asyncio.get_running_loop().call_later(0.01, killed.set_exception, ray.exceptions.ActorDiedError())
+    with pytest.raises(WorkerDiedError, match="died unexpectedly"):
+        await worker_set._results([failed, killed])
+
+
+@pytest.mark.parametrize(
+    "error", [FAILURE, ray.exceptions.ActorDiedError(FAILURE)], ids=["raised by a method", "raised by the constructor"]
+)
+async def test_what_a_worker_raises_itself_is_no_death(error, monkeypatch):
+    monkeypatch.setattr(worker_set, "_DEATH_NOTICE_S", 0.0)
+    failed, loading = (asyncio.get_running_loop().create_future() for _ in range(2))
+    failed.set_exception(error)
+    with pytest.raises(TargetError, match="closed by peer") as caught:
+        await worker_set._results([failed, loading])
+    assert not isinstance(caught.value, WorkerDiedError)
+    loading.cancel()

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 import torch
@@ -22,6 +23,7 @@ from engine.protocols import NoDrafter
 from engine.sampling.params import SamplingParams
 from engine.verification.verifier import ModelVerifier
 from tests.cluster.models import save_llama
+from tests.faults.server import title_of
 
 pytestmark = pytest.mark.e2e
 
@@ -129,7 +131,7 @@ async def running(config: GroupConfig) -> AsyncIterator[SpeculationGroup]:
 @pytest.fixture(scope="module")
 async def group(config: GroupConfig, request: pytest.FixtureRequest) -> AsyncIterator[SpeculationGroup]:
     """A group of so many ranks; tests of the same number share it, because starting processes takes seconds."""
-    config = replace(config, tensor_parallel_size=request.param, draft_timeout_s=2.0)
+    config = replace(config, tensor_parallel_size=request.param, draft_timeout_s=2.0, hang_timeout_s=5.0)
     async with running(config) as group:
         yield group
 
@@ -169,7 +171,7 @@ async def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None
 @ANY_RANKS
 async def test_any_number_of_ranks_writes_the_text_of_one_process(group: SpeculationGroup, expected: Text) -> None:
     generation = generate(group)
-    await group.check_health()
+    assert group.is_available
     await generation.run()
     assert generation.text == expected
     assert generation.engine.stats.num_accepted_tokens > 0
@@ -219,15 +221,54 @@ async def test_a_killed_rank_fails_the_round_and_recovery_goes_on_with_the_text(
         os.kill(before[victim], signal.SIGKILL)
         with pytest.raises(TargetError):
             await generation.run()
-        with pytest.raises(TargetError):
-            await group.check_health()
+        assert not group.is_available
         generation.engine.reset()
         await group.recover()
-        await group.check_health()
+        assert group.is_available
         assert not is_alive(before["target-0"])
         assert not is_alive(before["target-1"])
     await generation.run()
     assert generation.text == expected
+
+
+@TWO_RANKS
+async def test_a_stopped_rank_is_lost_after_the_configured_time(group: SpeculationGroup, expected: Text) -> None:
+    generation = generate(group)
+    await generation.run(until=lambda: generation.num_tokens > 40)
+    stopped = group.process_ids["target-1"]
+    os.kill(stopped, signal.SIGSTOP)
+    async with asyncio.timeout(group.config.hang_timeout_s + 5):
+        with pytest.raises(TargetError, match="did not answer for"):
+            await generation.run()
+    generation.engine.reset()
+    await group.recover()
+    assert not is_alive(stopped)
+    await generation.run()
+    assert generation.text == expected
+
+
+@pytest.mark.parametrize(("victim", "num_workers"), [("DraftWorker", 1), ("TargetWorker", 2)])
+async def test_workers_that_are_killed_while_the_group_starts_are_started_again(
+    config: GroupConfig, expected: Text, victim: str, num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    starting = asyncio.create_task(SpeculationGroup.start(replace(config, tensor_parallel_size=2)))
+    await wait_for(lambda: len(worker_ids(victim)) == num_workers)
+    first = worker_ids(victim)
+    os.kill(first[-1], signal.SIGKILL)
+    group = await starting
+    try:
+        assert "was killed at start 1 of 5" in caplog.text
+        assert not any(map(is_alive, first))
+        generation = generate(group)
+        await generation.run()
+        assert generation.text == expected
+    finally:
+        await group.stop()
+
+
+def worker_ids(class_name: str) -> list[int]:
+    """Return the process ids of this cluster's workers of a class; Ray puts it into their titles."""
+    return [process.pid for process in psutil.Process().children(recursive=True) if class_name in title_of(process)]
 
 
 async def test_models_that_do_not_share_a_vocabulary_are_refused(config: GroupConfig, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
-"""Processes are killed or stopped under streams; what the clients receive is compared with a run without faults.
+"""Processes are killed or stopped under load; what the clients receive is compared with a run without faults.
 
-In reading order: `streams` (eight seeded requests and what comes back), `server` (the application, and its processes by
-name), `faults` (whom each fault hits, and how), `trial` (one fault under the streams). `python -m tests.faults report`
-prints a table of all faults.
+In reading order: `streams` (eight seeded requests and what comes back), `server` (the application, its processes by
+name), `nodes` (the same on several nodes), `faults` (whom each fault hits, how), `trial` (one fault under the streams),
+`report` (all faults in a table); `load` (clients that never stop), `chaos` (a fault every second or two), `leftovers`
+(what a server leaves behind), `soak` (these three together). `python -m tests.faults` runs them.
 """

@@ -1,66 +1,39 @@
-"""python -m tests.faults report: every fault under eight seeded streams, and what their clients saw."""
+"""python -m tests.faults: processes are killed or stopped under load.
+
+report    every fault under eight seeded streams, and what their clients saw
+soak      a random fault every second or two under mixed load: texts, hangs, counters, what is left behind
+"""
 
 import argparse
-import asyncio
 import sys
+from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from tests.faults.faults import FAULTS
-from tests.faults.server import FaultServer
-from tests.faults.trial import Trial, run_reference, run_trial
-
-
-def report(console: Console, names: list[str], *, num_trials: int, seed: int) -> int:
-    """Run the faults one after the other and print a table; return 1 if any stream differs or anything is left."""
-    table = Table(title="8 seeded streams of up to 400 tokens; times are medians over the trials")
-    for column in ("fault", "trials", "same content", "when sent again", "longest gap", "new request answered after"):
-        table.add_column(column)
-    problems: list[str] = []
-    server = FaultServer()
-    try:
-        reference = asyncio.run(run_reference(server))
-        for name in names:
-            trials = []
-            for number in range(num_trials):
-                trials.append(asyncio.run(run_trial(server, FAULTS[name], reference, seed + number)))
-                if not FAULTS[name].cuts_streams:
-                    problems += [f"{name}: stream {index} differs" for index in trials[-1].differing]
-                    problems += [f"{name}: {error}" for error in trials[-1].errors]
-                problems += [f"{name}: stream {index} differs again" for index in trials[-1].differing_again]
-                problems += [f"{name}: {gauge} is {value}" for gauge, value in server.what_is_left().items()]
-            table.add_row(*_row(trials))
-    finally:
-        server.stop()
-    console.print(table)
-    for problem in problems:
-        console.print(problem)
-    return bool(problems)
-
-
-def _row(trials: list[Trial]) -> tuple[str, ...]:
-    num_streams = sum(len(trial.streams) for trial in trials)
-    num_differing = sum(len(trial.differing) for trial in trials)
-    num_equal_again = num_differing - sum(len(trial.differing_again) for trial in trials)
-    again = f"{num_equal_again} of {num_differing}" if num_differing else "-"
-    gap_s, back_s = (
-        sorted(getattr(trial, name) for trial in trials)[len(trials) // 2] for name in ("longest_gap_s", "back_after_s")
-    )
-    name = trials[0].fault.name
-    equal = f"{num_streams - num_differing} of {num_streams}"
-    return name, str(len(trials)), equal, again, f"{gap_s:.1f} s", f"{back_s:.1f} s"
+from tests.faults.report import report
+from tests.faults.soak import soak
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("command", choices=["report"])
-    parser.add_argument("--fault", action="append", choices=[*FAULTS], help="only this one; may be repeated")
-    parser.add_argument("--trials", type=int, default=1, help="how often each fault is tried")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments at which faults come")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__, formatter_class=raw)
+    commands = parser.add_subparsers(dest="command", required=True)
+    reporting = commands.add_parser("report")
+    reporting.add_argument("--fault", action="append", choices=[*FAULTS], help="only this one; may be repeated")
+    reporting.add_argument("--trials", type=int, default=1, help="how often each fault is tried")
+    reporting.add_argument("--seed", type=int, default=0, help="of the moments at which faults come")
+    soaking = commands.add_parser("soak")
+    soaking.add_argument("--minutes", type=float, default=0.0)
+    soaking.add_argument("--seconds", type=float, default=0.0)
+    soaking.add_argument("--seed", type=int, default=0, help="of the faults and of the clients")
+    soaking.add_argument("--json", type=Path, help="where to write the report, too")
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 140)
+    if options.command == "soak":
+        duration_s = 60 * options.minutes + options.seconds
+        return bool(soak(duration_s or 60.0, options.seed, options.json, console).problems)
     return report(console, options.fault or [*FAULTS], num_trials=options.trials, seed=options.seed)
 
 

@@ -1,6 +1,7 @@
 """FaultServer: the bundled pair as it is served, and its processes by name."""
 
 import time
+from collections.abc import Mapping
 
 import httpx
 import psutil
@@ -17,36 +18,64 @@ GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cac
 class FaultServer(Server):
     """The application on a Ray cluster of its own."""
 
-    def __init__(self, **arguments: object) -> None:
-        """Start it with the bundled pair; `arguments` are the application's."""
+    def __init__(self, variables: Mapping[str, str] | None = None, **arguments: object) -> None:
+        """Start it with the bundled pair.
+
+        Args:
+            variables: environment variables for its processes.
+            arguments: the application's.
+        """
         pair = Workload(
             str(BUNDLED_TARGET), str(BUNDLED_DRAFT), "auto", "cpu", "auto", 1, [], [Cell(len(REQUESTS), 0.8)]
         )
-        super().__init__(pair, arguments)
+        super().__init__(pair, arguments, variables)
 
-    def process(self, name: str) -> psutil.Process:
-        """Return the process of an actor, by a part of its title; wait until there is one."""
+    @property
+    def root(self) -> psutil.Process:
+        """The process whose descendants serve."""
+        return psutil.Process(self.pid)
+
+    def process(self, name: str, position: int = 0) -> psutil.Process:
+        """Return the process of an actor, by a part of its title and by age; wait until there is one."""
         deadline = time.monotonic() + APPEAR_TIMEOUT_S
         while time.monotonic() < deadline:
-            for process in psutil.Process(self.pid).children(recursive=True):
-                try:
-                    title = " ".join(process.cmdline())
-                except psutil.NoSuchProcess:
-                    continue
-                if title.startswith("ray::") and name in title:
-                    return process
+            if len(found := self.processes(name)) > position:
+                return found[position]
             time.sleep(0.1)
         raise RuntimeError(f"no process has {name!r} in its title")
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """Return the processes of the actors that have `name` in their titles, the oldest first."""
+        titles = [(process, title_of(process)) for process in self.root.children(recursive=True)]
+        found = [process for process, title in titles if title.startswith("ray::") and name in title]
+        return sorted(found, key=lambda process: process.pid)
+
+    def counts_by(self, name: str, label: str) -> dict[str, float]:
+        """Return the samples of one name by the value of a label."""
+        totals: dict[str, float] = {}
+        for sample, value in self._samples():
+            if sample.startswith(f"{name}{{"):
+                key = sample.partition(f'{label}="')[2].partition('"')[0]
+                totals[key] = totals.get(key, 0.0) + value
+        return totals
 
     def metrics(self) -> dict[str, float]:
         """Return the samples of `/metrics`; those of one name are added."""
         totals: dict[str, float] = {}
-        for line in httpx.get(f"{self.url}/metrics").raise_for_status().text.splitlines():
-            if not line.startswith("#"):
-                name, _, value = line.rpartition(" ")
-                name = name.partition("{")[0]
-                totals[name] = totals.get(name, 0.0) + float(value)
+        for sample, value in self._samples():
+            name = sample.partition("{")[0]
+            totals[name] = totals.get(name, 0.0) + value
         return totals
+
+    def _samples(self) -> list[tuple[str, float]]:
+        lines = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text.splitlines()
+        pairs = [line.rpartition(" ") for line in lines if not line.startswith("#")]
+        return [(sample, float(value)) for sample, _, value in pairs]
+
+    @property
+    def log(self) -> str:
+        """What the server has written so far."""
+        return self._log.read_text()
 
     @property
     def num_resubmissions(self) -> float:
@@ -62,3 +91,11 @@ class FaultServer(Server):
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.1)
+
+
+def title_of(process: psutil.Process) -> str:
+    """Return a process's command line, which is the title that it has given itself; empty if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""

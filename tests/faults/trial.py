@@ -51,6 +51,14 @@ class Trial:
         """The errors that clients got."""
         return [stream.error for stream in self.streams if stream.error is not None]
 
+    @property
+    def problems(self) -> list[str]:
+        """What must not be: a difference, unless the connection was cut; then, a difference when it is sent again."""
+        problems = [f"stream {index} differs when it is sent again" for index in self.differing_again]
+        if not self.fault.cuts_streams:
+            problems += [f"stream {index} differs" for index in self.differing] + self.errors
+        return problems
+
 
 async def run_reference(server: FaultServer) -> Reference:
     """Run the streams twice, the first time to fill caches."""
@@ -67,7 +75,7 @@ async def run_trial(server: FaultServer, fault: Fault, reference: Reference, see
     async with open_session(server.url) as session:
         running = asyncio.create_task(receive_all(session))
         await asyncio.sleep(delay_s)
-        await asyncio.to_thread(fault.strike, server)
+        fault.strike(await asyncio.to_thread(server.process, fault.process, fault.position))
         back_after_s = await _probe(session)
         streams = await running
         pairs = enumerate(zip(streams, reference.streams, strict=True))

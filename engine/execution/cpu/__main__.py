@@ -1,7 +1,11 @@
 """Compiles models before they are served: `python -m engine.execution.cpu MODEL_DIRECTORY...`."""
 
 import argparse
+import os
+import signal
 import sys
+import threading
+import time
 
 import torch
 
@@ -10,6 +14,9 @@ from engine.errors import PacelineError
 from engine.execution.cpu.backend import load_cpu
 from engine.execution.registry import resolve_dtype
 
+_END_S = 5.0
+"""How long this process may take to remove its files."""
+
 
 def main() -> None:
     """Compile models that are not in the cache yet."""
@@ -17,13 +24,26 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL_DIRECTORY")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--revision")
+    parser.add_argument("--until-input-ends", action="store_true", help="end when standard input does")
     options = parser.parse_args()
+    if options.until_input_ends:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("it was ended"))  # which removes temporary files
+        threading.Thread(target=_end_with_input, name="waiting for the input's end", daemon=True).start()
     for path in options.models:
         config = ModelConfig(path, dtype=options.dtype, device="cpu", revision=options.revision)
         try:
             load_cpu(config, resolve_dtype(config.dtype, torch.device("cpu")), None).compile()
         except (PacelineError, OSError) as error:
             sys.exit(f"{path}: {error}")
+
+
+def _end_with_input() -> None:
+    """Wait until standard input ends, then end this process and the compilers that it has started."""
+    while os.read(0, 1):  # not sys.stdin, whose lock an interpreter that ends must have
+        pass
+    os.killpg(0, signal.SIGTERM)
+    time.sleep(_END_S)
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

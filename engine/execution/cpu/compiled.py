@@ -5,6 +5,8 @@ call. One package serves every batch, because the numbers of rows, tokens and pl
 code only and uses the loaded model's weights.
 """
 
+import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +22,7 @@ from engine.execution.cpu.traced import TracedContext
 from engine.models.causal_lm import forward
 from engine.sampling import noise
 from engine.sampling.noise import Draws
+from engine.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -132,7 +135,27 @@ def _open(path: Path) -> torch._C._aoti.AOTIModelPackageLoader:
     That check starts several processes. Here the instructions are part of a package's path.
     """
     run_single_threaded, num_runners, device_index = False, 1, -1
-    return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", run_single_threaded, num_runners, device_index)
+    with _removing_temporary_files():
+        return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", run_single_threaded, num_runners, device_index)
+
+
+@contextlib.contextmanager
+def _removing_temporary_files() -> Iterator[None]:
+    """Remove the files that a package is unpacked to, once it has been loaded.
+
+    The loader removes them when it is destroyed, but workers are killed: each one would leave megabytes behind.
+    """
+    variable = "TMPDIR"
+    before = os.environ.get(variable)
+    with scratch_folder() as folder:
+        os.environ[variable] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = before
 
 
 class CompiledForward:

@@ -174,29 +174,36 @@ def _check_symbolic(program: torch.export.ExportedProgram, shapes: tuple[Any, ..
 
 
 class Compiling:
-    """A background process that compiles a model, and a thread that waits for it."""
+    """A background process that compiles a model, and a thread that waits for it.
+
+    The process reads a pipe whose other end only this process has, so it ends when this process ends, even if that is
+    killed. Otherwise every worker that is replaced would leave one more model in memory behind.
+    """
 
     def __init__(self, config: ModelConfig, dtype: str, ready: Callable[[], None]) -> None:
         """Start the process; a thread calls `ready` when it has succeeded, or logs its failure."""
         # Absolute, because the process runs in another folder.
         directory = str(model_directory(config).resolve())
         self._ready = ready
+        reading, self._held_open = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "engine.execution.cpu", directory, "--dtype", dtype],
+            [sys.executable, "-m", "engine.execution.cpu", directory, "--dtype", dtype, "--until-input-ends"],
             cwd=Path(__file__).parents[3],
             env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
+            stdin=reading,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
         )
+        os.close(reading)
         os.setpriority(os.PRIO_PROCESS, self._process.pid, 10)
         threading.Thread(target=self._wait, daemon=True, name="compiling").start()
 
     def _wait(self) -> None:
         started = time.monotonic()
         _, errors = self._process.communicate()
+        os.close(self._held_open)
         if self._process.returncode:
             reason = (errors.strip().splitlines() or [f"exit status {self._process.returncode}"])[-1]
             logger.warning("Serving eagerly, compiling failed: %s", reason)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import struct
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from selectors import EVENT_READ, DefaultSelector, SelectorKey
@@ -202,7 +203,7 @@ def test_with_too_long_a_path_clients_connect_by_tls(
 ) -> None:
     long = tmp_path / ("x" * 100)
     os.mkdir(long)
-    monkeypatch.setattr(listener_module.tempfile, "tempdir", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
     with contextlib.closing(Listener("127.0.0.1", NODE_ID, credentials.certificate)) as listener:
         monkeypatch.undo()
         assert listener.endpoint.path == ""

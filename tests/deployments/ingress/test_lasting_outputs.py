@@ -239,7 +239,9 @@ async def test_the_deadline_is_that_of_the_first_submission(rig: Rig) -> None:
     await outputs.close()
 
 
-async def test_a_request_that_no_router_takes_ends_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_that_no_router_takes_ends_at_its_deadline_and_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(lasting_outputs, "GRACE_S", 0.01)
     waiting = LastingOutputs(generation(timeout_s=0.02), lambda _: Fixed(), lambda _: None)
     with pytest.raises(TimeoutError, match=r"longer than 0\.02 s"):
@@ -247,6 +249,7 @@ async def test_a_request_that_no_router_takes_ends_at_its_deadline(monkeypatch: 
     refused = LastingOutputs(generation(timeout_s=0.02), lambda _: Fixed(error=LOSSES[3]), lambda _: None)
     with pytest.raises(TimeoutError, match=r"longer than 0\.02 s"):
         await refused.next()
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
 
 
 async def test_a_request_that_ends_every_router_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

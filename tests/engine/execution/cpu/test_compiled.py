@@ -1,5 +1,7 @@
 """Compiled passes: the same logits and caches as the eager ones, whole and in pieces."""
 
+import os
+
 import pytest
 import torch
 from transformers import MistralConfig
@@ -7,7 +9,16 @@ from transformers import MistralConfig
 from engine.config import ModelConfig
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cpu import packages as compilation
-from engine.execution.cpu.compiled import PIECE_LENGTH, CompiledForward, CompileError, can_run, example, pieces, samples
+from engine.execution.cpu.compiled import (
+    PIECE_LENGTH,
+    CompiledForward,
+    CompileError,
+    can_run,
+    example,
+    load_noise,
+    pieces,
+    samples,
+)
 from engine.execution.registry import load_backend
 from tests.engine.execution.cpu.batches import assert_same_caches, both_caches, mixed_rows
 from tests.engine.tiny import SIZES, save
@@ -38,6 +49,18 @@ def test_pieces_compute_what_the_whole_batch_does(window, tmp_path):
     assert sum(lengths) == len(batch.token_ids)
     assert (found - expected).abs().max() < 1e-4
     assert_same_caches(kv, others)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_loaded_package_leaves_no_temporary_files(tmp_path, monkeypatch):
+    """A worker that is killed cannot remove them."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    compilation.compile_once(compilation.noise_path(), compilation.compile_noise)
+    load_noise(compilation.noise_path())
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")] == []
+    assert os.environ["TMPDIR"] == str(tmp_path)
 
 
 @pytest.mark.slow

@@ -1,9 +1,11 @@
 """The command that compiles models ahead of serving."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -23,6 +25,16 @@ def test_a_model_that_does_not_exist_ends_it_with_one_line(tmp_path):
     assert process.stderr.startswith(f"{path}: model directory {path} does not exist, ")
     assert process.stderr.count("\n") == 1
     assert process.stdout == ""
+
+
+def test_an_error_is_its_last_line_although_its_input_goes_on(tmp_path):
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "engine.execution.cpu", str(tmp_path / "nowhere"), "--until-input-ends"]
+    process = subprocess.run(command, cwd=ROOT, stdin=reading, capture_output=True, text=True, timeout=120)
+    os.close(reading)
+    os.close(writing)
+    assert process.returncode == 1
+    assert process.stderr.count("\n") == 1
 
 
 def call(monkeypatch, *arguments):
@@ -48,3 +60,37 @@ def test_a_model_that_cannot_be_compiled_is_named_with_the_reason(error, target_
     with pytest.raises(SystemExit) as end:
         call(monkeypatch, target_path)
     assert end.value.code == f"{target_path}: {error}"
+
+
+COMPILING_FOR_EVER = """
+import subprocess, tempfile
+from engine.execution.cpu import __main__ as command
+
+def compile_for_ever(*_):
+    with tempfile.TemporaryDirectory():
+        subprocess.run(["sh", "-c", "echo $$; exec sleep 1000"])
+
+command.load_cpu = compile_for_ever
+command.main()
+"""
+
+
+def test_it_ends_with_its_compilers_and_files_when_its_input_ends(target_path, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMPILING_FOR_EVER, target_path, "--until-input-ends"],
+        cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    compiler = psutil.Process(int(process.stdout.readline()))
+    assert len([*tmp_path.iterdir()]) == 1
+    process.stdin.close()
+    assert process.wait(30) == 1
+    psutil.wait_procs([compiler], timeout=30)
+    assert not compiler.is_running()
+    assert [*tmp_path.iterdir()] == []
+    process.stdout.close()

@@ -1,5 +1,6 @@
 """Packages: what they depend on, where they are kept, who makes them, and what cannot become one."""
 
+import os
 import re
 import sys
 import threading
@@ -154,7 +155,20 @@ def test_a_process_of_its_own_compiles_the_same_model_with_one_thread(interprete
     packages.Compiling(ModelConfig("model"), "bfloat16", is_ready.set)
     assert is_ready.wait(30)
     arguments = (tmp_path / "arguments").read_text().split()
-    assert arguments == ["-m", "engine.execution.cpu", f"{tmp_path}/model", "--dtype", "bfloat16", "1"]
+    options = ["--dtype", "bfloat16", "--until-input-ends"]
+    assert arguments == ["-m", "engine.execution.cpu", f"{tmp_path}/model", *options, "1"]
+
+
+def test_its_input_ends_no_sooner_than_this_process(interpreter, tmp_path):
+    interpreter(f"cat; touch {tmp_path}/ended")
+    is_ready = threading.Event()
+    compiling = packages.Compiling(ModelConfig(str(tmp_path)), "float32", is_ready.set)
+    assert not is_ready.wait(0.2)
+    assert compiling._process.poll() is None
+    held_open, compiling._held_open = compiling._held_open, os.dup(0)
+    os.close(held_open)
+    assert is_ready.wait(30)
+    assert (tmp_path / "ended").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,98 @@
+"""Belongings: what the processes of one server have opened, and what is left of it after the server has ended."""
+
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from tests.faults.server import FaultServer, title_of
+
+_MARK = "PACELINE_FAULT_SERVER"
+SHARED_MEMORY = "/dev/shm/"
+_NOT_OURS = ("ray", "pymp-", "torchinductor_")
+"""Ray's sessions and its dashboard's folders, and torch's cache."""
+END_S = 10.0
+"""How long the last of Ray's helpers may take to notice that their parents have ended."""
+ROLES = ("DraftWorker", "TargetWorker", ":Router", ":Ingress", "ServeController", "ProxyActor")
+
+
+class Belongings:
+    """Everything that a server's processes have, found by a variable in their environment and by their own folder."""
+
+    def __init__(self) -> None:
+        self._mark = secrets.token_hex(8)
+        self._folder = tempfile.TemporaryDirectory(prefix="soak-")
+        self._shared: set[str] = set()
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """The environment variables that a server must get."""
+        return {_MARK: self._mark, "TMPDIR": self._folder.name}
+
+    def note(self) -> None:
+        """Note the shared memory that is in use now."""
+        for process in self.processes():
+            self._shared |= _shared_memory_of(process)
+
+    def processes(self) -> list[psutil.Process]:
+        """Return the server's processes, those included whose parents have ended."""
+        return [process for process in psutil.process_iter() if self._is_mine(process)]
+
+    def left(self) -> list[str]:
+        """Return what is still there, and remove the folder."""
+        deadline = time.monotonic() + END_S
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(0.2)
+        found = [f"process {process.pid}: {title_of(process)[:80]}" for process in self.processes()]
+        found += [f"shared memory: {path}" for path in sorted(self._shared) if os.path.exists(path)]
+        names = sorted(path.name for path in Path(self._folder.name).iterdir())
+        found += [f"temporary file: {name}" for name in names if not name.startswith(_NOT_OURS)]
+        self._folder.cleanup()
+        return found
+
+    def _is_mine(self, process: psutil.Process) -> bool:
+        try:
+            return process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+
+def count_roles(server: FaultServer) -> dict[str, int]:
+    """Return how many processes do each part of the work."""
+    return {role: len(server.processes(role)) for role in ROLES}
+
+
+def half_closed(server: FaultServer) -> list[str]:
+    """Return the connections that the other side has closed and this one has forgotten."""
+    found = []
+    for role in ROLES:
+        for process in server.processes(role):
+            connections = process.net_connections("tcp")
+            number = sum(connection.status == psutil.CONN_CLOSE_WAIT for connection in connections)
+            if number:
+                found.append(f"{number} half-closed connections of {role}")
+    return found
+
+
+def count_files(server: FaultServer, role: str) -> int:
+    """Return how many files and sockets the processes of a role have open."""
+    return sum(process.num_fds() for process in server.processes(role))
+
+
+def _shared_memory_of(process: psutil.Process) -> set[str]:
+    return {path for path in _open_paths(process.pid) if path.startswith(SHARED_MEMORY)}
+
+
+def _open_paths(pid: int) -> Iterator[str]:
+    """Yield the paths that a process maps or has open; nothing once it has ended."""
+    try:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            yield line[line.find("/") :] if "/" in line else ""
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            yield os.readlink(link)
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return

@@ -1,0 +1,69 @@
+"""NodeServer: the application on several nodes, which are processes of this machine."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import psutil
+from ray.cluster_utils import Cluster
+
+from deployments.config import AppConfig
+from deployments.environment import serve_environment
+from tests.faults.faults import Setup
+from tests.faults.server import FaultServer
+
+_STORE_BYTES = 80 * 2**20
+
+
+class NodeServer(FaultServer):
+    """A head for Serve, the Ingress and the proxy, and nodes with room for one speculation group each."""
+
+    def __init__(self, num_target_nodes: int) -> None:
+        """Start the nodes, and the application on them."""
+        variables = serve_environment(AppConfig())
+        with _environment(variables):
+            self._cluster = Cluster()
+            for pool, num_cpus in (("head", 4), *[("target", 1)] * num_target_nodes):
+                self._cluster.add_node(
+                    num_cpus=num_cpus,
+                    labels={"pool": pool},
+                    object_store_memory=_STORE_BYTES,
+                    include_dashboard=False,
+                )
+            self._cluster.wait_for_nodes()
+        variables |= {"RAY_ADDRESS": self._cluster.address}
+        pool = {"pool": "target"}
+        try:
+            super().__init__(variables, label_selector={"target": pool, "draft": pool})
+        except BaseException:
+            self._cluster.shutdown()
+            raise
+
+    @property
+    def root(self) -> psutil.Process:
+        """This process, which has started the nodes."""
+        return psutil.Process()
+
+    def stop(self) -> None:
+        """Stop the application and the nodes."""
+        super().stop()
+        self._cluster.shutdown()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Let the processes that are started meanwhile have the variables."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def open_server(setup: Setup, num_trials: int) -> FaultServer:
+    """Return a server on which faults that need this setup can be tried so often."""
+    if setup == "several nodes":
+        return NodeServer(1 + num_trials)
+    return FaultServer(tensor_parallel_size=2 if setup == "two ranks" else 1)

@@ -1,0 +1,161 @@
+"""The chaos soak: random faults under mixed load; no text changes, nothing hangs, and nothing is left behind."""
+
+import asyncio
+import json
+import random
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import quantiles
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.faults.chaos import BURST_SIZES, Chaos
+from tests.faults.leftovers import Belongings, count_files, count_roles, half_closed
+from tests.faults.load import Load
+from tests.faults.server import FaultServer
+from tests.faults.streams import open_session
+
+NUM_CLIENTS = 8
+MAX_NUM_SEQS = 8
+MAX_QUEUED_REQUESTS = 32
+"""Small, so that bursts are refused."""
+HANG_TIMEOUT_S = 6.0
+SETTLE_S = 60.0
+"""How long processes that were killed last may take to be replaced."""
+NOTE_S = 2.0
+SHOWN = 20
+"""Problems printed; the JSON has all."""
+MORE_FILES = 16
+"""By how many open files a process may have grown; a leak of one per request is hundreds."""
+
+
+@dataclass(slots=True)
+class SoakReport:
+    """What was done to the server, what its clients saw, and what was left.
+
+    Attributes:
+        requests: of the clients, by how they ended.
+        counters: the server's own counts of requests.
+        restarts: how often a target was restarted, and requests were sent to a Router again.
+        problems: every invariant that does not hold, in words.
+    """
+
+    duration_s: float
+    seed: int
+    faults: dict[str, int] = field(default_factory=dict)
+    num_missed: int = 0
+    requests: dict[str, int] = field(default_factory=dict)
+    median_s: float = 0.0
+    slowest_percent_s: float = 0.0
+    longest_gap_s: float = 0.0
+    counters: dict[str, float] = field(default_factory=dict)
+    resubmissions: dict[str, float] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def show(self, console: Console) -> None:
+        """Print the tables and the problems."""
+        table = Table(title=f"{self.duration_s:g} s of chaos, seed {self.seed}")
+        for column in ("faults", "", "clients' requests", "", "server's counters", ""):
+            table.add_column(column)
+        columns = [
+            [*sorted(self.faults.items()), ("process was just being replaced", self.num_missed)],
+            [
+                *self.requests.items(),
+                ("median", f"{self.median_s:.2f} s"),
+                ("99 of 100 within", f"{self.slowest_percent_s:.1f} s"),
+                ("longest gap", f"{self.longest_gap_s:.1f} s"),
+            ],
+            [*self.counters.items(), *((f"sent again: {reason}", n) for reason, n in self.resubmissions.items())],
+        ]
+        for row in range(max(map(len, columns))):
+            cells = [column[row] if row < len(column) else ("", "") for column in columns]
+            table.add_row(
+                *(f"{entry:g}" if isinstance(entry, float) else str(entry) for cell in cells for entry in cell)
+            )
+        console.print(table)
+        for problem in self.problems[:SHOWN] or ["nothing differs, hangs or is left behind"]:
+            console.print(problem[:1000], markup=False)
+        if len(self.problems) > SHOWN:
+            console.print(f"and {len(self.problems) - SHOWN} more problems")
+
+
+def soak(duration_s: float, seed: int, json_path: Path | None, console: Console) -> SoakReport:
+    """Run the chaos and print the report; with a path, write it as JSON, and the server's log beside it."""
+    report = SoakReport(duration_s, seed)
+    belongings = Belongings()
+    server = FaultServer(belongings.variables, max_num_seqs=MAX_NUM_SEQS, max_queued_requests=MAX_QUEUED_REQUESTS)
+    try:
+        asyncio.run(_run(server, belongings, report))
+    finally:
+        if json_path is not None:
+            json_path.with_suffix(".log").write_text(server.log)
+        server.stop()
+    report.problems += [f"left behind: {name}" for name in belongings.left()]
+    report.show(console)
+    if json_path is not None:
+        json_path.write_text(json.dumps(asdict(report), indent=2) + "\n")
+    return report
+
+
+async def _run(server: FaultServer, belongings: Belongings, report: SoakReport) -> None:
+    choices = random.Random(report.seed)
+    async with open_session(server.url) as session:
+        load = await Load.begin(session)
+        await load.burst(BURST_SIZES[1])  # opens the connections that HAProxy and the Ingress keep
+        before = count_roles(server)
+        num_files = count_files(server, ":Ingress")
+        chaos = Chaos(server, load, choices)
+        noting = asyncio.create_task(_note(belongings))
+        striking = asyncio.create_task(chaos.run())
+        deadline = time.monotonic() + report.duration_s
+        clients = [load.be_a_client(random.Random(choices.random()), deadline) for _ in range(NUM_CLIENTS)]
+        await asyncio.gather(*clients)
+        striking.cancel()
+        await asyncio.gather(striking, return_exceptions=True)
+        await chaos.finish()
+        await load.check_all()
+        noting.cancel()
+    report.faults, report.num_missed = dict(chaos.strikes), chaos.num_missed
+    report.requests, report.longest_gap_s = dict(load.outcomes), load.longest_gap_s
+    if len(load.latencies_s) > 1:
+        cuts = quantiles(load.latencies_s, n=100)
+        report.median_s, report.slowest_percent_s = cuts[49], cuts[98]
+    report.problems += load.problems
+    report.problems += await _settled(server, before)
+    report.problems += [f"{name} is {value} at the end" for name, value in server.what_is_left().items()]
+    report.problems += half_closed(server)
+    if (more := count_files(server, ":Ingress") - num_files) > MORE_FILES:
+        report.problems.append(f"the Ingress has {more} more files open")
+    report.resubmissions = server.counts_by("paceline:resubmissions_total", "reason")
+    ended = server.counts_by("paceline:requests_ended_total", "outcome")
+    report.counters = {"started": server.metrics()["paceline:requests_started_total"], **ended}
+    report.problems += find_imbalance(report)
+
+
+def find_imbalance(report: SoakReport) -> list[str]:
+    """Return what is wrong with the server's counts."""
+    counts = {"finished": 0.0, "failed": 0.0, "aborted": 0.0, **report.counters}
+    problems = []
+    if counts["started"] != counts["finished"] + counts["failed"] + counts["aborted"]:
+        problems.append(f"requests that never ended: {report.counters}")
+    if counts["aborted"] > report.requests.get("aborted", 0):
+        problems.append(f"{counts['aborted']:g} requests were aborted, clients gave up {report.requests}")
+    return problems
+
+
+async def _settled(server: FaultServer, before: dict[str, int]) -> list[str]:
+    """Wait until there are as many processes as before; return the difference that stays."""
+    deadline = time.monotonic() + SETTLE_S
+    while (now := await asyncio.to_thread(count_roles, server)) != before:
+        if time.monotonic() > deadline:
+            return [f"{now[role]} processes of {role} instead of {before[role]}" for role in now if now != before]
+        await asyncio.sleep(0.2)
+    return []
+
+
+async def _note(belongings: Belongings) -> None:
+    while True:
+        await asyncio.to_thread(belongings.note)
+        await asyncio.sleep(NOTE_S)

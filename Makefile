@@ -12,12 +12,12 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Two test files at a time, because many tests wait for processes.
 SIDE_BY_SIDE := -n 2 --dist loadfile
 
-.PHONY: serve test check fix e2e load bench bench-peers format lint types unit avx2 integration clean
+.PHONY: serve test check fix e2e load bench bench-peers format lint types unit avx2 integration long clean
 
 serve: $(STAMP)-runtime  ## serve the bundled pair on http://127.0.0.1:8000
 	$(BIN)/python -m deployments $(ARGS)
 
-test: unit integration  ## all tests that need no GPU
+test: unit integration  ## all tests that need no GPU, but for the long ones
 
 check: format lint types unit  ## run before every commit
 
@@ -47,7 +47,7 @@ types: $(STAMP)-dev
 	$(BIN)/mypy
 
 unit: $(STAMP)-dev
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not e2e and not slow and not gpu"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not e2e and not slow and not long and not gpu"
 
 # Limits torch, oneDNN, MKL and our C++ to AVX2, to run the kernel, compile and exactness tests as on older CPUs.
 AVX2_ONLY := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TORCHINDUCTOR_CPP_MARCH=x86-64-v3
@@ -60,7 +60,10 @@ avx2: $(STAMP)-dev  ## tests that depend on vector instructions, limited to AVX2
 	if grep -qsw avx2 /proc/cpuinfo; then $(AVX2_ONLY) $(BIN)/pytest $(SIDE_BY_SIDE) -m "not gpu" $(AVX2_TESTS); fi
 
 integration: $(STAMP)-dev
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m "(e2e or slow) and not gpu"
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "(e2e or slow) and not long and not gpu"
+
+long: $(STAMP)-dev  ## rollouts, manifests and the image: a quarter of an hour or more
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "long and not gpu"
 
 clean:
 	rm -rf $(VENV) $(PEERS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

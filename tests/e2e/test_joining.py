@@ -18,7 +18,7 @@ import yaml
 
 from tests.e2e.test_app import save_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

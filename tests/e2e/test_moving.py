@@ -18,7 +18,7 @@ from deployments.config import AppConfig, Autoscaling
 from tests.e2e.test_app import save_model
 from tests.e2e.test_autoscaling import wait_until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 MAX_NUM_SEQS = 2
 STEP = 10

@@ -20,7 +20,7 @@ from deployments.config import AppConfig
 from deployments.environment import serve_environment
 from tests.e2e.test_app import save_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
 NUM_CLIENTS = 2
 NUM_SEEDS = 6

@@ -20,6 +20,7 @@ from tests.e2e.servers import Server
 from tests.k8s.monitoring import PROMETHEUS, WITHOUT_PROMETHEUS, metric_names, queries, rule_groups, write_rules
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.e2e,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(PROMETHEUS is None, reason=WITHOUT_PROMETHEUS),

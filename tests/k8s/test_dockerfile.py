@@ -58,6 +58,7 @@ def test_the_build_sees_what_it_copies_and_nothing_else() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_its_steps_install_a_server_into_an_empty_folder() -> None:
     """Only apt-get is left out, and torch comes from the index that pip has here."""
     with tempfile.TemporaryDirectory() as name:  # not pytest's, which would keep gigabytes

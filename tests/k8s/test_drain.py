@@ -12,6 +12,7 @@ from tests.k8s.manifests import K8S, build, has_kustomize, of_kind
 from tests.k8s.ray_nodes import KEY, ray_pods
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.e2e,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(not has_kustomize(), reason="kubectl builds the kustomizations"),

@@ -10,6 +10,7 @@ from tests.k8s.ray_nodes import KEY, ray_pods
 from tests.k8s.serving_rules import app_config
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.e2e,
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.skipif(not has_kustomize(), reason="kubectl builds the kustomizations"),

@@ -25,12 +25,16 @@ def reference(server):
     return reference
 
 
+IN_EVERY_RUN = {f"{process} SIGKILL" for process in ("draft", "target", "Router", "Ingress", "HTTP proxy")}
+
+
 def faults(*, cuts_streams):
     chosen = [fault for fault in FAULTS.values() if fault.cuts_streams == cuts_streams]
-    ids = [fault.name for fault in chosen]
-    return pytest.mark.parametrize(
-        ("fault", "server"), [(fault, fault.setup) for fault in chosen], ids=ids, indirect=["server"]
-    )
+    params = [
+        pytest.param(fault, fault.setup, id=fault.name, marks=[] if fault.name in IN_EVERY_RUN else pytest.mark.long)
+        for fault in chosen
+    ]
+    return pytest.mark.parametrize(("fault", "server"), params, indirect=["server"])
 
 
 @faults(cuts_streams=False)

@@ -1,4 +1,4 @@
-"""Fast passes on NVIDIA GPUs, whose bits do not depend on the batch.
+"""Fast passes on NVIDIA GPUs, made so that no bit depends on the batch.
 
 - `backend`: `CudaBackend`, which prepares the following at load.
 - `graphs`: a CUDA graph for each shape of a decoding batch.

@@ -1,7 +1,7 @@
-"""CudaBackend: compiled layers and CUDA graphs, with the same bits for a token in every batch.
+"""CudaBackend: compiled layers and CUDA graphs, made so that a token has the same bits in every batch.
 
 In 16-bit formats two tokens can have almost equal scores, and a text would depend on how a pass rounds. So nothing here
-rounds by the batch: attention splits a context in one way, matrix products never split their inner dimension, and
+is to round by the batch: attention splits a context in one way, matrix products never split their inner dimension, and
 layers are compiled once for every number of tokens.
 """
 
@@ -106,6 +106,8 @@ class CudaBackend(EagerBackend):
         except (ModelError, RuntimeError) as error:
             uncompile_layers(self.model.module)
             self._is_compiled = False
+            for kv in self._caches:
+                kv.graphs = None
             logger.warning("%s runs eagerly: %s", self.info.name, error)
 
     def _compile(self) -> None:

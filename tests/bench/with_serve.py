@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from tests.bench.figures import Batch, Timeline, since
 from tests.bench.processes import cpu_seconds, freeze, thaw
 from tests.bench.readings import Reading, split_between
 from tests.bench.workload import Cell, Workload
+from tests.e2e.servers import free_port
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -51,9 +51,7 @@ class Server:
         self, workload: Workload, arguments: dict[str, object], variables: Mapping[str, str] | None = None
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="paceline-bench-")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._log = Path(self._folder.name) / "log"
         config = Path(self._folder.name) / "serve.json"

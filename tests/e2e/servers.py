@@ -1,28 +1,57 @@
-"""`python -m deployments` as a process."""
+"""Servers for tests: `python -m deployments` as a process, and Ray with Serve for an application of this process."""
 
 import os
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+import ray
+from ray import serve
 
 ROOT = Path(__file__).parents[2]
 START_S = 180
 STOP_S = 120
 
 
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+@contextmanager
+def serve_on_ray(num_cpus: int, variables: Mapping[str, str]) -> Iterator[str]:
+    """Start Ray and Serve on a free port, and end them after the block; yield their URL.
+
+    Args:
+        num_cpus: logical ones, which may be more than there are.
+        variables: environment variables for their processes.
+    """
+    port = free_port()
+    environment = {"env_vars": {"PYTHONPATH": str(ROOT), **variables}}
+    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, runtime_env=environment)
+    try:
+        serve.start(http_options={"port": port})
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
 class Server:
     """A server process on a free port, and what it has written."""
 
     def __init__(self, log: Path, *settings: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         command = [sys.executable, "-m", "deployments", "--port", str(port), "compile=off", *settings]

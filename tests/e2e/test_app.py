@@ -4,14 +4,12 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import time
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-import ray
 import torch
 from ray import serve
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
@@ -22,6 +20,7 @@ from deployments.environment import serve_environment
 from engine.llm import LLM
 from engine.sampling.grammar import from_regex
 from engine.sampling.params import SamplingParams
+from tests.e2e.servers import serve_on_ray
 from tests.fakes import byte_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
@@ -62,14 +61,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(pair):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    root = str(Path(__file__).parents[2])
-    variables = {"PYTHONPATH": root, **serve_environment(AppConfig())}
-    ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables})
-    try:
-        serve.start(http_options={"port": port})
+    with serve_on_ray(2, serve_environment(AppConfig())) as url:
         serve.run(
             app(
                 AppConfig(
@@ -82,10 +74,7 @@ def url(pair):
                 )
             )
         )
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+        yield url
 
 
 @pytest.fixture(scope="module")

@@ -2,21 +2,19 @@
 
 import asyncio
 import json
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 import ray
 from ray import serve
-from ray.serve.context import _get_global_client
 
 from deployments.builder import app
 from deployments.config import AppConfig, Autoscaling
+from tests.e2e.replicas import router_details, routers, wait_until
+from tests.e2e.servers import serve_on_ray
 from tests.e2e.test_app import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
@@ -46,18 +44,9 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> AppConfig:
 
 @pytest.fixture(scope="module")
 def url(config: AppConfig) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {"PYTHONPATH": str(Path(__file__).parents[2]), "RAY_SERVE_PROXY_USE_GRPC": "1"}
-    ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables})
-    try:
-        serve.start(http_options={"port": port})
+    with serve_on_ray(2, {"RAY_SERVE_PROXY_USE_GRPC": "1"}) as url:
         serve.run(app(config))
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+        yield url
 
 
 @pytest.fixture
@@ -66,35 +55,11 @@ async def client(url: str) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def router_details() -> dict[str, Any]:
-    """Return what Serve's controller knows of the Routers."""
-    client = _get_global_client()
-    assert client is not None
-    details = await asyncio.to_thread(client.get_serve_details)
-    deployment: dict[str, Any] = details["applications"]["default"]["deployments"]["Router"]
-    return deployment
-
-
-async def routers() -> tuple[int, int]:
-    """Return the number of Routers that Serve's controller aims at, and of those that run."""
-    details = await router_details()
-    return details["target_num_replicas"], sum(replica["state"] == "RUNNING" for replica in details["replicas"])
-
-
 async def streams_per_router() -> list[int]:
     """Return how many requests each running Router has."""
     names = [replica["actor_name"] for replica in (await router_details())["replicas"] if replica["state"] == "RUNNING"]
     actors = [ray.get_actor(name, namespace="serve") for name in names]
     return list(await asyncio.gather(*(actor.get_num_ongoing_requests.remote() for actor in actors)))
-
-
-async def wait_until(condition: Callable[[int, int], bool], timeout_s: float = 60) -> float:
-    """Return how long it took until the numbers of Routers, aimed at and running, were as they should be."""
-    started = time.monotonic()
-    async with asyncio.timeout(timeout_s):
-        while not condition(*await routers()):
-            await asyncio.sleep(0.05)
-    return time.monotonic() - started
 
 
 async def stream(client: httpx.AsyncClient, seed: int) -> str:

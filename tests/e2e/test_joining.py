@@ -4,7 +4,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,20 +15,13 @@ import psutil
 import pytest
 import yaml
 
+from tests.e2e.servers import ROOT, free_port
 from tests.e2e.test_app import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
-ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 START_S = 120
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 class Head:

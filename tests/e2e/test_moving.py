@@ -3,20 +3,19 @@
 import asyncio
 import json
 import re
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
-import ray
 from ray import serve
 
 from deployments.builder import app
 from deployments.config import AppConfig, Autoscaling
+from tests.e2e.replicas import wait_until
+from tests.e2e.servers import serve_on_ray
 from tests.e2e.test_app import save_model
-from tests.e2e.test_autoscaling import wait_until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
@@ -39,18 +38,9 @@ def url(tmp_path: Path) -> Iterator[str]:
         stream_interval_s=0.5,
         autoscaling=Autoscaling(max_replicas=2, requests_per_replica=4),
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {"PYTHONPATH": str(Path(__file__).parents[2]), "RAY_SERVE_PROXY_USE_GRPC": "1"}
-    ray.init(address="local", num_cpus=2, include_dashboard=False, runtime_env={"env_vars": variables})
-    try:
-        serve.start(http_options={"port": port})
+    with serve_on_ray(2, {"RAY_SERVE_PROXY_USE_GRPC": "1"}) as url:
         serve.run(app(config))
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+        yield url
 
 
 async def metric(client: httpx.AsyncClient, pattern: str) -> float:

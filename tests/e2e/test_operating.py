@@ -4,11 +4,9 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
@@ -20,6 +18,7 @@ from deployments.builder import app
 from deployments.config import AppConfig, Autoscaling
 from deployments.environment import serve_environment
 from deployments.haproxy.variables import find_haproxy
+from tests.e2e.servers import serve_on_ray
 from tests.e2e.test_app import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
@@ -31,9 +30,6 @@ NUM_SCRAPES = 8
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     model = save_model(tmp_path_factory.mktemp("model"), seed=1, layers=2, hidden=32)
     config = AppConfig(
         target_model=model,
@@ -41,19 +37,12 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         served_model_name="tiny",
         dtype="float32",
         compile="off",
+        num_ingress_replicas=2,
         autoscaling=Autoscaling(min_replicas=2),
     )
-    application: Any = app(config)
-    application._bound_deployment._deployment_config.num_replicas = 2
-    variables = {"PYTHONPATH": str(Path(__file__).parents[2]), **serve_environment(config)}
-    ray.init(address="local", num_cpus=3, include_dashboard=False, runtime_env={"env_vars": variables})
-    try:
-        serve.start(http_options={"port": port})
-        serve.run(application)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        serve.shutdown()
-        ray.shutdown()
+    with serve_on_ray(3, serve_environment(config)) as url:
+        serve.run(app(config))
+        yield url
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:

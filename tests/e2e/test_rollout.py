@@ -2,22 +2,19 @@
 
 import asyncio
 import json
-import socket
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import ray
-from ray import serve
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.config import AppConfig
 from deployments.environment import serve_environment
+from tests.e2e.servers import serve_on_ray
 from tests.e2e.test_app import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
@@ -87,13 +84,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def service(request: pytest.FixtureRequest, models: dict[str, str]) -> Iterator[Service]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {"PYTHONPATH": str(Path(__file__).parents[2]), **serve_environment(AppConfig())}
-    ray.init(address="local", num_cpus=request.param, include_dashboard=False, runtime_env={"env_vars": variables})
-    try:
-        serve.start(http_options={"port": port})
+    with serve_on_ray(request.param, serve_environment(AppConfig())) as url:
         arguments = {
             "target_model": models["target"],
             "draft_model": models["draft"],
@@ -103,12 +94,9 @@ def service(request: pytest.FixtureRequest, models: dict[str, str]) -> Iterator[
             "speculation": "fixed",
             "num_speculative_tokens": 2,
         }
-        service = Service(f"http://127.0.0.1:{port}", arguments)
+        service = Service(url, arguments)
         asyncio.run(service.deploy())
         yield service
-    finally:
-        serve.shutdown()
-        ray.shutdown()
 
 
 def body(seed: int, *, stream: bool, max_tokens: int = 24) -> dict[str, Any]:

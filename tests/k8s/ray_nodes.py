@@ -1,6 +1,5 @@
 """RayPods: Ray nodes with the resources and labels of pods, and an application submitted to them as KubeRay does it."""
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
 from cluster.capacity import Node
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
+from tests.e2e.servers import free_port
 from tests.k8s.dockerfile import stage, variables
 from tests.k8s.manifests import K8S, ROOT, Manifest, cluster_of, groups_of
 from tests.k8s.serving_rules import serve_config, worker_nodes
@@ -21,14 +21,6 @@ from tests.k8s.serving_rules import serve_config, worker_nodes
 KEY = "a-key-of-this-test"
 START_S = 240
 STORE_BYTES = 80 * 2**20
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 class RayPods:

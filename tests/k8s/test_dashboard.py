@@ -3,7 +3,6 @@
 import asyncio
 import math
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.e2e.servers import Server
+from tests.e2e.servers import Server, free_port
 from tests.k8s.monitoring import PROMETHEUS, WITHOUT_PROMETHEUS, metric_names, queries, rule_groups, write_rules
 
 pytestmark = [
@@ -46,9 +45,7 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, *targets: str) -> Iterator[Prometheus]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     labels = {"namespace": "test"}
     config = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},

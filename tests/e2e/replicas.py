@@ -1,0 +1,32 @@
+"""What Serve's controller knows of the Routers of an application that this process has deployed."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ray.serve.context import _get_global_client
+
+
+async def router_details() -> dict[str, Any]:
+    """Return what Serve's controller knows of the Routers."""
+    client = _get_global_client()
+    assert client is not None
+    details = await asyncio.to_thread(client.get_serve_details)
+    deployment: dict[str, Any] = details["applications"]["default"]["deployments"]["Router"]
+    return deployment
+
+
+async def routers() -> tuple[int, int]:
+    """Return the number of Routers that Serve's controller aims at, and of those that run."""
+    details = await router_details()
+    return details["target_num_replicas"], sum(replica["state"] == "RUNNING" for replica in details["replicas"])
+
+
+async def wait_until(condition: Callable[[int, int], bool], timeout_s: float = 60) -> float:
+    """Return how long it took until the numbers of Routers, aimed at and running, were as they should be."""
+    started = time.monotonic()
+    async with asyncio.timeout(timeout_s):
+        while not condition(*await routers()):
+            await asyncio.sleep(0.05)
+    return time.monotonic() - started

@@ -102,9 +102,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         logging_config=log,
     )
     routers = with_version_of(router, router_config).bind(router_config)
-    application: Application = with_version_of(ingress, ingress_config, (*keys, str(num_ingress_replicas))).bind(
-        ingress_config, routers, keys=keys, num_replicas=num_ingress_replicas
-    )
+    application: Application = with_version_of(ingress, ingress_config, keys).bind(ingress_config, routers, keys=keys)
     return application
 
 

@@ -46,11 +46,6 @@ class Draining:
         self._drain_s = drain_s
         self._task = asyncio.create_task(self._run(), name="draining")
 
-    async def close(self) -> None:
-        """Stop waiting."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
-
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(CHECK_PERIOD_S)

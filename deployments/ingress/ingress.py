@@ -55,19 +55,14 @@ class Ingress:
         routers: DeploymentHandle[Any] | RouterHandle,
         *,
         keys: tuple[str, ...] = (),
-        num_replicas: int = 1,
     ) -> None:
-        """Load the tokenizer; requests wait until the first Router has loaded its models.
-
-        Args:
-            num_replicas: of the Ingress; each takes its share of the requests that the Routers have room for.
-        """
+        """Load the tokenizer; requests wait until the first Router has loaded its models."""
         set_log_format(config.log_format)
         self.config = config
         self._keys = keys
         if isinstance(routers, DeploymentHandle):
             host, target = ray.util.get_node_ip_address(), target_id(config.pair.target)
-            routers = await ServeRouters.open(routers, host, config.model_name, num_replicas, target=target)
+            routers = await ServeRouters.open(routers, host, config.model_name, target=target)
         self._routers: RouterHandle = routers
         self.admission = Admission(routers)
         self._readiness = Readiness(routers.states)

@@ -81,11 +81,6 @@ class Mover:
         self._task = asyncio.create_task(self._run(), name="moving waiting requests")
         self._task.add_done_callback(_report)
 
-    async def close(self) -> None:
-        """Stop."""
-        self._task.cancel()
-        await asyncio.wait([self._task])
-
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(CHECK_PERIOD_S)

@@ -69,12 +69,10 @@ class ServeRouters:
         inbox: Inbox,
         arrivals: Arrivals,
         metrics: IngressMetrics,
-        num_ingress_replicas: int,
         *,
         target: str | None = None,
     ) -> None:
         self._handle = handle
-        self._num_ingress_replicas = num_ingress_replicas
         self._capacity: int | None = None
         self._metrics = metrics
         context = serve.get_replica_context()
@@ -90,9 +88,7 @@ class ServeRouters:
         self._draining = Draining(arrivals.end)
 
     @classmethod
-    async def open(
-        cls, handle: Any, host: str, model_name: str, num_ingress_replicas: int, *, target: str | None = None
-    ) -> "ServeRouters":
+    async def open(cls, handle: Any, host: str, model_name: str, *, target: str | None = None) -> "ServeRouters":
         """Open an inbox on this node's address.
 
         Args:
@@ -101,7 +97,7 @@ class ServeRouters:
         """
         arrivals = Arrivals(LOADS)
         inbox = await Inbox.open(host, arrivals.deliver)
-        return cls(handle, inbox, arrivals, IngressMetrics(model_name), num_ingress_replicas, target=target)
+        return cls(handle, inbox, arrivals, IngressMetrics(model_name), target=target)
 
     def generate(self, request: Generation) -> Outputs:
         """Send a request to the replica that takes it, and to another one if that is lost."""
@@ -118,7 +114,7 @@ class ServeRouters:
 
     def room(self) -> float:
         """Return how many more requests this Ingress may send; no limit until a Router has said what it holds."""
-        return math.inf if self._capacity is None else LOADS.room(self._capacity, self._num_ingress_replicas)
+        return math.inf if self._capacity is None else LOADS.room(self._capacity)
 
     def retry_after_s(self) -> int:
         """Return after how many seconds clients that are refused should come again."""

@@ -75,11 +75,11 @@ class RouterLoads:
         """Return two of these Routers, chosen at random, the one with fewer requests first; or the only one."""
         return sorted(random.sample(routers, min(2, len(routers))), key=self.depth)
 
-    def room(self, capacity: int, num_ingress_replicas: int) -> float:
+    def room(self, capacity: int) -> float:
         """Return how many more requests this Ingress may take.
 
-        That is an equal share of the room that the Routers reported, less what was sent to them since. With one
-        Ingress it is all of the room there is.
+        That is an equal share of the room that the Routers reported, less what was sent to them since. Only an Ingress
+        that has sent a request to a Router has a share; as long as that is one, it has all of the room there is.
 
         Args:
             capacity: requests that one Router can hold.
@@ -90,7 +90,8 @@ class RouterLoads:
         reported = sum(load.num_requests for load in loads)
         num_sent = self._sent[None] + sum(self._sent[router] for router in self.routers)
         num_new = num_sent - sum(load.num_yours for load in loads)
-        return (total - reported) / num_ingress_replicas - num_new
+        num_ingresses = max((load.num_ingresses for load in loads), default=1)
+        return (total - reported) / num_ingresses - num_new
 
     def retry_after_s(self) -> int:
         """Return after how many seconds the Routers have probably finished what they have now."""

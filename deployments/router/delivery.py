@@ -71,9 +71,9 @@ class Delivery:
         finally:
             self._num_requests -= num_requests
 
-    def report(self, router: str, num_requests: int, drain_rate: float) -> None:
+    def report(self, router: str, num_requests: int, drain_rate: float, num_ingresses: int) -> None:
         """Tell the Ingress of this Router's queue, if that has changed or was not told for a while."""
-        load = Load(router, num_requests, self._num_requests, round(drain_rate, 1))
+        load = Load(router, num_requests, self._num_requests, round(drain_rate, 1), num_ingresses)
         now = time.monotonic()
         if self._outbox.has_room and (load != self._reported or now - self._reported_at >= HEARTBEAT_S):
             self._reported, self._reported_at = load, now
@@ -104,8 +104,9 @@ class Deliveries:
 
     def report(self, router: str, num_requests: int, drain_rate: float) -> None:
         """Tell every Ingress of this Router's queue."""
-        for delivery in self._by_address.values():
-            delivery.report(router, num_requests, drain_rate)
+        connected = [delivery for delivery in self._by_address.values() if not delivery.is_lost]
+        for delivery in connected:
+            delivery.report(router, num_requests, drain_rate, len(connected))
 
     def close(self) -> None:
         """Close all connections."""

@@ -15,9 +15,11 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
         num_requests: running and waiting, each choice of a request by itself.
         num_yours: how many of these came from the Ingress that this is sent to.
         drain_rate: requests finished per second.
+        num_ingresses: Ingress replicas that are connected to this Router.
     """
 
     router: str
     num_requests: int
     num_yours: int
     drain_rate: float
+    num_ingresses: int

@@ -98,14 +98,14 @@ def test_more_replicas_than_the_cluster_has_room_for_are_warned_of(
 def test_ingress_replicas_follow_the_cpus(num_cpus: float, num_replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": num_cpus / 2}), "b": Node({"CPU": num_cpus / 2})})
     ingress: Any = builder.app(AppConfig())._bound_deployment
-    assert ingress.num_replicas == ingress.init_kwargs["num_replicas"] == num_replicas
+    assert ingress.num_replicas == num_replicas
 
 
 def test_ingress_replicas_are_a_setting_and_need_room(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     ingress, _ = deployments(AppConfig(num_ingress_replicas=3), monkeypatch)
-    assert ingress.num_replicas == ingress.init_kwargs["num_replicas"] == 3
+    assert ingress.num_replicas == 3
     monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": 1.0})})
     message = "num_ingress_replicas is 20, but the cluster has room for 10: no node has room for an Ingress replica"
     with pytest.raises(ArgumentError, match=message):

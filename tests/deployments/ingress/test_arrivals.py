@@ -104,7 +104,7 @@ async def test_a_failure_is_raised_after_the_outputs_before_it() -> None:
 
 async def test_a_load_is_noted() -> None:
     loads = RouterLoads()
-    Arrivals(loads).deliver(encode(Load("here", 3, 1, 2.0)))
+    Arrivals(loads).deliver(encode(Load("here", 3, 1, 2.0, 1)))
     assert loads.depth("here") == 2
 
 

@@ -107,16 +107,16 @@ async def test_routers_are_asked_only_while_a_request_waits() -> None:
     await routers.has_withdrawn.wait()
     for _ in range(5):
         await asyncio.sleep(0)
-    await mover.close()
     assert (routers.num_asked, routers.withdrawn) == (1, [("a", 6)])
+    assert not mover._task.done()
 
 
 async def test_it_goes_on_when_no_router_answers() -> None:
     routers = Routers(CapacityError("no Router is running"), [report("a", 12, 8), report("b", 0)])
     mover = Mover(routers, lambda _: True)
     await routers.has_withdrawn.wait()
-    await mover.close()
     assert routers.withdrawn[0] == ("a", 6)
+    assert not mover._task.done()
 
 
 async def test_a_bug_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -32,7 +32,7 @@ def pending(*args: object) -> PendingRequest:
 def loads(monkeypatch: pytest.MonkeyPatch) -> RouterLoads:
     loads = RouterLoads()
     loads.set_routers(["a", "b"])
-    loads.report(Load("a", 5, 0, 2.0))
+    loads.report(Load("a", 5, 0, 2.0, 1))
     monkeypatch.setattr(router_loads, "LOADS", loads)
     return loads
 

@@ -88,7 +88,7 @@ def ingresses(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 async def routers(*answers: Any) -> ServeRouters:
-    return await ServeRouters.open(Handle(*answers), "127.0.0.1", "tiny", 1)
+    return await ServeRouters.open(Handle(*answers), "127.0.0.1", "tiny")
 
 
 async def test_outputs_come_from_the_router_that_took_the_request() -> None:
@@ -105,7 +105,7 @@ async def test_only_routers_of_the_same_target_are_asked(monkeypatch: pytest.Mon
     handle = Handle()
     old, new = (Description(INFO, None, ModelLimits(9, 9, 4), 9, target_id=path) for path in ("/old", "/new"))
     handle.descriptions = [old, old, new]
-    client = await ServeRouters.open(handle, "127.0.0.1", "tiny", 1, target="/new")
+    client = await ServeRouters.open(handle, "127.0.0.1", "tiny", target="/new")
     assert await client.describe() == new
     await client.generate(generation()).close()
     assert [request.target_id for request in handle.submitted] == ["/new"]

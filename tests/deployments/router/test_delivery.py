@@ -44,10 +44,32 @@ async def test_a_load_is_told_when_it_changes_and_now_and_then(monkeypatch: pyte
         while len(payloads) < 4:
             await asyncio.sleep(0.001)
     assert list(map(decode, payloads)) == [
-        Load("here", *load) for load in ((3, 2, 2.0), (4, 2, 2.0), *2 * [(4, 0, 2.0)])
+        Load("here", *load) for load in ((3, 2, 2.0, 1), (4, 2, 2.0, 1), *2 * [(4, 0, 2.0, 1)])
     ]
     deliveries.close()
     inbox.close()
+
+
+async def test_a_load_tells_how_many_ingresses_are_connected() -> None:
+    payloads: list[bytes] = []
+    inboxes = [await Inbox.open("127.0.0.1", payloads.append) for _ in range(2)]
+    deliveries = Deliveries()
+    ways = [deliveries.to(inbox.address) for inbox in inboxes]
+    for way in ways:
+        await way._outbox.room()
+    async with asyncio.timeout(10):
+        deliveries.report("here", 1, 2.0)
+        while len(payloads) < 2:
+            await asyncio.sleep(0.001)
+        inboxes[0].close()
+        while not ways[0].is_lost:
+            await asyncio.sleep(0.001)
+        deliveries.report("here", 2, 2.0)
+        while len(payloads) < 3:
+            await asyncio.sleep(0.001)
+    assert list(map(decode, payloads)) == [*2 * [Load("here", 1, 0, 2.0, 2)], Load("here", 2, 0, 2.0, 1)]
+    deliveries.close()
+    inboxes[1].close()
 
 
 async def test_outputs_of_a_round_are_one_write_in_the_order_of_their_requests() -> None:

@@ -11,8 +11,9 @@ import psutil
 
 from deployments.haproxy.variables import find_haproxy
 
-Setup = Literal["one rank", "two ranks", "several nodes"]
-"""What a server is like: a target of one rank or of two, on one node; or nodes for more than one group."""
+Setup = Literal["one rank", "two ranks", "several nodes", "Redis"]
+"""What a server is like: a target of one rank or of two, on one node; nodes for more than one group; or such
+nodes and a Redis with the state of the head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Fault:
 
     Attributes:
         name: what the report calls it.
-        process: a part of the process's title.
+        process: a part of the process's title, or the name of a program of Ray's.
         position: which of the processes with this title, the oldest first.
         resume_after_s: how long a process that is stopped (SIGSTOP) stays so; for ever if infinite.
         cuts_streams: whether the clients' connections end at this process, so that they must send requests again.
@@ -81,5 +82,6 @@ FAULTS = {
         Fault("one of two target ranks SIGKILL", "TargetWorker", setup="two ranks"),
         Fault("the other rank SIGKILL", "TargetWorker", setup="two ranks", position=1),
         Fault("node of Router and target lost", ":Router", takes_node=True, setup="several nodes"),
+        Fault("GCS SIGKILL", "gcs_server", setup="Redis"),
     )
 }

@@ -9,7 +9,6 @@ from ray.cluster_utils import Cluster
 
 from deployments.config import AppConfig
 from deployments.environment import serve_environment
-from tests.faults.faults import Setup
 from tests.faults.server import FaultServer
 
 _STORE_BYTES = 80 * 2**20
@@ -18,10 +17,17 @@ _STORE_BYTES = 80 * 2**20
 class NodeServer(FaultServer):
     """A head for Serve, the Ingress and the proxy, and nodes with room for one speculation group each."""
 
-    def __init__(self, num_target_nodes: int) -> None:
-        """Start the nodes, and the application on them."""
+    def __init__(
+        self, num_target_nodes: int, node_variables: Mapping[str, str] | None = None, **arguments: object
+    ) -> None:
+        """Start the nodes, and the application on them.
+
+        Args:
+            node_variables: environment variables for Ray's own processes.
+            arguments: the application's.
+        """
         variables = serve_environment(AppConfig())
-        with _environment(variables):
+        with _environment({**variables, **(node_variables or {})}):
             self._cluster = Cluster()
             for pool, num_cpus in (("head", 4), *[("target", 1)] * num_target_nodes):
                 self._cluster.add_node(
@@ -34,9 +40,9 @@ class NodeServer(FaultServer):
         variables |= {"RAY_ADDRESS": self._cluster.address}
         pool = {"pool": "target"}
         try:
-            super().__init__(variables, label_selector={"target": pool, "draft": pool})
+            super().__init__(variables, label_selector={"target": pool, "draft": pool}, **arguments)
         except BaseException:
-            self._cluster.shutdown()
+            self.stop_nodes()
             raise
 
     @property
@@ -47,6 +53,10 @@ class NodeServer(FaultServer):
     def stop(self) -> None:
         """Stop the application and the nodes."""
         super().stop()
+        self.stop_nodes()
+
+    def stop_nodes(self) -> None:
+        """Stop the nodes."""
         self._cluster.shutdown()
 
 
@@ -60,10 +70,3 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def open_server(setup: Setup, num_trials: int) -> FaultServer:
-    """Return a server on which faults that need this setup can be tried so often."""
-    if setup == "several nodes":
-        return NodeServer(1 + num_trials)
-    return FaultServer(tensor_parallel_size=2 if setup == "two ranks" else 1)

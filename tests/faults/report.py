@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.faults.faults import FAULTS, Setup
-from tests.faults.nodes import open_server
+from tests.faults.setups import open_server, why_not
 from tests.faults.trial import Trial, run_reference, run_trial
 
 SETUPS = get_args(Setup)
@@ -22,6 +22,9 @@ def report(console: Console, names: list[str], *, num_trials: int, seed: int) ->
     problems: list[str] = []
     faults = sorted((FAULTS[name] for name in names), key=lambda fault: SETUPS.index(fault.setup))
     for setup, group in itertools.groupby(faults, key=lambda fault: fault.setup):
+        if reason := why_not(setup):
+            console.print(f"not tried: {', '.join(fault.name for fault in group)}: {reason}")
+            continue
         server = open_server(setup, num_trials)
         try:
             reference = asyncio.run(run_reference(server))

@@ -45,9 +45,9 @@ class FaultServer(Server):
         raise RuntimeError(f"no process has {name!r} in its title")
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """Return the processes of the actors that have `name` in their titles, the oldest first."""
+        """Return the actors that have `name` in their titles, or the programs of this name, the oldest first."""
         titles = [(process, title_of(process)) for process in self.root.children(recursive=True)]
-        found = [process for process, title in titles if title.startswith("ray::") and name in title]
+        found = [process for process, title in titles if _is_called(title, name)]
         return sorted(found, key=lambda process: process.pid)
 
     def counts_by(self, name: str, label: str) -> dict[str, float]:
@@ -91,6 +91,11 @@ class FaultServer(Server):
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.1)
+
+
+def _is_called(title: str, name: str) -> bool:
+    is_actor = title.startswith("ray::")
+    return name in title if is_actor else title.partition(" ")[0].endswith(f"/{name}")
 
 
 def title_of(process: psutil.Process) -> str:

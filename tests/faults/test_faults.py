@@ -1,28 +1,57 @@
 """Every fault once, at a moment that its seed says."""
 
 import asyncio
+import time
 
+import httpx
 import pytest
 
 from tests.faults.faults import FAULTS
-from tests.faults.nodes import open_server
+from tests.faults.redis_head import GCS_DOWN_S, MAX_REPLICAS
+from tests.faults.setups import open_server, why_not
+from tests.faults.streams import open_session, receive_all
 from tests.faults.trial import run_reference, run_trial
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
-
-@pytest.fixture(scope="module")
-def server(request):
-    server = open_server(request.param, num_trials=1)
-    yield server
-    server.stop()
+RECOVERED_WITHIN_S = 90.0
 
 
 @pytest.fixture(scope="module")
-def reference(server):
-    reference = asyncio.run(run_reference(server))
-    assert all(stream.has_ended and stream.error is None for stream in reference.streams)
-    return reference
+def current():
+    """The server of the last setup and its streams without faults, for further faults of that setup."""
+    current = {}
+    yield current
+    stop(current)
+
+
+def stop(current):
+    while current:
+        current.popitem()[1][0].stop()
+
+
+@pytest.fixture
+def server_and_reference(current, fault):
+    if fault.setup not in current:
+        stop(current)
+        if reason := why_not(fault.setup):
+            pytest.skip(reason)
+        server = open_server(fault.setup, num_trials=1)
+        current[fault.setup] = server, None
+        reference = asyncio.run(run_reference(server))
+        assert all(stream.has_ended and stream.error is None for stream in reference.streams)
+        current[fault.setup] = server, reference
+    return current[fault.setup]
+
+
+@pytest.fixture
+def server(server_and_reference):
+    return server_and_reference[0]
+
+
+@pytest.fixture
+def reference(server_and_reference):
+    return server_and_reference[1]
 
 
 IN_EVERY_RUN = {f"{process} SIGKILL" for process in ("draft", "target", "Router", "Ingress", "HTTP proxy")}
@@ -31,10 +60,10 @@ IN_EVERY_RUN = {f"{process} SIGKILL" for process in ("draft", "target", "Router"
 def faults(*, cuts_streams):
     chosen = [fault for fault in FAULTS.values() if fault.cuts_streams == cuts_streams]
     params = [
-        pytest.param(fault, fault.setup, id=fault.name, marks=[] if fault.name in IN_EVERY_RUN else pytest.mark.long)
+        pytest.param(fault, id=fault.name, marks=[] if fault.name in IN_EVERY_RUN else pytest.mark.long)
         for fault in chosen
     ]
-    return pytest.mark.parametrize(("fault", "server"), params, indirect=["server"])
+    return pytest.mark.parametrize("fault", params)
 
 
 @faults(cuts_streams=False)
@@ -51,3 +80,28 @@ def test_a_request_that_was_cut_gets_the_same_content_when_it_is_sent_again(faul
     trial = asyncio.run(run_trial(server, fault, reference, seed=len(fault.name)))
     assert trial.problems == []
     assert server.what_is_left() == {}
+
+
+async def stream_until(condition, server, reference):
+    """Send the eight streams again and again, twice at a time, until something holds; compare every one."""
+
+    async def client():
+        async with open_session(server.url) as session:
+            while not condition():
+                pairs = zip(await receive_all(session), reference.streams, strict=True)
+                assert all(stream.equals(expected) for stream, expected in pairs)
+
+    async with asyncio.timeout(RECOVERED_WITHIN_S):
+        await asyncio.gather(client(), client())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [FAULTS["GCS SIGKILL"]], ids=lambda fault: fault.name)
+def test_without_a_gcs_new_requests_are_served_and_once_it_is_back_replicas_start(fault, server, reference):
+    fault.strike(server.process(fault.process))
+    killed = time.monotonic()
+    asyncio.run(stream_until(lambda: time.monotonic() > killed + 2 * GCS_DOWN_S, server, reference))
+    assert server.what_is_left() == {}
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    server.process(":Router").kill()
+    asyncio.run(stream_until(lambda: len(server.processes("TargetWorker")) == MAX_REPLICAS, server, reference))

@@ -52,10 +52,18 @@ class Limits(BaseModel):
     """Bytes of a request body, sent whole or in chunks."""
     max_header_bytes: int = Field(16 * 2**10, ge=1024)
     """Bytes of all request headers together."""
+    header_timeout_s: float = Field(10.0, gt=0)
+    """Seconds in which a client must have sent the headers of a request, if HAProxy is the proxy."""
+    body_timeout_s: float = Field(60.0, gt=0)
+    """Seconds in which a client must have sent the body."""
+    max_connections_per_address: Annotated[int | None, OrNone] = Field(1000, ge=1)
+    """Connections from one address, if HAProxy is the proxy; none is any number, for behind a load balancer."""
     max_prompts: int = Field(64, ge=1)
     """Prompts in one completion request."""
     max_messages: int = Field(1024, ge=1)
     """Messages in one chat request."""
+    max_values: int = Field(2**16, ge=1024)
+    """Strings, numbers, lists and objects in one request body, without token ids."""
     max_n: int = Field(8, ge=1, le=128)
     """Choices per prompt."""
     max_stop: int = Field(4, ge=1)

@@ -77,6 +77,7 @@ KINDS: Mapping[type[Exception], ErrorKind] = {
 
 _STATUS_KINDS: Mapping[int, ErrorKind] = {
     401: ErrorKind(401, "authentication_error", "invalid_api_key"),
+    408: ErrorKind(408, "timeout_error", "body_timeout"),
     404: ErrorKind(404, "invalid_request_error", "route_not_found"),
     405: ErrorKind(405, "invalid_request_error", "method_not_allowed"),
     413: ErrorKind(413, "invalid_request_error", "body_too_large"),
@@ -142,8 +143,6 @@ def validation_message(errors: Sequence[Mapping[str, Any]], body: object) -> tup
     if error["type"] == "missing":
         path.append(str(error["loc"][-1]))
     param = ".".join(path) or None
-    if error["type"] == "json_invalid":
-        return "the body is not valid JSON", None
     if error["type"] == "extra_forbidden":
         return f"{param} is not a field of this request, or is not supported", param
     if param is None or error["type"] == "missing":
@@ -166,5 +165,5 @@ def _path_in(body: object, loc: Sequence[str | int]) -> list[str]:
 
 
 def _short(value: object) -> str:
-    text = repr(value)
+    text = repr(value[:80] if isinstance(value, str | bytes | list) else value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -19,7 +19,8 @@ from deployments.grammar_check.compiler import GrammarCompiler
 from deployments.ingress.admission import Admission, submitted
 from deployments.ingress.answer import Answer
 from deployments.ingress.health import Health, RouterHealth
-from deployments.ingress.parameters import check_token_ids, sampling_params
+from deployments.ingress.outline import Bounds
+from deployments.ingress.parameters import check_token_ids, sampling_params, within_room
 from deployments.ingress.prompts import PromptEncoder
 from deployments.ingress.readiness import Readiness
 from deployments.ingress.router_client import RouterHandle, ServeRouters
@@ -37,6 +38,7 @@ from deployments.router.generation import Description, Generation, ModelLimits, 
 from engine.errors import CapacityError, RequestError, UnknownModelError
 from engine.models.tokenizer import load_tokenizer
 from engine.sampling.grammar import Grammars
+from engine.sampling.params import SamplingParams
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -79,6 +81,12 @@ class Ingress:
         """The `device` setting."""
         return self.config.pair.device
 
+    def bounds(self) -> Bounds:
+        """Return how much a body may hold; token ids are counted from when the models are known."""
+        is_known = self._serving.done() and not self._serving.cancelled() and self._serving.exception() is None
+        max_model_len = self._serving.result().limits.max_model_len if is_known else None
+        return Bounds.of(self.config.limits, max_model_len)
+
     async def _wait_for_routers(self) -> Description:
         description = await self._routers.describe()
         info = description.target
@@ -106,9 +114,13 @@ class Ingress:
         """
         served = await self._describe()
         self._check_model(request.model)
-        prompts = await self._prompts(request, served.limits)
+        params = sampling_params(request, served.limits, self.config.limits)
         source = request.structured_source()
-        return await self._answer(request, prompts, served.limits, source, id_prefix="cmpl-", write=CompletionWriter)
+        prompts = await self._prompts(request, served.limits)
+        params = within_room(params, request, prompts, served.limits)
+        return await self._answer(
+            request, prompts, params, served.limits, source, id_prefix="cmpl-", write=CompletionWriter
+        )
 
     async def chat(self, request: ChatCompletionRequest) -> Answer:
         """Return the answer to a chat completion request.
@@ -158,10 +170,10 @@ class Ingress:
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("send either prompt or messages", "prompt")
         if request.messages is not None:
-            ids = await self._encoder.run(self._encoder.encode_chat, request.messages, room)
+            ids = await self._encoder.encode_chat(request.messages, room)
         else:
-            ids = await self._encoder.run(self._encoder.encode, request.prompt, room)
-        extra = {"token_strs": self._encoder.token_texts(ids)} if request.return_token_strs else {}
+            ids = await self._encoder.encode(request.prompt or "", room)
+        extra = {"token_strs": await self._encoder.decode_each(ids)} if request.return_token_strs else {}
         return Tokens(count=len(ids), max_model_len=room, tokens=ids, **extra)
 
     async def detokenize(self, request: DetokenizeRequest) -> Text:
@@ -175,7 +187,7 @@ class Ingress:
         if len(request.tokens) > (limit := served.limits.max_model_len):
             raise RequestError(f"tokens holds {len(request.tokens):,} ids, the context length is {limit:,}", "tokens")
         check_token_ids([request.tokens], served.limits, "tokens")
-        return Text(prompt=await self._encoder.run(self._encoder.decode, request.tokens))
+        return Text(prompt=await self._encoder.decode_tokens(request.tokens))
 
     def health(self) -> Health:
         """Return what this Ingress knows, without waiting."""
@@ -209,30 +221,31 @@ class Ingress:
         """Return the prompts as token ids."""
         prompt = request.prompt
         entries: Any = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-        if len(entries) > (limit := self.config.limits.max_prompts):
-            raise RequestError(f"prompt has {len(entries)} entries, at most {limit} are allowed", "prompt")
         room = model.max_model_len
+        check_token_ids([entry for entry in entries if not isinstance(entry, str)], model, "prompt")
         prompts: list[list[int]] = []
         for entry in entries:
             is_text = isinstance(entry, str)
-            prompts.append(await self._encoder.run(self._encoder.encode, entry, room) if is_text else list(entry))
+            prompts.append(await self._encoder.encode(entry, room, max_ids=room) if is_text else list(entry))
         if any(not ids for ids in prompts):
             raise RequestError("prompt is empty; it must have at least one token", "prompt")
-        check_token_ids(prompts, model, "prompt")
         return prompts
 
     async def _answer_chat(
         self, request: ChatCompletionRequest, model: ModelLimits, *, id_prefix: str, write: WriterFactory
     ) -> Answer:
-        room = model.max_model_len
-        prompt = await self._encoder.run(self._encoder.encode_chat, request.messages, room, request.offered_tools)
+        params = sampling_params(request, model, self.config.limits)
         source = request.grammar_source(self._encoder.tool_form)
-        return await self._answer(request, [prompt], model, source, id_prefix=id_prefix, write=write)
+        room = model.max_model_len
+        prompt = await self._encoder.encode_chat(request.messages, room, request.offered_tools, max_ids=room)
+        params = within_room(params, request, [prompt], model)
+        return await self._answer(request, [prompt], params, model, source, id_prefix=id_prefix, write=write)
 
     async def _answer(
         self,
         request: CompletionRequest | ChatCompletionRequest,
         prompts: list[list[int]],
+        params: SamplingParams,
         model: ModelLimits,
         source: GrammarSource | None,
         *,
@@ -240,7 +253,6 @@ class Ingress:
         write: WriterFactory,
     ) -> Answer:
         """Return the answer to prompts whose text must match a grammar source, if there is one."""
-        params = sampling_params(request, prompts, model, self.config.limits)
         if source is not None:
             params = replace(params, grammar=await self._compiler.compile(source))
         request_id = id_prefix + secrets.token_hex(16)

@@ -51,10 +51,18 @@ class Guard:
         is_generating = scope["path"] in GENERATING_ROUTES
         if is_generating and await self._refuse_if_full(send):
             return
-        messages = await self._read(receive)
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                messages = await self._read(receive)
+        except TimeoutError:
+            limit_s = self._limits.body_timeout_s
+            await _refuse(send, 408, f"the body took longer than {limit_s:g} s", {"Connection": "close"})
+            return
         if messages is None:
             limit = self._limits.max_body_bytes
             await _refuse(send, 413, f"the body is larger than {limit:,} bytes")
+            return
+        if messages[-1]["type"] == "http.disconnect":
             return
         if not is_generating:
             await _run_while_connected(self._app, scope, messages, receive, send)
@@ -110,9 +118,8 @@ async def _run_while_connected(
         return {"type": "http.disconnect"}
 
     async def watch() -> None:
-        if messages[-1]["type"] != "http.disconnect":
-            while (await receive())["type"] != "http.disconnect":
-                pass
+        while (await receive())["type"] != "http.disconnect":
+            pass
         left.set()
 
     route = asyncio.ensure_future(app(scope, replay, send))
@@ -127,9 +134,9 @@ async def _run_while_connected(
         route.result()
 
 
-async def _refuse(send: Send, status: int, message: str) -> None:
+async def _refuse(send: Send, status: int, message: str, headers: Mapping[str, str] | None = None) -> None:
     kind = kind_of_status(status)
-    await _send_error(send, status, error_body(kind, message), headers_of(kind))
+    await _send_error(send, status, error_body(kind, message), {**headers_of(kind), **(headers or {})})
 
 
 async def _send_error(send: Send, status: int, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:

@@ -1,6 +1,7 @@
 """sampling_params: from a request's fields to SamplingParams, within the operator's limits and the model's context."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from deployments.config import Limits
@@ -15,20 +16,23 @@ T = TypeVar("T")
 
 
 def sampling_params(
-    request: CompletionRequest | ChatCompletionRequest,
-    prompts: Sequence[Sequence[int]],
-    model: ModelLimits,
-    limits: Limits,
+    request: CompletionRequest | ChatCompletionRequest, model: ModelLimits, limits: Limits
 ) -> SamplingParams:
-    """Return how to draw the tokens of a request.
+    """Return how to draw the tokens of a request, as far as that does not depend on the prompts.
 
     Raises:
-        RequestError: a field beyond a limit; nothing has been queued.
+        RequestError: a field beyond a limit; nothing has been tokenized.
     """
     stop = _stop_strings(request, limits)
     _check_limits(request, model, limits)
     logprobs = _logprobs(request, limits)
-    max_tokens = _max_tokens(request, prompts, model)
+    max_tokens, name = _asked_tokens(request)
+    if max_tokens is None:
+        max_tokens = model.max_model_len
+    elif max_tokens >= model.max_model_len:
+        raise PromptTooLongError(
+            f"{name} is {max_tokens:,}, the model takes {model.max_model_len:,} tokens with the prompt", name
+        )
     return SamplingParams(
         temperature=_or(request.temperature, 1.0),
         top_p=_or(request.top_p, 1.0),
@@ -37,13 +41,13 @@ def sampling_params(
         repetition_penalty=_or(request.repetition_penalty, 1.0),
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
-        logit_bias=_logit_bias(request.logit_bias or {}, model, limits),
+        logit_bias=_logit_bias(request.logit_bias or {}, model),
         seed=request.seed,
         stop=stop,
         stop_token_ids=list(request.stop_token_ids or []),
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
         min_tokens=_or(request.min_tokens, 0),
-        max_tokens=max(1, max_tokens),  # scoring a prompt takes a pass that generates one token; the Answer hides it
+        max_tokens=max(1, max_tokens),
         ignore_eos=bool(request.ignore_eos),
         skip_special_tokens=_or(request.skip_special_tokens, True),
         logprobs=logprobs,
@@ -51,6 +55,21 @@ def sampling_params(
         num_speculative_tokens=_draft_length(request, model),
         n=_or(request.n, 1),
     )
+
+
+def within_room(
+    params: SamplingParams,
+    request: CompletionRequest | ChatCompletionRequest,
+    prompts: Sequence[Sequence[int]],
+    model: ModelLimits,
+) -> SamplingParams:
+    """Return the parameters with as many tokens as fit after the prompts.
+
+    Raises:
+        PromptTooLongError: fewer fit than the request asks for.
+    """
+    # Scoring a prompt takes a pass that generates one token; the Answer hides it.
+    return replace(params, max_tokens=max(1, _max_tokens(request, prompts, model)))
 
 
 def check_token_ids(prompts: Sequence[Sequence[int]], model: ModelLimits, field: str) -> None:
@@ -78,11 +97,8 @@ def _check_limits(request: CompletionRequest | ChatCompletionRequest, model: Mod
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options is only allowed with stream", "stream_options")
     _at_most("n", _or(request.n, 1), limits.max_n)
-    ids = request.stop_token_ids or []
-    _at_most("stop_token_ids", len(ids), limits.max_stop_token_ids, " entries")
-    check_token_ids([ids], model, "stop_token_ids")
+    check_token_ids([request.stop_token_ids or []], model, "stop_token_ids")
     if isinstance(request, ChatCompletionRequest):
-        _at_most("messages", len(request.messages), limits.max_messages, " entries")
         return
     if request.max_tokens == 0 and not request.echo:
         raise RequestError("max_tokens is 0; at least 1 is needed without echo", "max_tokens")
@@ -94,14 +110,12 @@ def _check_limits(request: CompletionRequest | ChatCompletionRequest, model: Mod
 
 def _stop_strings(request: GenerationRequest, limits: Limits) -> list[str]:
     stop = [request.stop] if isinstance(request.stop, str) else list(request.stop or [])
-    _at_most("stop", len(stop), limits.max_stop, " entries")
     for text in stop:
         _at_most("stop", len(text), limits.max_stop_chars, " characters long")
     return stop
 
 
-def _logit_bias(bias: dict[str, float], model: ModelLimits, limits: Limits) -> dict[int, float]:
-    _at_most("logit_bias", len(bias), limits.max_logit_bias, " entries")
+def _logit_bias(bias: dict[str, float], model: ModelLimits) -> dict[int, float]:
     by_id: dict[int, float] = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdigit() and len(key) < 11):
@@ -143,6 +157,18 @@ def _draft_length(request: GenerationRequest, model: ModelLimits) -> int | None:
     return length
 
 
+def _asked_tokens(request: CompletionRequest | ChatCompletionRequest) -> tuple[int | None, str]:
+    """Return how many tokens a request asks for, and the field that says so."""
+    if not isinstance(request, ChatCompletionRequest) or request.max_completion_tokens is None:
+        return request.max_tokens, "max_tokens"
+    if request.max_tokens not in (None, request.max_completion_tokens):
+        raise RequestError(
+            f"max_tokens is {request.max_tokens}, max_completion_tokens {request.max_completion_tokens}; give one",
+            "max_tokens",
+        )
+    return request.max_completion_tokens, "max_completion_tokens"
+
+
 def _max_tokens(
     request: CompletionRequest | ChatCompletionRequest,
     prompts: Sequence[Sequence[int]],
@@ -155,14 +181,7 @@ def _max_tokens(
         raise PromptTooLongError(
             f"{field} has {longest:,} tokens, the model takes {model.max_model_len:,} with the text to come", field
         )
-    max_tokens, name = request.max_tokens, "max_tokens"
-    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
-        if max_tokens not in (None, request.max_completion_tokens):
-            raise RequestError(
-                f"max_tokens is {max_tokens}, max_completion_tokens {request.max_completion_tokens}; give one",
-                "max_tokens",
-            )
-        max_tokens, name = request.max_completion_tokens, "max_completion_tokens"
+    max_tokens, name = _asked_tokens(request)
     if max_tokens is None:
         default = min(16, room) if isinstance(request, CompletionRequest) else room
         return max(default, min(_or(request.min_tokens, 0), room))

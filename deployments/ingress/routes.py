@@ -25,8 +25,10 @@ from deployments.errors import (
 )
 from deployments.ingress.admission import Admission
 from deployments.ingress.answer import Answer
+from deployments.ingress.body import Bodies, route_class
 from deployments.ingress.health import HasHealth, add_health_routes
 from deployments.ingress.middleware import Guard
+from deployments.ingress.outline import Bounds
 from deployments.ingress.server_info import ModelList, Version
 from deployments.ingress.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from deployments.openai.chat import ChatCompletion, ChatCompletionRequest
@@ -49,6 +51,10 @@ class Service(HasHealth, Protocol):
     @property
     def device(self) -> str:
         """The `device` setting."""
+        ...
+
+    def bounds(self) -> Bounds:
+        """Return how much a body may hold."""
         ...
 
     async def complete(self, request: CompletionRequest) -> Answer:
@@ -83,6 +89,7 @@ class Service(HasHealth, Protocol):
 def make_api(service: Service, *, limits: Limits, keys: Sequence[str]) -> FastAPI:
     """Return the HTTP application of one service."""
     api = FastAPI(title="Paceline", redoc_url=None)
+    api.router.route_class = route_class(Bodies(service.bounds))
     _handle_errors(api)
 
     @api.post("/v1/completions", response_model=None, responses={200: {"model": Completion, **_STREAM}, **_ERRORS})

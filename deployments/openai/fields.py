@@ -1,7 +1,8 @@
 """The base classes and field types of requests and responses.
 
 In a request, null means a field's default, also for fields that this server does not know; any other unknown field is
-refused by name. Types are strict: a number in quotes is an error, as it is at OpenAI.
+refused by name. Types are strict: a number in quotes is an error, as it is at OpenAI. The first wrong item of a list
+ends its validation.
 
 In a response, fields without a default are always sent, null or not; a field with a default is left out unless it was
 set.
@@ -9,7 +10,8 @@ set.
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic_core import CoreSchema
 
 
 def _check_unicode(text: str) -> str:
@@ -34,6 +36,17 @@ def _allow_null_extras(schema: dict[str, Any]) -> None:
     schema["additionalProperties"] = {"type": "null"}
 
 
+def _stop_at_first_error(schema: Any) -> None:
+    """Make every list in a schema end its validation at the first wrong item."""
+    if isinstance(schema, dict):
+        if schema.get("type") == "list":
+            schema["fail_fast"] = True
+        schema = list(schema.values())
+    if isinstance(schema, list):
+        for part in schema:
+            _stop_at_first_error(part)
+
+
 class RequestModel(BaseModel):
     """A JSON object from a client."""
 
@@ -44,6 +57,13 @@ class RequestModel(BaseModel):
         use_attribute_docstrings=True,
         json_schema_extra=_allow_null_extras,
     )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema that pydantic makes, in which the first wrong item of a list is its only error."""
+        schema = handler(source)
+        _stop_at_first_error(schema)
+        return schema
 
     @model_validator(mode="before")
     @classmethod

@@ -64,7 +64,7 @@ def save(template: str, path: Path) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def test_a_conversation_with_calls_is_rendered_as_the_template_wants(tmp_path: Path) -> None:
+async def test_a_conversation_with_calls_is_rendered_as_the_template_wants(tmp_path: Path) -> None:
     tokenizer = save(HERMES, tmp_path)
     call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"a": [1]}'}}
     messages = [
@@ -74,7 +74,7 @@ def test_a_conversation_with_calls_is_rendered_as_the_template_wants(tmp_path: P
     ]
     encoder = PromptEncoder(tokenizer)
     tools = [Tool.model_validate(tool) for tool in TOOLS]
-    ids = encoder.encode_chat([ChatMessage.model_validate(message) for message in messages], 4096, tools)
+    ids = await encoder.encode_chat([ChatMessage.model_validate(message) for message in messages], 4096, tools)
     text = encoder.decode(ids)
     assert '"name": "weather"' in text
     assert '<tool_call>\n{"name": "clock", "arguments": {"a": [1]}}\n</tool_call><|end|>' in text
@@ -82,7 +82,7 @@ def test_a_conversation_with_calls_is_rendered_as_the_template_wants(tmp_path: P
     assert 256 not in ids  # </s> is four characters
     bad = Tool.model_validate({"type": "function", "function": {"name": "f", "description": "a <|end|>"}})
     with pytest.raises(RequestError, match="special token"):
-        encoder.encode_chat([ChatMessage(role="user", content="x")], 4096, [bad])
+        await encoder.encode_chat([ChatMessage(role="user", content="x")], 4096, [bad])
 
 
 # --- HTTP -----------------------------------------------------------------------------------------------------------

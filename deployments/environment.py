@@ -35,7 +35,7 @@ def serve_environment(config: AppConfig) -> dict[str, str]:
     if chosen != "1":
         return SERVE_ENVIRONMENT | {"RAY_SERVE_ENABLE_HA_PROXY": chosen}
     longest_s = max(config.limits.request_timeout_s, config.drain_timeout_s)
-    haproxy = haproxy_variables(longest_stream_s=longest_s, max_header_bytes=config.limits.max_header_bytes)
+    haproxy = haproxy_variables(config.limits, longest_stream_s=longest_s)
     return SERVE_ENVIRONMENT | haproxy
 
 

@@ -16,9 +16,11 @@ import socket
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from http import HTTPStatus
 from pathlib import Path
 
+from deployments.config import Limits
 from deployments.errors import ErrorKind, error_body, headers_of
 from deployments.haproxy import launcher
 
@@ -48,12 +50,12 @@ ERRORS = {
 _held_ports: list[socket.socket] = []
 
 
-def haproxy_variables(*, longest_stream_s: float, max_header_bytes: int) -> dict[str, str]:
+def haproxy_variables(limits: Limits, *, longest_stream_s: float) -> dict[str, str]:
     """Return the variables with which Serve uses HAProxy; where there is none, the one that chooses Serve's own proxy.
 
     Args:
+        limits: what the Ingress accepts. It refuses headers of up to twice as much, and HAProxy what is still larger.
         longest_stream_s: seconds that a stream may go on after a change of replicas or configuration.
-        max_header_bytes: what the Ingress accepts. It refuses up to twice as much, and HAProxy what is still larger.
     """
     if (haproxy := find_haproxy()) is None:
         logger.warning("no HAProxy runs on this machine: Serve's own proxy is used, which takes more CPU per token")
@@ -65,7 +67,7 @@ def haproxy_variables(*, longest_stream_s: float, max_header_bytes: int) -> dict
     ports = _hold_ports()
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_write_program(haproxy, folder)),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(_write_program(haproxy, folder, limits)),
         "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
         "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
@@ -77,7 +79,7 @@ def haproxy_variables(*, longest_stream_s: float, max_header_bytes: int) -> dict
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ports[4]),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports[-1]),
         "RAY_SERVE_HAPROXY_MAXCONN": str(_max_connections()),
-        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(2 * max_header_bytes + RESERVED_BUFFER_BYTES),
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(2 * limits.max_header_bytes + RESERVED_BUFFER_BYTES),
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",  # one thread forwards far more tokens than a target produces
         # After a change a new process takes over, and the old one ends with its streams, or here.
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(math.ceil(longest_stream_s) + STOP_MARGIN_S),
@@ -127,12 +129,13 @@ def _max_connections() -> int:
     return min(MAX_CONNECTIONS, int((limit - FILES_BESIDE) / FILES_PER_CONNECTION))
 
 
-def _write_program(haproxy: Path, folder: Path) -> Path:
+def _write_program(haproxy: Path, folder: Path, limits: Limits) -> Path:
     """Write the program that Serve takes for HAProxy, and the answers that it gives by itself."""
     for status, (kind, message) in ERRORS.items():
         (folder / f"{status}.http").write_bytes(_response(kind, message))
     program = folder / "haproxy"
-    words = [sys.executable, "-IS", launcher.__file__, str(haproxy), str(folder)]
+    bounds = launcher.ClientBounds(limits.header_timeout_s, limits.max_connections_per_address)
+    words = [sys.executable, "-IS", launcher.__file__, str(haproxy), str(folder), json.dumps(asdict(bounds))]
     program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
     program.chmod(0o700)
     return program

@@ -13,6 +13,7 @@ from ray.serve._private import constants
 from ray.serve._private.haproxy import HAProxyApi, HAProxyConfig
 from ray.serve.config import HTTPOptions
 
+from deployments.config import Limits
 from deployments.haproxy import variables
 from deployments.haproxy.variables import ERRORS, find_haproxy, haproxy_variables
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(find_haproxy() is None, reason="no HAProxy on th
 
 @pytest.fixture
 def values() -> dict[str, str]:
-    return haproxy_variables(longest_stream_s=300, max_header_bytes=2**14)
+    return haproxy_variables(Limits(), longest_stream_s=300)
 
 
 def test_serve_knows_each_variable(values: dict[str, str]) -> None:
@@ -32,7 +33,7 @@ def test_serve_knows_each_variable(values: dict[str, str]) -> None:
 
 
 def test_two_servers_share_no_port_and_no_file(values: dict[str, str]) -> None:
-    other = haproxy_variables(longest_stream_s=300, max_header_bytes=2**14)
+    other = haproxy_variables(Limits(), longest_stream_s=300)
     shared = {name for name, value in values.items() if other[name] == value}
     assert all(not name.endswith(("_PORT", "_PATH", "_LOC", "_BASE", "_FILE")) for name in shared)
     first, last = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"
@@ -41,9 +42,9 @@ def test_two_servers_share_no_port_and_no_file(values: dict[str, str]) -> None:
 
 def test_a_server_that_finds_no_free_ports_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(variables, "PORTS", range(32_100, 32_200))
-    haproxy_variables(longest_stream_s=300, max_header_bytes=2**14)
+    haproxy_variables(Limits(), longest_stream_s=300)
     with pytest.raises(OSError, match="no free ports"):
-        haproxy_variables(longest_stream_s=300, max_header_bytes=2**14)
+        haproxy_variables(Limits(), longest_stream_s=300)
 
 
 def test_only_this_user_reaches_the_socket_that_commands_haproxy(values: dict[str, str]) -> None:
@@ -71,7 +72,7 @@ def test_connections_are_no_more_than_the_files_that_a_process_may_open(
     monkeypatch: pytest.MonkeyPatch, limit: int, connections: int
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, limit))
-    values = haproxy_variables(longest_stream_s=300, max_header_bytes=2**14)
+    values = haproxy_variables(Limits(), longest_stream_s=300)
     assert values["RAY_SERVE_HAPROXY_MAXCONN"] == str(connections)
 
 
@@ -80,7 +81,7 @@ def test_haproxy_starts_with_as_many_connections_as_the_limit_of_files_allows(
 ) -> None:
     limit = 4096
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    values = haproxy_variables(longest_stream_s=300, max_header_bytes=2**14)
+    values = haproxy_variables(Limits(), longest_stream_s=300)
     settings = HAProxyConfig(
         socket_path=str(tmp_path / "admin.sock"),
         metrics_socket_path=str(tmp_path / "metrics.sock"),
@@ -116,7 +117,7 @@ def test_without_haproxy_serves_own_proxy_is_used_and_the_log_says_so(
     with caplog.at_level(logging.WARNING, logger="ray.serve"):
         variables.logger.addHandler(caplog.handler)
         try:
-            assert haproxy_variables(longest_stream_s=300, max_header_bytes=2**14) == {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+            assert haproxy_variables(Limits(), longest_stream_s=300) == {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
         finally:
             variables.logger.removeHandler(caplog.handler)
     assert "Serve's own proxy is used" in caplog.text

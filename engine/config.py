@@ -22,7 +22,7 @@ BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 DEVICES = ("auto", "cpu", "cuda")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "off"]
-Drafting = Literal["auto", "none", "model"]
+Drafting = Literal["auto", "none", "model", "ngram", "suffix"]
 Verification = Literal["coupled", "rejection"]
 Speculation = Literal["adaptive", "fixed", "off"]
 
@@ -81,8 +81,9 @@ class EngineConfig(_Settings):
     speculation: Speculation = "adaptive"
     """adaptive: the draft length, from 0 to k, with the highest measured goodput; fixed: always k; off: no drafts."""
     drafting: Drafting = "auto"
-    """The drafting method. model: the draft model drafts; none: no drafts, and no draft model is loaded; auto: model if
-    there is a draft model, else none."""
+    """The drafting method. model: the draft model drafts; ngram: what followed the last tokens earlier in the request;
+    suffix: the same by frequency, and in earlier outputs too; none: no drafts; auto: model if there is a draft model,
+    else suffix. Only model loads a draft model."""
     verification: Verification = "coupled"
     """The verification rule: coupled (shared noise, token ids only) or rejection (Leviathan et al.)."""
     max_num_seqs: int = field(default=32, metadata={"ge": 1})
@@ -101,7 +102,8 @@ class EngineConfig(_Settings):
     """Fraction of the device memory left after weights and workspace that KV blocks may take; none is 0.9 on GPUs and
     0.5 on CPUs. KV blocks never take more than max_num_seqs contexts of full length need."""
     enable_prefix_caching: bool = True
-    """Whether requests share the KV blocks of equal prefixes."""
+    """Whether requests share the KV blocks of equal prefixes and, with drafting suffix, earlier outputs; only requests
+    of the same cache_salt do."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,9 +123,9 @@ class Engine:
             )
         elif params.stop:
             raise RequestError("stop strings need a tokenizer; this engine has none", "stop")
+        salt = hashlib.sha256((cache_salt or "").encode()).digest()
         sequence = Sequence(
-            Request(request_id, list(prompt_token_ids), len(prompt_token_ids), params),
-            salt=hashlib.sha256((cache_salt or "").encode()).digest(),
+            Request(request_id, list(prompt_token_ids), len(prompt_token_ids), params, salt),
             end_ids=frozenset() if params.ignore_eos else self._eos,
             detokenizer=detokenizer,
         )

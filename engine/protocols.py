@@ -52,12 +52,14 @@ class Request:
     Attributes:
         token_ids: the prompt and the committed output, never a draft token.
         prompt_length: how many of them are the prompt.
+        salt: requests share what is cached only with requests of the same salt; empty in workers, which share nothing.
     """
 
     request_id: str
     token_ids: list[int]
     prompt_length: int
     params: SamplingParams
+    salt: bytes = b""
 
     @property
     def output(self) -> list[int]:

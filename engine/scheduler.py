@@ -168,7 +168,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, budget: int, num_speculative_tokens: int) -> ScheduledRow | None:
         """Start the first waiting request and return its row, or None if there are too few free blocks."""
         if not sequence.lacks_prompt_logprobs:
-            sequence.block_ids, sequence.digests = self.pool.match(sequence.request.token_ids, sequence.salt)
+            sequence.block_ids, sequence.digests = self.pool.match(sequence.request.token_ids, sequence.request.salt)
         sequence.num_computed = len(sequence.block_ids) * self.config.block_size
         row = self._row(sequence, budget, num_speculative_tokens)
         if not self._grow(sequence, sequence.num_computed + row.length + row.num_draft_tokens):
@@ -198,7 +198,7 @@ class Scheduler:
         computed = min(sequence.num_computed, len(sequence.request.token_ids))
         while (len(sequence.digests) + 1) * size <= computed:
             index = len(sequence.digests)
-            parent = sequence.digests[-1] if sequence.digests else sequence.salt
+            parent = sequence.digests[-1] if sequence.digests else sequence.request.salt
             digest = block_digest(parent, sequence.request.token_ids[index * size : (index + 1) * size])
             sequence.digests.append(digest)
             self.pool.publish(sequence.block_ids[index], digest)

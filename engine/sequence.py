@@ -44,7 +44,6 @@ class Sequence:
     """
 
     request: Request
-    salt: bytes
     end_ids: frozenset[int]
     detokenizer: Detokenizer | None
     block_ids: list[int] = field(default_factory=list)

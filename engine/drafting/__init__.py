@@ -1,6 +1,7 @@
 """Drafting methods: who proposes draft tokens.
 
-In reading order: `registry` (every method by name, and where it runs), `chain` (draft tokens as they are drawn),
+In reading order: `registry` (every method by name, and where it runs), `copying/` (text that occurred before, without a
+model), `chain` (draft tokens as they are drawn),
 `cached_prefix` (what a drafter holds of a text), `model` (a draft model) and `run_ahead/` (drafting for the likeliest
 verdicts while the target verifies).
 """

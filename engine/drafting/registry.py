@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from engine.config import EngineConfig, ModelConfig, PairConfig
+from engine.drafting.copying.ngram import NgramDrafter
+from engine.drafting.copying.suffix import SuffixDrafter
 from engine.errors import ConfigError
 from engine.protocols import Drafter, NoDrafter
 
@@ -64,23 +66,36 @@ def _model_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
     return drafter_class(draft.backend, config, token_limit=draft.token_limit, grammars=draft.grammars)
 
 
+def _ngram_drafter(_config: EngineConfig, _draft: DraftModel | None) -> Drafter:
+    return NgramDrafter()
+
+
+def _suffix_drafter(config: EngineConfig, _draft: DraftModel | None) -> Drafter:
+    # Under other rules a text depends on its drafts. A draft from the output of a request with the same seed would then
+    # depend on the random numbers that decide about it, and the text would not have the target's distribution.
+    remembers = config.enable_prefix_caching and config.verification == "coupled"
+    return SuffixDrafter(remembers_outputs=remembers)
+
+
 METHODS: Mapping[str, Method] = {
     "none": Method("router", _no_drafter, proposes=False),
     "model": Method("draft", _model_drafter, loads_model=True),
+    "ngram": Method("router", _ngram_drafter),
+    "suffix": Method("router", _suffix_drafter),
 }
 
 
 def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
     """Return the method that `config.drafting` names; if speculation is off, the method "none".
 
-    "auto" is "model" if there is a draft model, else "none".
+    "auto" is "model" if there is a draft model, else "suffix".
 
     Raises:
         ConfigError: the method needs a draft model, and there is none.
     """
     name = config.drafting
     if name == "auto":
-        name = "model" if has_draft_model else "none"
+        name = "model" if has_draft_model else "suffix"
     if config.num_speculative_tokens == 0 or config.speculation == "off":
         return METHODS["none"]
     if METHODS[name].loads_model and not has_draft_model:

@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(
         folder / "log",
         f"target_model={model}",
-        "draft_model=none",
+        "drafting=none",
         "dtype=float32",
         "num_blocks=20000",
         "stream_interval_s=0.5",

@@ -31,6 +31,7 @@ def url(tmp_path: Path) -> Iterator[str]:
     config = AppConfig(
         target_model=path,
         draft_model="none",
+        drafting="none",
         dtype="float32",
         compile="off",
         num_blocks=8192,

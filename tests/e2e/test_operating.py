@@ -34,6 +34,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     config = AppConfig(
         target_model=model,
         draft_model="none",
+        drafting="none",
         served_model_name="tiny",
         dtype="float32",
         compile="off",

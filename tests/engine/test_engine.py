@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model import ModelDrafter
 from engine.errors import TargetError
 from engine.sampling.params import SamplingParams
@@ -64,7 +65,7 @@ class EngineMachine(RuleBasedStateMachine):
     """Requests come, go, and lose their memory; what is committed is always the beginning of the request's own text."""
 
     @initialize(
-        draft=st.sampled_from(["none", "itself", "other", "forgetful", "trees"]),
+        draft=st.sampled_from(["none", "itself", "other", "forgetful", "trees", "suffixes"]),
         num_blocks=st.sampled_from([8, 11, 40]),
         budget=st.sampled_from([3, 9, 64]),
         sharing=st.booleans(),
@@ -77,6 +78,7 @@ class EngineMachine(RuleBasedStateMachine):
             "other": lambda config: ModelDrafter(context_model(1), config),
             "forgetful": lambda config: ForgetfulDrafter(ModelDrafter(MODEL, config)),
             "trees": lambda _: TreeDrafter(range(VOCAB)),
+            "suffixes": lambda _: SuffixDrafter(),
         }
         self.engine = make_engine(
             MODEL,

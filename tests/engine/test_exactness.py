@@ -34,6 +34,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from engine.drafting.copying.ngram import NgramDrafter
+from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model import ModelDrafter
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.protocols import NoDrafter
@@ -101,6 +103,8 @@ DRAFTERS = {
     "running ahead": lambda target, _: lambda config: InterruptedDrafter(RunAheadDrafter(target, config)),
     "running ahead, a random draft": lambda _, draft: lambda config: InterruptedDrafter(RunAheadDrafter(draft, config)),
     "forgetful": lambda target, _: lambda config: ForgetfulDrafter(ModelDrafter(target, config)),
+    "n-grams": lambda *_: lambda _: NgramDrafter(),
+    "suffixes": lambda *_: lambda _: SuffixDrafter(),
 }
 
 
@@ -225,6 +229,7 @@ def test_what_a_pass_draws_is_what_would_be_drawn_outside(names, drafter):
 DRAFTS = {
     "unlike": lambda config: ModelDrafter(UNLIKE, config),
     "mixed": lambda config: CuttingDrafter(ModelDrafter(TARGET, config)),
+    "n-grams": lambda _: NgramDrafter(),
 }
 PROMPT = [3, 1, 4, 1, 0, 2, 2]
 SAMPLES = 1500
@@ -266,7 +271,7 @@ def sampled(drafter, verification, names):
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", LAWS)
 def test_three_tokens_have_the_targets_joint_law(name, draft, verification):
-    """24 tests of 1,500 samples; at 1e-5 each, a false alarm has probability below 3e-4.
+    """36 tests of 1,500 samples; at 1e-5 each, a false alarm has probability below 4e-4.
 
     "unlike" has few tokens accepted; "mixed" batches hold drafts of every length, none included, and accept them all.
     """

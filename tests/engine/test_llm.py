@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from engine import LLM, SamplingParams
+from engine.drafting.copying.ngram import NgramDrafter
+from engine.drafting.copying.suffix import SuffixDrafter
 from engine.errors import ConfigError, RequestError
 from engine.protocols import NoDrafter
 from engine.sampling.grammar import from_regex
@@ -62,15 +64,30 @@ def test_the_number_of_threads_is_the_one_that_was_set(models: tuple[Path, Path]
         torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize(("draft", "speculation"), [("none", "fixed"), ("auto", "fixed"), ("its path", "off")])
-def test_without_a_draft_there_is_no_drafter_and_the_text_is_the_same(
-    llm: LLM, models: tuple[Path, Path], draft: str, speculation: str
+@pytest.mark.parametrize("settings", [{"drafting": "none"}, {"speculation": "off"}])
+def test_without_drafts_there_is_no_drafter_and_the_text_is_the_same(
+    llm: LLM, models: tuple[Path, Path], settings: dict[str, Any]
 ) -> None:
-    path = models[1] if draft == "its path" else draft
-    plain = make_llm(models[0], path, speculation=speculation, num_blocks=64)
+    plain = make_llm(*models, **settings, num_blocks=64)
     assert isinstance(plain.engine.drafter, NoDrafter)
     assert token_ids(plain, [[2, 3, 4]]) == token_ids(llm, [[2, 3, 4]])
     assert llm.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(("drafting", "drafter"), [("auto", SuffixDrafter), ("ngram", NgramDrafter)])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_without_a_draft_model_text_that_occurred_before_is_drafted(
+    models: tuple[Path, Path], drafting: str, drafter: type[NgramDrafter], temperature: float
+) -> None:
+    prompts = [[2, 3, 4] * 4, [5, 6, 7, 8] * 3]
+    few = {2: 100.0, 3: 100.0, 4: 100.0}  # so that n-grams come again
+    params = SamplingParams(temperature=temperature, max_tokens=60, seed=3, ignore_eos=True, logit_bias=few)
+    copying = make_llm(models[0], drafting=drafting, speculation="fixed", num_blocks=64)
+    assert type(copying.engine.drafter) is drafter
+    plain = token_ids(make_llm(models[0], drafting="none", num_blocks=64), prompts, params)
+    assert token_ids(copying, prompts, params) == plain
+    assert token_ids(copying, prompts, params) == plain
+    assert copying.stats.num_accepted_tokens > 0
 
 
 def test_more_prompts_than_the_queue_takes_are_all_continued(llm: LLM) -> None:

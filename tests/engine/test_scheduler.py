@@ -20,7 +20,7 @@ def make_scheduler(*, num_blocks=100, max_model_len=1000, **settings):
 
 def make_sequence(request_id, prompt, *, salt=b"", **params):
     params = SamplingParams(**({"max_tokens": 100} | params))
-    return Sequence(Request(request_id, list(prompt), len(prompt), params), salt, frozenset({END}), None)
+    return Sequence(Request(request_id, list(prompt), len(prompt), params, salt), frozenset({END}), None)
 
 
 def add(scheduler, request_id, prompt, **settings):
@@ -66,7 +66,7 @@ def names(queue):
 
 def num_shared(scheduler, prompt, **settings):
     """How many computed tokens another request with this prompt would find."""
-    blocks, _ = scheduler.pool.match(prompt, make_sequence("x", prompt, **settings).salt)
+    blocks, _ = scheduler.pool.match(prompt, make_sequence("x", prompt, **settings).request.salt)
     scheduler.pool.free(blocks)
     return len(blocks) * BLOCK
 

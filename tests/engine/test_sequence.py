@@ -41,7 +41,7 @@ def tokenizers():
 def new_sequence(tokenizer, params, end_ids):
     prompt = tokenizer.encode(PROMPT).ids
     detokenizer = Detokenizer(tokenizer, prompt, stop=params.stop)
-    return Sequence(Request("a", [*prompt], len(prompt), params), b"", frozenset(end_ids), detokenizer)
+    return Sequence(Request("a", [*prompt], len(prompt), params), frozenset(end_ids), detokenizer)
 
 
 def committed(tokenizer, token_ids, cuts, params, end_ids, moves=False):
@@ -79,7 +79,7 @@ def first_output(verdict, *, end_ids=(), **params):
     """What a request with a prompt of one token gets of its first round."""
     detokenizer = Detokenizer(byte_tokenizer(), [0], stop=params.get("stop", ()))
     params = SamplingParams(**{"max_tokens": 9, **params})
-    return Sequence(Request("a", [0], 1, params), b"", frozenset(end_ids), detokenizer).commit(verdict, 8)
+    return Sequence(Request("a", [0], 1, params), frozenset(end_ids), detokenizer).commit(verdict, 8)
 
 
 def test_the_stop_reason_is_a_stop_token_but_not_the_end_of_text():
@@ -120,7 +120,7 @@ def test_no_text_waits_for_a_later_character():
     tokenizer = tokenizers()["bytes"]
     first, second = tokenizer.encode("漢").ids, tokenizer.encode("字").ids
     request = Request("a", [1], 1, SamplingParams(max_tokens=9))
-    sequence = Sequence(request, b"", frozenset(), Detokenizer(tokenizer, [1]))
+    sequence = Sequence(request, frozenset(), Detokenizer(tokenizer, [1]))
     assert sequence.commit(Verdict([*first, second[0]]), 0).text == "漢"
     assert sequence.commit(Verdict(second[1:]), 0).text == "字"
 

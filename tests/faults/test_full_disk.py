@@ -26,7 +26,7 @@ def full_disk(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(not packages.has_compiler(), reason="there is no C++ compiler")
 def test_a_full_cache_folder_changes_no_text_and_is_logged_once(full_disk, caplog):
-    llm = LLM(draft_model="none", num_blocks=64)
+    llm = LLM(drafting="none", num_blocks=64)
     text = llm.generate(["This PEP proposes"], PARAMS)[0].outputs[0].text
     for thread in threading.enumerate():
         if thread.name == "compiling":

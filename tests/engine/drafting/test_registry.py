@@ -1,5 +1,6 @@
 """The registry of drafting methods: which one a configuration chooses, where it runs, what it makes."""
 
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -10,7 +11,7 @@ from engine.drafting.registry import METHODS, DraftModel, choose_method, settle_
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.errors import ConfigError
 from engine.llm import LLM, run_in_process
-from engine.protocols import NO_DRAFT, ProposeRow, Request
+from engine.protocols import NO_DRAFT, ProposeRow, Request, chain
 from engine.sampling.params import SamplingParams
 from tests.engine.drafting.run_ahead.test_drafter import MODEL
 
@@ -24,10 +25,13 @@ def test_the_configuration_offers_the_methods_of_the_registry():
     ("settings", "has_draft_model", "expected"),
     [
         ({}, True, "model"),
-        ({}, False, "none"),
+        ({}, False, "suffix"),
         ({"drafting": "model"}, True, "model"),
         ({"drafting": "none"}, True, "none"),
         ({"drafting": "none"}, False, "none"),
+        ({"drafting": "ngram"}, True, "ngram"),
+        ({"drafting": "suffix"}, True, "suffix"),
+        ({"drafting": "suffix", "speculation": "off"}, False, "none"),
         ({"num_speculative_tokens": 0}, True, "none"),
         ({"speculation": "off"}, True, "none"),
         ({"drafting": "model", "speculation": "off"}, False, "none"),
@@ -43,7 +47,7 @@ def test_a_method_without_its_draft_model_is_refused():
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="drafting is 'ngrm'; it must be auto or none or model"):
+    with pytest.raises(ConfigError, match="drafting is 'ngrm'; it must be auto or none or model or ngram or suffix"):
         EngineConfig(drafting="ngrm")
 
 
@@ -51,11 +55,13 @@ def test_an_unknown_method_is_refused_with_the_known_ones():
     ("settings", "draft", "num_speculative_tokens"),
     [
         ({"draft_model": "/small"}, "/small", 4),
-        ({"draft_model": "none"}, None, 0),
+        ({"draft_model": "none"}, None, 4),
+        ({"draft_model": "none", "drafting": "none"}, None, 0),
+        ({"draft_model": "/small", "drafting": "ngram"}, None, 4),
         ({"draft_model": "/small", "drafting": "none"}, None, 0),
         ({"draft_model": "/small", "num_speculative_tokens": 0}, None, 0),
         ({"draft_model": "/small", "speculation": "off"}, None, 0),
-        ({"target_model": "/big"}, None, 0),
+        ({"target_model": "/big"}, None, 4),
     ],
 )
 def test_only_a_method_that_uses_the_draft_model_loads_it(settings, draft, num_speculative_tokens):
@@ -92,3 +98,25 @@ def test_the_model_method_runs_ahead_where_somebody_calls_advance(run_ahead, exp
     [draft] = run_in_process(drafter.propose([row]))
     assert len(draft.token_ids) == 3
     assert max(draft.token_ids) < 4
+
+
+@pytest.mark.parametrize("name", ["ngram", "suffix"])
+def test_methods_that_copy_run_in_the_router_without_a_model(name):
+    method = METHODS[name]
+    assert (method.runs_in, method.loads_model, method.proposes) == ("router", False, True)
+    row = ProposeRow(Request("a", [1, 2, 3, 1, 2], 5, SamplingParams()), 1)
+    assert run_in_process(method.make(EngineConfig(), None).propose([row])) == [chain([3])]
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_shared"),
+    [({}, True), ({"verification": "rejection"}, False), ({"enable_prefix_caching": False}, False)],
+)
+def test_suffixes_draft_from_earlier_outputs_only_where_no_draft_changes_the_text(settings, is_shared):
+    drafter = METHODS["suffix"].make(EngineConfig(**settings), None)
+    first, second = (Request(name, list(range(20)), 0, SamplingParams()) for name in ("a", "b"))
+    second = replace(second, token_ids=list(range(10)))
+    run_in_process(drafter.propose([ProposeRow(first, 4)]))
+    drafter.release("a")
+    [draft] = run_in_process(drafter.propose([ProposeRow(second, 2)]))
+    assert draft == (chain([10, 11]) if is_shared else NO_DRAFT)

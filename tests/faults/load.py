@@ -103,8 +103,8 @@ class Load:
             self._end("refused", form)
         elif received.error is not None or not received.has_ended:
             self._end("failed", f"{form}: {received.error or 'no end'}")
-        elif not received.equals(self.reference[index]):
-            self._end("different", f"{form}: {received} instead of {self.reference[index]}")
+        elif (difference := received.difference(self.reference[index])) is not None:
+            self._end("different", f"{form}: {difference}")
         else:
             self._end("same", form)
             self.latencies_s.append(seconds)

@@ -26,17 +26,12 @@ class NodeServer(FaultServer):
             node_variables: environment variables for Ray's own processes.
             arguments: the application's.
         """
+        self._num_target_nodes = num_target_nodes
         variables = serve_environment(AppConfig())
-        with _environment({**variables, **(node_variables or {})}):
+        self._node_variables = {**variables, **(node_variables or {})}
+        with _environment(self._node_variables):
             self._cluster = Cluster()
-            for pool, num_cpus in (("head", 4), *[("target", 1)] * num_target_nodes):
-                self._cluster.add_node(
-                    num_cpus=num_cpus,
-                    labels={"pool": pool},
-                    object_store_memory=_STORE_BYTES,
-                    include_dashboard=False,
-                )
-            self._cluster.wait_for_nodes()
+        self._add_nodes(1, "head", num_cpus=4)
         variables |= {"RAY_ADDRESS": self._cluster.address}
         pool = {"pool": "target"}
         try:
@@ -44,6 +39,23 @@ class NodeServer(FaultServer):
         except BaseException:
             self.stop_nodes()
             raise
+
+    def _wait(self) -> None:
+        """Add the other nodes once the Ingress has a place: Ray may put it on any node, and it must outlast theirs."""
+        self.process(":Ingress")
+        self._add_nodes(self._num_target_nodes, "target", num_cpus=1)
+        super()._wait()
+
+    def _add_nodes(self, number: int, pool: str, *, num_cpus: int) -> None:
+        with _environment(self._node_variables):
+            for _ in range(number):
+                self._cluster.add_node(
+                    num_cpus=num_cpus,
+                    labels={"pool": pool},
+                    object_store_memory=_STORE_BYTES,
+                    include_dashboard=False,
+                )
+            self._cluster.wait_for_nodes()
 
     @property
     def root(self) -> psutil.Process:

@@ -75,19 +75,41 @@ class Received:
             if choice["finish_reason"] is not None:
                 self.reasons[index] = choice["finish_reason"]
 
-    def equals(self, other: "Received") -> bool:
-        """Whether a client could not tell the two apart but by their times."""
-        return (
-            (self.texts, self.token_ids, self.reasons, self.usage, self.error, self.has_ended)
-            == (other.texts, other.token_ids, other.reasons, other.usage, other.error, other.has_ended)
-            and self.logprobs.keys() == other.logprobs.keys()
-            and all(_are_close(logprobs, other.logprobs[index]) for index, logprobs in self.logprobs.items())
-        )
+    def difference(self, expected: "Received") -> str | None:
+        """Return how a client could tell this from what it expects, except by times; None if it could not.
+
+        An answer that was not given to its end says so first: what came of it may well be right.
+        """
+        if (self.error, self.has_ended) != (expected.error, expected.has_ended):
+            num_tokens, num_expected = (sum(map(len, one.token_ids.values())) for one in (self, expected))
+            return f"ends with {self.error or 'no last event'} after {num_tokens} of {num_expected} tokens"
+        for index, token_ids in expected.token_ids.items():
+            if (difference := _first_difference(self.token_ids.get(index, []), token_ids)) is not None:
+                return f"choice {index}: {difference}"
+        for name in ("token_ids", "texts", "reasons", "usage"):
+            if (actual := getattr(self, name)) != (wanted := getattr(expected, name)):
+                return f"{name}: {actual} instead of {wanted}"
+        if self.logprobs.keys() != expected.logprobs.keys():
+            return f"log probabilities of the choices {[*self.logprobs]} instead of {[*expected.logprobs]}"
+        for index, logprobs in expected.logprobs.items():
+            if not _are_close(self.logprobs[index], logprobs):
+                return f"log probabilities of choice {index}: {self.logprobs[index]} instead of {logprobs}"
+        return None
 
 
 def _message(choice: dict[str, Any]) -> dict[str, Any]:
     message: dict[str, Any] = choice["delta"] if "delta" in choice else choice["message"]
     return message
+
+
+def _first_difference(actual: list[int], expected: list[int]) -> str | None:
+    """Return where and how token ids differ; None if they do not."""
+    if actual == expected:
+        return None
+    pairs = enumerate(zip(actual, expected, strict=False))
+    position = next((i for i, (one, other) in pairs if one != other), min(len(actual), len(expected)))
+    rest, wanted = actual[position : position + 8], expected[position : position + 8]
+    return f"token {position} of {len(expected)}: {rest} instead of {wanted}"
 
 
 def _are_close(actual: list[float | None], expected: list[float | None]) -> bool:

@@ -1,5 +1,7 @@
 """What a client receives, joined; and a difference would be noticed."""
 
+import pytest
+
 from tests.faults.streams import Received
 
 
@@ -32,16 +34,23 @@ def test_chunks_are_joined_by_choice():
     assert result.usage == {"total_tokens": 3}
 
 
-def test_any_difference_but_rounding_is_noticed():
-    same = received(chunk("a", 1))
-    assert received(chunk("a", 1, logprob=-1.0000001)).equals(same)
-    for other in (
-        received(chunk("b", 1)),
-        received(chunk("a", 2)),
-        received(chunk("a", 1, logprob=-1.1)),
-        received(chunk("a", 1, reason="stop")),
-        received(chunk("a", 1), {"usage": {"total_tokens": 1}}),
-        received(chunk("a", 1), {"error": {"message": "lost"}}),
-        Received(texts={0: "a"}, token_ids={0: [1]}, logprobs={0: [-1.0]}),
-    ):
-        assert not other.equals(same)
+def test_rounding_is_no_difference():
+    assert received(chunk("a", 1, logprob=-1.0000001)).difference(received(chunk("a", 1))) is None
+
+
+@pytest.mark.parametrize(
+    ("other", "difference"),
+    [
+        (received(chunk("b", 1)), "texts: {0: 'b'} instead of {0: 'a'}"),
+        (received(chunk("a", 2)), "choice 0: token 0 of 1: [2] instead of [1]"),
+        (received(chunk("", 1), chunk("a", 1)), "choice 0: token 1 of 1: [1] instead of []"),
+        (received(), "choice 0: token 0 of 1: [] instead of [1]"),
+        (received(chunk("a", 1, logprob=-1.1)), "log probabilities of choice 0: [-1.1] instead of [-1.0]"),
+        (received(chunk("a", 1, reason="stop")), "reasons: {0: 'stop'} instead of {}"),
+        (received(chunk("a", 1), {"usage": {"total_tokens": 1}}), "usage: {'total_tokens': 1} instead of {}"),
+        (received(chunk("a", 1), {"error": {"message": "lost"}}), "ends with lost after 1 of 1 tokens"),
+        (Received(), "ends with no last event after 0 of 1 tokens"),
+    ],
+)
+def test_a_difference_says_what_differs_and_an_end_that_is_missing_comes_first(other, difference):
+    assert other.difference(received(chunk("a", 1))) == difference

@@ -22,6 +22,11 @@ class Reference:
     streams: list[Received]
     duration_s: float
 
+    def differences(self, streams: dict[int, Received]) -> dict[int, str]:
+        """Return how streams differ, by their index; those that do not are left out."""
+        found = {index: stream.difference(self.streams[index]) for index, stream in streams.items()}
+        return {index: difference for index, difference in found.items() if difference is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Trial:
@@ -30,16 +35,16 @@ class Trial:
     Attributes:
         struck_after_s: when the fault came, since the streams began.
         back_after_s: how long after the fault a new request was answered.
-        differing: indices of the streams that differ from the reference.
-        differing_again: those of them that differ from it when the client sends the request again.
+        differing: by the index of a stream, how it differs from the reference.
+        differing_again: how those of them still differ for which the client has sent the request again.
     """
 
     fault: Fault
     struck_after_s: float
     back_after_s: float
     streams: list[Received]
-    differing: list[int]
-    differing_again: list[int]
+    differing: dict[int, str]
+    differing_again: dict[int, str]
 
     @property
     def longest_gap_s(self) -> float:
@@ -47,16 +52,11 @@ class Trial:
         return max(stream.longest_gap_s for stream in self.streams)
 
     @property
-    def errors(self) -> list[str]:
-        """The errors that clients got."""
-        return [stream.error for stream in self.streams if stream.error is not None]
-
-    @property
     def problems(self) -> list[str]:
         """What must not be: a difference, unless the connection was cut; then, a difference when it is sent again."""
-        problems = [f"stream {index} differs when it is sent again" for index in self.differing_again]
+        problems = [f"stream {index}, sent again: {text}" for index, text in self.differing_again.items()]
         if not self.fault.cuts_streams:
-            problems += [f"stream {index} differs" for index in self.differing] + self.errors
+            problems += [f"stream {index}: {text}" for index, text in self.differing.items()]
         return problems
 
 
@@ -78,11 +78,9 @@ async def run_trial(server: FaultServer, fault: Fault, reference: Reference, see
         fault.strike(await asyncio.to_thread(server.process, fault.process, fault.position))
         back_after_s = await _probe(session)
         streams = await running
-        pairs = enumerate(zip(streams, reference.streams, strict=True))
-        differing = [index for index, (actual, expected) in pairs if not actual.equals(expected)]
+        differing = reference.differences(dict(enumerate(streams)))
         again = await asyncio.gather(*(receive(session, *REQUESTS[index]) for index in differing))
-    pairs = zip(differing, again, strict=True)
-    differing_again = [index for index, stream in pairs if not stream.equals(reference.streams[index])]
+    differing_again = reference.differences(dict(zip(differing, again, strict=True)))
     return Trial(fault, delay_s, back_after_s, streams, differing, differing_again)
 
 

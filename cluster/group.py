@@ -3,8 +3,8 @@
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -28,9 +28,12 @@ logger = logging.getLogger(__name__)
 _FIRST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 30.0
 _MAX_STARTS = 5
-"""How often the workers of one role are started before the start of the group fails."""
+"""How often the target is started before the start of the group fails."""
 _LAST_WORDS_S = 0.5
 """How long a restart waits to learn why a rank has ended: Ray reports that later than its connection breaks."""
+_DRAFT_GRACE_S = 5.0
+"""How long a group whose target has started waits for a draft that loads. Draft and target load at the same time, and
+a smaller model takes less, so it seldom waits at all; but a draft that cannot be served is an error of the start."""
 _PLACED_BEFORE_START = 0.8
 """Part of the time for a start after which a placement has failed."""
 
@@ -38,9 +41,10 @@ _PLACED_BEFORE_START = 0.8
 class SpeculationGroup:
     """The draft worker and the target ranks of one Router replica, and the engine's two roles over them.
 
-    Belongs to the event loop that started it. A draft worker that dies is started again in the background while
-    decoding goes on; target ranks are started again, all of them, when `recover` is called. Workers that are killed
-    while the group starts are started again at once, target ranks all together.
+    Belongs to the event loop that started it. The group has started as soon as the target can take rounds. The draft
+    worker joins when it has loaded, and is started again in the background whenever it ends, while decoding goes on
+    without it. Target ranks are started again, all of them, when `recover` is called, or if one is killed or hangs
+    while the group starts.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class SpeculationGroup:
         self._owns_placement = owns_placement
         self._connector = connector
         self._versions = itertools.count(1)
-        self._memory_plan = MemoryPlan(config.engine, ["target", *(["draft"] if config.has_draft_worker else [])])
+        self._memory_plan = MemoryPlan(config.engine)
         self._target: WorkerSet | None = None
         self._draft: WorkerSet | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -151,18 +155,53 @@ class SpeculationGroup:
             ray.util.remove_placement_group(self._placement)
 
     async def _start_all(self) -> None:
-        starting: list[Coroutine[None, None, None]] = [_repeat_while_killed("target rank", self._start_target)]
-        if self.config.draft is not None and self.config.has_draft_worker:
-            starting += [
-                _repeat_while_killed("draft worker", self._start_draft),
-                asyncio.to_thread(check_same_vocabulary, self.config.target, self.config.draft),
-            ]
         try:
             async with asyncio.TaskGroup() as tasks:
-                for coroutine in starting:
-                    tasks.create_task(coroutine)
+                target = tasks.create_task(self._start_first_target())
+                if self.config.draft is not None and self.config.has_draft_worker:
+                    tasks.create_task(asyncio.to_thread(check_same_vocabulary, self.config.target, self.config.draft))
+                    tasks.create_task(self._begin_drafting(target))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
+
+    async def _start_first_target(self) -> None:
+        """Start the target, and again if a rank is killed or hangs.
+
+        Raises:
+            WorkerDiedError: that was so at each of `_MAX_STARTS` starts.
+        """
+        pause_s = _FIRST_RETRY_S
+        for num_starts in itertools.count(1):
+            try:
+                await self._start_target()
+            except WorkerDiedError as error:
+                if num_starts == _MAX_STARTS:
+                    raise
+                counts = f"{num_starts} of {_MAX_STARTS}"
+                logger.warning("The target did not survive start %s, next in %g s: %s", counts, pause_s, error)
+            else:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s *= 2
+
+    async def _begin_drafting(self, target: asyncio.Task[None]) -> None:
+        """Start the draft worker for as long as the group lives, and wait for it, but not much longer than the target.
+
+        Raises:
+            ModelError: the draft cannot be served.
+            TargetError: its worker failed by itself.
+        """
+        first_start: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
+        keeping = self._run_in_background(self._keep_draft(first_start))
+        ends: set[asyncio.Future[Any]] = {first_start, keeping}
+        await asyncio.wait(ends | {target}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(ends, timeout=_DRAFT_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
+        if keeping.done():
+            keeping.result()  # a bug
+        elif not first_start.done():
+            logger.warning("The draft worker is still starting; decoding without drafts until it has")
+        elif (error := first_start.result()) is not None and not isinstance(error, WorkerDiedError):
+            raise error
 
     async def _start_target(self) -> None:
         if self._target is not None:
@@ -184,14 +223,14 @@ class SpeculationGroup:
         self._remote_verifier.connect(ranks.links)
         self._watching = self._run_in_background(self._watch_target(ranks))
 
-    async def _start_draft(self) -> None:
+    async def _start_draft(self) -> WorkerSet:
         draft = await start_draft(
             self.config, self._placement, self._connector, next(self._versions), self._memory_plan
         )
         self._draft = draft
         self.draft_info = draft.loaded[0]
         self._remote_drafter.connect(draft.links[0])
-        self._run_in_background(self._watch_draft(draft))
+        return draft
 
     async def _watch_target(self, ranks: WorkerSet) -> None:
         reason = await ranks.wait_for_end(self.config.hang_timeout_s)
@@ -199,48 +238,39 @@ class SpeculationGroup:
             logger.warning("A target rank was lost: %s", reason)
             self._remote_verifier.disconnect(f"a target rank was lost: {reason}")
 
-    async def _watch_draft(self, draft: WorkerSet) -> None:
-        reason = await draft.wait_for_end(self.config.hang_timeout_s)
-        self._draft = None
-        logger.warning("Draft worker lost, decoding without drafts: %s", reason)
-        self._remote_drafter.disconnect(reason)
-        draft.kill()
+    async def _keep_draft(self, first_start: asyncio.Future[Exception | None]) -> None:
+        """Start the draft worker, and again whenever it ends.
+
+        Args:
+            first_start: gets why the first start failed, or None.
+        """
         pause_s = _FIRST_RETRY_S
-        while self._draft is None:
-            await asyncio.sleep(pause_s)
+        while True:
             try:
                 async with asyncio.timeout(self.config.start_timeout_s):
-                    await self._start_draft()
+                    draft = await self._start_draft()
             except (TimeoutError, TargetError, ModelError) as error:
+                logger.warning("Draft worker did not start, next try in %g s: %s", pause_s, error)
+                if not first_start.done():
+                    first_start.set_result(error)
+                await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
-                logger.warning("Draft worker did not restart, next try in %g s: %s", pause_s, error)
+                continue
+            if not first_start.done():
+                first_start.set_result(None)
+            reason = await draft.wait_for_end(self.config.hang_timeout_s)
+            self._draft = None
+            logger.warning("Draft worker lost, decoding without drafts: %s", reason)
+            self._remote_drafter.disconnect(reason)
+            draft.kill()
+            pause_s = _FIRST_RETRY_S
+            await asyncio.sleep(pause_s)
 
     def _run_in_background(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-async def _repeat_while_killed(name: str, start: Callable[[], Coroutine[None, None, None]]) -> None:
-    """Start the workers of one role, and start them again if one of them is killed; the other role goes on loading.
-
-    Raises:
-        WorkerDiedError: one was killed at each of `_MAX_STARTS` starts.
-    """
-    pause_s = _FIRST_RETRY_S
-    for num_starts in itertools.count(1):
-        try:
-            await start()
-        except WorkerDiedError as error:
-            if num_starts == _MAX_STARTS:
-                raise
-            counts = f"{num_starts} of {_MAX_STARTS}"
-            logger.warning("A %s was killed at start %s, next in %g s: %s", name, counts, pause_s, error)
-        else:
-            return
-        await asyncio.sleep(pause_s)
-        pause_s *= 2
 
 
 def _make_placement(config: GroupConfig) -> PlacementGroup:

@@ -1,8 +1,12 @@
-"""MemoryPlan: collects the surveys of a group's workers, and decides how many KV blocks each of them gets."""
+"""MemoryPlan: decides from surveys of devices and models how many KV blocks each worker of a group gets.
+
+The target does not wait for the draft: if the draft will be on the device of one of the target's ranks, this rank
+surveys the draft's model, too, and the plan leaves room for it. A draft with a device of its own surveys that itself.
+"""
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.config import EngineConfig
 from engine.execution.memory import Footprint, Survey, plan_kv_blocks
@@ -12,43 +16,54 @@ Located = tuple[str, Survey]
 
 
 class MemoryPlan:
-    """Plans once, after all roles have joined and before any of them loads.
+    """Plans before any worker that shares a device has loaded, once for each role.
 
     Restarted workers get the same number of blocks, because the engine's block tables outlive the target's ranks.
     """
 
-    def __init__(self, config: EngineConfig, roles: Collection[str]) -> None:
-        """Make a plan for these roles, such as `target` and `draft`."""
+    def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._missing = set(roles)
-        self._surveys: dict[str, Sequence[Located]] = {}
-        self._num_blocks: asyncio.Future[dict[str, int]] = asyncio.get_running_loop().create_future()
+        self._num_blocks: dict[str, int] = {}
+        self._has_target = asyncio.Event()
         if config.num_blocks is not None:
-            self._num_blocks.set_result(dict.fromkeys(roles, config.num_blocks))
+            self._num_blocks = {"target": config.num_blocks, "draft": config.num_blocks}
+            self._has_target.set()
 
-    @property
-    def is_made(self) -> bool:
-        """Whether the plan exists, so that workers need not survey their devices."""
-        return self._num_blocks.done()
+    def knows(self, role: str) -> bool:
+        """Whether the blocks of a role are planned, so that its workers need not survey their devices."""
+        return role in self._num_blocks
 
-    async def join(self, role: str, surveys: Sequence[Located] = ()) -> int:
-        """Wait until every role has joined; return how many KV blocks each worker of this role gets, without block 0.
+    def plan_target(self, target: Sequence[Located], draft: Sequence[Located]) -> int:
+        """Plan the target; return how many KV blocks each rank gets, without block 0.
 
         Args:
-            surveys: one per worker of the role; not needed once the plan is made.
+            target: one survey per rank.
+            draft: a survey of the draft's model on the device that it shares with a rank; none if it shares none.
 
         Raises:
             ModelError: the models do not fit on a device.
         """
-        if not self.is_made:
-            self._surveys[role] = surveys
-            self._missing.discard(role)
-            if not self._missing:
-                self._num_blocks.set_result(plan_devices(self._surveys, self._config))
-        return (await asyncio.shield(self._num_blocks))[role]
+        if not self.knows("target"):
+            self._num_blocks |= plan_devices({"target": target, **({"draft": draft} if draft else {})}, self._config)
+            self._has_target.set()
+        return self._num_blocks["target"]
+
+    async def plan_draft(self, own: Sequence[Located]) -> int:
+        """Wait for the target's plan; return how many KV blocks the draft gets, without block 0.
+
+        Args:
+            own: the draft worker's survey, which counts if the draft shares no device with the target.
+
+        Raises:
+            ModelError: the model does not fit on its device.
+        """
+        await self._has_target.wait()
+        if not self.knows("draft"):
+            self._num_blocks |= plan_devices({"draft": own}, self._config)
+        return self._num_blocks["draft"]
 
 
-def plan_devices(surveys: dict[str, Sequence[Located]], config: EngineConfig) -> dict[str, int]:
+def plan_devices(surveys: Mapping[str, Sequence[Located]], config: EngineConfig) -> dict[str, int]:
     """Return the KV blocks of each role: the fewest that fit on any device of its workers.
 
     Raises:

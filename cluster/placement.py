@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.config import GroupConfig
@@ -151,6 +151,23 @@ def draft_options(config: GroupConfig, group: PlacementGroup) -> dict[str, Any]:
     """Return the Ray options of the draft's actor."""
     num_gpus = 0.5 if shares_gpu(config, group.bundle_specs) else group.bundle_specs[DRAFT_BUNDLE].get("GPU", 0)
     return _actor_options(group, DRAFT_BUNDLE, DRAFT_CPUS, num_gpus)
+
+
+def rank_beside_draft(config: GroupConfig, group: PlacementGroup) -> int | None:
+    """Return the first target rank on the draft's device, None if the draft has a device of its own.
+
+    Ray is asked for the nodes of the bundles, which must have been placed.
+    """
+    bundles = group.bundle_specs
+    if not config.has_draft_worker:
+        return None
+    if shares_gpu(config, bundles):
+        return 0
+    if bundles[DRAFT_BUNDLE].get("GPU") or bundles[-1].get("GPU"):
+        return None
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    ranks = range(config.tensor_parallel_size)
+    return next((rank for rank in ranks if nodes[target_bundle(config, bundles, rank)] == nodes[DRAFT_BUNDLE]), None)
 
 
 def rank_options(config: GroupConfig, group: PlacementGroup, rank: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup
 
 from cluster.config import GroupConfig
 from cluster.memory_plan import Located, MemoryPlan
-from cluster.placement import draft_options, rank_options
+from cluster.placement import draft_options, rank_beside_draft, rank_options
 from cluster.transport import Connector, Link, OnBreak
 from cluster.workers.actors import DraftWorker, TargetWorker, WorkerProcess
 from engine.config import ModelConfig, ModelInfo
@@ -21,13 +21,15 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_FIRST_ANSWER_S = 30.0
+"""How long a worker's process may take to start and answer; only after that can a hang be told from slow imports."""
 _PING_PERIOD_S = 1.0
 _DEATH_NOTICE_S = 0.5
 """How long Ray may take to report that a worker was killed, after another rank has failed because of that."""
 
 
 class WorkerDiedError(TargetError):
-    """A worker's process ended while it started, for a reason outside its own code; another start may succeed."""
+    """A worker's process ended or hung while it started, not by its own code; another start may succeed."""
 
 
 @dataclass(slots=True)
@@ -49,20 +51,42 @@ class WorkerSet:
     serving: list[Any] = field(default_factory=list)
 
     async def connect(self, connector: Connector, version: int, on_break: OnBreak | None = None) -> None:
-        """Have every worker listen, and begin to connect to each."""
-        self.processes = await _results([actor.listen.remote(connector.identity) for actor in self.actors])
+        """Have every worker listen, and begin to connect to each.
+
+        Raises:
+            WorkerDiedError: one was killed, or does not answer.
+        """
+        try:
+            async with asyncio.timeout(_FIRST_ANSWER_S):
+                self.processes = await _results([actor.listen.remote(connector.identity) for actor in self.actors])
+        except TimeoutError as error:
+            raise WorkerDiedError(f"a worker did not answer within {_FIRST_ANSWER_S:g} s of its start") from error
         self.links = [
             connector.connect(process.endpoint, version=version, on_break=on_break) for process in self.processes
         ]
 
-    async def plan_memory(self, role: str, model: ModelConfig, plan: MemoryPlan) -> None:
-        """Settle `num_blocks`; the first start surveys the workers' devices for that."""
-        located: list[Located] = []
-        if not plan.is_made:
-            surveys = await _results([actor.survey.remote(model) for actor in self.actors])
-            node_ids = [process.endpoint.node_id for process in self.processes]
-            located = list(zip(node_ids, surveys, strict=True))
-        self.num_blocks = await plan.join(role, located)
+    async def survey(self, model: ModelConfig, *ranks: int, world_size: int = 1) -> list[Located]:
+        """Have these workers survey their devices for a model, of which each loads a shard."""
+        surveys = await _results([self.actors[rank].survey.remote(model, world_size) for rank in ranks])
+        return list(zip([self.processes[rank].endpoint.node_id for rank in ranks], surveys, strict=True))
+
+    async def while_answering(self, hang_timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine for as long as the workers answer pings; one that loads answers them late, but it does.
+
+        Raises:
+            WorkerDiedError: one has not answered for `hang_timeout_s`.
+        """
+        working = asyncio.create_task(work)
+        silence = asyncio.create_task(self._wait_for_silence(hang_timeout_s))
+        try:
+            await asyncio.wait([working, silence], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise WorkerDiedError(f"a worker hung while starting: {silence.result()}")
+            working.result()
+        finally:
+            working.cancel()
+            silence.cancel()
+            await asyncio.gather(working, silence, return_exceptions=True)
 
     def start_serving(self) -> None:
         """Have the workers answer requests until they end."""
@@ -113,19 +137,15 @@ async def start_draft(
 
     Raises:
         ModelError: the model cannot be served.
-        WorkerDiedError: the worker was killed.
+        WorkerDiedError: the worker was killed, or hangs.
         TargetError: the worker failed.
     """
     assert config.draft is not None, "every method of a draft worker loads a model"
     actor_class = ray.remote(DraftWorker).options(**draft_options(config, placement))
     workers = WorkerSet("draft worker", [actor_class.remote(config.engine, version, config.log_format)])
     try:
-        [actor] = workers.actors
         await workers.connect(connector, version)
-        await workers.plan_memory("draft", config.draft, plan)
-        workers.loaded = await _results(
-            [actor.load.remote(config.draft, config.target, workers.num_blocks, run_ahead=config.run_ahead == "on")]
-        )
+        await workers.while_answering(config.hang_timeout_s, _load_draft(workers, config, config.draft, plan))
         workers.start_serving()
     except BaseException:
         workers.kill()
@@ -148,10 +168,10 @@ async def start_target(
 
     Raises:
         ModelError: the model cannot be served.
-        WorkerDiedError: a rank was killed.
+        WorkerDiedError: a rank was killed, or hangs.
         TargetError: a rank failed.
     """
-    size, timeout_s = config.tensor_parallel_size, config.start_timeout_s
+    size = config.tensor_parallel_size
     actor_class = ray.remote(TargetWorker)
     workers = WorkerSet(
         "target rank",
@@ -164,19 +184,40 @@ async def start_target(
     )
     try:
         await workers.connect(connector, version, on_break)
-        address = None
-        if size > 1:
-            _warn_of_several_nodes(workers.processes)
-            [address] = await _results([workers.actors[0].open_store.remote(timeout_s)])
-        await workers.plan_memory("target", config.target, plan)
-        workers.loaded = await _results(
-            [actor.load.remote(config.target, workers.num_blocks, address, timeout_s) for actor in workers.actors]
-        )
+        await workers.while_answering(config.hang_timeout_s, _load_target(workers, config, placement, plan))
         workers.start_serving()
     except BaseException:
         workers.kill()
         raise
     return workers
+
+
+async def _load_draft(workers: WorkerSet, config: GroupConfig, draft: ModelConfig, plan: MemoryPlan) -> None:
+    own = [] if plan.knows("draft") else await workers.survey(draft, 0)
+    workers.num_blocks = await plan.plan_draft(own)
+    [actor] = workers.actors
+    workers.loaded = await _results(
+        [actor.load.remote(draft, config.target, workers.num_blocks, run_ahead=config.run_ahead == "on")]
+    )
+
+
+async def _load_target(workers: WorkerSet, config: GroupConfig, placement: PlacementGroup, plan: MemoryPlan) -> None:
+    size, timeout_s = config.tensor_parallel_size, config.start_timeout_s
+    address = None
+    if size > 1:
+        _warn_of_several_nodes(workers.processes)
+        [address] = await _results([workers.actors[0].open_store.remote(timeout_s)])
+    target: list[Located] = []
+    draft: list[Located] = []
+    if not plan.knows("target"):
+        target = await workers.survey(config.target, *range(size), world_size=size)
+        rank = await asyncio.to_thread(rank_beside_draft, config, placement)
+        if rank is not None and config.draft is not None:
+            draft = await workers.survey(config.draft, rank)
+    workers.num_blocks = plan.plan_target(target, draft)
+    workers.loaded = await _results(
+        [actor.load.remote(config.target, workers.num_blocks, address, timeout_s) for actor in workers.actors]
+    )
 
 
 def _warn_of_several_nodes(ranks: list[WorkerProcess]) -> None:

@@ -1,8 +1,8 @@
 """DraftWorker and TargetWorker: the Ray actors, which join a responder to a server.
 
 A `WorkerSet` calls `listen`, `survey` (at the first start), `load` and `serve` in this order. `serve` lasts as long as
-the worker does, so the reference to its result tells when the worker ends. It runs in a thread of its own, so the actor
-still answers pings.
+the worker does, so the reference to its result tells when the worker ends. Each call has a thread of its own, so an
+actor that loads or serves still answers pings.
 
 The Router imports this module to start the actors but must not import torch, so torch is imported inside the methods.
 """
@@ -81,12 +81,16 @@ class Worker:
         self._server = listen(self._host, node_id=node_id, client_identity=client_identity)
         return WorkerProcess(self._server.endpoint, os.getpid())
 
-    def survey(self, config: ModelConfig) -> Survey:
-        """Measure this worker's device and the model that it is about to load, for the memory plan."""
+    def survey(self, config: ModelConfig, world_size: int) -> Survey:
+        """Measure this worker's device and a model that is about to be loaded there, for the memory plan.
+
+        Args:
+            world_size: ranks that share the model's weights.
+        """
         with _importing():
             from engine.execution.registry import survey
 
-        return survey(config, self._engine, world_size=self._world_size)
+        return survey(config, self._engine, world_size=world_size)
 
     def ping(self) -> None:
         """Return at once, which shows that the process is alive."""

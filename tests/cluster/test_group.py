@@ -62,6 +62,7 @@ class Starts:
     num_blocks: list[int] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     hangs: bool = False
+    may_load: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def __call__(
         self,
@@ -72,12 +73,12 @@ class Starts:
         plan: MemoryPlan,
         on_break: Callable[[str], None] | None = None,
     ) -> Workers:
-        role = "target" if on_break else "draft"
-        num_blocks = await plan.join(role)
+        num_blocks = plan.plan_target([], []) if on_break else await plan.plan_draft([])
         self.num_blocks.append(num_blocks)
         self.versions.append(version)
         if self.hangs:
             await asyncio.Event().wait()
+        await self.may_load.wait()
         if self.failures:
             raise self.failures.pop(0)
         pid = self.first_pid + 10 * len(self.workers)
@@ -88,6 +89,7 @@ class Starts:
 @pytest.fixture
 def targets(monkeypatch: pytest.MonkeyPatch) -> Starts:
     starts = Starts(100)
+    starts.may_load.set()
     monkeypatch.setattr(group_module, "start_target", starts)
     return starts
 
@@ -95,6 +97,7 @@ def targets(monkeypatch: pytest.MonkeyPatch) -> Starts:
 @pytest.fixture
 def drafts(monkeypatch: pytest.MonkeyPatch) -> Starts:
     starts = Starts(500)
+    starts.may_load.set()
     monkeypatch.setattr(group_module, "start_draft", starts)
     return starts
 
@@ -132,31 +135,81 @@ async def test_a_started_group_is_available_and_has_the_planned_blocks_and_block
     await group.stop()
 
 
-@pytest.mark.parametrize(("victims", "others"), [("targets", "drafts"), ("drafts", "targets")])
-async def test_workers_that_are_killed_while_the_group_starts_are_started_again(victims, others, request, caplog):
+async def test_ranks_that_are_killed_while_the_group_starts_are_started_again(targets, drafts, caplog):
     caplog.set_level(logging.WARNING, "cluster.group")
-    killed, spared = request.getfixturevalue(victims), request.getfixturevalue(others)
-    killed.failures = [WorkerDiedError("killed") for _ in range(4)]
+    targets.failures = [WorkerDiedError("killed") for _ in range(4)]
     group = await started()
     assert group.is_available
     assert group._remote_drafter.is_available
-    assert len(killed.versions) == 5
-    assert len(spared.versions) == 1  # it goes on loading
+    assert len(targets.versions) == 5
+    assert len(drafts.versions) == 1  # it goes on loading
     assert len(caplog.messages) == 4
-    assert "at start 4 of 5" in caplog.messages[-1]
+    assert "did not survive start 4 of 5" in caplog.messages[-1]
     await group.stop()
 
 
-async def test_the_start_fails_when_the_workers_are_killed_again_and_again(targets, drafts):
-    drafts.failures = [WorkerDiedError("killed") for _ in range(9)]
+async def test_the_start_fails_when_the_ranks_are_killed_again_and_again(targets, drafts):
+    targets.failures = [WorkerDiedError("killed") for _ in range(9)]
     assert await refusal(started()) == "killed"
-    assert len(drafts.versions) == 5
+    assert len(targets.versions) == 5
 
 
-async def test_a_worker_that_fails_by_itself_is_not_started_again(targets, drafts):
-    targets.failures = [TargetError("a worker failed to start: ValueError('a bug')")]
+@pytest.mark.parametrize("victims", ["targets", "drafts"])
+async def test_a_worker_that_fails_by_itself_fails_the_start(victims, targets, drafts, request, monkeypatch):
+    monkeypatch.setattr(group_module, "_FIRST_RETRY_S", 1000.0)
+    failing = request.getfixturevalue(victims)
+    failing.failures = [TargetError("a worker failed to start: ValueError('a bug')")]
     assert "a bug" in await refusal(started())
+    assert len(failing.versions) == 1
+
+
+async def test_a_group_goes_live_while_its_draft_is_killed_again_and_again(targets, drafts, caplog):
+    caplog.set_level(logging.WARNING, "cluster.group")
+    drafts.failures = [WorkerDiedError("killed") for _ in range(20)]
+    group = await started()
+    assert group.is_available
+    assert group.draft_info is None
+    assert "Draft worker did not start, next try in 0 s: killed" in caplog.messages
+    await until(lambda: group._remote_drafter.is_available)
+    assert group.draft_info is drafts.workers[0].loaded[0]
     assert len(targets.versions) == 1
+    await group.stop()
+
+
+async def test_a_group_goes_live_before_a_draft_that_starts_slowly_which_joins_later(
+    targets, drafts, monkeypatch, caplog
+):
+    monkeypatch.setattr(group_module, "_DRAFT_GRACE_S", 0.01)
+    drafts.may_load.clear()
+    group = await started()
+    assert group.is_available
+    assert not group._remote_drafter.is_available
+    assert "decoding without drafts until it has" in caplog.text
+    drafts.may_load.set()
+    await until(lambda: group._remote_drafter.is_available)
+    drafts.workers[0].end("killed")
+    await until(lambda: len(drafts.workers) == 2)
+    await group.stop()
+
+
+async def test_a_draft_that_loads_as_long_as_its_target_is_waited_for(targets, drafts):
+    targets.may_load.clear()
+    drafts.may_load.clear()
+    starting = asyncio.create_task(started())
+    await until(lambda: bool(targets.versions and drafts.versions))
+    targets.may_load.set()
+    await until(lambda: bool(targets.workers))
+    assert not starting.done()
+    drafts.may_load.set()
+    group = await starting
+    assert group._remote_drafter.is_available
+    await group.stop()
+
+
+async def test_a_bug_while_a_draft_starts_is_raised(targets, drafts):
+    drafts.failures = [ValueError("a bug")]
+    with pytest.raises(ValueError, match="a bug"):
+        await started()
 
 
 async def test_a_group_that_was_not_started_is_not_available(targets, drafts):
@@ -288,13 +341,13 @@ async def test_models_that_cannot_work_together_are_refused_by_their_own_error(t
         await started()
 
 
-async def test_workers_that_fail_to_start_do_not_leave_others_waiting_for_the_memory_plan(targets, monkeypatch):
+async def test_a_draft_that_waits_for_the_memory_plan_ends_with_the_group(targets, monkeypatch):
     has_joined = asyncio.Event()
 
     async def start_draft(_config: Any, _placement: Any, _connector: Any, _version: int, plan: MemoryPlan) -> None:
         has_joined.set()
         try:
-            await plan.join("draft")
+            await plan.plan_draft([])
         finally:
             has_joined.clear()
 
@@ -304,7 +357,10 @@ async def test_workers_that_fail_to_start_do_not_leave_others_waiting_for_the_me
 
     monkeypatch.setattr(group_module, "start_draft", start_draft)
     monkeypatch.setattr(group_module, "start_target", start_target)
-    assert "died during its survey" in await refusal(started(replace(CONFIG, engine=EngineConfig())))
+    config = replace(CONFIG, engine=EngineConfig())
+    group = SpeculationGroup(config, SimpleNamespace(), Connector("node 1"), owns_placement=False)
+    assert "died during its survey" in await refusal(group._start_all())
+    await group.stop()
     assert not has_joined.is_set()
 
 

@@ -1,4 +1,4 @@
-"""The memory plan of a group: made once, when all workers have surveyed their devices."""
+"""The memory plan of a group: made once for each role, and without the draft worker for the target."""
 
 import asyncio
 
@@ -40,24 +40,44 @@ def test_ranks_have_the_blocks_of_the_tightest_device():
     assert plan_devices(surveys, CONFIG) == {"target": 50}
 
 
-async def test_no_worker_loads_before_all_have_surveyed_and_a_restart_needs_no_survey():
-    plan = MemoryPlan(CONFIG, ["target", "draft"])
-    target = asyncio.create_task(plan.join("target", [located("a", "cpu", 1800)]))
+def test_the_target_does_not_wait_for_the_draft_and_leaves_room_for_it():
+    plan = MemoryPlan(CONFIG)
+    assert plan.plan_target([located("a", "cpu", 1800)], [located("a", "cpu", 1900)]) == 50
+    assert plan.knows("draft")
+
+
+async def test_a_draft_beside_the_target_waits_for_the_plan_and_gets_its_share_of_it():
+    """Its own reading of free memory does not count: ranks may have loaded by then."""
+    plan = MemoryPlan(CONFIG)
+    draft = asyncio.create_task(plan.plan_draft([located("a", "cpu", 900)]))
     await asyncio.sleep(0)
-    assert not plan.is_made
-    assert await plan.join("draft", [located("a", "cpu", 1800)]) == 50
-    assert await target == 50
-    assert plan.is_made
-    assert await plan.join("target") == 50
+    assert not draft.done()
+    assert plan.plan_target([located("a", "cpu", 1800)], [located("a", "cpu", 1800)]) == 50
+    assert await draft == 50
+
+
+async def test_a_draft_with_a_device_of_its_own_gets_what_fits_there():
+    plan = MemoryPlan(CONFIG)
+    assert plan.plan_target([located("a", "gpu0", 1700)], []) == 100
+    assert not plan.knows("draft")
+    assert await plan.plan_draft([located("a", "gpu1", 900)]) == 50
+
+
+async def test_a_restart_needs_no_survey():
+    plan = MemoryPlan(CONFIG)
+    plan.plan_target([located("a", "cpu", 1800)], [located("a", "cpu", 1800)])
+    assert plan.plan_target([], []) == await plan.plan_draft([]) == 50
 
 
 async def test_models_that_do_not_fit_are_refused():
-    plan = MemoryPlan(CONFIG, ["target"])
+    plan = MemoryPlan(CONFIG)
     with pytest.raises(ModelError, match="are free"):
-        await plan.join("target", [located("a", "cpu", 90)])
+        plan.plan_target([located("a", "cpu", 90)], [])
+    assert not plan.knows("target")
 
 
 async def test_a_number_from_the_configuration_needs_no_survey():
-    plan = MemoryPlan(EngineConfig(num_blocks=7), ["target", "draft"])
-    assert plan.is_made
-    assert await plan.join("draft") == 7
+    plan = MemoryPlan(EngineConfig(num_blocks=7))
+    assert plan.knows("target")
+    assert plan.knows("draft")
+    assert plan.plan_target([], []) == await plan.plan_draft([]) == 7

@@ -17,6 +17,7 @@ from cluster.placement import (
     draft_options,
     label_selectors,
     placement_bundles,
+    rank_beside_draft,
     rank_options,
     settle,
     shares_gpu,
@@ -261,3 +262,35 @@ def test_a_draft_cannot_run_ahead_on_the_targets_paced_device():
 def test_paced_devices_have_no_accelerator_type():
     with pytest.raises(PlacementError, match="target's device is paced:h100x4-70b"):
         placement_bundles(replace(PACED, target_accelerator_type="H100"), num_gpus=0)
+
+
+@pytest.mark.parametrize(
+    ("size", "target_nodes", "num_gpus", "nodes", "expected"),
+    [
+        (1, 1, 0, "aaa", 0),
+        (2, 1, 0, "aba", None),
+        (2, 2, 0, "abab", 1),
+        (2, 2, 0, "aaab", 0),
+        (1, 1, 1, "aa", 0),
+        (2, 1, 2, "aa", 0),
+        (1, 1, 2, "aaa", None),
+    ],
+    ids=[
+        "one node",
+        "the draft on another node",
+        "beside the second rank",
+        "beside the first rank",
+        "one GPU for both",
+        "the GPU of rank 0",
+        "a GPU each",
+    ],
+)
+def test_the_rank_beside_the_draft_has_its_device(size, target_nodes, num_gpus, nodes, expected, monkeypatch):
+    config = replace(AUTO, tensor_parallel_size=size, target_nodes=target_nodes)
+    bundles = placement_bundles(config, num_gpus=num_gpus)
+    assert len(bundles) == len(nodes)
+    table = {"bundles_to_node_id": dict(enumerate(nodes))}
+    monkeypatch.setattr("cluster.placement.placement_group_table", lambda _: table)
+    group = PlacementGroup(PlacementGroupID.from_random(), bundles)
+    assert rank_beside_draft(config, group) == expected
+    assert rank_beside_draft(replace(config, draft=None), group) is None

@@ -76,6 +76,67 @@ async def test_each_worker_listens_for_the_router_and_gets_a_link(workers):
     assert [process.pid for process in workers.processes] == [100, 101]
 
 
+async def test_a_worker_that_does_not_answer_after_its_start_has_died(workers, monkeypatch):
+    monkeypatch.setattr(worker_set, "_FIRST_ANSWER_S", 0.01)
+    workers.actors[1].listen = Ping(0)
+    with pytest.raises(WorkerDiedError, match=r"did not answer within 0\.01 s of its start"):
+        await workers.connect(FakeConnector(), 1)
+
+
+class Ping:
+    """An actor's method that answers so many times, and is silent afterwards."""
+
+    def __init__(self, num_answers):
+        self.num_calls, self._num_answers = 0, num_answers
+
+    async def remote(self, *_):
+        self.num_calls += 1
+        if self.num_calls > self._num_answers:
+            await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("num_answers", [0, 3])
+async def test_a_worker_that_answers_no_ping_while_it_loads_has_died(workers, monkeypatch, num_answers):
+    monkeypatch.setattr(worker_set, "_PING_PERIOD_S", 0.0)
+    workers.actors[0].ping, workers.actors[1].ping = Ping(10**9), Ping(num_answers)
+    was_cancelled = asyncio.Event()
+
+    async def load():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            was_cancelled.set()
+
+    with pytest.raises(WorkerDiedError, match=r"hung while starting: it did not answer for 0\.05 s"):
+        await workers.while_answering(0.05, load())
+    assert workers.actors[1].ping.num_calls == num_answers + 1
+    assert was_cancelled.is_set()
+
+
+async def test_workers_that_answer_may_load_as_long_as_they_need(workers, monkeypatch):
+    monkeypatch.setattr(worker_set, "_PING_PERIOD_S", 0.0)
+    ping = workers.actors[0].ping = workers.actors[1].ping = Ping(10**9)
+
+    async def load():
+        while ping.num_calls < 50:
+            await asyncio.sleep(0)
+        raise ModelError("no such model")
+
+    with pytest.raises(ModelError, match="no such model"):
+        await workers.while_answering(0.5, load())
+
+
+async def test_each_rank_is_asked_and_says_on_which_node_it_is(workers):
+    await workers.connect(FakeConnector(), 1)
+    for rank, actor in enumerate(workers.actors):
+        actor.survey = Method(lambda model, world_size, rank=rank: (rank, model, world_size))
+    assert await workers.survey("target", 0, 1, world_size=2) == [
+        ("node 1", (0, "target", 2)),
+        ("node 2", (1, "target", 2)),
+    ]
+    assert await workers.survey("draft", 1) == [("node 2", (1, "draft", 1))]
+
+
 async def test_the_log_says_where_each_worker_is(workers, caplog):
     caplog.set_level(logging.INFO, "cluster.worker_set")
     await workers.connect(FakeConnector(), 1)

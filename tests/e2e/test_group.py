@@ -247,22 +247,37 @@ async def test_a_stopped_rank_is_lost_after_the_configured_time(group: Speculati
     assert generation.text == expected
 
 
-@pytest.mark.parametrize(("victim", "num_workers"), [("DraftWorker", 1), ("TargetWorker", 2)])
-async def test_workers_that_are_killed_while_the_group_starts_are_started_again(
-    config: GroupConfig, expected: Text, victim: str, num_workers: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("victim", "num_workers", "report"),
+    [("DraftWorker", 1, "Draft worker did not start"), ("TargetWorker", 2, "The target did not survive start 1 of 5")],
+)
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+async def test_workers_that_are_killed_or_hang_while_the_group_starts_are_started_again(
+    config: GroupConfig,
+    expected: Text,
+    victim: str,
+    num_workers: int,
+    report: str,
+    fault: signal.Signals,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     others = worker_ids(victim)  # of a group that tests share
-    starting = asyncio.create_task(SpeculationGroup.start(replace(config, tensor_parallel_size=2)))
+    config = replace(config, tensor_parallel_size=2, hang_timeout_s=3.0)
+    starting = asyncio.create_task(SpeculationGroup.start(config))
     await wait_for(lambda: len(worker_ids(victim) - others) == num_workers)
     first = worker_ids(victim) - others
-    os.kill(max(first), signal.SIGKILL)
+    os.kill(max(first), fault)
     group = await starting
     try:
-        assert "was killed at start 1 of 5" in caplog.text
-        assert not any(map(is_alive, first))
         generation = generate(group)
         await generation.run()
         assert generation.text == expected
+        await wait_for(lambda: report in caplog.text and "draft" in group.process_ids)
+        await wait_for(lambda: not any(map(is_alive, first)))
+        again = submit(generation.engine)
+        await again.run()
+        assert again.text == expected
+        assert generation.engine.stats.num_accepted_tokens > 0
     finally:
         await group.stop()
 

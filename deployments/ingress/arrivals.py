@@ -5,12 +5,12 @@ scaled as usual, and errors come as the Router raised them. Only the outputs tak
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from deployments.ingress.router_loads import RouterLoads
 from deployments.router.delivery import decode
-from deployments.router.generation import Failure, request_id_of
+from deployments.router.generation import Failure, WithdrawnError, request_id_of
 from deployments.router.load import Load
 from engine.errors import TargetError
 from engine.sequence import RequestOutput
@@ -43,6 +43,14 @@ class Arrivals:
         for outputs in self._requests.values():
             outputs.fail(error)
 
+    def withdraw(self, request_ids: Iterable[str]) -> int:
+        """End requests of which nothing has come yet, so that another Router takes them; return how many those were."""
+        waiting = [self._requests[key] for key in request_ids if key in self._requests]
+        waiting = [request for request in waiting if request.is_waiting]
+        for request in waiting:
+            request.fail(WithdrawnError("its Router has been stopped, and another one takes requests"))
+        return len(waiting)
+
     def has_waiting(self, for_s: float) -> bool:
         """Whether a request has waited for its first output for so long."""
         before = asyncio.get_running_loop().time() - for_s
@@ -64,7 +72,11 @@ class Arrivals:
 
 
 class ServeOutputs:
-    """The outputs of one request: they come to the inbox, their number and the error after them by Serve's handle."""
+    """The outputs of one request: they come to the inbox, their number and the error after them by Serve's handle.
+
+    Attributes:
+        refused_by: the Router that has refused the request, if another one may take it.
+    """
 
     def __init__(self, response: Any, request_id: str, arrivals: Arrivals) -> None:
         self._response = response
@@ -75,6 +87,7 @@ class ServeOutputs:
         self._num_sent: int | None = None
         self._error: BaseException | None = None
         self._has_ended = False
+        self.refused_by: str | None = None
         self._change = asyncio.Event()
         self.submitted = asyncio.get_running_loop().time()
         self._ending = asyncio.create_task(self._wait_for_end(), name="waiting for a request's end")
@@ -135,7 +148,7 @@ class ServeOutputs:
         try:
             async for item in self._response:
                 if isinstance(item, Failure):
-                    self._error = item.error
+                    self._error, self.refused_by = item.error, item.refused_by
                 else:
                     self._num_sent = item
         except asyncio.CancelledError:

@@ -7,8 +7,7 @@ When Serve stops a replica it sends no new requests to it and waits until those 
 import asyncio
 from collections.abc import Callable
 
-from ray._private.worker import global_worker
-
+from deployments.router.stopping import stopped_replica
 from engine.errors import CapacityError
 
 CHECK_PERIOD_S = 0.5
@@ -21,15 +20,11 @@ class ShutdownError(CapacityError):
 
 
 def drain_s() -> float | None:
-    """Return how many seconds this replica has to finish its requests since Serve stopped it; None while it serves.
-
-    Serve tells an application nothing of this, so the replica's own state is looked at.
-    """
-    for actor in global_worker.actors.values():
-        replica = getattr(actor, "_replica_impl", None)
-        if replica is not None and replica._shutting_down:
-            return max(float(replica._deployment_config.graceful_shutdown_timeout_s) - LAST_WORDS_S, 0.0)
-    return None
+    """Return how many seconds this replica has to finish its requests since Serve stopped it; None while it serves."""
+    replica = stopped_replica()
+    if replica is None:
+        return None
+    return max(float(replica._deployment_config.graceful_shutdown_timeout_s) - LAST_WORDS_S, 0.0)
 
 
 class Draining:

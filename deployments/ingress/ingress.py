@@ -295,7 +295,7 @@ def _announce(config: AppConfig, description: Description, base_url: str) -> Non
     if config.tensor_parallel_size > 1:
         pair += f" over {config.tensor_parallel_size} ranks"
     if draft is None:
-        pair += ", no draft"
+        pair += f", draft {description.draft_model} still loading" if description.draft_model else ", no draft"
     else:
         pair += f", draft {draft.name} ({draft.num_parameters / 1e6:.1f} M, {draft.dtype}, {draft.device})"
     curl = (

@@ -2,11 +2,12 @@
 
 It asks the Routers only while a request of this Ingress waits. A request moves at most once within
 `lasting_outputs.REST_S`, and each move at most halves the difference, so that queues about as long as each other stay.
+A Router that Serve has stopped cannot be asked any more; it reports by itself which requests may leave it.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +30,14 @@ class Queues(Protocol):
 
         Raises:
             CapacityError: no Router answers.
+        """
+        ...
+
+    def leave_stopped(self) -> int:
+        """Take waiting requests of this Ingress from Routers that were stopped, if others can serve them.
+
+        Returns:
+            How many requests those were.
         """
         ...
 
@@ -67,6 +76,19 @@ def plan_move(reports: Sequence[QueueReport]) -> Move | None:
     return Move(deepest.router_id, max(1, num_wanted * deepest.num_movable_of_sender // deepest.num_movable))
 
 
+def choose_leaving(stopped: Iterable[tuple[int, Sequence[str]]], depths: Sequence[int], capacity: int) -> list[str]:
+    """Return which requests should leave Routers that were stopped: all that fit elsewhere, where less waits.
+
+    Args:
+        stopped: how many requests each of these Routers has, and those of this Ingress that wait.
+        depths: how many requests the Routers have that run.
+        capacity: requests that one Router can hold.
+    """
+    room = sum(max(0, capacity - depth) for depth in depths)
+    leaving = [key for depth, waiting in stopped if depths and min(depths) < depth for key in waiting]
+    return leaving[:room]
+
+
 class Mover:
     """Moves the waiting requests of one Ingress for as long as that lives."""
 
@@ -86,6 +108,8 @@ class Mover:
             await asyncio.sleep(CHECK_PERIOD_S)
             if not self._has_waiting(SHORTEST_WAIT_S):
                 continue
+            if num_moved := self._queues.leave_stopped():
+                logger.info("%d waiting requests leave a Router that was stopped", num_moved)
             try:
                 move = plan_move(await self._queues.report_queues())
                 if move is not None:

@@ -18,7 +18,8 @@ class QueueDepthRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         """Return two replicas, the better one first; Serve takes the other if that one cannot be reached."""
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        names = router_loads.LOADS.ranked(list(replicas))
+        refusing = {name for request in _requests(pending_request) for name in request.refused_by}
+        names = router_loads.LOADS.ranked([name for name in replicas if name not in refusing] or [*replicas])
         if names and pending_request is not None:
             self._assign(pending_request, names[0])  # at once: others are chosen before Serve has sent this one
         return [[replicas[name]] for name in names]
@@ -39,6 +40,11 @@ class QueueDepthRouter(RequestRouter):
 
     @staticmethod
     def _assign(pending_request: PendingRequest, router: str) -> None:
-        for argument in pending_request.args:
-            if isinstance(argument, Generation):
-                router_loads.LOADS.assign(argument.request_id, router)
+        for request in _requests(pending_request):
+            router_loads.LOADS.assign(request.request_id, router)
+
+
+def _requests(pending_request: PendingRequest | None) -> list[Generation]:
+    """Return what is sent to be generated: one request, or none with another call."""
+    arguments = [] if pending_request is None else pending_request.args
+    return [argument for argument in arguments if isinstance(argument, Generation)]

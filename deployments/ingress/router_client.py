@@ -21,7 +21,7 @@ from deployments.ingress.broadcast import ask_all
 from deployments.ingress.counted_outputs import CountedOutputs
 from deployments.ingress.draining import Draining
 from deployments.ingress.lasting_outputs import LastingOutputs
-from deployments.ingress.moving import Mover
+from deployments.ingress.moving import Mover, choose_leaving
 from deployments.ingress.router_loads import LOADS
 from deployments.metrics import IngressMetrics, ReplicaMetrics
 from deployments.router.generation import Description, Generation, QueueReport
@@ -102,10 +102,13 @@ class ServeRouters:
     def generate(self, request: Generation) -> Outputs:
         """Send a request to the replica that takes it, and to another one if that is lost."""
         request = replace(request, target_id=self._target_id)
-        lasting = LastingOutputs(request, self._submit, self._metrics.observe_resubmission)
+        lasting = LastingOutputs(request, self._submit, self._metrics.observe_resubmission, self._has_other)
         return CountedOutputs(lasting, self._metrics)
 
-    def _submit(self, request: Generation) -> Outputs:
+    def _has_other(self, refusing: frozenset[str]) -> bool:
+        return not LOADS.routers <= refusing
+
+    def _submit(self, request: Generation) -> ServeOutputs:
         LOADS.begin(request.request_id, request.num_choices - len(request.finished))
         response = self._generate.remote(request, self._inbox.address)
         outputs = ServeOutputs(response, request.request_id, self._arrivals)
@@ -142,6 +145,13 @@ class ServeRouters:
         """Return how much each replica has to do."""
         answers = await ask_all(self._handle, "report_queue", self._inbox.address)
         return [answer for answer in answers if isinstance(answer, QueueReport)]
+
+    def leave_stopped(self) -> int:
+        """Take waiting requests from Routers that Serve has stopped, if others can serve them; return how many."""
+        if self._capacity is None:
+            return 0
+        depths = [LOADS.depth(router) for router in LOADS.routers]
+        return self._arrivals.withdraw(choose_leaving(LOADS.leaving(), depths, self._capacity))
 
     async def withdraw(self, router_id: str, limit: int) -> int:
         """Have a replica give back waiting requests of this Ingress; return how many sequences they are."""

@@ -75,6 +75,11 @@ class RouterLoads:
         """Return two of these Routers, chosen at random, the one with fewer requests first; or the only one."""
         return sorted(random.sample(routers, min(2, len(routers))), key=self.depth)
 
+    def leaving(self) -> list[tuple[int, tuple[str, ...]]]:
+        """Return of each Router that takes no more requests how many it has, and which of this Ingress may leave it."""
+        believed = {name: self._believed(name) for name in self._reports.keys() - self.routers}
+        return [(self.depth(name), load.leaving) for name, load in believed.items() if load and load.leaving]
+
     def room(self, capacity: int) -> float:
         """Return how many more requests this Ingress may take.
 

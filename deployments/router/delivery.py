@@ -5,7 +5,7 @@ Serve's handle takes a message with several thread changes for each output; this
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import msgspec
@@ -71,9 +71,11 @@ class Delivery:
         finally:
             self._num_requests -= num_requests
 
-    def report(self, router: str, num_requests: int, drain_rate: float, num_ingresses: int) -> None:
+    def report(
+        self, router: str, num_requests: int, drain_rate: float, num_ingresses: int, leaving: Iterable[str]
+    ) -> None:
         """Tell the Ingress of this Router's queue, if that has changed or was not told for a while."""
-        load = Load(router, num_requests, self._num_requests, round(drain_rate, 1), num_ingresses)
+        load = Load(router, num_requests, self._num_requests, round(drain_rate, 1), num_ingresses, tuple(leaving))
         now = time.monotonic()
         if self._outbox.has_room and (load != self._reported or now - self._reported_at >= HEARTBEAT_S):
             self._reported, self._reported_at = load, now
@@ -102,11 +104,17 @@ class Deliveries:
             delivery = self._by_address[address] = Delivery(Outbox(address))
         return delivery
 
-    def report(self, router: str, num_requests: int, drain_rate: float) -> None:
-        """Tell every Ingress of this Router's queue."""
-        connected = [delivery for delivery in self._by_address.values() if not delivery.is_lost]
-        for delivery in connected:
-            delivery.report(router, num_requests, drain_rate, len(connected))
+    def report(
+        self, router: str, num_requests: int, drain_rate: float, leaving: Callable[[InboxAddress], Iterable[str]]
+    ) -> None:
+        """Tell every Ingress of this Router's queue.
+
+        Args:
+            leaving: returns the requests of an Ingress that another Router may have.
+        """
+        connected = {address: delivery for address, delivery in self._by_address.items() if not delivery.is_lost}
+        for address, delivery in connected.items():
+            delivery.report(router, num_requests, drain_rate, len(connected), leaving(address))
 
     def close(self) -> None:
         """Close all connections."""

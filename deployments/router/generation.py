@@ -13,9 +13,13 @@ class Failure:
     """Why a request gets no more tokens, where its client or the load is the reason.
 
     It is a value because Serve logs a traceback for every exception.
+
+    Attributes:
+        refused_by: the Router, if another one may take the request; it has not begun here.
     """
 
     error: Exception
+    refused_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +41,13 @@ class Description:
 
     target: ModelInfo
     draft: ModelInfo | None
+    """None until the draft has loaded, or if there is none."""
     limits: ModelLimits
     capacity: int
     target_id: str = ""
     """`target_id` of the target."""
+    draft_model: str | None = None
+    """What drafts, loaded or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,7 @@ class Generation:
         target_id: `target_id` of the model whose text is wanted; None is that of any Router. While a new target is
             rolled out, there are Routers of both.
         rest_s: how long it must not be withdrawn, because it has been lately.
+        refused_by: Routers that have refused it; any other one is tried first.
     """
 
     request_id: str
@@ -105,6 +113,7 @@ class Generation:
     finished: frozenset[int] = frozenset()
     target_id: str | None = None
     rest_s: float = 0.0
+    refused_by: frozenset[str] = frozenset()
 
     @property
     def num_choices(self) -> int:

@@ -16,6 +16,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
         num_yours: how many of these came from the Ingress that this is sent to.
         drain_rate: requests finished per second.
         num_ingresses: Ingress replicas that are connected to this Router.
+        leaving: ids of your requests that wait here although the replica has been stopped; another Router may have
+            them.
     """
 
     router: str
@@ -23,3 +25,4 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     num_yours: int
     drain_rate: float
     num_ingresses: int
+    leaving: tuple[str, ...] = ()

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 from ray import serve
 
@@ -28,8 +28,9 @@ from deployments.router.generation import (
 from deployments.router.load import REPORT_INTERVAL_S
 from deployments.router.round_loop import RoundLoop
 from deployments.router.state import RouterState
+from deployments.router.stopping import stopped_replica
 from engine.engine import Engine
-from engine.errors import CapacityError, RequestError, TargetError
+from engine.errors import CapacityError, QueueFullError, RequestError, TargetError
 from engine.models.tokenizer import load_tokenizer
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
@@ -71,15 +72,16 @@ class Router:
             max_recoveries=config.max_recoveries,
             round_timeout_s=config.round_timeout_s,
         )
-        self._id = secrets.token_hex(8)
+        self._id = serve.get_replica_context().replica_id.unique_id
         self._deliveries = Deliveries()
         self._reporting = asyncio.create_task(self._report_load(), name="reporting the load")
         self._description = Description(
             target=target,
-            draft=self._group.draft_info,
+            draft=None,
             limits=ModelLimits(target.vocab_size, self._engine.max_model_len, settings.engine.num_speculative_tokens),
             capacity=settings.engine.max_num_seqs + settings.engine.max_queued_requests,
             target_id=target_id(settings.target),
+            draft_model=settings.draft.path if settings.draft is not None and settings.has_draft_worker else None,
         )
         logger.info("ready after %.1f s", time.monotonic() - started)
 
@@ -88,14 +90,15 @@ class Router:
 
         Yields:
             How many outputs were sent: once, after the last one. Then, if the request has failed by its client or the
-            load, or was withdrawn, why.
+            load, was withdrawn, or is for another Router, why.
 
         Raises:
-            TargetError: the target could not be restarted, the inbox cannot be reached, or the request is for another
-                target.
+            TargetError: the target could not be restarted, or the inbox cannot be reached.
         """
-        if request.target_id not in (None, self._description.target_id):
-            raise TargetError(f"this Router serves {self._description.target_id}, the request is for another target")
+        served = self._description.target_id
+        if request.target_id not in (None, served):
+            yield Failure(TargetError(f"this Router serves {served}, the request is for another target"), self._id)
+            return
         delivery = self._deliveries.to(inbox)
         num_sent = 0
         try:
@@ -109,7 +112,7 @@ class Router:
         except (RequestError, CapacityError, TimeoutError, WithdrawnError) as error:
             if num_sent:
                 yield num_sent
-            yield Failure(error)
+            yield Failure(error, self._id if isinstance(error, QueueFullError) else None)
             return
         except Exception:
             if num_sent:
@@ -119,7 +122,7 @@ class Router:
 
     async def describe(self) -> Description:
         """Return what this replica serves."""
-        return self._description
+        return replace(self._description, draft=self._group.draft_info)
 
     async def report_queue(self, sender: InboxAddress) -> QueueReport:
         """Return how much this replica has to do, and how much of that came from a sender and can be withdrawn."""
@@ -165,11 +168,11 @@ class Router:
         }
 
     async def _report_load(self) -> None:
-        router = serve.get_replica_context().replica_id.unique_id
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
             num_requests = self._engine.num_running + self._engine.num_waiting
-            self._deliveries.report(router, num_requests, self._loop.drain_rate.per_s)
+            leaving = self._loop.waiting.movable_ids if stopped_replica() is not None else lambda _: []
+            self._deliveries.report(self._id, num_requests, self._loop.drain_rate.per_s, leaving)
 
     async def __del__(self) -> None:
         if hasattr(self, "_reporting"):

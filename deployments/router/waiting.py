@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from deployments.router.generation import request_id_of
 from deployments.router.stream import Stream
 
 SHORTEST_WAIT_S = 1.0
@@ -49,6 +50,10 @@ class WaitingRequests:
     def num_movable(self, sender: Any = None) -> int:
         """Return how many sequences may be withdrawn; only those of a sender, if one is given."""
         return sum(len(request.sequence_ids) for request in self._movable() if sender in (None, request.sender))
+
+    def movable_ids(self, sender: Any) -> list[str]:
+        """Return the requests of a sender that may be withdrawn, the newest first."""
+        return [request_id_of(min(request.sequence_ids)) for request in self._movable() if request.sender == sender]
 
     def choose(self, sender: Any, limit: int) -> list[tuple[Stream, frozenset[str]]]:
         """Return whole requests of a sender with up to so many sequences together, the newest first."""

@@ -107,6 +107,8 @@ class Rig:
 class LocalOutputs:
     """The outputs of one request to a round loop in this process."""
 
+    refused_by = None
+
     def __init__(self, routers: "LocalRouters", request: Generation) -> None:
         self._routers = routers
         self._rounds = routers.rig.loop.generate(request)

@@ -146,6 +146,28 @@ async def test_an_error_may_also_come_as_an_item() -> None:
         await ServeOutputs(Response(Failure(WithdrawnError("gone"))), "a", Arrivals(RouterLoads())).next()
 
 
+async def test_who_refused_a_request_is_known_with_the_error() -> None:
+    outputs = ServeOutputs(Response(Failure(QueueFullError("full"), "a")), "a", Arrivals(RouterLoads()))
+    assert outputs.refused_by is None
+    with pytest.raises(QueueFullError):
+        await outputs.next()
+    assert outputs.refused_by == "a"
+
+
+async def test_only_requests_that_wait_are_withdrawn() -> None:
+    arrivals, responses = Arrivals(RouterLoads()), {key: Response(1, is_open=True) for key in "abc"}
+    requests = {key: ServeOutputs(response, key, arrivals) for key, response in responses.items()}
+    arrivals.deliver(encode(output(1, "a-0")))
+    assert arrivals.withdraw(["a", "b", "unknown"]) == 1
+    with pytest.raises(WithdrawnError, match="stopped"):
+        await requests["b"].next()
+    assert await requests["a"].next() == [output(1, "a-0")]
+    assert requests["c"].is_waiting
+    assert arrivals.withdraw(["b"]) == 0
+    for request in requests.values():
+        await request.close()
+
+
 async def test_a_request_waits_until_its_first_output_or_its_end() -> None:
     arrivals, response = Arrivals(RouterLoads()), Response(1, is_open=True)
     assert not arrivals.has_waiting(0.0)

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray._private.worker import global_worker
 
 from deployments.errors import describe
 from deployments.ingress import draining
@@ -41,8 +40,7 @@ async def test_a_replica_that_serves_ends_nothing(monkeypatch: pytest.MonkeyPatc
 def test_serves_own_state_says_how_long_there_is(
     monkeypatch: pytest.MonkeyPatch, is_stopped: bool, timeout_s: float, expected: float | None
 ) -> None:
-    assert drain_s() is None
     config = SimpleNamespace(graceful_shutdown_timeout_s=timeout_s)
-    replica: Any = SimpleNamespace(_shutting_down=is_stopped, _deployment_config=config)
-    monkeypatch.setattr(global_worker, "actors", {"id": SimpleNamespace(_replica_impl=replica)})
+    replica: Any = SimpleNamespace(_deployment_config=config) if is_stopped else None
+    monkeypatch.setattr(draining, "stopped_replica", lambda: replica)
     assert drain_s() == expected

@@ -7,6 +7,8 @@
 | the request is sent again under its own id | test_outputs_of_the_lost_router_that_come_late_are_dropped |
 | the whole time limit counts for each Router | test_the_deadline_is_that_of_the_first_submission |
 | a request that ends its Routers is sent again for ever | test_a_request_that_ends_every_router_is_given_up |
+| a Router that ends a call too early has finished the request | test_a_call_that_ends_before_its_request_is_a_loss |
+| a Router that refuses is asked again before the others | test_each_router_is_asked_once_until_all_have_refused |
 """
 
 import asyncio
@@ -43,6 +45,8 @@ LOSSES = [
 class Lost:
     """Outputs of a Router that is lost after some deliveries."""
 
+    refused_by = None
+
     def __init__(self, outputs: Outputs, after: int, error: Exception) -> None:
         self._outputs = outputs
         self._num_left = after
@@ -72,7 +76,7 @@ class Routers:
         self.reasons: Counter[str] = Counter()
 
     def open(self, request: Generation) -> LastingOutputs:
-        return LastingOutputs(request, self._submit, self._count)
+        return LastingOutputs(request, self._submit, self._count, lambda _: False)
 
     def _submit(self, request: Generation) -> Outputs:
         self.submitted.append(request)
@@ -87,11 +91,18 @@ class Routers:
 
 
 class Fixed:
-    """Outputs that are given, and then an error, or none for ever."""
+    """Outputs that are given, and then an error, the end, or none for ever."""
 
-    def __init__(self, *outputs: RequestOutput, error: Exception | None = None) -> None:
-        self._outputs = [[output] for output in outputs]
+    def __init__(
+        self,
+        *outputs: RequestOutput,
+        error: Exception | None = None,
+        refused_by: str | None = None,
+        ends: bool = False,
+    ) -> None:
+        self._outputs = [*([output] for output in outputs), *([[]] if ends else [])]
         self._error = error
+        self.refused_by = refused_by
 
     async def next(self) -> list[RequestOutput]:
         if self._outputs:
@@ -181,7 +192,7 @@ async def test_what_the_request_causes_is_passed_on(rig: Rig, error: Exception) 
 async def test_a_shutdown_ends_a_request_that_was_resubmitted_too() -> None:
     first = RequestOutput("a-0", [1], "x", None, None, None, 3, 0, 0, 0)
     parts = [Fixed(first, error=ActorDiedError()), Fixed(error=ShutdownError("over"))]
-    outputs = LastingOutputs(generation(), lambda _: parts.pop(0), lambda _: None)
+    outputs = LastingOutputs(generation(), lambda _: parts.pop(0), lambda _: None, lambda _: False)
     assert await outputs.next() == [first]
     with pytest.raises(ShutdownError):
         await outputs.next()
@@ -209,7 +220,7 @@ async def test_a_request_that_was_admitted_waits_for_a_place_at_another_router(e
     first = RequestOutput("a-0", [1], "x", None, None, None, 3, 0, 0, 0)
     parts = [Fixed(first, error=ActorDiedError()), Fixed(error=error), Fixed(error=error), Fixed(last)]
     reasons: list[str] = []
-    outputs = LastingOutputs(generation(), lambda _: parts.pop(0), reasons.append)
+    outputs = LastingOutputs(generation(), lambda _: parts.pop(0), reasons.append, lambda _: False)
     assert [await outputs.next(), await outputs.next()] == [[first], [last]]
     assert reasons == ["router_lost", "queue_full", "queue_full"]
 
@@ -217,8 +228,74 @@ async def test_a_request_that_was_admitted_waits_for_a_place_at_another_router(e
 async def test_a_loss_after_the_last_token_needs_no_router() -> None:
     last = RequestOutput("a-0", [1], "x", "length", None, None, 3, 0, 0, 0)
     parts = [Fixed(last, error=ActorDiedError())]
-    outputs = LastingOutputs(generation(), lambda _: parts.pop(0), lambda _: None)
+    outputs = LastingOutputs(generation(), lambda _: parts.pop(0), lambda _: None, lambda _: False)
     assert [await outputs.next(), await outputs.next()] == [[last], []]
+
+
+async def test_a_call_that_ends_before_its_request_is_a_loss() -> None:
+    first = RequestOutput("a-0", [1], "x", None, None, None, 3, 0, 0, 0)
+    last = RequestOutput("a-0", [2], "y", "length", None, None, 3, 0, 0, 0)
+    parts = [Fixed(first, ends=True), Fixed(ends=True), Fixed(last, ends=True)]
+    reasons: list[str] = []
+    outputs = LastingOutputs(generation(), lambda _: parts.pop(0), reasons.append, lambda _: False)
+    assert [await outputs.next() for _ in range(3)] == [[first], [last], []]
+    assert reasons == ["target_lost", "target_lost"]
+
+
+class Refusing:
+    """Routers of which the one with the first name that has not refused yet is asked, and refuses."""
+
+    def __init__(self, *names: str, error: Exception) -> None:
+        self._names = names
+        self._error = error
+        self.asked: list[str] = []
+        self.reasons: list[str] = []
+        self.free: str | None = None
+
+    def open(self, request: Generation) -> LastingOutputs:
+        return LastingOutputs(request, self._submit, self.reasons.append, lambda names: not {*self._names} <= names)
+
+    def _submit(self, request: Generation) -> Fixed:
+        names = [name for name in self._names if name not in request.refused_by] or [*self._names]
+        self.asked.append(names[0])
+        if names[0] == self.free:
+            return Fixed(RequestOutput("a-0", [1], "x", "length", None, None, 3, 0, 0, 0))
+        return Fixed(error=self._error, refused_by=names[0])
+
+
+@pytest.mark.parametrize("error", [QueueFullError("full"), TargetError("another target")])
+@pytest.mark.parametrize("free", "abc")
+async def test_a_request_that_one_router_refuses_goes_to_another_at_once(
+    error: Exception, free: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lasting_outputs, "FIRST_PAUSE_S", 1000.0)
+    routers = Refusing("a", "b", "c", error=error)
+    routers.free = free
+    [output] = await routers.open(generation()).next()
+    assert output.token_ids == [1]
+    assert routers.asked == [*"abc"[: "abc".index(free) + 1]]
+    assert routers.reasons == ["refused"] * (len(routers.asked) - 1)
+
+
+@pytest.mark.parametrize("num_routers", [1, 2, 3, 9])
+async def test_a_client_hears_that_all_are_full_after_a_few_were_asked(num_routers: int) -> None:
+    routers = Refusing(*map(str, range(num_routers)), error=QueueFullError("full"))
+    with pytest.raises(QueueFullError):
+        await routers.open(generation()).next()
+    assert len(routers.asked) == min(num_routers, lasting_outputs.MAX_REFUSALS)
+
+
+async def test_each_router_is_asked_once_until_all_have_refused() -> None:
+    """A request of another target waits for a Router of that, and one that was admitted for a place."""
+    routers = Refusing("a", "b", error=TargetError("another target"))
+    outputs = routers.open(generation())
+    waiting = asyncio.create_task(outputs.next())
+    while len(routers.asked) < 6:
+        await asyncio.sleep(0)
+    assert routers.asked[:6] == ["a", "b"] * 3
+    assert routers.reasons[:5] == ["refused", "target_lost"] * 2 + ["refused"]
+    routers.free = "b"
+    assert [output.token_ids for output in await waiting] == [[1]]
 
 
 async def test_outputs_of_the_lost_router_that_come_late_are_dropped(rig: Rig) -> None:
@@ -243,10 +320,12 @@ async def test_a_request_that_no_router_takes_ends_at_its_deadline_and_is_logged
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(lasting_outputs, "GRACE_S", 0.01)
-    waiting = LastingOutputs(generation(timeout_s=0.02), lambda _: Fixed(), lambda _: None)
+    waiting = LastingOutputs(generation(timeout_s=0.02), lambda _: Fixed(), lambda _: None, lambda _: False)
     with pytest.raises(TimeoutError, match=r"longer than 0\.02 s"):
         await waiting.next()
-    refused = LastingOutputs(generation(timeout_s=0.02), lambda _: Fixed(error=LOSSES[3]), lambda _: None)
+    refused = LastingOutputs(
+        generation(timeout_s=0.02), lambda _: Fixed(error=LOSSES[3]), lambda _: None, lambda _: False
+    )
     with pytest.raises(TimeoutError, match=r"longer than 0\.02 s"):
         await refused.next()
     assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1
@@ -255,7 +334,7 @@ async def test_a_request_that_no_router_takes_ends_at_its_deadline_and_is_logged
 async def test_a_request_that_ends_every_router_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lasting_outputs, "SHORTEST_LOSS_S", 0.0)
     reasons: list[str] = []
-    outputs = LastingOutputs(generation(), lambda _: Fixed(error=TargetError("again")), reasons.append)
+    outputs = LastingOutputs(generation(), lambda _: Fixed(error=TargetError("again")), reasons.append, lambda _: False)
     with pytest.raises(TargetError, match="again"):
         await outputs.next()
     assert len(reasons) == lasting_outputs.MAX_LOSSES

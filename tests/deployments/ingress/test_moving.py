@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from deployments.ingress import moving
-from deployments.ingress.moving import Move, Mover, plan_move
+from deployments.ingress.moving import Move, Mover, choose_leaving, plan_move
 from deployments.router.generation import QueueReport
 from engine.errors import CapacityError
 
@@ -73,13 +73,44 @@ def test_load_that_flaps_below_the_smallest_difference_moves_nothing() -> None:
             assert plan_move([report("a", depth + difference, depth), report("b", depth, depth)]) is None
 
 
+@pytest.mark.parametrize(
+    ("stopped", "depths", "expected"),
+    [
+        ([], [0], ""),
+        ([(9, "abc")], [], ""),
+        ([(9, "abc")], [0], "abc"),
+        ([(9, "abc")], [20, 8], "abc"),
+        ([(9, "abc")], [9, 12], ""),
+        ([(9, "abc")], [18, 20], ""),
+        ([(30, "abc")], [18], "ab"),
+        ([(30, "abc")], [25, 19], "a"),
+        ([(9, "abc"), (3, "d")], [5], "abc"),
+        ([(9, "abc"), (6, "d")], [5], "abcd"),
+    ],
+    ids=[
+        "no Router was stopped",
+        "no other Router runs",
+        "all of them leave",
+        "if any Router has less to do",
+        "not if they would wait longer",
+        "not to a longer queue",
+        "no more than fit",
+        "no more than fit where there is room",
+        "from the Router that has more to do",
+        "from both",
+    ],
+)
+def test_who_leaves_a_router_that_was_stopped(stopped: list[tuple[int, str]], depths: list[int], expected: str) -> None:
+    assert choose_leaving(stopped, depths, capacity=20) == [*expected]
+
+
 class Routers:
     """Routers that report what is given, and note what is withdrawn; the last report holds for ever."""
 
     def __init__(self, *reports: list[QueueReport] | Exception) -> None:
         self._reports = [*reports]
         self.withdrawn: list[tuple[str, int]] = []
-        self.num_asked = 0
+        self.num_asked = self.num_left = 0
         self.has_withdrawn = asyncio.Event()
 
     async def report_queues(self) -> list[QueueReport]:
@@ -88,6 +119,10 @@ class Routers:
         if isinstance(answer, Exception):
             raise answer
         return answer
+
+    def leave_stopped(self) -> int:
+        self.num_left += 1
+        return self.num_left % 2
 
     async def withdraw(self, router_id: str, limit: int) -> int:
         self.withdrawn.append((router_id, limit))
@@ -107,7 +142,7 @@ async def test_routers_are_asked_only_while_a_request_waits() -> None:
     await routers.has_withdrawn.wait()
     for _ in range(5):
         await asyncio.sleep(0)
-    assert (routers.num_asked, routers.withdrawn) == (1, [("a", 6)])
+    assert (routers.num_asked, routers.num_left, routers.withdrawn) == (1, 1, [("a", 6)])
     assert not mover._task.done()
 
 

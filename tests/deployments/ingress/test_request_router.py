@@ -1,6 +1,6 @@
 """Which Router Serve's handle takes, without Serve."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -52,6 +52,18 @@ async def test_the_router_with_fewer_requests_is_first_and_counts_at_once(loads:
     assert await router.choose_replicas(replicas, pending()) == [[replica("a")], [replica("b")]]
     router.on_request_routed(pending(request, "an address"), replica("a").replica_id, None)
     assert [loads.depth(name) for name in "ab"] == [12, 0]
+
+
+@pytest.mark.parametrize(
+    ("refused_by", "expected"), [("", "ba"), ("b", "a"), ("a", "b"), ("ab", "ba"), ("z", "ba")], ids=str
+)
+async def test_a_router_that_has_refused_a_request_is_asked_last(
+    loads: RouterLoads, refused_by: str, expected: str
+) -> None:
+    request = replace(generation(), refused_by=frozenset(refused_by))
+    loads.begin(request.request_id, 1)
+    chosen = await make_router().choose_replicas([replica("a"), replica("b")], pending(request))
+    assert chosen == [[replica(name)] for name in expected]
 
 
 async def test_without_replicas_nothing_is_chosen() -> None:

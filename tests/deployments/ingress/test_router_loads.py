@@ -129,3 +129,17 @@ def test_clients_come_again_when_all_routers_have_drained(loads: RouterLoads) ->
     assert loads.retry_after_s() == 90 / 6
     loads.set_routers([])
     assert loads.retry_after_s() == 30
+
+
+def test_requests_may_leave_routers_that_were_stopped_while_those_report(loads: RouterLoads, clock: Clock) -> None:
+    loads.report(Load("b", 9, 2, 2.0, 1, ("running",)))
+    assert loads.leaving() == []
+    send(loads, "1", "a")
+    loads.set_routers(["b"])
+    assert loads.leaving() == [], "it has not said who may leave"
+    loads.report(Load("a", 5, 2, 2.0, 1, ("1", "2")))
+    assert loads.leaving() == [(3 + 1, ("1", "2"))]
+    clock.now += BELIEVED_S
+    assert loads.leaving() == [], "it has ended, or hangs"
+    loads.report(Load("a", 3, 0, 2.0, 1))
+    assert loads.leaving() == []

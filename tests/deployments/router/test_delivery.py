@@ -27,24 +27,31 @@ def test_anything_else_is_malformed(payload: bytes) -> None:
         decode(payload)
 
 
+def nobody(_: InboxAddress) -> list[str]:
+    """No request may leave."""
+    return []
+
+
 async def test_a_load_is_told_when_it_changes_and_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     payloads: list[bytes] = []
     inbox = await Inbox.open("127.0.0.1", payloads.append)
     deliveries = Deliveries()
     delivery = deliveries.to(inbox.address)
-    deliveries.report("here", 1, 2.0)  # not connected yet
+    deliveries.report("here", 1, 2.0, nobody)  # not connected yet
     await delivery._outbox.room()
     with delivery.holding(2):
         for num_requests in (3, 3, 4):
-            deliveries.report("here", num_requests, 2.04)
+            deliveries.report("here", num_requests, 2.04, nobody)
     monkeypatch.setattr("deployments.router.delivery.HEARTBEAT_S", 0.0)
     for _ in range(2):
-        deliveries.report("here", 4, 2.04)
+        deliveries.report("here", 4, 2.04, nobody)
+    deliveries.report("here", 4, 2.04, lambda address: ["a", "b"] if address == inbox.address else [])
     async with asyncio.timeout(10):
-        while len(payloads) < 4:
+        while len(payloads) < 5:
             await asyncio.sleep(0.001)
     assert list(map(decode, payloads)) == [
-        Load("here", *load) for load in ((3, 2, 2.0, 1), (4, 2, 2.0, 1), *2 * [(4, 0, 2.0, 1)])
+        Load("here", *load)
+        for load in ((3, 2, 2.0, 1), (4, 2, 2.0, 1), *2 * [(4, 0, 2.0, 1)], (4, 0, 2.0, 1, ("a", "b")))
     ]
     deliveries.close()
     inbox.close()

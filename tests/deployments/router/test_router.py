@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ class Group:
     """A speculation group without workers; it may have lost its target."""
 
     is_available = True
+    draft_info: ModelInfo | None = None
 
     async def stop(self) -> None:
         pass
@@ -113,8 +113,10 @@ async def test_a_full_queue_says_when_it_will_have_drained(rig: Rig, router: Any
     calls = [router.generate(generation(n=8, max_tokens=400), mail.inbox.address) for _ in range(10)]
     tasks = [asyncio.create_task(anext(call)) for call in calls]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    error = done.pop().result().error
+    failure = done.pop().result()
+    error = failure.error
     assert isinstance(error, QueueFullError)
+    assert failure.refused_by == "a"
     assert error.retry_after_s == LONGEST_RETRY_S, "64 requests, and nothing was measured"
     for task in tasks:
         task.cancel()
@@ -132,13 +134,11 @@ async def test_a_request_over_its_deadline_is_a_failure_after_its_tokens(router:
 async def test_an_ingress_hears_of_the_queue(
     router: Any, rig: Rig, mail: Mail, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="here"))
-    monkeypatch.setattr("ray.serve.get_replica_context", lambda: context)
     monkeypatch.setattr("deployments.router.router.REPORT_INTERVAL_S", 0.001)
     reporting = asyncio.create_task(router._report_load())
     call = asyncio.create_task(anext(router.generate(generation(n=3, max_tokens=400), mail.inbox.address)))
     async with asyncio.timeout(10):
-        while not any((load.router, load.num_requests, load.num_yours) == ("here", 3, 3) for load in mail.loads):
+        while not any((load.router, load.num_requests, load.num_yours) == ("a", 3, 3) for load in mail.loads):
             await asyncio.sleep(0.001)
         call.cancel()
         while mail.loads[-1].num_requests or mail.loads[-1].num_yours:
@@ -149,8 +149,10 @@ async def test_an_ingress_hears_of_the_queue(
 async def test_a_request_for_another_target_is_refused(router: Any, mail: Mail) -> None:
     for request in (generation(), replace(generation(), target_id="/models/a")):
         assert [number async for number in router.generate(request, mail.inbox.address)] == [8]
-    with pytest.raises(TargetError, match="serves /models/a"):
-        await anext(router.generate(replace(generation(), target_id="/models/b"), mail.inbox.address))
+    other = replace(generation(), target_id="/models/b")
+    [failure] = [answer async for answer in router.generate(other, mail.inbox.address)]
+    assert isinstance(failure.error, TargetError)
+    assert (str(failure.error).partition(",")[0], failure.refused_by) == ("this Router serves /models/a", "a")
 
 
 async def test_an_ingress_that_cannot_be_reached_ends_the_request(router: Any, rig: Rig, mail: Mail) -> None:
@@ -210,6 +212,37 @@ async def test_requests_that_wait_are_withdrawn_from_the_replica_that_is_meant(
     assert [item async for item in call] == []
     rig.verifier.gate.set()
     assert await running == 64
+
+
+async def test_a_replica_that_was_stopped_says_which_requests_may_leave_it(
+    router: Any, rig: Rig, mail: Mail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "SHORTEST_WAIT_S", 0.0)
+    monkeypatch.setattr("deployments.router.router.REPORT_INTERVAL_S", 0.001)
+    rig.verifier.gate.clear()
+    requests = [
+        replace(generation(n=8), request_id="running"),
+        *(replace(generation(), request_id=key) for key in "bc"),
+    ]
+    calls = [asyncio.create_task(anext(router.generate(request, mail.inbox.address))) for request in requests]
+    reporting = asyncio.create_task(router._report_load())
+    async with asyncio.timeout(10):
+        while not mail.loads or mail.loads[-1].num_requests < 10:
+            await asyncio.sleep(0.001)
+        assert mail.loads[-1].leaving == ()
+        monkeypatch.setattr("deployments.router.router.stopped_replica", object)
+        while not mail.loads[-1].leaving:
+            await asyncio.sleep(0.001)
+    assert mail.loads[-1].leaving == ("c", "b")
+    reporting.cancel()
+    rig.verifier.gate.set()
+    assert await asyncio.gather(*calls) == [64, 8, 8]
+
+
+async def test_the_draft_is_described_as_soon_as_it_has_joined(router: Any) -> None:
+    assert (await router.describe()).draft is None
+    router._group.draft_info = INFO
+    assert (await router.describe()).draft == INFO
 
 
 async def test_the_autoscaler_is_told_of_all_sequences(router: Any, mail: Mail) -> None:

@@ -63,6 +63,19 @@ async def test_a_request_with_a_sequence_that_has_begun_stays(requests: Requests
     assert requests.waiting.num_movable() == 1
 
 
+async def test_requests_are_known_by_their_ids() -> None:
+    queue = Queue()
+    requests = WaitingRequests(queue)
+    for name, n in (("a", 2), ("b", 1)):
+        stream = Stream(0.0)
+        stream.started -= 100.0
+        ids = [f"{name}-{index}" for index in range(n)]
+        queue.unstarted_ids += ids
+        requests.add(stream, ids, "me", 0.0)
+    assert requests.movable_ids("me") == ["b", "a"]
+    assert requests.movable_ids("you") == []
+
+
 async def test_each_ingress_gets_its_own(requests: Requests) -> None:
     requests.add("a", n=2, sender="you")
     requests.add("b")

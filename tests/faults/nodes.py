@@ -9,6 +9,7 @@ from ray.cluster_utils import Cluster
 
 from deployments.config import AppConfig
 from deployments.environment import serve_environment
+from tests.bench.with_serve import START_TIMEOUT_S
 from tests.faults.server import FaultServer
 
 _STORE_BYTES = 80 * 2**20
@@ -42,7 +43,7 @@ class NodeServer(FaultServer):
 
     def _wait(self) -> None:
         """Add the other nodes once the Ingress has a place: Ray may put it on any node, and it must outlast theirs."""
-        self.process(":Ingress")
+        self.process(":Ingress", timeout_s=START_TIMEOUT_S)
         self._add_nodes(self._num_target_nodes, "target", num_cpus=1)
         super()._wait()
 

@@ -35,9 +35,9 @@ class FaultServer(Server):
         """The process whose descendants serve."""
         return psutil.Process(self.pid)
 
-    def process(self, name: str, position: int = 0) -> psutil.Process:
+    def process(self, name: str, position: int = 0, timeout_s: float = APPEAR_TIMEOUT_S) -> psutil.Process:
         """Return the process of an actor, by a part of its title and by age; wait until there is one."""
-        deadline = time.monotonic() + APPEAR_TIMEOUT_S
+        deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if len(found := self.processes(name)) > position:
                 return found[position]

@@ -65,13 +65,13 @@ async def test_a_load_tells_how_many_ingresses_are_connected() -> None:
     for way in ways:
         await way._outbox.room()
     async with asyncio.timeout(10):
-        deliveries.report("here", 1, 2.0)
+        deliveries.report("here", 1, 2.0, nobody)
         while len(payloads) < 2:
             await asyncio.sleep(0.001)
         inboxes[0].close()
         while not ways[0].is_lost:
             await asyncio.sleep(0.001)
-        deliveries.report("here", 2, 2.0)
+        deliveries.report("here", 2, 2.0, nobody)
         while len(payloads) < 3:
             await asyncio.sleep(0.001)
     assert list(map(decode, payloads)) == [*2 * [Load("here", 1, 0, 2.0, 2)], Load("here", 2, 0, 2.0, 1)]

@@ -11,6 +11,15 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 
+def salt_digest(cache_salt: str | None) -> bytes:
+    """Return the digest that stands before the first block of requests with this salt; None is one salt of its own.
+
+    The salt is hashed twice, so that the outer input has 32 bytes. That of a block has more, so no salt, which clients
+    choose, has the digest of a block: its requests would publish blocks that others take for the rest of their prefix.
+    """
+    return hashlib.sha256(hashlib.sha256((cache_salt or "").encode()).digest()).digest()
+
+
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the digest of the block that holds `token_ids` after the block with digest `parent`.
 

@@ -1,6 +1,5 @@
 """Engine: `add`, `abort` and `step`; a step runs one round: propose, verify, commit."""
 
-import hashlib
 import secrets
 import time
 from collections.abc import Callable
@@ -8,6 +7,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import replace
 from typing import Any
 
+from engine.block_pool import salt_digest
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.draft_length import Goodput
@@ -123,9 +123,8 @@ class Engine:
             )
         elif params.stop:
             raise RequestError("stop strings need a tokenizer; this engine has none", "stop")
-        salt = hashlib.sha256((cache_salt or "").encode()).digest()
         sequence = Sequence(
-            Request(request_id, list(prompt_token_ids), len(prompt_token_ids), params, salt),
+            Request(request_id, list(prompt_token_ids), len(prompt_token_ids), params, salt_digest(cache_salt)),
             end_ids=frozenset() if params.ignore_eos else self._eos,
             detokenizer=detokenizer,
         )

@@ -245,3 +245,13 @@ def test_a_worker_killed_in_mid_stream_does_not_change_the_text(client, expected
     deadline = time.monotonic() + 60
     while httpx.get(f"{url}/ready").status_code != 200:
         assert time.monotonic() < deadline
+
+
+def test_salts_share_no_cached_tokens(client):
+    def cached(salt):
+        extra = {"cache_salt": salt} if salt else {}
+        answer = client.completions.create(model="tiny", prompt=PROMPT * 4, max_tokens=1, extra_body=extra)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    in_full_blocks = (4 * len(PROMPT) - 1) // 16 * 16
+    assert [cached(salt) for salt in ("a", "b", "a", "c", "b")] == [0, 0, in_full_blocks, 0, in_full_blocks]

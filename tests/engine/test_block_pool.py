@@ -1,8 +1,10 @@
 """Which block belongs to whom, and what can be found again."""
 
+from array import array
+
 import pytest
 
-from engine.block_pool import BlockPool, block_digest
+from engine.block_pool import BlockPool, block_digest, salt_digest
 
 SALT = b"salt"
 
@@ -188,3 +190,11 @@ def test_a_pool_without_sharing_publishes_nothing():
     pool = BlockPool(4, block_size=4, share=False)
     published(pool, list(range(8)))
     assert cached_blocks(pool, list(range(9))) == []
+
+
+def test_no_salt_has_the_digest_of_a_block():
+    """Else a client could choose a salt that makes its own blocks continue the prefix of others."""
+    parent, tokens = b"p" * 32, [1, 2, 3, 4]
+    salt = (parent + array("q", tokens).tobytes()).decode()
+    assert salt_digest(salt) != block_digest(parent, tokens)
+    assert len({salt_digest(salt) for salt in (None, "a", "b", "A", " a")}) == 5

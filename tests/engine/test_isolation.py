@@ -1,0 +1,173 @@
+"""Requests of different salts share nothing, and what requests of one salt share can be seen.
+
+| mutant | caught by |
+|---|---|
+| `Engine.add` gives every request the same salt | all tests but that of drafts |
+| only the salt of a request that goes on elsewhere is dropped | test_no_request_reads_what_another_salt_computed |
+| `Scheduler._publish` names blocks without the salt | test_a_salt_is_computed_once_and_cached_afterwards |
+| `BlockPool.match` tries another salt where it finds nothing | test_a_salt_is_computed_once_and_cached_afterwards |
+| a salt's digest is that of its first letters, or of lower case | test_similar_salts_are_different |
+| a drafter hands a finished request's prefix on to the next | test_a_draft_computes_every_prompt_itself |
+"""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.drafting.model import ModelDrafter
+from engine.sampling.params import SamplingParams
+from tests.engine.running import make_engine, step
+from tests.engine.test_engine import MODEL, VOCAB, context_model
+
+BLOCK_SIZE = 4
+PROMPT = [1, 2, 3, 4, 5, 0, 1, 2, 2, 4, 3, 1, 5, 5]
+NUM_CACHED = 12
+"""Tokens of the prompt in full blocks that leave one token to compute."""
+
+
+class TracingVerifier:
+    """Passes rounds on, notes who computed each place of the KV cache, and refuses rows that read another salt's."""
+
+    def __init__(self, verifier):
+        self.verifier = verifier
+        self.salts = {}
+        self.computed_by = {}
+        self.num_computed = 0
+        self.num_shared = 0
+
+    async def verify(self, rows):
+        for row in rows:
+            salt, end = self.salts[row.request.request_id], row.start + row.length
+            for place in self.places(row, 0, row.start):
+                author, author_salt = self.computed_by[place]
+                assert author_salt == salt, f"{row.request.request_id} reads what {author} computed"
+                self.num_shared += author != row.request.request_id
+            for place in self.places(row, row.start, end + len(row.draft.token_ids)):
+                self.computed_by[place] = row.request.request_id, salt
+            self.num_computed += row.length
+        return await self.verifier.verify(rows)
+
+    def places(self, row, start, end):
+        return [(row.block_ids[i // BLOCK_SIZE], i % BLOCK_SIZE) for i in range(start, end)]
+
+    def release(self, request_id):
+        self.verifier.release(request_id)
+
+
+class CountingModel:
+    """Passes batches on and counts their tokens."""
+
+    def __init__(self, model):
+        self._model = model
+        self.num_tokens = 0
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def run(self, batch, draws=None):
+        self.num_tokens += len(batch.token_ids)
+        return self._model.run(batch, draws)
+
+
+def traced_engine(drafter=None, **options):
+    engine = make_engine(MODEL, drafter, block_size=BLOCK_SIZE, **options)
+    engine.verifier = TracingVerifier(engine.verifier)
+    return engine
+
+
+def add(engine, name, prompt, salt, *, output_token_ids=(), **params):
+    engine.verifier.salts[name] = salt
+    engine.add(
+        name, prompt, SamplingParams(temperature=0.0, **params), cache_salt=salt, output_token_ids=output_token_ids
+    )
+
+
+def one_token(engine, name, salt):
+    """Generate one token; return how many prompt tokens were cached, how many computed, and in how many rounds."""
+    before, rounds = engine.verifier.num_computed, 1
+    add(engine, name, PROMPT, salt, max_tokens=1)
+    while not (outputs := step(engine)):
+        rounds += 1
+    return outputs[0].num_cached_tokens, engine.verifier.num_computed - before, rounds
+
+
+def test_a_salt_is_computed_once_and_cached_afterwards():
+    """The first token of a new salt takes as many rounds as if nobody else had sent this prompt."""
+    engine = traced_engine(max_num_batched_tokens=2)
+    salts = [None, "a", "b", "a", None, "b"]
+    seen = [one_token(engine, str(i), salt) for i, salt in enumerate(salts)]
+    assert seen == [(0, 14, 7)] * 3 + [(NUM_CACHED, 2, 1)] * 3
+
+
+@pytest.mark.parametrize("other", ["tenant-2", "Tenant-1", "tenant-1 ", "tenant-", "t", "ténant-1"])
+def test_similar_salts_are_different(other):
+    engine = traced_engine()
+    assert one_token(engine, "0", "tenant-1")[0] == one_token(engine, "1", other)[0] == 0
+    assert one_token(engine, "2", "tenant-1")[0] == NUM_CACHED
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.sampled_from([None, "a", "b"]),
+        st.builds(
+            lambda length, rest: PROMPT[:length] + rest,
+            st.sampled_from([4, 9, 14]),
+            st.lists(st.integers(0, VOCAB - 2), min_size=1, max_size=6),
+        ),
+        st.integers(1, 12),  # tokens to generate
+        st.integers(0, 5),  # rounds before the next one arrives
+        st.booleans(),  # whether another engine has committed its first tokens
+    ),
+    min_size=4,
+    max_size=12,
+)
+
+
+@pytest.mark.parametrize("num_blocks", [13, 60], ids=["preempting", "roomy"])
+def test_no_request_reads_what_another_salt_computed(num_blocks):
+    num_shared = 0
+
+    @settings(max_examples=60, deadline=None, derandomize=True)
+    @given(ARRIVALS)
+    def check(arrivals):
+        nonlocal num_shared
+        engine = traced_engine(
+            lambda config: ModelDrafter(context_model(1), config),
+            num_blocks=num_blocks,
+            max_num_batched_tokens=9,
+            max_num_seqs=4,
+            num_speculative_tokens=3,
+        )
+        for i, (salt, prompt, max_tokens, pause, has_output) in enumerate(arrivals):
+            output = PROMPT[:3] if has_output else ()
+            add(
+                engine,
+                str(i),
+                prompt,
+                salt,
+                output_token_ids=output,
+                max_tokens=max_tokens + len(output),
+                ignore_eos=True,
+            )
+            for _ in range(pause):
+                step(engine)
+        while engine.has_work:
+            step(engine)
+        num_shared += engine.verifier.num_shared
+
+    check()
+    assert num_shared > 500
+
+
+def test_a_draft_computes_every_prompt_itself():
+    """A draft shares no blocks between requests, of one salt or of two."""
+    model = CountingModel(context_model(1))
+    engine = traced_engine(lambda config: ModelDrafter(model, config))
+    counts = []
+    for i, salt in enumerate(["a", "a", "b"]):
+        before = model.num_tokens
+        add(engine, str(i), PROMPT, salt, max_tokens=8, ignore_eos=True)
+        while engine.has_work:
+            step(engine)
+        counts.append(model.num_tokens - before)
+    assert counts[0] == counts[1] == counts[2] > len(PROMPT)

@@ -23,6 +23,9 @@ _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _DRAFTS_REMEMBERED = 200
 _PRIOR_ACCEPTANCE = 0.7
 _PRIOR_DRAFTS = 4
+_FADING = 0.97
+"""What is left, after a round without a draft token at a position, of the weight of the drafts remembered there. While
+drafts are off, requests come whose drafts would be accepted more often, and one trial should be enough to see it."""
 _MARGIN = 1.01
 """Another length must promise this much more, because a change of length costs a round or two."""
 _WINDOW = 15
@@ -130,7 +133,7 @@ class Goodput:
         self._is_adaptive = speculation == "adaptive" and max_draft_tokens > 0
         self.reason: Reason = "goodput" if self._is_adaptive else "fixed" if self.num_draft_tokens else "off"
         self._acceptance = [_PRIOR_ACCEPTANCE] * max_draft_tokens
-        self._num_reached = [_PRIOR_DRAFTS] * max_draft_tokens
+        self._num_reached = [float(_PRIOR_DRAFTS)] * max_draft_tokens
         self._loads: dict[tuple[int, int], _Load] = {}
         self._load: _Load | None = None
         self._num_rounds = 0
@@ -161,6 +164,7 @@ class Goodput:
             chosen, self.reason = load.trial.num_draft_tokens, "trial"
         self._is_first = chosen != self.num_draft_tokens
         self.num_draft_tokens = chosen
+        self._fade(chosen)
         return chosen
 
     def observe(self, limits: Sequence[int], seconds: float) -> None:
@@ -182,6 +186,12 @@ class Goodput:
         for position in range(min(num_accepted + 1, num_requested)):
             count = self._num_reached[position] = min(self._num_reached[position] + 1, _DRAFTS_REMEMBERED)
             self._acceptance[position] += ((position < num_accepted) - self._acceptance[position]) / count
+
+    def _fade(self, num_draft_tokens: int) -> None:
+        """Let positions beyond a round's drafts be learned anew, faster with every such round."""
+        for position in range(num_draft_tokens, len(self._num_reached)):
+            if self._num_reached[position] > _PRIOR_DRAFTS:
+                self._num_reached[position] = max(_PRIOR_DRAFTS, _FADING * self._num_reached[position])
 
     def expected_tokens(self, num_draft_tokens: int, limits: Sequence[int]) -> float:
         """Return how many tokens a round is expected to commit over all requests."""

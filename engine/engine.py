@@ -109,13 +109,16 @@ class Engine:
                 as it would have there, if `params` have the same seed. Such a request comes before those without.
 
         Raises:
-            RequestError: this model cannot serve the prompt or a parameter, or the output has ended.
+            RequestError: this model cannot serve the prompt or a parameter, its drafts are shorter than the fixed
+                length, or the output has ended.
             QueueFullError: `max_queued_requests` are waiting, and the request has no output yet.
         """
         params = self._resolve(prompt_token_ids, params)
         if output_token_ids:
             # They came with the first of these tokens, and would hinder the use of cached blocks.
             params = replace(params, prompt_logprobs=None)
+        else:
+            self._check_draft_length(params)
         detokenizer = None
         if self._tokenizer is not None:
             detokenizer = Detokenizer(
@@ -149,7 +152,9 @@ class Engine:
         """
         # Time between rounds counts towards the later round, unless the engine was idle.
         started = self._clock() if self._round_ended is None else self._round_ended
-        limits, is_measured = self.scheduler.draft_limits, not self.has_prompts
+        limits, fixed = self.scheduler.draft_limits, self.scheduler.fixed_draft_lengths
+        # A fixed length says nothing about what another one would cost, or how often the others' drafts are accepted.
+        is_measured = not fixed and not self.has_prompts
         num_draft_tokens = self.goodput.choose(limits, is_measured=is_measured)
         rows = self.scheduler.next_batch(num_draft_tokens)
         if not rows:
@@ -159,9 +164,11 @@ class Engine:
             [_verify_row(row.sequence, row.length, draft) for row, draft in zip(rows, drafts, strict=True)]
         )
         outputs = self.scheduler.commit(rows, drafts, verdicts)
-        self.scheduler.stats.observe_round(num_draft_tokens, self.goodput.reason)
+        chosen = (num_draft_tokens, self.goodput.reason) if limits or not fixed else (max(fixed), "request")
+        self.scheduler.stats.observe_round(*chosen)
         for row, verdict in zip(rows, verdicts, strict=True):
-            self.goodput.observe_draft(row.num_draft_tokens, verdict.num_accepted)
+            if not row.sequence.request.params.fixes_draft_length:
+                self.goodput.observe_draft(row.num_draft_tokens, verdict.num_accepted)
         for output in outputs:
             if output.finish_reason is not None:
                 self._release(output.request_id)
@@ -176,7 +183,8 @@ class Engine:
 
         def will_speculate(row: ScheduledRow) -> bool:
             # A row in prefill gets no draft yet, but its prompt lets a drafter that runs ahead prepare one.
-            return num_draft_tokens > 0 and row.sequence.request.params.num_speculative_tokens != 0
+            params = row.sequence.request.params
+            return (num_draft_tokens > 0 or params.fixes_draft_length) and params.num_speculative_tokens != 0
 
         speculating = [row for row in rows if will_speculate(row)]
         if not speculating:
@@ -213,6 +221,16 @@ class Engine:
                 raise RequestError(f"{name} contains token id {bad}; ids are 0 to {self.vocab_size - 1}", name)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return replace(params, seed=seed, max_tokens=min(params.max_tokens, room))
+
+    def _check_draft_length(self, params: SamplingParams) -> None:
+        """Refuse a fixed draft length above that of this engine; one that is not fixed may be any upper bound."""
+        longest = 0 if self.config.speculation == "off" else self.config.num_speculative_tokens
+        length = params.num_speculative_tokens
+        if params.fixes_draft_length and length is not None and length > longest:
+            raise RequestError(
+                f"num_speculative_tokens is fixed at {length}; drafts have {longest} tokens at most",
+                "num_speculative_tokens",
+            )
 
     def _release(self, request_id: str) -> None:
         self.drafter.release(request_id)

@@ -75,8 +75,13 @@ class Scheduler:
 
     @property
     def draft_limits(self) -> list[int]:
-        """The longest draft that each decoding request may get, by configuration and sampling parameters."""
-        return [self._draft_limit(s, self.config.num_speculative_tokens) for s in self.running if s.is_decoding]
+        """The longest draft that each decoding request may get whose draft length is not fixed."""
+        return self._draft_limits(is_fixed=False)
+
+    @property
+    def fixed_draft_lengths(self) -> list[int]:
+        """The draft length of each decoding request that fixes its own."""
+        return self._draft_limits(is_fixed=True)
 
     @property
     def has_prompts(self) -> bool:
@@ -139,10 +144,16 @@ class Scheduler:
         room = min(sequence.num_remaining - 1, self._max_model_len - len(sequence.request.token_ids) - 1, budget - 1)
         return ScheduledRow(sequence, length, max(0, min(limit, room)))
 
-    @staticmethod
-    def _draft_limit(sequence: Sequence, num_speculative_tokens: int) -> int:
-        requested = sequence.request.params.num_speculative_tokens
-        return num_speculative_tokens if requested is None else min(requested, num_speculative_tokens)
+    def _draft_limits(self, *, is_fixed: bool) -> list[int]:
+        longest = self.config.num_speculative_tokens
+        decoding = [s for s in self.running if s.is_decoding and s.request.params.fixes_draft_length == is_fixed]
+        return [self._draft_limit(sequence, longest) for sequence in decoding]
+
+    def _draft_limit(self, sequence: Sequence, num_speculative_tokens: int) -> int:
+        """Return the longest draft of a request in a round for which `num_speculative_tokens` were chosen."""
+        params = sequence.request.params
+        longest = self.config.num_speculative_tokens if params.fixes_draft_length else num_speculative_tokens
+        return longest if params.num_speculative_tokens is None else min(params.num_speculative_tokens, longest)
 
     def _reserve(self, row: ScheduledRow, rows: list[ScheduledRow]) -> bool:
         """Allocate the row's blocks, preempting the youngest requests; return False if that preempts the row itself."""

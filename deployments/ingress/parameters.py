@@ -53,6 +53,7 @@ def sampling_params(
         logprobs=logprobs,
         prompt_logprobs=logprobs if isinstance(request, CompletionRequest) and request.echo else None,
         num_speculative_tokens=_draft_length(request, model),
+        fixes_draft_length=bool(request.speculative and request.speculative.fixed),
         n=_or(request.n, 1),
     )
 
@@ -150,7 +151,13 @@ def _draft_length(request: GenerationRequest, model: ModelLimits) -> int | None:
                 f"speculative.num_speculative_tokens is {length}, but speculation is not enabled",
                 "speculative.num_speculative_tokens",
             )
+        if speculation.fixed:
+            raise RequestError("speculative.fixed is true, but speculation is not enabled", "speculative.fixed")
         return 0
+    if speculation.fixed:
+        if not model.num_speculative_tokens:
+            raise RequestError("speculative.fixed is true, but this server makes no drafts", "speculative.fixed")
+        length = _or(length, model.num_speculative_tokens)
     if length is not None:
         field = "speculative.num_speculative_tokens"
         _at_most(field, length, model.num_speculative_tokens)

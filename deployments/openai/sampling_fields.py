@@ -24,6 +24,8 @@ class Speculation(RequestModel):
     """false is plain decoding."""
     num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
     """Draft tokens per round, at most the server's own."""
+    fixed: bool | None = None
+    """Draft that many in every round, whatever the server measures; without a number, as many as the server allows."""
     metrics: Literal["none", "summary", "detailed"] | None = None
     """Acceptance figures in the response, as `metrics.speculative_decoding`."""
 

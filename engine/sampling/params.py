@@ -35,6 +35,8 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None
+    fixes_draft_length: bool = False
+    """Draft `num_speculative_tokens` in every round, whatever `speculation=adaptive` chooses for other requests."""
     n: int = 1
     grammar: str | None = None
     """A grammar that the text must match, made by a function of `engine.sampling.grammar`."""
@@ -58,6 +60,8 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             if not (math.isfinite(bias) and -100 <= bias <= 100):
                 raise RequestError(f"logit_bias of token {token_id} is {bias}, allowed are -100 to 100", "logit_bias")
+        if self.fixes_draft_length and self.num_speculative_tokens is None:
+            raise RequestError("a fixed draft length needs num_speculative_tokens", "num_speculative_tokens")
         if "" in self.stop:
             raise RequestError("stop contains an empty string", "stop")
         if self.grammar is not None and self.min_tokens:

@@ -70,6 +70,17 @@ def test_adaptive_is_never_much_below_the_better_of_off_and_fixed(batch_size, ac
     assert made >= 0.95 * max(machine.rate(batch_size, 0), machine.rate(batch_size, MAX_K))
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_drafts_that_were_rejected_long_ago_do_not_keep_those_of_others_off(seed):
+    """Requests whose drafts are rejected, then others: as many rounds as 20 requests one by one have, several times."""
+    machine = Machine(draft=0.3, row=0.02, fixed=1.0, acceptance=0.05, seed=seed)
+    control = Goodput(MAX_K)
+    machine.run(control, 1, 6000)
+    machine.acceptance = 0.7
+    made = machine.run(control, 1, 2000)
+    assert made >= 0.9 * max(machine.rate(1, k) for k in range(MAX_K + 1))
+
+
 def test_trials_cost_little_when_the_load_flickers_over_a_border():
     machine = Machine(**COMPUTE_BOUND, acceptance=0.3)
     control = Goodput(MAX_K)
@@ -88,7 +99,7 @@ def test_the_draft_length_follows_the_load_and_comes_back():
         machine.run(control, batch_size, 1000)
         means.append(sum(k * count for k, count in machine.lengths.items()) / 1000)
     assert means[0] > 3
-    assert means[1] < 1
+    assert means[1] < 1.5  # 1 is best there
     assert means[2] > 3
 
 

@@ -21,8 +21,8 @@ class Arm:
     """One way to speculate.
 
     Attributes:
-        name: `default`; `off`, asked for by request; `limit-K`, at most K draft tokens by request; `fixed` or
-            `adaptive`, the server's own setting, which is checked.
+        name: `default`; `off`, `limit-K` (at most K draft tokens) and `fixed-K` (always K), asked for by request;
+            `fixed` or `adaptive`, the server's own setting, which is checked.
         url: the server that it is asked of.
     """
 
@@ -35,6 +35,8 @@ class Arm:
             return {"enabled": False}
         if self.name.startswith("limit-"):
             return {"num_speculative_tokens": int(self.name.removeprefix("limit-"))}
+        if self.name.startswith("fixed-"):
+            return {"num_speculative_tokens": int(self.name.removeprefix("fixed-")), "fixed": True}
         return {}
 
     def check(self, counters: Counters | None) -> None:
@@ -73,8 +75,8 @@ def parse_arms(names: str, url: str, urls: Mapping[str, str]) -> list[Arm]:
     """
     arms = [Arm(name, urls.get(name, url)) for name in names.split(",")]
     for arm in arms:
-        if not re.fullmatch(r"default|off|fixed|adaptive|limit-[1-9]\d*", arm.name):
-            raise ValueError(f"{arm.name!r} is none of off, fixed, adaptive, limit-K and default")
+        if not re.fullmatch(r"default|off|fixed|adaptive|(limit|fixed)-[1-9]\d*", arm.name):
+            raise ValueError(f"{arm.name!r} is none of off, fixed, fixed-K, adaptive, limit-K and default")
     known = [arm.name for arm in arms]
     if len(set(known)) < len(known):
         raise ValueError(f"{names!r} names an arm twice")

@@ -160,8 +160,8 @@ def _parser() -> argparse.ArgumentParser:
     text.add_argument("--temperature", type=float, default=0.0, help="(%(default)g)")
     text.add_argument("--seed", type=int, default=0, help="of arrivals, prompts and texts (%(default)s)")
     arms = parser.add_argument_group("what is compared and checked")
-    arms.add_argument("--arms", help="take turns on the same requests: off, fixed, adaptive, limit-K, default; "
-                      "the others are compared with off, or the first")  # fmt: skip
+    arms.add_argument("--arms", help="take turns on the same requests: off, fixed, adaptive, limit-K, fixed-K, "
+                      "default; the others are compared with off, or the first")  # fmt: skip
     arms.add_argument("--arm-url", action="append", default=[], metavar="ARM=URL", help="another server for an arm")
     arms.add_argument("--turns", type=_count, help="turns of each arm (5 with --arms, else 1)")
     arms.add_argument("--slo", help="limits in ms on each request, as ttft=500,tpot=50,e2e=9000,itl=200")

@@ -18,12 +18,18 @@ def counters(num_drafts: int = 5, **rounds: float) -> Counters:
 
 
 def test_arms_become_fields_of_the_request() -> None:
-    arms = parse_arms("off,limit-2,adaptive,fixed", URL, {"fixed": "http://other"})
-    assert [arm.fields() for arm in arms] == [{"enabled": False}, {"num_speculative_tokens": 2}, {}, {}]
-    assert [arm.url for arm in arms] == [URL, URL, URL, "http://other"]
+    arms = parse_arms("off,limit-2,fixed-3,adaptive,fixed", URL, {"fixed": "http://other"})
+    assert [arm.fields() for arm in arms] == [
+        {"enabled": False},
+        {"num_speculative_tokens": 2},
+        {"num_speculative_tokens": 3, "fixed": True},
+        {},
+        {},
+    ]
+    assert [arm.url for arm in arms] == [URL, URL, URL, URL, "http://other"]
 
 
-@pytest.mark.parametrize("names", ["", "on", "off,off", "limit-0", "limit-", "fixed-4"])
+@pytest.mark.parametrize("names", ["", "on", "off,off", "limit-0", "limit-", "fixed-0"])
 def test_other_arms_are_refused(names: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
         parse_arms(names, URL, {})

@@ -6,6 +6,11 @@ from typing import Any
 import httpx
 import pytest
 
+from deployments.config import Limits
+from deployments.ingress.parameters import sampling_params
+from deployments.openai.completions import CompletionRequest
+from deployments.router.generation import ModelLimits
+from engine.errors import RequestError
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import GREEDY, complete
 
@@ -35,6 +40,45 @@ async def test_every_field_reaches_the_engine(client: httpx.AsyncClient, routers
     params = routers.last.params
     assert {name: getattr(params, name) for name in fields} == fields
     assert (params.logit_bias, params.num_speculative_tokens, routers.last.cache_salt) == ({5: 2.5}, 3, "s")
+
+
+@pytest.mark.parametrize(
+    ("speculative", "length", "is_fixed"),
+    [
+        ({"num_speculative_tokens": 2, "fixed": True}, 2, True),
+        ({"fixed": True}, 4, True),  # as many as the server allows
+        ({"num_speculative_tokens": 0, "fixed": True}, 0, True),
+        ({"num_speculative_tokens": 2, "fixed": False}, 2, False),
+        ({"num_speculative_tokens": 2}, 2, False),
+        ({}, None, False),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+async def test_a_draft_length_is_a_limit_or_fixed(
+    client: httpx.AsyncClient,
+    routers: LocalRouters,
+    path: str,
+    speculative: dict[str, Any],
+    length: int | None,
+    is_fixed: bool,
+) -> None:
+    contents = {
+        "/v1/completions": {"prompt": "abc", "max_tokens": 1},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+        "/v1/responses": {"input": "abc", "max_output_tokens": 1},
+    }
+    response = await client.post(path, json={**contents[path], "speculative": speculative})
+    assert response.status_code == 200, response.text
+    assert routers.last is not None
+    params = routers.last.params
+    assert (params.num_speculative_tokens, params.fixes_draft_length) == (length, is_fixed)
+
+
+def test_a_server_that_makes_no_drafts_says_so() -> None:
+    request = CompletionRequest.model_validate({"prompt": "a", "speculative": {"fixed": True}})
+    with pytest.raises(RequestError, match="this server makes no drafts") as refused:
+        sampling_params(request, [[1]], ModelLimits(259, 512, num_speculative_tokens=0), Limits())
+    assert refused.value.param == "speculative.fixed"
 
 
 async def test_null_is_the_default_and_harmless_fields_are_accepted(client: httpx.AsyncClient) -> None:
@@ -84,6 +128,9 @@ async def test_null_is_the_default_and_harmless_fields_are_accepted(client: http
         ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
         ({"speculative": {"num_speculative_tokens": 5}}, "speculative.num_speculative_tokens"),
         ({"speculative": {"enabled": False, "num_speculative_tokens": 2}}, "speculative.num_speculative_tokens"),
+        ({"speculative": {"enabled": False, "fixed": True}}, "speculative.fixed"),
+        ({"speculative": {"num_speculative_tokens": 5, "fixed": True}}, "speculative.num_speculative_tokens"),
+        ({"speculative": {"fixed": 4}}, "speculative.fixed"),
     ],
 )
 async def test_a_bad_field_is_named(client: httpx.AsyncClient, fields: dict[str, Any], param: str | None) -> None:

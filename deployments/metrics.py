@@ -13,6 +13,7 @@ Names are vLLM's, so that its dashboards and load tools work. The usual queries:
                                - rate(paceline:target_compute_seconds_total[1m])) / rate(paceline:rounds_total[1m])
     waiting for a draft      rate(paceline:run_ahead_wait_seconds_sum[1m])
                                / rate(paceline:run_ahead_wait_seconds_count[1m]), by outcome: hit or miss
+    prefix cache hit rate    rate(vllm:prefix_cache_hits_total[1m]) / rate(vllm:prefix_cache_queries_total[1m])
     median time to first     histogram_quantile(0.5, rate(vllm:time_to_first_token_seconds_bucket[1m]))
 
 Every sample has a label `replica`, Serve's name of the Router or Ingress that counted it, and any Ingress answers for
@@ -33,12 +34,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cluster.remote import Calls
+from deployments.request_metrics import RequestMetrics
 from engine.engine import Engine
 
 if TYPE_CHECKING:
     from engine.stats import RunAheadStats
 
-LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+LATENCY_BUCKETS_S = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0),
+    *(10.0, 30.0, 60.0, 120.0, 300.0, 600.0),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,8 @@ class RouterMetrics:
     def __init__(self, model_name: str, engine: Engine, drafter: object) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(model_name, engine, drafter))
+        self.requests = RequestMetrics(model_name, engine)
+        self._registry.register(self.requests)
         self._success = Counter(
             "vllm:request_success",
             "Finished sequences by reason.",
@@ -209,7 +216,7 @@ class _EngineCollector(Collector):
         yield self._gauge("num_speculative_tokens", "Draft length chosen last.", current, prefix="paceline")
         lengths = CounterMetricFamily(
             "paceline:rounds_by_draft_length",
-            "Rounds by draft length and why it was chosen: goodput, trial, fixed or off.",
+            "Rounds by draft length and why it was chosen: goodput, trial, fixed, off or request.",
             labels=["model_name", "num_draft_tokens", "reason"],
         )
         for (length, reason), count in stats.num_rounds_by_length.items():

@@ -5,7 +5,8 @@ round), `sequence` (a request's committed tokens), `block_pool` (KV blocks), `dr
 `verification/` (which draft tokens are accepted), `drafting/` (who proposes them), `sampling/` (logits to a token),
 `models/` (loading transformers models), `execution/` (forward passes on a device), `detokenizer` (token ids to text),
 `llm` (all of it in one process). Beside them `config` (every setting), `errors` (every exception), `stats` (counters),
-`scratch` (temporary folders) and `training/` (pretraining and distilling models).
+`request_stats` (times and lengths of requests), `scratch` (temporary folders) and `training/` (pretraining and
+distilling models).
 """
 
 from typing import TYPE_CHECKING, Any

@@ -13,9 +13,10 @@ from engine.detokenizer import Detokenizer
 from engine.draft_length import Goodput
 from engine.errors import PromptTooLongError, RequestError
 from engine.protocols import NO_DRAFT, Draft, Drafter, ProposeRow, Request, Verifier, VerifyRow
+from engine.request_stats import RequestStats
 from engine.sampling.params import SamplingParams
 from engine.scheduler import ScheduledRow, Scheduler
-from engine.sequence import RequestOutput, Sequence
+from engine.sequence import RequestOutput, Sequence, Times
 from engine.stats import SpeculationStats
 
 
@@ -50,6 +51,7 @@ class Engine:
         self._tokenizer = None if tokenizer is None else getattr(tokenizer, "backend_tokenizer", tokenizer)
         self.scheduler = Scheduler(config, num_blocks, self.max_model_len)
         self.goodput = Goodput(config.num_speculative_tokens, config.speculation)
+        self.request_stats = RequestStats(self.max_model_len)
         self._clock = clock
         self._round_ended: float | None = None
 
@@ -130,6 +132,7 @@ class Engine:
             Request(request_id, list(prompt_token_ids), len(prompt_token_ids), params, salt_digest(cache_salt)),
             end_ids=frozenset() if params.ignore_eos else self._eos,
             detokenizer=detokenizer,
+            times=Times(added_s=self._clock()),
         )
         sequence.resume(list(output_token_ids))
         self.scheduler.add(sequence)
@@ -173,6 +176,7 @@ class Engine:
             if output.finish_reason is not None:
                 self._release(output.request_id)
         ended = self._clock()
+        self.request_stats.observe(rows, outputs, started_s=started, ended_s=ended)
         if is_measured and len(rows) == len(limits):
             self.goodput.observe(limits, ended - started)
         self._round_ended = ended if self.has_work else None

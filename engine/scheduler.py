@@ -191,6 +191,10 @@ class Scheduler:
             sequence.was_admitted = True
             sequence.num_cached = sequence.num_computed
             self.stats.num_prompt_tokens += sequence.request.prompt_length
+            self.stats.num_cached_prompt_tokens += min(sequence.num_cached, sequence.request.prompt_length)
+            if self.config.enable_prefix_caching and not sequence.lacks_prompt_logprobs:
+                self.stats.num_prefix_queries += len(sequence.request.token_ids)
+                self.stats.num_prefix_hits += sequence.num_cached
         return row
 
     def _preempt(self, sequence: Sequence) -> None:

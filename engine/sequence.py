@@ -31,6 +31,21 @@ class RequestOutput:
     """One entry per prompt token from the second on; only in the first output, and only if requested."""
 
 
+@dataclass(slots=True)
+class Times:
+    """When something happened to a sequence, in seconds of the engine's clock; None: not yet.
+
+    Attributes:
+        started_s: its first round began.
+        last_token_s: 0 before the first token.
+    """
+
+    added_s: float = 0.0
+    started_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A request inside the engine; compared by identity, so that searching the queues is cheap.
@@ -54,6 +69,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    times: Times = field(default_factory=Times)
 
     @property
     def num_output_tokens(self) -> int:

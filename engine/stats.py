@@ -17,6 +17,11 @@ class SpeculationStats:
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     num_prompt_tokens: int = 0
+    num_cached_prompt_tokens: int = 0
+    num_prefix_queries: int = 0
+    """Tokens that were looked up in the prefix cache, when their requests were first admitted."""
+    num_prefix_hits: int = 0
+    """Those of them that it had."""
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     num_rounds: int = 0

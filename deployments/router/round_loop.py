@@ -7,6 +7,7 @@ generator is closed, for whatever reason, its sequences leave the engine at once
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from cluster.remote import Calls
 from deployments.metrics import RoundTimes, RouterMetrics
 from deployments.router.drain_rate import DrainRate, retry_after_s
-from deployments.router.generation import Generation, WithdrawnError
+from deployments.router.generation import Generation, WithdrawnError, choice_index
 from deployments.router.stream import Stream
 from deployments.router.waiting import WaitingRequests
 from engine.engine import Engine
@@ -79,6 +80,7 @@ class RoundLoop:
         )
         unfinished = self._admit(request, stream)
         sequence_ids = frozenset(unfinished)
+        lengths = Counter({choice: len(token_ids) for choice, token_ids in request.output_token_ids.items()})
         self.waiting.add(stream, sequence_ids, sender, request.rest_s)
         is_late = False
         try:
@@ -89,6 +91,7 @@ class RoundLoop:
                 except TimeoutError:
                     is_late, outputs = True, stream.take()
                 for output in outputs:
+                    lengths[choice_index(output.request_id)] += len(output.token_ids)
                     if output.finish_reason is not None:
                         unfinished.discard(output.request_id)
                         self._metrics.observe_finished(output.finish_reason, time.monotonic() - stream.started)
@@ -96,7 +99,9 @@ class RoundLoop:
                     self._end(stream, unfinished)
                 if outputs:
                     yield outputs
-            if is_late and unfinished:
+            if not unfinished:
+                self._metrics.requests.observe_longest(max(lengths.values(), default=0))
+            elif is_late:
                 raise TimeoutError(f"the request took longer than {request.timeout_s:g} s")
         except WithdrawnError:
             unfinished.clear()
@@ -178,6 +183,7 @@ class RoundLoop:
                 num_requests = self._engine.num_running + self._engine.num_waiting
                 error.retry_after_s = retry_after_s(num_requests, self.drain_rate.per_s)
             raise
+        self._metrics.requests.observe_request(request.params)
         self._wake.set()
         return added
 

@@ -8,12 +8,14 @@
 | `BlockPool.match` tries another salt where it finds nothing | test_a_salt_is_computed_once_and_cached_afterwards |
 | a salt's digest is that of its first letters, or of lower case | test_similar_salts_are_different |
 | a drafter hands a finished request's prefix on to the next | test_a_draft_computes_every_prompt_itself |
+| suffix drafts come from outputs of all salts | test_a_text_is_drafted_from_outputs_of_its_salt_only |
 """
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model import ModelDrafter
 from engine.sampling.params import SamplingParams
 from tests.engine.running import make_engine, step
@@ -171,3 +173,16 @@ def test_a_draft_computes_every_prompt_itself():
             step(engine)
         counts.append(model.num_tokens - before)
     assert counts[0] == counts[1] == counts[2] > len(PROMPT)
+
+
+def test_a_text_is_drafted_from_outputs_of_its_salt_only():
+    """The same request, three times: of one salt, of another one, and of the first again."""
+    engine = traced_engine(lambda _: SuffixDrafter(), num_speculative_tokens=3)
+    num_drafted = []
+    for i, salt in enumerate(["a", "b", "a"]):
+        before = engine.stats.num_draft_tokens
+        add(engine, str(i), PROMPT, salt, max_tokens=40, ignore_eos=True)
+        while engine.has_work:
+            step(engine)
+        num_drafted.append(engine.stats.num_draft_tokens - before)
+    assert num_drafted[0] == num_drafted[1] < num_drafted[2]

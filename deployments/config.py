@@ -34,6 +34,11 @@ def _none_from_text(value: object) -> object:
     return None if isinstance(value, str) and value.lower() == "none" else value
 
 
+def _list_from_text(value: object) -> object:
+    """Let the command line give a list as words."""
+    return value.split() if isinstance(value, str) else value
+
+
 def _object_from_text(value: object) -> object:
     """Let the command line give a nested setting as JSON."""
     return json.loads(value) if isinstance(value, str) else value
@@ -176,6 +181,8 @@ class AppConfig(BaseModel):
     keys, every request is accepted."""
     api_key_file: Annotated[Path | None, OrNone] = None
     """A file with more keys, one per line."""
+    cors_allow_origins: Annotated[tuple[str, ...], BeforeValidator(_list_from_text)] = ()
+    """Web pages that may call the API from a browser, by origin (`https://chat.example.com`), or `*` for all."""
     num_ingress_replicas: Annotated[int | None, OrNone] = Field(None, ge=1)
     """Processes that serve HTTP and tokenize; none is one for each 8 CPUs of the cluster, at most 4."""
     autoscaling: Annotated[Autoscaling, BeforeValidator(_object_from_text)] = Autoscaling()

@@ -19,7 +19,12 @@ from deployments.config import AppConfig
 from engine.config import PairConfig
 
 _ONLY_THE_BUILDERS = {"autoscaling", "num_ingress_replicas", "drain_timeout_s", "api_keys", "api_key_file"}
-NOT_THE_ROUTERS = _ONLY_THE_BUILDERS | {"limits", "stream_interval_s", "per_request_spec_decode_metrics"}
+NOT_THE_ROUTERS = _ONLY_THE_BUILDERS | {
+    "limits",
+    "stream_interval_s",
+    "per_request_spec_decode_metrics",
+    "cors_allow_origins",
+}
 """Settings that no Router reads."""
 NOT_THE_INGRESSES = _ONLY_THE_BUILDERS | {
     "target_accelerator_type",
@@ -35,7 +40,7 @@ NOT_THE_INGRESSES = _ONLY_THE_BUILDERS | {
     "round_timeout_s",
 }
 """Settings that no Ingress reads."""
-PAIR_OF_THE_INGRESSES = ("target_model", "target_revision", "device")
+PAIR_OF_THE_INGRESSES = ("target_model", "target_revision", "device", "dtype", "verification")
 """The settings of the pair that an Ingress reads; it loads the target's tokenizer."""
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import re
 import secrets
 import time
 from collections.abc import Callable
@@ -20,18 +19,19 @@ from deployments.ingress.admission import Admission, submitted
 from deployments.ingress.answer import Answer
 from deployments.ingress.health import Health, RouterHealth
 from deployments.ingress.outline import Bounds
-from deployments.ingress.parameters import check_token_ids, sampling_params, within_room
+from deployments.ingress.parameters import check_token_ids, sampling_params, truncated, within_room
 from deployments.ingress.prompts import PromptEncoder
 from deployments.ingress.readiness import Readiness
 from deployments.ingress.router_client import RouterHandle, ServeRouters
 from deployments.ingress.routes import make_api
-from deployments.ingress.server_info import ModelCard, ModelList
+from deployments.ingress.server_info import ModelCard, ModelList, fingerprint
 from deployments.ingress.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from deployments.json_log import set_log_format
 from deployments.metrics import ReplicaMetrics, exposition
 from deployments.openai.chat import ChatCompletionRequest, ChatWriter
 from deployments.openai.completions import CompletionRequest, CompletionWriter
-from deployments.openai.responses import CHAT_FIELDS, ResponsesRequest, ResponsesWriter
+from deployments.openai.responses.request import ResponsesRequest, with_responses_names
+from deployments.openai.responses.writer import ResponsesWriter
 from deployments.openai.structured_output import GrammarSource
 from deployments.openai.writer import Writer
 from deployments.router.generation import Description, Generation, ModelLimits, target_id
@@ -70,11 +70,12 @@ class Ingress:
         self._readiness = Readiness(routers.states)
         self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, config.pair.target))
         self._started = int(time.time())
+        self._fingerprint = fingerprint(config)
         self._serving = asyncio.create_task(self._wait_for_routers(), name="waiting for Routers")
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the HTTP application; Serve calls this when the replica starts."""
-        return make_api(self, limits=self.config.limits, keys=self._keys)
+        return make_api(self, config=self.config, keys=self._keys)
 
     @property
     def device(self) -> str:
@@ -115,7 +116,7 @@ class Ingress:
         served = await self._describe()
         self._check_model(request.model)
         params = sampling_params(request, served.limits, self.config.limits)
-        source = request.structured_source()
+        source = request.text_source()
         prompts = await self._prompts(request, served.limits)
         params = within_room(params, request, prompts, served.limits)
         return await self._answer(
@@ -141,15 +142,24 @@ class Ingress:
         """
         served = await self._describe()
         self._check_model(request.model)
-        write = partial(ResponsesWriter, responses_request=request)
+        write = partial(ResponsesWriter, responses_request=request, tool_form=self._encoder.tool_form)
         try:
             return await self._answer_chat(request.to_chat(), served.limits, id_prefix="resp_", write=write)
         except RequestError as error:
-            raise _with_responses_names(error) from error
+            raise with_responses_names(error) from error
 
     async def models(self) -> ModelList:
-        """Return the served model."""
-        card = ModelCard(
+        """Return the served models, of which there is one."""
+        return ModelList(object="list", data=[await self.model(self.config.model_name)])
+
+    async def model(self, name: str) -> ModelCard:
+        """Return the served model.
+
+        Raises:
+            UnknownModelError: it has another name.
+        """
+        self._check_model(name)
+        return ModelCard(
             id=self.config.model_name,
             object="model",
             created=self._started,
@@ -157,7 +167,6 @@ class Ingress:
             root=self.config.pair.target.path,
             max_model_len=(await self._describe()).limits.max_model_len,
         )
-        return ModelList(object="list", data=[card])
 
     async def tokenize(self, request: TokenizeRequest) -> Tokens:
         """Return the token ids of a text or a conversation.
@@ -170,9 +179,11 @@ class Ingress:
         if (request.prompt is None) == (request.messages is None):
             raise RequestError("send either prompt or messages", "prompt")
         if request.messages is not None:
-            ids = await self._encoder.encode_chat(request.messages, room)
+            rendering = request.rendering(adds_special_tokens=request.add_special_tokens)
+            ids = await self._encoder.encode_chat(request.messages, room, rendering)
         else:
-            ids = await self._encoder.encode(request.prompt or "", room)
+            adds_special = request.add_special_tokens is not False
+            ids = await self._encoder.encode(request.prompt or "", room, adds_special_tokens=adds_special)
         extra = {"token_strs": await self._encoder.decode_each(ids)} if request.return_token_strs else {}
         return Tokens(count=len(ids), max_model_len=room, tokens=ids, **extra)
 
@@ -223,13 +234,11 @@ class Ingress:
         entries: Any = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
         room = model.max_model_len
         check_token_ids([entry for entry in entries if not isinstance(entry, str)], model, "prompt")
-        prompts: list[list[int]] = []
-        for entry in entries:
-            is_text = isinstance(entry, str)
-            prompts.append(await self._encoder.encode(entry, room, max_ids=room) if is_text else list(entry))
-        if any(not ids for ids in prompts):
-            raise RequestError("prompt is empty; it must have at least one token", "prompt")
-        return prompts
+        max_ids = room if request.truncate_prompt_tokens is None else None
+        adds_special = request.add_special_tokens is not False
+        encode = partial(self._encoder.encode, adds_special_tokens=adds_special, max_ids=max_ids)
+        prompts = [await encode(entry, room) if isinstance(entry, str) else list(entry) for entry in entries]
+        return [truncated(prompt, request, model) for prompt in prompts]
 
     async def _answer_chat(
         self, request: ChatCompletionRequest, model: ModelLimits, *, id_prefix: str, write: WriterFactory
@@ -237,7 +246,10 @@ class Ingress:
         params = sampling_params(request, model, self.config.limits)
         source = request.grammar_source(self._encoder.tool_form)
         room = model.max_model_len
-        prompt = await self._encoder.encode_chat(request.messages, room, request.offered_tools, max_ids=room)
+        rendering = request.rendering(adds_special_tokens=request.add_special_tokens)
+        max_ids = room if request.truncate_prompt_tokens is None else None
+        prompt = await self._encoder.encode_chat(request.messages, room, rendering, max_ids=max_ids)
+        prompt = truncated(prompt, request, model)
         params = within_room(params, request, [prompt], model)
         return await self._answer(request, [prompt], params, model, source, id_prefix=id_prefix, write=write)
 
@@ -265,6 +277,7 @@ class Ingress:
             decoder=self._encoder,
             num_speculative_tokens=model.num_speculative_tokens,
             metrics_level=(speculative and speculative.metrics) or self.config.per_request_spec_decode_metrics,
+            fingerprint=self._fingerprint,
         )
         generation = Generation(
             request_id=request_id,
@@ -278,14 +291,6 @@ class Ingress:
         outputs = self._routers.generate(generation)
         submitted()
         return Answer(writer, outputs, hides_token=request.max_tokens == 0)
-
-
-def _with_responses_names(error: RequestError) -> RequestError:
-    """Return an error about a chat completion request with the names that its fields have in a responses request."""
-    message = str(error)
-    for chat_name, name in CHAT_FIELDS.items():
-        message = re.sub(rf"\b{re.escape(chat_name)}\b", name, message)
-    return type(error)(message, CHAT_FIELDS.get(error.param or "", error.param))
 
 
 def _announce(config: AppConfig, description: Description, base_url: str) -> None:

@@ -12,6 +12,9 @@ from deployments.router.generation import ModelLimits
 from engine.errors import PromptTooLongError, RequestError
 from engine.sampling.params import SamplingParams
 
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's."""
+
 T = TypeVar("T")
 
 
@@ -51,7 +54,7 @@ def sampling_params(
         ignore_eos=bool(request.ignore_eos),
         skip_special_tokens=_or(request.skip_special_tokens, True),
         logprobs=logprobs,
-        prompt_logprobs=logprobs if isinstance(request, CompletionRequest) and request.echo else None,
+        prompt_logprobs=_prompt_logprobs(request, limits),
         num_speculative_tokens=_draft_length(request, model),
         fixes_draft_length=bool(request.speculative and request.speculative.fixed),
         n=_or(request.n, 1),
@@ -71,6 +74,29 @@ def within_room(
     """
     # Scoring a prompt takes a pass that generates one token; the Answer hides it.
     return replace(params, max_tokens=max(1, _max_tokens(request, prompts, model)))
+
+
+def truncated(prompt: list[int], request: CompletionRequest | ChatCompletionRequest, model: ModelLimits) -> list[int]:
+    """Return the last tokens of a prompt, or the first, as many as the client wants or there is room for.
+
+    Raises:
+        RequestError: the client wants none, or more than there is room for.
+    """
+    length, field = request.truncate_prompt_tokens, "truncate_prompt_tokens"
+    if length is None:
+        return prompt
+    num_output, _ = _asked_tokens(request)
+    if num_output is None:
+        num_output = DEFAULT_COMPLETION_TOKENS if isinstance(request, CompletionRequest) else 1
+    room = model.max_model_len - max(1, num_output)
+    if length == 0:
+        raise RequestError(f"{field} is 0; at least 1 token is needed, and -1 takes all there is room for", field)
+    if length > room:
+        raise RequestError(f"{field} is {length:,}, with the text to come there is room for {room:,}", field)
+    kept = room if length == -1 else length
+    if kept < 1:
+        return prompt  # refused for what the client wants at most
+    return prompt[:kept] if request.truncation_side == "right" else prompt[-kept:]
 
 
 def check_token_ids(prompts: Sequence[Sequence[int]], model: ModelLimits, field: str) -> None:
@@ -110,7 +136,7 @@ def _check_limits(request: CompletionRequest | ChatCompletionRequest, model: Mod
 
 
 def _stop_strings(request: GenerationRequest, limits: Limits) -> list[str]:
-    stop = [request.stop] if isinstance(request.stop, str) else list(request.stop or [])
+    stop = list(request.stop or []) if not isinstance(request.stop, str) else [request.stop] if request.stop else []
     for text in stop:
         _at_most("stop", len(text), limits.max_stop_chars, " characters long")
     return stop
@@ -138,6 +164,19 @@ def _logprobs(request: CompletionRequest | ChatCompletionRequest, limits: Limits
     if logprobs is not None:
         _at_most(field, logprobs, limits.max_logprobs)
     return logprobs
+
+
+def _prompt_logprobs(request: CompletionRequest | ChatCompletionRequest, limits: Limits) -> int | None:
+    """Return how many alternatives to compute for each token of the prompt; None is not even its own probability."""
+    counts = []
+    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
+        counts.append(request.logprobs)
+    if request.prompt_logprobs is not None:
+        _at_most("prompt_logprobs", request.prompt_logprobs, limits.max_logprobs)
+        if request.stream:
+            raise RequestError("prompt_logprobs is not allowed with stream", "prompt_logprobs")
+        counts.append(request.prompt_logprobs)
+    return max(counts, default=None)
 
 
 def _draft_length(request: GenerationRequest, model: ModelLimits) -> int | None:
@@ -190,7 +229,7 @@ def _max_tokens(
         )
     max_tokens, name = _asked_tokens(request)
     if max_tokens is None:
-        default = min(16, room) if isinstance(request, CompletionRequest) else room
+        default = min(DEFAULT_COMPLETION_TOKENS, room) if isinstance(request, CompletionRequest) else room
         return max(default, min(_or(request.min_tokens, 0), room))
     if max_tokens > room:
         raise PromptTooLongError(

@@ -4,14 +4,16 @@
 split. Long texts are tokenized in pieces, each of which waits for its turn, so that nobody waits for long.
 """
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from deployments.ingress.conversation import ChatTemplate, Segment
 from deployments.ingress.lanes import Lanes
 from deployments.ingress.pieces import PIECE_CHARS, PIECE_IDS, Pieces
-from deployments.openai.messages import ChatMessage
-from deployments.openai.tools import Tool, form_of
+from deployments.openai.chat_template import Rendering
+from deployments.openai.messages import AssistantMessage, ChatMessage, ToolMessage
+from deployments.openai.tools import form_of
 from engine.errors import PromptTooLongError, RequestError
 
 if TYPE_CHECKING:
@@ -32,33 +34,38 @@ class PromptEncoder:
         self.tool_form = form_of(tokenizer.chat_template)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
 
-    async def encode(self, text: str, max_model_len: int, *, max_ids: int | None = None) -> list[int]:
-        """Return a prompt's token ids, with the special tokens that the tokenizer adds to every text.
+    async def encode(
+        self, text: str, max_model_len: int, *, adds_special_tokens: bool = True, max_ids: int | None = None
+    ) -> list[int]:
+        """Return a prompt's token ids; those of no text are the token that begins, or else ends, a document.
 
         Args:
+            adds_special_tokens: add those that the tokenizer puts around every text.
             max_ids: after how many ids a long text need not be tokenized any further; None tokenizes all of it.
 
         Raises:
             PromptTooLongError: the text has more characters than the context can hold, or more than `max_ids` ids.
+            RequestError: there is no token, special ones included.
         """
         self._check_length(len(text), max_model_len, "prompt")
         if len(text) <= PIECE_CHARS or not self._pieces.cuts_texts:
-            return await self._lanes.run(_encode_prompt, text, is_long=len(text) > PIECE_CHARS)
-        before, after = self._pieces.frame
+            is_long = len(text) > PIECE_CHARS
+            ids = await self._lanes.run(_encode_prompt, text, adds_special_tokens, is_long=is_long)
+            return ids or [self._beginning(adds_special_tokens)]
+        before, after = self._pieces.frame if adds_special_tokens else ([], [])
         return [*before, *await self._encode_pieces([(text, True)], max_ids, "prompt"), *after]
 
     async def encode_chat(
         self,
         messages: Sequence[ChatMessage],
         max_model_len: int,
-        tools: Sequence[Tool] = (),
+        rendering: Rendering | None = None,
         *,
         max_ids: int | None = None,
     ) -> list[int]:
         """Return the token ids of a conversation, up to where the answer starts.
 
         Args:
-            tools: the functions that the model may call.
             max_ids: as for `encode`.
 
         Raises:
@@ -66,18 +73,23 @@ class PromptEncoder:
         """
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
-        if tools and self.tool_form is None:
+        rendering = rendering or Rendering()
+        if rendering.tools and self.tool_form is None:
             raise RequestError("this model's chat template takes no tools, or in an unknown form", "tools")
         texts = [message.text() for message in messages]
-        num_chars = sum(map(len, texts)) + _num_call_chars(messages)
-        num_tool_chars = sum(len(tool.model_dump_json()) for tool in tools)
-        self._check_length(num_chars, max_model_len, "messages")
-        self._check_length(num_tool_chars, max_model_len, "tools")
-        conversation = (messages, texts, tools)
-        if num_chars + num_tool_chars <= PIECE_CHARS and len(messages) <= MANY_MESSAGES:
-            return await self._lanes.run(_encode_chat, self._template, *conversation, is_long=False)
+        sizes = {
+            "messages": sum(map(len, texts)) + _num_other_chars(messages),
+            "tools": sum(len(tool.model_dump_json()) for tool in rendering.tools),
+            "chat_template_kwargs": len(json.dumps(rendering.variables)),
+        }
+        for field, num_chars in sizes.items():
+            self._check_length(num_chars, max_model_len, field)
+        conversation = (messages, texts, rendering)
+        before, after = self._pieces.frame if rendering.adds_special_tokens else ([], [])
+        if sum(sizes.values()) <= PIECE_CHARS and len(messages) <= MANY_MESSAGES:
+            return [*before, *await self._lanes.run(_encode_chat, self._template, *conversation, is_long=False), *after]
         segments = await self._lanes.run(_render, self._template, *conversation, is_long=True)
-        return await self._encode_pieces(segments, max_ids, "messages")
+        return [*before, *await self._encode_pieces(segments, max_ids, "messages"), *after]
 
     async def decode_tokens(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids, of which there may be many."""
@@ -114,6 +126,14 @@ class PromptEncoder:
                     )
         return ids
 
+    def _beginning(self, adds_special_tokens: bool) -> int:
+        """Return the token before the first of a document."""
+        begins, ends = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
+        beginning: int | None = ends if begins is None else begins
+        if beginning is None or not adds_special_tokens:
+            raise RequestError("prompt is empty; it must have at least one token", "prompt")
+        return beginning
+
     def _check_length(self, num_chars: int, max_model_len: int, field: str) -> None:
         most = max_model_len * self._longest_token
         if num_chars > most:
@@ -122,17 +142,22 @@ class PromptEncoder:
             )
 
 
-def _num_call_chars(messages: Sequence[ChatMessage]) -> int:
-    calls = [call for message in messages for call in message.tool_calls or ()]
-    num_chars = sum(len(call.id) + len(call.function.arguments) for call in calls)
-    return num_chars + sum(len(message.tool_call_id or "") for message in messages)
+def _num_other_chars(messages: Sequence[ChatMessage]) -> int:
+    """Return the characters of calls and thoughts."""
+    num_chars = sum(len(message.tool_call_id) for message in messages if isinstance(message, ToolMessage))
+    for message in messages:
+        if isinstance(message, AssistantMessage):
+            num_chars += len(message.reasoning_content or "")
+            num_chars += sum(len(call.id) + len(call.function.arguments) for call in message.tool_calls or ())
+    return num_chars
 
 
 # On the thread of a lane, with its tokenizer:
 
 
-def _encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    ids: list[int] = tokenizer(text, split_special_tokens=True)["input_ids"]
+def _encode_prompt(tokenizer: Any, text: str, adds_special_tokens: bool) -> list[int]:
+    encoding = tokenizer(text, add_special_tokens=adds_special_tokens, split_special_tokens=True)
+    ids: list[int] = encoding["input_ids"]
     return ids
 
 

@@ -1,8 +1,6 @@
 """The routes: a FastAPI application that calls a Service, and the form of every error response."""
 
-import functools
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
@@ -10,9 +8,10 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
-from deployments.config import Limits
+from deployments.config import AppConfig
 from deployments.errors import (
     KINDS,
     ErrorBody,
@@ -29,13 +28,13 @@ from deployments.ingress.body import Bodies, route_class
 from deployments.ingress.health import HasHealth, add_health_routes
 from deployments.ingress.middleware import Guard
 from deployments.ingress.outline import Bounds
-from deployments.ingress.server_info import ModelList, Version
+from deployments.ingress.server_info import ModelCard, ModelList, Version, installed_version
 from deployments.ingress.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from deployments.openai.chat import ChatCompletion, ChatCompletionRequest
 from deployments.openai.completions import Completion, CompletionRequest
 from deployments.openai.fields import ResponseModel
-from deployments.openai.responses import Response as ResponseBody
-from deployments.openai.responses import ResponsesRequest
+from deployments.openai.responses.body import Response as ResponseBody
+from deployments.openai.responses.request import ResponsesRequest
 
 _STREAM: dict[str, Any] = {"content": {"application/json": {}, "text/event-stream": {}}}
 _ERRORS: dict[int | str, dict[str, Any]] = {
@@ -81,12 +80,16 @@ class Service(HasHealth, Protocol):
         """Return the served model."""
         ...
 
+    async def model(self, name: str) -> ModelCard:
+        """Return the served model, if this is its name."""
+        ...
+
     async def metrics(self) -> bytes:
         """Return the metrics of all replicas."""
         ...
 
 
-def make_api(service: Service, *, limits: Limits, keys: Sequence[str]) -> FastAPI:
+def make_api(service: Service, *, config: AppConfig, keys: Sequence[str]) -> FastAPI:
     """Return the HTTP application of one service."""
     api = FastAPI(title="Paceline", redoc_url=None)
     api.router.route_class = route_class(Bodies(service.bounds))
@@ -124,12 +127,17 @@ def make_api(service: Service, *, limits: Limits, keys: Sequence[str]) -> FastAP
         """List the served model."""
         return _json(await service.models())
 
+    @api.get("/v1/models/{name:path}", response_model=None, responses={200: {"model": ModelCard}, **_ERRORS})
+    async def model(name: str) -> Response:
+        """Describe the served model."""
+        return _json(await service.model(name))
+
     add_health_routes(api, service)
 
     @api.get("/version", response_model=None, responses={200: {"model": Version}, **_ERRORS})
     async def version() -> Response:
         """Return the server's version."""
-        return _json(Version(version=_installed_version(), device=service.device))
+        return _json(Version(version=installed_version(), device=service.device))
 
     @api.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}})
     async def metrics() -> Response:
@@ -137,7 +145,15 @@ def make_api(service: Service, *, limits: Limits, keys: Sequence[str]) -> FastAP
         return Response(await service.metrics(), media_type=CONTENT_TYPE_LATEST)
 
     _document(api)
-    api.add_middleware(Guard, limits=limits, api_keys=keys, admission=service.admission)
+    api.add_middleware(Guard, limits=config.limits, api_keys=keys, admission=service.admission)
+    if config.cors_allow_origins:  # around the Guard, because a browser asks for leave without a key
+        api.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
     return api
 
 
@@ -156,14 +172,6 @@ def _document(api: FastAPI) -> None:
         return api.openapi_schema or {}
 
     api.openapi = openapi  # type: ignore[method-assign]
-
-
-@functools.cache
-def _installed_version() -> str:
-    try:
-        return metadata.version("paceline")
-    except metadata.PackageNotFoundError:
-        return "unknown"  # a checkout that was not installed
 
 
 class EventStream(StreamingResponse):

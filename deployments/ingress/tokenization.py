@@ -5,11 +5,12 @@ from typing import Annotated
 from pydantic import Field
 
 from deployments.openai import fields
+from deployments.openai.chat_template import ConversationRequest
 from deployments.openai.fields import RequestModel, ResponseModel, TokenId
 from deployments.openai.messages import ChatMessage
 
 
-class TokenizeRequest(RequestModel):
+class TokenizeRequest(ConversationRequest):
     """The body of /tokenize: a prompt, or messages to run through the chat template."""
 
     model: str | None = None
@@ -18,6 +19,8 @@ class TokenizeRequest(RequestModel):
     """Text to tokenize as /v1/completions would."""
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     """A conversation to tokenize as /v1/chat/completions would."""
+    add_special_tokens: bool | None = None
+    """As for /v1/completions and /v1/chat/completions."""
     return_token_strs: bool | None = None
     """The text of each token besides its id."""
 

@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from deployments.openai.chat_template import ConversationRequest
 from deployments.openai.choices import Choice, FinishReason, RequestMetrics, Usage
-from deployments.openai.fields import ResponseModel
-from deployments.openai.logprobs import ChatLogprobs, chat_logprobs
+from deployments.openai.fields import WHOLE, ResponseModel, Text
+from deployments.openai.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs_field
 from deployments.openai.messages import ChatMessage
 from deployments.openai.sampling_fields import GenerationRequest
-from deployments.openai.structured_output import GrammarSource, ResponseFormat, format_source
+from deployments.openai.structured_output import GrammarSource
 from deployments.openai.tool_calls import (
     Arguments,
     CallReader,
@@ -22,38 +23,29 @@ from deployments.openai.tool_calls import (
     ToolCall,
     ToolCallDelta,
 )
-from deployments.openai.tools import Tool, ToolChoice, ToolForm, required_call
+from deployments.openai.tools import ToolChoice, ToolForm, required_call
 from deployments.openai.writer import Writer
 from engine.errors import RequestError
 from engine.sequence import RequestOutput
 
 
-class ChatCompletionRequest(GenerationRequest):
+class ChatCompletionRequest(GenerationRequest, ConversationRequest):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     """The conversation."""
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
     """Tokens to generate at most; the newer name of max_tokens. Without either: all the room that is left."""
     logprobs: bool | None = None
     """Log probabilities of the target for each token."""
-    top_logprobs: Annotated[int, Field(ge=0)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
     """Alternatives to list for each token; only with logprobs."""
-    response_format: ResponseFormat | None = None
-    """The form of the answer."""
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     """Text is all there is."""
-    tools: Annotated[list[Tool], Field(min_length=1, max_length=128)] | None = None
-    """What the model may call."""
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
-    """Whether it must: auto (the default with tools) leaves it to the model; a required call follows its schema."""
     parallel_tool_calls: bool | None = None
     """Whether several calls may be required at once (the default)."""
-
-    @property
-    def offered_tools(self) -> list[Tool]:
-        """The tools that the model is told of."""
-        return [] if self.tool_choice == "none" else self.tools or []
+    verbosity: Text | None = None
+    """Accepted and ignored: no model here is trained for it."""
 
     def grammar_source(self, tool_form: ToolForm | None) -> GrammarSource | None:
         """Return what the answer must match: a required call, or what the client wrote.
@@ -66,16 +58,13 @@ class ChatCompletionRequest(GenerationRequest):
         """
         is_parallel = self.parallel_tool_calls is not False
         call = required_call(self.tool_choice, self.tools, tool_form, is_parallel=is_parallel)
-        source = format_source(self.response_format)
-        if source is not None and self.structured_outputs is not None:
-            raise RequestError("structured_outputs is not allowed with a response_format", "structured_outputs")
-        source = source or self.structured_source()
+        source = self.text_source()
         if call is not None and source is not None:
             raise RequestError(f"tool_choice requires a call, which {source.field} does not allow", "tool_choice")
         return call or source
 
 
-class AssistantMessage(ResponseModel):
+class AnswerMessage(ResponseModel):
     """The whole answer; its content is null if it only calls."""
 
     role: Literal["assistant"]
@@ -95,7 +84,7 @@ class ChatChoice(ResponseModel):
     """One answer."""
 
     index: int
-    message: AssistantMessage
+    message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: int | str | None
@@ -120,9 +109,11 @@ class ChatCompletion(ResponseModel):
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     metrics: RequestMetrics | None = None
 
 
@@ -133,6 +124,7 @@ class ChatCompletionChunk(ResponseModel):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
@@ -202,10 +194,11 @@ class ChatWriter(Writer):
             object="chat.completion",
             choices=choices,
             **self.prompt_ids_field(self.choices[0]),
+            **prompt_logprobs_field(self.request, self.choices[0], self.decoder),
             **self.usage_fields(),
         )
 
-    def _message(self, choice: Choice) -> AssistantMessage:
+    def _message(self, choice: Choice) -> AnswerMessage:
         text = ""
         calls: list[ToolCall] = []
         for piece in self._read(choice, choice.text, is_last=True):
@@ -218,8 +211,8 @@ class ChatWriter(Writer):
                 case _:
                     text += piece
         if not calls:
-            return AssistantMessage(role="assistant", content=text)
-        return AssistantMessage(role="assistant", content=text or None, tool_calls=calls)
+            return AnswerMessage(role="assistant", content=text)
+        return AnswerMessage(role="assistant", content=text or None, tool_calls=calls)
 
     def _delta(self, choice: Choice, piece: Piece) -> Delta:
         match piece:

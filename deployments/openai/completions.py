@@ -1,15 +1,16 @@
 """/v1/completions: its request, its body and chunks, and their writer."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from deployments.openai.choices import Choice, FinishReason, RequestMetrics, Usage
-from deployments.openai.fields import ResponseModel, Text, TokenId
-from deployments.openai.logprobs import CompletionLogprobs, completion_logprobs
+from deployments.openai.fields import WHOLE, ResponseModel, Text, TokenId
+from deployments.openai.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, prompt_logprobs_field
 from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.writer import Writer
+from engine.protocols import TokenLogprobs
 from engine.sequence import RequestOutput
 
 
@@ -22,14 +23,16 @@ class CompletionRequest(GenerationRequest):
         | Annotated[list[Text], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     )
-    """Text, token ids, or a list of either."""
-    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    """Text, token ids, or a list of either. No text is the beginning of a document."""
+    suffix: Literal[""] | None = None
+    """No text, since models here only go on with a text."""
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     """Tokens to generate at most; 0 only with echo, to score a prompt."""
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=128), WHOLE] | None = None
     """Must equal n: nothing is generated to be thrown away."""
     echo: bool | None = None
     """Put the prompt before the text; with logprobs also its tokens' log probabilities, of which the first is null."""
-    logprobs: Annotated[int, Field(ge=0)] | None = None
+    logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
     """Alternatives to list for each token, with the log probabilities of the target."""
 
 
@@ -43,6 +46,7 @@ class CompletionChoice(ResponseModel):
     stop_reason: int | str | None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(ResponseModel):
@@ -52,6 +56,7 @@ class Completion(ResponseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
     metrics: RequestMetrics | None = None
@@ -84,7 +89,7 @@ class CompletionWriter(Writer):
         logprobs = None
         if output.logprobs is not None:
             logprobs = completion_logprobs(
-                choice, output.token_ids, output.logprobs, output.prompt_logprobs, self.decoder
+                choice, output.token_ids, output.logprobs, self._scores(output), self.decoder
             )
         piece = self._choice(choice, text, output.token_ids, logprobs, output)
         if is_first:
@@ -101,16 +106,27 @@ class CompletionWriter(Writer):
         for choice in self.choices:
             text = self._prompt_text(choice) + choice.text if self.request.echo else choice.text
             logprobs = None
-            if choice.logprobs or choice.prompt_logprobs is not None:
+            if choice.logprobs or self._is_scored:
                 logprobs = completion_logprobs(
-                    choice, choice.token_ids, choice.logprobs, choice.prompt_logprobs, self.decoder
+                    choice, choice.token_ids, choice.logprobs, self._scores(choice), self.decoder
                 )
             complete = self._choice(choice, text, choice.token_ids, logprobs, choice)
-            choices.append(complete.model_copy(update=self.prompt_ids_field(choice)))
+            fields = {**self.prompt_ids_field(choice), **prompt_logprobs_field(self.request, choice, self.decoder)}
+            choices.append(complete.model_copy(update=fields))
         return self._body(choices, **self.usage_fields())
 
     def _body(self, choices: list[CompletionChoice], **fields: Any) -> Completion:
         return Completion(**self.common_fields, object="text_completion", choices=choices, **fields)
+
+    def _scores(self, source: Choice | RequestOutput) -> list[TokenLogprobs] | None:
+        """Return the log probabilities of an echoed prompt, with as many alternatives as `logprobs` says."""
+        if not self._is_scored or source.prompt_logprobs is None:
+            return None
+        count = self.request.logprobs
+        return [
+            replace(entry, top_ids=entry.top_ids[:count], top_logprobs=entry.top_logprobs[:count])
+            for entry in source.prompt_logprobs
+        ]
 
     def _prompt_text(self, choice: Choice) -> str:
         return self.decoder.decode(choice.prompt_token_ids, skip_special_tokens=True)

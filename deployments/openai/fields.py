@@ -1,8 +1,9 @@
 """The base classes and field types of requests and responses.
 
 In a request, null means a field's default, also for fields that this server does not know; any other unknown field is
-refused by name. Types are strict: a number in quotes is an error, as it is at OpenAI. The first wrong item of a list
-ends its validation.
+refused by name. Types are strict: a number in quotes is an error, as it is at OpenAI; but 4.0 is an integer, as JSON
+Schema has it. The first wrong item of a list ends its validation. A field whose description begins with `Accepted and
+ignored` is in the list in `deployments/README.md`.
 
 In a response, fields without a default are always sent, null or not; a field with a default is left out unless it was
 set.
@@ -10,8 +11,17 @@ set.
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
-from pydantic_core import CoreSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
 def _check_unicode(text: str) -> str:
@@ -23,13 +33,44 @@ def _check_unicode(text: str) -> str:
     return text
 
 
+def _integer_of(value: object) -> int:
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    raise PydanticCustomError("int_type", "Input should be a valid integer")
+
+
+class WholeNumber:
+    """An annotation of `int`, after the bounds: 4.0 is accepted, too. Integers cost no call of Python."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of an integer, or else of a float without a fraction."""
+        integer = handler(source)
+        from_float = core_schema.chain_schema([core_schema.no_info_plain_validator_function(_integer_of), integer])
+        return core_schema.union_schema([integer, from_float], mode="left_to_right")
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON schema of the integer."""
+        return handler(schema["choices"][0])
+
+
+def refused(reason: str) -> BeforeValidator:
+    """Return an annotation of `None`: a field that is refused by name with a reason, unless it is null."""
+
+    def check(value: object) -> None:
+        if value is not None:
+            raise PydanticCustomError("refused", "{reason}", {"reason": reason})
+
+    return BeforeValidator(check)
+
+
+WHOLE = WholeNumber()
 Text = Annotated[str, AfterValidator(_check_unicode)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31), WHOLE]
 StopString = Annotated[Text, Field(min_length=1)]
 Salt = Annotated[Text, Field(min_length=1, max_length=256)]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63), WHOLE]
 
 
 def _allow_null_extras(schema: dict[str, Any]) -> None:

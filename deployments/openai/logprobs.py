@@ -5,8 +5,12 @@ from typing import Any
 
 from deployments.openai.choices import Choice
 from deployments.openai.fields import ResponseModel
+from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.writer import Decoder
 from engine.protocols import TokenLogprobs
+
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have; vLLM's number."""
 
 
 class CompletionLogprobs(ResponseModel):
@@ -36,6 +40,37 @@ class ChatLogprobs(ResponseModel):
     """Log probabilities of a message's tokens."""
 
     content: list[TokenLogprob]
+
+
+class PromptLogprob(ResponseModel):
+    """One token at a position of the prompt; rank 1 is the most likely one."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""For each token of a prompt, in vLLM's form: null for the first, then by token id its own and the likeliest ones'."""
+
+
+def prompt_logprobs_field(request: GenerationRequest, choice: Choice, decoder: Decoder) -> dict[str, PromptLogprobs]:
+    """Return the field with the log probabilities of a prompt's tokens, if the client asked for it."""
+    num_alternatives = request.prompt_logprobs
+    if num_alternatives is None:
+        return {}
+
+    def by_id(token_id: int, position: TokenLogprobs) -> dict[int, PromptLogprob]:
+        ids = [token_id, *position.top_ids[:num_alternatives]]
+        logprobs = [position.logprob, *position.top_logprobs[:num_alternatives]]
+        ranks = [position.rank, *range(1, num_alternatives + 1)]
+        return {
+            token: PromptLogprob(logprob=max(logprob, LEAST_LOGPROB), rank=rank, decoded_token=text)
+            for token, logprob, rank, text in zip(ids, logprobs, ranks, decoder.token_texts(ids), strict=True)
+        }
+
+    scores = choice.prompt_logprobs or []
+    return {"prompt_logprobs": [None, *map(by_id, choice.prompt_token_ids[1:], scores)]}
 
 
 def completion_logprobs(

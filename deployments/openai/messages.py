@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from deployments.openai.fields import Name, RequestModel, Text
 from deployments.openai.tools import PastCall
@@ -13,31 +13,19 @@ class TextPart(RequestModel):
 
     type: Literal["text"]
     text: Text
+    cache_control: dict[str, Any] | None = None
+    """Accepted and ignored: prefixes stay cached until their room is needed."""
 
 
-class ChatMessage(RequestModel):
-    """One message of a conversation."""
+Content = Text | Annotated[list[TextPart], Field(min_length=1)]
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    """Who speaks; developer is another name for system."""
-    content: Text | Annotated[list[TextPart], Field(min_length=1)] | None = None
-    """Text, or parts of text; null beside tool calls. Other parts (images, audio) are refused."""
+
+class Message(RequestModel):
+    """What messages of all roles share: text, or parts of text. Other parts (images, audio) are refused."""
+
+    content: Content | None
     name: Name | None = None
     """The speaker's name, for chat templates that show it."""
-    tool_calls: Annotated[list[PastCall], Field(min_length=1)] | None = None
-    """The calls in an earlier answer."""
-    tool_call_id: Text | None = None
-    """The call that this is the result of."""
-
-    @model_validator(mode="after")
-    def _check_role(self) -> "ChatMessage":
-        if self.content is None and self.tool_calls is None:
-            raise ValueError("content is required")
-        if self.tool_calls is not None and self.role != "assistant":
-            raise ValueError(f"tool_calls is for the role assistant, not {self.role}")
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise ValueError("tool_call_id goes with the role tool, and only with it")
-        return self
 
     def text(self) -> str:
         """Return the content as one string."""
@@ -46,30 +34,54 @@ class ChatMessage(RequestModel):
         return self.content or ""
 
 
-class InputPart(RequestModel):
-    """A piece of an item's text, or of an earlier answer's."""
+class SystemMessage(Message):
+    """What the answer should be like."""
 
-    type: Literal["input_text", "output_text"]
-    text: Text
+    role: Literal["system", "developer"]
+    """Developer is another name for system."""
+    content: Content
+
+
+class UserMessage(Message):
+    """What the user says."""
+
+    role: Literal["user"]
+    content: Content
+
+
+class AssistantMessage(Message):
+    """An earlier answer, as it came."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
+    """Null is no text, as beside tool calls."""
+    tool_calls: list[PastCall] | None = None
+    """The calls in it."""
+    reasoning_content: Text | None = None
+    """What the model thought before it, for chat templates that show it."""
     annotations: list[Any] | None = None
     """Accepted and ignored: earlier answers come back with it."""
-    logprobs: list[Any] | None = None
-    """Accepted and ignored: earlier answers come back with it."""
 
 
-class InputMessage(RequestModel):
-    """One message of a conversation."""
+class ToolMessage(Message):
+    """The result of a call."""
 
-    type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[InputPart], Field(min_length=1)]
-    id: Text | None = None
-    """Accepted and ignored: earlier answers come back with it."""
-    status: Text | None = None
-    """Accepted and ignored: earlier answers come back with it."""
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: Text
+    """The call."""
 
-    def to_chat(self) -> ChatMessage:
-        """Return the same message as chat completions have it."""
-        parts = self.content
-        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
-        return ChatMessage(role=self.role, content=text)
+
+ChatMessage = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+"""One message of a conversation."""
+
+
+def message_of(role: Literal["system", "developer", "user", "assistant"], text: str) -> ChatMessage:
+    """Return a message of text."""
+    match role:
+        case "user":
+            return UserMessage(role=role, content=text)
+        case "assistant":
+            return AssistantMessage(role=role, content=text)
+        case _:
+            return SystemMessage(role=role, content=text)

@@ -1,20 +1,39 @@
 """The request fields that several APIs share: how to draw tokens, and how to send them."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deployments.openai.fields import Finite, RequestModel, Salt, Seed, StopString, Text, TokenId
-from deployments.openai.structured_output import GrammarSource, StructuredOutputs, structured_source
+from deployments.openai.fields import WHOLE, Finite, RequestModel, Salt, Seed, StopString, Text, TokenId
+from deployments.openai.structured_output import (
+    GrammarSource,
+    ResponseFormat,
+    StructuredOutputs,
+    format_source,
+    structured_source,
+)
+from engine.errors import RequestError
 
 
-class StreamOptions(RequestModel):
+class EventOptions(RequestModel):
+    """How a stream's events are sent."""
+
+    include_obfuscation: Literal[False] | None = None
+    """Events are not padded to hide the length of their text; true is refused."""
+
+
+class StreamOptions(EventOptions):
     """What a stream reports besides text."""
 
     include_usage: bool | None = None
     """A last chunk with the token counts and no choices."""
     continuous_usage_stats: bool | None = None
-    """The token counts so far in every chunk."""
+    """The token counts so far in every chunk, and the last chunk; nothing if include_usage is false."""
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether the stream reports token counts."""
+        return bool(self.continuous_usage_stats) if self.include_usage is None else self.include_usage
 
 
 class Speculation(RequestModel):
@@ -22,7 +41,7 @@ class Speculation(RequestModel):
 
     enabled: bool | None = None
     """false is plain decoding."""
-    num_speculative_tokens: Annotated[int, Field(ge=0, le=64)] | None = None
+    num_speculative_tokens: Annotated[int, Field(ge=0, le=64), WHOLE] | None = None
     """Draft tokens per round, at most the server's own."""
     fixed: bool | None = None
     """Draft that many in every round, whatever the server measures; without a number, as many as the server allows."""
@@ -39,7 +58,7 @@ class SamplingRequest(RequestModel):
     """0 is greedy."""
     top_p: Annotated[Finite, Field(gt=0, le=1)] | None = None
     """Probability mass to draw from."""
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
     """Tokens to draw from; 0 and -1 are all."""
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     """Least probability relative to the most likely token."""
@@ -51,8 +70,8 @@ class SamplingRequest(RequestModel):
     """Divides the logits of tokens in the prompt or the text so far."""
     seed: Seed | None = None
     """The same seed, prompt and parameters give the same text."""
-    stop: StopString | list[StopString] | None = None
-    """Strings that end the text, which does not include them."""
+    stop: Text | list[StopString] | None = None
+    """Strings that end the text, which does not include them. No text and no strings are none."""
     ignore_eos: bool | None = None
     """Go on past the end-of-sequence token."""
     stream: bool | None = None
@@ -71,16 +90,22 @@ class SamplingRequest(RequestModel):
     """Accepted and ignored: there is one tier."""
     store: bool | None = None
     """Accepted and ignored: nothing is stored."""
+    prompt_cache_key: Text | None = None
+    """Accepted and ignored: equal prefixes are found without it; who must not share them says `cache_salt`."""
+    prompt_cache_retention: Text | None = None
+    """Accepted and ignored: prefixes stay cached until their room is needed."""
+    prompt_cache_options: dict[str, Any] | None = None
+    """Accepted and ignored: prefixes stay cached until their room is needed."""
 
 
 class GenerationRequest(SamplingRequest):
     """The fields that completions and chat completions share."""
 
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[int, Field(ge=1, le=128), WHOLE] | None = None
     """Choices per prompt."""
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
     """Tokens to generate at most."""
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     """Tokens to generate before any stop condition counts."""
     logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
     """Token id (as a string) to what is added to its logit."""
@@ -92,15 +117,31 @@ class GenerationRequest(SamplingRequest):
     """Leave special tokens out of the text (the default)."""
     stream_options: StreamOptions | None = None
     """What the stream reports besides text; only with stream."""
+    response_format: ResponseFormat | None = None
+    """The form of the text."""
     structured_outputs: StructuredOutputs | None = None
     """What the text must match."""
     return_token_ids: bool | None = None
     """Token ids besides the text."""
+    add_special_tokens: bool | None = None
+    """Add the tokens that the tokenizer puts around a text, such as the one that begins it; by default, a prompt has
+    them, and a conversation has those that the chat template writes."""
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
+    """Keep this many tokens of the prompt; -1 is as many as there is room for."""
+    truncation_side: Literal["left", "right"] | None = None
+    """The side that `truncate_prompt_tokens` cuts off: left (the default) keeps the last tokens."""
+    prompt_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
+    """Log probabilities of the prompt's tokens, with this many alternatives; not in a stream."""
 
-    def structured_source(self) -> GrammarSource | None:
-        """Return what `structured_outputs` says that the text must match.
+    def text_source(self) -> GrammarSource | None:
+        """Return what the client says that the text must match.
 
         Raises:
-            RequestError: it says several things, or nothing.
+            RequestError: it says several things, or `structured_outputs` says nothing.
         """
-        return None if self.structured_outputs is None else structured_source(self.structured_outputs)
+        source = format_source(self.response_format)
+        if self.structured_outputs is None:
+            return source
+        if source is not None:
+            raise RequestError("structured_outputs is not allowed with a response_format", "structured_outputs")
+        return structured_source(self.structured_outputs)

@@ -57,7 +57,7 @@ class PastFunction(RequestModel):
 
     name: Name
     arguments: Text
-    """A JSON object, as text."""
+    """A JSON object, as text; no text is no arguments."""
 
 
 class PastCall(RequestModel):
@@ -107,7 +107,7 @@ def required_call(
     """
     if choice in (None, "none"):
         return None
-    if tools is None:
+    if tools is None or (not tools and choice != "auto"):
         raise RequestError("tool_choice is only allowed with tools", "tool_choice")
     if isinstance(choice, ToolChoice):
         name = choice.function.name

@@ -36,6 +36,7 @@ class Writer(ABC):
     decoder: Decoder
     num_speculative_tokens: int
     metrics_level: str
+    fingerprint: str
     created: int = field(default_factory=lambda: int(time.time()))
     choices: list[Choice] = field(init=False)
 
@@ -79,7 +80,7 @@ class Writer(ABC):
     @property
     def common_fields(self) -> dict[str, Any]:
         """The fields every body and chunk starts with."""
-        return {"id": self.id, "created": self.created, "model": self.model}
+        return {"id": self.id, "created": self.created, "model": self.model, "system_fingerprint": self.fingerprint}
 
     def token_ids_field(self, token_ids: list[int]) -> dict[str, Any]:
         """Return the field with the token ids, if the client asked for it."""
@@ -100,13 +101,11 @@ class Writer(ABC):
     def has_usage_chunk(self) -> bool:
         """Whether the stream ends with a chunk of token counts."""
         options = self.request.stream_options
-        return options is not None and bool(options.include_usage)
+        return options is not None and options.has_usage
 
     def chunk_usage_field(self) -> dict[str, Any]:
         """Return a chunk's usage: the counts so far if every chunk has them, null if only the last one does."""
         options = self.request.stream_options
-        if options is None:
+        if options is None or not options.has_usage:
             return {}
-        if options.continuous_usage_stats:
-            return {"usage": usage(self.choices, self.n)}
-        return {"usage": None} if options.include_usage else {}
+        return {"usage": usage(self.choices, self.n) if options.continuous_usage_stats else None}

@@ -11,11 +11,22 @@ END_OF_TEXT = "<|endoftext|>"
 USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
 
-# A system message becomes prose before the conversation, because the corpus has no system messages.
+# A system message becomes prose before the conversation, because the corpus has no system messages. It has no tools
+# either: they are here in the form of Hermes, so that clients which call tools can be tried.
 CHAT_TEMPLATE = (
+    "{% if tools %}These functions can be called:\n"
+    "{% for tool in tools %}{{ tool['function'] | tojson }}\n{% endfor %}"
+    "A call is written as\n"
+    '<tool_call>\n{"name": "the function", "arguments": {"its": "arguments"}}\n</tool_call>\n\n{% endif %}'
     "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}<|endoftext|>"
+    "{% if message['role'] == 'assistant' %}<|assistant|>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% if message['content'] or not loop.first %}{{ '\n' }}{% endif %}"
+    "<tool_call>\n{\"name\": \"{{ call['function']['name'] }}\", "
+    "\"arguments\": {{ call['function']['arguments'] | tojson }}}\n</tool_call>"
+    "{% endfor %}<|endoftext|>"
     "{% elif message['role'] == 'user' %}<|user|>{{ message['content'] }}"
+    "{% elif message['role'] == 'tool' %}<|user|><tool_response>\n{{ message['content'] }}\n</tool_response>"
     "{% else %}{{ message['content'] }}\n\n{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"

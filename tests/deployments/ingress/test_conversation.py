@@ -4,10 +4,12 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 from tokenizers import normalizers
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from deployments.ingress.conversation import ChatTemplate
+from deployments.openai.chat_template import Rendering
 from deployments.openai.messages import ChatMessage
 from deployments.openai.tools import Tool
 from engine.errors import RequestError
@@ -16,8 +18,9 @@ from tests.fakes import byte_tokenizer
 
 
 def render(tokenizer: PreTrainedTokenizerFast, *messages: dict[str, Any], tools: tuple[Tool, ...] = ()) -> Any:
-    parsed = [ChatMessage.model_validate(message) for message in messages]
-    return ChatTemplate(tokenizer).render(tokenizer, parsed, [message.text() for message in parsed], tools)
+    parsed = TypeAdapter(list[ChatMessage]).validate_python(list(messages))
+    texts = [message.text() for message in parsed]
+    return ChatTemplate(tokenizer).render(tokenizer, parsed, texts, Rendering(tools=list(tools)))
 
 
 def call(arguments: str) -> dict[str, Any]:

@@ -92,7 +92,6 @@ async def test_null_is_the_default_and_harmless_fields_are_accepted(client: http
     [
         ({"prompt": None}, "prompt"),
         ({"prompt": []}, "prompt"),
-        ({"prompt": ""}, "prompt"),
         ({"prompt": [[]]}, "prompt.0"),
         ({"prompt": ["a"] * 65}, "prompt"),
         ({"prompt": [999]}, "prompt"),
@@ -116,7 +115,7 @@ async def test_null_is_the_default_and_harmless_fields_are_accepted(client: http
         ({"n": 9}, "n"),
         ({"stop": ["a"] * 5}, "stop"),
         ({"stop": "a" * 65}, "stop"),
-        ({"stop": ""}, "stop"),
+        ({"stop": [""]}, "stop.0"),
         ({"stop_token_ids": [999]}, "stop_token_ids"),
         ({"logprobs": 21}, "logprobs"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),

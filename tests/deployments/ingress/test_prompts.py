@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from deployments.ingress import prompts
 from deployments.ingress.pieces import PIECE_CHARS
 from deployments.ingress.prompts import PromptEncoder
-from deployments.openai.messages import ChatMessage
+from deployments.openai.messages import ChatMessage, SystemMessage, message_of
 from engine.errors import PromptTooLongError, RequestError
 
 ROOM = 10_000
@@ -24,8 +24,7 @@ def encoder(tokenizer: PreTrainedTokenizerFast) -> PromptEncoder:
 
 
 def messages(*texts: str) -> list[ChatMessage]:
-    roles = ["user", "assistant"]
-    return [ChatMessage(role=roles[i % 2], content=text) for i, text in enumerate(texts)]
+    return [message_of("assistant" if i % 2 else "user", text) for i, text in enumerate(texts)]
 
 
 async def chat(encoder: PromptEncoder, *texts: str) -> list[int]:
@@ -37,7 +36,13 @@ async def test_text_comes_back(encoder: PromptEncoder) -> None:
     assert encoder.decode(ids) == await encoder.decode_tokens(ids) == "Grüße </s>"
 
 
-@given(text=st.lists(st.sampled_from(PIECES)).map("".join))
+async def test_no_text_is_the_beginning_of_a_document(encoder: PromptEncoder) -> None:
+    assert await encoder.encode("", ROOM) == [256]
+    with pytest.raises(RequestError, match="empty"):
+        await encoder.encode("", ROOM, adds_special_tokens=False)
+
+
+@given(text=st.lists(st.sampled_from(PIECES), min_size=1).map("".join))
 def test_a_prompt_never_holds_a_special_token(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     assert not SPECIAL & set(asyncio.run(PromptEncoder(tokenizer).encode(text, ROOM)))
 
@@ -61,7 +66,7 @@ def test_only_the_template_writes_special_tokens(tokenizer: PreTrainedTokenizerF
 
 
 async def test_developer_is_system_and_parts_are_joined(encoder: PromptEncoder) -> None:
-    parts = ChatMessage.model_validate(
+    parts = SystemMessage.model_validate(
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
     )
     assert "system\nab" in encoder.decode(await encoder.encode_chat([parts], ROOM))
@@ -74,7 +79,7 @@ async def test_a_text_that_cannot_fit_is_refused_unread(encoder: PromptEncoder) 
 
 async def test_a_conversation_the_template_refuses_is_a_request_error(encoder: PromptEncoder) -> None:
     with pytest.raises(RequestError, match="assistant first"):
-        await encoder.encode_chat([ChatMessage(role="assistant", content="x")], ROOM)
+        await encoder.encode_chat([message_of("assistant", "x")], ROOM)
 
 
 async def test_a_model_without_a_template_says_so(tokenizer: PreTrainedTokenizerFast) -> None:

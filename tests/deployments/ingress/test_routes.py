@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from deployments.config import AppConfig
-from tests.deployments.conftest import make_app
+from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import complete
 from tests.deployments.serving import serving
@@ -43,6 +43,33 @@ async def test_wrong_routes_have_the_same_shape(client: httpx.AsyncClient, metho
     response = await client.request(method, path)
     assert response.status_code == status
     assert response.json()["error"]["code"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/live", "/ready"])
+async def test_health_can_be_asked_for_without_a_body(client: httpx.AsyncClient, path: str) -> None:
+    response = await client.head(path)
+    assert (response.status_code, response.text) == (200, "")
+
+
+@pytest.mark.parametrize("origins", [[], ["https://chat.example.com"], ["*"]], ids=["none", "one", "all"])
+async def test_a_browser_may_call_from_pages_that_the_operator_names(
+    config: AppConfig, routers: LocalRouters, origins: list[str]
+) -> None:
+    config = config.model_copy(update={"cors_allow_origins": tuple(origins)})
+    async with make_client(await make_app(config, routers, keys=("right",))) as client:
+        for origin in ("https://chat.example.com", "https://other.example.com"):
+            is_allowed = origin in origins or "*" in origins
+            asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            asked["Access-Control-Request-Headers"] = "authorization,content-type,x-stainless-os"
+            leave = await client.options("/v1/completions", headers=asked)  # browsers send no key with it
+            assert leave.is_success is is_allowed
+            assert ("access-control-allow-origin" in leave.headers) is is_allowed
+            assert not is_allowed or "x-stainless-os" in leave.headers["access-control-allow-headers"]
+            for key, status in (("right", 200), ("wrong", 401)):
+                headers = {"Origin": origin, "Authorization": f"Bearer {key}"}
+                response = await client.get("/v1/models", headers=headers)
+                assert response.status_code == status
+                assert ("access-control-allow-origin" in response.headers) is is_allowed
 
 
 async def test_metrics_show_the_rounds(client: httpx.AsyncClient) -> None:

@@ -1,8 +1,16 @@
 """What is served."""
 
+from typing import Any
+
 import httpx
+import openai
+import pytest
 
 from deployments.config import AppConfig
+from deployments.ingress.server_info import fingerprint
+from deployments.rollout import ingress_settings
+from tests.deployments.conftest import make_app, make_client
+from tests.deployments.fakes import LocalRouters
 
 
 async def test_what_is_served(client: httpx.AsyncClient, config: AppConfig) -> None:
@@ -11,3 +19,40 @@ async def test_what_is_served(client: httpx.AsyncClient, config: AppConfig) -> N
     answer = (await client.get("/version")).json()
     assert answer["version"]
     assert answer["device"] == "auto"
+
+
+async def test_a_model_is_found_by_its_name(client: httpx.AsyncClient) -> None:
+    sdk = openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
+    assert await sdk.models.retrieve("tiny") == (await sdk.models.list()).data[0]
+    for name in ("other", "org/tiny", "tiny/"):
+        with pytest.raises(openai.NotFoundError) as error:
+            await sdk.models.retrieve(name)
+        assert (error.value.param, error.value.code) == ("model", "model_not_found")
+
+
+async def test_a_name_with_slashes_is_one_name(config: AppConfig, routers: LocalRouters) -> None:
+    app = await make_app(config.model_copy(update={"served_model_name": "org/tiny"}), routers)
+    async with make_client(app) as client:
+        sdk = openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
+        assert (await sdk.models.retrieve("org/tiny")).id == "org/tiny"
+
+
+def test_a_fingerprint_changes_with_what_texts_depend_on() -> None:
+    settings: list[dict[str, Any]] = [
+        {},
+        {"target_model": "other"},
+        {"target_revision": "a"},
+        {"dtype": "bfloat16"},
+        {"device": "cpu"},
+        {"verification": "rejection"},
+        {"tensor_parallel_size": 2},
+    ]
+    names = [fingerprint(AppConfig.model_validate(setting)) for setting in settings]
+    assert len(set(names)) == len(settings)
+    assert fingerprint(AppConfig(draft_model="none", stream_interval_s=1)) == names[0]
+
+
+def test_an_ingress_knows_all_that_the_fingerprint_needs() -> None:
+    for setting in ({"dtype": "bfloat16"}, {"verification": "rejection"}, {"tensor_parallel_size": 2}):
+        config = AppConfig.model_validate(setting)
+        assert fingerprint(ingress_settings(config)) == fingerprint(config)

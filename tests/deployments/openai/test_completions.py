@@ -37,8 +37,17 @@ async def test_usage_comes_last_and_without_choices(client: httpx.AsyncClient) -
 
 
 async def test_usage_comes_with_every_chunk_when_requested(client: httpx.AsyncClient) -> None:
-    chunks = await events(client, "/v1/completions", prompt="abc", stream_options={"continuous_usage_stats": True})
+    options = {"continuous_usage_stats": True}
+    *chunks, last = await events(client, "/v1/completions", prompt="abc", stream_options=options)
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == list(range(1, 9))
+    assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 8)
+
+
+async def test_no_usage_comes_if_the_client_wants_none(client: httpx.AsyncClient) -> None:
+    options = {"include_usage": False, "continuous_usage_stats": True}
+    chunks = await events(client, "/v1/completions", prompt="abc", stream_options=options)
+    assert len(chunks) == 8
+    assert all("usage" not in chunk for chunk in chunks)
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,13 @@ import httpx
 import jsonschema
 import openai
 import pytest
+from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerFast
 
 from deployments.config import AppConfig
 from deployments.ingress.prompts import PromptEncoder
-from deployments.openai.messages import ChatMessage
+from deployments.openai.chat_template import Rendering
+from deployments.openai.messages import ChatMessage, message_of
 from deployments.openai.tools import Hermes, Llama3, Tool, form_of
 from engine.errors import RequestError
 from tests.deployments.conftest import TEMPLATE, make_app, make_client
@@ -74,7 +76,8 @@ async def test_a_conversation_with_calls_is_rendered_as_the_template_wants(tmp_p
     ]
     encoder = PromptEncoder(tokenizer)
     tools = [Tool.model_validate(tool) for tool in TOOLS]
-    ids = await encoder.encode_chat([ChatMessage.model_validate(message) for message in messages], 4096, tools)
+    conversation = TypeAdapter(list[ChatMessage]).validate_python(messages)
+    ids = await encoder.encode_chat(conversation, 4096, Rendering(tools=tools))
     text = encoder.decode(ids)
     assert '"name": "weather"' in text
     assert '<tool_call>\n{"name": "clock", "arguments": {"a": [1]}}\n</tool_call><|end|>' in text
@@ -82,7 +85,7 @@ async def test_a_conversation_with_calls_is_rendered_as_the_template_wants(tmp_p
     assert 256 not in ids  # </s> is four characters
     bad = Tool.model_validate({"type": "function", "function": {"name": "f", "description": "a <|end|>"}})
     with pytest.raises(RequestError, match="special token"):
-        await encoder.encode_chat([ChatMessage(role="user", content="x")], 4096, [bad])
+        await encoder.encode_chat([message_of("user", "x")], 4096, Rendering(tools=[bad]))
 
 
 # --- HTTP -----------------------------------------------------------------------------------------------------------
@@ -244,7 +247,7 @@ async def test_a_template_without_tools_refuses_them(client: httpx.AsyncClient) 
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"tools": []}, "tools"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         (
             {
@@ -253,8 +256,8 @@ async def test_a_template_without_tools_refuses_them(client: httpx.AsyncClient) 
             },
             "tools",
         ),
-        ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages.1"),
-        ({"messages": [*USER, {"role": "user"}]}, "messages.1"),
+        ({"messages": [*USER, {"role": "tool", "content": "x"}]}, "messages.1.tool_call_id"),
+        ({"messages": [*USER, {"role": "user"}]}, "messages.1.content"),
     ],
 )
 async def test_a_bad_tool_is_refused_by_name(sdk: openai.AsyncOpenAI, fields: dict[str, Any], param: str) -> None:

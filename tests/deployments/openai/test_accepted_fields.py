@@ -1,0 +1,238 @@
+"""Fields that clients send: each through the official client, with the meaning that its description gives."""
+
+import json
+from typing import Any
+
+import httpx
+import jsonschema
+import openai
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from deployments.ingress.tokenization import DetokenizeRequest, TokenizeRequest
+from deployments.openai.chat import ChatCompletionRequest
+from deployments.openai.completions import CompletionRequest
+from deployments.openai.responses.request import ResponsesRequest
+from tests.deployments.fakes import LocalRouters
+from tests.test_readme import SETTINGS
+
+USER: Any = [{"role": "user", "content": "hello"}]
+COMPLETION: Any = {"model": "tiny", "prompt": "abc", "temperature": 0, "max_tokens": 6}
+CHAT: Any = {"model": "tiny", "messages": USER, "temperature": 0, "max_tokens": 6}
+RESPONSE: Any = {"model": "tiny", "input": "hello", "temperature": 0, "max_output_tokens": 6}
+EVERYWHERE: Any = {
+    "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
+    "prompt_cache_options": {"mode": "implicit"},
+    "safety_identifier": "s",
+    "service_tier": "auto",
+    "store": True,
+    "user": "u",
+    "metadata": {"a": "b"},
+    "stream_options": {"include_obfuscation": False},
+}
+BODIES = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatCompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+
+
+@pytest.fixture
+def sdk(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
+
+
+# --- Ignored --------------------------------------------------------------------------------------------------------
+
+
+def described_fields(schema: dict[str, Any], definitions: dict[str, Any], prefix: str = "") -> set[tuple[str, str]]:
+    """The fields of a JSON schema, as `outer.inner`, and their descriptions."""
+    fields = set()
+    for branch in schema.get("anyOf", []) + schema.get("oneOf", []) + [schema.get("items", {})]:
+        fields |= described_fields(branch, definitions, prefix) if branch else set()
+    if "$ref" in schema:
+        fields |= described_fields(definitions[schema["$ref"].rpartition("/")[2]], definitions, prefix)
+    for name, field in schema.get("properties", {}).items():
+        fields.add((f"{prefix}{name}", field.get("description", "")))
+        fields |= described_fields(field, definitions, f"{prefix}{name}.")
+    return fields
+
+
+def ignored_fields_table() -> str:
+    """The table as `deployments/README.md` should have it."""
+    paths: dict[tuple[str, str], list[str]] = {}
+    for path, body in BODIES.items():
+        schema = body.model_json_schema()
+        for name, description in described_fields(schema, schema.get("$defs", {})):
+            description = " ".join(description.split())
+            if description.startswith("Accepted and ignored: "):
+                paths.setdefault((name, description.removeprefix("Accepted and ignored: ")), []).append(path)
+    rows = ["| field | of | why |", "|---|---|---|"]
+    for (name, reason), of in sorted(paths.items()):
+        rows.append(f"| `{name}` | {', '.join(of)} | {reason} |")
+    return "\n".join(rows)
+
+
+def test_the_list_of_ignored_fields_is_the_codes() -> None:
+    assert ignored_fields_table() in SETTINGS
+
+
+async def test_ignored_fields_change_nothing(sdk: openai.AsyncOpenAI) -> None:
+    fields = {name: value for name, value in EVERYWHERE.items() if name != "stream_options"}
+    completion = await sdk.completions.create(**COMPLETION)
+    assert (await sdk.completions.create(**COMPLETION, extra_body=fields)).choices == completion.choices
+    chat = await sdk.chat.completions.create(**CHAT)
+    assert (await sdk.chat.completions.create(**CHAT, verbosity="low", **fields)).choices == chat.choices
+    response = await sdk.responses.create(**RESPONSE)
+    more: Any = {"max_tool_calls": 3, "text": {"verbosity": "high"}, "reasoning": {"summary": "auto"}}
+    again = await sdk.responses.create(**RESPONSE, **more, include=["reasoning.encrypted_content"], **fields)
+    assert again.output_text == response.output_text
+
+
+async def test_streams_are_sent_without_padding(sdk: openai.AsyncOpenAI) -> None:
+    options: Any = {"include_obfuscation": False, "include_usage": True}
+    stream = await sdk.chat.completions.create(**CHAT, stream=True, stream_options=options)
+    assert [chunk async for chunk in stream][-1].usage
+    events = await sdk.responses.create(**RESPONSE, stream=True, stream_options={"include_obfuscation": False})
+    assert [event async for event in events]
+    with pytest.raises(openai.BadRequestError) as error:
+        await sdk.responses.create(**RESPONSE, stream=True, stream_options={"include_obfuscation": True})
+    assert error.value.param == "stream_options.include_obfuscation"
+
+
+# --- Written in another way -----------------------------------------------------------------------------------------
+
+
+async def test_nothing_in_a_field_is_as_good_as_no_field(sdk: openai.AsyncOpenAI) -> None:
+    completion = await sdk.completions.create(**COMPLETION)
+    nothing: Any = {"stop": "", "suffix": "", "stream_options": None, "logit_bias": {}, "stop_token_ids": []}
+    assert (await sdk.completions.create(**COMPLETION, extra_body=nothing)).choices == completion.choices
+    chat = await sdk.chat.completions.create(**CHAT)
+    nothing = {"tools": [], "stop": [], "functions": None, "tool_choice": "auto"}
+    assert (await sdk.chat.completions.create(**CHAT, extra_body=nothing)).choices == chat.choices
+    response = await sdk.responses.create(**RESPONSE)
+    nothing = {"tools": [], "include": [], "tool_choice": "auto", "truncation": "disabled", "background": False}
+    assert (await sdk.responses.create(**RESPONSE, **nothing)).output_text == response.output_text
+
+
+async def test_a_whole_number_may_be_written_with_a_point(client: httpx.AsyncClient, routers: LocalRouters) -> None:
+    body = {"prompt": [97.0, 98], "max_tokens": 4.0, "seed": 3.0, "top_k": 5.0, "n": 2.0, "logprobs": 1.0}
+    response = await client.post("/v1/completions", json={**body, "stop_token_ids": [7.0], "min_tokens": 2.0})
+    assert response.status_code == 200, response.text
+    assert routers.last is not None
+    params = routers.last.params
+    assert routers.last.prompts == [[97, 98]]
+    numbers = (params.max_tokens, params.seed, params.top_k, params.n, params.logprobs, params.min_tokens)
+    assert numbers == (4, 3, 5, 2, 1, 2)
+    assert all(isinstance(number, int) for number in numbers)
+    response = await client.post("/v1/completions", json={"prompt": "a", "max_tokens": 4.5})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "max_tokens")
+
+
+async def test_no_text_is_the_beginning_of_a_document(sdk: openai.AsyncOpenAI, routers: LocalRouters) -> None:
+    for prompt in ("", ["", "a"]):
+        await sdk.completions.create(**{**COMPLETION, "prompt": prompt})
+        assert routers.last is not None
+        assert routers.last.prompts[0] == [256]  # the end of the document before it
+    with pytest.raises(openai.BadRequestError) as error:
+        await sdk.completions.create(**{**COMPLETION, "prompt": ""}, extra_body={"add_special_tokens": False})
+    assert error.value.param == "prompt"
+
+
+# --- Prompts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keep", "max_tokens", "kept"), [(2, 6, 2), (600, 6, None), (0, 6, None), (506, 6, 506), (-1, 6, 506), (-1, 1, 511)]
+)
+async def test_the_last_tokens_of_a_prompt_are_kept(
+    client: httpx.AsyncClient, routers: LocalRouters, keep: int, max_tokens: int, kept: int | None
+) -> None:
+    prompt = [65 + i % 26 for i in range(512)]
+    body = {"prompt": prompt, "max_tokens": max_tokens, "truncate_prompt_tokens": keep}
+    response = await client.post("/v1/completions", json=body)
+    if kept is None:
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+        return
+    assert response.status_code == 200, response.text
+    assert routers.last is not None
+    assert routers.last.prompts == [prompt[-kept:]]
+    assert response.json()["usage"]["prompt_tokens"] == kept
+    await client.post("/v1/completions", json={**body, "truncation_side": "right"})
+    assert routers.last.prompts == [prompt[:kept]]
+
+
+async def test_a_conversation_is_cut_from_its_beginning(sdk: openai.AsyncOpenAI, routers: LocalRouters) -> None:
+    await sdk.chat.completions.create(**CHAT)
+    assert routers.last is not None
+    whole = routers.last.prompts[0]
+    await sdk.chat.completions.create(**CHAT, extra_body={"truncate_prompt_tokens": 5})
+    assert routers.last.prompts == [whole[-5:]]
+    await sdk.chat.completions.create(**CHAT, extra_body={"truncate_prompt_tokens": -1})
+    assert routers.last.prompts == [whole]
+
+
+# --- Answers --------------------------------------------------------------------------------------------------------
+
+
+async def test_answers_name_what_computed_them(sdk: openai.AsyncOpenAI) -> None:
+    whole = await sdk.chat.completions.create(**CHAT)
+    assert whole.system_fingerprint
+    chunks = [chunk async for chunk in await sdk.chat.completions.create(**CHAT, stream=True)]
+    assert {chunk.system_fingerprint for chunk in chunks} == {whole.system_fingerprint}
+    assert (await sdk.completions.create(**COMPLETION)).system_fingerprint == whole.system_fingerprint
+
+
+async def test_the_prompts_log_probabilities_come_in_vllms_form(
+    sdk: openai.AsyncOpenAI, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    ids = [str(token) for token in tokenizer.encode("abc")]
+    completion = await sdk.completions.create(**COMPLETION, extra_body={"prompt_logprobs": 2})
+    chat = await sdk.chat.completions.create(**CHAT, extra_body={"prompt_logprobs": 2})
+    scores = (completion.choices[0].model_extra or {})["prompt_logprobs"]
+    assert len(scores) == 3
+    for first, *rest in (scores, (chat.model_extra or {})["prompt_logprobs"]):
+        assert first is None
+        for position in rest:
+            assert 2 <= len(position) <= 3
+            assert {entry["rank"] for entry in position.values()} >= {1, 2}
+            by_rank = sorted(position.values(), key=lambda entry: entry["rank"])
+            logprobs = [entry["logprob"] for entry in by_rank]
+            assert logprobs == sorted(logprobs, reverse=True)
+    assert [scores[i][ids[i]]["decoded_token"] for i in (1, 2)] == ["b", "c"]
+    echoed = await sdk.completions.create(**COMPLETION, echo=True, logprobs=1, extra_body={"prompt_logprobs": 2})
+    shown = echoed.choices[0].logprobs
+    assert shown is not None
+    assert shown.token_logprobs is not None
+    assert (echoed.choices[0].model_extra or {})["prompt_logprobs"] == scores
+    assert shown.token_logprobs[1:3] == [scores[i][ids[i]]["logprob"] for i in (1, 2)]
+    assert shown.top_logprobs is not None
+    assert all(len(top) <= 2 for top in shown.top_logprobs if top)
+    none = await sdk.completions.create(**COMPLETION, extra_body={"prompt_logprobs": 0})
+    assert [len(position) for position in (none.choices[0].model_extra or {})["prompt_logprobs"][1:]] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "stream": True}]
+)
+async def test_log_probabilities_of_a_prompt_are_refused_by_name(
+    client: httpx.AsyncClient, fields: dict[str, Any]
+) -> None:
+    response = await client.post("/v1/completions", json={"prompt": "abc", **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
+async def test_a_completion_can_have_a_form(sdk: openai.AsyncOpenAI) -> None:
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    options = {**COMPLETION, "max_tokens": 300}
+    completion = await sdk.completions.create(**options, extra_body={"response_format": form})
+    jsonschema.validate(json.loads(completion.choices[0].text), schema)
+    with pytest.raises(openai.BadRequestError) as error:
+        await sdk.completions.create(
+            **options, extra_body={"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
+        )
+    assert error.value.param == "structured_outputs"

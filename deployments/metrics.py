@@ -22,7 +22,7 @@ write `sum without (replica) (rate(...))`.
 
 Counters of rounds and of their times have a label `phase`: prefill where prompts were computed, else decode.
 
-Why not `ray.serve.metrics`: Ray exports those per node, on other ports and with a prefix, but clients read `/metrics`.
+Ray's nodes export the same figures, each those of its own replicas and up to 15 s later: see `ray_exporter`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

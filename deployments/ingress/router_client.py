@@ -24,6 +24,7 @@ from deployments.ingress.lasting_outputs import LastingOutputs
 from deployments.ingress.moving import Mover, choose_leaving
 from deployments.ingress.router_loads import LOADS
 from deployments.metrics import IngressMetrics, ReplicaMetrics
+from deployments.ray_exporter import RayExporter
 from deployments.router.generation import Description, Generation, QueueReport
 from deployments.router.state import RouterState
 
@@ -86,6 +87,7 @@ class ServeRouters:
         self._generate = handle.generate.options(stream=True, _by_reference=False)
         self._mover = Mover(self, arrivals.has_waiting)
         self._draining = Draining(arrivals.end)
+        self._exporter = RayExporter(self.collect_here)
 
     @classmethod
     async def open(cls, handle: Any, host: str, model_name: str, *, target: str | None = None) -> "ServeRouters":

@@ -15,6 +15,7 @@ from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS
 from deployments.config import AppConfig, group_config
 from deployments.json_log import set_log_format
 from deployments.metrics import ReplicaMetrics, RouterMetrics
+from deployments.ray_exporter import RayExporter
 from deployments.router.delivery import Deliveries
 from deployments.router.generation import (
     Description,
@@ -75,6 +76,7 @@ class Router:
         self._id = serve.get_replica_context().replica_id.unique_id
         self._deliveries = Deliveries()
         self._reporting = asyncio.create_task(self._report_load(), name="reporting the load")
+        self._exporter = RayExporter(self._collect_here)
         self._description = Description(
             target=target,
             draft=None,
@@ -144,7 +146,7 @@ class Router:
 
     async def collect(self) -> ReplicaMetrics:
         """Return this replica's metrics."""
-        return ReplicaMetrics(self._replica, self._metrics.collect())
+        return self._collect_here()
 
     async def state(self) -> RouterState:
         """Return whether this replica can take rounds now."""
@@ -167,6 +169,9 @@ class Router:
             IS_RECOVERING: int(not self._group.is_available),
         }
 
+    def _collect_here(self) -> ReplicaMetrics:
+        return ReplicaMetrics(self._replica, self._metrics.collect())
+
     async def _report_load(self) -> None:
         while True:
             await asyncio.sleep(REPORT_INTERVAL_S)
@@ -177,6 +182,8 @@ class Router:
     async def __del__(self) -> None:
         if hasattr(self, "_reporting"):
             self._reporting.cancel()
+        if hasattr(self, "_exporter"):
+            self._exporter.stop()
         if hasattr(self, "_loop"):
             await self._loop.stop()
         if hasattr(self, "_deliveries"):

@@ -20,12 +20,12 @@ def dashboard() -> Manifest:
     return loaded
 
 
-def queries(*, window: str) -> dict[str, str]:
-    """Return the dashboard's queries by panel and legend, over one window and all namespaces."""
+def queries(*, window: str, namespace: str) -> dict[str, str]:
+    """Return the dashboard's queries by panel and legend, over one window and for one namespace."""
     found = {}
     for panel in dashboard()["panels"]:
         for target in panel.get("targets", []):
-            query = target["expr"].replace("$__rate_interval", window).replace("$namespace", ".*")
+            query = target["expr"].replace("$__rate_interval", window).replace("$namespace", namespace)
             found[f"{panel['title']}: {target['legendFormat']}"] = query
     return found
 

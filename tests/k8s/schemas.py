@@ -45,7 +45,19 @@ _MONITORING = {
         "podMetricsEndpoints",
         selector=_SELECTOR,
         podTargetLabels={"type": "array", "items": _TEXT},
-        podMetricsEndpoints=_items("port", port=_TEXT, path=_TEXT, interval=_TEXT, relabelings={"type": "array"}),
+        podMetricsEndpoints=_items(
+            "port",
+            port=_TEXT,
+            path=_TEXT,
+            interval=_TEXT,
+            metricRelabelings=_items(
+                "sourceLabels",
+                sourceLabels={"type": "array", "items": _TEXT},
+                regex=_TEXT,
+                targetLabel=_TEXT,
+                replacement=_TEXT,
+            ),
+        ),
     ),
     "PrometheusRule": _with_spec(
         "groups",

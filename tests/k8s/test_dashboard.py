@@ -1,22 +1,23 @@
-"""Every query of the dashboard has data in a real Prometheus that scrapes a server under load and under faults."""
+"""Every query of the dashboard has data in a real Prometheus that scrapes a server under load and under faults.
+
+It scrapes `/metrics` and Ray's exporter as `monitoring` does, and Ray's exporter alone as `monitoring-by-ray` does.
+"""
 
 import asyncio
-import math
+import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from typing import NamedTuple
 
 import httpx
 import openai
-import psutil
 import pytest
-import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
-from tests.e2e.servers import Server, free_port
-from tests.k8s.monitoring import PROMETHEUS, WITHOUT_PROMETHEUS, metric_names, queries, rule_groups, write_rules
+from tests.e2e.servers import START_S, Server
+from tests.k8s.monitoring import PROMETHEUS, WITHOUT_PROMETHEUS, metric_names, queries, rule_groups
+from tests.k8s.prometheus import Job, Prometheus, prometheus, ray_exporter, relabelings_by_ray
 
 pytestmark = [
     pytest.mark.long,
@@ -27,64 +28,59 @@ pytestmark = [
 
 STREAMS = 4
 SETTINGS = ("run_ahead=on", "speculation=fixed", 'autoscaling={"max_replicas": 2}')
+NAMESPACES = ("monitoring", "monitoring-by-ray")
 DATA_S = 60
+EXPORT_S = 60
+"""How long Ray's exporter may lag behind: the exporting interval, Ray's own, and the time until it forgets the dead."""
 
 
-class Prometheus:
-    """A Prometheus that scrapes a server and Ray's exporter every second."""
+class Scraped(NamedTuple):
+    """A server that had load and faults, the address of its Ray's exporter, and who scraped both."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-
-    def values(self, query: str) -> list[float]:
-        """Return the numbers that a query has now; what is not a number is left out."""
-        answer = httpx.get(f"{self._url}/api/v1/query", params={"query": query}).raise_for_status().json()
-        values = [float(series["value"][1]) for series in answer["data"]["result"]]
-        return [value for value in values if not math.isnan(value)]
+    server: Server
+    exporter: str
+    database: Prometheus
 
 
-@contextmanager
-def prometheus(folder: Path, *targets: str) -> Iterator[Prometheus]:
-    address = f"127.0.0.1:{free_port()}"
-    labels = {"namespace": "test"}
-    config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(write_rules(folder))],
-        "scrape_configs": [
-            {"job_name": "paceline", "static_configs": [{"targets": list(targets), "labels": labels}]},
-        ],
-    }
-    (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
-    command = [str(PROMETHEUS), f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}"]
-    with (folder / "prometheus.log").open("w") as log:
-        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
+    folder = tmp_path_factory.mktemp("scraped")
+    server = Server(folder / "log", *SETTINGS)
     try:
-        yield Prometheus(f"http://{address}")
+        server.wait_until_ready()
+        exporter = ray_exporter(server)
+        jobs = (
+            Job("monitoring", [server.url.removeprefix("http://"), exporter]),
+            Job("monitoring-by-ray", [exporter], relabelings_by_ray()),
+        )
+        with prometheus(folder, *jobs) as database:
+            asyncio.run(load_and_strike(server, database))
+            yield Scraped(server, exporter, database)
     finally:
-        process.terminate()
-        process.wait()
+        server.kill()
 
 
-def ray_exporter(server: Server) -> str:
-    """Return the address of Ray's exporter, which is one of the ports that the server's processes listen on."""
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        for process in psutil.Process(server.process.pid).children(recursive=True):
-            for connection in process.net_connections("tcp"):
-                if connection.status == psutil.CONN_LISTEN and exports_ray(
-                    address := f"127.0.0.1:{connection.laddr.port}"
-                ):
-                    return address
-        time.sleep(1)
-    raise AssertionError("Ray exports no metrics")
-
-
-def exports_ray(address: str) -> bool:
-    try:
-        answer = httpx.get(f"http://{address}/metrics", timeout=2)
-    except httpx.HTTPError:
-        return False
-    return answer.status_code == 200 and "ray_serve_autoscaling_target_replicas" in answer.text
+async def load_and_strike(server: Server, database: Prometheus) -> None:
+    """Load the server until all queries have data, or time is up; kill a Router and a draft meanwhile."""
+    stop = asyncio.Event()
+    async with (
+        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120) as client,
+        asyncio.TaskGroup() as streams,
+    ):
+        for _ in range(STREAMS):
+            streams.create_task(load(client, stop))
+        for title in (":Router", "DraftWorker"):  # resubmissions, and rounds without a draft
+            await asyncio.sleep(5)
+            (victim,) = server.processes(title)
+            victim.send_signal(signal.SIGKILL)
+            async with asyncio.timeout(START_S):
+                while not set(server.processes(title)) - {victim}:
+                    await asyncio.sleep(0.5)
+            await asyncio.to_thread(server.wait_until_ready)
+        deadline = time.monotonic() + DATA_S
+        while any(without_data(database, namespace) for namespace in NAMESPACES) and time.monotonic() < deadline:
+            await asyncio.sleep(1)
+        stop.set()
 
 
 async def load(client: openai.AsyncOpenAI, until: asyncio.Event) -> None:
@@ -95,37 +91,55 @@ async def load(client: openai.AsyncOpenAI, until: asyncio.Event) -> None:
             pass
 
 
-def kill(server: Server, title: str) -> None:
-    server.processes(title)[0].send_signal(signal.SIGKILL)
+def without_data(database: Prometheus, namespace: str) -> dict[str, str]:
+    """Return the queries of the dashboard that have no number."""
+    asked = queries(window="2m", namespace=namespace)
+    return {panel: query for panel, query in asked.items() if not database.values(query)}
 
 
-async def test_every_query_has_data(tmp_path: Path) -> None:
-    server = Server(tmp_path / "log", *SETTINGS)
-    try:
-        await asyncio.to_thread(server.wait_until_ready)
-        exporter = await asyncio.to_thread(ray_exporter, server)
-        with prometheus(tmp_path, server.url.removeprefix("http://"), exporter) as database:
-            stop = asyncio.Event()
-            async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120) as client:
-                streams = [asyncio.create_task(load(client, stop)) for _ in range(STREAMS)]
-                for title in (":Router", "DraftWorker"):  # resubmissions, and rounds without a draft
-                    await asyncio.sleep(5)
-                    kill(server, title)
-                    await asyncio.to_thread(server.wait_until_ready)
-                missing = dict(queries(window="2m"))
-                deadline = time.monotonic() + DATA_S
-                while missing and time.monotonic() < deadline:
-                    await asyncio.sleep(1)
-                    missing = {panel: query for panel, query in missing.items() if not database.values(query)}
-                stop.set()
-                await asyncio.gather(*streams)
-            assert missing == {}
-            named = {
-                name
-                for group in rule_groups()["groups"]
-                for rule in group["rules"]
-                for name in metric_names(rule["expr"])
-            }
-            assert [name for name in sorted(named) if not database.values(name)] == []
-    finally:
-        server.kill()
+Figures = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def figures(text: str) -> Figures:
+    """Return the samples of `/metrics`."""
+    families = text_string_to_metric_families(text)
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def figures_at_ray(text: str, label_names: set[str]) -> Figures:
+    """Return the application's samples at Ray's exporter, with the names of `/metrics` and without Ray's labels."""
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if prefix := re.match("ray_(vllm|paceline)_", sample.name):
+                labels = frozenset(label for label in sample.labels.items() if label[0] in label_names)
+                samples[f"{prefix[1]}:{sample.name[prefix.end() :]}", labels] = sample.value
+    return samples
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_every_query_has_data(scraped: Scraped, namespace: str) -> None:
+    assert without_data(scraped.database, namespace) == {}
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_every_metric_of_an_alert_exists(scraped: Scraped, namespace: str) -> None:
+    rules = [rule["expr"] for group in rule_groups()["groups"] for rule in group["rules"]]
+    names = {name for expression in rules for name in metric_names(expression)}
+    assert [name for name in sorted(names) if not scraped.database.values(f'{name}{{namespace="{namespace}"}}')] == []
+
+
+def test_rays_exporter_has_all_figures(scraped: Scraped) -> None:
+    deadline = time.monotonic() + EXPORT_S
+    while True:
+        ours = figures(httpx.get(f"{scraped.server.url}/metrics").text)
+        label_names = {name for _, labels in ours for name, _ in labels}
+        rays = figures_at_ray(httpx.get(f"http://{scraped.exporter}/metrics").text, label_names)
+        if ours == rays or time.monotonic() > deadline:
+            assert rays == ours
+            return
+        time.sleep(1)

@@ -23,6 +23,7 @@ def test_nothing_is_wrong_with_a_kustomization(kustomization: str) -> None:
 
 COMBINATIONS = [
     ("cpu", ["monitoring", "volcano"]),
+    ("cpu", ["monitoring-by-ray"]),
     ("gpu", ["models-from-image", "kueue"]),
     ("gpu-heterogeneous", ["incremental-upgrade", "models-from-image", "monitoring"]),
     ("high-availability", ["incremental-upgrade", "monitoring", "kueue"]),

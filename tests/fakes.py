@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.config import ModelInfo
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
-from engine.execution.attention import KVTensors
+from engine.execution.attention import KVShape, KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch
 from engine.protocols import Draft, Drafter, ProposeRow
@@ -88,7 +88,7 @@ class MarkovModel(LawBackend):
         self.info = ModelInfo("markov", vocab, 4096, list(eos_token_ids), vocab * vocab, "float32", "cpu")
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
-        return KVTensors((1, 1, 1), num_blocks, block_size, torch.empty(0))
+        return KVTensors(KVShape(1, 1, 1, 1), num_blocks, block_size, torch.empty(0))
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         return self.transitions[batch.token_ids[batch.logit_indices]].log()
@@ -108,7 +108,7 @@ class ContextModel(LawBackend):
         self.info = ModelInfo("context", vocab, 4096, list(eos_token_ids), states * vocab, "float32", "cpu")
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
-        return KVTensors((1, 1, 1), num_blocks, block_size, torch.empty(0, dtype=torch.int64))
+        return KVTensors(KVShape(1, 1, 1, 1), num_blocks, block_size, torch.empty(0, dtype=torch.int64))
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         paged = batch.paged

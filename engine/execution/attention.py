@@ -8,18 +8,20 @@ mask itself.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from engine.errors import ModelError
+from engine.execution.dot_product import AttentionParams, attend_to_gathered, attend_to_self
 
 ATTENTION_NAME = "paceline"
 _SUPPORTED = {
     "sliding_window",
+    "softcap",
+    "s_aux",
     "dropout",
     "position_ids",
     "paged",
@@ -30,21 +32,31 @@ _SUPPORTED = {
 }
 
 
+class KVShape(NamedTuple):
+    """What a KV cache holds per token: in each layer, for each key/value head, a key and a value of these sizes."""
+
+    layers: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
 class KVTensors:
-    """Keys and values of all layers, each [num_blocks, block_size, kv_heads, head_dim].
+    """Keys and values of all layers, each [num_blocks, block_size, kv_heads, key_dim or value_dim].
 
     Attributes:
         input_device: where batches and draws for this cache are made; a backend may copy them itself.
     """
 
-    def __init__(self, shape: tuple[int, int, int], num_blocks: int, block_size: int, like: Tensor) -> None:
-        layers, kv_heads, head_dim = shape
-        size = (num_blocks, block_size, kv_heads, head_dim)
+    def __init__(self, shape: KVShape, num_blocks: int, block_size: int, like: Tensor) -> None:
+        blocks = (num_blocks, block_size, shape.kv_heads)
         self.block_size = block_size
         self.input_device = like.device
         # Zeros, because a masked entry is multiplied by a weight of 0, and 0 * nan is nan.
-        self.keys = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(layers)]
-        self.values = [torch.zeros(size, dtype=like.dtype, device=like.device) for _ in range(layers)]
+        self.keys, self.values = (
+            [torch.zeros((*blocks, dim), dtype=like.dtype, device=like.device) for _ in range(shape.layers)]
+            for dim in (shape.key_dim, shape.value_dim)
+        )
 
     def slot(self, block_ids: Sequence[int], place: int) -> int:
         """Return the slot of a place in the context of a request with these blocks."""
@@ -125,19 +137,16 @@ def slots_of(blocks: Tensor, places: Tensor, block_size: int) -> Tensor:
 class AttentionContext(Protocol):
     """What the attention function needs in one forward pass; backends implement it."""
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write a layer's new keys and values to their slots, then attend.
 
         Args:
-            query: [heads, tokens, head_dim].
-            key, value: [kv_heads, tokens, head_dim].
-            window: length of a sliding window; None for full attention.
-            scaling: factor of the dot products; None for 1 / sqrt(head_dim).
+            query: [heads, tokens, key_dim].
+            key: [kv_heads, tokens, key_dim].
+            value: [kv_heads, tokens, value_dim].
 
         Returns:
-            [tokens, heads, head_dim].
+            [tokens, heads, value_dim].
         """
         ...
 
@@ -158,9 +167,7 @@ class PagedContext:
             self._slots = torch.cat([slots_of(group.blocks, group.places, size).flatten() for group in self.groups])
         return self._slots
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend; see `AttentionContext.attend`."""
         keys, values = self.kv.keys[layer], self.kv.values[layer]
         write_slots(keys, self.slots, key)
@@ -168,10 +175,11 @@ class PagedContext:
         outputs = []
         for group in self.groups:
             tokens = slice(group.start, group.start + group.rows * group.length)
-            if group.is_prompt_start and (window is None or group.length <= window):
-                output = _attend_to_self(query[:, tokens], key[:, tokens], value[:, tokens], scaling)
+            sees_all = params.window is None or group.length <= params.window
+            if group.is_prompt_start and sees_all and params.is_plain:
+                output = attend_to_self(query[:, tokens], key[:, tokens], value[:, tokens], params.scaling)
             else:
-                output = _attend_to_gathered(group, query[:, tokens], keys, values, window, scaling)
+                output = _attend_to_blocks(group, query[:, tokens], keys, values, params)
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -193,11 +201,12 @@ def paged_attention(
     """Write keys and values to their slots, then attend; transformers calls this in every layer.
 
     Args:
-        query: [1, heads, tokens, head_dim].
-        key, value: [1, kv_heads, tokens, head_dim].
+        query: [1, heads, tokens, key_dim].
+        key: [1, kv_heads, tokens, key_dim].
+        value: [1, kv_heads, tokens, value_dim].
 
     Returns:
-        [1, tokens, heads, head_dim], and None for the attention weights.
+        [1, tokens, heads, value_dim], and None for the attention weights.
 
     Raises:
         ModelError: the layer needs an attention feature that is not supported.
@@ -205,55 +214,22 @@ def paged_attention(
     unsupported = sorted(name for name in kwargs.keys() - _SUPPORTED if kwargs[name] is not None)
     if unsupported or attention_mask is not None or kwargs.get("dropout"):
         raise ModelError(f"attention with {', '.join(unsupported) or 'a mask or dropout'} is not supported")
+    if "paged" not in kwargs:
+        raise ModelError("its layers do not pass keyword arguments on to their attention")
     context: AttentionContext = kwargs["paged"]
     # Not made an int: while layers are compiled, their index is symbolic.
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return context.attend(layer, query[0], key[0], value[0], kwargs.get("sliding_window"), scaling).unsqueeze(0), None
+    params = AttentionParams(kwargs.get("sliding_window"), scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
+    return context.attend(layer, query[0], key[0], value[0], params).unsqueeze(0), None
 
 
-def _attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """Causal attention within a prompt's first chunk, without the KV cache. [heads, n, d] -> [n, heads, d]."""
-    copies = query.shape[0] // key.shape[0]
-    if copies > 1:
-        key, value = key.repeat_interleave(copies, 0), value.repeat_interleave(copies, 0)
-    output = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, scale=scaling)
-    return output[0].transpose(0, 1)
-
-
-def _attend_to_gathered(
-    group: Group, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float | None
-) -> Tensor:
+def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
     """Attention over a group's blocks. [heads, rows * length, d] -> [rows * length, heads, d]."""
     copies = query.shape[0] // keys.shape[2]
-    mask = group.mask(window, copies, query, keys.shape[1])
+    mask = group.mask(params.window, copies, query, keys.shape[1])
     blocks = group.blocks.flatten()
     key, value = keys.index_select(0, blocks), values.index_select(0, blocks)
-    return attend_to_gathered(group.rows, group.length, query, key, value, mask, scaling)
-
-
-def attend_to_gathered(
-    rows: int, length: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None
-) -> Tensor:
-    """Attend to gathered blocks.
-
-    For grouped-query attention, the query heads of one kv head become more queries, so that keys are not copied.
-
-    Args:
-        query: [heads, rows * length, d].
-        key, value: the rows' blocks in order, [..., kv_heads, d].
-        mask: [rows, 1, copies * length, context].
-    """
-    heads, _, head_dim = query.shape
-    kv_heads = key.shape[-2]
-    copies = heads // kv_heads
-    context = (rows, mask.shape[-1], kv_heads, head_dim)
-    key, value = key.view(context).transpose(1, 2), value.view(context).transpose(1, 2)
-    # [kv_heads, copies, rows, length, d] -> [rows, kv_heads, copies * length, d]
-    query = query.view(kv_heads, copies, rows, length, head_dim).permute(2, 0, 1, 3, 4)
-    query = query.reshape(rows, kv_heads, copies * length, head_dim)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
-    output = output.view(rows, kv_heads, copies, length, head_dim).permute(0, 3, 1, 2, 4)
-    return output.reshape(rows * length, heads, head_dim)
+    return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from engine.config import ModelInfo
-from engine.execution.attention import AttentionContext
+from engine.execution.attention import AttentionContext, KVShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,18 +35,26 @@ class CausalLM:
     shard: Shard | None = None
 
     @property
-    def kv_shape(self) -> tuple[int, int, int]:
-        """Number of layers, this rank's number of key/value heads, and their size."""
+    def kv_shape(self) -> KVShape:
+        """What this rank's KV cache holds per token."""
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
 
 
-def kv_shape(config: PreTrainedConfig, world_size: int) -> tuple[int, int, int]:
-    """Return the number of layers, a rank's number of key/value heads, and their size."""
+def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
+    """Return what the KV cache of a rank holds per token.
+
+    Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) is cached as the keys and values that it is expanded
+    to, one of each per query head.
+    """
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return text.num_hidden_layers, kv_heads // world_size, head_dim
+    key_dim = value_dim = head_dim
+    if getattr(text, "kv_lora_rank", None):
+        kv_heads = heads
+        key_dim, value_dim = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+    return KVShape(text.num_hidden_layers, kv_heads // world_size, key_dim, value_dim)
 
 
 def forward(

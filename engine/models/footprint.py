@@ -43,10 +43,10 @@ def of_weights(
 ) -> Footprint:
     """Return the footprint of a model with `weight_bytes` of weights on each rank; a pure function."""
     text = model_config.get_text_config()
-    layers, kv_heads, head_dim = kv_shape(model_config, world_size)
+    shape = kv_shape(model_config, world_size)
     longest = int(text.max_position_embeddings)
     max_model_len = min(engine.max_model_len or longest, longest)
-    layer_token_bytes = 2 * kv_heads * head_dim * dtype.itemsize
+    layer_token_bytes = shape.kv_heads * (shape.key_dim + shape.value_dim) * dtype.itemsize
     num_tokens = engine.max_num_batched_tokens
     num_logits = min(num_tokens, engine.max_num_seqs * (1 + engine.num_speculative_tokens))
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
@@ -57,7 +57,7 @@ def of_weights(
         + _ACTIVATION_COPIES * num_tokens * widest * dtype.itemsize
         + _LOGIT_COPIES * num_logits * text.vocab_size * torch.float32.itemsize
     )
-    return Footprint(name, weight_bytes, workspace_bytes, layers * layer_token_bytes, max_model_len)
+    return Footprint(name, weight_bytes, workspace_bytes, shape.layers * layer_token_bytes, max_model_len)
 
 
 def _num_weights(config: ModelConfig, model_config: PreTrainedConfig, world_size: int) -> int:

@@ -70,7 +70,7 @@ def plan_of(path: str, config: PreTrainedConfig, world_size: int) -> dict[str, s
         raise ModelError(f"{path} is {config.model_type}, which has no tensor parallel plan in transformers")
     if unsupported := sorted(set(plan.values()) - {"colwise", "rowwise"} - _WHOLE):
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan needs {', '.join(unsupported)}")
-    _, kv_heads, _ = kv_shape(config, 1)
+    kv_heads = kv_shape(config, 1).kv_heads
     if kv_heads % world_size:
         raise ModelError(f"{path} has {kv_heads} key/value heads, not divisible by tensor_parallel_size {world_size}")
     return plan

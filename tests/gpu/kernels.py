@@ -6,9 +6,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from engine.execution.attention import Group, KVTensors, additive_mask, attend_to_gathered
+from engine.execution.attention import Group, KVShape, KVTensors, additive_mask
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cuda import linear, paged_attention
+from engine.execution.dot_product import AttentionParams, attend_to_gathered
 from tests.gpu.passes import BLOCK_SIZE, median_seconds
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -131,18 +132,25 @@ def _product_us(
 
 def attend(group: Group, query: torch.Tensor, kv: KVTensors) -> torch.Tensor:
     output = query.new_empty(query.shape[1], HEADS, HEAD_DIM)
-    paged_attention.attend(group, query, kv.keys[0], kv.values[0], output, None, None)
+    paged_attention.attend(group, query, kv.keys[0], kv.values[0], output, AttentionParams())
     return output
 
 
 def by_torch(group: Group, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     context = group.blocks.shape[1] * BLOCK_SIZE
     mask = additive_mask(context, group.positions, group.limits, None, None, query.dtype).repeat(1, 1, 4, 1)
-    return attend_to_gathered(group.rows, group.length, query, keys[group.blocks], values[group.blocks], mask, None)
+    return attend_to_gathered(
+        group.rows, group.length, query, keys[group.blocks], values[group.blocks], mask, AttentionParams()
+    )
 
 
 def random_cache(num_blocks: int, device: torch.device) -> KVTensors:
-    kv = KVTensors((1, KV_HEADS, HEAD_DIM), num_blocks, BLOCK_SIZE, torch.empty(0, dtype=torch.bfloat16, device=device))
+    kv = KVTensors(
+        KVShape(1, KV_HEADS, HEAD_DIM, HEAD_DIM),
+        num_blocks,
+        BLOCK_SIZE,
+        torch.empty(0, dtype=torch.bfloat16, device=device),
+    )
     kv.keys[0].normal_()
     kv.values[0].normal_()
     return kv

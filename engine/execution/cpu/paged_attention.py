@@ -7,8 +7,8 @@ a small model's pass over a batch.
 import torch
 from torch import Tensor
 
-from engine.execution.attention import attend_to_gathered
 from engine.execution.cpu import kernels
+from engine.execution.dot_product import AttentionParams, attend_to_gathered
 
 _LANES = 16
 """Floats in a CPU's largest vector register; the C++ works with whole registers."""
@@ -46,7 +46,8 @@ def _gather_and_attend(
     """Compute the same with torch operators, without `ends`, which only bounds the mask."""
     rows, _, length, _ = mask.shape
     mask = mask.repeat(1, 1, query.shape[1] // keys.shape[2], 1)
-    return attend_to_gathered(rows, length, query.transpose(0, 1), keys[blocks], values[blocks], mask, scale)
+    params = AttentionParams(scaling=scale)
+    return attend_to_gathered(rows, length, query.transpose(0, 1), keys[blocks], values[blocks], mask, params)
 
 
 SCHEMA = (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.config import ModelConfig
 from engine.errors import ModelError
-from engine.execution.attention import Group, KVTensors
+from engine.execution.attention import Group, KVShape, KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.cuda import noise_kernel
@@ -37,7 +37,7 @@ class GraphedKV(KVTensors):
         graphs: None until the backend is warmed up.
     """
 
-    def __init__(self, shape: tuple[int, int, int], num_blocks: int, block_size: int, like: Tensor) -> None:
+    def __init__(self, shape: KVShape, num_blocks: int, block_size: int, like: Tensor) -> None:
         super().__init__(shape, num_blocks, block_size, like)
         self.input_device = torch.device("cpu")
         self.graphs: Graphs | None = None

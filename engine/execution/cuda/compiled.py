@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from engine.errors import ModelError
 from engine.execution.attention import PagedContext
 from engine.execution.cuda import paged_attention
+from engine.execution.dot_product import AttentionParams
 
 _MAX_COMPILATIONS = 64
 """Layers of different kinds are compiled separately; a model has a few kinds."""
@@ -29,16 +30,14 @@ _contexts: list["TritonContext"] = []
 class TritonContext(PagedContext):
     """The context of passes on CUDA: attends group by group with Triton kernels."""
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend; see `AttentionContext.attend`."""
         keys, values = self.kv.keys[layer], self.kv.values[layer]
         paged_attention.write(key, value, keys, values, self.slots)
-        output = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
+        output = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
         for group in self.groups:
             tokens = slice(group.start, group.start + group.rows * group.length)
-            paged_attention.attend(group, query[:, tokens], keys, values, output[tokens], window, scaling)
+            paged_attention.attend(group, query[:, tokens], keys, values, output[tokens], params)
         return output
 
     @contextmanager
@@ -54,25 +53,29 @@ class TritonContext(PagedContext):
 class OperatorContext:
     """Attends through an operator, so that a compiler can treat it as one call."""
 
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
-    ) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend, in the context of the current pass; see `AttentionContext.attend`."""
-        output: Tensor = torch.ops.paceline.attend_in_context(query, key, value, layer, window, scaling)
+        output: Tensor = torch.ops.paceline.attend_in_context(query, key, value, layer, *params)
         return output
 
 
 @torch.library.custom_op("paceline::attend_in_context", mutates_args=())
 def _attend_in_context(
-    query: Tensor, key: Tensor, value: Tensor, layer: int, window: int | None, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    window: int | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    return _contexts[-1].attend(layer, query, key, value, window, scaling)
+    return _contexts[-1].attend(layer, query, key, value, AttentionParams(window, scaling, softcap, sinks))
 
 
 @_attend_in_context.register_fake
-def _(query: Tensor, *_: object) -> Tensor:
-    heads, tokens, head_dim = query.shape
-    return query.new_empty(tokens, heads, head_dim)
+def _(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:
+    return query.new_empty(query.shape[1], query.shape[0], value.shape[2])
 
 
 def compile_layers(module: nn.Module) -> None:

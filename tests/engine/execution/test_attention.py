@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.errors import ModelError
-from engine.execution.attention import KVTensors, additive_mask, paged_attention, slots_of
+from engine.execution.attention import KVShape, KVTensors, additive_mask, paged_attention, slots_of
 from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardRow, build, depths
 
 KV_HEADS, HEADS, DIM, BLOCK = 2, 4, 8, 4
@@ -19,7 +19,7 @@ class Layer:
     """One attention layer, its cache, and a plain record of the keys and values that each request has."""
 
     def __init__(self, seed=0):
-        self.kv = KVTensors((1, KV_HEADS, DIM), num_blocks=40, block_size=BLOCK, like=torch.empty(0))
+        self.kv = KVTensors(KVShape(1, KV_HEADS, DIM, DIM), num_blocks=40, block_size=BLOCK, like=torch.empty(0))
         self.generator = torch.Generator().manual_seed(seed)
         self.entries = {}
 
@@ -122,7 +122,7 @@ def test_padding_changes_no_entry_but_those_of_block_0():
 
 
 def test_moved_entries_are_those_of_an_accepted_path():
-    kv = KVTensors((2, KV_HEADS, DIM), num_blocks=3, block_size=BLOCK, like=torch.empty(0))
+    kv = KVTensors(KVShape(2, KV_HEADS, DIM, DIM), num_blocks=3, block_size=BLOCK, like=torch.empty(0))
     for cache in (*kv.keys, *kv.values):
         cache.view(-1, KV_HEADS, DIM)[:] = torch.arange(12.0).view(-1, 1, 1)
     kv.move([6, 7], [5, 6])  # 7 goes where 6 came from
@@ -131,7 +131,9 @@ def test_moved_entries_are_those_of_an_accepted_path():
 
 
 def test_a_new_cache_holds_no_nan():
-    kv = KVTensors((1, KV_HEADS, DIM), num_blocks=3, block_size=BLOCK, like=torch.empty(0, dtype=torch.bfloat16))
+    kv = KVTensors(
+        KVShape(1, KV_HEADS, DIM, DIM), num_blocks=3, block_size=BLOCK, like=torch.empty(0, dtype=torch.bfloat16)
+    )
     assert kv.keys[0].dtype == torch.bfloat16
     assert not kv.keys[0].any()
     assert not kv.values[0].any()
@@ -163,7 +165,7 @@ def test_a_mask_is_built_once_per_window():
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"softcap": 30.0}, "softcap"), ({"s_aux": 1, "alibi": 2}, "alibi, s_aux"), ({"dropout": 0.1}, "dropout")],
+    [({"head_mask": 1, "alibi": 2}, "alibi, head_mask"), ({"dropout": 0.1}, "dropout")],
 )
 def test_a_feature_that_is_not_computed_is_refused_by_name(settings, message):
     states = [torch.zeros(1, heads, 1, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
@@ -177,7 +179,15 @@ def test_a_mask_of_the_models_own_is_refused():
         paged_attention(SimpleNamespace(layer_idx=0), *states, torch.zeros(1), paged=None)
 
 
+def test_layers_that_drop_keyword_arguments_are_refused():
+    states = [torch.zeros(1, heads, 1, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    with pytest.raises(ModelError, match="do not pass keyword arguments on"):
+        paged_attention(SimpleNamespace(layer_idx=0), *states, None)
+
+
 def test_a_feature_that_is_off_is_not_refused():
     batch = build([prompt(1, A)], Layer().kv)
     states = [torch.zeros(1, heads, 1, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    paged_attention(SimpleNamespace(layer_idx=0), *states, None, paged=batch.paged, softcap=None, dropout=0.0)
+    paged_attention(
+        SimpleNamespace(layer_idx=0), *states, None, paged=batch.paged, softcap=None, alibi=None, dropout=0.0
+    )

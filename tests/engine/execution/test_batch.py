@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.execution.attention import KVTensors
+from engine.execution.attention import KVShape, KVTensors
 from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardRow, build, depths, next_tokens
 
 LONG = MAX_GROUPED_LENGTH + 1
@@ -11,7 +11,7 @@ LONG = MAX_GROUPED_LENGTH + 1
 
 @pytest.fixture
 def kv():
-    return KVTensors((1, 1, 2), num_blocks=20, block_size=4, like=torch.empty(0))
+    return KVTensors(KVShape(1, 1, 2, 2), num_blocks=20, block_size=4, like=torch.empty(0))
 
 
 def slots(batch):

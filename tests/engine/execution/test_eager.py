@@ -24,6 +24,19 @@ GPU = torch.device("cuda", 0)
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 HEADS = {"head_dim": 16}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+}
 FAMILIES = {
     "llama": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "llama, long rope": (
@@ -44,6 +57,22 @@ FAMILIES = {
     "qwen3": ("Qwen3Config", HEADS),
     "mistral, sliding": ("MistralConfig", {"sliding_window": 8}),
     "gemma": ("GemmaConfig", HEADS),
+    "gemma2, capped scores, half sliding": (
+        "Gemma2Config",
+        {
+            **HEADS,
+            "sliding_window": 8,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "attn_logit_softcapping": 2.0,
+            "query_pre_attn_scalar": 16,
+        },
+    ),
+    "gpt-oss, sinks, half sliding": (
+        "GptOssConfig",
+        {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+    ),
+    "deepseek v2, latent attention": ("DeepseekV2Config", {**LATENT, "first_k_dense_replace": 1}),
+    "deepseek v3, latent attention": ("DeepseekV3Config", {**LATENT, "first_k_dense_replace": 1}),
     "gemma3, half sliding": (
         "Gemma3TextConfig",
         {**HEADS, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
@@ -240,11 +269,9 @@ def test_a_model_by_itself_sums_nothing_and_a_rank_sums_with_the_others(target_p
 
 
 UNSUPPORTED = {
-    "capped attention": ("Gemma2Config", HEADS, "softcap"),
-    "attention sinks": ("GptOssConfig", {"num_local_experts": 4, **HEADS}, "s_aux"),
     "no .model": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "cannot be run with"),
     "other key shapes": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}, "cannot be run with"),
-    "keywords not passed on": ("NemotronConfig", {}, "cannot be run with"),
+    "keywords not passed on": ("NemotronConfig", {}, "do not pass keyword arguments on"),
 }
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import Gemma3Config, LlamaConfig, Qwen3Config
+from transformers import DeepseekV3Config, Gemma3Config, LlamaConfig, Qwen3Config
 
 from engine.config import ModelConfig
 from engine.models.causal_lm import Shard, forward, kv_shape
@@ -15,11 +15,17 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("config", "world_size", "shape"),
     [
-        pytest.param(LlamaConfig(**SIZES), 1, (2, 2, 8), id="grouped heads"),
-        pytest.param(LlamaConfig(**SIZES), 2, (2, 1, 8), id="a rank of two"),
-        pytest.param(LlamaConfig(**{**SIZES, "num_key_value_heads": None}), 1, (2, 4, 8), id="as many as queries"),
-        pytest.param(Qwen3Config(**SIZES, head_dim=16), 1, (2, 2, 16), id="heads of a size of their own"),
-        pytest.param(Gemma3Config(text_config={**SIZES, "head_dim": 16}), 1, (2, 2, 16), id="a text model inside"),
+        pytest.param(LlamaConfig(**SIZES), 1, (2, 2, 8, 8), id="grouped heads"),
+        pytest.param(LlamaConfig(**SIZES), 2, (2, 1, 8, 8), id="a rank of two"),
+        pytest.param(LlamaConfig(**{**SIZES, "num_key_value_heads": None}), 1, (2, 4, 8, 8), id="as many as queries"),
+        pytest.param(Qwen3Config(**SIZES, head_dim=16), 1, (2, 2, 16, 16), id="heads of a size of their own"),
+        pytest.param(Gemma3Config(text_config={**SIZES, "head_dim": 16}), 1, (2, 2, 16, 16), id="a text model inside"),
+        pytest.param(
+            DeepseekV3Config(**SIZES, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12),
+            1,
+            (2, 4, 24, 12),
+            id="latent attention, expanded",
+        ),
     ],
 )
 def test_the_cache_has_a_place_for_every_layer_and_key_value_head_of_a_rank(config, world_size, shape):
@@ -28,9 +34,9 @@ def test_the_cache_has_a_place_for_every_layer_and_key_value_head_of_a_rank(conf
 
 def test_a_model_knows_whether_it_is_a_rank(target_path):
     config = ModelConfig(target_path)
-    assert load_model(config, device=CPU, dtype=torch.float32).kv_shape == (2, 2, 8)
+    assert load_model(config, device=CPU, dtype=torch.float32).kv_shape == (2, 2, 8, 8)
     rank = load_model(config, device=CPU, dtype=torch.float32, shard=Shard(1, 2, lambda x: x))
-    assert rank.kv_shape == (2, 1, 8)
+    assert rank.kv_shape == (2, 1, 8, 8)
 
 
 class NoAttention:
@@ -39,8 +45,8 @@ class NoAttention:
     def __init__(self):
         self.calls = []
 
-    def attend(self, layer, query, key, value, window, scaling):
-        self.calls.append((layer, tuple(query.shape), tuple(key.shape), window))
+    def attend(self, layer, query, key, value, params):
+        self.calls.append((layer, tuple(query.shape), tuple(key.shape), params.window))
         return torch.zeros(query.shape[1], query.shape[0], query.shape[2])
 
 

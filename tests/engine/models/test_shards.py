@@ -171,8 +171,8 @@ def test_a_rank_holds_half_of_every_sliced_layer_and_sums_twice_a_layer(tmp_path
     backends, collective = load_ranks(tmp_path, 2)
     ranks = [backend.model for backend in backends]
     whole = load(tmp_path).model
-    assert [rank.kv_shape for rank in ranks] == [(2, 1, 8)] * 2
-    assert whole.kv_shape == (2, 2, 8)
+    assert [rank.kv_shape for rank in ranks] == [(2, 1, 8, 8)] * 2
+    assert whole.kv_shape == (2, 2, 8, 8)
     sliced = [name for name, _ in whole.module.named_parameters() if "_proj" in name and name.endswith("weight")]
     assert len(sliced) == 2 * 4  # two layers, each q/k/v, o, gate/up and down
     for rank in ranks:

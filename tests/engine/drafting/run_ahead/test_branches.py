@@ -5,7 +5,7 @@ import torch
 
 from engine.drafting.chain import Chain, Drawn
 from engine.drafting.run_ahead.branches import Branches, Trunk
-from engine.execution.attention import KVTensors
+from engine.execution.attention import KVShape, KVTensors
 from engine.protocols import Request
 from engine.sampling.params import SamplingParams
 
@@ -21,7 +21,7 @@ def trunk(name, num_committed, drafted, roots):
 def branches():
     """Two trunks: five tokens with a draft of two and three verdicts, and two tokens with no draft and one verdict."""
     trunks = [trunk("a", 5, [3, 4], [(2, 7), (0, 8), (1, 6)]), trunk("b", 2, [], [(0, 5)])]
-    kv = KVTensors((1, 1, 1), 12, BLOCK_SIZE, torch.empty(0))
+    kv = KVTensors(KVShape(1, 1, 1, 1), 12, BLOCK_SIZE, torch.empty(0))
     return Branches(trunks, WIDTH, [[1, 2, 3, 4], [5, 6, 7]], kv)
 
 

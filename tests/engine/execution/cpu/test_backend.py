@@ -63,7 +63,7 @@ def test_compiled_text_does_not_depend_on_the_draft(path, request, tmp_path):
     assert has_halves == ("16-bit weights" in request.node.name)
     gc.collect()
     assert {weight() is None for weight in loaded} == {has_halves}  # nobody keeps those that others replace
-    assert suits(backend.model.kv_shape[2], backend.model.dtype) == has_halves
+    assert suits(backend.model.kv_shape.key_dim, backend.model.dtype) == has_halves
     generator = torch.Generator().manual_seed(0)
     requests = []
     for i in range(60):

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from engine.execution.attention import KVTensors, additive_mask, slots_of
+from engine.execution.attention import KVShape, KVTensors, additive_mask, slots_of
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cpu.paged_attention import suits
 from engine.execution.cpu.traced import TracedContext
+from engine.execution.dot_product import AttentionParams
 
 KV_HEADS, BLOCK = 2, 4
 ROWS = {
@@ -34,10 +35,11 @@ def traced(batch, windows):
     return TracedContext(kv.keys, kv.values, slots, group.blocks, ends, masks)
 
 
-def caches(head_dim):
+def caches(head_dim, value_dim=None):
     """Two caches of two layers with the same random entries."""
     generator = torch.Generator().manual_seed(0)
-    one, other = (KVTensors((2, KV_HEADS, head_dim), 10, BLOCK, torch.empty(0)) for _ in range(2))
+    value_dim = value_dim or head_dim
+    one, other = (KVTensors(KVShape(2, KV_HEADS, head_dim, value_dim), 10, BLOCK, torch.empty(0)) for _ in range(2))
     for cache, copied in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
         copied.copy_(cache.normal_(generator=generator))
     return one, other
@@ -54,13 +56,20 @@ def test_it_attends_and_writes_as_the_eager_context_does(name, heads, head_dim):
     context = traced(same, windows)
     generator = torch.Generator().manual_seed(1)
     # Some tokens are padding: nobody reads what is computed for them.
-    for layer, window, scaling in ((0, None, None), (1, windows[1], 0.5), (0, windows[1], None)):
+    sinks = torch.randn(heads, generator=generator)
+    for layer, params in (
+        (0, AttentionParams()),
+        (1, AttentionParams(windows[1], 0.5)),
+        (0, AttentionParams(windows[1])),
+        (1, AttentionParams(windows[1], softcap=2.0)),
+        (0, AttentionParams(scaling=0.3, sinks=sinks)),
+    ):
         query, key, value = (
             torch.randn(count, len(batch.token_ids), head_dim, generator=generator)
             for count in (heads, KV_HEADS, KV_HEADS)
         )
-        expected = batch.paged.attend(layer, query, key, value, window, scaling)
-        found = context.attend(layer, query, key, value, window, scaling)
+        expected = batch.paged.attend(layer, query, key, value, params)
+        found = context.attend(layer, query, key, value, params)
         assert found.shape == expected.shape
         wanted = batch.logit_indices
         assert torch.allclose(found[wanted], expected[wanted], atol=1e-5)

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from engine.execution.attention import KVTensors
+from engine.execution.attention import KVShape, KVTensors
 from engine.execution.batch import ForwardRow, build
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda.graphs import MAX_TOKENS, choose_shape
 from engine.execution.cuda.static_pass import Shape
 
-KV = KVTensors((1, 1, 1), 2, 16, torch.empty(0))
+KV = KVTensors(KVShape(1, 1, 1, 1), 2, 16, torch.empty(0))
 WIDTHS = (8, 4096)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from engine.config import ModelInfo
 from engine.errors import ConfigError
-from engine.execution.attention import KVTensors
+from engine.execution.attention import KVShape, KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardRow, build
 from engine.execution.paced.backend import PacedBackend
@@ -68,7 +68,7 @@ def paced(clock, *, compute_s=0.001):
 
 
 def batch(*rows):
-    return build(rows or [ForwardRow([1], 0, [1], 1)], KVTensors((1, 1, 1), 8, 16, torch.empty(0)))
+    return build(rows or [ForwardRow([1], 0, [1], 1)], KVTensors(KVShape(1, 1, 1, 1), 8, 16, torch.empty(0)))
 
 
 def test_a_pass_takes_the_devices_time_its_compute_included():

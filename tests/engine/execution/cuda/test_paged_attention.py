@@ -69,12 +69,18 @@ PARAMS = {
 }
 
 
-@pytest.mark.parametrize("form", PARAMS)
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "value_dim"), [(8, 2, 16, 16), (3, 1, 24, 24), (2, 2, 24, 10)]
-)
+GROUPED, ODD, LATENT = (8, 2, 16, 16), (3, 1, 24, 24), (2, 2, 24, 10)
+CASES = [
+    (GROUPED, "plain"), (GROUPED, "a window"), (GROUPED, "a soft cap and sinks"),
+    (ODD, "a long window"), (ODD, "sinks"),
+    (LATENT, "plain"), (LATENT, "a soft cap"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "form"), CASES)
 @pytest.mark.parametrize("name", ROWS)
-def test_attention_is_that_of_torch(name, heads, kv_heads, head_dim, value_dim, form):
+def test_attention_is_that_of_torch(name, sizes, form):
+    heads, kv_heads, head_dim, value_dim = sizes
     kv = context(90, kv_heads, head_dim, value_dim)
     params = PARAMS[form]
     if params.sinks is not None:

@@ -153,11 +153,16 @@ class AttentionContext(Protocol):
 
 @dataclass(slots=True)
 class PagedContext:
-    """The context of eager passes: attends group by group with torch's operators."""
+    """The context of eager passes: attends group by group with torch's operators.
+
+    Attributes:
+        layers: the layers that have attended so far, in order.
+    """
 
     kv: KVTensors
     groups: list[Group]
     _slots: Tensor | None = None
+    layers: list[int] = field(default_factory=list)
 
     @property
     def slots(self) -> Tensor:
@@ -169,6 +174,7 @@ class PagedContext:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend; see `AttentionContext.attend`."""
+        self.layers.append(layer)
         keys, values = self.kv.keys[layer], self.kv.values[layer]
         write_slots(keys, self.slots, key)
         write_slots(values, self.slots, value)

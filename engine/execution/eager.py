@@ -77,9 +77,11 @@ class EagerBackend:
             self.logits(build([ForwardRow([0, 0], 0, [1], 1)], kv))
             step = build([ForwardRow([0], 2, [1], 1)], kv)
             self.logits(step)
+            if sorted(step.paged.layers) != list(range(self.model.kv_shape.layers)):
+                raise RuntimeError("not every layer attends once in a pass")
         except torch.OutOfMemoryError as error:
             raise ModelError(f"{self.info.name} does not fit into the memory of {self.device}: {error}") from error
-        except (AttributeError, KeyError, TypeError, RuntimeError) as error:
+        except (AttributeError, KeyError, IndexError, TypeError, RuntimeError) as error:
             raise ModelError(f"{name} cannot be run with paged attention: {error}") from error
         return step.paged.groups[0].windows
 

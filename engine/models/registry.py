@@ -26,6 +26,10 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
     if getattr(model_config, "is_encoder_decoder", False):
         raise ModelError(f"{config.path} is {model_type}, an encoder-decoder; only decoder-only models are served")
     layer_types = set(getattr(text, "layer_types", None) or [])
+    if "chunked_attention" in layer_types or getattr(text, "attn_temperature_tuning", False):
+        raise ModelError(
+            f"{config.path} is {model_type}, whose layers attend in chunks or by positions that they count themselves"
+        )
     if unsupported := layer_types - {"full_attention", "sliding_attention"}:
         raise ModelError(
             f"{config.path} is {model_type} with {', '.join(sorted(unsupported))} layers, whose state cannot roll back"

@@ -78,7 +78,7 @@ class CudaBackend(EagerBackend):
             tensor.to(self.device, non_blocking=True) for tensor in (batch.token_ids, batch.logit_indices)
         )
         positions = torch.cat([group.positions.flatten() for group in groups])
-        with TritonContext(batch.paged.kv, groups).current() as context:
+        with TritonContext(batch.paged.kv, groups, layers=batch.paged.layers).current() as context:
             return forward(self.model.module, token_ids, positions, indices, context).float()
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:

@@ -32,6 +32,7 @@ class TritonContext(PagedContext):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend; see `AttentionContext.attend`."""
+        self.layers.append(layer)
         keys, values = self.kv.keys[layer], self.kv.values[layer]
         paged_attention.write(key, value, keys, values, self.slots)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[2])

@@ -271,6 +271,7 @@ def test_a_model_by_itself_sums_nothing_and_a_rank_sums_with_the_others(target_p
 UNSUPPORTED = {
     "no .model": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, "cannot be run with"),
     "other key shapes": ("OPTConfig", {"ffn_dim": 64, "word_embed_proj_dim": 32}, "cannot be run with"),
+    "layers that attend twice": ("DiffLlamaConfig", HEADS, "not every layer attends once"),
     "keywords not passed on": ("NemotronConfig", {}, "do not pass keyword arguments on"),
 }
 

@@ -66,7 +66,7 @@ UNSERVED = {
     "an encoder-decoder": ("T5Config", {}, "encoder-decoder"),
     "a recurrent model": ("MambaConfig", {}, "cannot roll back"),
     "a hybrid": ("Qwen3NextConfig", HEADS, "cannot roll back"),
-    "chunked attention": ("Llama4TextConfig", HEADS, "cannot roll back"),
+    "chunked attention": ("Llama4TextConfig", HEADS, "attend in chunks"),
     "heads that differ by layer": ("Gemma4TextConfig", HEADS, "differ in their heads"),
     "biased attention": ("BloomConfig", {"n_head": 4}, "attention cannot be replaced"),
 }

@@ -1,0 +1,136 @@
+"""Architectures of transformers: each writes transformers' own text, with drafts and without, or is refused in words.
+
+Random small models, float32, greedy. test_eager.py compares logits of some of them to six digits.
+"""
+
+import logging
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from engine.config import ModelConfig
+from engine.drafting.model import ModelDrafter
+from engine.errors import ModelError
+from engine.execution.eager import EagerBackend
+from engine.models.loader import load_model
+from engine.sampling.params import SamplingParams
+from tests.engine.running import make_engine, run
+from tests.engine.tiny import SIZES, save
+
+pytestmark = pytest.mark.slow
+
+HEADS = {"head_dim": 16}
+EXPERTS = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}
+DENSE = """
+    Apertus Arcee BitNet Cohere Cohere2 Ernie4_5 Exaone4 Gemma Gemma2 Gemma3Text Glm Glm4 Granite HunYuanDenseV1 Jais2
+    Llama Mellum Ministral Ministral3 Mistral NanoChat Olmo Olmo2 Olmo3 Phi Phi3 Qwen2 Qwen3 SeedOss SmolLM3 Starcoder2
+    VaultGemma"""
+MIXTURES = """
+    Afmoe Dots1 FlexOlmo Glm4Moe GptOss GraniteMoe GraniteMoeShared HYV3 HunYuanMoEV1 MiniMaxM2 Mixtral Olmoe Phimoe
+    Qwen2Moe Qwen3Moe SolarOpen"""
+LATENT_ATTENTION = "AXK1 DeepseekV2 DeepseekV3 Glm4MoeLite MiniCPM3 Youtu"
+SERVED = {
+    **dict.fromkeys(DENSE.split(), HEADS),
+    **dict.fromkeys(MIXTURES.split(), HEADS | EXPERTS),
+    **dict.fromkeys(LATENT_ATTENTION.split(), EXPERTS | LATENT),
+}
+REFUSED = {
+    "Bloom": ({"n_head": 4}, "attention cannot be replaced"),
+    "DiffLlama": (HEADS, "not every layer attends once"),
+    "Falcon": ({}, "attention cannot be replaced"),
+    "FalconH1": ({}, "hybrid layers, whose state cannot roll back"),
+    "GPT2": ({"n_embd": 32, "n_layer": 2, "n_head": 4}, "cannot be run with paged attention"),
+    "GPTNeoX": ({}, "cannot be run with paged attention"),
+    "Jamba": ({}, "linear_attention layers, whose state cannot roll back"),
+    "Llama4Text": (HEADS, "attend in chunks"),
+    "MiniMax": (HEADS, "linear_attention layers, whose state cannot roll back"),
+    "Nemotron": ({}, "do not pass keyword arguments on"),
+    "OPT": ({"ffn_dim": 64, "word_embed_proj_dim": 32}, "cannot be run with paged attention"),
+    "Qwen3Next": (HEADS, "linear_attention layers, whose state cannot roll back"),
+    "RecurrentGemma": ({}, "linear_attention layers, whose state cannot roll back"),
+    "StableLm": ({}, "attention cannot be replaced"),
+    "T5": ({}, "encoder-decoder"),
+}
+
+
+def config_of(name, extra):
+    cls = getattr(transformers, f"{name}Config", None)
+    if cls is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    fields = cls.__dataclass_fields__
+    return cls(**SIZES | {key: value for key, value in extra.items() if key in fields})
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+def load(path):
+    return EagerBackend(load_model(ModelConfig(str(path)), device=torch.device("cpu"), dtype=torch.float32))
+
+
+def greedy(module, prompt, count):
+    """The text of transformers, each token from a pass over all before it."""
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            tokens.append(int(module(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_served_architecture_writes_transformers_own_text(name, tmp_path):
+    config = config_of(name, SERVED[name])
+    for seed, folder in ((0, "target"), (1, "draft")):
+        save(config, tmp_path / folder, seed=seed, factor=2.0)
+    module = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32, attn_implementation="eager")
+    target, draft = load(tmp_path / "target"), load(tmp_path / "draft")
+    prompts = torch.randint(2, 64, (2, 19), generator=torch.Generator().manual_seed(5)).tolist()
+    texts = {str(i): greedy(module.eval(), prompt[: 19 - 7 * i], 12) for i, prompt in enumerate(prompts)}
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    requests = [(prompt[: 19 - 7 * i], params) for i, prompt in enumerate(prompts)]
+    assert run(make_engine(target, num_speculative_tokens=0), requests) == texts
+    for backend in (draft, target):
+
+        def drafter(config, backend=backend):
+            return ModelDrafter(backend, config, token_limit=64)
+
+        assert run(make_engine(target, drafter, num_speculative_tokens=3), requests) == texts
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_architecture_that_cannot_be_served_is_refused_with_the_reason(name, tmp_path):
+    extra, reason = REFUSED[name]
+    save_or_configure(config_of(name, extra), tmp_path)
+    with pytest.raises(ModelError, match=reason):
+        load(tmp_path)
+
+
+def save_or_configure(config, path):
+    """Write a model; of an encoder-decoder the configuration, at which it is refused."""
+    if config.is_encoder_decoder:
+        config.save_pretrained(path)
+    else:
+        save(config, path)

@@ -199,6 +199,8 @@ async def test_a_draft_that_loads_as_long_as_its_target_is_waited_for(targets, d
     await until(lambda: bool(targets.versions and drafts.versions))
     targets.may_load.set()
     await until(lambda: bool(targets.workers))
+    for _ in range(20):
+        await asyncio.sleep(0)
     assert not starting.done()
     drafts.may_load.set()
     group = await starting

@@ -68,6 +68,9 @@ class Chaos:
     def _choose(self) -> str:
         has_recovered = self._load.outcomes["same"] >= self._num_answers + RECOVERED_AFTER
         weights = _LIGHT | _HEAVY if has_recovered or self._choices.random() < IMPATIENCE else {**_LIGHT}
+        if not has_recovered:
+            # The Router may be starting. Serve waits for ever for one that hangs then.
+            weights.pop("Router hangs", None)
         if self._bursts:  # while nothing is answered, more of them would only wait
             del weights["burst"]
         return self._choices.choices([*weights], [*weights.values()])[0]

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from engine.errors import CapacityError, ModelError, RequestError
-from engine.sampling.grammar import LIMITS, Grammars
+from engine.sampling.grammar import LIMITS, Grammars, explain
 
 logger = logging.getLogger("ray.serve")
 
@@ -59,7 +59,7 @@ class GrammarChecker:
                 logger.warning("a grammar was stopped while it was compiled: %.200s", grammar)
                 raise RequestError(f"{field} cannot be compiled within {self._timeout_s:g} s", field)
             if error:
-                raise RequestError(f"{field}: {error.strip()[:500]}", field)
+                raise RequestError(f"{field}: {explain(error, grammar)}", field)
             self._passed[grammar] = None
             if len(self._passed) > _NUM_REMEMBERED:
                 self._passed.popitem(last=False)

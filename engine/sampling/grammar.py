@@ -39,6 +39,8 @@ LIMITS: dict[str, Any] = {
 a service should first compile clients' grammars in a process that it can kill."""
 
 NUM_COMPILED = 16
+_NO_TEXT = "NoExtensionBias"
+"""How llguidance's error begins if a grammar allows no first token."""
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,32}", "lenient": False}
 """JSON may be indented, but white space is bounded so that a model cannot produce it for ever."""
 
@@ -84,6 +86,22 @@ def from_text(text: str) -> str:
         return LLMatcher.grammar_from_lark(any_to_lark(text))
     except Exception as error:  # noqa: BLE001 - the converter raises bare exceptions
         raise RequestError(f"the grammar is neither Lark nor GBNF: {error}", "grammar") from None
+
+
+def explain(error: str, grammar: str) -> str:
+    """Return in words why llguidance refuses a grammar.
+
+    Args:
+        error: what it says; for a grammar of no text, that is the name of an internal state.
+    """
+    if not error.startswith(_NO_TEXT):
+        return error.strip()[:500]
+    sources = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{}]
+    if sources[0].get("json_schema") is not None:
+        return "no JSON is valid under the schema: it refers to itself without an end"
+    if sources[0].get("name") == "regex":
+        return "no text matches the regular expression"
+    return "no text matches the grammar: a rule leads only to itself, or an expression matches nothing"
 
 
 class Grammars:
@@ -141,7 +159,7 @@ class Grammars:
             raise RequestError(str(error), field) from error
         matcher.compute_bitmask()
         if matcher.is_error():
-            raise RequestError(f"{field}: {matcher.get_error().strip()[:500]}", field)
+            raise RequestError(f"{field}: {explain(matcher.get_error(), grammar)}", field)
 
     def compile(self, grammar: str) -> "LLMatcher":
         """Return a new matcher at the start of a grammar; it may be in an error state."""

@@ -71,3 +71,39 @@ async def test_a_model_whose_texts_do_not_end_cannot_follow_a_grammar(
         error = await error_of(client, structured_outputs={"regex": "a"})
     assert "cannot follow a grammar: it has no end-of-sequence token" in error["message"]
     assert error["param"] == "structured_outputs.regex"
+
+
+@pytest.mark.parametrize(
+    ("outputs", "cause"),
+    [
+        ({"json": {"$ref": "#"}}, "no JSON is valid under the schema: it refers to itself without an end"),
+        (
+            {"json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
+            "no JSON is valid under the schema: it refers to itself without an end",
+        ),
+        ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "minimum (5) is greater than maximum (3)"),
+        ({"json": {"enum": []}}, "Unsatisfiable schema: anyOf is empty"),
+        ({"regex": r"[^\s\S]"}, "no text matches the regular expression"),
+        ({"regex": r"x[^\s\S]"}, "no text matches the regular expression"),
+        ({"regex": "(a"}, "unclosed group"),
+        ({"grammar": "root ::= root"}, "no text matches the grammar: a rule leads only to itself"),
+        ({"grammar": 'start: start "a"'}, "no text matches the grammar: a rule leads only to itself"),
+        ({"grammar": "start: /[^\\s\\S]/"}, "or an expression matches nothing"),
+    ],
+)
+async def test_a_refusal_names_its_cause(client: httpx.AsyncClient, outputs: dict[str, Any], cause: str) -> None:
+    error = await error_of(client, structured_outputs=outputs)
+    field = f"structured_outputs.{next(iter(outputs))}"
+    assert error["param"] == field
+    assert error["message"].startswith(f"{field}: ")
+    assert cause in error["message"]
+    assert "NoExtensionBias" not in error["message"]
+    assert "non-verbose" not in error["message"]
+
+
+async def test_a_refused_format_of_a_chat_names_its_cause(client: httpx.AsyncClient) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "loop", "schema": {"$ref": "#"}}}
+    error = await error_of(client, messages=[{"role": "user", "content": "a"}], response_format=schema)
+    assert error["message"] == (
+        "response_format.json_schema.schema: no JSON is valid under the schema: it refers to itself without an end"
+    )

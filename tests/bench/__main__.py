@@ -11,6 +11,7 @@ timeline  a picture of some rounds, with the draft running ahead on a core of it
 simulate  what hardware that is not here would do: the same engine over models that cost virtual time;
           --cluster: 1 to 100 groups under a production trace, scaled by the service's own policy
 burst     600 requests at once, and 50 a second too many: how soon and at what cost they are refused
+abuse     16 clients with bodies that cost much and say nothing: what another client notices; prints before and after
 soak      16 clients with good, bad and abandoned requests for two minutes: errors, what is left behind, memory
 
 How a comparison is kept fair: every method gets the same token ids, ends with text, and makes the same number of tokens
@@ -34,6 +35,7 @@ from rich.console import Console
 
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
 from tests.bench import cluster_tables, simulate
+from tests.bench.abuse import abuse
 from tests.bench.arrivals import CONVERSATIONS
 from tests.bench.bandwidth import bandwidth
 from tests.bench.burst import burst
@@ -61,6 +63,7 @@ COMMANDS = (
     "timeline",
     "simulate",
     "burst",
+    "abuse",
     "soak",
 )
 
@@ -119,6 +122,8 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
         return load_curve(workload, options.png or PICTURES / "load.png", console)
     if options.command == "burst":
         return burst(workload, console)
+    if options.command == "abuse":
+        return abuse(workload, console)
     if options.command == "soak":
         return soak(workload, console)
     if options.command == "prefill":

@@ -1,11 +1,16 @@
 import asyncio
+import json
+import socket
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from deployments.config import AppConfig
+from deployments.config import AppConfig, Limits
+from deployments.ingress import pieces, prompts
+from deployments.ingress.body import Bodies
 from deployments.ingress.middleware import OPEN_ROUTES
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
@@ -107,21 +112,8 @@ async def test_a_client_that_leaves_ends_its_request_whatever_its_headers(
     async def send(message):
         pass
 
-    headers = [(b"content-type", b"application/json"), (b"x-request-disconnect-disabled", b"?1")]
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": "/v1/completions",
-        "raw_path": b"/v1/completions",
-        "query_string": b"",
-        "root_path": "",
-        "headers": headers,
-        "client": ("127.0.0.1", 1),
-        "server": ("paceline", 80),
-    }
+    scope = http_scope("/v1/completions")
+    scope["headers"].append((b"x-request-disconnect-disabled", b"?1"))
     call = asyncio.create_task(app(scope, receive, send))
     while rig.verifier.num_rounds < 3:
         await asyncio.sleep(0.001)
@@ -183,3 +175,85 @@ def test_a_connection_whose_request_was_refused_unread_takes_the_next(
         for _ in range(3):
             assert client.post("/v1/completions", content=b"x" * 2**20).status_code == 429
         assert client.get("/v1/models").status_code == 200
+
+
+def http_scope(path: str) -> dict[str, object]:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("paceline", 80),
+    }
+
+
+async def test_a_client_that_left_while_its_body_came_costs_nothing_more(
+    config: AppConfig, routers: LocalRouters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bodies, "parse", lambda *_: pytest.fail("the body was parsed"))
+    app = await make_app(config, routers)
+    messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": b"{", "more_body": True}]
+    sent = []
+
+    async def receive():
+        return messages.pop()
+
+    async def send(message):
+        sent.append(message)
+
+    await app(http_scope("/tokenize"), receive, send)
+    assert sent == []
+
+
+async def test_a_client_that_leaves_takes_its_long_text_with_it(
+    config: AppConfig, routers: LocalRouters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+    num_pieces = 0
+
+    def encode(*_: object) -> list[int]:
+        nonlocal num_pieces
+        num_pieces += 1
+        has_begun.set()
+        assert may_end.wait(30)
+        return []
+
+    monkeypatch.setattr(prompts, "_encode", encode)
+    monkeypatch.setattr(pieces, "PIECE_CHARS", 50)
+    monkeypatch.setattr(prompts, "PIECE_CHARS", 50)
+    app = await make_app(config, routers)
+    body = json.dumps({"prompt": "some words " * 40}).encode()
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await asyncio.to_thread(has_begun.wait, 30)
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        raise AssertionError(f"{message} was sent")
+
+    await app(http_scope("/tokenize"), receive, send)
+    may_end.set()
+    async with make_client(app) as client:
+        await client.post("/tokenize", json={"prompt": "b" * 60})  # no place to cut at: a piece for each 50, and all
+    assert num_pieces == 3
+
+
+def test_a_body_that_trickles_is_refused_and_its_connection_closed(config: AppConfig, model_dir: Path) -> None:
+    limits = Limits(body_timeout_s=0.3)
+    with serving(config.model_copy(update={"limits": limits}), model_dir) as (url, _):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"the body took longer than 0.3 s" in answer

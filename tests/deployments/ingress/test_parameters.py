@@ -8,6 +8,7 @@ import pytest
 
 from deployments.config import Limits
 from deployments.ingress.parameters import sampling_params
+from deployments.ingress.prompts import PromptEncoder
 from deployments.openai.completions import CompletionRequest
 from deployments.router.generation import ModelLimits
 from engine.errors import RequestError
@@ -77,7 +78,7 @@ async def test_a_draft_length_is_a_limit_or_fixed(
 def test_a_server_that_makes_no_drafts_says_so() -> None:
     request = CompletionRequest.model_validate({"prompt": "a", "speculative": {"fixed": True}})
     with pytest.raises(RequestError, match="this server makes no drafts") as refused:
-        sampling_params(request, [[1]], ModelLimits(259, 512, num_speculative_tokens=0), Limits())
+        sampling_params(request, ModelLimits(259, 512, num_speculative_tokens=0), Limits())
     assert refused.value.param == "speculative.fixed"
 
 
@@ -139,3 +140,29 @@ async def test_a_bad_field_is_named(client: httpx.AsyncClient, fields: dict[str,
     assert (response.status_code, error["type"]) == (400, "invalid_request_error"), error
     assert error["param"] == param, error
     assert error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 9},
+        {"max_tokens": 512},
+        {"stop": "a" * 65},
+        {"logprobs": 21},
+        {"stop_token_ids": [999]},
+        {"logit_bias": {"999": 1}},
+        {"stream_options": {}},
+        {"prompt": ["a", [999]]},
+        {"speculative": {"num_speculative_tokens": 5}},
+        {"structured_outputs": {}},
+    ],
+)
+async def test_nothing_is_tokenized_for_a_request_that_no_prompt_could_make_right(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    for method in ("encode", "encode_chat"):
+        monkeypatch.setattr(PromptEncoder, method, lambda *_, **__: pytest.fail("it was tokenized"))
+    assert (await client.post("/v1/completions", json={"prompt": "abc", **fields})).status_code == 400
+    if not fields.keys() & {"prompt", "logprobs"}:
+        body = {"messages": [{"role": "user", "content": "a"}], **fields}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 400

@@ -251,7 +251,7 @@ async def test_a_stopped_rank_is_lost_after_the_configured_time(group: Speculati
     ("victim", "num_workers", "report"),
     [("DraftWorker", 1, "Draft worker did not start"), ("TargetWorker", 2, "The target did not survive start 1 of 5")],
 )
-@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
 async def test_workers_that_are_killed_or_hang_while_the_group_starts_are_started_again(
     config: GroupConfig,
     expected: Text,
@@ -262,7 +262,7 @@ async def test_workers_that_are_killed_or_hang_while_the_group_starts_are_starte
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     others = worker_ids(victim)  # of a group that tests share
-    config = replace(config, tensor_parallel_size=2, hang_timeout_s=3.0)
+    config = replace(config, tensor_parallel_size=2, hang_timeout_s=5.0)
     starting = asyncio.create_task(SpeculationGroup.start(config))
     await wait_for(lambda: len(worker_ids(victim) - others) == num_workers)
     first = worker_ids(victim) - others

@@ -21,7 +21,6 @@ NUM_CLIENTS = 8
 MAX_NUM_SEQS = 8
 MAX_QUEUED_REQUESTS = 32
 """Small, so that bursts are refused."""
-HANG_TIMEOUT_S = 6.0
 SETTLE_S = 60.0
 """How long processes that were killed last may take to be replaced."""
 NOTE_S = 2.0

@@ -7,5 +7,8 @@ table and the ratios), curves.py (tokens/s over rows and streams), spans.py and 
 
 At the pace of GPUs: paced.py, paced_cells.py (against the roofline), paced_tables.py, virtual_time.py (the engine over
 a clock that only passes move), paced_virtual.py (the paced cells there), simulation.py and simulate.py (made-up models
-there), timeline.py (a picture of rounds).
+there), timeline.py (a picture of rounds), autoscaling.py (a picture of a step in load).
+
+A cluster: arrivals.py, group_model.py, cluster_simulation.py, cluster_tables.py; measured_group.py and served_group.py
+compare it with the engine and with the service.
 """

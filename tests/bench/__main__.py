@@ -10,6 +10,7 @@ paced     in real time at the pace of GPUs that are not here: what a round takes
 timeline  a picture of some rounds, with the draft running ahead on a core of its own
 simulate  what hardware that is not here would do: the same engine over models that cost virtual time;
           --cluster: 1 to 100 groups under a production trace, scaled by the service's own policy
+autoscaling  a picture of a step in load: queue, decision and replicas over time, with and without requests that move
 burst     600 requests at once, and 50 a second too many: how soon and at what cost they are refused
 abuse     16 clients with bodies that cost much and say nothing: what another client notices; prints before and after
 soak      16 clients with good, bad and abandoned requests for two minutes: errors, what is left behind, memory
@@ -37,6 +38,7 @@ from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
 from tests.bench import cluster_tables, simulate
 from tests.bench.abuse import abuse
 from tests.bench.arrivals import CONVERSATIONS
+from tests.bench.autoscaling import autoscaling
 from tests.bench.bandwidth import bandwidth
 from tests.bench.burst import burst
 from tests.bench.compare import CELLS, NAMES, PEERS, show, write
@@ -46,6 +48,7 @@ from tests.bench.paced import ARMS, PACED_TOKENS, PAIR, STREAMS, TEMPERATURES, p
 from tests.bench.pictures import PICTURES
 from tests.bench.prefill import prefill
 from tests.bench.profile import profile
+from tests.bench.served_group import check_served
 from tests.bench.soak import soak
 from tests.bench.timeline import timeline
 from tests.bench.turns import collect
@@ -62,6 +65,7 @@ COMMANDS = (
     "paced",
     "timeline",
     "simulate",
+    "autoscaling",
     "burst",
     "abuse",
     "soak",
@@ -90,6 +94,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, workload: Workload, console: Console) -> list[str]:
+    if options.command == "autoscaling":  # it has a pair of its own
+        autoscaling(options.png or PICTURES / "autoscaling.png", console)
+        return []
     compile_models(workload, console)
     if options.command == "profile":
         profile(workload, console)
@@ -110,6 +117,9 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
         )
     if options.command == "bandwidth":
         bandwidth(workload, console)
+        return []
+    if options.command == "simulate" and options.cluster and options.served:
+        console.print(check_served())
         return []
     if options.command == "simulate" and options.cluster:
         return cluster_tables.run(workload, options.trace, console)
@@ -154,8 +164,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="compare, prefill: where the rows go")
     parser.add_argument("--only", nargs="+", choices=NAMES + PEERS, help="compare: these methods")
     parser.add_argument("--peers", action="store_true", help="compare: vLLM too, as `make bench-peers` installs it")
-    parser.add_argument("--png", type=Path, help="batch, load, timeline: where the plot goes (default: plots/)")
+    parser.add_argument("--png", type=Path, help="where a plot goes (default: plots/)")
     parser.add_argument("--cluster", action="store_true", help="simulate: a cluster under a trace")
+    parser.add_argument("--served", action="store_true", help="simulate --cluster: only beside a served run; 4 minutes")
     parser.add_argument("--trace", type=Path, default=CONVERSATIONS, help="simulate: arrivals, a CSV file of Azure's")
     parser.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="a transformers directory")
     parser.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="a transformers directory")

@@ -124,13 +124,15 @@ def _slice(text: Sequence[int], start: int, length: int) -> Sequence[int]:
     return text[start : start + length]
 
 
-def poisson(costs: GroupCosts, load: float, *, seed: int = 0) -> list[Arrival]:
-    """Return random arrivals at a part of the rate that the group can serve at most."""
+def poisson(
+    costs: GroupCosts, load: float, *, num_groups: int = 1, num_arrivals: int = NUM_ARRIVALS, seed: int = 0
+) -> list[Arrival]:
+    """Return random arrivals at a part of the rate that the groups can serve at most."""
     chance = random.Random(seed)
     full_s = costs.round_s(costs.max_num_seqs, 0) / costs.tokens_per_round / costs.max_num_seqs
-    request_s = NUM_TOKENS * full_s + 100 * costs.prompt_token_ms / 1e3
+    request_s = (NUM_TOKENS * full_s + 100 * costs.prompt_token_ms / 1e3) / num_groups
     now_s, arrivals = 0.0, []
-    for _ in range(NUM_ARRIVALS):
+    for _ in range(num_arrivals):
         now_s += chance.expovariate(load / request_s)
         arrivals.append(Arrival(now_s, chance.randint(20, 180), chance.randint(NUM_TOKENS // 2, 3 * NUM_TOKENS // 2)))
     return arrivals

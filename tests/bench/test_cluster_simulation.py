@@ -10,6 +10,7 @@ from tests.bench.cluster_simulation import Scenario, fixed, simulate
 from tests.bench.cluster_tables import largest_load
 from tests.bench.group_model import GroupCosts
 from tests.bench.measured_group import poisson, predict
+from tests.bench.served_group import ServedGroup
 
 COSTS = GroupCosts(
     round_ms=20.0,
@@ -115,3 +116,9 @@ def test_a_trace_is_read_scaled_and_cut(tmp_path: Path) -> None:
 @pytest.mark.skipif(not CONVERSATIONS.exists(), reason="Azure's trace is not beside the repository")
 def test_the_conversations_are_those_of_the_published_trace() -> None:
     assert rate(read_trace(CONVERSATIONS)) == pytest.approx(5.53, abs=0.01)
+
+
+def test_a_stream_takes_longer_by_its_pace_and_a_request_by_what_it_takes_besides() -> None:
+    group = ServedGroup(COSTS, added_s=0.5, paces=[2.0])
+    [latency_s] = group.latencies_s([Arrival(0.0, 0, 40)], 1)
+    assert latency_s == pytest.approx(0.5 + (2 * 40 - 1) / 2 * 0.021)

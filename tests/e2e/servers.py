@@ -29,16 +29,23 @@ def free_port() -> int:
 
 
 @contextmanager
-def serve_on_ray(num_cpus: int, variables: Mapping[str, str]) -> Iterator[str]:
+def serve_on_ray(num_cpus: int, variables: Mapping[str, str], *, shows_log: bool = True) -> Iterator[str]:
     """Start Ray and Serve on a free port, and end them after the block; yield their URL.
 
     Args:
         num_cpus: logical ones, which may be more than there are.
         variables: environment variables for their processes.
+        shows_log: whether this process writes what they log.
     """
     port = free_port()
     environment = {"env_vars": {"PYTHONPATH": str(ROOT), **variables}}
-    ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, runtime_env=environment)
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        runtime_env=environment,
+        log_to_driver=shows_log,
+    )
     try:
         serve.start(http_options={"port": port})
         yield f"http://127.0.0.1:{port}"

@@ -1,0 +1,207 @@
+"""The simulated cluster against the service: fitted to single requests and closed batches, compared under open ones.
+
+A light pair computes at the pace of slow GPUs, so that two replicas and the client do not slow each other down on this
+machine. Requests arrive at random, at half and at four fifths of what the replicas can do at most, and are not
+streamed: the time until a client has the whole answer is compared. Each stream has a pace of its own, since some texts
+are easier to draft.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import aiohttp
+import numpy as np
+from rich.table import Table
+
+from deployments.config import Autoscaling
+from tests.bench.arrivals import Arrival
+from tests.bench.cluster_simulation import Scenario, fixed, simulate
+from tests.bench.figures import since
+from tests.bench.group_model import GroupCosts
+from tests.bench.light_pair import make_light_pair
+from tests.bench.measured_group import LOADS, NUM_TOKENS, poisson
+from tests.bench.paced import ENVIRONMENT
+from tests.bench.readings import Reading
+from tests.bench.with_serve import Server
+from tests.bench.workload import Cell, Workload, read_prompts
+
+PACE = "l4-8b+l4-1b"
+"""A round takes a tenth of a second."""
+GROUPS = (1, 2)
+ARRIVALS_PER_GROUP = 100
+MAX_NUM_SEQS = 8
+CHUNK_TOKENS = 1024
+NUM_DRAFTS = 4
+BATCHES = (1, 2, 4, 8)
+NUM_TURNS = 2
+NUM_SINGLE = 16
+"""Requests one after the other, whose paces those of all others are drawn from."""
+PROMPT_LENGTHS = (20, 180)
+PROMPT_TURNS = 8
+USUAL_PROMPT = 100
+START_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServedGroup:
+    """A replica as its clients see it.
+
+    Attributes:
+        added_s: what a request takes besides the rounds of the model.
+        paces: the time per token of some streams, relative to their mean.
+    """
+
+    costs: GroupCosts
+    added_s: float
+    paces: list[float]
+
+    def latencies_s(self, arrivals: Sequence[Arrival], num_groups: int) -> list[float]:
+        """Return what the model says: the time until each answer is whole."""
+        chance = random.Random(0)
+        paced = [replace(a, num_tokens=max(1, round(a.num_tokens * chance.choice(self.paces)))) for a in arrivals]
+        jobs = simulate(fixed(Scenario(self.costs, Autoscaling()), num_groups), paced).jobs
+        return [(job.finished_s or 0.0) - job.arrival.time_s + self.added_s for job in jobs]
+
+
+class Client:
+    """Sends requests for so many tokens, and times the answers."""
+
+    def __init__(self, session: aiohttp.ClientSession, text: Sequence[int]) -> None:
+        self._session = session
+        self._text = text
+
+    async def seconds(self, start: int, num_prompt_tokens: int, num_tokens: int) -> float:
+        """Return how long an answer takes to a prompt from this place of the text on."""
+        prompt = [*self._text[start : start + num_prompt_tokens]]
+        body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        started = time.perf_counter()
+        async with self._session.post("/v1/completions", json=body, raise_for_status=True) as answer:
+            await answer.read()
+        return time.perf_counter() - started
+
+    async def read(self) -> Reading:
+        """Return the service's counters."""
+        async with self._session.get("/metrics", raise_for_status=True) as answer:
+            return Reading.parse(await answer.text())
+
+    async def wait_for(self, num_groups: int) -> None:
+        """Wait until so many replicas can take rounds."""
+        async with asyncio.timeout(START_S):
+            while True:
+                async with self._session.get("/health") as answer:
+                    if sum(router["ready"] for router in (await answer.json())["routers"]) == num_groups:
+                        return
+                await asyncio.sleep(0.2)
+
+    async def open_loop(self, arrivals: Sequence[Arrival]) -> list[float]:
+        """Send the arrivals at their times; return how long their answers took."""
+        started = time.perf_counter()
+
+        async def ask(index: int, arrival: Arrival) -> float:
+            await asyncio.sleep(max(0.0, started + arrival.time_s - time.perf_counter()))
+            return await self.seconds(7 * index, arrival.num_prompt_tokens, arrival.num_tokens)
+
+        return await asyncio.gather(*(ask(*pair) for pair in enumerate(arrivals)))
+
+
+def check_served() -> Table:
+    """Fit the model to one replica, and compare it with one and two under arrivals that it was not fitted to."""
+    table = Table(title=f"The simulated cluster against a served one, passes at the pace of {PACE}")
+    for column in ("replicas", "load", "whole answer after", "measured s", "simulated s", "ratio"):
+        table.add_column(column, justify="right")
+    group: ServedGroup | None = None
+    with TemporaryDirectory(prefix="paceline-pair-") as folder:
+        target, draft = map(str, make_light_pair(Path(folder)))
+        workload = Workload(
+            target, draft, "float32", f"paced:{PACE}", "off", 1, read_prompts(target), [Cell(MAX_NUM_SEQS, 0.0)]
+        )
+        for num_groups in GROUPS:
+            server = Server(workload, _settings(num_groups), ENVIRONMENT)
+            try:
+                group = asyncio.run(_compare(server.url, workload, num_groups, group, table))
+            finally:
+                server.stop()
+    table.caption, table.caption_justify = _caption(group), "left"
+    return table
+
+
+def _settings(num_groups: int) -> dict[str, object]:
+    return {
+        "num_speculative_tokens": NUM_DRAFTS,
+        "speculation": "fixed",
+        "run_ahead": "off",
+        "max_num_seqs": MAX_NUM_SEQS,
+        "autoscaling": {"min_replicas": num_groups},
+    }
+
+
+async def _compare(
+    url: str, workload: Workload, num_groups: int, group: ServedGroup | None, table: Table
+) -> ServedGroup:
+    """Add the lines of so many replicas; fit the model first if there is none. Return it."""
+    text = [token for prompt in workload.prompts for token in prompt] * 20
+    connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
+    async with aiohttp.ClientSession(url, connector=connector, timeout=timeout) as session:
+        client = Client(session, text)
+        await client.wait_for(num_groups)
+        if group is None:
+            group = await fit(client)
+        for load in LOADS:
+            arrivals = poisson(group.costs, load, num_groups=num_groups, num_arrivals=ARRIVALS_PER_GROUP * num_groups)
+            measured, simulated = await client.open_loop(arrivals), group.latencies_s(arrivals, num_groups)
+            for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
+                real, said = np.quantile(measured, part), np.quantile(simulated, part)
+                cells = f"{real:.3f}", f"{said:.3f}", f"{said / real:.2f}"
+                table.add_row(str(num_groups), f"{load:.0%}", name, *cells)
+            table.add_section()
+    return group
+
+
+async def fit(client: Client) -> ServedGroup:
+    """Return the model of the one replica that serves."""
+    rounds: list[tuple[float, float]] = []
+    before = first = await client.read()
+    for turn in range(NUM_TURNS + 1):
+        for size in BATCHES:
+            starts = [100 * turn + 10 * row for row in range(size)]
+            await asyncio.gather(*(client.seconds(start, USUAL_PROMPT, NUM_TOKENS) for start in starts))
+            after = await client.read()
+            num_rounds = after.num_decode_rounds - before.num_decode_rounds
+            num_rows = (after.speculation.num_drafts - before.speculation.num_drafts) / num_rounds
+            if turn:  # the first turn warms up
+                rounds.append((num_rows, 1e3 * (after.seconds["round"] - before.seconds["round"]) / num_rounds))
+            before = after
+    stream_ms, round_ms = np.polyfit(*zip(*rounds, strict=True), 1)
+    drafted = since(first.speculation, before.speculation)
+    prompts_s = [
+        [await client.seconds(50 * turn, length, 1) for turn in range(PROMPT_TURNS)] for length in PROMPT_LENGTHS
+    ]
+    short_s, long_s = map(float, np.median(prompts_s, axis=1))
+    costs = GroupCosts(
+        round_ms=float(round_ms),
+        stream_ms=float(stream_ms),
+        prompt_token_ms=1e3 * (long_s - short_s) / (PROMPT_LENGTHS[1] - PROMPT_LENGTHS[0]),
+        tokens_per_round=1 + drafted.num_accepted_tokens / drafted.num_drafts,
+        chunk_tokens=CHUNK_TOKENS,
+        max_num_seqs=MAX_NUM_SEQS,
+    )
+    group = ServedGroup(costs, 0.0, [1.0])
+    added_s = short_s - group.latencies_s([Arrival(0.0, PROMPT_LENGTHS[0], 1)], 1)[0]
+    [usual_s] = group.latencies_s([Arrival(0.0, USUAL_PROMPT, NUM_TOKENS)], 1)
+    singles_s = [await client.seconds(37 * number, USUAL_PROMPT, NUM_TOKENS) for number in range(NUM_SINGLE)]
+    return ServedGroup(costs, added_s, [(seconds - added_s) / usual_s for seconds in singles_s])
+
+
+def _caption(group: ServedGroup | None) -> str:
+    assert group is not None
+    costs = group.costs
+    return (
+        f"{NUM_DRAFTS} drafts. Round {costs.round_ms:.1f} ms + {costs.stream_ms:.2f} per stream + "
+        f"{costs.prompt_token_ms:.3f} per prompt token, {costs.tokens_per_round:.2f} tokens per round, streams' paces "
+        f"{min(group.paces):.2f} to {max(group.paces):.2f}; a request takes {1e3 * group.added_s:.0f} ms besides"
+    )

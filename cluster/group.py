@@ -68,9 +68,8 @@ class SpeculationGroup:
         self._remote_verifier = RemoteVerifier(timeout_s=config.verify_timeout_s)
         self._remote_drafter = RemoteDrafter(timeout_s=config.draft_timeout_s, prepares=config.run_ahead == "on")
         self.verifier: Verifier = self._remote_verifier
-        self.drafter: Drafter = (
-            self._remote_drafter if config.has_draft_worker else config.method.make(config.engine, None)
-        )
+        drafter = self._remote_drafter if config.has_draft_worker else config.method.make(config.engine, None)
+        self.drafter: Drafter = config.method.drafter_of_engine(config.engine, drafter)
 
     @classmethod
     async def start(cls, config: GroupConfig) -> "SpeculationGroup":

@@ -22,7 +22,7 @@ BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 DEVICES = ("auto", "cpu", "cuda")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "off"]
-Drafting = Literal["auto", "none", "model", "ngram", "suffix"]
+Drafting = Literal["auto", "none", "model", "ngram", "suffix", "model+suffix"]
 Verification = Literal["coupled", "rejection"]
 Speculation = Literal["adaptive", "fixed", "off"]
 
@@ -82,8 +82,8 @@ class EngineConfig(_Settings):
     """adaptive: the draft length, from 0 to k, with the highest measured goodput; fixed: always k; off: no drafts."""
     drafting: Drafting = "auto"
     """The drafting method. model: the draft model drafts; ngram: what followed the last tokens earlier in the request;
-    suffix: the same by frequency, and in earlier outputs too; none: no drafts; auto: model if there is a draft model,
-    else suffix. Only model loads a draft model."""
+    suffix: the same by frequency, and in earlier outputs too; model+suffix: for each request in each round, the one
+    that promises more; none: no drafts; auto: model if there is a draft model, else suffix."""
     verification: Verification = "coupled"
     """The verification rule: coupled (shared noise, token ids only) or rejection (Leviathan et al.)."""
     max_num_seqs: int = field(default=32, metadata={"ge": 1})

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,7 @@ from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.draft_length import Goodput
 from engine.errors import PromptTooLongError, RequestError
-from engine.protocols import NO_DRAFT, Draft, Drafter, ProposeRow, Request, Verifier, VerifyRow
+from engine.protocols import NO_DRAFT, Draft, Drafter, PlansCopies, ProposeRow, Request, Verifier, VerifyRow
 from engine.request_stats import RequestStats
 from engine.sampling.params import SamplingParams
 from engine.scheduler import ScheduledRow, Scheduler
@@ -50,6 +50,7 @@ class Engine:
         self._eos = frozenset(eos_token_ids)
         self._tokenizer = None if tokenizer is None else getattr(tokenizer, "backend_tokenizer", tokenizer)
         self.scheduler = Scheduler(config, num_blocks, self.max_model_len)
+        self._copier = drafter if isinstance(drafter, PlansCopies) else None
         self.goodput = Goodput(config.num_speculative_tokens, config.speculation)
         self.request_stats = RequestStats(self.max_model_len)
         self._clock = clock
@@ -156,10 +157,11 @@ class Engine:
         # Time between rounds counts towards the later round, unless the engine was idle.
         started = self._clock() if self._round_ended is None else self._round_ended
         limits, fixed = self.scheduler.draft_limits, self.scheduler.fixed_draft_lengths
-        # A fixed length says nothing about what another one would cost, or how often the others' drafts are accepted.
-        is_measured = not fixed and not self.has_prompts
+        copies = self._plan_copies()
+        # A fixed length or a copy says nothing about what another length would cost, or how often it is accepted.
+        is_measured = not fixed and not copies and not self.has_prompts
         num_draft_tokens = self.goodput.choose(limits, is_measured=is_measured)
-        rows = self.scheduler.next_batch(num_draft_tokens)
+        rows = self.scheduler.next_batch(num_draft_tokens, copies)
         if not rows:
             return []
         drafts = await self._propose(rows, num_draft_tokens)
@@ -170,7 +172,8 @@ class Engine:
         chosen = (num_draft_tokens, self.goodput.reason) if limits or not fixed else (max(fixed), "request")
         self.scheduler.stats.observe_round(*chosen)
         for row, verdict in zip(rows, verdicts, strict=True):
-            if not row.sequence.request.params.fixes_draft_length:
+            request = row.sequence.request
+            if not request.params.fixes_draft_length and request.request_id not in copies:
                 self.goodput.observe_draft(row.num_draft_tokens, verdict.num_accepted)
         for output in outputs:
             if output.finish_reason is not None:
@@ -188,7 +191,8 @@ class Engine:
         def will_speculate(row: ScheduledRow) -> bool:
             # A row in prefill gets no draft yet, but its prompt lets a drafter that runs ahead prepare one.
             params = row.sequence.request.params
-            return (num_draft_tokens > 0 or params.fixes_draft_length) and params.num_speculative_tokens != 0
+            may_have_chain = (num_draft_tokens > 0 or params.fixes_draft_length) and params.num_speculative_tokens != 0
+            return may_have_chain or row.num_draft_tokens > 0
 
         speculating = [row for row in rows if will_speculate(row)]
         if not speculating:
@@ -198,6 +202,17 @@ class Engine:
         )
         drafts = {id(row): draft for row, draft in zip(speculating, proposed, strict=True)}
         return [drafts.get(id(row), NO_DRAFT) for row in rows]
+
+    def _plan_copies(self) -> Mapping[str, int]:
+        """Return the lengths of the drafts that will be copies, by request id; drafters that do not copy plan none."""
+        if self._copier is None:
+            return {}
+        decoding = [sequence.request for sequence in self.scheduler.running if sequence.is_decoding]
+        requests = [request for request in decoding if not request.params.fixes_draft_length]
+        rows = [
+            ProposeRow(request, limit) for request, limit in zip(requests, self.scheduler.draft_limits, strict=True)
+        ]
+        return self._copier.plan_copies(rows, self.goodput.num_draft_tokens)
 
     def _resolve(self, prompt_token_ids: Ids[int], params: SamplingParams) -> SamplingParams:
         """Check a request against the model, choose a missing seed, and cap `max_tokens` at the context."""

@@ -104,7 +104,7 @@ class LLM:
         method = choose_method(config, has_draft_model=draft is not None)
         self.engine = Engine(
             config,
-            drafter=method.make(config, draft),
+            drafter=method.drafter_of_engine(config, method.make(config, draft)),
             verifier=verifier,
             num_blocks=verifier.num_blocks,
             vocab_size=target.info.vocab_size,

@@ -8,9 +8,9 @@ A draft is a tree: `parents[i]` is the index of node i's parent, -1 the committe
 chain is the tree in which `parents[i] == i - 1`. An empty draft is ordinary decoding, on the same path.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from engine.sampling.params import SamplingParams
 
@@ -160,6 +160,20 @@ class Verifier(Protocol):
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended; unknown ids are ignored."""
+        ...
+
+
+@runtime_checkable
+class PlansCopies(Protocol):
+    """A drafter that copies in some rows, and knows before a round which ones and how many tokens."""
+
+    def plan_copies(self, rows: Sequence[ProposeRow], num_model_tokens: int) -> Mapping[str, int]:
+        """Return the lengths of the copies of the next round by request id, for those of `rows` that will copy.
+
+        Args:
+            rows: the requests that decode, with the longest draft that each may get.
+            num_model_tokens: how many tokens the other rows are likely to get.
+        """
         ...
 
 

@@ -6,6 +6,7 @@ and recomputes its committed tokens later.
 """
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.block_pool import BlockPool, block_digest
@@ -14,6 +15,8 @@ from engine.errors import QueueFullError
 from engine.protocols import Draft, Verdict
 from engine.sequence import RequestOutput, Sequence
 from engine.stats import SpeculationStats
+
+_SAME_FOR_ALL: Mapping[str, int] = {}
 
 
 @dataclass(slots=True)
@@ -36,6 +39,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._lacks_blocks = False
+        self._lengths: Mapping[str, int] = _SAME_FOR_ALL
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request; one that has tokens already, from another engine, comes before all that have none.
@@ -89,8 +93,13 @@ class Scheduler:
         is_full = len(self.running) >= self.config.max_num_seqs or self._lacks_blocks
         return (bool(self.waiting) and not is_full) or not all(s.is_decoding for s in self.running)
 
-    def next_batch(self, num_speculative_tokens: int) -> list[ScheduledRow]:
-        """Choose the rows of the next round and reserve their blocks."""
+    def next_batch(self, num_speculative_tokens: int, lengths: Mapping[str, int] = _SAME_FOR_ALL) -> list[ScheduledRow]:
+        """Choose the rows of the next round and reserve their blocks.
+
+        Args:
+            lengths: by request id, draft lengths that take the place of `num_speculative_tokens`.
+        """
+        self._lengths = lengths
         budget = self.config.max_num_batched_tokens
         rows: list[ScheduledRow] = []
         # Decoding rows first, so that a long prompt does not delay them.
@@ -139,7 +148,8 @@ class Scheduler:
         length = min(sequence.num_uncomputed, budget)
         if not sequence.is_decoding:
             return ScheduledRow(sequence, length, 0)
-        limit = self._draft_limit(sequence, num_speculative_tokens)
+        length_limit = self._lengths.get(sequence.request.request_id, num_speculative_tokens)
+        limit = self._draft_limit(sequence, length_limit)
         # A round commits one token more than it accepts, so a draft must leave room for that token.
         room = min(sequence.num_remaining - 1, self._max_model_len - len(sequence.request.token_ids) - 1, budget - 1)
         return ScheduledRow(sequence, length, max(0, min(limit, room)))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from engine.config import EngineConfig, ModelConfig, PairConfig
+from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.errors import ConfigError
@@ -45,12 +46,19 @@ class Method:
         make: returns the drafter; the draft model is None for a method that loads none.
         proposes: False where no draft is ever made, so that nothing has to be reserved for one.
         loads_model: the method needs a draft model.
+        in_front: returns what the engine calls in place of the drafter, which may be in another process; None if the
+            engine calls the drafter itself.
     """
 
     runs_in: Process
     make: Callable[[EngineConfig, DraftModel | None], Drafter]
     proposes: bool = True
     loads_model: bool = False
+    in_front: Callable[[EngineConfig, Drafter], Drafter] | None = None
+
+    def drafter_of_engine(self, config: EngineConfig, drafter: Drafter) -> Drafter:
+        """Return what the engine calls for this method, given the drafter that `make` made, or a link to it."""
+        return drafter if self.in_front is None else self.in_front(config, drafter)
 
 
 def _no_drafter(_config: EngineConfig, _draft: DraftModel | None) -> Drafter:
@@ -70,11 +78,15 @@ def _ngram_drafter(_config: EngineConfig, _draft: DraftModel | None) -> Drafter:
     return NgramDrafter()
 
 
-def _suffix_drafter(config: EngineConfig, _draft: DraftModel | None) -> Drafter:
+def _suffix_drafter(config: EngineConfig, _draft: DraftModel | None) -> SuffixDrafter:
     # Under other rules a text depends on its drafts. A draft from the output of a request with the same seed would then
     # depend on the random numbers that decide about it, and the text would not have the target's distribution.
     remembers = config.enable_prefix_caching and config.verification == "coupled"
     return SuffixDrafter(remembers_outputs=remembers)
+
+
+def _with_copies(config: EngineConfig, drafter: Drafter) -> Drafter:
+    return CombinedDrafter(drafter, _suffix_drafter(config, None))
 
 
 METHODS: Mapping[str, Method] = {
@@ -82,6 +94,7 @@ METHODS: Mapping[str, Method] = {
     "model": Method("draft", _model_drafter, loads_model=True),
     "ngram": Method("router", _ngram_drafter),
     "suffix": Method("router", _suffix_drafter),
+    "model+suffix": Method("draft", _model_drafter, loads_model=True, in_front=_with_copies),
 }
 
 

@@ -39,13 +39,14 @@ class NgramDrafter:
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a chain per row; it is empty where the last tokens did not occur before."""
+        self.read([row.request for row in rows])
+        return [chain(self._continue(row)) if row.num_draft_tokens else NO_DRAFT for row in rows]
+
+    def read(self, requests: Sequence[Request]) -> None:
+        """Index the new tokens of some requests, up to `MAX_READ` of them."""
         room = MAX_READ
-        drafts = []
-        for row in rows:
-            room -= self._read(row.request, room)
-            draft = chain(self._continue(row)) if row.num_draft_tokens else NO_DRAFT
-            drafts.append(draft)
-        return drafts
+        for request in requests:
+            room -= self._read(request, room)
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended; unknown ids are ignored."""

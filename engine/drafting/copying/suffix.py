@@ -20,7 +20,7 @@ from typing import NamedTuple
 from engine.drafting.copying.ngram import MAX_READ, NgramDrafter
 from engine.drafting.copying.token_index import MAX_MATCH, Match, TokenIndex
 from engine.drafting.copying.track_record import TrackRecord
-from engine.protocols import Draft, ProposeRow
+from engine.protocols import ProposeRow, Request
 
 _MIN_PROB = 0.2
 """A draft ends before the first token that is less likely to be accepted."""
@@ -65,10 +65,10 @@ class SuffixDrafter(NgramDrafter):
         self._record = TrackRecord()
         self._proposed: dict[str, _Proposed] = {}
 
-    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return a chain per row; it is empty where no match promises an accepted token."""
+    def read(self, requests: Sequence[Request]) -> None:
+        """Index the new tokens of some requests and the outputs of those that have ended, up to `MAX_READ` of each."""
         self._read_ended(MAX_READ)
-        return await super().propose(rows)
+        super().read(requests)
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended, but keep its output for others of its salt."""

@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from engine.config import Drafting, EngineConfig, PairConfig
+from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.model import ModelDrafter
 from engine.drafting.registry import METHODS, DraftModel, choose_method, settle_drafting
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
@@ -47,7 +48,9 @@ def test_a_method_without_its_draft_model_is_refused():
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="drafting is 'ngrm'; it must be auto or none or model or ngram or suffix"):
+    with pytest.raises(
+        ConfigError, match=r"drafting is 'ngrm'; it must be auto or none or model or ngram or suffix or model\+suffix"
+    ):
         EngineConfig(drafting="ngrm")
 
 
@@ -98,6 +101,15 @@ def test_the_model_method_runs_ahead_where_somebody_calls_advance(run_ahead, exp
     [draft] = run_in_process(drafter.propose([row]))
     assert len(draft.token_ids) == 3
     assert max(draft.token_ids) < 4
+
+
+def test_copies_stand_in_front_of_a_model_wherever_that_runs():
+    method, config = METHODS["model+suffix"], EngineConfig(num_blocks=10)
+    assert (method.runs_in, method.loads_model) == ("draft", True)
+    model = method.make(config, DraftModel(MODEL, 4))
+    assert type(model) is ModelDrafter
+    assert type(method.drafter_of_engine(config, model)) is CombinedDrafter
+    assert METHODS["model"].drafter_of_engine(config, model) is model
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix"])

@@ -4,6 +4,8 @@ compare   every method on the same prompts, at batch 1 and 8, T = 0 and 0.7 (als
 profile   what the parts of a round cost, in process and served
 batch     tokens/s of the engine at 1 to 32 rows
 prefill   prompt tokens/s, and time to first token beside a full batch
+methods   every drafting method with every verification rule, by domain, and transformers' own ways; --large: on a
+          target of 0.4 billion weights that writes the same text
 bandwidth a random model of half a billion weights: how near it decodes to what the memory gives
 load      tokens/s and latency of the served application at 1 to 32 streams
 paced     in real time at the pace of GPUs that are not here: what a round takes besides them, and what drafts gain
@@ -31,10 +33,11 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
-from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
+from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, Drafting, Verification
 from tests.bench import cluster_tables, simulate
 from tests.bench.abuse import abuse
 from tests.bench.arrivals import CONVERSATIONS
@@ -44,6 +47,7 @@ from tests.bench.burst import burst
 from tests.bench.compare import CELLS, NAMES, PEERS, show, write
 from tests.bench.compiled_models import compile_models
 from tests.bench.curves import batch_curve, load_curve
+from tests.bench.methods import methods
 from tests.bench.paced import ARMS, PACED_TOKENS, PAIR, STREAMS, TEMPERATURES, paced
 from tests.bench.pictures import PICTURES
 from tests.bench.prefill import prefill
@@ -55,11 +59,14 @@ from tests.bench.turns import collect
 from tests.bench.worker import Setting
 from tests.bench.workload import NUM_TOKENS, Workload, read_prompts
 
+METHODS = tuple(name for name in get_args(Drafting) if name not in ("auto", "none"))
+RULES = get_args(Verification)
 COMMANDS = (
     "compare",
     "profile",
     "batch",
     "prefill",
+    "methods",
     "bandwidth",
     "load",
     "paced",
@@ -115,6 +122,20 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
             json=options.json,
             png=options.png or PICTURES / "paced.png",
         )
+    if options.command == "methods":
+        methods(
+            replace(workload, num_turns=options.turns),
+            console,
+            large=options.large,
+            names=options.methods,
+            rules=options.rules,
+            lengths=options.lengths,
+            temperatures=options.temperatures,
+            batch_sizes=options.batch_sizes,
+            domain_names=options.domains,
+            json_path=options.json,
+        )
+        return []
     if options.command == "bandwidth":
         bandwidth(workload, console)
         return []
@@ -161,7 +182,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
         choices=COMMANDS,
         default="compare",
     )
-    parser.add_argument("--json", type=Path, help="compare, prefill: where the rows go")
+    parser.add_argument("--json", type=Path, help="compare, prefill, methods, paced: where the rows go")
     parser.add_argument("--only", nargs="+", choices=NAMES + PEERS, help="compare: these methods")
     parser.add_argument("--peers", action="store_true", help="compare: vLLM too, as `make bench-peers` installs it")
     parser.add_argument("--png", type=Path, help="where a plot goes (default: plots/)")
@@ -178,7 +199,13 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pair", default=PAIR, help="paced: the devices and models, `draft` on its own or `/shared`")
     parser.add_argument("--streams", type=_numbers, default=STREAMS, help="paced: concurrent streams, as 1,8,64")
     parser.add_argument("--temperatures", type=_temperatures, default=TEMPERATURES, help="paced: as 0,0.7,1")
-    parser.add_argument("--turns", type=int, help="paced: batches of each cell")
+    parser.add_argument("--turns", type=int, help="paced, methods: batches of each cell")
+    parser.add_argument("--large", action="store_true", help="methods: on the large target")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), help="methods: who drafts")
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES), help="methods: who verifies")
+    parser.add_argument("--lengths", type=_numbers, default=(2, 4, 8, 16), help="methods: draft lengths, as 2,4,8,16")
+    parser.add_argument("--batch-sizes", type=_numbers, default=(1, 8), help="methods: as 1,8")
+    parser.add_argument("--domains", nargs="+", default=[], help="methods: these domains of text (default: all)")
     parser.add_argument(
         "--arms",
         nargs="+",

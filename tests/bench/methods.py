@@ -29,6 +29,7 @@ from engine.models.tokenizer import load_tokenizer
 from engine.sampling.params import SamplingParams
 from engine.stats import SpeculationStats
 from engine.verification.verifier import ModelVerifier
+from tests.bench.compiled_models import compile_models
 from tests.bench.domains import read_domains
 from tests.bench.large_target import make_large_target
 from tests.bench.with_lookup import TransformersLookup
@@ -113,6 +114,7 @@ def methods(
     with TemporaryDirectory(prefix="paceline-large-") as folder:
         if large:
             workload = replace(workload, target=str(make_large_target(Path(workload.target), Path(folder))))
+            compile_models(workload, console)
         target, draft = (
             load_backend(ModelConfig(path, dtype=workload.dtype, device=workload.device, compile=workload.compile))
             for path in (workload.target, workload.draft)

@@ -102,5 +102,7 @@ async def test_log_probabilities_come_with_the_text(sdk: openai.AsyncOpenAI) -> 
     events = [event async for event in await sdk.responses.create(**options, stream=True)]
     streamed = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
     assert [entry.token for entry in streamed] == [entry.token for entry in shown]
+    (begun,) = (event for event in events if event.type == "response.content_part.added")
+    assert (begun.part.text, begun.part.logprobs) == ("", [])  # type: ignore[union-attr]
     (done,) = (event for event in events if event.type == "response.output_text.done")
     assert [entry.logprob for entry in done.logprobs] == [entry.logprob for entry in shown]

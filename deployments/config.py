@@ -18,7 +18,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, V
 from cluster.config import GroupConfig, RunAhead
 from cluster.log_format import LogFormat
 from engine.config import BUNDLED, PAIR_SETTINGS, PairConfig, unknown_argument
-from engine.drafting.registry import settle_drafting
+from engine.drafting.registry import check_run_ahead, settle_drafting
 from engine.errors import ConfigError
 
 API_KEY_VARIABLE = "PACELINE_API_KEY"
@@ -207,6 +207,7 @@ class AppConfig(BaseModel):
     @model_validator(mode="after")
     def _check_drafting(self) -> Self:
         settle_drafting(self.pair)
+        check_run_ahead(self.pair.engine, self.run_ahead, has_draft_model=self.pair.draft is not None)
         return self
 
     @classmethod

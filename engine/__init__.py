@@ -2,10 +2,11 @@
 
 In reading order: `protocols` (a round's roles, messages and terms), `engine` (a step), `scheduler` (who takes part in a
 round), `sequence` (a request's committed tokens), `block_pool` (KV blocks), `draft_length` (how many tokens to draft),
-`verification/` (which draft tokens are accepted), `drafting/` (who proposes them), `sampling/` (logits to a token),
-`models/` (loading transformers models), `execution/` (forward passes on a device), `detokenizer` (token ids to text),
-`llm` (all of it in one process). Beside them `config` (every setting), `errors` (every exception), `stats` (counters),
-`request_stats` (times and lengths of requests), `scratch` (temporary folders) and `training/` (pretraining and
+`acceptance` (how many of them are accepted), `verification/` (which draft tokens are accepted), `drafting/` (who
+proposes them), `sampling/` (logits to a token), `models/` (loading transformers models), `execution/` (forward passes
+on a device), `detokenizer` (token ids to text), `llm` (all of it in one process). Beside them `config` (every setting),
+`errors` (every exception), `stats` (counters), `request_stats` (times and lengths of requests), `scratch` (temporary
+folders) and `training/` (pretraining and
 distilling models).
 """
 

@@ -9,23 +9,19 @@ a few rounds, and its round time is compared with that of the rounds just before
 longer contexts slow both. A length is tried again once its last trial's lost time is a small share of the time passed.
 """
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
+from engine.acceptance import Acceptance, ChainAcceptance, TreeAcceptance
 from engine.config import Speculation
 
 Reason = Literal["fixed", "off", "goodput", "trial"]
 
 _LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-_DRAFTS_REMEMBERED = 200
-_PRIOR_ACCEPTANCE = 0.7
-_PRIOR_DRAFTS = 4
-_FADING = 0.97
-"""What is left, after a round without a draft token at a position, of the weight of the drafts remembered there. While
-drafts are off, requests come whose drafts would be accepted more often, and one trial should be enough to see it."""
 _MARGIN = 1.01
 """Another length must promise this much more, because a change of length costs a round or two."""
 _WINDOW = 15
@@ -128,12 +124,13 @@ class Goodput:
     (the most tokens per second), `trial`, or `fixed` and `off` by configuration.
     """
 
-    def __init__(self, max_draft_tokens: int, speculation: Speculation = "adaptive") -> None:
+    def __init__(
+        self, max_draft_tokens: int, speculation: Speculation = "adaptive", *, drafts_trees: bool = False
+    ) -> None:
         self.num_draft_tokens = 0 if speculation == "off" else max_draft_tokens
         self._is_adaptive = speculation == "adaptive" and max_draft_tokens > 0
         self.reason: Reason = "goodput" if self._is_adaptive else "fixed" if self.num_draft_tokens else "off"
-        self._acceptance = [_PRIOR_ACCEPTANCE] * max_draft_tokens
-        self._num_reached = [float(_PRIOR_DRAFTS)] * max_draft_tokens
+        self._acceptance: Acceptance = (TreeAcceptance if drafts_trees else ChainAcceptance)(max_draft_tokens)
         self._loads: dict[tuple[int, int], _Load] = {}
         self._load: _Load | None = None
         self._num_rounds = 0
@@ -164,7 +161,7 @@ class Goodput:
             chosen, self.reason = load.trial.num_draft_tokens, "trial"
         self._is_first = chosen != self.num_draft_tokens
         self.num_draft_tokens = chosen
-        self._fade(chosen)
+        self._acceptance.fade(chosen)
         return chosen
 
     def observe(self, limits: Sequence[int], seconds: float) -> None:
@@ -178,28 +175,13 @@ class Goodput:
         expected = [self.expected_tokens(k, limits) for k in (load.trial.num_draft_tokens, load.best)]
         load.observe_trial(load.trial, seconds, expected[0] / expected[1])
 
-    def observe_draft(self, num_requested: int, num_accepted: int) -> None:
-        """Record a verdict; requested draft tokens that the drafter did not deliver count as rejected.
-
-        Only positions up to the first rejection count: later ones were not decided.
-        """
-        for position in range(min(num_accepted + 1, num_requested)):
-            count = self._num_reached[position] = min(self._num_reached[position] + 1, _DRAFTS_REMEMBERED)
-            self._acceptance[position] += ((position < num_accepted) - self._acceptance[position]) / count
-
-    def _fade(self, num_draft_tokens: int) -> None:
-        """Let positions beyond a round's drafts be learned anew, faster with every such round."""
-        for position in range(num_draft_tokens, len(self._num_reached)):
-            if self._num_reached[position] > _PRIOR_DRAFTS:
-                self._num_reached[position] = max(_PRIOR_DRAFTS, _FADING * self._num_reached[position])
+    def observe_draft(self, num_requested: int, path: Sequence[int]) -> None:
+        """Record a verdict's path; requested draft tokens that the drafter did not deliver count as rejected."""
+        self._acceptance.observe(num_requested, path)
 
     def expected_tokens(self, num_draft_tokens: int, limits: Sequence[int]) -> float:
         """Return how many tokens a round is expected to commit over all requests."""
-        totals = [1.0]
-        reached = 1.0
-        for rate in self._acceptance[:num_draft_tokens]:
-            reached *= rate
-            totals.append(totals[-1] + reached)
+        totals = list(itertools.accumulate(self._acceptance.gains()[:num_draft_tokens], initial=1.0))
         return sum(totals[min(limit, num_draft_tokens)] for limit in limits)
 
     def _load_of(self, batch_size: int, longest: int) -> _Load:

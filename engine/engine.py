@@ -11,6 +11,7 @@ from engine.block_pool import salt_digest
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.draft_length import Goodput
+from engine.drafting.registry import drafts_trees
 from engine.errors import PromptTooLongError, RequestError
 from engine.protocols import NO_DRAFT, Draft, Drafter, PlansCopies, ProposeRow, Request, Verifier, VerifyRow
 from engine.request_stats import RequestStats
@@ -51,7 +52,9 @@ class Engine:
         self._tokenizer = None if tokenizer is None else getattr(tokenizer, "backend_tokenizer", tokenizer)
         self.scheduler = Scheduler(config, num_blocks, self.max_model_len)
         self._copier = drafter if isinstance(drafter, PlansCopies) else None
-        self.goodput = Goodput(config.num_speculative_tokens, config.speculation)
+        self.goodput = Goodput(
+            config.num_speculative_tokens, config.speculation, drafts_trees=drafts_trees(config.drafting)
+        )
         self.request_stats = RequestStats(self.max_model_len)
         self._clock = clock
         self._round_ended: float | None = None
@@ -174,7 +177,7 @@ class Engine:
         for row, verdict in zip(rows, verdicts, strict=True):
             request = row.sequence.request
             if not request.params.fixes_draft_length and request.request_id not in copies:
-                self.goodput.observe_draft(row.num_draft_tokens, verdict.num_accepted)
+                self.goodput.observe_draft(row.num_draft_tokens, verdict.path)
         for output in outputs:
             if output.finish_reason is not None:
                 self._release(output.request_id)

@@ -198,7 +198,11 @@ class ModelDrafter:
         return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def _runs(
-        self, requests: Sequence[Request], depths: Sequence[list[int]], paths: Callable[[], list[list[list[int]]]]
+        self,
+        requests: Sequence[Request],
+        depths: Sequence[list[int]],
+        paths: Callable[[], list[list[list[int]]]],
+        tips: Sequence[Sequence[int]] = (),
     ) -> list[Run]:
         """Return a run per request.
 
@@ -206,6 +210,7 @@ class ModelDrafter:
             depths: per request, those of its rows.
             paths: returns, per request and row, the draft tokens before the row; called only if parameters depend on
                 them, since it waits for the device.
+            tips: per request and row, as in `Run`.
         """
         needs_paths = any(request.params.depends_on_path for request in requests)
         known_paths: Sequence[Sequence[list[int]]] = paths() if needs_paths else [()] * len(requests)
@@ -217,8 +222,11 @@ class ModelDrafter:
                 paths=row_paths,
                 end_ids=(*eos, *request.params.stop_token_ids),
                 matcher=matcher_of(self._grammars, request),
+                tips=row_tips,
             )
-            for request, row_depths, row_paths in zip(requests, depths, known_paths, strict=True)
+            for request, row_depths, row_paths, row_tips in zip(
+                requests, depths, known_paths, tips or [[]] * len(requests), strict=True
+            )
         ]
 
     def _paths(self, chains: Sequence[Chain], drawn: Sequence[Drawn]) -> list[list[list[int]]]:

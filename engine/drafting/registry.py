@@ -4,7 +4,7 @@ To add a method, write its file, and give it a line in `METHODS` and its name in
 imports the method's file when it is called: the Router asks where a method runs, and has no need of torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -48,6 +48,9 @@ class Method:
         loads_model: the method needs a draft model.
         in_front: returns what the engine calls in place of the drafter, which may be in another process; None if the
             engine calls the drafter itself.
+        drafts_trees: drafts may be trees, not only chains.
+        runs_ahead: in a draft worker, it can draft for verdicts that it does not know yet.
+        rules: the verification rules that its drafts can be verified by.
     """
 
     runs_in: Process
@@ -55,6 +58,9 @@ class Method:
     proposes: bool = True
     loads_model: bool = False
     in_front: Callable[[EngineConfig, Drafter], Drafter] | None = None
+    drafts_trees: bool = False
+    runs_ahead: bool = False
+    rules: Collection[str] = ("coupled", "rejection", "block")
 
     def drafter_of_engine(self, config: EngineConfig, drafter: Drafter) -> Drafter:
         """Return what the engine calls for this method, given the drafter that `make` made, or a link to it."""
@@ -89,13 +95,31 @@ def _with_copies(config: EngineConfig, drafter: Drafter) -> Drafter:
     return CombinedDrafter(drafter, _suffix_drafter(config, None))
 
 
+def _tree_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
+    from engine.drafting.sampled_tree import SampledTreeDrafter
+    from engine.drafting.tree import TreeDrafter
+    from engine.verification.rule import RULES
+
+    assert draft is not None
+    drafter_class = SampledTreeDrafter if RULES[config.verification].needs_draft_rows else TreeDrafter
+    return drafter_class(draft.backend, config, token_limit=draft.token_limit, grammars=draft.grammars)
+
+
+_TREE_RULES = ("coupled", "rejection", "k_sequential")
+
 METHODS: Mapping[str, Method] = {
     "none": Method("router", _no_drafter, proposes=False),
-    "model": Method("draft", _model_drafter, loads_model=True),
+    "model": Method("draft", _model_drafter, loads_model=True, runs_ahead=True),
+    "tree": Method("draft", _tree_drafter, loads_model=True, drafts_trees=True, rules=_TREE_RULES),
     "ngram": Method("router", _ngram_drafter),
     "suffix": Method("router", _suffix_drafter),
-    "model+suffix": Method("draft", _model_drafter, loads_model=True, in_front=_with_copies),
+    "model+suffix": Method("draft", _model_drafter, loads_model=True, runs_ahead=True, in_front=_with_copies),
 }
+
+
+def drafts_trees(name: str) -> bool:
+    """Return whether drafts of a method may be trees; those of "auto" never are."""
+    return name in METHODS and METHODS[name].drafts_trees
 
 
 def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
@@ -104,23 +128,43 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
     "auto" is "model" if there is a draft model, else "suffix".
 
     Raises:
-        ConfigError: the method needs a draft model, and there is none.
+        ConfigError: the method needs a draft model, and there is none; or two settings do not fit each other.
     """
     name = config.drafting
+    if config.tree_width is not None and not drafts_trees(name):
+        raise ConfigError(f"tree_width is {config.tree_width}, but drafting is {name!r}, which drafts no trees")
     if name == "auto":
         name = "model" if has_draft_model else "suffix"
     if config.num_speculative_tokens == 0 or config.speculation == "off":
         return METHODS["none"]
     if METHODS[name].loads_model and not has_draft_model:
         raise ConfigError(f"drafting is {name!r}, which needs a draft_model, and there is none")
+    if METHODS[name].proposes and config.verification not in METHODS[name].rules:
+        rules = " or ".join(METHODS[name].rules)
+        raise ConfigError(
+            f"verification is {config.verification!r}, but drafting is {name!r}, whose drafts are verified by {rules}"
+        )
     return METHODS[name]
+
+
+def check_run_ahead(config: EngineConfig, run_ahead: str, *, has_draft_model: bool) -> None:
+    """Refuse `run_ahead` "on" for a method that cannot draft for verdicts that it does not know yet.
+
+    Raises:
+        ConfigError: the message names both settings.
+    """
+    method = choose_method(config, has_draft_model=has_draft_model)
+    if run_ahead == "on" and method.proposes and not method.runs_ahead:
+        raise ConfigError(
+            f"run_ahead is on, but drafting is {config.drafting!r}, which drafts only after the verdict is known"
+        )
 
 
 def settle_drafting(pair: PairConfig) -> tuple[ModelConfig | None, EngineConfig]:
     """Return the draft model to load, if any, and the engine's settings, with k = 0 if the method never drafts.
 
     Raises:
-        ConfigError: the method needs a draft model, and there is none.
+        ConfigError: as `choose_method`.
     """
     method = choose_method(pair.engine, has_draft_model=pair.draft is not None)
     engine = pair.engine if method.proposes else replace(pair.engine, num_speculative_tokens=0)

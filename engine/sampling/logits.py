@@ -32,6 +32,9 @@ class Run:
         paths: per row, those draft tokens. Needed if `params.depends_on_path`, else empty.
         end_ids: ids that may not be drawn before min_tokens: end-of-text and stop ids.
         matcher: the state of the request's grammar, if it has one.
+        tips: per row, how many tokens will be committed before the round that the row is drawn in; empty for the
+            request's own. Only drafts that run ahead of their round differ.
+        lanes: per row, which of several independent draft tokens at its position is drawn; empty for the first.
     """
 
     request: Request
@@ -39,6 +42,8 @@ class Run:
     paths: Sequence[Sequence[int]] = ()
     end_ids: Sequence[int] = field(default_factory=tuple)
     matcher: Matcher | None = None
+    tips: Sequence[int] = ()
+    lanes: Sequence[int] = ()
 
     @property
     def params(self) -> SamplingParams:
@@ -165,12 +170,22 @@ def noised(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREA
 def gumbel_rows(runs: Sequence[Run], like: Tensor, stream: int) -> Tensor:
     """Return every row's noise, [n, vocab]; 0 for greedy requests."""
     positions = [position for run in runs for position in run.positions]
-    seeds = [run.params.seed or 0 for run in runs for _ in run.depths]
+    seeds = [seed for run in runs for seed in _seeds(run, stream)]
     keys = noise.keys(seeds, positions, stream, like.device)
     rows = noise.gumbel(keys, torch.arange(like.shape[-1], dtype=torch.int32, device=like.device))
     if any(run.params.temperature == 0 for run in runs):
         rows.masked_fill_(_column(runs, like, lambda params: params.temperature) == 0, 0.0)
     return rows
+
+
+def _seeds(run: Run, stream: int) -> list[int]:
+    """Return the seed of each row's draw: a draft that is sampled is drawn anew in every round."""
+    seed = run.params.seed or 0
+    if stream != noise.DRAFT_STREAM:
+        return [seed] * len(run.depths)
+    tips = run.tips or [len(run.request.token_ids)] * len(run.depths)
+    lanes = run.lanes or [0] * len(run.depths)
+    return [noise.round_seed(seed, tip, lane) for tip, lane in zip(tips, lanes, strict=True)]
 
 
 def probabilities(shaped: Tensor, runs: Sequence[Run]) -> Tensor:

@@ -20,11 +20,11 @@ from torch import Tensor
 TARGET_STREAM = 0
 """The target's own draw; the coupled drafter uses it too."""
 DRAFT_STREAM = 1
-"""The drafter's sampling under the rejection rule."""
+"""The drafter's sampling under rules that need draft rows; drawn anew in every round, see `round_seed`."""
 ACCEPT_STREAM = 2
-"""The rejection rule's coins."""
+"""The coins of these rules; drawn anew in every round."""
 RESIDUAL_STREAM = 3
-"""The rejection rule's recovered and bonus tokens."""
+"""The recovered and bonus tokens of these rules."""
 
 _implementations: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
 """Faster implementations for a whole vocabulary, by device type."""
@@ -75,6 +75,20 @@ def keys(seeds: Sequence[int], positions: Sequence[int], stream: int, device: to
         return torch.empty(0, 2, dtype=torch.int32, device=device)
     # The low word comes first: torch runs on little-endian machines only.
     return torch.frombuffer(array("Q", keys), dtype=torch.int32).view(-1, 2).to(device)
+
+
+def round_seed(seed: int, tip: int, lane: int = 0) -> int:
+    """Return the seed of draws that belong to one round: a draft's tokens, and the coins that accept them.
+
+    A rule may look at draft tokens and coins beyond those that it commits: block verification decides about a token by
+    all that follow it. The next round draws at the same positions again, and would be biased if it drew the same
+    numbers.
+
+    Args:
+        tip: how many tokens were committed before the round.
+        lane: tells draws apart that one round makes at one position.
+    """
+    return _splitmix64(_hashed_seed(seed) ^ _splitmix64((tip << 8) + lane))
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:

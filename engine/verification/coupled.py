@@ -20,6 +20,7 @@ class Coupled:
 
     needs_draft_rows = False
     shares_noise = True
+    independent_siblings = False
 
     def decide(
         self, logits: Tensor, runs: Sequence[Run], drafts: Sequence[Draft], drawn: list[int] | None

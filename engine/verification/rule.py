@@ -10,7 +10,9 @@ from torch import Tensor
 
 from engine.protocols import Draft
 from engine.sampling.logits import Run
+from engine.verification.block import Block
 from engine.verification.coupled import Coupled
+from engine.verification.k_sequential import KSequential
 from engine.verification.rejection import Rejection
 
 
@@ -21,10 +23,12 @@ class Rule(Protocol):
         needs_draft_rows: drafts must carry the distributions that their tokens were sampled from.
         shares_noise: the target draws a token at every row with the noise that the draft drew with. The target's pass
             may then draw these tokens itself, and the draft can foresee them.
+        independent_siblings: draft tokens after the same text must be sampled independently; else without replacement.
     """
 
     needs_draft_rows: bool
     shares_noise: bool
+    independent_siblings: bool
 
     def decide(
         self, logits: Tensor, runs: Sequence[Run], drafts: Sequence[Draft], drawn: list[int] | None
@@ -46,4 +50,6 @@ class Rule(Protocol):
 RULES: Mapping[str, Rule] = {
     "coupled": Coupled(),
     "rejection": Rejection(),
+    "block": Block(),
+    "k_sequential": KSequential(),
 }

@@ -51,7 +51,7 @@ class Machine:
             self.lengths[k] += 1
             for _ in range(batch_size):
                 accepted = next((i for i in range(k) if self.random.random() > self.acceptance), k)
-                control.observe_draft(k, accepted)
+                control.observe_draft(k, range(accepted))
                 tokens += 1 + accepted
             elapsed += self.round_s(batch_size, k)
             if measured:
@@ -106,14 +106,14 @@ def test_the_draft_length_follows_the_load_and_comes_back():
 def test_missing_drafts_count_as_rejected_ones():
     control = Goodput(MAX_K)
     for _ in range(2000):
-        control.observe_draft(MAX_K, 0)
+        control.observe_draft(MAX_K, [])
     assert control.expected_tokens(MAX_K, [MAX_K]) < 1.01
 
 
 def test_acceptance_is_learned_by_position_and_limits_count():
     control = Goodput(3)
     for _ in range(1000):
-        control.observe_draft(3, 1)
+        control.observe_draft(3, [0])
     assert control.expected_tokens(0, [3]) == 1
     assert control.expected_tokens(1, [3]) == pytest.approx(2, abs=0.01)
     assert control.expected_tokens(3, [3]) == pytest.approx(2, abs=0.01)

@@ -25,6 +25,7 @@ import pytest
 import torch
 
 from engine.drafting.model import ModelDrafter
+from engine.drafting.registry import METHODS, DraftModel
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.sampling.params import SamplingParams
 from tests.engine.conftest import VOCAB
@@ -49,6 +50,12 @@ DRAFTERS = {
     ),
     "forgetful": lambda target, _, grammars: (
         lambda config: ForgetfulDrafter(ModelDrafter(target, config, grammars=grammars))
+    ),
+    "a tree": lambda target, _, grammars: (
+        lambda config: METHODS["tree"].make(config, DraftModel(target, VOCAB, grammars))
+    ),
+    "a tree by a random draft": lambda _, draft, grammars: (
+        lambda config: METHODS["tree"].make(config, DraftModel(draft, VOCAB, grammars))
     ),
 }
 TREES = {

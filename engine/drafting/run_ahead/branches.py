@@ -115,6 +115,13 @@ class Branches:
         """Return, per trunk and branch, the number of tokens between the tip and the next draw."""
         return [[accepted + 1 + self.num_computed for accepted, _ in verdicts] for verdicts in self._verdicts]
 
+    def tips(self) -> list[list[int]]:
+        """Return, per trunk and branch, how many tokens are committed if the branch's verdict arrives."""
+        return [
+            [trunk.base + accepted + 1 for accepted, _ in verdicts]
+            for trunk, verdicts in zip(self.trunks, self._verdicts, strict=True)
+        ]
+
     def draws(self) -> tuple[list[SamplingParams], list[int]]:
         """Return, per branch, the request's parameters and the position of the first token that is drawn."""
         params = [trunk.request.params for trunk in self.trunks for _ in range(self._width)]

@@ -284,7 +284,9 @@ class RunAheadDrafter(ModelDrafter):
         tokens = branches.roots
         params, positions = branches.draws()
         for draws in self._plan(params, positions, self._depth):
-            runs = functools.partial(self._runs, requests, branches.depths(), lambda: self._branch_paths(branches))
+            runs = functools.partial(
+                self._runs, requests, branches.depths(), lambda: self._branch_paths(branches), branches.tips()
+            )
             drawn = self._pass(branches.next_pass(tokens), draws, runs)
             branches.add(drawn)
             tokens = drawn.tokens

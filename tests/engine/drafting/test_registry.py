@@ -8,8 +8,10 @@ import pytest
 from engine.config import Drafting, EngineConfig, PairConfig
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.model import ModelDrafter
-from engine.drafting.registry import METHODS, DraftModel, choose_method, settle_drafting
+from engine.drafting.registry import METHODS, DraftModel, check_run_ahead, choose_method, settle_drafting
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.drafting.sampled_tree import SampledTreeDrafter
+from engine.drafting.tree import TreeDrafter
 from engine.errors import ConfigError
 from engine.llm import LLM, run_in_process
 from engine.protocols import NO_DRAFT, ProposeRow, Request, chain
@@ -36,10 +38,56 @@ def test_the_configuration_offers_the_methods_of_the_registry():
         ({"num_speculative_tokens": 0}, True, "none"),
         ({"speculation": "off"}, True, "none"),
         ({"drafting": "model", "speculation": "off"}, False, "none"),
+        ({"drafting": "tree"}, True, "tree"),
+        ({"drafting": "tree", "verification": "rejection", "tree_width": 2}, True, "tree"),
+        ({"drafting": "tree", "verification": "k_sequential"}, True, "tree"),
+        ({"drafting": "none", "verification": "k_sequential"}, True, "none"),
+        ({"verification": "block"}, True, "model"),
     ],
 )
 def test_a_configuration_chooses_one_method(settings, has_draft_model, expected):
     assert choose_method(EngineConfig(**settings), has_draft_model=has_draft_model) is METHODS[expected]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"drafting": "tree", "verification": "block"},
+            "verification is 'block', but drafting is 'tree', whose drafts are verified by coupled or rejection or",
+        ),
+        ({"verification": "k_sequential"}, "verification is 'k_sequential', but drafting is 'model'"),
+        ({"drafting": "model", "tree_width": 2}, "tree_width is 2, but drafting is 'model', which drafts no trees"),
+        ({"tree_width": 1}, "tree_width is 1, but drafting is 'auto'"),
+    ],
+)
+def test_settings_that_do_not_fit_each_other_are_refused_with_both_names(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_method(EngineConfig(**settings), has_draft_model=True)
+
+
+def test_run_ahead_is_refused_for_a_method_that_needs_to_know_the_verdict():
+    config = EngineConfig(drafting="tree")
+    with pytest.raises(ConfigError, match="run_ahead is on, but drafting is 'tree'"):
+        check_run_ahead(config, "on", has_draft_model=True)
+    check_run_ahead(config, "auto", has_draft_model=True)
+    check_run_ahead(EngineConfig(), "on", has_draft_model=True)
+    check_run_ahead(EngineConfig(drafting="none"), "on", has_draft_model=True)
+
+
+@pytest.mark.parametrize(
+    ("verification", "expected"),
+    [("coupled", TreeDrafter), ("rejection", SampledTreeDrafter), ("k_sequential", SampledTreeDrafter)],
+)
+def test_trees_are_made_for_the_rule_that_verifies_them(verification, expected):
+    config = EngineConfig(num_blocks=10, drafting="tree", verification=verification)
+    drafter = METHODS["tree"].make(config, DraftModel(MODEL, 4))
+    assert type(drafter) is expected
+    params = SamplingParams(temperature=9.0, seed=1, ignore_eos=True)
+    [draft] = run_in_process(drafter.propose([ProposeRow(Request("a", [1, 2], 1, params), 3)]))
+    assert len(draft.token_ids) == 3
+    assert max(draft.token_ids) < 4
+    assert (draft.top_ids is None) == (verification == "coupled")
 
 
 def test_a_method_without_its_draft_model_is_refused():
@@ -48,9 +96,7 @@ def test_a_method_without_its_draft_model_is_refused():
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones():
-    with pytest.raises(
-        ConfigError, match=r"drafting is 'ngrm'; it must be auto or none or model or ngram or suffix or model\+suffix"
-    ):
+    with pytest.raises(ConfigError, match="drafting is 'ngrm'; it must be auto or none or model or tree or ngram or"):
         EngineConfig(drafting="ngrm")
 
 

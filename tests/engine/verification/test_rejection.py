@@ -1,123 +1,176 @@
-"""The rejection rule by exact enumeration: every draft, every way the coins can fall, in float64.
-
-The coins of a position are cut where the rule's decision may change and at a few more places; the rule's own `accept`
-says what each piece leads to, its length says how likely it is.
-"""
+"""The rejection rule by exact enumeration: every draft, every way the coins can fall, in float64."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
 from engine.protocols import Draft, chain
 from engine.verification.rejection import accept
-from tests.engine.laws import VOCAB, K, completed, joint, random_tables, total_variation
-
-CUTS = (0.0, 0.07, 0.31, 0.5, 0.83, 1.0)
-
-
-def coin_pieces(target_prob, draft_prob):
-    """(a coin inside the piece, the piece's length): together all of [0, 1)."""
-    threshold = min(1.0, target_prob / draft_prob) if draft_prob else 1.0
-    edges = sorted({*CUTS, threshold})
-    return [((low + high) / 2, high - low) for low, high in itertools.pairwise(edges)]
-
-
-def emitted_law(target, proposals):
-    """The joint law of K + 1 tokens: a round, then the target alone.
-
-    Args:
-        proposals: (draft, its probability, per position the probability its token was sampled with).
-    """
-    rows, coins, drafts, weights = [], [], [], []
-    for draft, prob, sampled in proposals:
-        tokens = tuple(draft.token_ids)
-        own_rows = [target[tokens[:i]] for i in range(K + 1)]
-        pieces = [coin_pieces(float(row[t]), q) for row, t, q in zip(own_rows, tokens, sampled, strict=False)]
-        for fall in itertools.product(*pieces):
-            rows += own_rows
-            coins += [*(coin for coin, _ in fall), 0.5]
-            drafts.append(draft)
-            weights.append(prob * float(torch.tensor([length for _, length in fall], dtype=torch.float64).prod()))
-    accepted, after = accept(torch.stack(rows), torch.tensor(coins, dtype=torch.float64), drafts)
-    after = after / after.sum(-1, keepdim=True)
-    heads = {}
-    for draft, weight, count, law in zip(drafts, weights, accepted, after.tolist(), strict=True):
-        for token, prob in enumerate(law):
-            head = (*draft.token_ids[:count], token)
-            heads[head] = heads.get(head, 0.0) + weight * prob
-    return completed(heads.items(), target)
+from tests.engine.laws import VOCAB, K, joint, random_tables, total_variation
+from tests.engine.verification.enumeration import (
+    context_of,
+    emitted_law,
+    expected_accepted,
+    own_rows,
+    row_of,
+    sampled_chains,
+)
 
 
-def sampled_drafts(draft_law, *, top=VOCAB):
-    """Every chain the drafter can sample from its `top` likeliest tokens, with its sparse rows."""
-    for tokens in itertools.product(range(VOCAB), repeat=K):
-        ids, probs, sampled = [], [], []
-        for i, token in enumerate(tokens):
-            best, order = draft_law[tokens[:i]].topk(top)
-            row = (best / best.sum()).tolist()
-            ids.append(order.tolist())
-            probs.append(row)
-            sampled.append(dict(zip(order.tolist(), row, strict=True)).get(token, 0.0))
-        prob = float(torch.tensor(sampled, dtype=torch.float64).prod())
-        if prob > 0:
-            yield Draft(list(tokens), list(range(-1, K - 1)), ids, probs), prob, sampled
+def thresholds(target, draft):
+    """Per node, the coin below which it is accepted if it is tried: the rule, written down again."""
+    found = []
+    for node, parent in enumerate(draft.parents):
+        law = target[context_of(draft, parent)].tolist()
+        for earlier in (i for i in range(node) if draft.parents[i] == parent):
+            law = [max(0.0, p - q) for p, q in zip(law, row_of(draft, earlier), strict=True)]
+            law = [p / (sum(law) or 1.0) for p in law]
+        token = draft.token_ids[node]
+        sampled = row_of(draft, node)[token]
+        found.append(law[token] / sampled if sampled else 1.0)
+    return found
+
+
+def with_thresholds(target, proposals):
+    return [(draft, prob, thresholds(target, draft)) for draft, prob in proposals]
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["all tokens possible", "some tokens impossible"])
 @pytest.mark.parametrize("top", [3, 2, 1])
 def test_the_joint_law_is_the_targets_to_the_last_bit(top, zeros):
     target, draft_law = random_tables(1, zeros=zeros), random_tables(2)
-    law = emitted_law(target, list(sampled_drafts(draft_law, top=top)))
+    law = emitted_law(accept, target, with_thresholds(target, sampled_chains(draft_law, top=top)))
     assert total_variation(law, joint(target)) < 1e-12
+
+
+def siblings(draft_law, context, count, *, replace):
+    """Every way to draw some children after a context: tokens, their rows and their probability."""
+    for tokens in itertools.product(range(VOCAB), repeat=count):
+        row, rows, prob = draft_law[context].tolist(), [], 1.0
+        for token in tokens:
+            rows.append(list(row))
+            prob *= row[token]
+            if not replace:
+                row[token] = 0.0
+                row = [p / (sum(row) or 1.0) for p in row]
+        if prob > 0:
+            yield list(tokens), rows, prob
+
+
+SHAPES = {
+    "siblings": [2],
+    "all tokens": [3],
+    "a pair after the first": [2, 2],
+    "a pair after the second": [2, 0, 2],
+    "one after each": [2, 1, 1],
+    "a chain beside a leaf": [2, 1, 0, 1],
+}
+"""The number of children of the tip, and then of each node in order."""
+
+
+def sampled_trees(draft_law, shape, *, replace):
+    """Every tree of a shape that can be sampled, and its probability."""
+    trees = [(Draft([], [], [], []), 1.0)]
+    for node, count in enumerate(shape, start=-1):
+        if count:
+            trees = [
+                (
+                    Draft(
+                        draft.token_ids + tokens,
+                        draft.parents + [node] * count,
+                        draft.top_ids + [list(range(VOCAB))] * count,
+                        draft.top_probs + rows,
+                    ),
+                    weight * prob,
+                )
+                for draft, weight in trees
+                for tokens, rows, prob in siblings(draft_law, context_of(draft, node), count, replace=replace)
+            ]
+    return trees
+
+
+@pytest.mark.parametrize("replace", [False, True], ids=["without replacement", "independent"])
+@pytest.mark.parametrize("zeros", [False, True], ids=["all tokens possible", "some tokens impossible"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_joint_law_of_trees_is_the_targets(name, zeros, replace):
+    target, draft_law = random_tables(1, zeros=zeros), random_tables(2)
+    trees = sampled_trees(draft_law, SHAPES[name], replace=replace)
+    assert math.isclose(sum(prob for _, prob in trees), 1.0)
+    law = emitted_law(accept, target, with_thresholds(target, trees), cuts=(0.0, 1.0))
+    assert total_variation(law, joint(target)) < 1e-12
+
+
+def test_a_sibling_is_tried_where_the_first_is_rejected():
+    """All tokens of the vocabulary, drawn without replacement: one of them is always accepted."""
+    target, draft_law = random_tables(1), random_tables(2)
+    accepted = [
+        expected_accepted(accept, target, with_thresholds(target, sampled_trees(draft_law, [n], replace=False)))
+        for n in (1, 2, 3)
+    ]
+    assert accepted[0] < accepted[1] < accepted[2] == pytest.approx(1.0)
+
+
+def test_without_replacement_no_fewer_tokens_are_accepted_than_with():
+    for seed in range(10):
+        target, draft_law = random_tables(seed), random_tables(100 + seed)
+        once, again = (
+            expected_accepted(accept, target, with_thresholds(target, sampled_trees(draft_law, [2], replace=replace)))
+            for replace in (False, True)
+        )
+        assert once > again
 
 
 def test_a_drafter_that_is_the_target_loses_nothing():
     target = random_tables(3)
-    proposals = list(sampled_drafts(target))
-    rows = torch.stack([target[tuple(d.token_ids[:i])] for d, _, _ in proposals for i in range(K + 1)])
-    accepted, _ = accept(
-        rows, torch.full((len(rows),), 1 - 2.0**-24, dtype=torch.float64), [d for d, _, _ in proposals]
-    )
-    assert accepted == [K] * len(proposals)
-    assert total_variation(emitted_law(target, proposals), joint(target)) < 1e-12
+    drafts = [draft for draft, _ in sampled_chains(target)]
+    rows = torch.stack([row for draft in drafts for row in own_rows(target, draft)])
+    paths, _ = accept(rows, torch.full((len(drafts) * K,), 1 - 2.0**-24, dtype=torch.float64), drafts)
+    assert paths == [list(range(K))] * len(drafts)
+    law = emitted_law(accept, target, with_thresholds(target, sampled_chains(target)))
+    assert total_variation(law, joint(target)) < 1e-12
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-def test_any_fixed_draft_without_rows_leaves_the_law_alone(zeros):
+@pytest.mark.parametrize(
+    "draft",
+    [chain([0, 0, 0]), chain([2, 1, 0]), chain([1]), Draft([0, 1], [-1, -1]), Draft([1, 0, 2, 0], [-1, -1, 0, 1])],
+)
+def test_any_fixed_draft_without_rows_leaves_the_law_alone(draft, zeros):
     target = random_tables(4, zeros=zeros)
-    for tokens in itertools.product(range(VOCAB), repeat=K):
-        law = emitted_law(target, [(chain(list(tokens)), 1.0, [1.0] * K)])
-        assert total_variation(law, joint(target)) < 1e-12
+    law = emitted_law(accept, target, with_thresholds(target, [(draft, 1.0)]))
+    assert total_variation(law, joint(target)) < 1e-12
 
 
-def test_a_tree_counts_as_the_chain_it_begins_with():
-    """Its other nodes are not looked at, and the rows of the next request stay in place."""
+def test_each_request_is_walked_by_its_own_rows_and_coins():
+    """A tree, a chain and no draft in one batch."""
     target = random_tables(5)
-    rows = torch.stack([target[()], target[(0,)], target[(1,)], target[()], target[(2,)]])
-    tree, after = Draft([0, 1], [-1, -1]), chain([2])
-    coins = torch.tensor([0.0, 0.0, 0.9, 0.0, 0.9], dtype=torch.float64)
-    accepted, law = accept(rows, coins, [tree, after])
-    assert accepted == [1, 1]
-    assert torch.equal(law, rows[[1, 4]])
+    drafts = [Draft([0, 1, 2], [-1, -1, 1]), Draft(), chain([2])]
+    rows = torch.stack([row for draft in drafts for row in own_rows(target, draft)])
+    paths, law = accept(rows, torch.tensor([0.999, 0.0, 0.0, 0.0], dtype=torch.float64), drafts)
+    assert paths == [[1, 2], [], [0]]
+    assert torch.equal(law, rows[[3, 4, 6]])
 
 
 def test_a_token_the_target_never_draws_is_rejected_by_a_coin_of_zero():
     rows = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
-    accepted, law = accept(rows, torch.zeros(2), [chain([0])])
-    assert accepted == [0]
+    paths, law = accept(rows, torch.zeros(1), [chain([0])])
+    assert paths == [[]]
     assert law.tolist() == [[0.0, 1.0, 0.0]]
 
 
 def test_nothing_is_accepted_after_a_rejection():
     rows = torch.full((4, VOCAB), 1 / VOCAB)
-    accepted, _ = accept(rows, torch.tensor([0.0, 0.99, 0.0, 0.0]), [chain([0, 1, 2])])
-    assert accepted == [1]
+    paths, _ = accept(rows, torch.tensor([0.0, 0.99, 0.0]), [chain([0, 1, 2])])
+    assert paths == [[0]]
 
 
-def test_an_empty_residual_falls_back_to_the_target():
+@pytest.mark.parametrize("num_siblings", [1, 2])
+def test_an_empty_residual_falls_back_to_the_target(num_siblings):
     """Only rounding can reject a token where draft and target agree; then there is nothing left to subtract from."""
     row = [0.25, 0.75, 0.0]
-    draft = Draft([0], [-1], [[0, 1, 2]], [[0.2500001, 0.7500001, 0.0]])
-    accepted, law = accept(torch.tensor([row, row]), torch.tensor([1 - 2.0**-24, 0.5]), [draft])
-    assert (accepted, law.tolist()) == ([0], [row])
+    count = num_siblings
+    draft = Draft([0] * count, [-1] * count, [[0, 1, 2]] * count, [[0.2500001, 0.7500001, 0.0]] * count)
+    paths, law = accept(torch.tensor([row] * (1 + count)), torch.tensor([1 - 2.0**-24] * count), [draft])
+    assert (paths, law.tolist()) == ([[]], [row])

@@ -34,7 +34,7 @@ def test_the_configuration_offers_the_rules_of_the_registry():
 
 
 def test_an_unknown_rule_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="verification is 'greedy'; it must be coupled or rejection"):
+    with pytest.raises(ConfigError, match="verification is 'greedy'; it must be coupled or rejection or block"):
         EngineConfig(verification="greedy")
 
 

@@ -1,0 +1,96 @@
+"""What rules that need draft rows read out of drafts: the rows that tokens were sampled from, coins, residuals."""
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.execution.batch import depths
+from engine.protocols import Draft
+from engine.sampling import noise
+from engine.sampling.logits import Run
+
+
+class Entry(NamedTuple):
+    """One probability of a draft row, and the row of weights that it is subtracted from."""
+
+    row: int
+    token_id: int
+    prob: float
+
+
+def coins(runs: Sequence[Run], drafts: Sequence[Draft], device: torch.device) -> Tensor:
+    """Return one uniform number per draft token, [nodes], the drafts' in order; all of them are independent."""
+    seeds, positions = [], []
+    for run, draft in zip(runs, drafts, strict=True):
+        tip, seed = len(run.request.token_ids), run.params.seed or 0
+        seen: Counter[int] = Counter()
+        for depth in depths(draft.parents):
+            seeds.append(noise.round_seed(seed, tip, seen[depth]))
+            positions.append(tip + depth - 1)
+            seen[depth] += 1
+    keys = noise.keys(seeds, positions, noise.ACCEPT_STREAM, device)
+    return noise.uniform(keys, torch.zeros(1, dtype=torch.int32, device=device)).squeeze(-1)
+
+
+def first_rows(drafts: Sequence[Draft]) -> list[int]:
+    """Return the row of each draft's tip; the rows of its tokens follow."""
+    return list(itertools.accumulate((1 + len(draft.token_ids) for draft in drafts), initial=0))[:-1]
+
+
+def target_probs_of_nodes(target_probs: Tensor, drafts: Sequence[Draft]) -> list[list[float]]:
+    """Return, per draft and node, the probability that the target gives the token after the node's parent."""
+    places = [
+        (start + 1 + parent, token)
+        for start, draft in zip(first_rows(drafts), drafts, strict=True)
+        for token, parent in zip(draft.token_ids, draft.parents, strict=True)
+    ]
+    index = torch.tensor(places, dtype=torch.int64, device=target_probs.device).view(-1, 2)
+    return per_draft(target_probs[index[:, 0], index[:, 1]], drafts)
+
+
+def per_draft(numbers: Tensor, drafts: Sequence[Draft]) -> list[list[float]]:
+    """Split one number per draft token, [nodes], by drafts."""
+    rest = iter(numbers.tolist())
+    return [list(itertools.islice(rest, len(draft.token_ids))) for draft in drafts]
+
+
+def chain_length(draft: Draft) -> int:
+    """Return the length of the chain that a draft begins with."""
+    return next((i for i, parent in enumerate(draft.parents) if parent != i - 1), len(draft.parents))
+
+
+def draft_row(draft: Draft, node: int) -> tuple[list[int], list[float]]:
+    """Return the ids and probabilities that a draft token was sampled from; without rows, it was certain."""
+    if draft.top_ids is None or draft.top_probs is None:
+        return [draft.token_ids[node]], [1.0]
+    return draft.top_ids[node], draft.top_probs[node]
+
+
+def draft_prob(draft: Draft, node: int) -> float:
+    """Return the probability that a draft token was sampled with."""
+    ids, probs = draft_row(draft, node)
+    return sum(prob for top, prob in zip(ids, probs, strict=True) if top == draft.token_ids[node])
+
+
+def entries(draft: Draft, node: int, row: int) -> list[Entry]:
+    """Return what is subtracted from row `row` where the token of a node is rejected."""
+    return [Entry(row, token, prob) for token, prob in zip(*draft_row(draft, node), strict=True)]
+
+
+def residual(weights: Tensor, draft_probs: Sequence[Entry]) -> Tensor:
+    """Return [weights - draft]+ [rows, vocab], not normalised. weights: [rows, vocab]."""
+    if not draft_probs:
+        return weights
+    rows, tokens, probs = zip(*draft_probs, strict=True)
+    index = torch.tensor([rows, tokens], dtype=torch.int64, device=weights.device)
+    values = torch.tensor(probs, dtype=weights.dtype, device=weights.device)
+    return weights.index_put((index[0], index[1]), -values, accumulate=True).clamp_(min=0)
+
+
+def or_else(weights: Tensor, target_probs: Tensor) -> Tensor:
+    """Return the weights, and where rounding left nothing of a row, the target's row; all [rows, vocab]."""
+    return torch.where(weights.sum(-1, keepdim=True) > 0, weights, target_probs)

@@ -1,0 +1,34 @@
+"""What is learned about drafts of every length from verdicts on the longest."""
+
+import random
+
+import pytest
+
+from engine.acceptance import ChainAcceptance, TreeAcceptance
+
+
+def test_a_chain_is_learned_by_position_among_the_drafts_that_reached_it():
+    chance, chains = random.Random(1), ChainAcceptance(3)
+    for _ in range(3000):
+        accepted = next((i for i, rate in enumerate((0.9, 0.5, 0.1)) if chance.random() > rate), 3)
+        chains.observe(3, range(accepted))
+    assert chains.gains() == pytest.approx([0.9, 0.45, 0.045], abs=0.08)
+
+
+def test_a_tree_tells_what_each_smaller_tree_would_have_had_accepted():
+    """The path of a verdict is 0, 1, 3 or only 2; the nodes come the best first."""
+    trees = TreeAcceptance(5)
+    for nth in range(4000):
+        trees.observe(4, [2] if nth % 4 == 0 else [0, 1, 3] if nth % 4 == 1 else [0, 1])
+    first, second, third, fourth, never = trees.gains()
+    assert (first, second) == pytest.approx((0.75, 0.75), abs=0.05)
+    assert (third, fourth) == pytest.approx((0.25, 0.25), abs=0.05)
+    assert never <= fourth, "a node that was never requested is not likelier than those before it"
+
+
+@pytest.mark.parametrize("acceptance", [ChainAcceptance, TreeAcceptance])
+def test_what_was_not_delivered_counts_as_rejected(acceptance):
+    learned = acceptance(4)
+    for _ in range(2000):
+        learned.observe(4, [])
+    assert sum(learned.gains()) < 0.02

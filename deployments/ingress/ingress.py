@@ -27,6 +27,7 @@ from deployments.ingress.routes import make_api
 from deployments.ingress.server_info import ModelCard, ModelList, fingerprint
 from deployments.ingress.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from deployments.json_log import set_log_format
+from deployments.loopback import bind_replica
 from deployments.metrics import ReplicaMetrics, exposition
 from deployments.openai.chat import ChatCompletionRequest, ChatWriter
 from deployments.openai.completions import CompletionRequest, CompletionWriter
@@ -63,6 +64,7 @@ class Ingress:
         self.config = config
         self._keys = keys
         if isinstance(routers, DeploymentHandle):
+            bind_replica()
             host, target = ray.util.get_node_ip_address(), target_id(config.pair.target)
             routers = await ServeRouters.open(routers, host, config.model_name, target=target)
         self._routers: RouterHandle = routers

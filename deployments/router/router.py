@@ -14,6 +14,7 @@ from cluster.transport import ConnectionLostError, InboxAddress
 from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS
 from deployments.config import AppConfig, group_config
 from deployments.json_log import set_log_format
+from deployments.loopback import bind_replica
 from deployments.metrics import ReplicaMetrics, RouterMetrics
 from deployments.ray_exporter import RayExporter
 from deployments.router.delivery import Deliveries
@@ -48,6 +49,7 @@ class Router:
             TargetError: the workers did not start.
         """
         set_log_format(config.log_format)
+        bind_replica()
         self._replica = serve.get_replica_context().replica_tag
         settings = group_config(config)
         started = time.monotonic()

@@ -1,5 +1,6 @@
 """`python -m deployments`: a signal ends the server only after the streams that run, and nothing stays behind."""
 
+import contextlib
 import json
 import signal
 import threading
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from deployments.haproxy.variables import find_haproxy
@@ -34,7 +36,23 @@ def refusal(server: Server) -> tuple[int, str, str]:
     return response.status_code, response.json()["error"]["code"], response.headers["retry-after"]
 
 
+def open_to_others(server: Server) -> list[str]:
+    """The ports that other machines reach, each with its process."""
+    ports = []
+    for process in [psutil.Process(server.process.pid), *server.processes("")]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            ports += [
+                f"{connection.laddr.ip}:{connection.laddr.port} {' '.join(process.cmdline())[:80]}"
+                for connection in process.net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+                and connection.laddr.ip not in ("127.0.0.1", "::ffff:127.0.0.1", "::1")
+            ]
+    return ports
+
+
 def test_sigterm_lets_running_streams_finish_and_leaves_nothing_behind(server: Server) -> None:
+    """Until then, every port of the server, of Ray and of Serve is bound to the loopback address."""
+    assert open_to_others(server) == []
     body = {"prompt": "This PEP", "max_tokens": 400, "ignore_eos": True, "stream": True}
     lines: list[str] = []
     has_started = threading.Event()
@@ -58,6 +76,8 @@ def test_sigterm_lets_running_streams_finish_and_leaves_nothing_behind(server: S
     log = server.log.read_text()
     assert "Traceback" not in log
     assert "*** SIG" not in log
+    [stopping] = [line for line in log.splitlines() if "stopping" in line]
+    assert "running streams may take 300 s to finish" in stopping
 
 
 def test_a_stream_that_outlasts_the_drain_ends_with_an_error_that_says_why(tmp_path: Path) -> None:

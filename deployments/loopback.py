@@ -29,7 +29,8 @@ def bind_replica() -> None:
     from ray.serve._private import replica
 
     if ray.util.get_node_ip_address() == LOOPBACK:
-        replica.add_port_to_grpc_server = _on_loopback(replica.add_port_to_grpc_server)
+        bind = replica.add_port_to_grpc_server  # type: ignore[attr-defined]
+        replica.add_port_to_grpc_server = _on_loopback(bind)  # type: ignore[attr-defined]
 
 
 def _on_loopback(bind: Any) -> Any:

@@ -199,10 +199,11 @@ def _run(
         **settings,  # type: ignore[arg-type]
     )
     method = choose_method(config, has_draft_model=True)
+    drafter = method.make(config, DraftModel(draft, target.info.vocab_size) if method.loads_model else None)
     verifier = ModelVerifier(target, config)
     engine = Engine(
         config,
-        drafter=method.make(config, DraftModel(draft, target.info.vocab_size) if method.loads_model else None),
+        drafter=method.drafter_of_engine(config, drafter),
         verifier=verifier,
         num_blocks=verifier.num_blocks,
         vocab_size=target.info.vocab_size,

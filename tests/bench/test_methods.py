@@ -11,6 +11,8 @@ def test_only_pairs_that_the_engine_takes_are_measured():
     assert [(row.method, row.num_tokens) for row in rows][:3] == [("none", 0), ("model", 2), ("model", 4)]
     assert rows[-1].settings["speculation"] == "adaptive"
     assert len(rows) == 1 + 2 * 2 * 2 + 1
+    trees = list(contenders(["tree", "model"], ["block", "k_sequential"], [4]))
+    assert [(row.method, row.verification) for row in trees[1:-1]] == [("tree", "k_sequential"), ("model", "block")]
 
 
 def test_every_method_is_timed_and_its_text_compared_with_plain_decoding(workload, console, tmp_path):
@@ -18,7 +20,7 @@ def test_every_method_is_timed_and_its_text_compared_with_plain_decoding(workloa
         workload,
         console,
         large=False,
-        names=["model", "ngram"],
+        names=["model", "ngram", "tree", "model+suffix"],
         rules=["coupled"],
         lengths=[2],
         temperatures=[0.0, 0.7],
@@ -28,11 +30,11 @@ def test_every_method_is_timed_and_its_text_compared_with_plain_decoding(workloa
     )
     named = {(cell.method, cell.temperature): cell for cell in cells}
     for heat in (0.0, 0.7):
-        assert all(named[name, heat].exact for name in ("none", "model", "ngram", "adaptive"))
+        assert all(named[name, heat].exact for name in ("none", "model", "ngram", "tree", "model+suffix", "adaptive"))
         assert named["none", heat].speedup == 1.0
         assert named["none", heat].mean_acceptance_length == 1.0
         assert named["transformers-lookup", heat].tokens_per_s > 0
-    assert len(json.loads((tmp_path / "cells.json").read_text())) == len(cells) == 2 * 7
+    assert len(json.loads((tmp_path / "cells.json").read_text())) == len(cells) == 2 * 9
     assert "Speed-up over plain decoding" in console.file.getvalue()
 
 

@@ -9,7 +9,7 @@ In a response, fields without a default are always sent, null or not; a field wi
 set.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -63,7 +63,15 @@ def refused(reason: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def _check_boolean(value: object) -> object:
+    """Refuse 0, which equals false for Python."""
+    if value is not None and not isinstance(value, bool):
+        raise PydanticCustomError("bool_type", "Input should be a valid boolean")
+    return value
+
+
 WHOLE = WholeNumber()
+OnlyFalse = Annotated[Literal[False], BeforeValidator(_check_boolean)]
 Text = Annotated[str, AfterValidator(_check_unicode)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deployments.openai.fields import WHOLE, Finite, RequestModel, Salt, Seed, StopString, Text, TokenId
+from deployments.openai.fields import WHOLE, Finite, OnlyFalse, RequestModel, Salt, Seed, StopString, Text, TokenId
 from deployments.openai.structured_output import (
     GrammarSource,
     ResponseFormat,
@@ -18,7 +18,7 @@ from engine.errors import RequestError
 class EventOptions(RequestModel):
     """How a stream's events are sent."""
 
-    include_obfuscation: Literal[False] | None = None
+    include_obfuscation: OnlyFalse | None = None
     """Events are not padded to hide the length of their text; true is refused."""
 
 

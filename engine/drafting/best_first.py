@@ -13,6 +13,8 @@ from engine.drafting.nodes import TIP, Tree
 from engine.drafting.run_ahead.verdicts import Options
 from engine.protocols import Draft
 
+_LEAST_COMPUTED = 4
+
 
 class BestFirstTree(Tree):
     """The candidates of one request, of which the best are its draft.
@@ -49,12 +51,16 @@ class BestFirstTree(Tree):
             self._probs.append(reached * prob)
 
     def next_level(self) -> list[int]:
-        """Return the nodes to compute next: those of the last level whose children may become part of the draft."""
+        """Return the nodes to compute next: those of the last level whose children may become part of the draft.
+
+        At most a quarter of the draft's nodes (and 4 where that is less) are computed at each level, the likeliest.
+        Otherwise unlikely siblings of the first levels would use up the places of a tree that is deep.
+        """
         best = self._best()
         least = self._probs[best[-1]] if len(best) == self._num_nodes else 0.0
-        level = [node for node in best if node >= self._newest and self._probs[node] > least and not self._ends(node)][
-            : self._num_places - self.num_computed
-        ]
+        limit = min(max(self._num_nodes // 4, _LEAST_COMPUTED), self._num_places - self.num_computed)
+        newest = (node for node in best if node >= self._newest and self._probs[node] > least)
+        level = [node for node in newest if not self._ends(node)][:limit]
         self._newest = len(self.nodes)
         self._compute(level)
         return level

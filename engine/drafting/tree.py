@@ -31,6 +31,9 @@ from engine.sampling.logits import Run
 WIDTH = 3
 """Children of a node, at most, unless the configuration says otherwise."""
 
+_COMPUTED_PER_NODE = 4
+"""Nodes that may be computed for each node of a draft."""
+
 T = TypeVar("T", bound=Tree)
 
 
@@ -197,10 +200,11 @@ class TreeDrafter(AnyTreeDrafter[BestFirstTree]):
 
     def _plant(self, request: Request, num_nodes: int) -> BestFirstTree:
         prefix, length = self._prefixes[request.request_id], len(request.token_ids)
-        # Some nodes turn out not to be among the best after they were computed.
-        missing = self._pool.blocks_for(length + 2 * num_nodes) - len(prefix.block_ids)
+        # Many nodes turn out not to be among the best after they were computed.
+        num_places = _COMPUTED_PER_NODE * num_nodes
+        missing = self._pool.blocks_for(length + num_places) - len(prefix.block_ids)
         prefix.block_ids += self._pool.allocate(max(missing, 0)) or []
-        num_places = min(2 * num_nodes, len(prefix.block_ids) * self._kv.block_size - length)
+        num_places = min(num_places, len(prefix.block_ids) * self._kv.block_size - length)
         return BestFirstTree(num_nodes, num_places, self._end_ids(request))
 
     def _branch_out(self, batch: ForwardBatch, growths: Sequence[Growth[BestFirstTree]]) -> None:

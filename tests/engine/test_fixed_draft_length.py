@@ -35,8 +35,8 @@ def adaptive_engine(drafter=unlike, **settings):
 
 def turn_off(engine):
     """Make the control choose no drafts, at any batch size."""
-    engine.goodput._acceptance = [0.0] * K
-    engine.goodput._num_reached = [1e9] * K
+    engine.goodput._acceptance._rates = [0.0] * K
+    engine.goodput._acceptance._num_reached = [1e9] * K
     for limits in ([K] * size for size in (1, 2, 4)):
         engine.goodput.choose(limits, is_measured=False)
         engine.goodput._load.use(0)
@@ -95,9 +95,9 @@ def test_others_keep_the_length_that_is_chosen_for_them():
 
 def test_a_fixed_length_teaches_the_control_nothing():
     engine = adaptive_engine(clock=Clock())
-    before = [*engine.goodput._acceptance]
+    before = engine.goodput._acceptance.gains()
     run(engine, [([1, 2, i], params(2)) for i in range(3)])
-    assert engine.goodput._acceptance == before
+    assert engine.goodput._acceptance.gains() == before
     assert engine.goodput._loads == {}
     run(engine, [([1, 2, 3], params(2, max_tokens=200)), ([2, 2, 3], params(fixed=False, max_tokens=100))])
     assert {reason for _, reason in engine.stats.num_rounds_by_length} <= {"goodput", "request"}

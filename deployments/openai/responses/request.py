@@ -7,7 +7,7 @@ from pydantic import Field
 
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.openai.chat_template import ReasoningEffort
-from deployments.openai.fields import WHOLE, Name, RequestModel, Text, refused
+from deployments.openai.fields import WHOLE, Name, OnlyFalse, RequestModel, Text, refused
 from deployments.openai.messages import ChatMessage, message_of
 from deployments.openai.responses.items import FunctionChoice, FunctionTool, Item, conversation
 from deployments.openai.sampling_fields import EventOptions, SamplingRequest
@@ -104,7 +104,7 @@ class ResponsesRequest(SamplingRequest):
     """How events are sent."""
     metadata: dict[Text, Text] | None = None
     """Sent back with the answer."""
-    background: Literal[False] | None = None
+    background: OnlyFalse | None = None
     """The answer comes on this connection."""
     previous_response_id: Annotated[None, refused(_NOTHING_IS_STORED)] = None
     """Refused: nothing is stored."""

@@ -89,6 +89,7 @@ async def test_every_route_measures_its_body(
         ("/v1/completions", {"prompt": [[]] * 64}, "prompt.0"),
         ("/v1/chat/completions", {"messages": [{"role": "x"}] * 1000}, "messages.0.role"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [1] * 60_000}]}, "messages.0.content.0"),
+        ("/v1/chat/completions", {"messages": [{"content": "a"}]}, "messages.0.role"),
         ("/detokenize", {"tokens": [-1] * 512}, "tokens.0"),
     ],
 )

@@ -111,6 +111,8 @@ class _WithdrawnOnce:
 
 
 class _Withdrawn:
+    refused_by: str | None = None
+
     async def next(self) -> list[RequestOutput]:
         raise WithdrawnError("another Router has less to do")
 
@@ -120,7 +122,7 @@ class _Withdrawn:
 
 async def test_a_request_that_goes_on_elsewhere_keeps_its_salt(routers: LocalRouters) -> None:
     submit = _WithdrawnOnce(routers)
-    outputs = LastingOutputs(replace(generation(), cache_salt="a"), submit, lambda _: None)
+    outputs = LastingOutputs(replace(generation(), cache_salt="a"), submit, lambda _: None, lambda _: True)
     while await outputs.next():
         pass
     assert submit.salts == ["a", "a"]

@@ -1,12 +1,13 @@
 import pytest
 from pydantic import ValidationError
 
-from deployments.openai.fields import RequestModel, ResponseModel, Text, TokenId
+from deployments.openai.fields import OnlyFalse, RequestModel, ResponseModel, Text, TokenId
 
 
 class Body(RequestModel):
     text: Text | None = None
     tokens: list[TokenId] | None = None
+    background: OnlyFalse | None = None
 
 
 class Answer(ResponseModel):
@@ -19,7 +20,17 @@ def test_null_is_accepted_also_for_an_unknown_field() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [{"suffix": 1}, {"text": 1}, {"text": "\ud800"}, {"tokens": ["1"]}, {"tokens": [-1]}, {"tokens": [2**31]}]
+    "body",
+    [
+        {"suffix": 1},
+        {"text": 1},
+        {"text": "\ud800"},
+        {"tokens": ["1"]},
+        {"tokens": [-1]},
+        {"tokens": [2**31]},
+        {"background": 0},
+        {"background": True},
+    ],
 )
 def test_unknown_fields_and_other_types_are_refused(body: dict[str, object]) -> None:
     with pytest.raises(ValidationError):

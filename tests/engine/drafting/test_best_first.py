@@ -12,7 +12,7 @@ from engine.drafting.run_ahead.verdicts import Options
 
 def grow(num_nodes, law, *, num_places=None, end_ids=()):
     """Grow a tree whose nodes have the children `law(path)`: {token: probability}, the likeliest first."""
-    tree, level = BestFirstTree(num_nodes, num_places or 2 * num_nodes, end_ids), [TIP]
+    tree, level = BestFirstTree(num_nodes, num_places or 4 * num_nodes, end_ids), [TIP]
     while level:
         for node in level:
             children = law(tuple(tree.nodes[step].token_id for step in tree.path(node)))
@@ -71,6 +71,19 @@ def test_the_first_nodes_are_the_best_smaller_tree():
 def test_a_sure_draft_is_a_chain_and_an_unsure_one_has_siblings():
     assert grow(4, lambda _: {0: 0.99, 1: 0.01}).draft().is_chain
     assert grow(3, lambda _: {0: 0.4, 1: 0.3, 2: 0.3}).draft().parents == [-1, -1, -1]
+
+
+@pytest.mark.parametrize("num_nodes", [16, 32])
+def test_a_nearly_sure_draft_is_deep_although_it_has_siblings(num_nodes):
+    """Each level has unlikely nodes that could be computed; they must not use up the places of later levels."""
+
+    def law(path):
+        return {0: 0.9, 1: 0.06, 2: 0.04} if len(path) % 4 == 3 else {0: 0.98, 1: 0.015, 2: 0.005}
+
+    paths = paths_of(grow(num_nodes, law, num_places=3 * num_nodes).draft())
+    every = [(*[0] * depth, token) for depth in range(num_nodes) for token in range(3)]
+    best = sorted((probability(law, path) for path in every), reverse=True)[:num_nodes]
+    assert total(law, paths) == pytest.approx(sum(best))
 
 
 def test_no_more_levels_are_computed_than_can_matter():

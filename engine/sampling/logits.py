@@ -179,9 +179,9 @@ def gumbel_rows(runs: Sequence[Run], like: Tensor, stream: int) -> Tensor:
 
 
 def _seeds(run: Run, stream: int) -> list[int]:
-    """Return the seed of each row's draw: a draft that is sampled is drawn anew in every round."""
+    """Return the seed of each row's draw: only the target's own is not drawn anew in every round."""
     seed = run.params.seed or 0
-    if stream != noise.DRAFT_STREAM:
+    if stream == noise.TARGET_STREAM:
         return [seed] * len(run.depths)
     tips = run.tips or [len(run.request.token_ids)] * len(run.depths)
     lanes = run.lanes or [0] * len(run.depths)

@@ -24,7 +24,7 @@ DRAFT_STREAM = 1
 ACCEPT_STREAM = 2
 """The coins of these rules; drawn anew in every round."""
 RESIDUAL_STREAM = 3
-"""The recovered and bonus tokens of these rules."""
+"""The recovered and bonus tokens of these rules; drawn anew in every round."""
 
 _implementations: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
 """Faster implementations for a whole vocabulary, by device type."""
@@ -78,11 +78,12 @@ def keys(seeds: Sequence[int], positions: Sequence[int], stream: int, device: to
 
 
 def round_seed(seed: int, tip: int, lane: int = 0) -> int:
-    """Return the seed of draws that belong to one round: a draft's tokens, and the coins that accept them.
+    """Return the seed of draws that belong to one round: a draft's tokens, the coins, the token after them.
 
     A rule may look at draft tokens and coins beyond those that it commits: block verification decides about a token by
-    all that follow it. The next round draws at the same positions again, and would be biased if it drew the same
-    numbers.
+    all that follow it. So does a draft that runs ahead: it predicts recovered tokens at all positions, and whether the
+    next round finds its draft prepared depends on that. The next round draws at the same positions again, and would be
+    biased if it drew the same numbers.
 
     Args:
         tip: how many tokens were committed before the round.

@@ -41,7 +41,9 @@ from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model import ModelDrafter
 from engine.drafting.registry import METHODS, DraftModel
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
-from engine.protocols import NoDrafter
+from engine.protocols import NO_DRAFT, NoDrafter
+from engine.sampling import noise
+from engine.sampling.logits import Run, gumbel_rows
 from engine.sampling.params import SamplingParams
 from engine.verification.rule import RULES
 from tests.engine.conftest import VOCAB
@@ -295,6 +297,40 @@ def test_three_tokens_have_the_targets_joint_law(name, draft, verification):
     _, texts = sampled(DRAFTS[draft], verification, [name])
     counts = Counter(tuple(text[:LENGTH]) for text in texts)
     assert p_value(counts, joint_law(LAWS[name])) > 1e-5
+
+
+class ForesightedDrafter:
+    """Drafts only after rounds in whose noise, as running ahead ranks tokens by it, the second token was to be 0."""
+
+    def __init__(self, drafter):
+        self.drafter = drafter
+        self.foreseen = {}
+
+    async def propose(self, rows):
+        drafts = await self.drafter.propose(rows)
+        chosen = [
+            draft if self.foreseen.get(row.request.request_id) else NO_DRAFT
+            for row, draft in zip(rows, drafts, strict=True)
+        ]
+        for row in rows:
+            ahead = [Run(row.request, [1])]
+            scores = gumbel_rows(ahead, torch.zeros(1, 5), noise.RESIDUAL_STREAM)
+            self.foreseen[row.request.request_id] = int(scores.argmax()) == 0
+        return chosen
+
+    def release(self, request_id):
+        self.drafter.release(request_id)
+
+
+@pytest.mark.parametrize("verification", [name for name, rule in RULES.items() if rule.needs_draft_rows])
+def test_what_running_ahead_sees_of_a_round_says_nothing_about_the_next(verification):
+    """Which verdicts are prepared, and so how long the next draft is, depends on noise that this round looks at."""
+    drafting = METHODS["tree" if verification == "k_sequential" else "model"]
+    _, texts = sampled(
+        lambda config: ForesightedDrafter(drafting.make(config, DraftModel(UNLIKE, 5))), verification, ["plain"]
+    )
+    counts = Counter(tuple(text[:LENGTH]) for text in texts)
+    assert p_value(counts, joint_law(LAWS["plain"])) > 1e-5
 
 
 @pytest.mark.parametrize("verification", RULES)

@@ -120,6 +120,22 @@ def test_rows_get_as_many_nodes_as_they_asked_for_and_blocks_come_back():
     assert not drafter._sent
 
 
+@pytest.mark.parametrize("num_blocks", [4, 5])
+def test_a_tree_keeps_to_the_blocks_there_are(num_blocks):
+    """The draft itself fits; of the nodes that turn out not to be of it, only some can be computed."""
+    model, params = context_model(1, sharpness=1), PARAMS["noise"]
+    drafter = TreeDrafter(model, EngineConfig(num_blocks=num_blocks, block_size=4, drafting="tree"))
+    text = [5, 9, 4, 2, 30]
+    for _ in range(2):
+        (draft,) = propose(drafter, row(text, min(8, num_blocks * 4 - len(text) - 1), params=params))
+        before = paths(draft)
+        for parent in range(-1, len(draft.token_ids)):
+            children = [t for t, p in zip(draft.token_ids, draft.parents, strict=True) if p == parent]
+            expected = scores_after(model, text, before[parent + 1], params).topk(3).indices.tolist()
+            assert children == expected[: len(children)]
+        text += [*max(before, key=len), 3]
+
+
 @pytest.mark.parametrize("params", [PARAMS["greedy"], PARAMS["noise"]], ids=["greedy", "noise"])
 def test_a_device_that_computes_while_the_host_goes_on_drafts_the_same(params):
     rows = [row([5, 9, 4], 4, params=params), row([7, 7, 2, 8], 6, name="b", params=params)]

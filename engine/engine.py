@@ -111,8 +111,9 @@ class Engine:
         """Queue a request; it shares cached prefixes only with requests of the same `cache_salt`.
 
         Args:
-            output_token_ids: tokens that another engine has committed for this request; the text goes on after them
-                as it would have there, if `params` have the same seed. Such a request comes before those without.
+            output_token_ids: tokens that another engine has committed for this request; the text goes on after them,
+                with the same seed in `params` and the coupled rule as it would have there, else by the same law. Such
+                a request comes before those without.
 
         Raises:
             RequestError: this model cannot serve the prompt or a parameter, its drafts are shorter than the fixed

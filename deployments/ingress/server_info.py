@@ -39,7 +39,7 @@ def fingerprint(config: AppConfig) -> str:
     """Return a name of what a text depends on beside its request: another name may mean other texts for a seed.
 
     It stands for the version, the target, its number format, device and ranks, and the verification rule. By the
-    coupled rule a text depends on nothing else; by rejection also on the draft, which is not in the name.
+    coupled rule a text depends on nothing else; by others also on drafts and rounds, which are not in the name.
     """
     pair = config.pair
     basis = [

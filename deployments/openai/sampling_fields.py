@@ -69,7 +69,8 @@ class SamplingRequest(RequestModel):
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
     """Divides the logits of tokens in the prompt or the text so far."""
     seed: Seed | None = None
-    """The same seed, prompt and parameters give the same text."""
+    """The same seed, prompt and parameters give the same text; with rules other than coupled, only if drafts and rounds
+    are the same."""
     stop: Text | list[StopString] | None = None
     """Strings that end the text, which does not include them. No text and no strings are none."""
     ignore_eos: bool | None = None

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ from engine.config import ModelConfig
 from engine.errors import PacelineError
 from engine.execution.cpu.backend import load_cpu
 from engine.execution.registry import resolve_dtype
+from engine.scratch import scratch_folder
 
 _END_S = 5.0
 """How long this process may take to remove its files."""
@@ -26,9 +28,19 @@ def main() -> None:
     parser.add_argument("--revision")
     parser.add_argument("--until-input-ends", action="store_true", help="end when standard input does")
     options = parser.parse_args()
-    if options.until_input_ends:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("it was ended"))  # which removes temporary files
-        threading.Thread(target=_end_with_input, name="waiting for the input's end", daemon=True).start()
+    if not options.until_input_ends:
+        _compile(options)
+        return
+    # In a folder, because a C++ compiler that is killed leaves its files behind.
+    with scratch_folder() as folder:
+        os.environ["TMPDIR"] = folder
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("it was ended"))  # which removes the folder
+        watch = threading.Thread(target=_end_with_input, args=[folder], name="waiting for the input's end", daemon=True)
+        watch.start()
+        _compile(options)
+
+
+def _compile(options: argparse.Namespace) -> None:
     for path in options.models:
         config = ModelConfig(path, dtype=options.dtype, device="cpu", revision=options.revision)
         try:
@@ -37,12 +49,13 @@ def main() -> None:
             sys.exit(f"{path}: {error}")
 
 
-def _end_with_input() -> None:
+def _end_with_input(folder: str) -> None:
     """Wait until standard input ends, then end this process and the compilers that it has started."""
     while os.read(0, 1):  # not sys.stdin, whose lock an interpreter that ends must have
         pass
     os.killpg(0, signal.SIGTERM)
     time.sleep(_END_S)
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -68,7 +68,7 @@ from engine.execution.cpu import __main__ as command
 
 def compile_for_ever(*_):
     with tempfile.TemporaryDirectory():
-        subprocess.run(["sh", "-c", "echo $$; exec sleep 1000"])
+        subprocess.run(["sh", "-c", "echo > $TMPDIR/cc.s; echo $$; exec sleep 1000"])
 
 command.load_cpu = compile_for_ever
 command.main()
@@ -87,7 +87,7 @@ def test_it_ends_with_its_compilers_and_files_when_its_input_ends(target_path, t
         start_new_session=True,
     )
     compiler = psutil.Process(int(process.stdout.readline()))
-    assert len([*tmp_path.iterdir()]) == 1
+    assert [*tmp_path.rglob("cc.s")]
     process.stdin.close()
     assert process.wait(30) == 1
     psutil.wait_procs([compiler], timeout=30)

@@ -79,6 +79,9 @@ def server(writable: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
     try:
         yield wait_until_ready(f"http://127.0.0.1:{port}", process, log), psutil.Process(process.pid).children()[0]
     finally:
+        # The first process of its namespace takes all others with it; unshare's death does not reach another user's.
+        for child in psutil.Process(process.pid).children():
+            child.kill()
         process.kill()
         process.wait()
 

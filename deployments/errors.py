@@ -142,14 +142,15 @@ def validation_message(errors: Sequence[Mapping[str, Any]], body: object) -> tup
     path = _path_in(body, error["loc"][1:])
     if error["type"] == "missing":
         path.append(str(error["loc"][-1]))
-    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        path.append(str(error["ctx"]["discriminator"]).strip("'"))
+    tag = str(error["ctx"]["discriminator"]).strip("'") if error["type"].startswith("union_tag_") else ""
+    if tag.isidentifier():  # a field, not a function
+        path.append(tag)
     param = ".".join(path) or None
     if error["type"] == "extra_forbidden":
         return f"{param} is not a field of this request, or is not supported", param
-    if error["type"] == "union_tag_invalid":
+    if tag.isidentifier() and error["type"] == "union_tag_invalid":
         return f"{param} is {_short(error['ctx']['tag'])}; it must be one of {error['ctx']['expected_tags']}", param
-    if error["type"] == "union_tag_not_found":
+    if tag.isidentifier():
         return f"{param}: Field required", param
     if param is None or error["type"] == "missing":
         return f"{param or 'body'}: {error['msg']}", param

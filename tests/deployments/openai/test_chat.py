@@ -41,7 +41,7 @@ async def test_a_conversation_takes_all_the_room_unless_told(client: httpx.Async
         ({"messages": [{"role": "user", "content": "x"}] * 1025}, "messages"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"chat_template": "x"}, "chat_template"),
     ],

@@ -110,7 +110,7 @@ MESSAGES = [{"role": "user", "content": "x"}]
         ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex", "70,000 characters, at most"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens", "cannot be combined with a grammar"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "cannot be combined with a grammar"),
-        ({"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format", "json_schema"),
+        ({"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
         ({"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
         (
             {"messages": MESSAGES, "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},

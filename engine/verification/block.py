@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from engine.protocols import Draft
-from engine.sampling import noise
-from engine.sampling.logits import Run, gumbel_rows, probabilities, shape
+from engine.sampling.logits import Run
 from engine.verification.draft_rows import (
     chain_length,
-    coins,
+    decide_by,
     draft_prob,
     entries,
     first_rows,
@@ -38,14 +37,7 @@ class Block:
         self, logits: Tensor, runs: Sequence[Run], drafts: Sequence[Draft], drawn: list[int] | None
     ) -> list[tuple[list[int], list[int]]]:
         """Accept each draft up to the last token that its coin accepts, and draw the token that follows."""
-        shaped = shape(logits, runs)
-        accepted, law = accept(probabilities(shaped, runs), coins(runs, drafts, shaped.device), drafts)
-        ends = [Run(run.request, [run.depths[count]]) for run, count in zip(runs, accepted, strict=True)]
-        final = (law.log() + gumbel_rows(ends, law, noise.RESIDUAL_STREAM)).argmax(-1).tolist()
-        return [
-            ([*draft.token_ids[:count], token], list(range(count)))
-            for draft, count, token in zip(drafts, accepted, final, strict=True)
-        ]
+        return decide_by(_paths, logits, runs, drafts)
 
 
 def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tuple[list[int], Tensor]:
@@ -82,6 +74,12 @@ def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tupl
         accepted.append(count)
     ends = torch.tensor([starts, accepted], dtype=torch.int64, device=target_probs.device).sum(0)
     return accepted, or_else(rest[ends], target_probs[ends])
+
+
+def _paths(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tuple[list[list[int]], Tensor]:
+    """Return what `accept` does, with the accepted nodes in place of their number."""
+    accepted, weights = accept(target_probs, coins, drafts)
+    return [list(range(count)) for count in accepted], weights
 
 
 def _ratios(target_probs: Tensor, drafts: Sequence[Draft]) -> list[list[float]]:

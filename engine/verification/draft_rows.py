@@ -1,8 +1,8 @@
-"""What rules that need draft rows read out of drafts: the rows that tokens were sampled from, coins, residuals."""
+"""What rules that need draft rows share: how they decide, and what they read out of drafts: rows, coins, residuals."""
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -11,7 +11,11 @@ from torch import Tensor
 from engine.execution.batch import depths
 from engine.protocols import Draft
 from engine.sampling import noise
-from engine.sampling.logits import Run
+from engine.sampling.logits import Run, gumbel_rows, probabilities, shape
+
+Accept = Callable[[Tensor, Tensor, Sequence[Draft]], tuple[list[list[int]], Tensor]]
+"""A rule as a function of target probabilities [n, vocab], coins [nodes] and drafts: the accepted path of each draft,
+and [requests, vocab] weights of the token after it."""
 
 
 class Entry(NamedTuple):
@@ -20,6 +24,20 @@ class Entry(NamedTuple):
     row: int
     token_id: int
     prob: float
+
+
+def decide_by(
+    accept: Accept, logits: Tensor, runs: Sequence[Run], drafts: Sequence[Draft]
+) -> list[tuple[list[int], list[int]]]:
+    """Toss coins, accept a path of each draft by a rule, and draw the token that follows; see `rule.Rule.decide`."""
+    shaped = shape(logits, runs)
+    paths, law = accept(probabilities(shaped, runs), coins(runs, drafts, shaped.device), drafts)
+    ends = [Run(run.request, [len(path)]) for run, path in zip(runs, paths, strict=True)]
+    final = (law.log() + gumbel_rows(ends, law, noise.RESIDUAL_STREAM)).argmax(-1).tolist()
+    return [
+        ([*(draft.token_ids[node] for node in path), token], path)
+        for draft, path, token in zip(drafts, paths, final, strict=True)
+    ]
 
 
 def coins(runs: Sequence[Run], drafts: Sequence[Draft], device: torch.device) -> Tensor:

@@ -13,9 +13,17 @@ import torch
 from torch import Tensor
 
 from engine.protocols import Draft
-from engine.sampling import noise
-from engine.sampling.logits import Run, gumbel_rows, probabilities, shape
-from engine.verification.draft_rows import Entry, coins, draft_prob, draft_row, first_rows, or_else, per_draft, residual
+from engine.sampling.logits import Run
+from engine.verification.draft_rows import (
+    Entry,
+    decide_by,
+    draft_prob,
+    draft_row,
+    first_rows,
+    or_else,
+    per_draft,
+    residual,
+)
 
 
 class KSequential:
@@ -29,14 +37,7 @@ class KSequential:
         self, logits: Tensor, runs: Sequence[Run], drafts: Sequence[Draft], drawn: list[int] | None
     ) -> list[tuple[list[int], list[int]]]:
         """Follow the drafts as long as one of their tokens is taken, and draw the token that follows."""
-        shaped = shape(logits, runs)
-        paths, law = accept(probabilities(shaped, runs), coins(runs, drafts, shaped.device), drafts)
-        ends = [Run(run.request, [len(path)]) for run, path in zip(runs, paths, strict=True)]
-        final = (law.log() + gumbel_rows(ends, law, noise.RESIDUAL_STREAM)).argmax(-1).tolist()
-        return [
-            ([*(draft.token_ids[node] for node in path), token], path)
-            for draft, path, token in zip(drafts, paths, final, strict=True)
-        ]
+        return decide_by(accept, logits, runs, drafts)
 
 
 def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tuple[list[list[int]], Tensor]:
@@ -63,7 +64,7 @@ def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tupl
             targets = target_row[torch.tensor(ids, device=target_row.device)].tolist()
             factor = division(probs, targets, len(candidates))
             token_probs = dict(zip(ids, targets, strict=True))
-            found = next(
+            accepted = next(
                 (
                     node
                     for node in candidates
@@ -71,15 +72,15 @@ def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tupl
                 ),
                 None,
             )
-            if found is None:
+            if accepted is None:
                 share = _share(probs, targets, factor, len(candidates))
                 subtracted += [
                     Entry(request, token, min(prob, target / factor) * share)
                     for token, prob, target in zip(ids, probs, targets, strict=True)
                 ]
                 break
-            equals = [node for node in candidates if draft.token_ids[node] == draft.token_ids[found]]
-            taken = found
+            equals = [node for node in candidates if draft.token_ids[node] == draft.token_ids[accepted]]
+            taken = accepted
         paths.append(_path(draft, taken))
         ends.append(start + 1 + taken)
     law = target_probs[torch.tensor(ends, dtype=torch.int64, device=target_probs.device)]

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from engine.protocols import Draft
-from engine.sampling import noise
-from engine.sampling.logits import Run, gumbel_rows, probabilities, shape
+from engine.sampling.logits import Run
 from engine.verification.draft_rows import (
     Entry,
-    coins,
+    decide_by,
     draft_prob,
     entries,
     first_rows,
@@ -43,14 +42,7 @@ class Rejection:
         self, logits: Tensor, runs: Sequence[Run], drafts: Sequence[Draft], drawn: list[int] | None
     ) -> list[tuple[list[int], list[int]]]:
         """Walk down each draft as far as children are accepted, and draw the token that follows; see `rule.Rule`."""
-        shaped = shape(logits, runs)
-        paths, law = accept(probabilities(shaped, runs), coins(runs, drafts, shaped.device), drafts)
-        ends = [Run(run.request, [run.depths[0] + len(path)]) for run, path in zip(runs, paths, strict=True)]
-        final = (law.log() + gumbel_rows(ends, law, noise.RESIDUAL_STREAM)).argmax(-1).tolist()
-        return [
-            ([*(draft.token_ids[node] for node in path), token], path)
-            for draft, path, token in zip(drafts, paths, final, strict=True)
-        ]
+        return decide_by(accept, logits, runs, drafts)
 
 
 def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tuple[list[list[int]], Tensor]:

@@ -17,31 +17,10 @@ from engine.execution.eager import EagerBackend
 from engine.models.loader import load_model
 from engine.sampling.params import SamplingParams
 from tests.engine.running import make_engine, run
-from tests.engine.tiny import SIZES, save
+from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES, save
 
 pytestmark = pytest.mark.slow
 
-HEADS = {"head_dim": 16}
-EXPERTS = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-}
-LATENT = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "num_key_value_heads": 4,
-}
 DENSE = """
     Apertus Arcee BitNet Cohere Cohere2 Ernie4_5 Exaone4 Gemma Gemma2 Gemma3Text Glm Glm4 Granite HunYuanDenseV1 Jais2
     Llama Mellum Ministral Ministral3 Mistral NanoChat Olmo Olmo2 Olmo3 Phi Phi3 Qwen2 Qwen3 SeedOss SmolLM3 Starcoder2

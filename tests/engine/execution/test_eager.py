@@ -17,26 +17,13 @@ from engine.models.causal_lm import Shard
 from engine.models.loader import load_model
 from engine.sampling import noise
 from engine.sampling.noise import Draws
-from tests.engine.tiny import SIZES, save
+from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES, save
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
 
 MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-HEADS = {"head_dim": 16}
-LATENT = {
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "moe_intermediate_size": 16,
-}
+DEEPSEEK = EXPERTS | LATENT
 FAMILIES = {
     "llama": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "llama, long rope": (
@@ -71,8 +58,8 @@ FAMILIES = {
         "GptOssConfig",
         {**HEADS, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
     ),
-    "deepseek v2, latent attention": ("DeepseekV2Config", {**LATENT, "first_k_dense_replace": 1}),
-    "deepseek v3, latent attention": ("DeepseekV3Config", {**LATENT, "first_k_dense_replace": 1}),
+    "deepseek v2, latent attention": ("DeepseekV2Config", DEEPSEEK),
+    "deepseek v3, latent attention": ("DeepseekV3Config", DEEPSEEK),
     "gemma3, half sliding": (
         "Gemma3TextConfig",
         {**HEADS, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},

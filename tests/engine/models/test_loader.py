@@ -12,10 +12,9 @@ from engine.execution.attention import ATTENTION_NAME
 from engine.models.causal_lm import Shard
 from engine.models.fusion import FusedLinear
 from engine.models.loader import load_model
-from tests.engine.tiny import SIZES, save
+from tests.engine.tiny import HEADS, SIZES, save
 
 CPU = torch.device("cpu")
-HEADS = {"head_dim": 16}
 
 
 @pytest.fixture(autouse=True)

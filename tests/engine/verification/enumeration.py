@@ -29,6 +29,11 @@ def own_rows(target, draft):
     return [target[context_of(draft, node)] for node in range(-1, len(draft.token_ids))]
 
 
+def with_thresholds(thresholds, target, proposals):
+    """Proposals (draft, its probability) with each node's coin at which the rule's decision changes."""
+    return [(draft, prob, thresholds(target, draft)) for draft, prob in proposals]
+
+
 def pieces(threshold, cuts=CUTS):
     """(a coin inside the piece, the piece's length): together all of [0, 1)."""
     edges = sorted({*cuts, min(1.0, max(0.0, threshold))})

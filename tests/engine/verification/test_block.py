@@ -1,5 +1,6 @@
 """Block verification by exact enumeration: every draft, every way the coins can fall, in float64."""
 
+import functools
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ from engine.protocols import Draft, chain
 from engine.verification import rejection
 from engine.verification.block import accept
 from tests.engine.laws import VOCAB, K, joint, random_tables, total_variation
+from tests.engine.verification import enumeration
 from tests.engine.verification.enumeration import (
     emitted_law,
     expected_accepted,
@@ -32,8 +34,7 @@ def thresholds(target, draft):
     return found
 
 
-def with_thresholds(target, proposals):
-    return [(draft, prob, thresholds(target, draft)) for draft, prob in proposals]
+with_thresholds = functools.partial(enumeration.with_thresholds, thresholds)
 
 
 @pytest.mark.parametrize("zeros", [False, True], ids=["all tokens possible", "some tokens impossible"])

@@ -8,16 +8,9 @@ import torch
 from engine.protocols import NO_DRAFT, Draft, chain
 from engine.verification.coupled import walk
 from tests.engine.laws import VOCAB, K, completed, joint, random_tables, total_variation
+from tests.engine.verification.enumeration import context_of
 
 CONTEXTS = [c for length in range(K + 1) for c in itertools.product(range(VOCAB), repeat=length)]
-
-
-def context_of(draft, node):
-    tokens = []
-    while node >= 0:
-        tokens.append(draft.token_ids[node])
-        node = draft.parents[node]
-    return tuple(reversed(tokens))
 
 
 def emitted_law(target, draft):

@@ -1,5 +1,6 @@
 """K-sequential selection by exact enumeration: every set of drafts, every way the coins can fall, in float64."""
 
+import functools
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ from engine.protocols import Draft, chain
 from engine.verification import rejection
 from engine.verification.k_sequential import accept, division
 from tests.engine.laws import VOCAB, joint, random_tables, total_variation
+from tests.engine.verification import enumeration
 from tests.engine.verification.enumeration import context_of, emitted_law, expected_accepted, own_rows, row_of
 
 
@@ -51,8 +53,7 @@ def sampled_drafts(draft_law, shape):
             yield Draft(list(tokens), list(shape), [list(range(VOCAB))] * len(shape), rows), prob
 
 
-def with_thresholds(target, proposals):
-    return [(draft, prob, thresholds(target, draft)) for draft, prob in proposals]
+with_thresholds = functools.partial(enumeration.with_thresholds, thresholds)
 
 
 TWO_PAIRS, THREE, TWO_OF_THREE = [-1, -1, 0, 1], [-1, -1, -1], [-1, -1, -1, 0, 1]

@@ -24,7 +24,7 @@ from deployments.ingress.prompts import PromptEncoder
 from deployments.ingress.readiness import Readiness
 from deployments.ingress.router_client import RouterHandle, ServeRouters
 from deployments.ingress.routes import make_api
-from deployments.ingress.server_info import ModelCard, ModelList, fingerprint
+from deployments.ingress.server_info import ModelCard, ModelList, announcement, fingerprint
 from deployments.ingress.tokenization import DetokenizeRequest, Text, TokenizeRequest, Tokens
 from deployments.json_log import set_log_format
 from deployments.loopback import bind_replica
@@ -95,7 +95,7 @@ class Ingress:
         info = description.target
         grammars = Grammars(self.config.pair.target, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         self._compiler = GrammarCompiler(grammars, self.config.limits)
-        _announce(self.config, description, await self._routers.base_url())
+        logger.info(announcement(self.config, description, await self._routers.base_url()))
         return description
 
     async def _describe(self) -> Description:
@@ -293,26 +293,3 @@ class Ingress:
         outputs = self._routers.generate(generation)
         submitted()
         return Answer(writer, outputs, hides_token=request.max_tokens == 0)
-
-
-def _announce(config: AppConfig, description: Description, base_url: str) -> None:
-    """Log what is served, where, and a command that tries it."""
-    target, draft = description.target, description.draft
-    pair = f"target {target.name} ({target.num_parameters / 1e6:.1f} M, {target.dtype}, {target.device})"
-    if config.tensor_parallel_size > 1:
-        pair += f" over {config.tensor_parallel_size} ranks"
-    if draft is None:
-        pair += f", draft {description.draft_model} still loading" if description.draft_model else ", no draft"
-    else:
-        pair += f", draft {draft.name} ({draft.num_parameters / 1e6:.1f} M, {draft.dtype}, {draft.device})"
-    curl = (
-        f"curl -s {base_url}/v1/completions -H 'Content-Type: application/json' "
-        f"""-d '{{"model": "{config.model_name}", "prompt": "This PEP proposes", "max_tokens": 48}}'"""
-    )
-    logger.info(
-        "serving %s; draft length %d; %s\n  %s",
-        pair,
-        description.limits.num_speculative_tokens,
-        base_url,
-        curl,
-    )

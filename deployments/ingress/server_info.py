@@ -1,4 +1,4 @@
-"""The response bodies about the server, /v1/models and /version, and the fingerprint of what it computes."""
+"""What the server says of itself: the bodies of /v1/models and /version, its fingerprint, its announcement."""
 
 import functools
 import hashlib
@@ -8,6 +8,7 @@ from typing import Literal
 
 from deployments.config import AppConfig
 from deployments.openai.fields import ResponseModel
+from deployments.router.generation import Description
 
 
 class ModelCard(ResponseModel):
@@ -48,6 +49,24 @@ def fingerprint(config: AppConfig) -> str:
         config.tensor_parallel_size,
     ]
     return f"fp_{hashlib.sha256(json.dumps(basis, default=str).encode()).hexdigest()[:12]}"
+
+
+def announcement(config: AppConfig, description: Description, base_url: str) -> str:
+    """Return what the log says when the service is ready: what is served, where, and a command that tries it."""
+    target, draft = description.target, description.draft
+    pair = f"target {target.name} ({target.num_parameters / 1e6:.1f} M, {target.dtype}, {target.device})"
+    if config.tensor_parallel_size > 1:
+        pair += f" over {config.tensor_parallel_size} ranks"
+    if draft is None:
+        pair += f", draft {description.draft_model} still loading" if description.draft_model else ", no draft"
+    else:
+        pair += f", draft {draft.name} ({draft.num_parameters / 1e6:.1f} M, {draft.dtype}, {draft.device})"
+    length = description.limits.num_speculative_tokens
+    curl = (
+        f"curl -s {base_url}/v1/completions -H 'Content-Type: application/json' "
+        f"""-d '{{"model": "{config.model_name}", "prompt": "This PEP proposes", "max_tokens": 48}}'"""
+    )
+    return f"serving {pair}; draft length {length}; {base_url}\n  {curl}"
 
 
 @functools.cache

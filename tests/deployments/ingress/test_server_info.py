@@ -1,5 +1,6 @@
 """What is served."""
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -7,7 +8,7 @@ import openai
 import pytest
 
 from deployments.config import AppConfig
-from deployments.ingress.server_info import fingerprint
+from deployments.ingress.server_info import announcement, fingerprint
 from deployments.rollout import ingress_settings
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters
@@ -35,6 +36,20 @@ async def test_a_name_with_slashes_is_one_name(config: AppConfig, routers: Local
     async with make_client(app) as client:
         sdk = openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
         assert (await sdk.models.retrieve("org/tiny")).id == "org/tiny"
+
+
+@pytest.mark.parametrize(
+    ("draft_model", "told"), [(None, ", no draft;"), ("/models/b", ", draft /models/b still loading;")]
+)
+async def test_the_log_says_what_is_served_where_and_how_to_try_it(
+    draft_model: str | None, told: str, config: AppConfig, routers: LocalRouters
+) -> None:
+    description = replace(await routers.describe(), draft_model=draft_model)
+    text = announcement(config, description, "http://127.0.0.1:8000")
+    assert text.startswith(f"serving target {description.target.name} (")
+    assert told in text
+    assert "curl -s http://127.0.0.1:8000/v1/completions" in text
+    assert f'"model": "{config.model_name}"' in text
 
 
 def test_a_fingerprint_changes_with_what_texts_depend_on() -> None:

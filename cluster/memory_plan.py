@@ -48,18 +48,18 @@ class MemoryPlan:
             self._has_target.set()
         return self._num_blocks["target"]
 
-    async def plan_draft(self, own: Sequence[Located]) -> int:
+    async def plan_draft(self, surveys: Sequence[Located]) -> int:
         """Wait for the target's plan; return how many KV blocks the draft gets, without block 0.
 
         Args:
-            own: the draft worker's survey, which counts if the draft shares no device with the target.
+            surveys: the draft worker's survey, which counts if the draft shares no device with the target.
 
         Raises:
             ModelError: the model does not fit on its device.
         """
         await self._has_target.wait()
         if not self.knows("draft"):
-            self._num_blocks |= plan_devices({"draft": own}, self._config)
+            self._num_blocks |= plan_devices({"draft": surveys}, self._config)
         return self._num_blocks["draft"]
 
 

@@ -193,8 +193,8 @@ async def start_target(
 
 
 async def _load_draft(workers: WorkerSet, config: GroupConfig, draft: ModelConfig, plan: MemoryPlan) -> None:
-    own = [] if plan.knows("draft") else await workers.survey(draft, 0)
-    workers.num_blocks = await plan.plan_draft(own)
+    surveys = [] if plan.knows("draft") else await workers.survey(draft, 0)
+    workers.num_blocks = await plan.plan_draft(surveys)
     [actor] = workers.actors
     workers.loaded = await _results(
         [actor.load.remote(draft, config.target, workers.num_blocks, run_ahead=config.run_ahead == "on")]

@@ -29,7 +29,7 @@ def sampling_params(
     stop = _stop_strings(request, limits)
     _check_limits(request, model, limits)
     logprobs = _logprobs(request, limits)
-    max_tokens, name = _asked_tokens(request)
+    max_tokens, name = _max_tokens_of(request)
     if max_tokens is None:
         max_tokens = model.max_model_len
     elif max_tokens >= model.max_model_len:
@@ -85,7 +85,7 @@ def truncated(prompt: list[int], request: CompletionRequest | ChatCompletionRequ
     length, field = request.truncate_prompt_tokens, "truncate_prompt_tokens"
     if length is None:
         return prompt
-    num_output, _ = _asked_tokens(request)
+    num_output, _ = _max_tokens_of(request)
     if num_output is None:
         num_output = DEFAULT_COMPLETION_TOKENS if isinstance(request, CompletionRequest) else 1
     room = model.max_model_len - max(1, num_output)
@@ -203,7 +203,7 @@ def _draft_length(request: GenerationRequest, model: ModelLimits) -> int | None:
     return length
 
 
-def _asked_tokens(request: CompletionRequest | ChatCompletionRequest) -> tuple[int | None, str]:
+def _max_tokens_of(request: CompletionRequest | ChatCompletionRequest) -> tuple[int | None, str]:
     """Return how many tokens a request asks for, and the field that says so."""
     if not isinstance(request, ChatCompletionRequest) or request.max_completion_tokens is None:
         return request.max_tokens, "max_tokens"
@@ -227,7 +227,7 @@ def _max_tokens(
         raise PromptTooLongError(
             f"{field} has {longest:,} tokens, the model takes {model.max_model_len:,} with the text to come", field
         )
-    max_tokens, name = _asked_tokens(request)
+    max_tokens, name = _max_tokens_of(request)
     if max_tokens is None:
         default = min(DEFAULT_COMPLETION_TOKENS, room) if isinstance(request, CompletionRequest) else room
         return max(default, min(_or(request.min_tokens, 0), room))

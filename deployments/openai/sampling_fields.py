@@ -92,7 +92,7 @@ class SamplingRequest(RequestModel):
     store: bool | None = None
     """Accepted and ignored: nothing is stored."""
     prompt_cache_key: Text | None = None
-    """Accepted and ignored: equal prefixes are found without it; who must not share them says `cache_salt`."""
+    """Accepted and ignored: equal prefixes are found without it; `cache_salt` keeps requests from sharing them."""
     prompt_cache_retention: Text | None = None
     """Accepted and ignored: prefixes stay cached until their room is needed."""
     prompt_cache_options: dict[str, Any] | None = None

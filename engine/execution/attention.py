@@ -83,8 +83,8 @@ class Group:
         positions: [rows, length] for the rotary embedding.
         places: [rows, length] index in the row's context of each token's keys and values; -1 is padding (block 0).
         limits: [rows, length] each token attends to the places before its limit.
-        extra: [rows, length, x] more places that each token attends to, for trees; None for chains. A window counts
-            places, so it must be longer than the tree has nodes.
+        extra: [rows, length, x] more places that each token attends to, for trees; None for chains. A window
+            never hides these places, so it must be longer than the tree is deep.
         is_prompt_start: whether the group is the first chunk of one prompt, without cached tokens before it.
     """
 

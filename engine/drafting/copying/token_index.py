@@ -77,17 +77,17 @@ class TokenIndex:
         for n, latest, earlier in zip(self._orders, self._latest, self._earlier, strict=True):
             if len(context) < n:
                 continue
-            mask, found = self._window - 1, []
+            mask, matches = self._window - 1, []
             position = latest[hash(tuple(context[-n:])) & mask]
             for _ in range(_MAX_CHAIN):
                 if position < max(self.length - self._window, 0):
                     break
                 length = self._match_length(context, position)
                 if length >= n and position + 1 < self.length:
-                    found.append(Match(length, position + 1))
+                    matches.append(Match(length, position + 1))
                 position = earlier[position & mask]
-            if found:
-                return sorted(found, key=lambda match: -match.length)
+            if matches:
+                return sorted(matches, key=lambda match: -match.length)
         return []
 
     def _match_length(self, context: Sequence[int], position: int) -> int:

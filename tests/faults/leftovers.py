@@ -2,6 +2,8 @@
 
 import os
 import secrets
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -43,12 +45,18 @@ class Belongings:
         return [process for process in psutil.process_iter() if self._is_mine(process)]
 
     def left(self) -> list[str]:
-        """Return what is still there, and remove the folder."""
+        """Return what is still there after the next process has started, and remove the folder.
+
+        A worker that is killed while it starts leaves its scratch folder to the next process (`engine.scratch`).
+        """
         deadline = time.monotonic() + END_S
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.2)
         found = [f"process {process.pid}: {title_of(process)[:80]}" for process in self.processes()]
         found += [f"shared memory: {path}" for path in sorted(self._shared) if os.path.exists(path)]
+        next_process = "from engine.scratch import scratch_folder; scratch_folder().cleanup()"
+        environment = os.environ | {"TMPDIR": self._folder.name}
+        subprocess.run([sys.executable, "-c", next_process], cwd=Path(__file__).parents[2], env=environment, check=True)
         names = sorted(path.name for path in Path(self._folder.name).iterdir())
         found += [f"temporary file: {name}" for name in names if not name.startswith(_NOT_OURS)]
         self._folder.cleanup()

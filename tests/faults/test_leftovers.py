@@ -49,6 +49,14 @@ def test_temporary_files_are_found_except_rays(belongings):
     assert found.startswith("temporary file: paceline-")
 
 
+def test_the_scratch_folder_of_a_killed_process_is_not_left(belongings):
+    script = "from engine.scratch import scratch_folder; folder = scratch_folder()"
+    process = run(SCRIPT.format(script), belongings.variables)
+    process.kill()
+    end(process)
+    assert belongings.left() == []
+
+
 def test_shared_memory_is_found_if_its_process_had_it_when_it_was_noted(belongings):
     path = f"{SHARED_MEMORY}paceline-test-{secrets.token_hex(4)}"
     with open(path, "wb") as file:

@@ -40,8 +40,8 @@ def _pods(manifests: list[Manifest]) -> Iterator[Manifest]:
             labels = {**template.get("metadata", {}).get("labels", {}), **group.get("labels", {}), **added}
             replicas = group.get("minReplicas", 1)
             yield {"metadata": {"labels": labels}, "spec": template["spec"], "replicas": replicas}
-    for manifest in of_kind(manifests, "StatefulSet"):
-        yield {**manifest["spec"]["template"], "replicas": manifest["spec"]["replicas"]}
+    for manifest in of_kind(manifests, "StatefulSet", "Job"):
+        yield {**manifest["spec"]["template"], "replicas": manifest["spec"].get("replicas", 1)}
 
 
 def _ports(manifest: Manifest) -> set[str]:

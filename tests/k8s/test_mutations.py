@@ -107,10 +107,16 @@ MUTATIONS = {
         "request and limit of nvidia.com/gpu differ",
     ),
     "models that no volume has": Mutation(
-        f"{GPU}/models.yaml",
+        "models/claim/claim.yaml",
         "name: paceline-models",
         "name: models",
         "there is no PersistentVolumeClaim paceline-models",
+    ),
+    "models for another volume": Mutation(
+        "models/job.yaml",
+        "claimName: paceline-models",
+        "claimName: models",
+        "there is no PersistentVolumeClaim models",
     ),
     "a GPU that no node has": Mutation(
         f"{MIXED}/serve.yaml", "draft_accelerator_type: L4", "draft_accelerator_type: L40S", "accelerator_type:L40S"
@@ -146,7 +152,15 @@ MUTATIONS = {
         f"{AVAILABLE}/kustomization.yaml", "redisPassword:", "redisPasswort:", "'redisPasswort' was unexpected"
     ),
 }
-OVERLAYS_OF = {"base": "cpu", GPU: "gpu", MIXED: "gpu-heterogeneous", AVAILABLE: "high-availability"}
+KUSTOMIZATION_OF = {
+    "base": "overlays/cpu",
+    GPU: GPU,
+    MIXED: MIXED,
+    AVAILABLE: "overlays/high-availability",
+    "models": "models",
+    "models/claim": GPU,
+}
+"""What is built to find a mistake, by the folder of the file that has it."""
 
 
 @pytest.mark.parametrize("mistake", MUTATIONS)
@@ -158,6 +172,5 @@ def test_a_mistake_is_found(mistake: str, tmp_path: Path) -> None:
     text = file.read_text()
     assert mutation.right in text
     file.write_text(text.replace(mutation.right, mutation.wrong))
-    overlay = OVERLAYS_OF[str(Path(mutation.file).parent)]
-    found = problems(build(copy / "overlays" / overlay))
+    found = problems(build(copy / KUSTOMIZATION_OF[str(Path(mutation.file).parent)]))
     assert [problem for problem in found if mutation.report in problem], found

@@ -26,6 +26,8 @@ class Arrival:
     """Tokens that are generated for it."""
     block_ids: tuple[int, ...] = ()
     """Contents of the prompt's blocks, where the trace tells them: prompts with equal ids begin alike."""
+    prompt: str | None = None
+    """The prompt itself, where the trace tells it; its tokens are then not counted."""
 
 
 def read_trace(path: Path) -> list[Arrival]:

@@ -97,8 +97,12 @@ async def make_plan(options: Options, client: Client, server: Server) -> Plan:
                 f"{num_cut} of the trace's {len(arrivals)} requests were cut to {room - max_tokens} prompt tokens and "
                 f"{max_tokens} new ones (--max-tokens; the model takes {server.max_model_len})"
             )
-    sized_prompts = [
-        Prompt(text.about(arrival.num_prompt_tokens, seed, arrival.block_ids), options.trace.stem, arrival.num_tokens)
+    contents = [
+        text.about(arrival.num_prompt_tokens, seed, arrival.block_ids) if arrival.prompt is None else arrival.prompt
         for seed, arrival in enumerate(arrivals)
     ]
-    return Plan(sized_prompts, options, server, [arrival.time_s for arrival in arrivals], notes)
+    domain = options.trace.stem
+    replayed = [
+        Prompt(content, domain, arrival.num_tokens) for content, arrival in zip(contents, arrivals, strict=True)
+    ]
+    return Plan(replayed, options, server, [arrival.time_s for arrival in arrivals], notes)

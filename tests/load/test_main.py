@@ -147,6 +147,18 @@ def test_a_trace_is_replayed(server: FakeServer, tmp_path: Path) -> None:
     assert server.bodies[-1]["ignore_eos"]
 
 
+def test_the_prompts_of_a_trace_are_sent_as_they_are(server: FakeServer, tmp_path: Path) -> None:
+    trace = tmp_path / "mine.jsonl"
+    texts = ["Call me", "This PEP proposes"]
+    rows = [{"timestamp": 20.5 * i, "text_input": text, "output_length": 3} for i, text in enumerate(texts)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, summary = run(server, tmp_path, "--trace", str(trace))
+    assert status == 0
+    assert [body["prompt"] for body in server.bodies[-2:]] == texts
+    assert [body["max_tokens"] for body in server.bodies[-2:]] == [3, 3]
+    assert summary["arms"]["default"]["domains"].keys() == {"mine"}
+
+
 def test_synthetic_prompts_have_their_length(server: FakeServer, tmp_path: Path) -> None:
     status, _ = run(server, tmp_path, "--synthetic", "77", "--requests", "40", "--endpoint", "chat")
     assert status == 0

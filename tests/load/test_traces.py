@@ -21,15 +21,21 @@ def test_azure_traces_are_read(tmp_path: Path) -> None:
     assert read(path) == [Arrival(0.0, 374, 44), Arrival(pytest.approx(4.314579), 396, 109)]
 
 
-def test_mooncake_traces_are_read_in_order_with_their_blocks(tmp_path: Path) -> None:
+def test_mooncake_traces_are_read_in_order_with_their_blocks_or_prompts(tmp_path: Path) -> None:
     rows = [
         {"timestamp": 3500, "input_length": 700, "output_length": 0, "hash_ids": [46, 48]},
         {"timestamp": 500, "input_length": 600, "output_length": 52, "hash_ids": [46, 47]},
         {"timestamp": 4000, "input_length": 10, "output_length": 3},
+        {"timestamp": 4500.5, "text_input": "Call me", "output_length": 7},
     ]
     path = tmp_path / "mooncake.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)) + "\n")
-    assert read(path) == [Arrival(0.0, 600, 52, (46, 47)), Arrival(3.0, 700, 1, (46, 48)), Arrival(3.5, 10, 3)]
+    assert read(path) == [
+        Arrival(0.0, 600, 52, (46, 47)),
+        Arrival(3.0, 700, 1, (46, 48)),
+        Arrival(3.5, 10, 3),
+        Arrival(4.0005, 0, 7, (), "Call me"),
+    ]
 
 
 @pytest.mark.parametrize(

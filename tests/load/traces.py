@@ -1,4 +1,7 @@
-"""Traces of production traffic: Azure's CSV files and Mooncake's JSON lines, and the part of one that is replayed."""
+"""Traces of production traffic: Azure's CSV files and Mooncake's JSON lines, and the part of one that is replayed.
+
+As for AIPerf, a line of Mooncake's format may have its prompt as `text_input` instead of an `input_length`.
+"""
 
 import json
 from dataclasses import replace
@@ -60,9 +63,10 @@ def _read_mooncake(path: Path) -> list[Arrival]:
     arrivals = (
         Arrival(
             (row["timestamp"] - first) / 1000,
-            row["input_length"],
+            0 if "text_input" in row else row["input_length"],
             max(1, row["output_length"]),
             tuple(row.get("hash_ids") or ()),
+            row.get("text_input"),
         )
         for row in rows
     )

@@ -32,8 +32,8 @@ class Series:
     """One line of a graph."""
 
     labels: dict[str, str]
-    times_s: list[float]
-    values: list[float]
+    points: list[tuple[float, float]]
+    """Unix times and values."""
 
 
 class Prometheus:
@@ -50,12 +50,13 @@ class Prometheus:
     def series(self, query: str, start_s: float, end_s: float) -> list[Series]:
         """Return what a query had in each second between two Unix times; what is not a number is left out."""
         answer = self._ask("query_range", query=query, start=start_s, end=end_s, step=1)
-        found = []
-        for series in answer:
-            points = [(time_s, float(value)) for time_s, value in series["values"]]
-            points = [(time_s, value) for time_s, value in points if not math.isnan(value)]
-            found.append(Series(series["metric"], [time_s for time_s, _ in points], [value for _, value in points]))
-        return found
+        return [
+            Series(
+                series["metric"],
+                [(time_s, value) for time_s, text in series["values"] if not math.isnan(value := float(text))],
+            )
+            for series in answer
+        ]
 
     def _ask(self, path: str, **parameters: Any) -> list[dict[str, Any]]:
         answer = httpx.get(f"{self._url}/api/v1/{path}", params=parameters).raise_for_status().json()

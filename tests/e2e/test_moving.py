@@ -1,19 +1,19 @@
-"""Requests that wait when a second Router comes: they move to it, begin at once, and their texts stay the same."""
+"""Requests that wait move to a Router that has come, and off one that is stopped; their texts stay the same."""
 
 import asyncio
 import json
 import re
-import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import pytest
 from ray import serve
 
 from deployments.builder import app
-from deployments.config import AppConfig, Autoscaling
-from tests.e2e.replicas import wait_until
+from deployments.config import AppConfig
+from tests.e2e.replicas import router_details, wait_until
 from tests.e2e.servers import serve_on_ray
 from tests.e2e.test_app import save_model
 
@@ -22,26 +22,36 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ign
 MAX_NUM_SEQS = 2
 STEP = 10
 NUM_TOKENS = 4000
-MOVED_WITHIN_S = 10.0
+FEW_TOKENS = 40
+CONTEXT = 65_536
+"""A stream as long as this outlasts the start of a Router many times over."""
+RUNNING = r"vllm:num_requests_running{.*}"
+WAITING = r"vllm:num_requests_waiting{.*}"
+MOVED = r'paceline:resubmissions_total{.*reason="moved".*}'
+LIMIT_S = 120.0
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
-    path = save_model(tmp_path, seed=1, layers=2, hidden=32, max_position_embeddings=8192)
-    config = AppConfig(
-        target_model=path,
-        draft_model="none",
-        drafting="none",
-        dtype="float32",
-        compile="off",
-        num_blocks=8192,
-        max_num_seqs=MAX_NUM_SEQS,
-        stream_interval_s=0.5,
-        autoscaling=Autoscaling(max_replicas=2, requests_per_replica=4),
-    )
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
     with serve_on_ray(2, {"RAY_SERVE_PROXY_USE_GRPC": "1"}) as url:
-        serve.run(app(config))
         yield url
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    return save_model(path, seed=1, layers=2, hidden=32, max_position_embeddings=CONTEXT)
+
+
+def deploy(model: str, **settings: Any) -> None:
+    """Deploy the model without a draft; return when all replicas run and those that they replace have ended."""
+    common = {"draft_model": "none", "drafting": "none", "dtype": "float32", "compile": "off"}
+    common |= {"num_blocks": 8192, "stream_interval_s": 0.5}
+    serve.run(app(AppConfig.model_validate({"target_model": model, **common, **settings})))
+
+
+def body(seed: int, num_tokens: int) -> dict[str, Any]:
+    return {"prompt": "A", "max_tokens": num_tokens, "seed": seed, "ignore_eos": True, "stream": True}
 
 
 async def metric(client: httpx.AsyncClient, pattern: str) -> float:
@@ -50,31 +60,74 @@ async def metric(client: httpx.AsyncClient, pattern: str) -> float:
     return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
 
 
-async def stream(client: httpx.AsyncClient, seed: int) -> tuple[str, float]:
-    """Return the text of a whole stream, and how long its first token took."""
-    body = {"prompt": "A", "max_tokens": NUM_TOKENS, "seed": seed, "ignore_eos": True, "stream": True}
-    started, first_s, text = time.monotonic(), 0.0, ""
-    async with client.stream("POST", "/v1/completions", json=body) as response:
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not await condition():
+            await asyncio.sleep(0.1)
+
+
+async def stream(client: httpx.AsyncClient, seed: int, num_tokens: int) -> str:
+    """Return the text of a whole stream."""
+    text = ""
+    async with client.stream("POST", "/v1/completions", json=body(seed, num_tokens)) as response:
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
-                first_s = first_s or time.monotonic() - started
                 choice = json.loads(line.removeprefix("data: "))["choices"][0]
                 text += choice["text"]
     assert choice["finish_reason"] == "length"
-    return text, first_s
+    return text
 
 
-async def test_requests_that_wait_move_to_a_new_router(url: str) -> None:
+@asynccontextmanager
+async def long_stream(client: httpx.AsyncClient) -> AsyncIterator[AsyncIterator[str]]:
+    """Begin the longest stream that there can be, yield its lines, and leave."""
+    async with client.stream("POST", "/v1/completions", json=body(0, CONTEXT - 8)) as response:
+        lines = response.aiter_lines()
+        await anext(lines)
+        yield lines
+
+
+async def test_requests_that_wait_move_to_a_new_router(url: str, model: str) -> None:
+    scaling = {"max_replicas": 2, "requests_per_replica": 4}
+    await asyncio.to_thread(deploy, model, max_num_seqs=MAX_NUM_SEQS, autoscaling=scaling)
     async with httpx.AsyncClient(base_url=url, timeout=300) as client:
-        tasks = [asyncio.create_task(stream(client, seed=number % 2)) for number in range(STEP)]
-        await wait_until(lambda _, running: running == 2)
+        tasks = [asyncio.create_task(stream(client, number % 2, NUM_TOKENS)) for number in range(STEP)]
+        await wait_until(lambda _, running: running == 2, LIMIT_S)
+
         # No request is sent after the step: only requests that moved run at the second Router.
-        async with asyncio.timeout(MOVED_WITHIN_S):
-            while await metric(client, r"vllm:num_requests_running{.*}") < 2 * MAX_NUM_SEQS:
-                await asyncio.sleep(0.1)
-        moved = await metric(client, r'paceline:resubmissions_total{.*reason="moved".*}')
-        assert 2 <= moved <= STEP / 2
+        async def all_places_are_taken() -> bool:
+            return await metric(client, RUNNING) == 2 * MAX_NUM_SEQS
+
+        await until(all_places_are_taken)
+        assert 2 <= await metric(client, MOVED) <= STEP / 2
         assert not all(task.done() for task in tasks)
-        texts, _ = zip(*await asyncio.gather(*tasks), strict=True)
+        texts = await asyncio.gather(*tasks)
         assert len(set(texts[::2])) == len(set(texts[1::2])) == 1
-        assert await metric(client, r"vllm:num_requests_(?:running|waiting){.*}") == 0
+        assert await metric(client, RUNNING) + await metric(client, WAITING) == 0
+
+
+async def test_requests_that_wait_at_a_router_that_is_stopped_move_to_the_one_that_replaces_it(
+    url: str, model: str
+) -> None:
+    await asyncio.to_thread(deploy, model, max_num_seqs=1)
+    seeds = (1, 2)  # fewer than are moved to a Router that has come while the other one goes on
+    async with httpx.AsyncClient(base_url=url, timeout=300) as client:
+        expected = [await stream(client, seed, FEW_TOKENS) for seed in seeds]
+        num_moved = await metric(client, MOVED)
+        async with long_stream(client) as lines:
+            waiting = [asyncio.create_task(stream(client, seed, FEW_TOKENS)) for seed in seeds]
+
+            async def all_wait() -> bool:
+                return await metric(client, WAITING) == len(seeds)
+
+            await until(all_wait)
+            rollout = asyncio.create_task(asyncio.to_thread(deploy, model, max_num_seqs=1, max_recoveries=4))
+            # The long stream has the only place of the old Router.
+            async with asyncio.timeout(LIMIT_S):
+                assert await asyncio.gather(*waiting) == expected
+            assert await metric(client, MOVED) - num_moved == len(seeds)
+            states = [replica["state"] for replica in (await router_details())["replicas"]]
+            assert sorted(states) == ["RUNNING", "STOPPING"]
+            assert await anext(lines) is not None
+            assert not rollout.done()
+        await asyncio.wait_for(rollout, LIMIT_S)

@@ -35,7 +35,6 @@ INGRESS_CPUS = 0.1
 CPUS_PER_INGRESS = 8
 MAX_INGRESS_REPLICAS = 4
 """Where the setting does not say how many."""
-_INGRESS = Slot("an Ingress replica", {"CPU": INGRESS_CPUS}, {})
 
 
 def app(config: AppConfig) -> Application:
@@ -93,7 +92,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         serve.ingress()(Ingress),
         name="Ingress",
         num_replicas=num_ingress_replicas,
-        ray_actor_options={"num_cpus": INGRESS_CPUS},
+        ray_actor_options={"num_cpus": INGRESS_CPUS, "label_selector": config.label_selector.ingress},
         max_ongoing_requests=STREAMS_PER_INGRESS,
         graceful_shutdown_timeout_s=config.drain_timeout_s + LAST_WORDS_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
@@ -104,6 +103,10 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     routers = with_version_of(router, router_config).bind(router_config)
     application: Application = with_version_of(ingress, ingress_config, keys).bind(ingress_config, routers, keys=keys)
     return application
+
+
+def _ingress_slot(config: AppConfig) -> Slot:
+    return Slot("an Ingress replica", {"CPU": INGRESS_CPUS}, config.label_selector.ingress)
 
 
 def _num_ingress_replicas(nodes: dict[str, Node]) -> int:
@@ -117,11 +120,10 @@ def _surges(config: AppConfig, num_ingress_replicas: int, group: list[Slot], nod
     The nodes are taken to be there for this application alone.
     """
     num_routers = config.autoscaling.upper_bound
-    num_placed, rest = place_groups([_INGRESS], nodes, limit=2 * num_ingress_replicas)
+    ingress = [_ingress_slot(config)]
+    num_placed, rest = place_groups(ingress, nodes, limit=2 * num_ingress_replicas)
     room, _ = place_groups(group, rest, limit=2 * num_routers)
-    beside_one, _ = place_groups(
-        group, place_groups([_INGRESS], nodes, limit=num_ingress_replicas)[1], limit=num_routers
-    )
+    beside_one, _ = place_groups(group, place_groups(ingress, nodes, limit=num_ingress_replicas)[1], limit=num_routers)
     has_room_for_two = num_placed == 2 * num_ingress_replicas and room >= beside_one
     return surge_percent(num_routers, room), 100 if has_room_for_two else 0
 
@@ -130,10 +132,11 @@ def _check_room(
     config: AppConfig, num_ingress_replicas: int, group: list[Slot], nodes: dict[str, Node], *, can_grow: bool
 ) -> None:
     """Warn of replicas that find no room; refuse if the smallest number of them finds none and never will."""
-    room, nodes = place_groups([_INGRESS], nodes, limit=num_ingress_replicas)
+    ingress = [_ingress_slot(config)]
+    room, nodes = place_groups(ingress, nodes, limit=num_ingress_replicas)
     if room < num_ingress_replicas:
         setting = f"num_ingress_replicas is {num_ingress_replicas}"
-        _report_shortage(setting, room, missing([_INGRESS], nodes), is_fatal=not can_grow, can_grow=can_grow)
+        _report_shortage(setting, room, missing(ingress, nodes), is_fatal=not can_grow, can_grow=can_grow)
     bounds = config.autoscaling
     room, free = place_groups(group, nodes, limit=bounds.upper_bound)
     if room < bounds.upper_bound:

@@ -98,6 +98,8 @@ class LabelSelector(BaseModel):
     """Of the nodes of the target's ranks and of the Router."""
     draft: dict[str, str] = {}
     """Of the draft's node."""
+    ingress: dict[str, str] = {}
+    """Of the nodes of the Ingress replicas."""
 
 
 class Autoscaling(BaseModel):
@@ -148,7 +150,7 @@ class AppConfig(BaseModel):
     target_nodes: int = Field(1, ge=1)
     """Nodes that the target's ranks may be spread over; 1 keeps them on one."""
     label_selector: Annotated[LabelSelector, BeforeValidator(_object_from_text)] = LabelSelector()
-    """Labels that the nodes of the target and of the draft must have."""
+    """Labels that the nodes of the target, of the draft and of the Ingress replicas must have."""
     run_ahead: RunAhead = "auto"
     """Whether the draft drafts for the likeliest verdicts while the target verifies: auto, on or off; auto is on where
     each model has a device or cores of its own."""

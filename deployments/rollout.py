@@ -15,7 +15,7 @@ from pydantic import PrivateAttr
 from ray.serve import Deployment
 from ray.serve._private.config import DeploymentConfig
 
-from deployments.config import AppConfig
+from deployments.config import AppConfig, LabelSelector
 from engine.config import PairConfig
 
 _ONLY_THE_BUILDERS = {"autoscaling", "num_ingress_replicas", "drain_timeout_s", "api_keys", "api_key_file"}
@@ -30,7 +30,6 @@ NOT_THE_INGRESSES = _ONLY_THE_BUILDERS | {
     "target_accelerator_type",
     "draft_accelerator_type",
     "target_nodes",
-    "label_selector",
     "run_ahead",
     "draft_timeout_s",
     "verify_timeout_s",
@@ -46,13 +45,15 @@ PAIR_OF_THE_INGRESSES = ("target_model", "target_revision", "device", "dtype", "
 
 def router_settings(config: AppConfig) -> AppConfig:
     """Return the settings with defaults for those that no Router reads."""
-    return _without(config, NOT_THE_ROUTERS)
+    labels = config.label_selector.model_copy(update={"ingress": {}})
+    return _without(config, NOT_THE_ROUTERS).model_copy(update={"label_selector": labels})
 
 
 def ingress_settings(config: AppConfig) -> AppConfig:
     """Return the settings with defaults for those that no Ingress reads; the API keys are passed beside them."""
     pair = PairConfig(**{name: getattr(config.pair, name) for name in PAIR_OF_THE_INGRESSES})
-    return _without(config, NOT_THE_INGRESSES).model_copy(update={"pair": pair})
+    labels = LabelSelector(ingress=config.label_selector.ingress)
+    return _without(config, NOT_THE_INGRESSES).model_copy(update={"pair": pair, "label_selector": labels})
 
 
 def with_version_of(deployment: Deployment, settings: AppConfig, keys: Sequence[str] = ()) -> Deployment:

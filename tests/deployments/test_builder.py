@@ -79,10 +79,24 @@ SCALED = AppConfig(autoscaling={"min_replicas": 2, "max_replicas": 4})  # type: 
 
 
 def test_labels_go_to_serve_bundle_by_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
-    selector = {"target": {"pool": "big"}, "draft": {"pool": "small"}}
-    _, router = deployments(AppConfig.model_validate({"label_selector": selector}), monkeypatch)
+    selector = {"target": {"pool": "big"}, "draft": {"pool": "small"}, "ingress": {"pool": "front"}}
+    ingress, router = deployments(AppConfig.model_validate({"label_selector": selector}), monkeypatch)
     selectors = router._replica_config.placement_group_bundle_label_selector
     assert selectors == [{"pool": "big"}, {"pool": "small"}, {"pool": "big"}]
+    assert ingress._replica_config.ray_actor_options["label_selector"] == {"pool": "front"}
+
+
+def test_an_ingress_without_a_node_of_its_labels_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = AppConfig.model_validate({"label_selector": {"ingress": {"pool": "front"}}})
+    deployments(config, monkeypatch)
+    assert "no node has room for an Ingress replica, which needs 0.1 CPU, label pool=front" in caplog.text
+    caplog.clear()
+    nodes = {"a": Node({"CPU": 16.0}), "b": Node({"CPU": 1.0}, {"pool": "front"})}
+    monkeypatch.setattr(builder, "_nodes", lambda: nodes)
+    builder.app(config)
+    assert "no node has room" not in caplog.text
 
 
 def test_more_replicas_than_the_cluster_has_room_for_are_warned_of(

@@ -49,6 +49,8 @@ def versions(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> dict[str, str
         ({"limits": {"max_n": 3}}, {"Ingress"}),
         ({"stream_interval_s": 0.1}, {"Ingress"}),
         ({"api_keys": ["secret"]}, {"Ingress"}),
+        ({"label_selector": {"target": {"pool": "big"}}}, {"Router"}),
+        ({"label_selector": {"ingress": {"pool": "front"}}}, {"Ingress"}),
         ({"served_model_name": "other"}, {"Router", "Ingress"}),
         ({"target_model": "/models/other"}, {"Router", "Ingress"}),
     ],

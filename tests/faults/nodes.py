@@ -9,7 +9,6 @@ from ray.cluster_utils import Cluster
 
 from deployments.config import AppConfig
 from deployments.environment import serve_environment
-from tests.bench.with_serve import START_TIMEOUT_S
 from tests.faults.server import FaultServer
 
 _STORE_BYTES = 80 * 2**20
@@ -27,25 +26,20 @@ class NodeServer(FaultServer):
             node_variables: environment variables for Ray's own processes.
             arguments: the application's.
         """
-        self._num_target_nodes = num_target_nodes
         variables = serve_environment(AppConfig())
         self._node_variables = {**variables, **(node_variables or {})}
         with _environment(self._node_variables):
             self._cluster = Cluster()
         self._add_nodes(1, "head", num_cpus=4)
+        self._add_nodes(num_target_nodes, "target", num_cpus=1)
         variables |= {"RAY_ADDRESS": self._cluster.address}
-        pool = {"pool": "target"}
+        group = {"pool": "target"}
+        labels = {"target": group, "draft": group, "ingress": {"pool": "head"}}
         try:
-            super().__init__(variables, label_selector={"target": pool, "draft": pool}, **arguments)
+            super().__init__(variables, label_selector=labels, **arguments)
         except BaseException:
             self.stop_nodes()
             raise
-
-    def _wait(self) -> None:
-        """Add the other nodes once the Ingress has a place: Ray may put it on any node, and it must outlast theirs."""
-        self.process(":Ingress", timeout_s=START_TIMEOUT_S)
-        self._add_nodes(self._num_target_nodes, "target", num_cpus=1)
-        super()._wait()
 
     def _add_nodes(self, number: int, pool: str, *, num_cpus: int) -> None:
         with _environment(self._node_variables):

@@ -159,9 +159,10 @@ class AppConfig(BaseModel):
     verify_timeout_s: float = Field(60.0, gt=0)
     """Seconds that a round waits for the target before the target counts as lost."""
     hang_timeout_s: float = Field(10.0, gt=0)
-    """Seconds for which the process of a worker or a Router may not answer at all before it is replaced."""
+    """Seconds for which the process of a worker or a Router, or of an Ingress that starts, may not answer at all before
+    it is replaced."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Seconds that placing and loading the workers may take."""
+    """Seconds that placing and loading the workers may take, and the start of an Ingress."""
     stream_interval_s: float = Field(0.02, ge=0)
     """Seconds for which a stream gathers tokens after each chunk; the last tokens are sent at once. 0 sends a chunk per
     round."""

@@ -33,8 +33,6 @@ NOT_THE_INGRESSES = _ONLY_THE_BUILDERS | {
     "run_ahead",
     "draft_timeout_s",
     "verify_timeout_s",
-    "start_timeout_s",
-    "hang_timeout_s",
     "max_recoveries",
     "round_timeout_s",
 }

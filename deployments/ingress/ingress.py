@@ -36,6 +36,7 @@ from deployments.openai.responses.writer import ResponsesWriter
 from deployments.openai.structured_output import GrammarSource
 from deployments.openai.writer import Writer
 from deployments.router.generation import Description, Generation, ModelLimits, target_id
+from deployments.starting import watched_start
 from engine.errors import CapacityError, RequestError, UnknownModelError
 from engine.models.tokenizer import load_tokenizer
 from engine.sampling.grammar import Grammars
@@ -61,18 +62,22 @@ class Ingress:
     ) -> None:
         """Load the tokenizer; requests wait until the first Router has loaded its models."""
         set_log_format(config.log_format)
-        self.config = config
-        self._keys = keys
-        if isinstance(routers, DeploymentHandle):
-            bind_replica()
+        self.config, self._keys = config, keys
+        if not isinstance(routers, DeploymentHandle):
+            await self._start(routers)
+            return
+        bind_replica()
+        with watched_start(config.hang_timeout_s, config.start_timeout_s):
             host, target = ray.util.get_node_ip_address(), target_id(config.pair.target)
-            routers = await ServeRouters.open(routers, host, config.model_name, target=target)
-        self._routers: RouterHandle = routers
+            await self._start(await ServeRouters.open(routers, host, config.model_name, target=target))
+
+    async def _start(self, routers: RouterHandle) -> None:
+        self._routers = routers
         self.admission = Admission(routers)
         self._readiness = Readiness(routers.states)
-        self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, config.pair.target))
+        self._encoder = PromptEncoder(await asyncio.to_thread(load_tokenizer, self.config.pair.target))
         self._started = int(time.time())
-        self._fingerprint = fingerprint(config)
+        self._fingerprint = fingerprint(self.config)
         self._serving = asyncio.create_task(self._wait_for_routers(), name="waiting for Routers")
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -31,6 +31,7 @@ from deployments.router.load import REPORT_INTERVAL_S
 from deployments.router.round_loop import RoundLoop
 from deployments.router.state import RouterState
 from deployments.router.stopping import stopped_replica
+from deployments.starting import watched_start
 from engine.engine import Engine
 from engine.errors import CapacityError, QueueFullError, RequestError, TargetError
 from engine.models.tokenizer import load_tokenizer
@@ -51,6 +52,10 @@ class Router:
         set_log_format(config.log_format)
         bind_replica()
         self._replica = serve.get_replica_context().replica_tag
+        with watched_start(config.hang_timeout_s, config.start_timeout_s):
+            await self._start(config)
+
+    async def _start(self, config: AppConfig) -> None:
         settings = group_config(config)
         started = time.monotonic()
         draft = settings.draft.path if settings.draft else "(none)"

@@ -69,7 +69,7 @@ class Chaos:
         has_recovered = self._load.outcomes["same"] >= self._num_answers + RECOVERED_AFTER
         weights = _LIGHT | _HEAVY if has_recovered or self._choices.random() < IMPATIENCE else {**_LIGHT}
         if not has_recovered:
-            # The Router may be starting. Serve waits for ever for one that hangs then.
+            # The Router may be starting. Serve waits for ever for one that hangs before its constructor runs.
             weights.pop("Router hangs", None)
         if self._bursts:  # while nothing is answered, more of them would only wait
             del weights["burst"]

@@ -1,13 +1,17 @@
 """Every fault once, at a moment that its seed says."""
 
 import asyncio
+import contextlib
 import time
 
 import httpx
+import psutil
 import pytest
 
+from deployments import start_watcher
 from tests.faults.faults import FAULTS
 from tests.faults.redis_head import GCS_DOWN_S, MAX_REPLICAS
+from tests.faults.server import APPEAR_TIMEOUT_S
 from tests.faults.setups import open_server, why_not
 from tests.faults.streams import open_session, receive_all
 from tests.faults.trial import run_reference, run_trial
@@ -92,6 +96,29 @@ async def stream_until(condition, server, reference):
 
     async with asyncio.timeout(RECOVERED_WITHIN_S):
         await asyncio.gather(client(), client())
+
+
+def wait_for_start(server):
+    """Return the Router that starts, as soon as somebody watches its start."""
+    deadline = time.monotonic() + APPEAR_TIMEOUT_S
+    while time.monotonic() < deadline:
+        router = server.process(":Router")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if any(start_watcher.__file__ in child.cmdline() for child in router.children()):
+                return router
+        time.sleep(0.05)
+    raise RuntimeError("no start is watched")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("fault", [FAULTS["Router hangs"]], ids=["Router hangs while it starts"])
+def test_a_router_that_hangs_while_it_starts_is_replaced(fault, server, reference):
+    server.process(":Router").kill()
+    starting = wait_for_start(server)
+    fault.strike(starting)
+    asyncio.run(stream_until(lambda: not starting.is_running(), server, reference))
+    assert f"process {starting.pid} is ended, because its start hangs: it did not answer for 10 s" in server.log
+    assert server.what_is_left() == {}
 
 
 @pytest.mark.long

@@ -48,6 +48,8 @@ class Job:
     first_token_s: float | None = None
     finished_s: float | None = None
     num_losses: int = 0
+    num_before: int = 0
+    """Requests that its group had when it came."""
 
     @classmethod
     def of(cls, arrival: Arrival) -> "Job":
@@ -81,6 +83,7 @@ class GroupModel:
 
     def add(self, job: Job) -> None:
         """Take a request, now."""
+        job.num_before = self.num_requests
         self.waiting.append(job)
         self._admit()
 

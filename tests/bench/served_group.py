@@ -7,6 +7,7 @@ are easier to draft.
 """
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -53,19 +54,30 @@ class ServedGroup:
 
     Attributes:
         added_s: what a request takes besides the rounds of the model.
-        paces: the time per token of some streams, relative to their mean.
+        busy_s: what it takes longer if it comes to a group at work: that finishes its round first, and then reads the
+            prompt in a round in which others draft.
+        paces: the time per token of some streams of `NUM_TOKENS`, relative to the model's.
     """
 
     costs: GroupCosts
     added_s: float
+    busy_s: float
     paces: list[float]
 
     def latencies_s(self, arrivals: Sequence[Arrival], num_groups: int) -> list[float]:
         """Return what the model says: the time until each answer is whole."""
         chance = random.Random(0)
-        paced = [replace(a, num_tokens=max(1, round(a.num_tokens * chance.choice(self.paces)))) for a in arrivals]
+        paced = [replace(a, num_tokens=self._paced(a.num_tokens, chance.choice(self.paces))) for a in arrivals]
         jobs = simulate(fixed(Scenario(self.costs, Autoscaling()), num_groups), paced).jobs
-        return [(job.finished_s or 0.0) - job.arrival.time_s + self.added_s for job in jobs]
+        added_s = [self.added_s + (self.busy_s if job.num_before else 0.0) for job in jobs]
+        return [
+            (job.finished_s or 0.0) - job.arrival.time_s + more_s for job, more_s in zip(jobs, added_s, strict=True)
+        ]
+
+    def _paced(self, num_tokens: int, pace: float) -> int:
+        """Return how many tokens of the model's pace take as long; long texts differ less, as means of their parts."""
+        mean = sum(self.paces) / len(self.paces)
+        return max(1, round(num_tokens * (mean + (pace - mean) * math.sqrt(NUM_TOKENS / num_tokens))))
 
 
 class Client:
@@ -181,6 +193,7 @@ async def fit(client: Client) -> ServedGroup:
     prompts_s = [
         [await client.seconds(50 * turn, length, 1) for turn in range(PROMPT_TURNS)] for length in PROMPT_LENGTHS
     ]
+    prompt_round_s = ((await client.read()).all_rounds_s - before.all_rounds_s) / sum(map(len, prompts_s))
     short_s, long_s = map(float, np.median(prompts_s, axis=1))
     costs = GroupCosts(
         round_ms=float(round_ms),
@@ -190,11 +203,12 @@ async def fit(client: Client) -> ServedGroup:
         chunk_tokens=CHUNK_TOKENS,
         max_num_seqs=MAX_NUM_SEQS,
     )
-    group = ServedGroup(costs, 0.0, [1.0])
+    busy_s = costs.round_s(1, 0) / 2 + costs.round_s(1, USUAL_PROMPT) - prompt_round_s
+    group = ServedGroup(costs, 0.0, 0.0, [1.0])
     added_s = short_s - group.latencies_s([Arrival(0.0, PROMPT_LENGTHS[0], 1)], 1)[0]
     [usual_s] = group.latencies_s([Arrival(0.0, USUAL_PROMPT, NUM_TOKENS)], 1)
     singles_s = [await client.seconds(37 * number, USUAL_PROMPT, NUM_TOKENS) for number in range(NUM_SINGLE)]
-    return ServedGroup(costs, added_s, [(seconds - added_s) / usual_s for seconds in singles_s])
+    return ServedGroup(costs, added_s, busy_s, [(seconds - added_s) / usual_s for seconds in singles_s])
 
 
 def _caption(group: ServedGroup | None) -> str:
@@ -203,5 +217,6 @@ def _caption(group: ServedGroup | None) -> str:
     return (
         f"{NUM_DRAFTS} drafts. Round {costs.round_ms:.1f} ms + {costs.stream_ms:.2f} per stream + "
         f"{costs.prompt_token_ms:.3f} per prompt token, {costs.tokens_per_round:.2f} tokens per round, streams' paces "
-        f"{min(group.paces):.2f} to {max(group.paces):.2f}; a request takes {1e3 * group.added_s:.0f} ms besides"
+        f"{min(group.paces):.2f} to {max(group.paces):.2f}; a request takes {1e3 * group.added_s:.0f} ms besides, "
+        f"{1e3 * group.busy_s:.0f} ms more where others run"
     )

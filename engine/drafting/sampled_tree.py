@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
-from engine.drafting.model import TOP_M
 from engine.drafting.nodes import TIP, Tree
+from engine.drafting.token_drawer import TOP_M
 from engine.drafting.tree import AnyTreeDrafter, Growth
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch

@@ -7,15 +7,14 @@ import torch
 from transformers import LlamaConfig
 
 from engine.config import EngineConfig, ModelConfig
-from engine.drafting.model import TOP_M, ModelDrafter
+from engine.drafting.model import ModelDrafter
 from engine.execution.registry import load_backend
 from engine.llm import run_in_process
 from engine.protocols import ProposeRow, Request
-from engine.sampling.logits import Run, probabilities, shape
 from engine.sampling.params import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.tiny import SIZES, save
-from tests.fakes import ContextModel, LateModel, MarkovModel
+from tests.fakes import ContextModel, LateModel
 
 CONFIG = EngineConfig(num_blocks=1000, block_size=4, max_num_batched_tokens=24)
 GREEDY = SamplingParams(temperature=0)
@@ -115,32 +114,6 @@ def test_a_full_cache_evicts_requests_that_are_not_in_the_batch(draft):
     for name in ("old", "new", "newer", "a", "never seen"):
         drafter.release(name)
     assert drafter._pool.num_free == free
-
-
-def test_rows_of_the_rejection_rule_are_what_the_tokens_were_sampled_from():
-    """At most TOP_M entries that sum to 1: the model's own probabilities, cut to its likeliest tokens."""
-    torch.manual_seed(0)
-    model = MarkovModel(torch.rand(50, 50).softmax(-1))
-    drafter = ModelDrafter(model, EngineConfig(num_blocks=50, verification="rejection"))
-    params = SamplingParams(temperature=0.7, seed=5, top_k=40)
-    (found,) = propose(drafter, row([4, 5, 6], 3, params=params))
-    context = [4, 5, 6]
-    for token, ids, probs in zip(found.token_ids, found.top_ids, found.top_probs, strict=True):
-        run = Run(Request("a", context, 3, params), [0])
-        law = probabilities(shape(model.transitions[context[-1:]].log(), [run]), [run])[0]
-        assert len(ids) == len(set(ids)) == TOP_M
-        assert token in ids
-        assert sum(probs) == pytest.approx(1)
-        assert probs == pytest.approx((law[ids] / law[ids].sum()).tolist(), abs=1e-6)
-        context.append(token)
-
-
-def test_a_greedy_draft_is_certain_of_its_tokens():
-    model = MarkovModel(torch.rand(8, 8, generator=torch.Generator().manual_seed(1)).softmax(-1))
-    drafter = ModelDrafter(model, EngineConfig(num_blocks=50, verification="rejection"))
-    (found,) = propose(drafter, row([4, 5, 6], 3))
-    for token, ids, probs in zip(found.token_ids, found.top_ids, found.top_probs, strict=True):
-        assert dict(zip(ids, probs, strict=True)) == {i: float(i == token) for i in range(8)}
 
 
 @pytest.fixture(scope="module")

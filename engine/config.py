@@ -22,7 +22,7 @@ BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 DEVICES = ("auto", "cpu", "cuda")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "off"]
-Drafting = Literal["auto", "none", "model", "tree", "ngram", "suffix", "model+suffix"]
+Drafting = Literal["auto", "none", "model", "tree", "self", "ngram", "suffix", "model+suffix"]
 Verification = Literal["coupled", "rejection", "block", "k_sequential"]
 Speculation = Literal["adaptive", "fixed", "off"]
 
@@ -81,12 +81,14 @@ class EngineConfig(_Settings):
     speculation: Speculation = "adaptive"
     """adaptive: the draft length, from 0 to k, with the highest measured goodput; fixed: always k; off: no drafts."""
     drafting: Drafting = "auto"
-    """The drafting method. model: the draft model drafts; tree: it drafts the likeliest alternatives, too; ngram: what
-    followed the last tokens earlier in the request; suffix: the same by frequency, and in earlier outputs too;
-    model+suffix: for each request in each round, the one that promises more; none: no drafts; auto: model if there is a
-    draft model, else suffix."""
+    """The drafting method. model: the draft model drafts; tree: it drafts the likeliest alternatives, too; self: the
+    target drafts with some of its layers; ngram: what followed the last tokens earlier in the request; suffix: the same
+    by frequency, and in earlier outputs too; model+suffix: for each request in each round, the one that promises more;
+    none: no drafts; auto: model if there is a draft model, else suffix."""
     tree_width: int | None = field(default=None, metadata={"ge": 1, "le": 8})
     """Tokens that drafting=tree proposes after the same one, at most, or chains for k_sequential; none is 3."""
+    self_draft_layers: int | None = field(default=None, metadata={"ge": 1})
+    """The target's first layers that drafting=self drafts with, and with its own head; fewer than it has."""
     verification: Verification = "coupled"
     """The verification rule: coupled (shared noise, token ids only), rejection (Leviathan et al.; trees as in Sequoia),
     block (Sun et al.: a chain as a whole) or k_sequential (SpecTr: several chains; needs drafting=tree)."""

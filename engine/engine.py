@@ -172,6 +172,9 @@ class Engine:
         verdicts = await self.verifier.verify(
             [_verify_row(row.sequence, row.length, draft) for row, draft in zip(rows, drafts, strict=True)]
         )
+        drafts = [
+            draft if verdict.draft is None else verdict.draft for draft, verdict in zip(drafts, verdicts, strict=True)
+        ]
         outputs = self.scheduler.commit(rows, drafts, verdicts)
         chosen = (num_draft_tokens, self.goodput.reason) if limits or not fixed else (max(fixed), "request")
         self.scheduler.stats.observe_round(*chosen)

@@ -16,6 +16,7 @@ from engine.errors import RequestError
 from engine.execution.backend import Backend
 from engine.execution.memory import plan_kv_blocks
 from engine.execution.registry import load_backend, survey
+from engine.models.sub_layers import check_self_draft
 from engine.models.tokenizer import check_same_vocabulary, load_tokenizer
 from engine.protocols import TokenLogprobs
 from engine.sampling.grammar import Grammars
@@ -85,6 +86,7 @@ class LLM:
         pair = make_pair(target_model=target_model, draft_model=draft_model, **settings)
         target_config = pair.target
         draft_config, config = settle_drafting(pair)
+        check_self_draft(config, target_config)
         self._seed = seed
         self._num_requests = 0
         self.tokenizer = load_tokenizer(target_config)
@@ -95,13 +97,13 @@ class LLM:
         self._grammars = Grammars(
             target_config, vocab_size=target.info.vocab_size, eos_token_ids=target.info.eos_token_ids
         )
-        verifier = ModelVerifier(target, config, self._grammars)
+        method = choose_method(config, has_draft_model=draft_config is not None)
+        verifier = ModelVerifier(target, config, self._grammars, method.make_in_target)
         backends = [target]
         draft = None
         if draft_config is not None:
             backends.append(_load(draft_config))
             draft = DraftModel(backends[-1], target.info.vocab_size, self._grammars)
-        method = choose_method(config, has_draft_model=draft is not None)
         self.engine = Engine(
             config,
             drafter=method.drafter_of_engine(config, method.make(config, draft)),

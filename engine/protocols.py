@@ -21,12 +21,15 @@ class Draft:
 
     `top_ids` and `top_probs` ([n][m] each) are the distributions that the tokens were sampled from, restricted to the
     drafter's top m tokens, whose probabilities sum to 1. Only a rule that needs draft rows gets them.
+
+    `num_deferred` is how many tokens the target is to draft itself before it verifies them; then the draft holds none.
     """
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     top_ids: list[list[int]] | None = None
     top_probs: list[list[float]] | None = None
+    num_deferred: int = 0
 
     @property
     def is_chain(self) -> bool:
@@ -121,13 +124,15 @@ class Verdict:
     """The tokens one request commits in a round: `num_accepted` draft tokens, and one that the target draws.
 
     `path` holds the accepted draft nodes, root first: their KV entries are kept. `token_ids` are empty while the prompt
-    is still being computed. `prompt_logprobs` belong to the prompt tokens from `start + 1` on.
+    is still being computed. `prompt_logprobs` belong to the prompt tokens from `start + 1` on. `draft` is what the
+    target drafted itself, if that was left to it.
     """
 
     token_ids: list[int] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    draft: Draft | None = None
 
     @property
     def num_accepted(self) -> int:
@@ -175,6 +180,29 @@ class PlansCopies(Protocol):
             num_model_tokens: how many tokens the other rows are likely to get.
         """
         ...
+
+
+class TargetDrafter(Protocol):
+    """Drafts in the target's process, on all of its ranks, right before the target verifies."""
+
+    def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
+        """Return the rows with drafts in place of those that were left to the target, the same on every rank.
+
+        Args:
+            decides: whether this is the rank whose tokens count.
+        """
+        ...
+
+
+class DeferringDrafter:
+    """Leaves every draft to the target."""
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        """Return per row how many tokens the target is to draft."""
+        return [Draft(num_deferred=row.num_draft_tokens) for row in rows]
+
+    def release(self, request_id: str) -> None:
+        """Do nothing: no request is held."""
 
 
 class NoDrafter:

@@ -1,7 +1,7 @@
 """Models whose law is known exactly, drafters that misbehave on purpose, and a byte tokenizer."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -112,13 +112,13 @@ class ContextModel(LawBackend):
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
         paged = batch.paged
-        (entries,) = paged.kv.keys
+        entries = paged.kv.keys[0]
         entries.view(-1)[paged.slots] = self._entry(batch.token_ids, batch.positions)
         states = []
         for group in paged.groups:
             context = entries.index_select(0, group.blocks.flatten()).view(group.rows, 1, -1)
             visible = group.mask(None, 1, torch.empty(0), paged.kv.block_size).squeeze(1) == 0
-            states.append((visible * context).sum(-1).flatten() % len(self.laws))
+            states.append(self._states(visible * context).flatten())
         return self.laws[torch.cat(states)[batch.logit_indices]].log()
 
     def law(self, token_ids: Sequence[int]) -> torch.Tensor:
@@ -126,8 +126,51 @@ class ContextModel(LawBackend):
         tokens = torch.tensor(token_ids)
         return self.laws[self._entry(tokens, torch.arange(len(tokens))).sum() % len(self.laws)]
 
+    def _states(self, seen: torch.Tensor) -> torch.Tensor:
+        return seen.sum(-1) % len(self.laws)
+
     def _entry(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return (token_ids + 1) * (3 * positions**2 + 1)
+
+
+FOREIGN = 10**9
+"""More than any entry of a context model."""
+
+
+class SelfDraftingModel(ContextModel):
+    """A context model of two layers whose first one drafts for it, by other laws, over the same entries.
+
+    What the thinned model computes, it writes as foreign entries, which only it can read: if the whole model sees one,
+    it sees a token that not all of its layers have computed.
+    """
+
+    def __init__(self, laws: torch.Tensor, thinned_laws: torch.Tensor, eos_token_ids: Sequence[int] = ()) -> None:
+        super().__init__(laws, eos_token_ids)
+        self.thinned = ThinnedModel(thinned_laws, eos_token_ids)
+
+    def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
+        return KVTensors(KVShape(2, 1, 1, 1), num_blocks, block_size, torch.empty(0, dtype=torch.int64))
+
+    def thin(self, skipped: Collection[str], kv: KVTensors) -> tuple[LawBackend, KVTensors]:
+        assert set(skipped) == {"attention.1", "mlp.1"}
+        return self.thinned, kv.of_layers([0])
+
+    def _states(self, seen: torch.Tensor) -> torch.Tensor:
+        assert seen.max() < FOREIGN, "a token is attended to that not all layers have computed"
+        return super()._states(seen)
+
+
+class ThinnedModel(ContextModel):
+    """The thinned model of a `SelfDraftingModel`; it counts its passes."""
+
+    num_passes = 0
+
+    def logits(self, batch: ForwardBatch) -> torch.Tensor:
+        self.num_passes += 1
+        return super().logits(batch)
+
+    def _entry(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return super()._entry(token_ids, positions) + FOREIGN * len(self.laws)
 
 
 class ConstantDrafter:

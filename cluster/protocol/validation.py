@@ -27,7 +27,7 @@ def check_verdicts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow], vocab
     """
     _check_count(len(verdicts), len(rows), "verdicts")
     for verdict, row in zip(verdicts, rows, strict=True):
-        if problem := _verdict_problem(verdict, row, vocab_size):
+        if problem := _deferred_problem(verdict, row, vocab_size) or _verdict_problem(verdict, row, vocab_size):
             raise MalformedMessageError(f"verdict of {row.request.request_id}: {problem}")
 
 
@@ -40,6 +40,8 @@ def _draft_problem(draft: Draft, num_requested: int, vocab_size: int) -> str | N
     length = len(draft.token_ids)
     if length > num_requested:
         return f"{length} tokens, at most {num_requested} requested"
+    if draft.num_deferred:
+        return "tokens that are left to the target"
     if len(draft.parents) != length:
         return f"{len(draft.parents)} parents for {length} tokens"
     if not _in_vocabulary(draft.token_ids, vocab_size):
@@ -66,8 +68,17 @@ def _top_problem(draft: Draft, vocab_size: int) -> str | None:
     return None
 
 
+def _deferred_problem(verdict: Verdict, row: VerifyRow, vocab_size: int) -> str | None:
+    """Check what the target drafted itself."""
+    if not row.draft.num_deferred:
+        return None if verdict.draft is None else "a draft that was not left to it"
+    if verdict.draft is None:
+        return "no draft, though it was left to it"
+    return _draft_problem(verdict.draft, row.draft.num_deferred, vocab_size)
+
+
 def _verdict_problem(verdict: Verdict, row: VerifyRow, vocab_size: int) -> str | None:
-    tokens, path, draft = verdict.token_ids, verdict.path, row.draft
+    tokens, path, draft = verdict.token_ids, verdict.path, verdict.draft or row.draft
     if len(verdict.prompt_logprobs) != row.num_prompt_logprobs:
         return f"{len(verdict.prompt_logprobs)} prompt log probabilities, {row.num_prompt_logprobs} requested"
     if not row.reaches_tip:

@@ -7,6 +7,7 @@ from engine.drafting.registry import DraftModel, choose_method
 from engine.execution.registry import load_backend
 from engine.models.causal_lm import Shard
 from engine.models.registry import eos_token_ids, read_config
+from engine.models.sub_layers import check_self_draft
 from engine.protocols import Drafter
 from engine.sampling.grammar import Grammars
 from engine.verification.verifier import ModelVerifier
@@ -38,10 +39,13 @@ def load_verifier(config: ModelConfig, engine: EngineConfig, *, shard: Shard | N
     Raises:
         ModelError: the model cannot be served.
     """
+    check_self_draft(engine, config)
     backend = load_backend(config, shard=shard)
     info = backend.info
     grammars = Grammars(config, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
-    verifier = ModelVerifier(backend, engine, grammars)
+    # What runs in the target needs no draft model, so it makes no difference here whether there is one.
+    method = choose_method(engine, has_draft_model=True)
+    verifier = ModelVerifier(backend, engine, grammars, method.make_in_target)
     logger.info("%d KV blocks of %d tokens", verifier.num_blocks, engine.block_size)
     backend.warm_up()
     return verifier, info

@@ -13,9 +13,10 @@ from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.errors import ConfigError
-from engine.protocols import Drafter, NoDrafter
+from engine.protocols import DeferringDrafter, Drafter, NoDrafter, TargetDrafter
 
 if TYPE_CHECKING:
+    from engine.execution.attention import KVTensors
     from engine.execution.backend import Backend
     from engine.sampling.grammar import Grammars
 
@@ -51,6 +52,8 @@ class Method:
         drafts_trees: drafts may be trees, not only chains.
         runs_ahead: in a draft worker, it can draft for verdicts that it does not know yet.
         rules: the verification rules that its drafts can be verified by.
+        make_in_target: of a method that runs in the target, returns the drafter that the verifier calls there, given
+            the target's backend and its KV cache; what `make` returns then leaves every draft to it.
     """
 
     runs_in: Process
@@ -61,6 +64,7 @@ class Method:
     drafts_trees: bool = False
     runs_ahead: bool = False
     rules: Collection[str] = ("coupled", "rejection", "block")
+    make_in_target: "Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter] | None" = None
 
     def drafter_of_engine(self, config: EngineConfig, drafter: Drafter) -> Drafter:
         """Return what the engine calls for this method, given the drafter that `make` made, or a link to it."""
@@ -105,12 +109,25 @@ def _tree_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
     return drafter_class(draft.backend, config, token_limit=draft.token_limit, grammars=draft.grammars)
 
 
+def _deferring_drafter(_config: EngineConfig, _draft: DraftModel | None) -> Drafter:
+    return DeferringDrafter()
+
+
+def _self_drafter(
+    config: EngineConfig, target: "Backend", kv: "KVTensors", grammars: "Grammars | None"
+) -> TargetDrafter:
+    from engine.drafting.self_draft import SelfDrafter
+
+    return SelfDrafter(config, target, kv, grammars)
+
+
 _TREE_RULES = ("coupled", "rejection", "k_sequential")
 
 METHODS: Mapping[str, Method] = {
     "none": Method("router", _no_drafter, proposes=False),
     "model": Method("draft", _model_drafter, loads_model=True, runs_ahead=True),
     "tree": Method("draft", _tree_drafter, loads_model=True, drafts_trees=True, rules=_TREE_RULES),
+    "self": Method("target", _deferring_drafter, make_in_target=_self_drafter),
     "ngram": Method("router", _ngram_drafter),
     "suffix": Method("router", _suffix_drafter),
     "model+suffix": Method("draft", _model_drafter, loads_model=True, runs_ahead=True, in_front=_with_copies),
@@ -131,6 +148,7 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
         ConfigError: the method needs a draft model, and there is none; or two settings do not fit each other.
     """
     name = config.drafting
+    _check_layers(config)
     if config.tree_width is not None and not drafts_trees(name):
         raise ConfigError(f"tree_width is {config.tree_width}, but drafting is {name!r}, which drafts no trees")
     if name == "auto":
@@ -145,6 +163,18 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
             f"verification is {config.verification!r}, but drafting is {name!r}, whose drafts are verified by {rules}"
         )
     return METHODS[name]
+
+
+def _check_layers(config: EngineConfig) -> None:
+    """Refuse layers of the target for a method that does not draft with them, and that method without them."""
+    runs_in_target = config.drafting in METHODS and METHODS[config.drafting].runs_in == "target"
+    if config.self_draft_layers is not None and not runs_in_target:
+        raise ConfigError(
+            f"self_draft_layers is {config.self_draft_layers}, but drafting is {config.drafting!r}, "
+            "which does not draft with the target's layers"
+        )
+    if runs_in_target and config.self_draft_layers is None:
+        raise ConfigError(f"drafting is {config.drafting!r}, which needs self_draft_layers, and it is not set")
 
 
 def check_run_ahead(config: EngineConfig, run_ahead: str, *, has_draft_model: bool) -> None:
@@ -167,5 +197,7 @@ def settle_drafting(pair: PairConfig) -> tuple[ModelConfig | None, EngineConfig]
         ConfigError: as `choose_method`.
     """
     method = choose_method(pair.engine, has_draft_model=pair.draft is not None)
+    if method.runs_in == "target" and pair.draft_model not in ("auto", "none"):
+        raise ConfigError(f"draft_model is {pair.draft_model!r}, but drafting is {pair.drafting!r}, which uses none")
     engine = pair.engine if method.proposes else replace(pair.engine, num_speculative_tokens=0)
     return (pair.draft if method.loads_model else None), engine

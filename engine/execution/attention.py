@@ -6,9 +6,10 @@ block tables and its mask. The function's name is not in transformers' mask regi
 mask itself.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +58,12 @@ class KVTensors:
             [torch.zeros((*blocks, dim), dtype=like.dtype, device=like.device) for _ in range(shape.layers)]
             for dim in (shape.key_dim, shape.value_dim)
         )
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """Return the cache that holds some of the layers, in this order, in the same memory."""
+        view = copy.copy(self)
+        view.keys, view.values = ([caches[layer] for layer in layers] for caches in (self.keys, self.values))
+        return view
 
     def slot(self, block_ids: Sequence[int], place: int) -> int:
         """Return the slot of a place in the context of a request with these blocks."""

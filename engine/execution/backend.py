@@ -1,5 +1,6 @@
 """Backend: a loaded model on a device, as drafters and verifiers use it."""
 
+from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 import torch
@@ -52,6 +53,16 @@ class Backend(Protocol):
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         """Allocate a KV cache for this model; `num_blocks` includes block 0."""
+        ...
+
+    def thin(self, skipped: Collection[str], kv: KVTensors) -> "tuple[Backend, KVTensors]":
+        """Return this model without some of its sub-layers (see `sub_layers`), and a KV cache of it as that sees it.
+
+        Both share their memory with this backend and `kv`; `warm_up` prepares their passes, too.
+
+        Raises:
+            ModelError: these sub-layers cannot be skipped.
+        """
         ...
 
     def all_reduce(self, partial: Tensor) -> Tensor:

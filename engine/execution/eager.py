@@ -1,15 +1,17 @@
 """EagerBackend: runs passes operator by operator on any torch device."""
 
 import logging
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
 from engine.errors import ModelError
 from engine.execution.attention import KVTensors
-from engine.execution.backend import PassOutput
+from engine.execution.backend import Backend, PassOutput
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.models.causal_lm import CausalLM, forward
+from engine.models.sub_layers import thin
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
@@ -52,6 +54,11 @@ class EagerBackend:
         like = torch.empty(0, dtype=self.model.dtype, device=self.device)
         return KVTensors(self.model.kv_shape, num_blocks, block_size, like)
 
+    def thin(self, skipped: Collection[str], kv: KVTensors) -> tuple[Backend, KVTensors]:
+        """Return this model without some of its sub-layers; see `Backend.thin`."""
+        model, layers = thin(self.model, skipped)
+        return EagerBackend(model), kv.of_layers(layers)
+
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum a tensor over the model's tensor-parallel ranks."""
         shard = self.model.shard
@@ -81,7 +88,7 @@ class EagerBackend:
                 raise RuntimeError("not every layer attends once in a pass")
         except torch.OutOfMemoryError as error:
             raise ModelError(f"{self.info.name} does not fit into the memory of {self.device}: {error}") from error
-        except (AttributeError, KeyError, IndexError, TypeError, RuntimeError) as error:
+        except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise ModelError(f"{name} cannot be run with paged attention: {error}") from error
         return step.paged.groups[0].windows
 

@@ -2,6 +2,6 @@
 
 In reading order: `files` (where they are), `registry` (whether an architecture can be served), `footprint` (the memory
 it takes), `loader` (from safetensors to a device), `shards` (the slices of one tensor-parallel rank), `fusion` (q/k/v
-and gate/up as one product), `causal_lm` (the loaded module) and `tokenizer` (whether draft and target share their token
-ids).
+and gate/up as one product), `causal_lm` (the loaded module), `sub_layers` (the same without some of its sub-layers) and
+`tokenizer` (whether draft and target share their token ids).
 """

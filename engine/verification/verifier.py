@@ -1,28 +1,43 @@
 """ModelVerifier: one target pass over all committed tips and drafts of a batch, then the verification rule per row."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build, depths
-from engine.protocols import Draft, TokenLogprobs, Verdict, VerifyRow
+from engine.protocols import Draft, TargetDrafter, TokenLogprobs, Verdict, VerifyRow, chain
 from engine.sampling.grammar import Grammars, Matcher, matcher_of
 from engine.sampling.logits import Run, plan_draws
 from engine.verification.rule import RULES
+
+MakeTargetDrafter = Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter]
+"""Makes the drafter of a target that drafts for itself, with its backend and its KV cache."""
 
 
 class ModelVerifier:
     """Verifies with a model in this process. All it holds is cached: the rows of a round bring everything it needs."""
 
-    def __init__(self, backend: Backend, config: EngineConfig, grammars: Grammars | None = None) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        config: EngineConfig,
+        grammars: Grammars | None = None,
+        make_drafter: MakeTargetDrafter | None = None,
+    ) -> None:
         """Make the KV tensors.
 
         Args:
             config: with its `num_blocks` planned.
             grammars: None if no request may have a grammar.
+            make_drafter: None if no draft is left to the target.
+
+        Raises:
+            ModelError: the target cannot draft for itself.
         """
         assert config.num_blocks is not None
         self.backend = backend
@@ -31,15 +46,23 @@ class ModelVerifier:
         self._kv = backend.allocate_kv(self.num_blocks, config.block_size)
         self._rule = RULES[config.verification]
         self._end_ids = tuple(backend.info.eos_token_ids)
+        self._drafter = None if make_drafter is None else make_drafter(config, backend, self._kv, grammars)
 
     async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
         """Compute the rows and, unless another rank decides, return their verdicts."""
         with torch.inference_mode():
+            deferred = [row.draft.num_deferred > 0 for row in rows]
+            if any(deferred):
+                assert self._drafter is not None, "no draft may be left to this target"
+                rows = self._drafter.draft(rows, decides=decides)
             batch = build([_forward_row(row) for row in rows], self._kv)
             if decides:
                 verdicts = self._decide(rows, batch)
                 self._keep_paths(rows, [verdict.path for verdict in verdicts])
-                return verdicts
+                return [
+                    replace(verdict, draft=chain(row.draft.token_ids)) if is_deferred else verdict
+                    for verdict, row, is_deferred in zip(verdicts, rows, deferred, strict=True)
+                ]
             self.backend.run(batch)
             self._keep_paths(rows, [[]] * len(rows))
             return []

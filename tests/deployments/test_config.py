@@ -7,6 +7,8 @@ from cluster.config import GroupConfig
 from deployments.config import AppConfig, ArgumentError, Autoscaling, Limits, api_keys, group_config
 from engine.config import PAIR_SETTINGS, PairConfig, make_pair
 
+SELF_DRAFT = {"drafting": "self", "self_draft_layers": 3}
+
 
 @pytest.mark.parametrize("model", [AppConfig, Limits, Autoscaling])
 def test_every_field_has_a_description_and_a_default(model: type[BaseModel]) -> None:
@@ -48,6 +50,14 @@ def test_typed_nested_values_are_taken_as_they_are() -> None:
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5: Input should be less than or equal to 1"),
         ({"pinning": "on"}, "unknown argument pinning"),
         ({"drafting": "model", "draft_model": "none"}, "drafting is 'model', which needs a draft_model"),
+        ({"drafting": "self"}, "drafting is 'self', which needs self_draft_layers, and it is not set"),
+        ({"self_draft_layers": "4"}, "self_draft_layers is 4, but drafting is 'auto', which does not draft with the"),
+        (
+            {"drafting": "self", "self_draft_layers": "0"},
+            "self_draft_layers is '0': Input should be greater than or equ",
+        ),
+        ({**SELF_DRAFT, "draft_model": "/small"}, "draft_model is '/small', but drafting is 'self', which uses none"),
+        ({**SELF_DRAFT, "run_ahead": "on"}, "run_ahead is on, but drafting is 'self'"),
         ({"pair": {"block_size": 8}}, "unknown argument pair"),
         ({"pair.block_size": 8}, "unknown argument pair.block_size; did you mean block_size?"),
         ({"limits": {"max_m": 1}}, "unknown argument limits.max_m"),
@@ -64,6 +74,15 @@ def test_a_wrong_argument_is_named_in_one_line(arguments: dict[str, object], mes
 def test_a_group_is_what_the_defaults_say_when_nothing_is_set() -> None:
     pair = PairConfig()
     assert group_config(AppConfig()) == GroupConfig(pair.target, pair.draft, pair.engine)
+
+
+@pytest.mark.parametrize("arguments", [SELF_DRAFT, {name: str(value) for name, value in SELF_DRAFT.items()}])
+def test_the_layers_that_a_target_drafts_with_reach_the_group_which_loads_no_draft(
+    arguments: dict[str, object],
+) -> None:
+    group = group_config(AppConfig.model_validate(arguments))
+    assert (group.engine.drafting, group.engine.self_draft_layers) == ("self", 3)
+    assert (group.draft, group.has_draft_worker, group.method.runs_in) == (None, False, "target")
 
 
 def test_every_setting_of_the_pair_is_an_argument_and_reaches_the_group() -> None:
@@ -90,7 +109,7 @@ def test_every_setting_of_the_pair_is_an_argument_and_reaches_the_group() -> Non
         "memory_fraction": 0.125,
         "enable_prefix_caching": False,
     }
-    assert settings.keys() == PAIR_SETTINGS.keys()
+    assert settings.keys() == PAIR_SETTINGS.keys() - SELF_DRAFT.keys() | {"drafting"}
     pair = make_pair(**settings)
     for arguments in (settings, {name: str(value) for name, value in settings.items()}):
         config = AppConfig.model_validate(arguments)
@@ -106,6 +125,7 @@ def test_none_on_the_command_line_is_none_where_a_setting_may_be_none_and_a_word
         "draft_revision",
         "num_threads",
         "tree_width",
+        "self_draft_layers",
         "max_model_len",
         "num_blocks",
         "memory_fraction",

@@ -5,21 +5,31 @@ import time
 from dataclasses import replace
 
 from engine.config import EngineConfig
+from engine.drafting.registry import METHODS
 from engine.engine import Engine
 from engine.llm import run_in_process
-from engine.protocols import NoDrafter, Request
+from engine.protocols import DeferringDrafter, NoDrafter, Request
 from engine.sampling.logits import Run, draw, shape
 from engine.verification.verifier import ModelVerifier
 
 
 def make_engine(model, drafter=None, *, tokenizer=None, grammars=None, clock=time.perf_counter, **settings):
-    """An engine; `drafter` is a function of its configuration. The draft length is fixed unless said otherwise."""
+    """An engine whose draft length is fixed unless said otherwise.
+
+    Args:
+        drafter: a function of its configuration; None is none, or that of a method that runs in the target.
+    """
     defaults = {"num_blocks": 3000, "max_num_seqs": 64, "max_queued_requests": 10**6, "speculation": "fixed"}
     config = EngineConfig(**(defaults | settings))
-    verifier = ModelVerifier(model, config, grammars)
+    method = METHODS.get(config.drafting, METHODS["none"])
+    verifier = ModelVerifier(model, config, grammars, method.make_in_target)
+    if drafter is None:
+        drafter = DeferringDrafter() if method.runs_in == "target" else NoDrafter()
+    else:
+        drafter = drafter(config)
     return Engine(
         config,
-        drafter=NoDrafter() if drafter is None else drafter(config),
+        drafter=drafter,
         verifier=verifier,
         num_blocks=verifier.num_blocks,
         vocab_size=model.info.vocab_size,

@@ -9,7 +9,7 @@ import torch
 from engine import LLM, SamplingParams
 from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
-from engine.errors import ConfigError, RequestError
+from engine.errors import ConfigError, ModelError, RequestError
 from engine.protocols import NoDrafter
 from engine.sampling.grammar import from_regex
 from tests.cluster.models import save_llama
@@ -88,6 +88,23 @@ def test_without_a_draft_model_text_that_occurred_before_is_drafted(
     assert token_ids(copying, prompts, params) == plain
     assert token_ids(copying, prompts, params) == plain
     assert copying.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_target_drafts_for_itself_with_its_first_layer_and_writes_its_own_text(
+    models: tuple[Path, Path], temperature: float
+) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=40, seed=3, ignore_eos=True, logprobs=1)
+    prompts = [[2, 3, 4] * 4, [5, 6, 7, 8] * 3]
+    drafting = make_llm(models[0], drafting="self", self_draft_layers=1, speculation="fixed", num_blocks=64)
+    plain = make_llm(models[0], drafting="none", num_blocks=64)
+    assert token_ids(drafting, prompts, params) == token_ids(plain, prompts, params)
+    assert drafting.stats.num_draft_tokens > 0
+
+
+def test_layers_that_a_target_does_not_have_are_refused_before_it_is_loaded(models: tuple[Path, Path]) -> None:
+    with pytest.raises(ModelError, match=r"is 2; it must be at most 1, because .* has 2 layers"):
+        make_llm(models[0], drafting="self", self_draft_layers=2)
 
 
 def test_more_prompts_than_the_queue_takes_are_all_continued(llm: LLM) -> None:

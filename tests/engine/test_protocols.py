@@ -3,7 +3,7 @@
 import pytest
 
 from engine.llm import run_in_process
-from engine.protocols import NO_DRAFT, Draft, NoDrafter, ProposeRow, Request, VerifyRow, chain
+from engine.protocols import NO_DRAFT, DeferringDrafter, Draft, NoDrafter, ProposeRow, Request, VerifyRow, chain
 from engine.sampling.params import SamplingParams
 
 
@@ -50,3 +50,10 @@ def test_a_chain_is_the_tree_in_which_each_token_follows_the_one_before_it():
 def test_no_drafter_proposes_an_empty_draft_for_every_row():
     rows = [ProposeRow(request(), 3), ProposeRow(request(), 0)]
     assert run_in_process(NoDrafter().propose(rows)) == [NO_DRAFT, NO_DRAFT]
+
+
+def test_a_deferring_drafter_leaves_each_rows_tokens_to_the_target():
+    rows = [ProposeRow(request(), 3), ProposeRow(request(), 0)]
+    drafter = DeferringDrafter()
+    assert run_in_process(drafter.propose(rows)) == [Draft(num_deferred=3), NO_DRAFT]
+    assert drafter.release("a") is None

@@ -26,6 +26,9 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL_DIRECTORY")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--revision")
+    parser.add_argument(
+        "--skip", nargs="+", default=[], metavar="SUB_LAYER", help="also compile without these, such as attention.3"
+    )
     parser.add_argument("--until-input-ends", action="store_true", help="end when standard input does")
     options = parser.parse_args()
     if not options.until_input_ends:
@@ -44,7 +47,11 @@ def _compile(options: argparse.Namespace) -> None:
     for path in options.models:
         config = ModelConfig(path, dtype=options.dtype, device="cpu", revision=options.revision)
         try:
-            load_cpu(config, resolve_dtype(config.dtype, torch.device("cpu")), None).compile()
+            backend = load_cpu(config, resolve_dtype(config.dtype, torch.device("cpu")), None)
+            backend.compile()
+            if options.skip:
+                thinned, _ = backend.thin(options.skip, backend.allocate_kv(2, 16))
+                thinned.compile()
         except (PacelineError, OSError) as error:
             sys.exit(f"{path}: {error}")
 

@@ -3,12 +3,15 @@
 import functools
 import logging
 import time
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from engine.config import ModelConfig
+from engine.execution.attention import KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch, build
 from engine.execution.cpu import packages
@@ -19,6 +22,7 @@ from engine.execution.cpu.threads import Threads
 from engine.execution.eager import EagerBackend, log_loaded
 from engine.models.causal_lm import CausalLM, Shard
 from engine.models.loader import load_model
+from engine.models.sub_layers import thin
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
@@ -28,12 +32,26 @@ logger = logging.getLogger(__name__)
 class CpuBackend(EagerBackend):
     """Runs a model on the CPU: eagerly at first, compiled as soon as its package exists."""
 
-    def __init__(self, model: CausalLM, config: ModelConfig, max_threads: int) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        config: ModelConfig,
+        max_threads: int,
+        *,
+        whole: "CpuBackend | None" = None,
+        skipped: Collection[str] = (),
+    ) -> None:
         """Pack float32 weights that are exact 16-bit numbers, if the model has large layers.
+
+        Args:
+            whole: the backend whose model this one is without the sub-layers that are `skipped`.
 
         Raises:
             ModelError: see `EagerBackend`.
         """
+        self._whole = whole
+        self._skipped = skipped
+        self._thinned: list[CpuBackend] = []
         self._config = config
         self._num_bytes = sum(p.numel() * p.element_size() for p in model.module.parameters())
         self._compiled: CompiledForward | None = None
@@ -69,7 +87,16 @@ class CpuBackend(EagerBackend):
                 is_cached = [path.exists() for path in self._package_files]
                 text = "%s: compiling in the background, eager until then (%d of %d parts in the cache)"
                 logger.info(text, self.info.name, sum(is_cached), len(is_cached))
-                packages.Compiling(self._config, self.info.dtype, self._try_to_adopt)
+                packages.Compiling(self._config, self.info.dtype, self._try_to_adopt, self._skipped)
+        for thinned in self._thinned:
+            thinned.warm_up(compile_missing=compile_missing)
+
+    def thin(self, skipped: Collection[str], kv: KVTensors) -> "tuple[CpuBackend, KVTensors]":
+        """Return this model without some of its sub-layers; see `Backend.thin`."""
+        model, layers = thin(self.model, skipped)
+        thinned = CpuBackend(model, self._config, self._threads.max_threads, whole=self, skipped=skipped)
+        self._thinned.append(thinned)
+        return thinned, kv.of_layers(layers)
 
     def compile(self) -> None:
         """Compile and load the model's passes; this takes a minute if they are not in the cache.
@@ -97,7 +124,10 @@ class CpuBackend(EagerBackend):
 
     @functools.cached_property
     def _step(self) -> Step:
-        step = Step(self.model.module, self.windows)
+        module = self.model.module
+        if self._whole is not None:  # so that both share packed weights, too
+            module = thin(replace(self._whole.model, module=self._whole._step.module), self._skipped).model.module
+        step = Step(module, self.windows)
         _log_packed(self.info.name, step)
         return step
 
@@ -110,6 +140,8 @@ class CpuBackend(EagerBackend):
         return [self._package, packages.noise_path(), packages.kernels_path()]
 
     def _reason_not_to_compile(self) -> str | None:
+        if self._whole is not None:
+            return self._whole._reason_not_to_compile()
         shard = self.model.shard
         if shard is not None and shard.world_size > 1:
             return "it is one of several ranks"

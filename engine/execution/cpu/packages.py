@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +32,7 @@ from engine.execution import attention
 from engine.execution.batch import ForwardBatch
 from engine.execution.cpu import compiled, half_weights, kernels, paged_attention, traced
 from engine.execution.cpu.compiled import CompileError, GumbelNoise, Step, arguments
-from engine.models import causal_lm, fusion
+from engine.models import causal_lm, fusion, sub_layers
 from engine.models.files import model_directory
 from engine.sampling import noise
 from engine.sampling.noise import Draws
@@ -60,7 +60,9 @@ def package_path(step: Step, config: Any) -> Path:
     parts = (
         json.dumps(settings, sort_keys=True, default=str),
         [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in step.tensors.items()],
-        _digest(attention, causal_lm, compiled, fusion, half_weights, kernels, noise, paged_attention, traced),
+        _digest(
+            attention, causal_lm, compiled, fusion, half_weights, kernels, noise, paged_attention, sub_layers, traced
+        ),
     )
     return _cached(parts)
 
@@ -180,14 +182,23 @@ class Compiling:
     killed. Otherwise every worker that is replaced would leave one more model in memory behind.
     """
 
-    def __init__(self, config: ModelConfig, dtype: str, ready: Callable[[], None]) -> None:
-        """Start the process; a thread calls `ready` when it has succeeded, or logs its failure."""
+    def __init__(
+        self, config: ModelConfig, dtype: str, ready: Callable[[], None], skipped: Collection[str] = ()
+    ) -> None:
+        """Start the process; a thread calls `ready` when it has succeeded, or logs its failure.
+
+        Args:
+            skipped: sub-layers that the compiled model is without.
+        """
         # Absolute, because the process runs in another folder.
         directory = str(model_directory(config).resolve())
         self._ready = ready
         reading, self._held_open = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "engine.execution.cpu", directory, "--dtype", dtype, "--until-input-ends"],
+            [
+                *(sys.executable, "-m", "engine.execution.cpu", directory, "--dtype", dtype, "--until-input-ends"),
+                *(["--skip", *sorted(skipped)] if skipped else []),
+            ],
             cwd=Path(__file__).parents[3],
             env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
             stdin=reading,

@@ -8,6 +8,7 @@ layers are compiled once for every number of tokens.
 import logging
 import time
 import weakref
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from engine.execution.cuda.linear import make_invariant
 from engine.execution.eager import EagerBackend, log_loaded
 from engine.models.causal_lm import CausalLM, Shard, forward
 from engine.models.loader import load_model
+from engine.models.sub_layers import thin
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
@@ -58,6 +60,7 @@ class CudaBackend(EagerBackend):
         self._config = config
         self._caches: weakref.WeakSet[GraphedKV] = weakref.WeakSet()
         self._is_compiled = False
+        self._thinned: list[CudaBackend] = []
         super().__init__(model)
 
     @torch.inference_mode()
@@ -88,8 +91,24 @@ class CudaBackend(EagerBackend):
         self._caches.add(kv)
         return kv
 
+    def thin(self, skipped: Collection[str], kv: KVTensors) -> "tuple[CudaBackend, KVTensors]":
+        """Return this model without some of its sub-layers; see `Backend.thin`."""
+        model, layers = thin(self.model, skipped)
+        thinned = CudaBackend(model, self._config)
+        self._thinned.append(thinned)
+        seen_kv = kv.of_layers(layers)
+        assert isinstance(seen_kv, GraphedKV)
+        seen_kv.graphs = None
+        thinned._caches.add(seen_kv)
+        return thinned, seen_kv
+
     def warm_up(self, *, compile_missing: bool = True) -> None:
         """Compile the layers and record the graphs of all KV caches; this takes up to a minute."""
+        self._warm_up()
+        for thinned in self._thinned:
+            thinned.warm_up(compile_missing=compile_missing)
+
+    def _warm_up(self) -> None:
         if self._config.compile == "off":
             return
         if (shard := self.model.shard) is not None and shard.world_size > 1:

@@ -7,11 +7,12 @@ logged, and then take as long as the CPU took.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from torch import Tensor
 
+from engine.errors import ModelError
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend, PassOutput
 from engine.execution.batch import ForwardBatch
@@ -78,6 +79,14 @@ class PacedBackend:
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         """Allocate a KV cache for the model that computes."""
         return self._backend.allocate_kv(num_blocks, block_size)
+
+    def thin(self, skipped: Collection[str], kv: KVTensors) -> tuple[Backend, KVTensors]:
+        """Refuse: how long a thinned model's passes take is not known.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(f"{self.info.device} cannot imitate a model that drafts for itself with some of its layers")
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum a tensor over the tensor-parallel ranks of the model that computes."""

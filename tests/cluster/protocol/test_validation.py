@@ -23,6 +23,7 @@ def test_a_valid_draft_passes(draft):
     [
         (chain([1, 2, 3, 4]), "4 tokens, at most 3 requested"),
         (Draft([1, 2], [-1]), "1 parents for 2"),
+        (Draft(num_deferred=2), "left to the target"),
         (chain([10]), "outside 0 to 9"),
         (chain([-1]), "outside 0 to 9"),
         (Draft([1, 2], [-1, 1]), "parent"),
@@ -67,6 +68,32 @@ def test_a_valid_verdict_passes(verdict):
 def test_an_invalid_verdict_is_refused_with_its_reason(verdict, message):
     with pytest.raises(MalformedMessageError, match=f"verdict of a: .*{message}"):
         check_verdicts([verdict], [tree_row()], 10)
+
+
+def deferred_row():
+    return replace(verify_row("a", [1, 2]), draft=Draft(num_deferred=2))
+
+
+@pytest.mark.parametrize(
+    "verdict", [Verdict([5, 1], [0], draft=chain([5, 6])), Verdict([9], draft=chain([5])), Verdict([9], draft=Draft())]
+)
+def test_a_verdict_on_what_the_target_drafted_itself_passes(verdict):
+    check_verdicts([verdict], [deferred_row()], 10)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "row", "message"),
+    [
+        (Verdict([9]), deferred_row(), "no draft, though it was left to it"),
+        (Verdict([9], draft=chain([5, 6, 7])), deferred_row(), "3 tokens, at most 2 requested"),
+        (Verdict([9], draft=Draft([5], [])), deferred_row(), "0 parents for 1"),
+        (Verdict([5, 1], [0], draft=chain([6])), deferred_row(), "not drafted"),
+        (Verdict([9], draft=chain([5])), tree_row(), "a draft that was not left to it"),
+    ],
+)
+def test_an_invalid_draft_of_the_target_is_refused_with_its_reason(verdict, row, message):
+    with pytest.raises(MalformedMessageError, match=f"verdict of a: .*{message}"):
+        check_verdicts([verdict], [row], 10)
 
 
 def test_an_unfinished_prefill_brings_no_token():

@@ -11,12 +11,14 @@ from engine.drafting.model import ModelDrafter
 from engine.drafting.registry import METHODS, DraftModel, check_run_ahead, choose_method, settle_drafting
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.drafting.sampled_tree import SampledTreeDrafter
+from engine.drafting.self_draft import SelfDrafter
 from engine.drafting.tree import TreeDrafter
 from engine.errors import ConfigError
 from engine.llm import LLM, run_in_process
-from engine.protocols import NO_DRAFT, ProposeRow, Request, chain
+from engine.protocols import NO_DRAFT, DeferringDrafter, ProposeRow, Request, chain
 from engine.sampling.params import SamplingParams
 from tests.engine.drafting.run_ahead.test_drafter import MODEL
+from tests.fakes import SelfDraftingModel
 
 
 def test_the_configuration_offers_the_methods_of_the_registry():
@@ -43,6 +45,9 @@ def test_the_configuration_offers_the_methods_of_the_registry():
         ({"drafting": "tree", "verification": "k_sequential"}, True, "tree"),
         ({"drafting": "none", "verification": "k_sequential"}, True, "none"),
         ({"verification": "block"}, True, "model"),
+        ({"drafting": "self", "self_draft_layers": 2}, False, "self"),
+        ({"drafting": "self", "self_draft_layers": 2, "verification": "block"}, True, "self"),
+        ({"drafting": "self", "self_draft_layers": 2, "speculation": "off"}, False, "none"),
     ],
 )
 def test_a_configuration_chooses_one_method(settings, has_draft_model, expected):
@@ -59,6 +64,15 @@ def test_a_configuration_chooses_one_method(settings, has_draft_model, expected)
         ({"verification": "k_sequential"}, "verification is 'k_sequential', but drafting is 'model'"),
         ({"drafting": "model", "tree_width": 2}, "tree_width is 2, but drafting is 'model', which drafts no trees"),
         ({"tree_width": 1}, "tree_width is 1, but drafting is 'auto'"),
+        (
+            {"drafting": "self", "self_draft_layers": 2, "verification": "k_sequential"},
+            "verification is 'k_sequential', but drafting is 'self', whose drafts are verified by coupled or rejection",
+        ),
+        ({"drafting": "self"}, "drafting is 'self', which needs self_draft_layers, and it is not set"),
+        (
+            {"self_draft_layers": 2},
+            "self_draft_layers is 2, but drafting is 'auto', which does not draft with the",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_each_other_are_refused_with_both_names(settings, message):
@@ -96,7 +110,7 @@ def test_a_method_without_its_draft_model_is_refused():
 
 
 def test_an_unknown_method_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="drafting is 'ngrm'; it must be auto or none or model or tree or ngram or"):
+    with pytest.raises(ConfigError, match="drafting is 'ngrm'; it must be auto or none or model or tree or self or"):
         EngineConfig(drafting="ngrm")
 
 
@@ -118,6 +132,14 @@ def test_only_a_method_that_uses_the_draft_model_loads_it(settings, draft, num_s
     config, engine = settle_drafting(PairConfig(**settings))
     assert (config and config.path) == draft
     assert engine.num_speculative_tokens == num_speculative_tokens
+
+
+def test_a_draft_model_beside_a_target_that_drafts_for_itself_is_refused():
+    settings = {"drafting": "self", "self_draft_layers": 2}
+    with pytest.raises(ConfigError, match="draft_model is '/small', but drafting is 'self', which uses none"):
+        settle_drafting(PairConfig(draft_model="/small", **settings))
+    for draft_model in ("auto", "none"):
+        assert settle_drafting(PairConfig(draft_model=draft_model, **settings))[0] is None
 
 
 def test_an_llm_refuses_a_method_before_it_loads_anything():
@@ -147,6 +169,19 @@ def test_the_model_method_runs_ahead_where_somebody_calls_advance(run_ahead, exp
     [draft] = run_in_process(drafter.propose([row]))
     assert len(draft.token_ids) == 3
     assert max(draft.token_ids) < 4
+
+
+def test_the_self_method_leaves_drafts_to_the_target_and_makes_a_drafter_there():
+    method, config = METHODS["self"], EngineConfig(num_blocks=10, drafting="self", self_draft_layers=1)
+    assert (method.runs_in, method.loads_model, method.proposes) == ("target", False, True)
+    assert type(method.make(config, None)) is DeferringDrafter
+    target = SelfDraftingModel(MODEL.laws, MODEL.laws)
+    drafter = method.make_in_target(config, target, target.allocate_kv(10, 16), None)
+    assert type(drafter) is SelfDrafter
+    assert drafter.backend is target.thinned
+    assert [name for name, method in METHODS.items() if method.make_in_target is not None] == ["self"]
+    with pytest.raises(ConfigError, match="run_ahead is on, but drafting is 'self'"):
+        check_run_ahead(config, "on", has_draft_model=False)
 
 
 def test_copies_stand_in_front_of_a_model_wherever_that_runs():

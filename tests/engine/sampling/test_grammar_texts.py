@@ -89,6 +89,13 @@ def test_text_does_not_depend_on_the_draft(name, target, draft, make_grammars, p
     assert engine.stats.num_accepted_tokens > 0
 
 
+def test_text_does_not_depend_on_what_the_targets_first_layer_drafts(target, make_grammars, plain):
+    settings = {"drafting": "self", "self_draft_layers": 1, "num_speculative_tokens": 8}
+    engine = make_engine(target, grammars=make_grammars(), **settings)
+    assert run(engine, requests()) == plain
+    assert engine.stats.num_accepted_tokens > 0
+
+
 @pytest.fixture(scope="module")
 def greedy(target, make_grammars):
     """Greedy requests, and their texts without speculation."""

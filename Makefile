@@ -9,8 +9,8 @@ STAMP := $(VENV)/.$(shell cat pyproject.toml constraints.txt | cksum | cut -d' '
 # torch is installed first, because together with the rest pip may choose a build with gigabytes of CUDA libraries.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Two test files at a time, because many tests wait for processes.
-SIDE_BY_SIDE := -n 2 --dist loadfile
+# Two test files at a time, because many tests wait for processes; in the order of tests/conftest.py.
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: serve test check fix e2e load bench bench-peers format lint types unit avx2 integration long clean
 

@@ -1,6 +1,11 @@
 """The bench runs from end to end on models that cost nothing."""
 
 import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
 from io import StringIO
@@ -8,9 +13,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import pytest
 from rich.console import Console
 
+from deployments.config import AppConfig
 from engine.detokenizer import Detokenizer
 from engine.stats import SpeculationStats
 from tests.bench import bandwidth, compare, curves, prefill, timeline, turns, with_serve
@@ -20,6 +27,8 @@ from tests.bench.spans import Spans
 from tests.bench.with_engine import EngineMethod
 from tests.bench.worker import Worker
 from tests.bench.workload import Cell, Workload, read_prompts
+from tests.deployments.conftest import model_dir, tokenizer  # noqa: F401
+from tests.deployments.serving import serving
 
 IN_PROCESS = ("transformers", "transformers-assisted", "engine-plain", "engine-speculative")
 
@@ -202,6 +211,42 @@ def test_rounds_are_recorded_and_drawn(workload: Workload, console: Console, tmp
     assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
 
 
+class ServedHere:
+    """A server in this process, and another process to be frozen in its place."""
+
+    def __init__(self, url: str, process: subprocess.Popen[bytes]) -> None:
+        self.url = url
+        self.pid = process.pid
+
+    @contextmanager
+    def frozen_afterwards(self) -> Iterator[None]:
+        assert psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+        yield
+
+    def stop(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+
+def test_streams_over_http_fill_their_rows(
+    workload: Workload,
+    console: Console,
+    monkeypatch: pytest.MonkeyPatch,
+    model_dir: Path,  # noqa: F811
+) -> None:
+    monkeypatch.setattr(with_serve, "FIRST_SETTLE_S", 0.0)
+    config = AppConfig(target_model=str(model_dir), served_model_name="tiny")
+    with serving(config, model_dir) as (url, _), subprocess.Popen(["sleep", "600"]) as process:
+        monkeypatch.setattr(with_serve, "Server", lambda *_: ServedHere(url, process))
+        try:
+            rows, failures = turns.collect(("serve-plain",), workload, console, Worker)
+        finally:
+            process.kill()
+    assert failures == []
+    assert [(row.name, row.batch_size) for row in rows] == [("serve-plain", 1), ("serve-plain", 2)]
+    check(rows)
+
+
+@pytest.mark.long
 @pytest.mark.e2e
 def test_the_served_application_fills_its_rows(
     workload: Workload, console: Console, monkeypatch: pytest.MonkeyPatch

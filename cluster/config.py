@@ -1,12 +1,14 @@
 """GroupConfig: the models, the engine and the placement of one speculation group; frozen before any worker starts."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from cluster.log_format import LogFormat
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.registry import Method, choose_method
+from engine.errors import ModelError
+from engine.models.family import check_family
 
 RunAhead = Literal["auto", "on", "off"]
 
@@ -56,3 +58,16 @@ class GroupConfig:
     def has_draft_worker(self) -> bool:
         """Whether drafts are made in a process of their own."""
         return self.method.runs_in == "draft"
+
+
+def suited_to_models(config: GroupConfig) -> GroupConfig:
+    """Return the configuration with `run_ahead` off if the target is an encoder-decoder.
+
+    Raises:
+        ModelError: there is no such model, or a setting does not fit the kind of the models.
+    """
+    if not check_family(config.target, config.draft, config.method):
+        return config
+    if config.run_ahead == "on":
+        raise ModelError(f"run_ahead is on, but {config.target.path} is an encoder-decoder; its draft cannot run ahead")
+    return replace(config, run_ahead="off")

@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from cluster.capacity import free_nodes, missing, slots
-from cluster.config import GroupConfig
+from cluster.config import GroupConfig, suited_to_models
 from cluster.memory_plan import MemoryPlan
 from cluster.placement import STRATEGY, PlacementError, count_cores, label_selectors, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
@@ -79,6 +79,7 @@ class SpeculationGroup:
             ModelError: a model cannot be served, or the two cannot work together.
             TargetError: the workers could not be placed, or did not start in time.
         """
+        config = await asyncio.to_thread(suited_to_models, config)
         current = ray.util.get_current_placement_group()
         placement = current or _make_placement(config)
         node_id = ray.get_runtime_context().get_node_id()

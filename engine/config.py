@@ -170,6 +170,8 @@ class ModelInfo:
     num_parameters: int
     dtype: str
     device: str
+    decoder_start_id: int | None = None
+    """The token that starts the text of an encoder-decoder; None for a decoder-only model."""
 
 
 PAIR_SETTINGS = {setting.name: setting for setting in fields(PairConfig)}

@@ -27,6 +27,8 @@ class Engine:
     Args:
         num_blocks: the target's KV blocks, including block 0, which no request gets.
         tokenizer: a transformers fast tokenizer; None leaves `RequestOutput.text` empty.
+        decoder_start_id: the token that starts the text of an encoder-decoder. Prompts then go to its encoder, whole
+            and in one pass, and nothing cached is shared: what the encoder makes of a token depends on all others.
         clock: returns seconds; round times are measured with it.
     """
 
@@ -40,17 +42,22 @@ class Engine:
         vocab_size: int,
         max_model_len: int,
         eos_token_ids: Ids[int] = (),
+        decoder_start_id: int | None = None,
         tokenizer: Any = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._start = [] if decoder_start_id is None else [decoder_start_id]
+        if self._start:
+            config = replace(config, enable_prefix_caching=False)
         self.config = config
         self.drafter = drafter
         self.verifier = verifier
         self.vocab_size = vocab_size
-        self.max_model_len = min(config.max_model_len or max_model_len, max_model_len)
+        # Of prompts and texts, to which a decoder's first token is added.
+        self.max_model_len = min(config.max_model_len or max_model_len, max_model_len - len(self._start))
         self._eos = frozenset(eos_token_ids)
         self._tokenizer = None if tokenizer is None else getattr(tokenizer, "backend_tokenizer", tokenizer)
-        self.scheduler = Scheduler(config, num_blocks, self.max_model_len)
+        self.scheduler = Scheduler(config, num_blocks, self.max_model_len + len(self._start))
         self._copier = drafter if isinstance(drafter, PlansCopies) else None
         self.goodput = Goodput(
             config.num_speculative_tokens, config.speculation, drafts_trees=drafts_trees(config.drafting)
@@ -126,15 +133,17 @@ class Engine:
             params = replace(params, prompt_logprobs=None)
         else:
             self._check_draft_length(params)
+        tokens = [*prompt_token_ids, *self._start]
+        encoder_length = len(prompt_token_ids) if self._start else 0
         detokenizer = None
         if self._tokenizer is not None:
             detokenizer = Detokenizer(
-                self._tokenizer, prompt_token_ids, stop=params.stop, skip_special=params.skip_special_tokens
+                self._tokenizer, tokens[encoder_length:], stop=params.stop, skip_special=params.skip_special_tokens
             )
         elif params.stop:
             raise RequestError("stop strings need a tokenizer; this engine has none", "stop")
         sequence = Sequence(
-            Request(request_id, list(prompt_token_ids), len(prompt_token_ids), params, salt_digest(cache_salt)),
+            Request(request_id, tokens, len(tokens), params, salt_digest(cache_salt), encoder_length),
             end_ids=frozenset() if params.ignore_eos else self._eos,
             detokenizer=detokenizer,
             times=Times(added_s=self._clock()),
@@ -231,7 +240,9 @@ class Engine:
                 f"the prompt has {length} tokens; the context of {self.max_model_len} must also hold one output token",
                 "prompt",
             )
-        usable = self.num_blocks * self.config.block_size
+        if self._start:
+            self._check_encoder_input(length, params)
+        usable = self.num_blocks * self.config.block_size - len(self._start)
         room = min(self.max_model_len, usable) - length
         if room <= 0:
             raise PromptTooLongError(f"the prompt has {length} tokens; the KV cache holds {usable}", "prompt")
@@ -247,6 +258,20 @@ class Engine:
                 raise RequestError(f"{name} contains token id {bad}; ids are 0 to {self.vocab_size - 1}", name)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         return replace(params, seed=seed, max_tokens=min(params.max_tokens, room))
+
+    def _check_encoder_input(self, length: int, params: SamplingParams) -> None:
+        """Refuse a prompt that one pass cannot compute, and what only a prompt of a decoder has."""
+        longest = self.config.max_num_batched_tokens
+        if length > longest:
+            raise PromptTooLongError(
+                f"the prompt has {length} tokens; an encoder takes it whole, and max_num_batched_tokens is {longest}",
+                "prompt",
+            )
+        if params.prompt_logprobs is not None:
+            raise RequestError(
+                "this model encodes its prompt and predicts none of it, so there are no prompt_logprobs",
+                "prompt_logprobs",
+            )
 
     def _check_draft_length(self, params: SamplingParams) -> None:
         """Refuse a fixed draft length above that of this engine; one that is not fixed may be any upper bound."""

@@ -16,6 +16,7 @@ from engine.errors import RequestError
 from engine.execution.backend import Backend
 from engine.execution.memory import plan_kv_blocks
 from engine.execution.registry import load_backend, survey
+from engine.models.family import check_family
 from engine.models.sub_layers import check_self_draft
 from engine.models.tokenizer import check_same_vocabulary, load_tokenizer
 from engine.protocols import TokenLogprobs
@@ -86,6 +87,8 @@ class LLM:
         pair = make_pair(target_model=target_model, draft_model=draft_model, **settings)
         target_config = pair.target
         draft_config, config = settle_drafting(pair)
+        method = choose_method(config, has_draft_model=draft_config is not None)
+        check_family(target_config, draft_config, method)
         check_self_draft(config, target_config)
         self._seed = seed
         self._num_requests = 0
@@ -97,7 +100,6 @@ class LLM:
         self._grammars = Grammars(
             target_config, vocab_size=target.info.vocab_size, eos_token_ids=target.info.eos_token_ids
         )
-        method = choose_method(config, has_draft_model=draft_config is not None)
         verifier = ModelVerifier(target, config, self._grammars, method.make_in_target)
         backends = [target]
         draft = None
@@ -112,6 +114,7 @@ class LLM:
             vocab_size=target.info.vocab_size,
             max_model_len=target.info.max_model_len,
             eos_token_ids=target.info.eos_token_ids,
+            decoder_start_id=target.info.decoder_start_id,
             tokenizer=self.tokenizer,
         )
         for backend in backends:

@@ -56,6 +56,8 @@ class Request:
         token_ids: the prompt and the committed output, never a draft token.
         prompt_length: how many of them are the prompt.
         salt: requests share what is cached only with requests of the same salt; empty in workers, which share nothing.
+        encoder_length: how many of the first tokens are an encoder's input; 0 for a decoder-only model. The token that
+            starts the decoder's text follows them, and is the last of the prompt.
     """
 
     request_id: str
@@ -63,6 +65,12 @@ class Request:
     prompt_length: int
     params: SamplingParams
     salt: bytes = b""
+    encoder_length: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """How many tokens the client sent: an encoder-decoder's prompt has one more, which starts its text."""
+        return self.encoder_length or self.prompt_length
 
     @property
     def output(self) -> list[int]:

@@ -110,7 +110,7 @@ class RequestStats:
         decode_s = times.last_token_s - times.first_token_s
         self.decode_s.observe(decode_s)
         self.output_token_s.observe(decode_s / max(1, sequence.num_output_tokens - 1))
-        prompt_length = sequence.request.prompt_length
-        self.num_prompt_tokens.observe(prompt_length)
+        num_prompt_tokens = sequence.request.num_prompt_tokens
+        self.num_prompt_tokens.observe(num_prompt_tokens)
         self.num_output_tokens.observe(sequence.num_output_tokens)
-        self.num_computed_tokens.observe(max(0, prompt_length - sequence.num_cached))
+        self.num_computed_tokens.observe(max(0, num_prompt_tokens - sequence.num_cached))

@@ -145,7 +145,8 @@ class Scheduler:
         return outputs
 
     def _row(self, sequence: Sequence, budget: int, num_speculative_tokens: int) -> ScheduledRow:
-        length = min(sequence.num_uncomputed, budget)
+        # An encoder's input may exceed the budget: its pass is not part of the others' pass.
+        length = max(min(sequence.num_uncomputed, budget), sequence.num_inseparable)
         if not sequence.is_decoding:
             return ScheduledRow(sequence, length, 0)
         length_limit = self._lengths.get(sequence.request.request_id, num_speculative_tokens)
@@ -200,8 +201,8 @@ class Scheduler:
         if not sequence.was_admitted:
             sequence.was_admitted = True
             sequence.num_cached = sequence.num_computed
-            self.stats.num_prompt_tokens += sequence.request.prompt_length
-            self.stats.num_cached_prompt_tokens += min(sequence.num_cached, sequence.request.prompt_length)
+            self.stats.num_prompt_tokens += sequence.request.num_prompt_tokens
+            self.stats.num_cached_prompt_tokens += min(sequence.num_cached, sequence.request.num_prompt_tokens)
             if self.config.enable_prefix_caching and not sequence.lacks_prompt_logprobs:
                 self.stats.num_prefix_queries += len(sequence.request.token_ids)
                 self.stats.num_prefix_hits += sequence.num_cached

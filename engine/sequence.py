@@ -82,6 +82,12 @@ class Sequence:
         return len(self.request.token_ids) - self.num_computed
 
     @property
+    def num_inseparable(self) -> int:
+        """Tokens that one pass must compute: an encoder's input, whose tokens all see each other, and the next one."""
+        encoder_length = self.request.encoder_length
+        return encoder_length + 1 if self.num_computed < encoder_length else 0
+
+    @property
     def is_decoding(self) -> bool:
         """Whether only the last committed token is uncomputed, so that the next round commits new ones."""
         return self.num_uncomputed == 1
@@ -110,7 +116,7 @@ class Sequence:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=verdict.logprobs[: len(committed)] if verdict.logprobs is not None else None,
-            num_prompt_tokens=request.prompt_length,
+            num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=self.num_cached,
             num_draft_tokens=num_draft_tokens,
             num_accepted_tokens=min(verdict.num_accepted, len(committed)),

@@ -29,6 +29,7 @@ class PrefixDelta(msgspec.Struct, array_like=True, frozen=True):
     params: SamplingParams | None = None
     block_offset: int = 0
     block_ids: list[int] = []
+    encoder_length: int = 0
 
 
 class ProposeEntry(msgspec.Struct, array_like=True, frozen=True):

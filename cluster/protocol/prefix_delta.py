@@ -69,7 +69,13 @@ class PrefixTable:
 
     def _apply(self, delta: PrefixDelta) -> None:
         if delta.params is not None:
-            request = Request(delta.request_id, list(delta.token_ids), delta.prompt_length, delta.params)
+            request = Request(
+                delta.request_id,
+                list(delta.token_ids),
+                delta.prompt_length,
+                delta.params,
+                encoder_length=delta.encoder_length,
+            )
             self._prefixes[delta.request_id] = Prefix(request, list(delta.block_ids))
         else:
             prefix = self._prefixes[delta.request_id]
@@ -145,6 +151,7 @@ class Acknowledged:
             params=request.params if offset == 0 else None,
             block_offset=block_offset,
             block_ids=list(block_ids[block_offset:]),
+            encoder_length=request.encoder_length,
         )
 
 

@@ -125,6 +125,8 @@ def _check_limits(request: CompletionRequest | ChatCompletionRequest, model: Mod
         raise RequestError("stream_options is only allowed with stream", "stream_options")
     _at_most("n", _or(request.n, 1), limits.max_n)
     check_token_ids([request.stop_token_ids or []], model, "stop_token_ids")
+    if model.has_encoder:
+        _check_encoder_decoder(request)
     if isinstance(request, ChatCompletionRequest):
         return
     if request.max_tokens == 0 and not request.echo:
@@ -133,6 +135,19 @@ def _check_limits(request: CompletionRequest | ChatCompletionRequest, model: Mod
         raise RequestError(f"min_tokens is {request.min_tokens}, max_tokens only 0", "min_tokens")
     if request.best_of is not None and request.best_of != _or(request.n, 1):
         raise RequestError(f"best_of is {request.best_of}, it must equal n ({_or(request.n, 1)})", "best_of")
+
+
+def _check_encoder_decoder(request: CompletionRequest | ChatCompletionRequest) -> None:
+    """Refuse conversations, and what needs a model that predicts its prompt."""
+    if isinstance(request, ChatCompletionRequest):
+        raise RequestError(
+            "this model is an encoder-decoder, which takes no conversations; use /v1/completions", "messages"
+        )
+    reason = "this model is an encoder-decoder, whose text does not continue the prompt"
+    if request.echo:
+        raise RequestError(f"echo is true, but {reason}", "echo")
+    if request.prompt_logprobs is not None:
+        raise RequestError(f"prompt_logprobs is {request.prompt_logprobs}, but {reason}", "prompt_logprobs")
 
 
 def _stop_strings(request: GenerationRequest, limits: Limits) -> list[str]:

@@ -29,6 +29,8 @@ class ModelLimits:
     vocab_size: int
     max_model_len: int
     num_speculative_tokens: int
+    has_encoder: bool = False
+    """Whether prompts go to an encoder, so that the text does not continue them."""
 
 
 @dataclass(frozen=True, slots=True)

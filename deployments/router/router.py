@@ -70,6 +70,7 @@ class Router:
             vocab_size=target.vocab_size,
             max_model_len=target.max_model_len,
             eos_token_ids=target.eos_token_ids,
+            decoder_start_id=target.decoder_start_id,
             tokenizer=load_tokenizer(settings.target),
         )
         self._metrics = RouterMetrics(config.model_name, self._engine, self._group.drafter)
@@ -87,7 +88,12 @@ class Router:
         self._description = Description(
             target=target,
             draft=None,
-            limits=ModelLimits(target.vocab_size, self._engine.max_model_len, settings.engine.num_speculative_tokens),
+            limits=ModelLimits(
+                target.vocab_size,
+                self._engine.max_model_len,
+                settings.engine.num_speculative_tokens,
+                has_encoder=target.decoder_start_id is not None,
+            ),
             capacity=settings.engine.max_num_seqs + settings.engine.max_queued_requests,
             target_id=target_id(settings.target),
             draft_model=settings.draft.path if settings.draft is not None and settings.has_draft_worker else None,

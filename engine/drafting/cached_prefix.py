@@ -11,11 +11,13 @@ class CachedPrefix:
 
     Attributes:
         num_committed: how many of the tokens were committed when they were last compared; these never change.
+        encoder_length: how many of the request's first tokens are an encoder's input; all or none of them are cached.
     """
 
     token_ids: list[int] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
     num_committed: int = 0
+    encoder_length: int = 0
 
 
 class Text(NamedTuple):

@@ -83,7 +83,8 @@ class ModelDrafter(TokenDrawer):
         length = len(request.token_ids) + row.num_draft_tokens
         if length > self.backend.info.max_model_len:
             return False
-        prefix = self._prefixes.setdefault(request.request_id, CachedPrefix())
+        new = CachedPrefix(encoder_length=request.encoder_length)
+        prefix = self._prefixes.setdefault(request.request_id, new)
         self._prefixes.move_to_end(request.request_id)
         text = Text(request.token_ids, drafted)
         del prefix.token_ids[common_length(prefix, text) :]
@@ -128,8 +129,9 @@ class ModelDrafter(TokenDrawer):
             for text, prefix in zip(texts, prefixes, strict=True):
                 start = len(prefix.token_ids)
                 count = min(text.length - start - 1, room)
-                if count > MAX_TAIL and room:
-                    chunks.append((prefix, ForwardRow(text.part(start, start + count), start, prefix.block_ids, 0)))
+                # An encoder's input is computed all at once, so it waits for a pass that has room for it.
+                if count > MAX_TAIL and start + count >= prefix.encoder_length:
+                    chunks.append((prefix, _row(text, prefix, start + count)))
                     room -= count
             if not chunks:
                 break
@@ -137,11 +139,15 @@ class ModelDrafter(TokenDrawer):
             for prefix, row in chunks:
                 prefix.token_ids += row.token_ids
             yield
-        tips = [
-            ForwardRow(text.part(start := len(prefix.token_ids), text.length), start, prefix.block_ids, 1)
-            for text, prefix in zip(texts, prefixes, strict=True)
-        ]
+        tips = [_row(text, prefix, text.length, num_logits=1) for text, prefix in zip(texts, prefixes, strict=True)]
         return build(tips, self._kv)
+
+
+def _row(text: Text, prefix: CachedPrefix, end: int, num_logits: int = 0) -> ForwardRow:
+    """Return the row that computes a text from the end of its cached prefix to before `end`."""
+    start = len(prefix.token_ids)
+    tokens, encoder_length = text.part(start, end), prefix.encoder_length
+    return ForwardRow(tokens, start, prefix.block_ids, num_logits, encoder_length=encoder_length)
 
 
 MAX_TAIL = 8

@@ -77,7 +77,9 @@ class TokenDrawer:
         drawn: list[Drawn] = []
         for step in range(depth):
             if step == 1:  # while the first pass computes
-                steps = next_tokens(tables, lengths, depth - 1, self._kv, self.backend.info.max_model_len)
+                encoder_lengths = [request.encoder_length for request in requests]
+                max_length = self.backend.info.max_model_len
+                steps = next_tokens(tables, lengths, depth - 1, self._kv, max_length, encoder_lengths)
             if step:
                 batch = steps.at(step - 1, drawn[-1].tokens)
             depths = [[head + step] for head in heads]

@@ -93,6 +93,8 @@ class Group:
         extra: [rows, length, x] more places that each token attends to, for trees; None for chains. A window
             never hides these places, so it must be longer than the tree is deep.
         is_prompt_start: whether the group is the first chunk of one prompt, without cached tokens before it.
+        encoder_lengths: [rows] how many of each row's first places hold an encoder's tokens: only cross-attention sees
+            them, and it sees nothing else. None for a decoder-only model.
     """
 
     start: int
@@ -104,7 +106,10 @@ class Group:
     limits: Tensor
     extra: Tensor | None = None
     is_prompt_start: bool = False
+    encoder_lengths: Tensor | None = None
     _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+    _cross_mask: Tensor | None = None
+    _biased_masks: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def windows(self) -> list[int | None]:
@@ -119,6 +124,29 @@ class Group:
             mask = additive_mask(context, self.positions, self.limits, self.extra, window, like.dtype)
             self._masks[key] = mask if copies == 1 else mask.repeat(1, 1, copies, 1)
         return self._masks[key]
+
+    def cross_mask(self, like: Tensor, block_size: int) -> Tensor:
+        """Return the additive mask [rows, 1, 1, context] that shows an encoder's tokens only."""
+        assert self.encoder_lengths is not None
+        if self._cross_mask is None:
+            places = torch.arange(self.blocks.shape[1] * block_size, device=self.blocks.device)
+            visible = places < self.encoder_lengths.unsqueeze(-1)
+            self._cross_mask = torch.where(visible, 0.0, float("-inf")).to(like.dtype)[:, None, None]
+        return self._cross_mask
+
+    def biased_mask(self, bias: Tensor, block_size: int) -> Tensor:
+        """Return the additive mask [rows, heads, length, context] of a decoder's own tokens; see `AttentionParams`.
+
+        The rows are chains: a token's place is the last that it attends to. Layers that share a bias share the mask.
+        """
+        assert self.encoder_lengths is not None
+        if id(bias) not in self._biased_masks:
+            places = torch.arange(self.blocks.shape[1] * block_size, device=self.limits.device)
+            distances = self.limits.unsqueeze(-1) - 1 - places
+            visible = (distances >= 0) & (places >= self.encoder_lengths[:, None, None])
+            scores = bias[:, distances.clamp(0, bias.shape[1] - 1)].transpose(0, 1)
+            self._biased_masks[id(bias)] = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
+        return self._biased_masks[id(bias)]
 
 
 def additive_mask(
@@ -181,10 +209,11 @@ class PagedContext:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend; see `AttentionContext.attend`."""
-        self.layers.append(layer)
         keys, values = self.kv.keys[layer], self.kv.values[layer]
-        write_slots(keys, self.slots, key)
-        write_slots(values, self.slots, value)
+        if not params.is_cross:
+            self.layers.append(layer)
+            write_slots(keys, self.slots, key)
+            write_slots(values, self.slots, value)
         outputs = []
         for group in self.groups:
             tokens = slice(group.start, group.start + group.rows * group.length)
@@ -238,8 +267,13 @@ def paged_attention(
 
 def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
     """Attention over a group's blocks. [heads, rows * length, d] -> [rows * length, heads, d]."""
-    copies = query.shape[0] // keys.shape[2]
-    mask = group.mask(params.window, copies, query, keys.shape[1])
+    copies, block_size = query.shape[0] // keys.shape[2], keys.shape[1]
+    if params.is_cross:
+        mask = group.cross_mask(query, block_size)
+    elif params.bias is not None:
+        mask = group.biased_mask(params.bias, block_size)
+    else:
+        mask = group.mask(params.window, copies, query, block_size)
     blocks = group.blocks.flatten()
     key, value = keys.index_select(0, blocks), values.index_select(0, blocks)
     return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)

@@ -3,12 +3,13 @@
 import itertools
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.execution.attention import Group, KVTensors, PagedContext
+from engine.execution.attention import Group, KVTensors, PagedContext, slots_of
 
 MAX_GROUPED_LENGTH = 16
 """Rows of up to this many tokens are padded to one length and form one group; longer rows are prefill chunks."""
@@ -24,6 +25,8 @@ class ForwardRow:
         block_ids: the request's block table.
         num_logits: how many of the last tokens need logits.
         parents: tree of the last `len(parents)` tokens; None for a chain.
+        encoder_length: how many of the context's first tokens are an encoder's input. They are computed all at once,
+            and take no part in the decoder's pass; trees are not supported with them.
     """
 
     token_ids: Sequence[int]
@@ -31,6 +34,14 @@ class ForwardRow:
     block_ids: Sequence[int]
     num_logits: int
     parents: Sequence[int] | None = None
+    encoder_length: int = 0
+
+
+class EncoderInput(NamedTuple):
+    """One request's input of an encoder: its token ids, [n] int64, and the slots of their keys and values, [n]."""
+
+    token_ids: Tensor
+    slots: Tensor
 
 
 @dataclass(slots=True)
@@ -38,14 +49,21 @@ class ForwardBatch:
     """The tensors of one forward pass.
 
     Attributes:
-        token_ids: [tokens] int64.
+        token_ids: [tokens] int64; those of the decoder only, if there is an encoder. Then there may be none.
         logit_indices: [n] flat indices of the tokens that need logits, in row order.
         paged: what the attention function needs.
+        encoder_inputs: what an encoder computes before.
     """
 
     token_ids: Tensor
     logit_indices: Tensor
     paged: PagedContext
+    encoder_inputs: list[EncoderInput] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens the pass computes, padding included."""
+        return len(self.token_ids) + sum(len(encoder_input.token_ids) for encoder_input in self.encoder_inputs)
 
     @property
     def positions(self) -> Tensor:
@@ -63,7 +81,9 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 def build(rows: Sequence[ForwardRow], kv: KVTensors) -> ForwardBatch:
     """Flatten rows into a batch: short rows as one padded group, then each long row; logits stay in row order."""
-    short = [i for i, row in enumerate(rows) if len(row.token_ids) <= MAX_GROUPED_LENGTH]
+    encoder_inputs = [_encoder_input(row, kv) for row in rows if row.start < row.encoder_length]
+    rows = [_of_decoder(row) for row in rows]
+    short = [i for i, row in enumerate(rows) if 0 < len(row.token_ids) <= MAX_GROUPED_LENGTH]
     long = [i for i, row in enumerate(rows) if len(row.token_ids) > MAX_GROUPED_LENGTH]
     clusters = ([short] if short else []) + [[i] for i in long]
     tokens: list[Tensor] = []
@@ -79,10 +99,33 @@ def build(rows: Sequence[ForwardRow], kv: KVTensors) -> ForwardBatch:
         start += group.rows * group.length
     logit_indices = [i for row, end in zip(rows, ends, strict=True) for i in range(end - row.num_logits, end)]
     return ForwardBatch(
-        token_ids=torch.cat(tokens) if len(tokens) > 1 else tokens[0],
+        token_ids=_joined(tokens, kv.input_device),
         logit_indices=torch.tensor(logit_indices, dtype=torch.int64, device=kv.input_device),
         paged=PagedContext(kv, groups),
+        encoder_inputs=encoder_inputs,
     )
+
+
+def _joined(tokens: Sequence[Tensor], device: torch.device) -> Tensor:
+    if not tokens:
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.cat(tuple(tokens)) if len(tokens) > 1 else tokens[0]
+
+
+def _encoder_input(row: ForwardRow, kv: KVTensors) -> EncoderInput:
+    length = row.encoder_length
+    assert row.start == 0, "an encoder's input is computed all at once"
+    assert len(row.token_ids) >= length, "an encoder's input is computed all at once"
+    columns = torch.tensor([list(row.token_ids[:length]), list(range(length))], device=kv.input_device)
+    blocks = torch.tensor([list(row.block_ids)], device=kv.input_device)
+    return EncoderInput(columns[0], slots_of(blocks, columns[1:], kv.block_size)[0])
+
+
+def _of_decoder(row: ForwardRow) -> ForwardRow:
+    """Return the part of a row that the decoder computes."""
+    if row.start >= row.encoder_length:
+        return row
+    return replace(row, token_ids=row.token_ids[row.encoder_length :], start=row.encoder_length)
 
 
 def _group(rows: Sequence[ForwardRow], start: int, kv: KVTensors) -> tuple[Tensor, Group]:
@@ -91,12 +134,12 @@ def _group(rows: Sequence[ForwardRow], start: int, kv: KVTensors) -> tuple[Tenso
     length = max(len(row.token_ids) for row in rows)
     width = max(-(-(row.start + len(row.token_ids)) // kv.block_size) for row in rows)
     tables = [_padded(row.block_ids[:width], width, 0) for row in rows]
-    # Padding tokens attend to place 0, so that their softmax is finite.
+    # Padding tokens attend to one place, so that their softmax is finite.
     columns = [
         *(_padded(row.token_ids, length, 0) for row in rows),
         *(_padded(_positions(row), length, 0) for row in rows),
         *(_padded(range(row.start, row.start + len(row.token_ids)), length, -1) for row in rows),
-        *(_padded(_limits(row), length, 1) for row in rows),
+        *(_padded(_limits(row), length, row.encoder_length + 1) for row in rows),
         *tables,
     ]
     # One tensor, because each takes microseconds to make, and on a GPU a copy.
@@ -114,7 +157,12 @@ def _group(rows: Sequence[ForwardRow], start: int, kv: KVTensors) -> tuple[Tenso
         limits=limits,
         extra=torch.tensor(_seen_nodes(rows, length), dtype=torch.int64, device=device) if is_tree else None,
         is_prompt_start=len(rows) == 1 and rows[0].start == 0 and rows[0].parents is None and length > 1,
+        encoder_lengths=_encoder_lengths([row.encoder_length for row in rows], device),
     )
+
+
+def _encoder_lengths(lengths: Sequence[int], device: torch.device) -> Tensor | None:
+    return torch.tensor(lengths, dtype=torch.int64, device=device) if any(lengths) else None
 
 
 def _padded(values: Sequence[int], length: int, filler: int) -> list[int]:
@@ -162,6 +210,7 @@ class NextTokens:
         positions, places, limits: [steps, rows, 1].
         blocks: [rows, width].
         indices: [rows], every row needs logits.
+        encoder_lengths: [rows], as in `Group`.
     """
 
     kv: KVTensors
@@ -170,15 +219,22 @@ class NextTokens:
     limits: Tensor
     blocks: Tensor
     indices: Tensor
+    encoder_lengths: Tensor | None = None
 
     def at(self, step: int, token_ids: Tensor) -> ForwardBatch:
         """Return the batch of one step, in which row i computes `token_ids[i]`; token_ids: [rows]."""
         group = Group(0, len(token_ids), 1, self.blocks, self.positions[step], self.places[step], self.limits[step])
+        group.encoder_lengths = self.encoder_lengths
         return ForwardBatch(token_ids, self.indices, PagedContext(self.kv, [group]))
 
 
 def next_tokens(
-    tables: Sequence[Sequence[int]], lengths: Sequence[int], steps: int, kv: KVTensors, max_length: int
+    tables: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    steps: int,
+    kv: KVTensors,
+    max_length: int,
+    encoder_lengths: Sequence[int] = (),
 ) -> NextTokens:
     """Prepare `steps` passes at once, so that the device never waits for the host.
 
@@ -186,6 +242,7 @@ def next_tokens(
         tables: the rows' block tables; tokens beyond the end of a table are written to block 0.
         lengths: the rows' context lengths; the first pass writes there.
         max_length: the model's context length; positions of surplus tokens are clamped to it.
+        encoder_lengths: the rows', as in `ForwardRow`; empty for decoder-only models.
     """
     device = kv.input_device
     width = max(len(table) for table in tables)
@@ -194,4 +251,5 @@ def next_tokens(
     places_by_step = torch.tensor(places, dtype=torch.int64, device=device)
     positions = places_by_step[:-1].clamp(max=max_length - 1)
     indices = torch.arange(len(tables), device=device)
-    return NextTokens(kv, positions, places_by_step[:-1], places_by_step[1:], blocks, indices)
+    limits, begins = places_by_step[1:], _encoder_lengths(encoder_lengths, device)
+    return NextTokens(kv, positions, places_by_step[:-1], limits, blocks, indices, begins)

@@ -15,12 +15,17 @@ class AttentionParams(NamedTuple):
         scaling: factor of the dot products; None for 1 / sqrt(head_dim).
         softcap: bound on the scores, `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
         sinks: [heads] a score of each head to which no value belongs (gpt-oss; Xiao et al., arXiv:2309.17453).
+        bias: [heads, distances] what is added to a score by the distance between two tokens; longer distances than the
+            last are taken for it (T5; Raffel et al., arXiv:1910.10683, section 2.1).
+        is_cross: the layer attends to the encoder's tokens, whose keys and values are in the cache already.
     """
 
     window: int | None = None
     scaling: float | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    bias: Tensor | None = None
+    is_cross: bool = False
 
     @property
     def is_plain(self) -> bool:

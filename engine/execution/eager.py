@@ -10,6 +10,7 @@ from engine.errors import ModelError
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend, PassOutput
 from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.models import encoder_decoder
 from engine.models.causal_lm import CausalLM, forward
 from engine.models.sub_layers import thin
 from engine.sampling import noise
@@ -69,7 +70,10 @@ class EagerBackend:
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Compute [n, vocab] float32 logits."""
-        return forward(self.model.module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged).float()
+        module = self.model.module
+        if self.info.decoder_start_id is not None:
+            return encoder_decoder.compute(module, batch).float()
+        return forward(module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged).float()
 
     @torch.inference_mode()
     def _try(self) -> list[int | None]:
@@ -81,8 +85,9 @@ class EagerBackend:
         name = type(self.model.module).__name__
         try:
             kv = self.allocate_kv(2, 16)
-            self.logits(build([ForwardRow([0, 0], 0, [1], 1)], kv))
-            step = build([ForwardRow([0], 2, [1], 1)], kv)
+            encoder_length = int(self.info.decoder_start_id is not None)
+            self.logits(build([ForwardRow([0, 0], 0, [1], 1, None, encoder_length)], kv))
+            step = build([ForwardRow([0], 2, [1], 1, None, encoder_length)], kv)
             self.logits(step)
             if sorted(step.paged.layers) != list(range(self.model.kv_shape.layers)):
                 raise RuntimeError("not every layer attends once in a pass")

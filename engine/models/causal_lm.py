@@ -25,7 +25,7 @@ class Shard:
 
 @dataclass(slots=True)
 class CausalLM:
-    """A decoder-only language model on one device, or one rank's shard of it."""
+    """A language model on one device, or one rank's shard of it; it may have an encoder (`encoder_decoder`)."""
 
     module: nn.Module
     config: PreTrainedConfig
@@ -54,7 +54,8 @@ def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
     if getattr(text, "kv_lora_rank", None):
         kv_heads = heads
         key_dim, value_dim = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    return KVShape(text.num_hidden_layers, kv_heads // world_size, key_dim, value_dim)
+    layers = text.num_decoder_layers if config.is_encoder_decoder else text.num_hidden_layers
+    return KVShape(layers, kv_heads // world_size, key_dim, value_dim)
 
 
 def forward(

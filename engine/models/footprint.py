@@ -10,7 +10,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.execution.memory import Footprint
 from engine.models.causal_lm import kv_shape
 from engine.models.files import weight_files
-from engine.models.registry import read_config
+from engine.models.registry import context_length, read_config
 from engine.models.shards import plan_of, style_of
 
 _LOGIT_COPIES = 4
@@ -44,15 +44,17 @@ def of_weights(
     """Return the footprint of a model with `weight_bytes` of weights on each rank; a pure function."""
     text = model_config.get_text_config()
     shape = kv_shape(model_config, world_size)
-    longest = int(text.max_position_embeddings)
+    longest = context_length(model_config)
     max_model_len = min(engine.max_model_len or longest, longest)
     layer_token_bytes = shape.kv_heads * (shape.key_dim + shape.value_dim) * dtype.itemsize
     num_tokens = engine.max_num_batched_tokens
     num_logits = min(num_tokens, engine.max_num_seqs * (1 + engine.num_speculative_tokens))
-    inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    inner = getattr(text, "intermediate_size", None) or getattr(text, "d_ff", None) or 4 * text.hidden_size
+    # Where scores are biased by distance, each head has a mask of its own.
+    num_masks = _MASK_COPIES * (shape.kv_heads if model_config.is_encoder_decoder else 1)
     widest = max(text.hidden_size, *(inner if isinstance(inner, list) else [inner]))
     workspace_bytes = (
-        _MASK_COPIES * num_tokens * max_model_len * dtype.itemsize
+        num_masks * num_tokens * max_model_len * dtype.itemsize
         + 2 * max_model_len * layer_token_bytes
         + _ACTIVATION_COPIES * num_tokens * widest * dtype.itemsize
         + _LOGIT_COPIES * num_logits * text.vocab_size * torch.float32.itemsize

@@ -2,16 +2,17 @@
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import logging as transformers_logging
 
 from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.execution.attention import ATTENTION_NAME
 from engine.models.causal_lm import CausalLM, Shard
+from engine.models.encoder_decoder import prepare
 from engine.models.files import model_directory
 from engine.models.fusion import fuse_projections
-from engine.models.registry import eos_token_ids, read_config
+from engine.models.registry import context_length, decoder_start_id, eos_token_ids, read_config
 from engine.models.shards import load_shard
 
 
@@ -25,30 +26,33 @@ def load_model(
     """
     model_config = read_config(config)
     if shard is None or shard.world_size == 1:
-        module = _load_whole(config, device, dtype)
+        module = _load_whole(config, device, dtype, has_encoder=bool(model_config.is_encoder_decoder))
     else:
         module = load_shard(config, model_config, shard, dtype, device)
     module.eval().requires_grad_(False)
     fuse_projections(module)
+    if model_config.is_encoder_decoder:
+        prepare(module)
     info = ModelInfo(
         name=config.path,
         vocab_size=model_config.get_text_config().vocab_size,
-        max_model_len=int(model_config.get_text_config().max_position_embeddings),
+        max_model_len=context_length(model_config),
         eos_token_ids=eos_token_ids(config, model_config),
         num_parameters=sum(p.numel() for p in module.parameters()),
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
+        decoder_start_id=decoder_start_id(config, model_config),
     )
     return CausalLM(module, model_config, info, device, dtype, shard)
 
 
-def _load_whole(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
+def _load_whole(config: ModelConfig, device: torch.device, dtype: torch.dtype, *, has_encoder: bool) -> nn.Module:
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
-        module: nn.Module = AutoModelForCausalLM.from_pretrained(
+        module: nn.Module = (AutoModelForSeq2SeqLM if has_encoder else AutoModelForCausalLM).from_pretrained(
             model_directory(config),
             dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation="sdpa" if has_encoder else ATTENTION_NAME,
             use_safetensors=True,
             trust_remote_code=False,
         )

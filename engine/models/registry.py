@@ -7,6 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.models.causal_lm import kv_shape
+from engine.models.encoder_decoder import CONTEXT_LENGTH
+from engine.models.family import T5_FAMILY
 from engine.models.files import model_directory
 
 
@@ -23,8 +25,8 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
         raise ModelError(f"cannot read a model configuration from {config.path}: {error}") from error
     text = model_config.get_text_config()
     model_type = model_config.model_type
-    if getattr(model_config, "is_encoder_decoder", False):
-        raise ModelError(f"{config.path} is {model_type}, an encoder-decoder; only decoder-only models are served")
+    if model_config.is_encoder_decoder:
+        return _checked_encoder_decoder(config, model_config)
     layer_types = set(getattr(text, "layer_types", None) or [])
     if "chunked_attention" in layer_types or getattr(text, "attn_temperature_tuning", False):
         raise ModelError(
@@ -46,12 +48,44 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
     return model_config
 
 
+def _checked_encoder_decoder(config: ModelConfig, model_config: PreTrainedConfig) -> PreTrainedConfig:
+    if (model_type := model_config.model_type) not in T5_FAMILY:
+        served = ", ".join(T5_FAMILY)
+        raise ModelError(f"{config.path} is {model_type}, an encoder-decoder; of these only {served} are served")
+    if decoder_start_id(config, model_config) is None:
+        raise ModelError(f"{config.path} is {model_type}, an encoder-decoder, but names no decoder_start_token_id")
+    return model_config
+
+
+def decoder_start_id(config: ModelConfig, model_config: PreTrainedConfig) -> int | None:
+    """Return the token that starts an encoder-decoder's text, from its generation settings or its configuration.
+
+    None for a decoder-only model, and if neither names it.
+    """
+    if not model_config.is_encoder_decoder:
+        return None
+    settings = _generation_settings(config)
+    start: int | None = getattr(settings, "decoder_start_token_id", None)
+    return getattr(model_config, "decoder_start_token_id", None) if start is None else start
+
+
+def context_length(model_config: PreTrainedConfig) -> int:
+    """Return how many tokens a request may have, prompt and text together."""
+    if model_config.is_encoder_decoder:
+        return CONTEXT_LENGTH
+    return int(model_config.get_text_config().max_position_embeddings)
+
+
+def _generation_settings(config: ModelConfig) -> GenerationConfig | None:
+    try:
+        return GenerationConfig.from_pretrained(model_directory(config))
+    except OSError:
+        return None
+
+
 def eos_token_ids(config: ModelConfig, model_config: PreTrainedConfig) -> list[int]:
     """Return the end-of-sequence ids, from the model's generation settings or else its configuration."""
-    try:
-        eos: Any = GenerationConfig.from_pretrained(model_directory(config)).eos_token_id
-    except OSError:
-        eos = None
+    eos: Any = getattr(_generation_settings(config), "eos_token_id", None)
     if eos is None:
         eos = model_config.get_text_config().eos_token_id
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

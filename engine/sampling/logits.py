@@ -223,7 +223,10 @@ def _forbid_end_ids(rows: Tensor, run: Run) -> None:
 
 
 def _penalise(logits: Tensor, runs: Sequence[Run]) -> None:
-    """Apply penalties as vLLM does: repetition counts prompt and output, presence and frequency only the output."""
+    """Apply penalties as vLLM does: repetition counts prompt and output, presence and frequency only the output.
+
+    An encoder's input does not count, as in transformers.
+    """
     ends = list(itertools.accumulate(len(run.depths) for run in runs))
     penalised = [
         (run, list(range(end - len(run.depths), end)))
@@ -234,7 +237,8 @@ def _penalise(logits: Tensor, runs: Sequence[Run]) -> None:
     device, vocab = logits.device, logits.shape[-1]
     rows = torch.tensor([row for _, run_rows in penalised for row in run_rows], device=device)
     run_of_row = torch.tensor([i for i, (_, run_rows) in enumerate(penalised) for _ in run_rows], device=device)
-    in_prompt = _count([run.request.token_ids[: run.request.prompt_length] for run in chosen], vocab, device) > 0
+    prompts = [run.request.token_ids[run.request.encoder_length : run.request.prompt_length] for run in chosen]
+    in_prompt = _count(prompts, vocab, device) > 0
     counts = _count([run.request.output for run in chosen], vocab, device)[run_of_row]
     if any(run.paths for run in chosen):
         counts += _count([path for run in chosen for path in run.paths or [()] * len(run.depths)], vocab, device)

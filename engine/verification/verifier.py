@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build, depths
-from engine.protocols import Draft, TargetDrafter, TokenLogprobs, Verdict, VerifyRow, chain
+from engine.protocols import NO_DRAFT, Draft, TargetDrafter, TokenLogprobs, Verdict, VerifyRow, chain
 from engine.sampling.grammar import Grammars, Matcher, matcher_of
 from engine.sampling.logits import Run, plan_draws
 from engine.verification.rule import RULES
@@ -129,16 +129,18 @@ class ModelVerifier:
 
 
 def _forward_row(row: VerifyRow) -> ForwardRow:
-    tokens = row.request.token_ids[row.start : row.start + row.length]
-    if not row.reaches_tip:
-        return ForwardRow(tokens, row.start, row.block_ids, row.length if row.num_prompt_logprobs else 0)
-    draft = row.draft
+    tokens, draft = row.request.token_ids[row.start : row.start + row.length], NO_DRAFT
+    num_logits = row.length if row.num_prompt_logprobs else 0
+    if row.reaches_tip:
+        draft = row.draft
+        num_logits = max(1, num_logits) + len(draft.token_ids)
     return ForwardRow(
         token_ids=tokens + draft.token_ids,
         start=row.start,
         block_ids=row.block_ids,
-        num_logits=(row.length if row.num_prompt_logprobs else 1) + len(draft.token_ids),
+        num_logits=num_logits,
         parents=None if draft.is_chain else draft.parents,
+        encoder_length=row.request.encoder_length,
     )
 
 

@@ -35,6 +35,7 @@ def make_engine(model, drafter=None, *, tokenizer=None, grammars=None, clock=tim
         vocab_size=model.info.vocab_size,
         max_model_len=model.info.max_model_len,
         eos_token_ids=model.info.eos_token_ids,
+        decoder_start_id=model.info.decoder_start_id,
         tokenizer=tokenizer,
         clock=clock,
     )

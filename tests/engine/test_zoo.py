@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from engine.config import ModelConfig
 from engine.drafting.model import ModelDrafter
@@ -17,7 +17,7 @@ from engine.execution.eager import EagerBackend
 from engine.models.loader import load_model
 from engine.sampling.params import SamplingParams
 from tests.engine.running import make_engine, run
-from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES, save
+from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES, T5_SIZES, save
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,9 @@ SERVED = {
     **dict.fromkeys(MIXTURES.split(), HEADS | EXPERTS),
     **dict.fromkeys(LATENT_ATTENTION.split(), EXPERTS | LATENT),
 }
+ENCODER_DECODERS = ("MT5", "T5", "UMT5")
 REFUSED = {
+    "Bart": ({}, "encoder-decoder"),
     "Bloom": ({"n_head": 4}, "attention cannot be replaced"),
     "DiffLlama": (HEADS, "not every layer attends once"),
     "Falcon": ({}, "attention cannot be replaced"),
@@ -49,7 +51,6 @@ REFUSED = {
     "Qwen3Next": (HEADS, "linear_attention layers, whose state cannot roll back"),
     "RecurrentGemma": ({}, "linear_attention layers, whose state cannot roll back"),
     "StableLm": ({}, "attention cannot be replaced"),
-    "T5": ({}, "encoder-decoder"),
 }
 
 
@@ -90,6 +91,31 @@ def test_a_served_architecture_writes_transformers_own_text(name, tmp_path):
     texts = {str(i): greedy(module.eval(), prompt[: 19 - 7 * i], 12) for i, prompt in enumerate(prompts)}
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     requests = [(prompt[: 19 - 7 * i], params) for i, prompt in enumerate(prompts)]
+    assert run(make_engine(target, num_speculative_tokens=0), requests) == texts
+    for backend in (draft, target):
+
+        def drafter(config, backend=backend):
+            return ModelDrafter(backend, config, token_limit=64)
+
+        assert run(make_engine(target, drafter, num_speculative_tokens=3), requests) == texts
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_a_served_encoder_decoder_writes_transformers_own_text(name, tmp_path):
+    config = getattr(transformers, f"{name}Config")(**T5_SIZES)
+    for seed, folder in ((0, "target"), (1, "draft")):
+        save(config, tmp_path / folder, seed=seed, factor=3.0)
+    module = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "target", dtype=torch.float32).eval()
+    prompts = torch.randint(2, 64, (2, 19), generator=torch.Generator().manual_seed(5)).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    requests = [(prompt[: 19 - 7 * i], params) for i, prompt in enumerate(prompts)]
+    # Its cache would have as many layers as the encoder.
+    settings = {"max_new_tokens": 12, "do_sample": False, "use_cache": False}
+    texts = {
+        str(i): module.generate(torch.tensor([prompt]), **settings)[0, 1:].tolist()
+        for i, (prompt, _) in enumerate(requests)
+    }
+    target, draft = load(tmp_path / "target"), load(tmp_path / "draft")
     assert run(make_engine(target, num_speculative_tokens=0), requests) == texts
     for backend in (draft, target):
 

@@ -1,7 +1,7 @@
 """Tiny random models of several families, as transformers directories."""
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 SIZES = {
     "vocab_size": 64,
@@ -38,15 +38,35 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 
+T5_SIZES = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "d_kv": 12,
+    "d_ff": 48,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "decoder_start_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+
 
 def save(config, path, *, seed=0, factor=6.0):
-    """Write a random model; weights as initialised would make every token alike, so they are multiplied."""
+    """Write a random model; weights as initialised would make every token alike, so they are multiplied.
+
+    An encoder-decoder has small embeddings, without which it would repeat its token, and scores of the usual size.
+    """
+    factors = {"shared.weight": 0.05, "decoder.final_layer_norm.weight": 30.0} if config.is_encoder_decoder else {}
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    architectures = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model = architectures.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(factor)
+            if name in factors or parameter.dim() > 1:
+                parameter.mul_(factors.get(name, factor))
             elif name.endswith("bias"):
                 parameter.normal_(std=0.3)
     model.save_pretrained(path)

@@ -41,7 +41,7 @@ class CpuBackend(EagerBackend):
         whole: "CpuBackend | None" = None,
         skipped: Collection[str] = (),
     ) -> None:
-        """Pack float32 weights that are exact 16-bit numbers, if the model has large layers.
+        """Pack float32 weights that are exact 16-bit numbers, if the model has large layers and no encoder.
 
         Args:
             whole: the backend whose model this one is without the sub-layers that are `skipped`.
@@ -56,14 +56,14 @@ class CpuBackend(EagerBackend):
         self._num_bytes = sum(p.numel() * p.element_size() for p in model.module.parameters())
         self._compiled: CompiledForward | None = None
         self._threads = Threads(model.info.num_parameters, max_threads)
-        if has_large_layers(model.module):
+        if model.info.decoder_start_id is None and has_large_layers(model.module):
             _pack(model)
         super().__init__(model)
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, draws: Draws | None = None) -> PassOutput:
         """Compute a batch; see `Backend.run`."""
-        self._threads.use(len(batch.token_ids))
+        self._threads.use(batch.num_tokens)
         compiled = self._compiled
         if compiled is None:
             return super().run(batch, draws)
@@ -145,6 +145,8 @@ class CpuBackend(EagerBackend):
         shard = self.model.shard
         if shard is not None and shard.world_size > 1:
             return "it is one of several ranks"
+        if self.info.decoder_start_id is not None:
+            return "it is an encoder-decoder"
         if self._num_bytes > packages.MAX_BYTES:
             return "it is bound by memory, not by calls"
         if not packages.has_compiler():

@@ -139,15 +139,19 @@ class CudaBackend(EagerBackend):
         logger.info("%s: layers compiled in %.1f s", self.info.name, time.monotonic() - started)
 
 
-def load_cuda(config: ModelConfig, device: torch.device, dtype: torch.dtype, shard: Shard | None) -> CudaBackend:
-    """Load a model for a GPU.
+def load_cuda(config: ModelConfig, device: torch.device, dtype: torch.dtype, shard: Shard | None) -> EagerBackend:
+    """Load a model for a GPU; an encoder-decoder runs eagerly.
 
     Raises:
         ModelError: the model cannot be served.
     """
     started = time.monotonic()
     model = load_model(config, device=device, dtype=dtype, shard=shard)
-    backend = CudaBackend(model, config)
+    if model.info.decoder_start_id is None:
+        backend: EagerBackend = CudaBackend(model, config)
+    else:
+        backend = EagerBackend(model)
+        logger.info("%s runs eagerly: it is an encoder-decoder", model.info.name)
     torch.cuda.empty_cache()  # fusing has left copies of the weights in torch's allocator; KV blocks need that memory
     log_loaded(backend, time.monotonic() - started)
     return backend

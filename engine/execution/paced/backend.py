@@ -107,7 +107,7 @@ def work_of(batch: ForwardBatch) -> Work:
     """Return what a batch computes; padding counts, since a GPU computes it, too."""
     limits = [group.limits for group in batch.paged.groups]
     return Work(
-        num_tokens=len(batch.token_ids),
+        num_tokens=batch.num_tokens,
         num_logits=len(batch.logit_indices),
         num_context_tokens=sum(int(limit.amax(-1).sum()) for limit in limits),
         num_attended=sum(int(limit.sum()) for limit in limits),

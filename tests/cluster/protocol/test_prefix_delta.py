@@ -6,7 +6,7 @@ import pytest
 
 from cluster.protocol.messages import PrefixDelta
 from cluster.protocol.prefix_delta import Acknowledged, PrefixTable
-from engine.protocols import Request
+from engine.protocols import ProposeRow, Request
 from engine.sampling.params import SamplingParams
 from tests.cluster.fakes import propose_row, verify_row
 
@@ -126,3 +126,11 @@ def test_whatever_is_lost_evicted_or_preempted_the_worker_holds_what_was_committ
         if rng.random() < 0.7:
             known.acknowledge(rows)
     assert num_resent > 20
+
+
+def test_a_worker_learns_how_long_an_encoders_input_is():
+    request = Request("a", [5, 6, 0, 9], 3, SamplingParams(), encoder_length=2)
+    (delta,), _ = Acknowledged().deltas([ProposeRow(request, 1)])
+    table = PrefixTable(1)
+    table.apply([delta])
+    assert table["a"].request == request

@@ -9,6 +9,7 @@ import pytest
 from deployments.config import Limits
 from deployments.ingress.parameters import sampling_params
 from deployments.ingress.prompts import PromptEncoder
+from deployments.openai.chat import ChatCompletionRequest
 from deployments.openai.completions import CompletionRequest
 from deployments.router.generation import ModelLimits
 from engine.errors import RequestError
@@ -166,3 +167,28 @@ async def test_nothing_is_tokenized_for_a_request_that_no_prompt_could_make_righ
     if not fields.keys() & {"prompt", "logprobs"}:
         body = {"messages": [{"role": "user", "content": "a"}], **fields}
         assert (await client.post("/v1/chat/completions", json=body)).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"echo": True}, "echo is true, but this model is an encoder-decoder"),
+        ({"echo": True, "logprobs": 2}, "echo is true, but this model is an encoder-decoder"),
+        ({"prompt_logprobs": 0}, "prompt_logprobs is 0, but this model is an encoder-decoder"),
+    ],
+)
+def test_an_encoder_decoder_predicts_nothing_of_its_prompt(fields: dict[str, Any], message: str) -> None:
+    request = CompletionRequest.model_validate({"prompt": "a", **fields})
+    with pytest.raises(RequestError, match=message) as refused:
+        sampling_params(request, ModelLimits(259, 512, 4, has_encoder=True), Limits())
+    assert refused.value.param == next(iter(fields))
+    sampling_params(request, ModelLimits(259, 512, 4), Limits())
+
+
+def test_an_encoder_decoder_takes_prompts_and_no_conversations() -> None:
+    limits = ModelLimits(259, 512, 4, has_encoder=True)
+    sampling_params(CompletionRequest.model_validate({"prompt": "a", "echo": False}), limits, Limits())
+    chat = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}]})
+    with pytest.raises(RequestError, match="takes no conversations; use /v1/completions") as refused:
+        sampling_params(chat, limits, Limits())
+    assert refused.value.param == "messages"

@@ -191,3 +191,17 @@ def test_a_feature_that_is_off_is_not_refused():
     paged_attention(
         SimpleNamespace(layer_idx=0), *states, None, paged=batch.paged, softcap=None, alibi=None, dropout=0.0
     )
+
+
+def test_only_cross_attention_sees_an_encoders_tokens_and_it_sees_nothing_else():
+    kv = KVTensors(KVShape(1, HEADS, DIM, DIM), num_blocks=4, block_size=BLOCK, like=torch.empty(0))
+    rows = [ForwardRow([1, 1], 3, [1, 2], 0, encoder_length=3), ForwardRow([1], 6, [3, 2], 0, encoder_length=1)]
+    (group,) = build(rows, kv).paged.groups
+    bias = torch.arange(3.0).repeat(HEADS, 1)
+    cross = group.cross_mask(torch.empty(0), BLOCK)
+    assert [[i for i, score in enumerate(row) if score == 0] for row in cross[:, 0, 0].tolist()] == [[0, 1, 2], [0]]
+    own = group.biased_mask(bias, BLOCK)
+    seen = [[{i: s for i, s in enumerate(scores) if s > -math.inf} for scores in row] for row in own[:, 0].tolist()]
+    assert seen == [[{3: 0}, {3: 1, 4: 0}], [{1: 2, 2: 2, 3: 2, 4: 2, 5: 1, 6: 0}, {1: 0}]]
+    assert group.biased_mask(bias, BLOCK) is own
+    assert group.biased_mask(bias.clone(), BLOCK) is not own

@@ -137,3 +137,34 @@ def test_no_position_lies_beyond_the_models_context(kv):
     prepared = next_tokens([[1, 2]], [3], 3, kv, max_length=5)
     assert prepared.positions.flatten().tolist() == [3, 4, 4]
     assert prepared.places.flatten().tolist() == [3, 4, 5]
+
+
+def test_an_encoders_input_is_taken_out_of_its_row_and_the_rest_attends_to_what_follows_it(kv):
+    rows = [
+        ForwardRow([7, 8, 9, 0, 5], 0, [3, 9], 2, encoder_length=3),
+        ForwardRow([6], 7, [4, 2], 1, encoder_length=2),
+    ]
+    batch = build(rows, kv)
+    (encoder_input,) = batch.encoder_inputs
+    assert (encoder_input.token_ids.tolist(), encoder_input.slots.tolist()) == ([7, 8, 9], [12, 13, 14])
+    (group,) = batch.paged.groups
+    assert batch.token_ids.tolist() == [0, 5, 6, 0]
+    assert group.places.tolist() == [[3, 4], [7, -1]]
+    assert group.limits.tolist() == [[4, 5], [8, 3]]  # padding sees its row's first token after the input
+    assert group.encoder_lengths.tolist() == [3, 2]
+    assert batch.logit_indices.tolist() == [0, 1, 2]
+    assert batch.num_tokens == 3 + 4
+
+
+def test_a_row_of_an_encoders_input_alone_leaves_nothing_for_the_decoder(kv):
+    alone = ForwardRow([7, 8, 9], 0, [3], 0, encoder_length=3)
+    batch = build([alone, ForwardRow([6], 7, [4, 2], 1, encoder_length=2)], kv)
+    assert (batch.token_ids.tolist(), batch.paged.groups[0].rows, batch.num_tokens) == ([6], 1, 4)
+    batch = build([alone], kv)
+    assert (batch.token_ids.tolist(), batch.paged.groups, batch.logit_indices.tolist()) == ([], [], [])
+
+
+def test_prepared_passes_know_the_encoders_lengths(kv):
+    prepared = next_tokens([[1], [3, 4]], [3, 3], 1, kv, max_length=100, encoder_lengths=[2, 1])
+    assert prepared.at(0, torch.tensor([5, 6])).paged.groups[0].encoder_lengths.tolist() == [2, 1]
+    assert next_tokens([[1]], [3], 1, kv, 100, [0]).at(0, torch.tensor([5])).paged.groups[0].encoder_lengths is None

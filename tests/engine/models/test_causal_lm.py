@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Gemma3Config, LlamaConfig, Qwen3Config
+from transformers import DeepseekV3Config, Gemma3Config, LlamaConfig, Qwen3Config, T5Config
 
 from engine.config import ModelConfig
 from engine.models.causal_lm import Shard, forward, kv_shape
 from engine.models.loader import load_model
-from tests.engine.tiny import SIZES
+from tests.engine.tiny import SIZES, T5_SIZES
 
 CPU = torch.device("cpu")
 
@@ -26,6 +26,7 @@ CPU = torch.device("cpu")
             (2, 4, 24, 12),
             id="latent attention, expanded",
         ),
+        pytest.param(T5Config(**T5_SIZES), 1, (3, 4, 12, 12), id="the decoder of two stacks"),
     ],
 )
 def test_the_cache_has_a_place_for_every_layer_and_key_value_head_of_a_rank(config, world_size, shape):

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from transformers import Gemma3nTextConfig
+from transformers import Gemma3nTextConfig, T5Config
 
 from engine.config import EngineConfig, ModelConfig
 from engine.execution.registry import load_backend
 from engine.models.footprint import footprint, of_weights
 from tests.engine.conftest import VOCAB, save_llama
+from tests.engine.tiny import T5_SIZES, save
 
 
 def measure(path, *, world_size=1, **settings):
@@ -68,3 +69,24 @@ def test_several_files_are_counted_together(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert measure(path).weight_bytes == whole
+
+
+def test_an_encoder_decoder_is_counted_whole_and_has_a_mask_for_each_head(tmp_path):
+    path = save(T5Config(**T5_SIZES), tmp_path)
+    backend = load_backend(ModelConfig(path, dtype="float32", device="cpu"))
+    kv = backend.allocate_kv(3, 16)
+    planned = measure(path)
+    assert planned.weight_bytes == 4 * sum(p.numel() for p in backend.model.module.parameters())
+    assert planned.kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)
+    assert planned.max_model_len == backend.info.max_model_len == 2048
+    few, many = (
+        of_weights(
+            "x",
+            0,
+            T5Config(**T5_SIZES | {"num_heads": heads, "d_kv": 48 // heads}),
+            EngineConfig(),
+            dtype=torch.float32,
+        )
+        for heads in (2, 4)
+    )
+    assert many.workspace_bytes - few.workspace_bytes == 2 * 2 * 1024 * 2048 * 4

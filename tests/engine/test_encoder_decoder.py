@@ -1,0 +1,257 @@
+"""T5 through the engine: transformers' text with drafts and without, in little memory, cut short, and at temperatures.
+
+| mutant | caught by |
+|---|---|
+"""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedTokenizerFast, T5Config
+
+from engine import LLM, SamplingParams
+from engine.config import ModelConfig
+from engine.drafting.copying.ngram import NgramDrafter
+from engine.drafting.copying.suffix import SuffixDrafter
+from engine.drafting.model import ModelDrafter
+from engine.errors import ModelError, ModelMismatchError, PromptTooLongError, RequestError
+from engine.execution.registry import load_backend
+from tests.engine.laws import p_value, shaped_law
+from tests.engine.running import make_engine, run, run_outputs, step
+from tests.engine.tiny import SIZES, T5_SIZES, save
+from tests.fakes import ConstantDrafter, ForgetfulDrafter
+
+LENGTHS = (1, 3, 8, 15, 16, 17, 30, 5)
+MAX_TOKENS = 28
+
+
+def load(path):
+    return load_backend(ModelConfig(path, dtype="float32", device="cpu"))
+
+
+@pytest.fixture(scope="module")
+def target_path(tmp_path_factory):
+    return save(T5Config(**T5_SIZES), tmp_path_factory.mktemp("target"), seed=1, factor=3.0)
+
+
+@pytest.fixture(scope="module")
+def draft_path(tmp_path_factory):
+    sizes = {"d_model": 16, "d_kv": 8, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 2}
+    return save(T5Config(**T5_SIZES | sizes), tmp_path_factory.mktemp("draft"), seed=2, factor=3.0)
+
+
+@pytest.fixture(scope="module")
+def target(target_path):
+    return load(target_path)
+
+
+@pytest.fixture(scope="module")
+def draft(draft_path):
+    return load(draft_path)
+
+
+@pytest.fixture(scope="module")
+def module(target_path):
+    return AutoModelForSeq2SeqLM.from_pretrained(target_path, dtype=torch.float32).eval()
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(2, 64, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def transformers_text(module, prompt, **settings):
+    """What `generate` returns, without the token that starts it; its cache has as many layers as the encoder only."""
+    settings = {"max_new_tokens": MAX_TOKENS, "do_sample": False, "use_cache": False} | settings
+    with torch.no_grad():
+        return module.generate(torch.tensor([prompt]), **settings)[0, 1:].tolist()
+
+
+def requests(**params):
+    params = {"temperature": 0.0, "max_tokens": MAX_TOKENS} | params
+    return [(prompt, SamplingParams(**params)) for prompt in prompts()]
+
+
+DRAFTERS = {
+    "none": lambda *_: None,
+    "the target itself": lambda target, _: lambda config: ModelDrafter(target, config),
+    "a random draft": lambda _, draft: lambda config: ModelDrafter(draft, config),
+    "forgetful": lambda target, _: lambda config: ForgetfulDrafter(ModelDrafter(target, config)),
+    "always wrong": lambda *_: lambda _: ConstantDrafter(0),
+    "n-grams": lambda *_: lambda _: NgramDrafter(),
+    "suffixes": lambda *_: lambda _: SuffixDrafter(),
+}
+
+
+def engine_of(name, target, draft, **settings):
+    k = 0 if name == "none" else 4
+    return make_engine(target, DRAFTERS[name](target, draft), num_speculative_tokens=k, block_size=4, **settings)
+
+
+@pytest.fixture(scope="module")
+def texts(module):
+    return {str(i): transformers_text(module, prompt) for i, prompt in enumerate(prompts())}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_greedy_text_is_that_of_transformers(name, target, draft, texts):
+    engine = engine_of(name, target, draft)
+    assert run(engine, requests()) == texts
+    assert len({tuple(text) for text in texts.values()}) == len(texts), "the texts depend on the prompts"
+    if name == "the target itself":
+        assert engine.stats.num_accepted_tokens > 0.9 * engine.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["none", "the target itself", "a random draft"])
+def test_requests_that_take_turns_in_little_memory_get_the_same_texts(name, target, draft, texts):
+    """Preempted requests encode their prompts again; of a budget of 33 the others leave less than a prompt of 30."""
+    engine = engine_of(name, target, draft, num_blocks=17, max_num_batched_tokens=33)
+    assert run(engine, requests()[:4], late=requests()[4:]) == texts
+    assert engine.stats.num_preemptions > 0
+
+
+def test_a_text_goes_on_in_another_engine_as_if_it_had_not_been_cut(target, draft, texts):
+    engine = engine_of("a random draft", target, draft, max_num_batched_tokens=31)
+    for name, prompt in enumerate(prompts()):
+        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+        engine.add(str(name), prompt, params, output_token_ids=texts[str(name)][: 3 * name])
+    rest = {name: [] for name in texts}
+    while engine.has_work:
+        for output in step(engine):
+            rest[output.request_id] += output.token_ids
+    assert rest == {name: text[3 * int(name) :] for name, text in texts.items()}
+
+
+def test_penalties_count_the_text_and_not_the_prompt(target, draft, module):
+    expected = {str(i): transformers_text(module, prompt, repetition_penalty=1.7) for i, prompt in enumerate(prompts())}
+    engine = engine_of("a random draft", target, draft)
+    assert run(engine, requests(repetition_penalty=1.7)) == expected
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "none"])
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_drawn_text_does_not_depend_on_the_draft(name, temperature, target, draft):
+    drawn = requests(temperature=temperature, seed=7)
+    assert run(engine_of(name, target, draft), drawn) == run(engine_of("none", target, draft), drawn)
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
+def test_two_tokens_have_the_targets_joint_law(verification, tmp_path, module):
+    """A vocabulary of six; 2,000 samples of three tests at 1e-5 each."""
+    sizes = T5_SIZES | {"vocab_size": 6}
+    paths = [
+        save(T5Config(**sizes), tmp_path / name, seed=seed, factor=2.0) for seed, name in ((3, "target"), (4, "draft"))
+    ]
+    target, draft = map(load, paths)
+    module = AutoModelForSeq2SeqLM.from_pretrained(paths[0], dtype=torch.float32).eval()
+    prompt, params = [4, 2, 5, 1], SamplingParams(temperature=2.5, max_tokens=4, ignore_eos=True)
+    engine = make_engine(
+        target,
+        lambda config: ModelDrafter(draft, config),
+        verification=verification,
+        num_speculative_tokens=3,
+        max_num_seqs=2000,
+        max_num_batched_tokens=10**5,
+        num_blocks=8000,
+        block_size=4,
+    )
+    sampled = run(engine, [(prompt, replace(params, seed=seed)) for seed in range(2000)])
+    assert 0.2 < engine.stats.num_accepted_tokens / engine.stats.num_draft_tokens < 0.9
+
+    def next_law(text):
+        with torch.no_grad():
+            logits = module(input_ids=torch.tensor([prompt]), decoder_input_ids=torch.tensor([[0, *text]])).logits
+        return shaped_law(logits[0, -1].tolist(), params, list(text), 0)
+
+    # Of the second and third token: the first is not drafted.
+    law = Counter()
+    for first, first_prob in enumerate(next_law(())):
+        for second, second_prob in enumerate(next_law((first,))):
+            for third, third_prob in enumerate(next_law((first, second))):
+                law[second, third] += first_prob * second_prob * third_prob
+    counts = Counter(tuple(text[1:3]) for text in sampled.values())
+    assert p_value(counts, law) > 1e-5
+
+
+def test_usage_counts_the_encoders_tokens_and_nothing_is_shared(target, draft):
+    engine = engine_of("none", target, draft)
+    prompt = prompts()[6]
+    outputs = run_outputs(engine, [(prompt, SamplingParams(max_tokens=3, ignore_eos=True))] * 3)
+    assert {output.num_prompt_tokens for rounds in outputs.values() for output in rounds} == {30}
+    assert engine.stats.num_prompt_tokens == 90
+    assert (engine.stats.num_cached_prompt_tokens, engine.stats.num_prefix_queries) == (0, 0)
+    assert not engine.config.enable_prefix_caching
+
+
+def test_limits_of_prompts_and_texts_are_named(target, draft, module):
+    engine = engine_of("none", target, draft, max_num_batched_tokens=20, num_blocks=9)
+    params = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
+    with pytest.raises(
+        PromptTooLongError, match=r"has 21 tokens; an encoder takes it whole, and max_num_batched_.* 20"
+    ):
+        engine.add("a", [5] * 21, params)
+    with pytest.raises(RequestError, match="predicts none of it, so there are no prompt_logprobs"):
+        engine.add("a", [5] * 3, replace(params, prompt_logprobs=0))
+    engine.add("a", [5] * 20, params)
+    tokens = [token for _ in range(15) for output in step(engine) for token in output.token_ids]
+    assert len(tokens) == 9 * 4 - 20 - 1
+    assert not engine.has_work
+    short = engine_of("none", target, draft, max_model_len=12)
+    with pytest.raises(PromptTooLongError, match="context of 12 must also hold one output token"):
+        short.add("a", [5] * 12, params)
+    text = run(short, [([5] * 10, params)])["0"]
+    assert text == transformers_text(module, [5] * 10, max_new_tokens=2, min_new_tokens=2)
+
+
+# --- LLM ------------------------------------------------------------------------------------------------------------
+
+
+def word_tokenizer():
+    """64 tokens, of which a text's words are marked at their beginning; an end is added to every text, as for T5."""
+    pieces = [
+        "<pad>",
+        "</s>",
+        *(f"{mark}{letter}{digit}" for mark in ("▁", "") for letter in "abcdef" for digit in "12345"),
+    ]
+    backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in [*pieces, "▁", "x"]], unk_id=63))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(["<pad>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
+
+
+@pytest.fixture(scope="module")
+def pair(target_path, draft_path):
+    for path in (target_path, draft_path):
+        word_tokenizer().save_pretrained(path)
+    return target_path, draft_path
+
+
+def make_llm(*models, **settings):
+    return LLM(*models, **({"dtype": "float32", "device": "cpu", "num_threads": 1} | settings))
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_a_pair_writes_what_generate_writes(k, pair, module):
+    tokenizer, texts = word_tokenizer(), ["a1 b2c3 d4", "f5 f5 f5", "b1"]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    assert all(prompt[-1] == 1 for prompt in ids), "a text ends with the token that ends texts"
+    expected = [tokenizer.decode(transformers_text(module, prompt), skip_special_tokens=True) for prompt in ids]
+    llm = make_llm(*pair, num_speculative_tokens=k, speculation="fixed")
+    results = llm.generate(texts, SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
+    assert [result.outputs[0].text for result in results] == expected
+    assert [result.prompt_token_ids for result in results] == ids
+    assert (llm.stats.num_draft_tokens > 0) == (k > 0)
+
+
+def test_what_does_not_fit_an_encoder_decoder_is_refused_at_start(pair, tmp_path):
+    llama = save(LlamaConfig(**SIZES), tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelMismatchError, match="both must be of a kind"):
+        make_llm(pair[0], llama)
+    with pytest.raises(ModelError, match="verifies no trees"):
+        make_llm(*pair, drafting="tree")

@@ -34,7 +34,7 @@ def untie_head(path):
     """Give a model a head of its own, as T5 v1.1 has."""
     model = AutoModelForSeq2SeqLM.from_pretrained(path, dtype=torch.float32)
     model.config.tie_word_embeddings = False
-    model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+    model.lm_head.weight = nn.Parameter(0.02 * torch.randn_like(model.lm_head.weight))
     model.save_pretrained(path)
 
 

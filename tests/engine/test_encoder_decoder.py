@@ -255,3 +255,5 @@ def test_what_does_not_fit_an_encoder_decoder_is_refused_at_start(pair, tmp_path
         make_llm(pair[0], llama)
     with pytest.raises(ModelError, match="verifies no trees"):
         make_llm(*pair, drafting="tree")
+    with pytest.raises(ModelError, match="cannot draft for itself"):
+        make_llm(pair[0], drafting="self", self_draft_layers=1)

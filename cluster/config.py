@@ -6,9 +6,8 @@ from typing import Literal
 
 from cluster.log_format import LogFormat
 from engine.config import EngineConfig, ModelConfig
-from engine.drafting.registry import Method, choose_method
+from engine.drafting.registry import Method, check_family, choose_method
 from engine.errors import ModelError
-from engine.models.family import check_family
 
 RunAhead = Literal["auto", "on", "off"]
 

@@ -10,13 +10,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from engine.config import BUNDLED, EngineConfig, ModelConfig, make_pair
-from engine.drafting.registry import DraftModel, choose_method, settle_drafting
+from engine.drafting.registry import DraftModel, check_family, choose_method, settle_drafting
 from engine.engine import Engine
 from engine.errors import RequestError
 from engine.execution.backend import Backend
 from engine.execution.memory import plan_kv_blocks
 from engine.execution.registry import load_backend, survey
-from engine.models.family import check_family
 from engine.models.sub_layers import check_self_draft
 from engine.models.tokenizer import check_same_vocabulary, load_tokenizer
 from engine.protocols import TokenLogprobs

@@ -12,7 +12,8 @@ from engine.config import EngineConfig, ModelConfig, PairConfig
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelError, ModelMismatchError
+from engine.models.family import is_encoder_decoder
 from engine.protocols import DeferringDrafter, Drafter, NoDrafter, TargetDrafter
 
 if TYPE_CHECKING:
@@ -188,6 +189,30 @@ def check_run_ahead(config: EngineConfig, run_ahead: str, *, has_draft_model: bo
         raise ConfigError(
             f"run_ahead is on, but drafting is {config.drafting!r}, which drafts only after the verdict is known"
         )
+
+
+def check_family(target: ModelConfig, draft: ModelConfig | None, method: Method) -> bool:
+    """Check that an encoder-decoder has a draft of its kind, if any, and a drafting method that fits it.
+
+    Returns:
+        Whether the target is an encoder-decoder.
+
+    Raises:
+        ModelMismatchError: one of the two models is an encoder-decoder, the other is not.
+        ModelError: there is no such model, or the method does not fit.
+    """
+    has_encoder = is_encoder_decoder(target)
+    if draft is not None and is_encoder_decoder(draft) != has_encoder:
+        kinds = ("an encoder-decoder", "decoder-only")
+        target_kind, draft_kind = kinds if has_encoder else kinds[::-1]
+        raise ModelMismatchError(
+            f"the target {target.path} is {target_kind}, the draft {draft.path} is {draft_kind}; both must be of a kind"
+        )
+    if has_encoder and method.drafts_trees:
+        raise ModelError(f"{target.path} is an encoder-decoder, whose attention goes by distance; it verifies no trees")
+    if has_encoder and method.runs_in == "target":
+        raise ModelError(f"{target.path} is an encoder-decoder; it cannot draft for itself")
+    return has_encoder
 
 
 def settle_drafting(pair: PairConfig) -> tuple[ModelConfig | None, EngineConfig]:

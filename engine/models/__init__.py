@@ -1,7 +1,7 @@
 """Loading transformers models.
 
-In reading order: `files` (where they are), `registry` (whether an architecture can be served), `family` (what an
-encoder-decoder cannot be combined with), `footprint` (the memory it takes), `loader` (from safetensors to a device),
+In reading order: `files` (where they are), `registry` (whether an architecture can be served), `family` (which
+models are encoder-decoders), `footprint` (the memory it takes), `loader` (from safetensors to a device),
 `shards` (the slices of one tensor-parallel rank), `fusion` (q/k/v and gate/up as one product), `causal_lm` (the loaded
 module), `sub_layers` (the same without some of its sub-layers), `encoder_decoder` (T5 in a paged cache) and `tokenizer`
 (whether draft and target share their token ids).

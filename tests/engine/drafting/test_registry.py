@@ -5,15 +5,15 @@ from typing import get_args
 
 import pytest
 
-from engine.config import Drafting, EngineConfig, PairConfig
+from engine.config import Drafting, EngineConfig, ModelConfig, PairConfig
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.model import ModelDrafter
-from engine.drafting.registry import METHODS, DraftModel, check_run_ahead, choose_method, settle_drafting
+from engine.drafting.registry import METHODS, DraftModel, check_family, check_run_ahead, choose_method, settle_drafting
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.drafting.sampled_tree import SampledTreeDrafter
 from engine.drafting.self_draft import SelfDrafter
 from engine.drafting.tree import TreeDrafter
-from engine.errors import ConfigError
+from engine.errors import ConfigError, ModelError, ModelMismatchError
 from engine.llm import LLM, run_in_process
 from engine.protocols import NO_DRAFT, DeferringDrafter, ProposeRow, Request, chain
 from engine.sampling.params import SamplingParams
@@ -213,3 +213,42 @@ def test_suffixes_draft_from_earlier_outputs_only_where_no_draft_changes_the_tex
     drafter.release("a")
     [draft] = run_in_process(drafter.propose([ProposeRow(second, 2)]))
     assert draft == (chain([10, 11]) if is_shared else NO_DRAFT)
+
+
+@pytest.fixture
+def model(tmp_path):
+    """Makes the directory of a model of some type."""
+
+    def make(name, model_type):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
+        return ModelConfig(str(tmp_path / name))
+
+    return make
+
+
+def test_a_pair_has_an_encoder_or_has_none(model):
+    t5, small, llama = model("t5", "t5"), model("small", "mt5"), model("llama", "llama")
+    method = METHODS["model"]
+    assert check_family(t5, small, method)
+    assert check_family(t5, None, METHODS["suffix"])
+    assert not check_family(llama, llama, method)
+    with pytest.raises(ModelMismatchError, match=r"/t5 is an encoder-decoder, the draft .*/llama is decoder-only"):
+        check_family(t5, llama, method)
+    with pytest.raises(ModelMismatchError, match=r"/llama is decoder-only, the draft .*/t5 is an encoder-decoder"):
+        check_family(llama, t5, method)
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        (METHODS["tree"], "verifies no trees"),
+        (METHODS["self"], "cannot draft for itself"),
+    ],
+)
+def test_a_method_that_does_not_fit_an_encoder_decoder_is_refused(method, message, model):
+    t5 = model("t5", "t5")
+    with pytest.raises(ModelError, match=message):
+        check_family(t5, t5, method)
+    llama = model("llama", "llama")
+    assert not check_family(llama, llama, method)

@@ -1,4 +1,4 @@
-"""Which models are encoder-decoders: `config.json` says it. The Router asks and does not import torch; nor does this."""
+"""Which models are encoder-decoders, as `config.json` says; read without torch, which the Router does not import."""
 
 import json
 

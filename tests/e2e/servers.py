@@ -38,14 +38,11 @@ def serve_on_ray(num_cpus: int, variables: Mapping[str, str], *, shows_log: bool
         shows_log: whether this process writes what they log.
     """
     port = free_port()
-    environment = {"env_vars": {"PYTHONPATH": str(ROOT), **variables}}
-    ray.init(
-        address="local",
-        num_cpus=num_cpus,
-        include_dashboard=False,
-        runtime_env=environment,
-        log_to_driver=shows_log,
-    )
+    with pytest.MonkeyPatch.context() as environment:
+        # Not Ray's `runtime_env`: with that, the workers that it starts in advance would be of no use.
+        for name, value in {"PYTHONPATH": str(ROOT), **variables}.items():
+            environment.setenv(name, value)
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, log_to_driver=shows_log)
     try:
         serve.start(http_options={"port": port})
         yield f"http://127.0.0.1:{port}"

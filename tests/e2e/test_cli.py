@@ -1,4 +1,7 @@
-"""`python -m deployments`: a signal ends the server only after the streams that run, and nothing stays behind."""
+"""`python -m deployments`: a signal ends the server only after the streams that run, and nothing stays behind.
+
+One server is as `make serve` starts it, but for the format of its log; the others have a small model and no drafts.
+"""
 
 import contextlib
 import json
@@ -7,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -19,14 +23,30 @@ from tests.e2e.test_app import save_model
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    server = Server(tmp_path / "log.txt")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    return save_model(path, seed=1, layers=2, hidden=32, max_position_embeddings=32_768)
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *settings: str) -> Iterator[Server]:
+    server = Server(folder / "log.txt", *settings)
     try:
         server.wait_until_ready()
         yield server
     finally:
         server.kill()
+
+
+@contextlib.contextmanager
+def streaming(server: Server) -> Iterator[Iterator[str]]:
+    """Start a stream that lasts longer than the server; yields the lines after its first."""
+    body = {"prompt": "This PEP", "max_tokens": 30_000, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=STOP_S) as response:
+        lines = response.iter_lines()
+        next(lines)
+        yield lines
 
 
 def refusal(server: Server) -> tuple[int, str, str]:
@@ -50,49 +70,55 @@ def open_to_others(server: Server) -> list[str]:
     return ports
 
 
-def test_sigterm_lets_running_streams_finish_and_leaves_nothing_behind(server: Server) -> None:
+def test_sigterm_lets_running_streams_finish_and_leaves_nothing_behind(tmp_path: Path) -> None:
     """Until then, every port of the server, of Ray and of Serve is bound to the loopback address."""
-    assert open_to_others(server) == []
-    body = {"prompt": "This PEP", "max_tokens": 400, "ignore_eos": True, "stream": True}
     lines: list[str] = []
     has_started = threading.Event()
 
     def read() -> None:
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=STOP_S) as response:
+        body = {"prompt": "This PEP", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        headers = {"x-request-id": "mine"}
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=body, headers=headers, timeout=STOP_S
+        ) as response:
             for line in response.iter_lines():
                 lines.append(line)
                 has_started.set()
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    assert has_started.wait(STOP_S)
-    server.send(signal.SIGTERM)
-    if find_haproxy() is not None:
-        assert refusal(server) == (503, "unavailable", "1")
-    assert server.wait_until_gone() == 0
-    reader.join(STOP_S)
+    with serving(tmp_path, "log_format=json") as server:
+        assert open_to_others(server) == []
+        reader = threading.Thread(target=read)
+        reader.start()
+        assert has_started.wait(STOP_S)
+        server.send(signal.SIGTERM)
+        if find_haproxy() is not None:
+            assert refusal(server) == (503, "unavailable", "1")
+        assert server.wait_until_gone() == 0
+        reader.join(STOP_S)
     assert [line for line in lines if line][-1] == "data: [DONE]"
     assert any('"finish_reason":"length"' in line for line in lines)
     log = server.log.read_text()
     assert "Traceback" not in log
     assert "*** SIG" not in log
-    [stopping] = [line for line in log.splitlines() if "stopping" in line]
-    assert "running streams may take 300 s to finish" in stopping
+    check_json([json.loads(line) for line in log.splitlines()])
 
 
-def test_a_stream_that_outlasts_the_drain_ends_with_an_error_that_says_why(tmp_path: Path) -> None:
-    server = Server(tmp_path / "log.txt", "drain_timeout_s=4", "num_speculative_tokens=0")
-    try:
-        server.wait_until_ready()
-        body = {"prompt": ["This PEP"] * 4, "max_tokens": 900, "n": 8, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=STOP_S) as response:
-            lines = response.iter_lines()
-            next(lines)
+def check_json(lines: list[dict[str, Any]]) -> None:
+    """Look for lines of every process in a log."""
+    [access] = [line for line in lines if line.get("request_id") == "mine"]
+    assert access["message"].startswith("POST /v1/completions 200")
+    assert (access["deployment"], access["levelname"]) == ("default_Ingress", "INFO")
+    for told in ("ready after", "KV blocks of", "serving target", "running streams may take 300 s to finish"):
+        [line] = [line for line in lines if told in line["message"]]
+        assert line["levelname"] == "INFO"
+
+
+def test_a_stream_that_outlasts_the_drain_ends_with_an_error_that_says_why(model: str, tmp_path: Path) -> None:
+    with serving(tmp_path, f"target_model={model}", "drafting=none", "drain_timeout_s=4") as server:
+        with streaming(server) as lines:
             server.send(signal.SIGTERM)
             *_, error, done = [line for line in lines if line.startswith("data: ")]
         assert server.wait_until_gone() == 0
-    finally:
-        server.kill()
     assert done == "data: [DONE]"
     content = json.loads(error.removeprefix("data: "))["error"]
     assert content.pop("request_id")
@@ -102,36 +128,14 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error_that_says_why(tmp_p
         "param": None,
         "code": "unavailable",
     }
+    assert "*** SIG" not in server.log.read_text()
 
 
-def test_a_second_signal_does_not_wait_for_streams(server: Server) -> None:
-    body = {"prompt": "This PEP", "max_tokens": 900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=STOP_S) as response:
-        lines = response.iter_lines()
-        next(lines)
+def test_a_second_signal_does_not_wait_for_streams(model: str, tmp_path: Path) -> None:
+    with serving(tmp_path, f"target_model={model}", "drafting=none") as server, streaming(server):
         server.send(signal.SIGINT)
         while "stopping" not in server.log.read_text():
             time.sleep(0.05)
         server.send(signal.SIGINT)
         assert server.wait_until_gone() == 0
     assert "Traceback" not in server.log.read_text()
-
-
-def test_the_log_is_json_on_request_from_every_process(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model", seed=1, layers=1, hidden=16)
-    server = Server(tmp_path / "log.txt", f"target_model={model}", "served_model_name=tiny", "log_format=json")
-    try:
-        server.wait_until_ready()
-        headers = {"x-request-id": "mine"}
-        httpx.get(f"{server.url}/v1/models", headers=headers).raise_for_status()
-        server.send(signal.SIGTERM)
-        assert server.wait_until_gone() == 0
-    finally:
-        server.kill()
-    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
-    [access] = [line for line in lines if line.get("request_id") == "mine"]
-    assert access["message"].startswith("GET /v1/models 200")
-    assert (access["deployment"], access["levelname"]) == ("default_Ingress", "INFO")
-    for told in ("ready after", "KV blocks of", "serving target", "stopping"):
-        [line] = [line for line in lines if told in line["message"]]
-        assert line["levelname"] == "INFO"

@@ -306,7 +306,7 @@ def test_coupled_texts_of_every_law_do_not_depend_on_the_draft(draft, undrafted)
 
 @pytest.mark.parametrize(("name", "draft", "verification"), VERIFIED)
 def test_three_tokens_have_the_targets_joint_law(name, draft, verification):
-    """52 tests of 1,500 samples; at 1e-5 each, a false alarm has probability below 6e-4.
+    """34 tests of 1,500 samples; at 1e-5 each, a false alarm has probability below 4e-4.
 
     "unlike" has few tokens accepted; "mixed" batches hold drafts of every length, none included, and accept them all.
     """

@@ -2,13 +2,11 @@
 
 A light pair computes at the pace of slow GPUs, so that two replicas and the client do not slow each other down on this
 machine. Requests arrive at random, at half and at four fifths of what the replicas can do at most, and are not
-streamed: the time until a client has the whole answer is compared. Each stream has a pace of its own, since some texts
-are easier to draft.
+streamed: the time until a client has the whole answer is compared. The model is told how many rounds each answer took,
+since some texts are easier to draft, and says how long that takes where others run.
 """
 
 import asyncio
-import math
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,8 +38,6 @@ CHUNK_TOKENS = 1024
 NUM_DRAFTS = 4
 BATCHES = (1, 2, 4, 8)
 NUM_TURNS = 2
-NUM_SINGLE = 16
-"""Requests one after the other, whose paces those of all others are drawn from."""
 PROMPT_LENGTHS = (20, 180)
 PROMPT_TURNS = 8
 USUAL_PROMPT = 100
@@ -56,28 +52,35 @@ class ServedGroup:
         added_s: what a request takes besides the rounds of the model.
         busy_s: what it takes longer if it comes to a group at work: that finishes its round first, and then reads the
             prompt in a round in which others draft.
-        paces: the time per token of some streams of `NUM_TOKENS`, relative to the model's.
     """
 
     costs: GroupCosts
     added_s: float
     busy_s: float
-    paces: list[float]
 
-    def latencies_s(self, arrivals: Sequence[Arrival], num_groups: int) -> list[float]:
-        """Return what the model says: the time until each answer is whole."""
-        chance = random.Random(0)
-        paced = [replace(a, num_tokens=self._paced(a.num_tokens, chance.choice(self.paces))) for a in arrivals]
-        jobs = simulate(fixed(Scenario(self.costs, Autoscaling()), num_groups), paced).jobs
+    def latencies_s(self, arrivals: Sequence[Arrival], num_rounds: Sequence[int], num_groups: int) -> list[float]:
+        """Return what the model says: the time until each answer is whole.
+
+        Args:
+            num_rounds: the rounds that each takes after its prompt: some texts are easier to draft.
+        """
+        work = [
+            replace(arrival, num_tokens=1 + round(number * self.costs.tokens_per_round))
+            for arrival, number in zip(arrivals, num_rounds, strict=True)
+        ]
+        jobs = simulate(fixed(Scenario(self.costs, Autoscaling()), num_groups), work).jobs
         added_s = [self.added_s + (self.busy_s if job.num_before else 0.0) for job in jobs]
         return [
             (job.finished_s or 0.0) - job.arrival.time_s + more_s for job, more_s in zip(jobs, added_s, strict=True)
         ]
 
-    def _paced(self, num_tokens: int, pace: float) -> int:
-        """Return how many tokens of the model's pace take as long; long texts differ less, as means of their parts."""
-        mean = sum(self.paces) / len(self.paces)
-        return max(1, round(num_tokens * (mean + (pace - mean) * math.sqrt(NUM_TOKENS / num_tokens))))
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How long an answer took, and how many rounds after its prompt."""
+
+    seconds: float
+    num_rounds: int
 
 
 class Client:
@@ -87,14 +90,17 @@ class Client:
         self._session = session
         self._text = text
 
-    async def seconds(self, start: int, num_prompt_tokens: int, num_tokens: int) -> float:
-        """Return how long an answer takes to a prompt from this place of the text on."""
+    async def ask(self, start: int, num_prompt_tokens: int, num_tokens: int) -> Answer:
+        """Have a prompt continued that begins at this place of the text."""
         prompt = [*self._text[start : start + num_prompt_tokens]]
         body = {"prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        body["speculative"] = {"metrics": "summary"}
         started = time.perf_counter()
-        async with self._session.post("/v1/completions", json=body, raise_for_status=True) as answer:
-            await answer.read()
-        return time.perf_counter() - started
+        async with self._session.post("/v1/completions", json=body, raise_for_status=True) as response:
+            answer = await response.json()
+        seconds = time.perf_counter() - started
+        num_accepted = answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+        return Answer(seconds, num_tokens - 1 - num_accepted)
 
     async def read(self) -> Reading:
         """Return the service's counters."""
@@ -110,13 +116,13 @@ class Client:
                         return
                 await asyncio.sleep(0.2)
 
-    async def open_loop(self, arrivals: Sequence[Arrival]) -> list[float]:
-        """Send the arrivals at their times; return how long their answers took."""
+    async def open_loop(self, arrivals: Sequence[Arrival]) -> list[Answer]:
+        """Send the arrivals at their times."""
         started = time.perf_counter()
 
-        async def ask(index: int, arrival: Arrival) -> float:
+        async def ask(index: int, arrival: Arrival) -> Answer:
             await asyncio.sleep(max(0.0, started + arrival.time_s - time.perf_counter()))
-            return await self.seconds(7 * index, arrival.num_prompt_tokens, arrival.num_tokens)
+            return await self.ask(7 * index, arrival.num_prompt_tokens, arrival.num_tokens)
 
         return await asyncio.gather(*(ask(*pair) for pair in enumerate(arrivals)))
 
@@ -165,7 +171,9 @@ async def _compare(
             group = await fit(client)
         for load in LOADS:
             arrivals = poisson(group.costs, load, num_groups=num_groups, num_arrivals=ARRIVALS_PER_GROUP * num_groups)
-            measured, simulated = await client.open_loop(arrivals), group.latencies_s(arrivals, num_groups)
+            answers = await client.open_loop(arrivals)
+            measured = [answer.seconds for answer in answers]
+            simulated = group.latencies_s(arrivals, [answer.num_rounds for answer in answers], num_groups)
             for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99)):
                 real, said = np.quantile(measured, part), np.quantile(simulated, part)
                 cells = f"{real:.3f}", f"{said:.3f}", f"{said / real:.2f}"
@@ -181,7 +189,7 @@ async def fit(client: Client) -> ServedGroup:
     for turn in range(NUM_TURNS + 1):
         for size in BATCHES:
             starts = [100 * turn + 10 * row for row in range(size)]
-            await asyncio.gather(*(client.seconds(start, USUAL_PROMPT, NUM_TOKENS) for start in starts))
+            await asyncio.gather(*(client.ask(start, USUAL_PROMPT, NUM_TOKENS) for start in starts))
             after = await client.read()
             num_rounds = after.num_decode_rounds - before.num_decode_rounds
             num_rows = (after.speculation.num_drafts - before.speculation.num_drafts) / num_rounds
@@ -191,7 +199,7 @@ async def fit(client: Client) -> ServedGroup:
     stream_ms, round_ms = np.polyfit(*zip(*rounds, strict=True), 1)
     drafted = since(first.speculation, before.speculation)
     prompts_s = [
-        [await client.seconds(50 * turn, length, 1) for turn in range(PROMPT_TURNS)] for length in PROMPT_LENGTHS
+        [(await client.ask(50 * turn, length, 1)).seconds for turn in range(PROMPT_TURNS)] for length in PROMPT_LENGTHS
     ]
     prompt_round_s = ((await client.read()).all_rounds_s - before.all_rounds_s) / sum(map(len, prompts_s))
     short_s, long_s = map(float, np.median(prompts_s, axis=1))
@@ -204,11 +212,8 @@ async def fit(client: Client) -> ServedGroup:
         max_num_seqs=MAX_NUM_SEQS,
     )
     busy_s = costs.round_s(1, 0) / 2 + costs.round_s(1, USUAL_PROMPT) - prompt_round_s
-    group = ServedGroup(costs, 0.0, 0.0, [1.0])
-    added_s = short_s - group.latencies_s([Arrival(0.0, PROMPT_LENGTHS[0], 1)], 1)[0]
-    [usual_s] = group.latencies_s([Arrival(0.0, USUAL_PROMPT, NUM_TOKENS)], 1)
-    singles_s = [await client.seconds(37 * number, USUAL_PROMPT, NUM_TOKENS) for number in range(NUM_SINGLE)]
-    return ServedGroup(costs, added_s, busy_s, [(seconds - added_s) / usual_s for seconds in singles_s])
+    [model_s] = ServedGroup(costs, 0.0, 0.0).latencies_s([Arrival(0.0, PROMPT_LENGTHS[0], 1)], [0], 1)
+    return ServedGroup(costs, short_s - model_s, busy_s)
 
 
 def _caption(group: ServedGroup | None) -> str:
@@ -216,7 +221,6 @@ def _caption(group: ServedGroup | None) -> str:
     costs = group.costs
     return (
         f"{NUM_DRAFTS} drafts. Round {costs.round_ms:.1f} ms + {costs.stream_ms:.2f} per stream + "
-        f"{costs.prompt_token_ms:.3f} per prompt token, {costs.tokens_per_round:.2f} tokens per round, streams' paces "
-        f"{min(group.paces):.2f} to {max(group.paces):.2f}; a request takes {1e3 * group.added_s:.0f} ms besides, "
-        f"{1e3 * group.busy_s:.0f} ms more where others run"
+        f"{costs.prompt_token_ms:.3f} per prompt token, {costs.tokens_per_round:.2f} tokens per round; a request takes "
+        f"{1e3 * group.added_s:.0f} ms besides, and {1e3 * group.busy_s:.0f} ms more where others run"
     )

@@ -9,7 +9,7 @@ from tests.bench.arrivals import CONVERSATIONS, Arrival, busiest, rate, read_tra
 from tests.bench.cluster_simulation import Scenario, fixed, simulate
 from tests.bench.cluster_tables import largest_load
 from tests.bench.group_model import GroupCosts
-from tests.bench.measured_group import NUM_TOKENS, poisson, predict
+from tests.bench.measured_group import poisson, predict
 from tests.bench.served_group import ServedGroup
 
 COSTS = GroupCosts(
@@ -118,23 +118,15 @@ def test_the_conversations_are_those_of_the_published_trace() -> None:
     assert rate(read_trace(CONVERSATIONS)) == pytest.approx(5.53, abs=0.01)
 
 
-def test_a_stream_takes_longer_by_its_pace_and_a_request_by_what_it_takes_besides() -> None:
-    group = ServedGroup(COSTS, added_s=0.5, busy_s=3.0, paces=[2.0])
-    [latency_s] = group.latencies_s([Arrival(0.0, 0, 40)], 1)
-    assert latency_s == pytest.approx(0.5 + (2 * 40 - 1) / 2 * 0.021)
+def test_a_request_takes_its_rounds_and_what_it_takes_besides() -> None:
+    group = ServedGroup(COSTS, added_s=0.5, busy_s=3.0)
+    [latency_s] = group.latencies_s([Arrival(0.0, 0, 40)], [50], 1)
+    assert latency_s == pytest.approx(0.5 + 50 * 0.021)
 
 
 def test_a_request_takes_longer_where_others_run() -> None:
-    idle, busy = (ServedGroup(COSTS, added_s=0.5, busy_s=busy_s, paces=[1.0]) for busy_s in (0.0, 3.0))
+    idle, busy = (ServedGroup(COSTS, added_s=0.5, busy_s=busy_s) for busy_s in (0.0, 3.0))
     arrivals = [Arrival(0.0, 0, 40), Arrival(0.1, 0, 40), Arrival(100.0, 0, 40)]
-    more_s = [b - a for a, b in zip(idle.latencies_s(arrivals, 1), busy.latencies_s(arrivals, 1), strict=True)]
+    without, with_others = (group.latencies_s(arrivals, [20] * 3, 1) for group in (idle, busy))
+    more_s = [longer - shorter for shorter, longer in zip(without, with_others, strict=True)]
     assert more_s == pytest.approx([0.0, 3.0, 0.0])
-
-
-def test_paces_of_long_texts_differ_less() -> None:
-    group = ServedGroup(COSTS, added_s=0.0, busy_s=0.0, paces=[0.5, 1.5])
-    for num_tokens, deviation in ((NUM_TOKENS // 4, 1.0), (NUM_TOKENS, 0.5), (4 * NUM_TOKENS, 0.25)):
-        arrivals = [Arrival(100.0 * number, 0, num_tokens) for number in range(20)]
-        tokens = {round(2 * latency_s / 0.021) + 1 for latency_s in group.latencies_s(arrivals, 1)}
-        expected = {max(1, round(num_tokens * (1 + sign * deviation))) for sign in (-1, 1)}
-        assert tokens == expected

@@ -1,9 +1,13 @@
 """The program that watches a start: which process it ends, when and why."""
 
+import itertools
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from deployments import start_watcher as module
 
@@ -48,3 +52,18 @@ def test_a_process_that_has_started_lives() -> None:
 def test_it_ends_with_the_process_that_has_started_it() -> None:
     ended = run_parent("import os; os._exit(7)", silence_s=60, limit_s=600)  # returns when nobody has its pipes open
     assert (ended.returncode, ended.stderr) == (7, "")
+
+
+@pytest.mark.parametrize(("gap_s", "expected"), [(1000.0, None), (1.0, "it did not answer for 10 s")])
+def test_a_time_for_which_both_were_stopped_is_one_step(
+    gap_s: float, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a container that is paused. Then the other process answers; else each of ten steps is silent."""
+    times = itertools.accumulate(itertools.repeat(gap_s))
+    looks = iter([[], [0], *([[]] * 10)])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    monkeypatch.setattr(module, "select", SimpleNamespace(select=lambda *_: (next(looks), [], [])))
+    reads = iter([b"."] if expected else [b""])
+    monkeypatch.setattr(module, "os", SimpleNamespace(read=lambda *_: next(reads)))
+    monkeypatch.setattr(module, "sys", SimpleNamespace(stdin=SimpleNamespace(fileno=lambda: 0)))
+    assert module.watch(silence_s=10.0, limit_s=600.0) == expected

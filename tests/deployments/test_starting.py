@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import psutil
@@ -73,19 +72,6 @@ def test_a_process_that_has_started_is_not_watched_any_more(run):
     process = run("pass", hang_timeout_s=0.2, start_timeout_s=0.2)
     assert process.stdout.readline() == "started\n"
     assert psutil.Process(process.pid).children() == []
-
-
-def test_a_process_may_be_stopped_together_with_its_watcher(run):
-    """As a container is that is paused, or a laptop that sleeps."""
-    process = run("time.sleep(2.0)", hang_timeout_s=1.0, start_timeout_s=600)
-    [watcher] = watchers(process.pid)
-    both = watcher, process
-    for one in both:
-        one.send_signal(signal.SIGSTOP)
-    time.sleep(1.5)
-    for one in both:
-        one.send_signal(signal.SIGCONT)
-    assert process.stdout.readline() == "started\n"
 
 
 def test_a_start_that_fails_is_not_watched_any_more():

@@ -47,7 +47,7 @@ from tests.bench.burst import burst
 from tests.bench.compare import CELLS, NAMES, PEERS, show, write
 from tests.bench.compiled_models import compile_models
 from tests.bench.curves import batch_curve, load_curve
-from tests.bench.methods import methods
+from tests.bench.methods import Selection, methods, show_parts
 from tests.bench.paced import ARMS, PACED_TOKENS, PAIR, STREAMS, TEMPERATURES, paced
 from tests.bench.pictures import PICTURES
 from tests.bench.prefill import prefill
@@ -61,6 +61,9 @@ from tests.bench.workload import NUM_TOKENS, Workload, read_prompts
 
 METHODS = tuple(name for name in get_args(Drafting) if name not in ("auto", "none"))
 RULES = get_args(Verification)
+METHOD_TOKENS = 48
+ADAPTIVE_METHODS = ("model", "model+suffix")
+ADAPTIVE_HELP = "methods: those that also choose their draft lengths themselves"
 COMMANDS = (
     "compare",
     "profile",
@@ -104,6 +107,9 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
     if options.command == "autoscaling":  # it has a pair of its own
         autoscaling(options.png or PICTURES / "autoscaling.png", console)
         return []
+    if options.command == "methods" and options.parts:
+        show_parts(options.parts, console, json=options.json, png=options.png or PICTURES / "methods.png")
+        return []
     compile_models(workload, console)
     if options.command == "profile":
         profile(workload, console)
@@ -123,18 +129,19 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
             png=options.png or PICTURES / "paced.png",
         )
     if options.command == "methods":
-        methods(
-            replace(workload, num_turns=options.turns),
-            console,
-            large=options.large,
-            names=options.methods,
+        selection = Selection(
+            methods=options.methods,
             rules=options.rules,
             lengths=options.lengths,
+            adaptive=options.adaptive,
             temperatures=options.temperatures,
             batch_sizes=options.batch_sizes,
-            domain_names=options.domains,
-            json_path=options.json,
+            domains=options.domains,
+            minutes=options.minutes,
+            large=options.large,
         )
+        measured = replace(workload, num_turns=options.turns, num_tokens=options.num_tokens or METHOD_TOKENS)
+        methods(measured, selection, console, json=options.json, png=options.png)
         return []
     if options.command == "bandwidth":
         bandwidth(workload, console)
@@ -185,7 +192,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="compare, prefill, methods, paced: where the rows go")
     parser.add_argument("--only", nargs="+", choices=NAMES + PEERS, help="compare: these methods")
     parser.add_argument("--peers", action="store_true", help="compare: vLLM too, as `make bench-peers` installs it")
-    parser.add_argument("--png", type=Path, help="where a plot goes (default: plots/)")
+    parser.add_argument("--png", type=Path, help="where a plot goes (default: plots/; methods: none unless of --parts)")
     parser.add_argument("--cluster", action="store_true", help="simulate: a cluster under a trace")
     parser.add_argument("--served", action="store_true", help="simulate --cluster: only beside a served run; 4 minutes")
     parser.add_argument("--trace", type=Path, default=CONVERSATIONS, help="simulate: arrivals, a CSV file of Azure's")
@@ -195,7 +202,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads in process")
-    parser.add_argument("--num-tokens", type=int, help="tokens to generate per prompt (128; paced: 256)")
+    parser.add_argument("--num-tokens", type=int, help="tokens per prompt (128; paced: 256; methods: 48)")
     parser.add_argument("--pair", default=PAIR, help="paced: the devices and models, `draft` on its own or `/shared`")
     parser.add_argument("--streams", type=_numbers, default=STREAMS, help="paced: concurrent streams, as 1,8,64")
     parser.add_argument("--temperatures", type=_temperatures, default=TEMPERATURES, help="paced: as 0,0.7,1")
@@ -206,6 +213,9 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=_numbers, default=(2, 4, 8, 16), help="methods: draft lengths, as 2,4,8,16")
     parser.add_argument("--batch-sizes", type=_numbers, default=(1, 8), help="methods: as 1,8")
     parser.add_argument("--domains", nargs="+", default=[], help="methods: these domains of text (default: all)")
+    parser.add_argument("--adaptive", nargs="*", choices=METHODS, default=ADAPTIVE_METHODS, help=ADAPTIVE_HELP)
+    parser.add_argument("--minutes", type=float, default=30.0, help="methods: begin no cell that would end later")
+    parser.add_argument("--parts", nargs="+", type=Path, help="methods: only show these JSON files together")
     parser.add_argument(
         "--arms",
         nargs="+",

@@ -1,41 +1,89 @@
-"""Contenders, their texts and the table of the comparison of methods."""
+"""Contenders, their texts, and what the comparison of methods leaves out when its time is over."""
 
 import json
 
+import pytest
+
 from tests.bench.domains import _copied
-from tests.bench.methods import contenders, methods
+from tests.bench.method_turns import contenders
+from tests.bench.methods import Selection, methods, show_parts
+
+FIELDS = [
+    "method",
+    "verification",
+    "num_tokens",
+    "temperature",
+    "batch_size",
+    "domain",
+    "mean_acceptance_length",
+    "tokens_per_s",
+    "speedup",
+    "exact",
+    "large",
+]
 
 
 def test_only_pairs_that_the_engine_takes_are_measured():
-    rows = list(contenders(["model", "suffix"], ["coupled", "rejection"], [2, 4]))
-    assert [(row.method, row.num_tokens) for row in rows][:3] == [("none", 0), ("model", 2), ("model", 4)]
-    assert rows[-1].settings["speculation"] == "adaptive"
-    assert len(rows) == 1 + 2 * 2 * 2 + 1
-    trees = list(contenders(["tree", "model"], ["block", "k_sequential"], [4]))
-    assert [(row.method, row.verification) for row in trees[1:-1]] == [("tree", "k_sequential"), ("model", "block")]
+    rows = list(contenders(["model", "suffix"], ["coupled", "rejection"], [2, 4], ["model"]))
+    assert [(row.name, row.num_tokens) for row in rows][:4] == [
+        ("none", 0),
+        ("model", 2),
+        ("model", 4),
+        ("model adaptive", 4),
+    ]
+    assert len(rows) == 1 + 2 * (3 + 2)
+    trees = list(contenders(["tree", "model"], ["block", "k_sequential"], [4], []))
+    assert [(row.method, row.verification) for row in trees[1:]] == [("tree", "k_sequential"), ("model", "block")]
 
 
-def test_every_method_is_timed_and_its_text_compared_with_plain_decoding(workload, console, tmp_path):
-    cells = methods(
-        workload,
-        console,
-        large=False,
-        names=["model", "ngram", "tree", "model+suffix"],
+@pytest.fixture
+def selection():
+    return Selection(
+        methods=["model", "ngram", "tree", "model+suffix"],
         rules=["coupled"],
         lengths=[2],
+        adaptive=["model"],
         temperatures=[0.0, 0.7],
-        batch_sizes=[1],
-        json_path=tmp_path / "cells.json",
-        domain_names=["repeat", "own"],
+        batch_sizes=[1, 2],
+        domains=["repeat", "own"],
     )
-    named = {(cell.method, cell.temperature): cell for cell in cells}
+
+
+def test_every_method_is_timed_and_its_text_compared_with_plain_decoding(workload, selection, console, tmp_path):
+    path, png = tmp_path / "cells.json", tmp_path / "methods.png"
+    cells = methods(workload, selection, console, json=path, png=png)
+    named = {(cell.method, *cell.setting): cell for cell in cells}
+    for size, heat in ((1, 0.0), (1, 0.7), (2, 0.0), (2, 0.7)):
+        own = ("none", "model", "ngram", "tree", "model+suffix", "model adaptive")
+        assert all(named[name, size, heat].exact for name in own)
+        assert named["none", size, heat].speedup == named["none", size, heat].mean_acceptance_length == 1.0
+        assert named["transformers", size, heat].exact == (heat == 0.0)
+    assert named["transformers-lookup", 1, 0.0].exact
+    written = json.loads(path.read_text())
+    assert [list(fields) for fields in written] == [FIELDS] * (2 * (6 + 4) + 2 * (6 + 1))
+    assert png.stat().st_size > 10_000
+    printed = console.file.getvalue()
+    for title in ("Speed-up over plain", "The fastest method", "Draft lengths chosen", "model+suffix /", "first token"):
+        assert title in printed
+    assert "weights: target" in printed
+
+
+def test_what_there_is_no_time_for_is_named(workload, selection, console, tmp_path):
+    brief = Selection(["ngram"], ["coupled"], [2], [], [0.0], [1], selection.domains, minutes=0.0)
+    assert methods(workload, brief, console) == []
+    assert "no time for" in console.file.getvalue()
+
+
+def test_parts_of_a_comparison_are_shown_together(workload, selection, console, tmp_path):
+    parts = []
     for heat in (0.0, 0.7):
-        assert all(named[name, heat].exact for name in ("none", "model", "ngram", "tree", "model+suffix", "adaptive"))
-        assert named["none", heat].speedup == 1.0
-        assert named["none", heat].mean_acceptance_length == 1.0
-        assert named["transformers-lookup", heat].tokens_per_s > 0
-    assert len(json.loads((tmp_path / "cells.json").read_text())) == len(cells) == 2 * 9
-    assert "Speed-up over plain decoding" in console.file.getvalue()
+        parts.append(tmp_path / f"{heat}.json")
+        part = Selection(["ngram"], ["coupled"], [2], [], [heat], [1], selection.domains)
+        methods(workload, part, console, json=parts[-1])
+    whole, png = tmp_path / "whole.json", tmp_path / "whole.png"
+    show_parts(parts, console, json=whole, png=png)
+    assert json.loads(whole.read_text()) == [cell for part in parts for cell in json.loads(part.read_text())]
+    assert png.exists()
 
 
 def test_text_to_be_copied_stands_twice_and_begins_again():

@@ -58,13 +58,24 @@ class ChainAcceptance:
 
 
 class TreeAcceptance:
-    """For trees whose nodes come the best first, so that the first n of them are the best tree of n nodes.
+    """For trees of which the first n nodes are the tree of n nodes: the best first, or several chains level by level.
 
     A verdict therefore tells what each smaller tree would have had accepted: the part of the path in its nodes.
     """
 
-    def __init__(self, max_draft_tokens: int) -> None:
-        self._rates = [_PRIOR_ACCEPTANCE ** (1 + node) for node in range(max_draft_tokens)]
+    def __init__(self, max_draft_tokens: int, num_chains: int = 1) -> None:
+        """Start without observations.
+
+        Args:
+            num_chains: chains from the tip that make up a tree, a node of each in turn; 1 for nodes that come the best
+                first.
+        """
+        self._num_chains = num_chains
+        rejected = 1 - _PRIOR_ACCEPTANCE
+        self._rates = [
+            _PRIOR_ACCEPTANCE ** (1 + node // num_chains) * rejected ** (node % num_chains)
+            for node in range(max_draft_tokens)
+        ]
         self._num_drafts = [float(_PRIOR_DRAFTS)] * max_draft_tokens
 
     def observe(self, num_requested: int, path: Sequence[int]) -> None:
@@ -79,11 +90,13 @@ class TreeAcceptance:
         _fade(self._num_drafts, num_draft_tokens)
 
     def gains(self) -> list[float]:
-        """Return the probability that each node is accepted; a later node is never likelier than one before it."""
-        least, gains = 1.0, []
-        for rate in self._rates:
-            least = min(least, rate)
-            gains.append(least)
+        """Return the probability that each node is accepted.
+
+        None is likelier than its parent in its chain, nor, where nodes come the best first, than the one before it.
+        """
+        gains: list[float] = []
+        for node, rate in enumerate(self._rates):
+            gains.append(min(rate, gains[node - self._num_chains]) if node >= self._num_chains else rate)
         return gains
 
 

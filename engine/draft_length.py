@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
-from engine.acceptance import Acceptance, ChainAcceptance, TreeAcceptance
+from engine.acceptance import Acceptance, ChainAcceptance
 from engine.config import Speculation
 
 Reason = Literal["fixed", "off", "goodput", "trial"]
@@ -125,12 +125,16 @@ class Goodput:
     """
 
     def __init__(
-        self, max_draft_tokens: int, speculation: Speculation = "adaptive", *, drafts_trees: bool = False
+        self,
+        max_draft_tokens: int,
+        speculation: Speculation = "adaptive",
+        acceptance: Acceptance | None = None,
     ) -> None:
+        """Start without observations; `acceptance` learns from verdicts, by default on chains."""
         self.num_draft_tokens = 0 if speculation == "off" else max_draft_tokens
         self._is_adaptive = speculation == "adaptive" and max_draft_tokens > 0
         self.reason: Reason = "goodput" if self._is_adaptive else "fixed" if self.num_draft_tokens else "off"
-        self._acceptance: Acceptance = (TreeAcceptance if drafts_trees else ChainAcceptance)(max_draft_tokens)
+        self._acceptance = ChainAcceptance(max_draft_tokens) if acceptance is None else acceptance
         self._loads: dict[tuple[int, int], _Load] = {}
         self._load: _Load | None = None
         self._num_rounds = 0

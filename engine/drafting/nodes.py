@@ -8,6 +8,8 @@ from engine.protocols import Draft
 
 TIP = -1
 """In place of a node: the committed tip."""
+WIDTH = 3
+"""Children of a node, at most, or chains from the tip, unless the configuration says otherwise."""
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.drafting.best_first import BestFirstTree
 from engine.drafting.cached_prefix import CachedPrefix, Text
 from engine.drafting.model import ModelDrafter, finish
-from engine.drafting.nodes import TIP, Tree
+from engine.drafting.nodes import TIP, WIDTH, Tree
 from engine.drafting.run_ahead.foresight import NUM_CANDIDATES
 from engine.drafting.run_ahead.verdicts import Confidence, Options
 from engine.execution.attention import Group, PagedContext
@@ -27,9 +27,6 @@ from engine.execution.batch import ForwardBatch
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request
 from engine.sampling.grammar import Grammars
 from engine.sampling.logits import Run
-
-WIDTH = 3
-"""Children of a node, at most, unless the configuration says otherwise."""
 
 _COMPUTED_PER_NODE = 4
 """Nodes that may be computed for each node of a draft."""

@@ -12,7 +12,13 @@ from torch import Tensor
 from engine.execution.attention import Group, KVTensors, PagedContext, slots_of
 
 MAX_GROUPED_LENGTH = 16
-"""Rows of up to this many tokens are padded to one length and form one group; longer rows are prefill chunks."""
+"""Rows of up to this many tokens, those of their draft but one not counted, form one group; others are prefill chunks.
+"""
+MAX_DRAFT_LENGTH = 64
+_MAX_LENGTH = 24
+"""Tokens of a row of that group, at most; a longer draft goes on in further rows. GPUs have graphs for such lengths."""
+_PADDING = 1.25
+"""Tokens of a group in which rows are cut, padding included, over those without it, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,20 +89,21 @@ def build(rows: Sequence[ForwardRow], kv: KVTensors) -> ForwardBatch:
     """Flatten rows into a batch: short rows as one padded group, then each long row; logits stay in row order."""
     encoder_inputs = [_encoder_input(row, kv) for row in rows if row.start < row.encoder_length]
     rows = [_of_decoder(row) for row in rows]
-    short = [i for i, row in enumerate(rows) if 0 < len(row.token_ids) <= MAX_GROUPED_LENGTH]
-    long = [i for i, row in enumerate(rows) if len(row.token_ids) > MAX_GROUPED_LENGTH]
-    clusters = ([short] if short else []) + [[i] for i in long]
+    short = [i for i, row in enumerate(rows) if row.token_ids and _is_short(row)]
+    long = [i for i, row in enumerate(rows) if not _is_short(row)]
+    length = _common_length([len(rows[i].token_ids) for i in short])
+    clusters = ([(length, short)] if short else []) + [(len(rows[i].token_ids), [i]) for i in long]
     tokens: list[Tensor] = []
     groups: list[Group] = []
     ends = [0] * len(rows)
     start = 0
-    for members in clusters:
-        ids, group = _group([rows[i] for i in members], start, kv)
+    for length, members in clusters:
+        ids, group = _group([rows[i] for i in members], length, start, kv)
         groups.append(group)
         tokens.append(ids.flatten())
-        for index, i in enumerate(members):
-            ends[i] = start + index * group.length + len(rows[i].token_ids)
-        start += group.rows * group.length
+        for i in members:
+            ends[i] = start + len(rows[i].token_ids)
+            start += -(-len(rows[i].token_ids) // length) * length
     logit_indices = [i for row, end in zip(rows, ends, strict=True) for i in range(end - row.num_logits, end)]
     return ForwardBatch(
         token_ids=_joined(tokens, kv.input_device),
@@ -128,36 +135,63 @@ def _of_decoder(row: ForwardRow) -> ForwardRow:
     return replace(row, token_ids=row.token_ids[row.encoder_length :], start=row.encoder_length)
 
 
-def _group(rows: Sequence[ForwardRow], start: int, kv: KVTensors) -> tuple[Tensor, Group]:
-    """Return the tokens [rows, length] of some rows and their group."""
+def _is_short(row: ForwardRow) -> bool:
+    """Return whether a row decodes, or has little left of its prompt."""
+    length = len(row.token_ids)
+    return length - max(row.num_logits, 1) < MAX_GROUPED_LENGTH and length <= MAX_GROUPED_LENGTH + MAX_DRAFT_LENGTH
+
+
+def _common_length(lengths: Sequence[int]) -> int:
+    """Return the length of a group's rows; longer ones are cut.
+
+    Several groups would take several compiled passes, or none, and padding a long draft's neighbours takes as long as
+    computing them. So the largest length is taken that needs little padding.
+    """
+    longest = max(lengths, default=0)
+    if longest <= MAX_GROUPED_LENGTH:
+        return longest
+    most = _PADDING * sum(lengths)
+    fitting = (
+        length
+        for length in range(min(longest, _MAX_LENGTH), 0, -1)
+        if sum(-(-count // length) for count in lengths) * length <= most
+    )
+    return next(fitting)
+
+
+def _group(rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors) -> tuple[Tensor, Group]:
+    """Return the tokens [rows, length] of some rows and their group.
+
+    A row with more tokens takes several rows of the group, which have its blocks: a pass writes all of its keys and
+    values before any of its tokens attends.
+    """
     device = kv.input_device
-    length = max(len(row.token_ids) for row in rows)
     width = max(-(-(row.start + len(row.token_ids)) // kv.block_size) for row in rows)
-    tables = [_padded(row.block_ids[:width], width, 0) for row in rows]
+    parts = [(row, slice(first, first + length)) for row in rows for first in range(0, len(row.token_ids), length)]
     # Padding tokens attend to one place, so that their softmax is finite.
     columns = [
-        *(_padded(row.token_ids, length, 0) for row in rows),
-        *(_padded(_positions(row), length, 0) for row in rows),
-        *(_padded(range(row.start, row.start + len(row.token_ids)), length, -1) for row in rows),
-        *(_padded(_limits(row), length, row.encoder_length + 1) for row in rows),
-        *tables,
+        *(_padded(row.token_ids[part], length, 0) for row, part in parts),
+        *(_padded(_positions(row)[part], length, 0) for row, part in parts),
+        *(_padded(range(row.start, row.start + len(row.token_ids))[part], length, -1) for row, part in parts),
+        *(_padded(_limits(row)[part], length, row.encoder_length + 1) for row, part in parts),
+        *(_padded(row.block_ids[:width], width, 0) for row, _ in parts),
     ]
     # One tensor, because each takes microseconds to make, and on a GPU a copy.
     packed = torch.frombuffer(array("q", itertools.chain.from_iterable(columns)), dtype=torch.int64).to(device)
-    size = len(rows) * length
-    tokens, positions, places, limits = packed[: 4 * size].view(4, len(rows), length)
+    size = len(parts) * length
+    tokens, positions, places, limits = packed[: 4 * size].view(4, len(parts), length)
     is_tree = any(row.parents is not None for row in rows)
     return tokens, Group(
         start=start,
-        rows=len(rows),
+        rows=len(parts),
         length=length,
-        blocks=packed[4 * size :].view(len(rows), width),
+        blocks=packed[4 * size :].view(len(parts), width),
         positions=positions,
         places=places,
         limits=limits,
         extra=torch.tensor(_seen_nodes(rows, length), dtype=torch.int64, device=device) if is_tree else None,
-        is_prompt_start=len(rows) == 1 and rows[0].start == 0 and rows[0].parents is None and length > 1,
-        encoder_lengths=_encoder_lengths([row.encoder_length for row in rows], device),
+        is_prompt_start=len(parts) == 1 and rows[0].start == 0 and rows[0].parents is None and length > 1,
+        encoder_lengths=_encoder_lengths([row.encoder_length for row, _ in parts], device),
     )
 
 
@@ -188,8 +222,8 @@ def _limits(row: ForwardRow) -> Sequence[int]:
 
 
 def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[list[int]]]:
-    """Return the places of each token's path in the tree, itself included, padded with place 0."""
-    paths: list[list[list[int]]] = []
+    """Return the places of each token's path in the tree, itself included, padded with place 0, by rows of a length."""
+    paths: list[list[int]] = []
     for row in rows:
         parents = row.parents or ()
         first = row.start + len(row.token_ids) - len(parents)
@@ -197,9 +231,10 @@ def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[list[int]]
         for node, parent in enumerate(parents):
             nodes.append([*(nodes[parent] if parent >= 0 else ()), first + node])
         committed = len(row.token_ids) - len(parents)
-        paths.append([[]] * committed + nodes + [[]] * (length - len(row.token_ids)))
-    deepest = max(len(path) for row_paths in paths for path in row_paths)
-    return [[_padded(path, deepest, 0) for path in row_paths] for row_paths in paths]
+        paths += [[]] * committed + nodes + [[]] * (-len(row.token_ids) % length)
+    deepest = max(len(path) for path in paths)
+    padded = [_padded(path, deepest, 0) for path in paths]
+    return [padded[first : first + length] for first in range(0, len(padded), length)]
 
 
 @dataclass(slots=True)

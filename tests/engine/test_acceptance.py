@@ -26,6 +26,19 @@ def test_a_tree_tells_what_each_smaller_tree_would_have_had_accepted():
     assert never <= fourth, "a node that was never requested is not likelier than those before it"
 
 
+def test_of_several_chains_a_node_may_be_likelier_than_the_one_before_it_but_not_than_its_parent():
+    """Three chains: the first goes on with 0, 3, 6; the last, which is rarely taken, with 2, 5."""
+    trees = TreeAcceptance(7, num_chains=3)
+    prior = trees.gains()
+    assert prior[0] > prior[3] > prior[6] > prior[1] > prior[2]
+    for nth in range(4000):
+        trees.observe(6, [2, 5] if nth % 4 == 0 else [0, 3])
+    gains = trees.gains()
+    assert gains[:6] == pytest.approx([0.75, 0, 0.25, 0.75, 0, 0.25], abs=0.05)
+    assert sum(gains[:3]) == pytest.approx(1.0, abs=0.05)
+    assert gains[6] <= gains[3], "a node that was never requested is not likelier than its parent"
+
+
 @pytest.mark.parametrize("acceptance", [ChainAcceptance, TreeAcceptance])
 def test_what_was_not_delivered_counts_as_rejected(acceptance):
     learned = acceptance(4)

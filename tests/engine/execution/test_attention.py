@@ -1,6 +1,7 @@
 """The attention function against a softmax that is written down again token by token, and what it refuses."""
 
 import math
+import random
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,17 +10,17 @@ import torch
 
 from engine.errors import ModelError
 from engine.execution.attention import KVShape, KVTensors, additive_mask, paged_attention, slots_of
-from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardRow, build, depths
+from engine.execution.batch import MAX_DRAFT_LENGTH, MAX_GROUPED_LENGTH, ForwardRow, build, depths
 
 KV_HEADS, HEADS, DIM, BLOCK = 2, 4, 8, 4
-LONG = MAX_GROUPED_LENGTH + 3
+LONG = MAX_GROUPED_LENGTH + MAX_DRAFT_LENGTH + 3
 
 
 class Layer:
     """One attention layer, its cache, and a plain record of the keys and values that each request has."""
 
     def __init__(self, seed=0):
-        self.kv = KVTensors(KVShape(1, KV_HEADS, DIM, DIM), num_blocks=40, block_size=BLOCK, like=torch.empty(0))
+        self.kv = KVTensors(KVShape(1, KV_HEADS, DIM, DIM), num_blocks=140, block_size=BLOCK, like=torch.empty(0))
         self.generator = torch.Generator().manual_seed(seed)
         self.entries = {}
 
@@ -75,7 +76,7 @@ def prompt(length, block_ids, start=0):
     return ForwardRow([1] * length, start, block_ids, 0)
 
 
-A, B, C = list(range(1, 11)), list(range(11, 21)), list(range(21, 31))
+A, B, C = list(range(1, 46)), list(range(46, 91)), list(range(91, 136))
 
 
 @pytest.mark.parametrize("window", [None, 5], ids=["all", "window"])
@@ -90,6 +91,20 @@ def test_every_kind_of_row_in_one_pass_attends_to_its_own_request(window):
     layer.run(prompt(9, A), prompt(LONG, B), prompt(6, C))
     tree = ForwardRow([1] * 5, 6, C, 0, parents=[-1, -1, 1, 0])
     rows = (prompt(1, A, 9), prompt(4, B, LONG), tree)
+    torch.testing.assert_close(*layer.run(*rows, window=window))
+
+
+@pytest.mark.parametrize("window", [None, 70], ids=["all", "window"])
+@pytest.mark.parametrize("num_nodes", [MAX_GROUPED_LENGTH, 40, MAX_DRAFT_LENGTH])
+def test_a_large_tree_and_a_long_chain_share_a_group_with_short_rows(num_nodes, window):
+    layer, chance = Layer(), random.Random(num_nodes)
+    layer.run(prompt(9, A), prompt(LONG, B), prompt(6, C))
+    parents = [chance.randrange(-1, node) for node in range(num_nodes)]
+    tree = ForwardRow([1] * (1 + num_nodes), 6, C, 0, parents=parents)
+    rows = (prompt(1, A, 9), tree, prompt(1 + num_nodes, B, LONG))
+    batch = build([replace(row, num_logits=len(row.token_ids)) for row in rows], layer.kv)
+    assert len(batch.paged.groups) == 1
+    assert len(batch.token_ids) <= 1.25 * (3 + 2 * num_nodes)
     torch.testing.assert_close(*layer.run(*rows, window=window))
 
 
@@ -109,7 +124,7 @@ def test_a_rejected_draft_is_overwritten_by_what_comes_next():
 def test_requests_that_share_a_block_read_the_same_entries():
     layer = Layer()
     layer.run(prompt(4, A))
-    torch.testing.assert_close(*layer.run(prompt(2, [A[0], 31], 4)))
+    torch.testing.assert_close(*layer.run(prompt(2, [A[0], 136], 4)))
 
 
 def test_padding_changes_no_entry_but_those_of_block_0():
@@ -118,7 +133,7 @@ def test_padding_changes_no_entry_but_those_of_block_0():
     before = layer.kv.keys[0].clone()
     layer.run(prompt(1, A, 6), prompt(3, B))
     changed = (layer.kv.keys[0] != before).flatten(2).any(-1).nonzero().tolist()
-    assert [place for place in changed if place[0]] == [[2, 2], [11, 0], [11, 1], [11, 2]]
+    assert [place for place in changed if place[0]] == [[2, 2], [46, 0], [46, 1], [46, 2]]
 
 
 def test_moved_entries_are_those_of_an_accepted_path():

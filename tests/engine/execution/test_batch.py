@@ -69,6 +69,38 @@ def test_rows_share_a_group_up_to_a_length(kv, length, num_groups):
     assert len(batch.paged.groups) == num_groups
 
 
+def test_a_long_draft_goes_on_in_further_rows_that_have_its_blocks(kv):
+    chain = ForwardRow(list(range(40)), 3, list(range(1, 12)), 40)
+    tree = ForwardRow(list(range(50, 70)), 2, [13, 14, 15, 16, 17, 18], 18, parents=list(range(-1, 16)))
+    (group,) = (batch := build([chain, tree], kv)).paged.groups
+    assert (group.rows, group.length) == (3, 24)
+    assert batch.token_ids.tolist() == [*range(40), *[0] * 8, *range(50, 70), *[0] * 4]
+    assert batch.logit_indices.tolist() == [*range(40), *range(50, 68)]
+    assert group.blocks.tolist() == [list(range(1, 12))] * 2 + [[13, 14, 15, 16, 17, 18, *[0] * 5]]
+    assert group.places.tolist() == [[*range(3, 27)], [*range(27, 43), *[-1] * 8], [*range(2, 22), *[-1] * 4]]
+    assert group.limits.tolist() == [[*range(4, 28)], [*range(28, 44), *[1] * 8], [3, 4, *[5] * 18, *[1] * 4]]
+    assert group.positions.tolist() == [[*range(3, 27)], [*range(27, 43), *[0] * 8], [*range(2, 22), *[0] * 4]]
+    assert group.extra[2, 2:5, :3].tolist() == [[0, 0, 0], [5, 0, 0], [5, 6, 0]]
+    assert not group.extra[:2].any()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "length"),
+    [([1, 16], 16), ([17], 17), ([17] * 8, 17), ([5, 5, 65], 13), ([1] * 7 + [17], 1), ([9] * 7 + [41], 11)],
+)
+def test_rows_are_cut_where_padding_would_take_as_long_as_another_pass(kv, lengths, length):
+    rows = [ForwardRow([1] * count, 0, [1], count) for count in lengths]
+    (group,) = build(rows, kv).paged.groups
+    assert group.length == length
+    assert group.rows * length <= 1.25 * sum(lengths) or max(lengths) <= MAX_GROUPED_LENGTH
+
+
+def test_a_prompt_is_no_draft_even_if_all_its_tokens_need_logits(kv):
+    for num_logits in (0, 1, 60):
+        rows = [ForwardRow([1], 0, [1], 1), ForwardRow([1] * 100, 0, [2], num_logits)]
+        assert [group.length for group in build(rows, kv).paged.groups] == [1, 100]
+
+
 def test_a_table_is_read_as_far_as_the_row_reaches(kv):
     batch = build([ForwardRow([7], 3, [3, 9, 11], 1)], kv)
     assert batch.paged.groups[0].blocks.tolist() == [[3]]

@@ -18,6 +18,10 @@ def rows(count, length, start=20, num_blocks=2, parents=None):
     return [ForwardRow([1] * length, start, [1] * num_blocks, 1, parents)] * count
 
 
+def draft(count, parents=None):
+    return [ForwardRow([1] * (1 + count), 20, [1] * 6, 1 + count, parents)]
+
+
 @pytest.mark.parametrize(
     ("batch", "shape"),
     [
@@ -27,6 +31,8 @@ def rows(count, length, start=20, num_blocks=2, parents=None):
         (rows(8, 1), Shape(8, 1, 0, 8)),
         (rows(1, 1, start=200, num_blocks=13), Shape(1, 2, 0, 4096)),
         (rows(1, 4, parents=[-1, 0, 0]), Shape(1, 5, 4, 8)),
+        (draft(16) * 8, Shape(8, 24, 0, 8)),
+        (draft(64, parents=[node // 4 - 1 for node in range(64)]), Shape(4, 24, 4, 8)),
     ],
 )
 def test_a_batch_runs_on_the_smallest_graph_that_holds_it(batch, shape):

@@ -11,8 +11,9 @@ from engine.block_pool import salt_digest
 from engine.config import EngineConfig
 from engine.detokenizer import Detokenizer
 from engine.draft_length import Goodput
-from engine.drafting.registry import drafts_trees
-from engine.errors import PromptTooLongError, RequestError
+from engine.drafting.check import draft_problem
+from engine.drafting.registry import acceptance_of
+from engine.errors import DrafterError, PromptTooLongError, RequestError
 from engine.protocols import NO_DRAFT, Draft, Drafter, PlansCopies, ProposeRow, Request, Verifier, VerifyRow
 from engine.request_stats import RequestStats
 from engine.sampling.params import SamplingParams
@@ -59,9 +60,7 @@ class Engine:
         self._tokenizer = None if tokenizer is None else getattr(tokenizer, "backend_tokenizer", tokenizer)
         self.scheduler = Scheduler(config, num_blocks, self.max_model_len + len(self._start))
         self._copier = drafter if isinstance(drafter, PlansCopies) else None
-        self.goodput = Goodput(
-            config.num_speculative_tokens, config.speculation, drafts_trees=drafts_trees(config.drafting)
-        )
+        self.goodput = Goodput(config.num_speculative_tokens, config.speculation, acceptance_of(config))
         self.request_stats = RequestStats(self.max_model_len)
         self._clock = clock
         self._round_ended: float | None = None
@@ -166,6 +165,7 @@ class Engine:
 
         Raises:
             TargetError: the round failed and committed nothing; call `reset` and step again.
+            DrafterError: the drafter proposed what is no draft; nothing was computed.
         """
         # Time between rounds counts towards the later round, unless the engine was idle.
         started = self._clock() if self._round_ended is None else self._round_ended
@@ -216,6 +216,9 @@ class Engine:
         proposed = await self.drafter.propose(
             [ProposeRow(row.sequence.request, row.num_draft_tokens) for row in speculating]
         )
+        for row, draft in zip(speculating, proposed, strict=True):
+            if (problem := draft_problem(draft, row.num_draft_tokens, self.vocab_size)) is not None:
+                raise DrafterError(f"draft of {row.sequence.request.request_id}: {problem}")
         drafts = {id(row): draft for row, draft in zip(speculating, proposed, strict=True)}
         return [drafts.get(id(row), NO_DRAFT) for row in rows]
 

@@ -11,6 +11,7 @@ PacelineError                  base; never raised itself
   ModelError            start  this model cannot be served; the message says why
     ModelMismatchError         draft and target cannot work together
   TargetError           503    the target workers died or missed a deadline
+  DrafterError                 a drafter proposed what is no draft: an error in the drafter
 ```
 
 Each carries one message string, so it pickles across processes: what is wrong, the value and the limit.
@@ -66,3 +67,7 @@ class ModelMismatchError(ModelError):
 
 class TargetError(PacelineError):
     """The target failed to finish a round; committed tokens are unchanged."""
+
+
+class DrafterError(PacelineError):
+    """A drafter proposed what is no draft; committed tokens are unchanged."""

@@ -8,10 +8,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
+from engine.acceptance import Acceptance, ChainAcceptance, TreeAcceptance
 from engine.config import EngineConfig, ModelConfig, PairConfig
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
+from engine.drafting.nodes import WIDTH
 from engine.errors import ConfigError, ModelError, ModelMismatchError
 from engine.models.family import is_encoder_decoder
 from engine.protocols import DeferringDrafter, Drafter, NoDrafter, TargetDrafter
@@ -53,6 +55,7 @@ class Method:
         drafts_trees: drafts may be trees, not only chains.
         runs_ahead: in a draft worker, it can draft for verdicts that it does not know yet.
         rules: the verification rules that its drafts can be verified by.
+        chain_rules: those of them for which its trees are independent chains from the tip.
         make_in_target: of a method that runs in the target, returns the drafter that the verifier calls there, given
             the target's backend and its KV cache; what `make` returns then leaves every draft to it.
     """
@@ -65,6 +68,7 @@ class Method:
     drafts_trees: bool = False
     runs_ahead: bool = False
     rules: Collection[str] = ("coupled", "rejection", "block")
+    chain_rules: Collection[str] = ()
     make_in_target: "Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter] | None" = None
 
     def drafter_of_engine(self, config: EngineConfig, drafter: Drafter) -> Drafter:
@@ -122,12 +126,17 @@ def _self_drafter(
     return SelfDrafter(config, target, kv, grammars)
 
 
-_TREE_RULES = ("coupled", "rejection", "k_sequential")
-
 METHODS: Mapping[str, Method] = {
     "none": Method("router", _no_drafter, proposes=False),
     "model": Method("draft", _model_drafter, loads_model=True, runs_ahead=True),
-    "tree": Method("draft", _tree_drafter, loads_model=True, drafts_trees=True, rules=_TREE_RULES),
+    "tree": Method(
+        "draft",
+        _tree_drafter,
+        loads_model=True,
+        drafts_trees=True,
+        rules=("coupled", "rejection", "k_sequential"),
+        chain_rules=("k_sequential",),
+    ),
     "self": Method("target", _deferring_drafter, make_in_target=_self_drafter),
     "ngram": Method("router", _ngram_drafter),
     "suffix": Method("router", _suffix_drafter),
@@ -138,6 +147,14 @@ METHODS: Mapping[str, Method] = {
 def drafts_trees(name: str) -> bool:
     """Return whether drafts of a method may be trees; those of "auto" never are."""
     return name in METHODS and METHODS[name].drafts_trees
+
+
+def acceptance_of(config: EngineConfig) -> Acceptance:
+    """Return what learns how many tokens of a configuration's drafts are accepted, by their length."""
+    if not drafts_trees(config.drafting):
+        return ChainAcceptance(config.num_speculative_tokens)
+    in_chains = config.verification in METHODS[config.drafting].chain_rules
+    return TreeAcceptance(config.num_speculative_tokens, (config.tree_width or WIDTH) if in_chains else 1)
 
 
 def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:

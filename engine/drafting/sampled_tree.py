@@ -11,6 +11,7 @@ of these rates up to it (Chen et al., "Sequoia", 2402.12374, Section 3.1), and t
 
 import heapq
 import itertools
+import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -118,11 +119,11 @@ class SampledTreeDrafter(AnyTreeDrafter[SampledTree]):
         top, ids = shaped.topk(min(TOP_M, shaped.shape[-1]), -1)
         sparse = torch.full_like(shaped, float("-inf")).scatter_(-1, ids, top)
         drawn = self._independently(sparse, growths, runs) if self._independent else self._in_order(sparse, runs)
-        rows = iter(zip(drawn, ids.tolist(), top.softmax(-1).tolist(), strict=True))
+        rows = iter(zip(drawn, ids.tolist(), top.tolist(), strict=True))
         for request, tree, level in growths:
             for node in level:
-                tokens, row_ids, probs = next(rows)
-                tree.add(node, tokens, self._rows_of(request, tokens, row_ids, probs))
+                tokens, row_ids, logits = next(rows)
+                tree.add(node, tokens, self._rows_of(request, tokens, row_ids, logits))
 
     def _in_order(self, sparse: Tensor, runs: Sequence[Run]) -> list[list[int]]:
         """Return tokens that are drawn from each row without replacement: the highest scores under Gumbel noise."""
@@ -148,18 +149,18 @@ class SampledTreeDrafter(AnyTreeDrafter[SampledTree]):
         return [list(itertools.islice(tokens, len(row_lanes))) for row_lanes in lanes]
 
     def _rows_of(
-        self, request: Request, tokens: Sequence[int], ids: list[int], probs: list[float]
+        self, request: Request, tokens: Sequence[int], ids: list[int], logits: list[float]
     ) -> list[tuple[list[int], list[float]]]:
         """Return what each sibling was sampled from, given those before it; it sums to 1."""
         if request.params.temperature == 0:
             return [(ids, [float(other == token) for other in ids]) for token in tokens]
         if self._independent:
-            return [(ids, probs)] * len(tokens)
+            return [(ids, _softmax(logits))] * len(tokens)
         rows = []
         for token in tokens:
-            rows.append((ids, probs))
-            left = [0.0 if other == token else prob for other, prob in zip(ids, probs, strict=True)]
-            probs = [prob / (sum(left) or 1.0) for prob in left]
+            # From logits: at a low temperature, what the first token leaves is no longer a number as a probability.
+            rows.append((ids, _softmax(logits)))
+            logits = [-math.inf if other == token else logit for other, logit in zip(ids, logits, strict=True)]
         return rows
 
     def _learn(self, request: Request, tree: SampledTree, node: int, token: int) -> None:
@@ -170,6 +171,14 @@ class SampledTreeDrafter(AnyTreeDrafter[SampledTree]):
         for rank, sibling in enumerate(siblings[: self._width]):
             seen[rank] = min(seen[rank] + 1, _ROUNDS_REMEMBERED)
             rates[rank] += ((sibling == token) - rates[rank]) / seen[rank]
+
+
+def _softmax(logits: Sequence[float]) -> list[float]:
+    """Return the probabilities of tokens with these logits, of which one is finite."""
+    highest = max(logits)
+    weights = [math.exp(logit - highest) for logit in logits]
+    total = sum(weights)
+    return [weight / total for weight in weights]
 
 
 def likeliest_shape(num_nodes: int, rates: Sequence[float]) -> list[int]:

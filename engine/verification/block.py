@@ -14,15 +14,15 @@ from torch import Tensor
 from engine.protocols import Draft
 from engine.sampling.logits import Run
 from engine.verification.draft_rows import (
+    NodeFacts,
     chain_length,
     decide_by,
     draft_prob,
     entries,
     first_rows,
     or_else,
-    per_draft,
+    read,
     residual,
-    target_probs_of_nodes,
 )
 
 
@@ -52,7 +52,8 @@ def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tupl
         not sum to 1.
     """
     starts = first_rows(drafts)
-    ratios = _ratios(target_probs, drafts)
+    facts = read(target_probs, coins, drafts, lambda draft, node: [draft.token_ids[node]])
+    ratios = _ratios(drafts, facts)
     scale = torch.tensor([ratio for row in ratios for ratio in row], dtype=target_probs.dtype)
     subtracted = [
         entry
@@ -63,12 +64,13 @@ def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tupl
     rest = residual(scale.to(target_probs.device).unsqueeze(-1) * target_probs, subtracted)
     sums = rest.sum(-1).tolist()
     accepted = []
-    for draft, draft_ratios, start, tossed in zip(drafts, ratios, starts, per_draft(coins, drafts), strict=True):
+    for draft, draft_ratios, start, nodes in zip(drafts, ratios, starts, facts, strict=True):
         length = count = chain_length(draft)
         while count:
             ratio, left = draft_ratios[count], sums[start + count]
             # u * (left + 1 - ratio) < left, not u < left / (left + 1 - ratio): both can be 0.
-            if tossed[count - 1] * (left + 1 - ratio) < left if count < length else tossed[count - 1] < ratio:
+            coin = nodes[count - 1].coin
+            if coin * (left + 1 - ratio) < left if count < length else coin < ratio:
                 break
             count -= 1
         accepted.append(count)
@@ -82,12 +84,13 @@ def _paths(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tupl
     return [list(range(count)) for count in accepted], weights
 
 
-def _ratios(target_probs: Tensor, drafts: Sequence[Draft]) -> list[list[float]]:
+def _ratios(drafts: Sequence[Draft], facts: Sequence[Sequence[NodeFacts]]) -> list[list[float]]:
     """Return, per draft and row, the product of target over draft probabilities so far, cut to 1 after each token."""
     ratios = []
-    for draft, probs in zip(drafts, target_probs_of_nodes(target_probs, drafts), strict=True):
+    for draft, nodes in zip(drafts, facts, strict=True):
         ratios.append([1.0])
-        for node, target_prob in enumerate(probs):
+        for node, (target_probs, _) in enumerate(nodes):
             sampled = draft_prob(draft, node)
+            target_prob = target_probs[draft.token_ids[node]]
             ratios[-1].append(min(1.0, ratios[-1][-1] * target_prob / sampled) if sampled > 0 else 0.0)
     return ratios

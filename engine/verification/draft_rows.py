@@ -26,6 +26,13 @@ class Entry(NamedTuple):
     prob: float
 
 
+class NodeFacts(NamedTuple):
+    """What a node is decided by: the target's probabilities of some tokens after the node's parent, and a coin."""
+
+    target_probs: dict[int, float]
+    coin: float
+
+
 def decide_by(
     accept: Accept, logits: Tensor, runs: Sequence[Run], drafts: Sequence[Draft]
 ) -> list[tuple[list[int], list[int]]]:
@@ -59,21 +66,31 @@ def first_rows(drafts: Sequence[Draft]) -> list[int]:
     return list(itertools.accumulate((1 + len(draft.token_ids) for draft in drafts), initial=0))[:-1]
 
 
-def target_probs_of_nodes(target_probs: Tensor, drafts: Sequence[Draft]) -> list[list[float]]:
-    """Return, per draft and node, the probability that the target gives the token after the node's parent."""
+def read(
+    target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft], tokens_of: Callable[[Draft, int], Sequence[int]]
+) -> list[list[NodeFacts]]:
+    """Return, per draft and node, what the rule decides the node by; the host waits for the device once.
+
+    Args:
+        target_probs: [n, vocab] per request the tip's row, then one row per draft token.
+        coins: [nodes] a uniform number per draft token.
+        tokens_of: returns the tokens of which a node's decision needs the target's probabilities.
+    """
+    tokens = [[tokens_of(draft, node) for node in range(len(draft.token_ids))] for draft in drafts]
     places = [
         (start + 1 + parent, token)
-        for start, draft in zip(first_rows(drafts), drafts, strict=True)
-        for token, parent in zip(draft.token_ids, draft.parents, strict=True)
+        for start, draft, draft_tokens in zip(first_rows(drafts), drafts, tokens, strict=True)
+        for parent, node_tokens in zip(draft.parents, draft_tokens, strict=True)
+        for token in node_tokens
     ]
     index = torch.tensor(places, dtype=torch.int64, device=target_probs.device).view(-1, 2)
-    return per_draft(target_probs[index[:, 0], index[:, 1]], drafts)
-
-
-def per_draft(numbers: Tensor, drafts: Sequence[Draft]) -> list[list[float]]:
-    """Split one number per draft token, [nodes], by drafts."""
-    rest = iter(numbers.tolist())
-    return [list(itertools.islice(rest, len(draft.token_ids))) for draft in drafts]
+    probs = target_probs[index[:, 0], index[:, 1]]
+    numbers = iter(torch.cat([probs, coins.to(probs.dtype)]).tolist())
+    known = [
+        [dict(zip(node_tokens, itertools.islice(numbers, len(node_tokens)), strict=True)) for node_tokens in row]
+        for row in tokens
+    ]
+    return [[NodeFacts(node, next(numbers)) for node in row] for row in known]
 
 
 def chain_length(draft: Draft) -> int:

@@ -21,7 +21,7 @@ from engine.verification.draft_rows import (
     draft_row,
     first_rows,
     or_else,
-    per_draft,
+    read,
     residual,
 )
 
@@ -54,21 +54,19 @@ def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tupl
     paths: list[list[int]] = []
     ends: list[int] = []
     subtracted: list[Entry] = []
-    for request, (draft, start, tossed) in enumerate(
-        zip(drafts, first_rows(drafts), per_draft(coins, drafts), strict=True)
-    ):
+    facts = read(target_probs, coins, drafts, lambda draft, node: draft_row(draft, node)[0])
+    for request, (draft, start, nodes) in enumerate(zip(drafts, first_rows(drafts), facts, strict=True)):
         equals, taken = [-1], -1
         while candidates := [node for node, parent in enumerate(draft.parents) if parent in equals]:
             ids, probs = draft_row(draft, candidates[0])
-            target_row = target_probs[start + 1 + taken]
-            targets = target_row[torch.tensor(ids, device=target_row.device)].tolist()
+            token_probs = nodes[candidates[0]].target_probs
+            targets = [token_probs[token] for token in ids]
             factor = division(probs, targets, len(candidates))
-            token_probs = dict(zip(ids, targets, strict=True))
             accepted = next(
                 (
                     node
                     for node in candidates
-                    if tossed[node] * factor * draft_prob(draft, node) < token_probs.get(draft.token_ids[node], 0.0)
+                    if nodes[node].coin * factor * draft_prob(draft, node) < token_probs.get(draft.token_ids[node], 0.0)
                 ),
                 None,
             )

@@ -11,7 +11,7 @@ earlier siblings: a sibling drawn without replacement comes with the row that it
 drafter samples from its top m tokens only and sends that row. A draft without rows is taken as certain (one-hot).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -20,14 +20,14 @@ from engine.protocols import Draft
 from engine.sampling.logits import Run
 from engine.verification.draft_rows import (
     Entry,
+    NodeFacts,
     decide_by,
     draft_prob,
-    entries,
+    draft_row,
     first_rows,
     or_else,
-    per_draft,
+    read,
     residual,
-    target_probs_of_nodes,
 )
 
 
@@ -58,55 +58,54 @@ def accept(target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft]) -> tupl
     """
     paths: list[list[int]] = []
     ends: list[int] = []
-    reduced: dict[int, Tensor] = {}
     rejected: list[Entry] = []
-    probs_of_nodes = target_probs_of_nodes(target_probs, drafts)
-    walks = zip(drafts, first_rows(drafts), probs_of_nodes, per_draft(coins, drafts), strict=True)
-    for request, (draft, start, probs, tossed) in enumerate(walks):
-        node, path = -1, list[int]()
+    facts = read(target_probs, coins, drafts, _tokens)
+    for request, (draft, start, nodes) in enumerate(zip(drafts, first_rows(drafts), facts, strict=True)):
+        path: list[int] = []
         while True:
-            siblings = [child for child, parent in enumerate(draft.parents) if parent == node]
-            row = target_probs[start + 1 + node]
-            child, left = _choose(draft, siblings, row, probs, tossed)
+            tip = path[-1] if path else -1
+            siblings = [child for child, parent in enumerate(draft.parents) if parent == tip]
+            child, subtracted = _choose(draft, siblings, nodes)
             if child is None:
                 break
             path.append(child)
-            node = child
-        if siblings:
-            rejected += entries(draft, siblings[-1], request)
-        if left is not row:
-            reduced[request] = left
+        rejected += [Entry(request, token, prob) for token, prob in subtracted.items()]
         paths.append(path)
-        ends.append(start + 1 + node)
+        ends.append(start + 1 + tip)
     law = target_probs[torch.tensor(ends, dtype=torch.int64, device=target_probs.device)]
-    for request, left in reduced.items():
-        law[request] = left
-    # The last rejected siblings of all requests are subtracted at once.
     return paths, or_else(residual(law, rejected), law)
 
 
 def _choose(
-    draft: Draft, siblings: Sequence[int], row: Tensor, probs: Sequence[float], tossed: Sequence[float]
-) -> tuple[int | None, Tensor]:
-    """Return the first sibling that its coin accepts, if any, and what all rejected ones but the last leave of the row.
+    draft: Draft, siblings: Sequence[int], nodes: Sequence[NodeFacts]
+) -> tuple[int | None, Mapping[int, float]]:
+    """Return the first sibling that its coin accepts, if any, and what the rejected ones take from the target's row.
 
-    Args:
-        row: [vocab] the target's, after the siblings' parent.
-        probs: [nodes] what that row says about each node's token.
-        tossed: [nodes] the coins.
+    After some rejections the row is norm([target - subtracted]+): with `scale` as the sum before normalising,
+    [[target - subtracted]+ / scale - draft]+ is proportional to [target - (subtracted + scale * draft)]+. Only tokens
+    of draft rows are ever subtracted from, so these alone are looked at.
     """
-    left = row
-    for nth, child in enumerate(siblings):
-        if nth:
-            left = _without(left, draft, siblings[nth - 1])
-        target_prob = float(left[draft.token_ids[child]]) if nth else probs[child]
+    subtracted: dict[int, float] = {}
+    known: dict[int, float] = {}
+    scale = 1.0
+    for child in siblings:
+        known |= nodes[child].target_probs
+        token = draft.token_ids[child]
         # u * draft < target, not u < target / draft: no division, and a token the target never draws is not accepted.
-        if tossed[child] * draft_prob(draft, child) < target_prob:
-            return child, left
-    return None, left
+        if nodes[child].coin * draft_prob(draft, child) * scale < known[token] - subtracted.get(token, 0.0):
+            return child, {}
+        row = [(token, scale * prob) for token, prob in zip(*draft_row(draft, child), strict=True)]
+        if len(siblings) > 1:
+            overlap = sum(min(prob, max(known[token] - subtracted.get(token, 0.0), 0.0)) for token, prob in row)
+            if overlap >= scale:
+                continue  # rounding alone rejected it: nothing would be left
+            scale -= overlap
+        for token, prob in row:
+            subtracted[token] = subtracted.get(token, 0.0) + prob
+    return None, subtracted
 
 
-def _without(law: Tensor, draft: Draft, node: int) -> Tensor:
-    """Return norm([law - draft]+), [vocab], after a node was rejected; `law` where rounding left nothing."""
-    rest = or_else(residual(law.unsqueeze(0), entries(draft, node, 0)), law.unsqueeze(0)).squeeze(0)
-    return rest / rest.sum()
+def _tokens(draft: Draft, node: int) -> list[int]:
+    """Return a node's token and, if it has siblings, all tokens of its row, to know what its rejection leaves."""
+    has_siblings = draft.parents.count(draft.parents[node]) > 1
+    return [draft.token_ids[node], *(draft_row(draft, node)[0] if has_siblings else ())]

@@ -8,10 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model import ModelDrafter
-from engine.errors import TargetError
+from engine.errors import DrafterError, TargetError
+from engine.protocols import NO_DRAFT, Draft
 from engine.sampling.params import SamplingParams
 from tests.engine.running import expected_tokens, make_engine, step
-from tests.fakes import ContextModel, ForgetfulDrafter, TreeDrafter
+from tests.fakes import ConstantDrafter, ContextModel, ForgetfulDrafter, TreeDrafter
 
 STATES, VOCAB, EOS = 13, 7, 6
 
@@ -185,3 +186,23 @@ TestEngineMachine.settings = settings(
     derandomize=True,
     suppress_health_check=list(HealthCheck),
 )
+
+
+@pytest.mark.parametrize(
+    ("draft", "problem"),
+    [
+        (Draft([1, 2], [-1, 1]), "a parent that does not come before its child"),
+        (Draft([1], [-1], [[1, 2]], [[0.5, 0.2]]), "sum to 0.7 instead of 1"),
+        (Draft([1, 2, 3], [-1, -1, -1]), "3 tokens, at most 2 requested"),
+    ],
+)
+def test_a_malformed_draft_is_refused_before_anything_is_computed_for_it(draft, problem):
+    class Malformed(ConstantDrafter):
+        async def propose(self, rows):
+            return [draft if row.num_draft_tokens else NO_DRAFT for row in rows]
+
+    engine = make_engine(MODEL, lambda _: Malformed(0), num_speculative_tokens=2)
+    engine.add("a", [1, 2], SamplingParams(max_tokens=8, ignore_eos=True))
+    step(engine)
+    with pytest.raises(DrafterError, match=f"draft of a: .*{problem}"):
+        step(engine)

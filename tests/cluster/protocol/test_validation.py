@@ -22,23 +22,18 @@ def test_a_valid_draft_passes(draft):
     ("draft", "message"),
     [
         (chain([1, 2, 3, 4]), "4 tokens, at most 3 requested"),
-        (Draft([1, 2], [-1]), "1 parents for 2"),
         (Draft(num_deferred=2), "left to the target"),
-        (chain([10]), "outside 0 to 9"),
-        (chain([-1]), "outside 0 to 9"),
-        (Draft([1, 2], [-1, 1]), "parent"),
-        (Draft([1], [-2]), "parent"),
-        (Draft([4], [-1], [[4]], None), "some tokens only"),
-        (Draft([4], [-1], [[4]], [[1.0], [1.0]]), "some tokens only"),
-        (Draft([4], [-1], [[10]], [[1.0]]), "invalid token ids"),
-        (Draft([4], [-1], [[4, 5]], [[1.0]]), "invalid token ids"),
-        (Draft([4], [-1], [[5]], [[1.0]]), "not in its distribution"),
-        (Draft([4], [-1], [[4]], [[float("nan")]]), "probability"),
+        (Draft([4], [-1], [[4, 5]], [[0.7, 0.7]]), "sum to 1.4"),
     ],
 )
-def test_an_invalid_draft_is_refused_with_its_reason(draft, message):
+def test_a_malformed_draft_is_refused_with_its_request_and_its_reason(draft, message):
     with pytest.raises(MalformedMessageError, match=f"draft of a: .*{message}"):
         check_drafts([draft], [ROW], 10)
+
+
+def test_there_is_one_draft_per_row():
+    with pytest.raises(MalformedMessageError, match="0 drafts for 1 rows"):
+        check_drafts([], [ROW], 10)
 
 
 def tree_row():

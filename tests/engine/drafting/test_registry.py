@@ -8,7 +8,15 @@ import pytest
 from engine.config import Drafting, EngineConfig, ModelConfig, PairConfig
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.model import ModelDrafter
-from engine.drafting.registry import METHODS, DraftModel, check_family, check_run_ahead, choose_method, settle_drafting
+from engine.drafting.registry import (
+    METHODS,
+    DraftModel,
+    acceptance_of,
+    check_family,
+    check_run_ahead,
+    choose_method,
+    settle_drafting,
+)
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
 from engine.drafting.sampled_tree import SampledTreeDrafter
 from engine.drafting.self_draft import SelfDrafter
@@ -102,6 +110,20 @@ def test_trees_are_made_for_the_rule_that_verifies_them(verification, expected):
     assert len(draft.token_ids) == 3
     assert max(draft.token_ids) < 4
     assert (draft.top_ids is None) == (verification == "coupled")
+
+
+@pytest.mark.parametrize(
+    ("settings", "gains"),
+    [
+        ({}, [0.7, 0.7**2, 0.7**3, 0.7**4]),
+        ({"drafting": "tree", "verification": "rejection"}, [0.7, 0.7**2, 0.7**3, 0.7**4]),
+        ({"drafting": "tree", "verification": "k_sequential"}, [0.7, 0.7 * 0.3, 0.7 * 0.3**2, 0.7**2]),
+        ({"drafting": "tree", "verification": "k_sequential", "tree_width": 2}, [0.7, 0.21, 0.7**2, 0.3 * 0.7**2]),
+    ],
+)
+def test_what_is_learned_of_drafts_fits_their_form(settings, gains):
+    acceptance = acceptance_of(EngineConfig(num_speculative_tokens=4, **settings))
+    assert acceptance.gains() == pytest.approx(gains)
 
 
 def test_a_method_without_its_draft_model_is_refused():

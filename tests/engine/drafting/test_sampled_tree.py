@@ -4,12 +4,14 @@ The joint law of texts is tests/engine/test_exactness.py's; the rule's own, test
 """
 
 import itertools
+import math
 from collections import Counter
 
 import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.drafting.check import draft_problem
 from engine.drafting.nodes import TIP
 from engine.drafting.sampled_tree import SampledTree, SampledTreeDrafter, chains, likeliest_shape
 from engine.llm import run_in_process
@@ -66,6 +68,22 @@ def test_a_rows_of_a_sibling_lacks_its_earlier_siblings_and_sums_to_one():
             left[earlier] = 0
             assert [row[token] for token in range(4)] == pytest.approx((left / left.sum()).tolist(), abs=1e-6)
             assert draft.token_ids[node] not in earlier
+
+
+def test_what_siblings_are_drawn_from_is_known_at_a_low_temperature_too():
+    """What the first sibling leaves of a row has no digits in single precision."""
+    temperature = 0.01
+    logits = (LAW[2].double().log() / temperature).tolist()
+    for draft in drafts_of("rejection", 3, 20, drafter=wide(), temperature=temperature):
+        assert draft.parents == [TIP] * 3
+        for node in range(3):
+            row = dict(zip(draft.top_ids[node], draft.top_probs[node], strict=True))
+            weights = [
+                0.0 if token in draft.token_ids[:node] else math.exp(logit - max(logits))
+                for token, logit in enumerate(logits)
+            ]
+            assert [row[token] for token in range(4)] == pytest.approx([w / sum(weights) for w in weights], rel=1e-3)
+            assert draft_problem(draft, 3, 4) is None
 
 
 def test_independent_chains_are_draws_of_one_law_each():

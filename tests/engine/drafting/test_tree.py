@@ -1,6 +1,7 @@
 """The tree drafter: the best nodes by shared noise, and a cache that forgets nothing it should keep."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,6 +108,24 @@ def test_width_one_is_the_chain():
     chain_config = EngineConfig(num_blocks=1000)
     one = row([5, 9, 4, 2], 6, params=PARAMS["noise"])
     assert propose(TreeDrafter(MODEL, narrow), one) == propose(ModelDrafter(MODEL, chain_config), one)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ends"),
+    [({}, {1}), ({"ignore_eos": True}, set()), ({"stop_token_ids": [7]}, {1, 7})],
+    ids=["end of text", "ignored", "stop tokens"],
+)
+def test_nothing_is_drafted_after_a_token_that_ends_the_text(changes, ends):
+    """The law of a model that ends its texts often, and draws another token as often."""
+    law = torch.full((101, VOCAB), 0.1 / (VOCAB - 2))
+    law[:, 1] = law[:, 7] = 0.45
+    drafter = TreeDrafter(ContextModel(law, [1]), CONFIG)
+    rows = [row([5 + i, 9, 4], 12, name=str(i), params=replace(PARAMS["noise"], seed=i, **changes)) for i in range(8)]
+    tokens_with_children = set()
+    for draft in propose(drafter, *rows):
+        assert {1, 7} <= set(draft.token_ids)
+        tokens_with_children |= {draft.token_ids[parent] for parent in draft.parents if parent >= 0}
+    assert tokens_with_children & {1, 7} == {1, 7} - ends
 
 
 def test_rows_get_as_many_nodes_as_they_asked_for_and_blocks_come_back():

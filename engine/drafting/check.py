@@ -1,0 +1,49 @@
+"""Checks drafts before anything is computed for them: a malformed one would spoil the text's law, or a pass."""
+
+from collections.abc import Sequence
+
+from engine.protocols import Draft
+
+_TOLERANCE = 1e-3
+"""How far the sum of a row may be from 1: its probabilities may be half precision's."""
+
+
+def draft_problem(draft: Draft, num_requested: int, vocab_size: int) -> str | None:
+    """Return what is wrong with a draft; None if it is a tree of at most `num_requested` tokens with valid rows."""
+    length = len(draft.token_ids)
+    if length + draft.num_deferred > num_requested:
+        return f"{length + draft.num_deferred} tokens, at most {num_requested} requested"
+    if len(draft.parents) != length:
+        return f"{len(draft.parents)} parents for {length} tokens"
+    if not in_vocabulary(draft.token_ids, vocab_size):
+        return f"a token id outside 0 to {vocab_size - 1}"
+    if not all(-1 <= parent < node for node, parent in enumerate(draft.parents)):
+        return "a parent that does not come before its child"
+    return _row_problem(draft, vocab_size)
+
+
+def in_vocabulary(token_ids: Sequence[int], vocab_size: int) -> bool:
+    """Return whether all token ids are those of a vocabulary."""
+    return not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
+
+
+def _row_problem(draft: Draft, vocab_size: int) -> str | None:
+    """Check the distributions that the tokens were sampled from, which all of them have or none."""
+    rows, probs = draft.top_ids, draft.top_probs
+    if rows is None and probs is None:
+        return None
+    if rows is None or probs is None or not len(rows) == len(probs) == len(draft.token_ids):
+        return "distributions for some tokens only"
+    for token_id, row_ids, row_probs in zip(draft.token_ids, rows, probs, strict=True):
+        if len(row_ids) != len(row_probs) or not in_vocabulary(row_ids, vocab_size):
+            return "a distribution over invalid token ids"
+        if len(set(row_ids)) != len(row_ids):
+            return "a distribution that names a token twice"
+        if token_id not in row_ids:
+            return "a token that is not in its distribution"
+        # Written so that nan is refused, too: it is not within any bound.
+        if not (min(row_probs) >= 0 and abs(sum(row_probs) - 1) <= _TOLERANCE):
+            return f"probabilities that are negative, or that sum to {sum(row_probs):g} instead of 1"
+        if row_probs[row_ids.index(token_id)] == 0:
+            return "a token that cannot have been sampled, since its probability is 0"
+    return None

@@ -139,6 +139,7 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
             domains=options.domains,
             minutes=options.minutes,
             large=options.large,
+            self_draft_layers=options.self_draft_layers,
         )
         measured = replace(workload, num_turns=options.turns, num_tokens=options.num_tokens or METHOD_TOKENS)
         methods(measured, selection, console, json=options.json, png=options.png)
@@ -214,6 +215,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch-sizes", type=_numbers, default=(1, 8), help="methods: as 1,8")
     parser.add_argument("--domains", nargs="+", default=[], help="methods: these domains of text (default: all)")
     parser.add_argument("--adaptive", nargs="*", choices=METHODS, default=ADAPTIVE_METHODS, help=ADAPTIVE_HELP)
+    parser.add_argument("--self-draft-layers", type=int, default=4, help="methods: of drafting=self")
     parser.add_argument("--minutes", type=float, default=30.0, help="methods: begin no cell that would end later")
     parser.add_argument("--parts", nargs="+", type=Path, help="methods: only show these JSON files together")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Prompts by domain, as token ids: prose of proposals, a novel, code, chat, and text to be copied."""
+"""Prompts by domain, as token ids: prose of proposals, a novel, code, chat, and requests that were answered before."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,12 @@ from transformers import PreTrainedTokenizerBase
 from engine.training.corpus import read_corpus
 from tests.bench.workload import OWN_PROMPTS
 
+_CHANGED_PLACE = 20
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 NUM_PROMPTS = 8
 PROMPT_TOKENS = 160
+REPEAT = "repeat"
+"""Prompts of code that were answered before, and come again `changed`: most of the answer is to be written again."""
 
 
 def read_domains(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
@@ -23,7 +26,7 @@ def read_domains(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]
         "proposals": _encoded(peps, tokenizer),
         "novel": _encoded(novel, tokenizer),
         "code": _encoded(code, tokenizer),
-        "repeat": [_copied(ids) for ids in _encoded(code, tokenizer)],
+        REPEAT: _encoded(code, tokenizer),
     }
     if tokenizer.chat_template:
         chat = [_as_chat(record["turns"][0], tokenizer) for record in _records("mt_bench")]
@@ -31,9 +34,10 @@ def read_domains(tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]
     return domains
 
 
-def _copied(ids: list[int]) -> list[int]:
-    """Return a prompt whose text is to be written a third time: twice in full, then its beginning."""
-    return [*ids, *ids, *ids[:16]]
+def changed(ids: list[int], nth: int) -> list[int]:
+    """Return a prompt with another token near its beginning, each time somewhere else."""
+    place = min(len(ids) - 1, _CHANGED_PLACE + nth)
+    return [*ids[:place], ids[place] ^ 1, *ids[place + 1 :]]
 
 
 def _passages(name: str) -> list[str]:

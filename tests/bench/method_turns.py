@@ -3,10 +3,12 @@
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.config import EngineConfig, ModelConfig
-from engine.drafting.registry import DraftModel, choose_method
+from engine.drafting.copying.combined import CombinedDrafter
+from engine.drafting.copying.suffix import SuffixDrafter
+from engine.drafting.registry import METHODS, DraftModel, choose_method
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.backend import Backend
@@ -40,20 +42,25 @@ class Contender:
 
 
 def contenders(
-    methods: Sequence[str], rules: Sequence[str], lengths: Sequence[int], adaptive: Sequence[str]
+    methods: Sequence[str],
+    rules: Sequence[str],
+    lengths: Sequence[int],
+    adaptive: Sequence[str],
+    self_draft_layers: int = 4,
 ) -> Iterator[Contender]:
     """Yield plain decoding, and each pair that the engine takes at each length and, for `adaptive` ones, at any."""
     yield Contender(PLAIN, "coupled", 0)
     for method, rule in itertools.product(methods, rules):
+        own = {"self_draft_layers": self_draft_layers} if METHODS[method].runs_in == "target" else {}
         try:
-            config = EngineConfig(drafting=method, verification=rule)  # type: ignore[arg-type]
+            config = EngineConfig(drafting=method, verification=rule, **own)  # type: ignore[arg-type]
             choose_method(config, has_draft_model=True)
         except ConfigError:
             continue
         for length in lengths:
-            yield Contender(method, rule, length, {"speculation": "fixed"})
+            yield Contender(method, rule, length, {"speculation": "fixed"} | own)
         if method in adaptive:
-            yield Contender(method, rule, max(lengths), {"speculation": "adaptive"})
+            yield Contender(method, rule, max(lengths), {"speculation": "adaptive"} | own)
 
 
 @dataclass(slots=True)
@@ -90,38 +97,52 @@ class LoadedPair:
             backend.warm_up()
         self._max_num_seqs = max_num_seqs
         self._num_blocks = max_num_seqs * (1 + max_length // EngineConfig.block_size)
-        self._verifiers: dict[str, ModelVerifier] = {}
+        self._verifiers: dict[tuple[str, str], ModelVerifier] = {}
 
     @property
     def weight_bytes(self) -> tuple[int, int]:
         """The memory of the target's and of the draft's weights."""
         return _weight_bytes(self.target), _weight_bytes(self.draft)
 
-    def engine(self, contender: Contender) -> Engine:
-        """Return an engine for a contender; no keys, values or outputs of a request are kept for the next one."""
-        settings: dict[str, object] = {"drafting": contender.method, "verification": contender.verification}
+    def engine(self, contender: Contender, *, remembers_outputs: bool = False) -> Engine:
+        """Return an engine for a contender; no keys and values of a request are kept for the next one.
+
+        Args:
+            remembers_outputs: whether a method that copies may copy from earlier outputs.
+        """
+        settings: dict[str, object] = {
+            "drafting": contender.method,
+            "verification": contender.verification,
+            "enable_prefix_caching": False,
+        }
         config = EngineConfig(
             num_speculative_tokens=contender.num_tokens,
             num_blocks=self._num_blocks,
             max_num_seqs=self._max_num_seqs,
-            enable_prefix_caching=False,
             **(settings | contender.settings),  # type: ignore[arg-type]
         )
         method = choose_method(config, has_draft_model=True)
         info = self.target.info
-        drafter = method.make(config, DraftModel(self.draft, info.vocab_size) if method.loads_model else None)
-        if contender.verification not in self._verifiers:
-            self._verifiers[contender.verification] = ModelVerifier(self.target, config)
-        verifier = self._verifiers[contender.verification]
+        drafting = replace(config, enable_prefix_caching=remembers_outputs)
+        drafter = method.make(drafting, DraftModel(self.draft, info.vocab_size) if method.loads_model else None)
+        key = contender.verification, contender.method if method.make_in_target else ""
+        if key not in self._verifiers:
+            self._verifiers[key] = ModelVerifier(self.target, config, make_drafter=method.make_in_target)
+        verifier = self._verifiers[key]
         return Engine(
             config,
-            drafter=method.drafter_of_engine(config, drafter),
+            drafter=method.drafter_of_engine(drafting, drafter),
             verifier=verifier,
             num_blocks=verifier.num_blocks,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
         )
+
+
+def copies_outputs(engine: Engine) -> bool:
+    """Return whether an engine's drafts may be copies of earlier outputs."""
+    return isinstance(engine.drafter, SuffixDrafter | CombinedDrafter)
 
 
 def run(engine: Engine, prompts: Sequence[list[int]], temperature: float, num_tokens: int) -> Turn:

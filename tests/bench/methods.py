@@ -1,10 +1,11 @@
 """Every drafting method with every verification rule, by domain: what is accepted, how fast, and if the text is right.
 
 All methods share one loaded target and one draft, in this process, and take the prompts of a cell in turn. Each method
-has an engine of its own in each cell, which keeps no keys, values or outputs from one turn to the next. An engine that
-chooses draft lengths itself learns from `WARM_UP_ROUNDS` rounds before its first turn, as a server has before most of
-its requests. `exact` compares with the token ids of plain decoding; the rule `rejection` and its kin keep the
-distribution at T > 0, but not the text for a seed.
+has an engine of its own in each cell, which keeps no keys, values or outputs from one turn to the next. In the domain
+`repeat` each prompt was answered before with one token of it changed, and methods that copy may copy that answer. An
+engine that chooses draft lengths itself learns from `WARM_UP_ROUNDS` rounds before its first turn, as a server has
+before most of its requests. `exact` compares with the token ids of plain decoding; the rule `rejection` and its kin
+keep the distribution at T > 0, but not the text for a seed.
 """
 
 import itertools
@@ -24,12 +25,12 @@ from engine.models.tokenizer import load_tokenizer
 from tests.bench import method_tables
 from tests.bench.compare import conditions
 from tests.bench.compiled_models import compile_models
-from tests.bench.domains import read_domains
+from tests.bench.domains import REPEAT, changed, read_domains
 from tests.bench.large_target import DESCRIPTION, make_large_target
 from tests.bench.method_cells import MethodCell, read, write
 from tests.bench.method_picture import draw
 from tests.bench.method_tables import FirstToken
-from tests.bench.method_turns import Contender, LoadedPair, Turn, contenders, run
+from tests.bench.method_turns import Contender, LoadedPair, Turn, contenders, copies_outputs, run
 from tests.bench.with_lookup import Continued, TransformersLookup
 from tests.bench.workload import Cell, Workload
 
@@ -46,6 +47,7 @@ class Selection:
         domains: all, if empty.
         minutes: no cell is begun that is unlikely to end before.
         large: the large target takes the place of the workload's.
+        self_draft_layers: layers that a target which drafts for itself takes.
     """
 
     methods: Sequence[str]
@@ -57,6 +59,7 @@ class Selection:
     domains: Sequence[str] = ()
     minutes: float = 30.0
     large: bool = False
+    self_draft_layers: int = 4
 
 
 def methods(
@@ -142,14 +145,22 @@ class _Measurement:
     def _measure(self, turns: Sequence[list[list[int]]], cell: Cell, domain: str) -> list[MethodCell]:
         """Let all rows take each turn's prompts one after the other, from another row on each time."""
         selection, num_tokens = self._selection, self._workload.num_tokens
-        rows = list(contenders(selection.methods, selection.rules, selection.lengths, selection.adaptive))
-        engines = [self._pair.engine(row) for row in rows]
+        rows = list(
+            contenders(
+                selection.methods, selection.rules, selection.lengths, selection.adaptive, selection.self_draft_layers
+            )
+        )
+        engines = [self._pair.engine(row, remembers_outputs=domain == REPEAT) for row in rows]
         for row, engine in zip(rows, engines, strict=True):
             for prompts in itertools.cycle(turns):
                 if not row.is_adaptive or engine.stats.num_rounds >= WARM_UP_ROUNDS:
                     break
                 run(engine, prompts, cell.temperature, num_tokens)
         run(engines[0], turns[0], cell.temperature, 2)
+        if domain == REPEAT:
+            for engine, prompts in itertools.product(filter(copies_outputs, engines), turns):
+                run(engine, prompts, cell.temperature, num_tokens)
+            turns = [[changed(ids, nth) for ids in prompts] for nth, prompts in enumerate(turns)]
         results: list[list[Turn]] = [[] for _ in rows]
         peers: dict[str, list[Continued]] = {}
         for turn, prompts in enumerate(turns):

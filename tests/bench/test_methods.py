@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.bench.domains import _copied
-from tests.bench.method_turns import contenders
+from tests.bench.domains import changed
+from tests.bench.method_turns import Contender, LoadedPair, contenders, copies_outputs, run
 from tests.bench.methods import Selection, methods, show_parts
 
 FIELDS = [
@@ -86,5 +86,21 @@ def test_parts_of_a_comparison_are_shown_together(workload, selection, console, 
     assert png.exists()
 
 
-def test_text_to_be_copied_stands_twice_and_begins_again():
-    assert _copied([*range(20)]) == [*range(20), *range(20), *range(16)]
+def test_a_request_that_is_asked_again_differs_in_one_token():
+    ids = [*range(30)]
+    for nth in (0, 3):
+        assert [place for place in range(30) if changed(ids, nth)[place] != ids[place]] == [20 + nth]
+    assert changed([7], 2) == [6]
+
+
+def test_only_methods_that_copy_write_the_earlier_answers_first(workload):
+    pair = LoadedPair(workload, max_num_seqs=1, max_length=40)
+    prompt = [5, 6, 7, 8]
+    for name, is_shorter in (("suffix", True), ("model+suffix", True), ("ngram", False)):
+        row = Contender(name, "coupled", 8, {"speculation": "fixed"})
+        passes = []
+        for remembers in (False, True):
+            engine = pair.engine(row, remembers_outputs=remembers)
+            passes += [run(engine, [prompt], 1.0, 24).passes for _ in range(2)]
+        assert copies_outputs(engine) == is_shorter
+        assert (passes[3] < passes[1]) == is_shorter

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 
 import httpx
@@ -21,6 +21,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
 DOWNSCALE_DELAY_S = 4.0
 STREAM_TOKENS = 4000
+DECIDED_WITHIN_S = 3.0
+NUM_PROCESSES = 5
+"""On the way of a request's load to a decision: this one, the proxy, Ingress, Router and Serve's controller."""
+HEARTBEAT_S = 0.01
 STEP = 12
 """Streams of a step in load: for three replicas of four each, of which the cluster has room for two."""
 
@@ -88,12 +92,34 @@ async def load(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@asynccontextmanager
+async def heartbeat() -> AsyncIterator[Callable[[], float]]:
+    """Yield a function that returns how late the processes may be, because other programs have the cores.
+
+    It multiplies the longest delay of this process by their number.
+    """
+    late_s = 0.0
+
+    async def beat() -> None:
+        nonlocal late_s
+        while True:
+            due = time.monotonic() + HEARTBEAT_S
+            await asyncio.sleep(HEARTBEAT_S)
+            late_s = max(late_s, time.monotonic() - due)
+
+    task = asyncio.create_task(beat())
+    try:
+        yield lambda: NUM_PROCESSES * late_s
+    finally:
+        task.cancel()
+
+
 async def test_a_step_is_decided_on_within_3_seconds_and_the_service_goes_on_without_room(
     client: httpx.AsyncClient, config: AppConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert await routers() == (1, 1)
-    async with load(client, STEP):
-        assert await wait_until(lambda target, _: target == 3) < 3
+    async with heartbeat() as late_s, load(client, STEP):
+        assert await wait_until(lambda target, _: target == 3) < DECIDED_WITHIN_S + late_s()
         await wait_until(lambda _, running: running == 2)
     response = await client.post("/v1/completions", json={"prompt": "A", "max_tokens": 4})
     assert response.status_code == 200
@@ -116,11 +142,11 @@ async def test_load_that_comes_and_goes_does_not_move_the_number_of_replicas(cli
 async def test_scaling_down_cuts_no_stream(client: httpx.AsyncClient) -> None:
     async with load(client, STEP):
         await wait_until(lambda _, running: running == 2)
-    async with load(client, 3, seed=1) as tasks:
-        async with asyncio.timeout(10):
+    async with heartbeat() as late_s, load(client, 3, seed=1) as tasks:
+        async with asyncio.timeout(60):
             while sorted(await streams_per_router()) != [1, 2]:
                 await asyncio.sleep(0.05)
-        assert await wait_until(lambda target, _: target == 1) < DOWNSCALE_DELAY_S + 3
+        assert await wait_until(lambda target, _: target == 1) < DOWNSCALE_DELAY_S + 3 + late_s()
         assert not any(task.done() for task in tasks), "streams must outlast the decision"
         assert len(set(await asyncio.gather(*tasks))) == 1, "the removed replica's streams have the text of the other's"
     await wait_until(lambda *numbers: numbers == (1, 1))

@@ -23,8 +23,11 @@ def find_redis() -> str | None:
 class RedisServer(NodeServer):
     """A head, and nodes for two groups. A thread starts the head's GCS again when it has ended, as Kubernetes does."""
 
-    def __init__(self) -> None:
+    def __init__(self, **arguments: object) -> None:
         """Start Redis, the nodes and the application.
+
+        Args:
+            arguments: the application's.
 
         Raises:
             RuntimeError: there is no Redis on this machine.
@@ -39,7 +42,7 @@ class RedisServer(NodeServer):
         self._is_over = threading.Event()
         self._keeper = threading.Thread(target=self._keep_gcs, daemon=True)
         variables = {"RAY_REDIS_ADDRESS": f"127.0.0.1:{port}"}
-        super().__init__(MAX_REPLICAS, variables, autoscaling={"max_replicas": MAX_REPLICAS})
+        super().__init__(MAX_REPLICAS, variables, autoscaling={"max_replicas": MAX_REPLICAS}, **arguments)
         self._keeper.start()
 
     def stop_nodes(self) -> None:

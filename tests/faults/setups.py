@@ -11,10 +11,14 @@ def why_not(setup: Setup) -> str | None:
     return WITHOUT_REDIS if setup == "Redis" and find_redis() is None else None
 
 
-def open_server(setup: Setup, num_trials: int) -> FaultServer:
-    """Return a server on which faults that need this setup can be tried so often."""
+def open_server(setup: Setup, num_trials: int, **arguments: object) -> FaultServer:
+    """Return a server on which faults that need this setup can be tried so often.
+
+    Args:
+        arguments: the application's.
+    """
     if setup == "several nodes":
-        return NodeServer(1 + num_trials)
+        return NodeServer(1 + num_trials, **arguments)
     if setup == "Redis":
-        return RedisServer()
-    return FaultServer(tensor_parallel_size=2 if setup == "two ranks" else 1)
+        return RedisServer(**arguments)
+    return FaultServer(tensor_parallel_size=2 if setup == "two ranks" else 1, **arguments)

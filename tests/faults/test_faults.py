@@ -40,7 +40,7 @@ def server_and_reference(current, fault):
         stop(current)
         if reason := why_not(fault.setup):
             pytest.skip(reason)
-        server = open_server(fault.setup, num_trials=1)
+        server = open_server(fault.setup, num_trials=1, compile="off")
         current[fault.setup] = server, None
         reference = asyncio.run(run_reference(server))
         assert all(stream.has_ended and stream.error is None for stream in reference.streams)

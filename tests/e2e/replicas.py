@@ -23,7 +23,7 @@ async def routers() -> tuple[int, int]:
     return details["target_num_replicas"], sum(replica["state"] == "RUNNING" for replica in details["replicas"])
 
 
-async def wait_until(condition: Callable[[int, int], bool], timeout_s: float = 60) -> float:
+async def wait_until(condition: Callable[[int, int], bool], timeout_s: float = 180) -> float:
     """Return how long it took until the numbers of Routers, aimed at and running, were as they should be."""
     started = time.monotonic()
     async with asyncio.timeout(timeout_s):

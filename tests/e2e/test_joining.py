@@ -22,6 +22,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ign
 
 BIN = Path(sys.executable).parent
 START_S = 120
+LONG_TOKENS = 30_000
+"""Of a stream that still runs when a command has been carried out."""
 
 
 class Head:
@@ -106,8 +108,10 @@ def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    model = save_model(tmp_path_factory.mktemp("model"), seed=1, layers=1, hidden=16)
-    return {"target_model": model, "draft_model": "none", "served_model_name": "tiny", "compile": "off"}
+    folder = tmp_path_factory.mktemp("model")
+    model = save_model(folder, seed=1, layers=1, hidden=16, max_position_embeddings=2 * LONG_TOKENS)
+    settings = {"target_model": model, "draft_model": "none", "served_model_name": "tiny", "compile": "off"}
+    return settings | {"num_blocks": "4000"}
 
 
 def wait_for_answer(head: Head, url: str) -> None:
@@ -126,7 +130,27 @@ def wait_for_answer(head: Head, url: str) -> None:
     pytest.fail(f"{answer}\n{head.run('serve', 'status', '--address', head.dashboard_address)}")
 
 
-def test_serve_deploy_joins(head: Head, arguments: dict[str, str], tmp_path: Path) -> None:
+def deploy_nothing(head: Head, config: Path) -> None:
+    """Deploy no application while a stream runs: that finishes, and new requests are refused."""
+    body = {"prompt": "A", "max_tokens": LONG_TOKENS, "ignore_eos": True, "stream": True}
+    url = f"http://127.0.0.1:{head.http}"
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=START_S) as response:
+        lines = response.iter_lines()
+        next(lines)
+        config.write_text(yaml.safe_dump({"http_options": {"port": head.http}, "applications": []}))
+        deployed = head.run("serve", "deploy", str(config), "--address", head.dashboard_address)
+        assert deployed.returncode == 0, deployed.stderr
+        while (status := httpx.get(f"{url}/live").status_code) == 200:
+            time.sleep(0.1)
+        assert status in (404, 503)  # Serve's own proxy answers 404
+        *_, last, done = [line for line in lines if line.startswith("data: ")]
+    assert done == "data: [DONE]"
+    assert '"finish_reason":"length"' in last
+
+
+def test_serve_deploy_joins_and_leaves_without_cutting_a_stream(
+    head: Head, arguments: dict[str, str], tmp_path: Path
+) -> None:
     config = tmp_path / "config.yaml"
     application = {"name": "default", "import_path": "deployments:app", "args": arguments}
     options = {"http_options": {"port": head.http}, "applications": [application]}
@@ -139,6 +163,7 @@ def test_serve_deploy_joins(head: Head, arguments: dict[str, str], tmp_path: Pat
     deployed = head.run(*command)
     assert deployed.returncode == 0, deployed.stderr
     wait_for_answer(head, f"http://127.0.0.1:{head.http}")
+    deploy_nothing(head, config)
     ended = head.run("serve", "shutdown", "--yes", "--address", head.dashboard_address)
     assert ended.returncode == 0, ended.stderr
 

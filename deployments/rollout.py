@@ -37,7 +37,7 @@ NOT_THE_INGRESSES = _ONLY_THE_BUILDERS | {
     "round_timeout_s",
 }
 """Settings that no Ingress reads."""
-PAIR_OF_THE_INGRESSES = ("target_model", "target_revision", "device", "dtype", "verification")
+PAIR_OF_THE_INGRESSES = ("target_model", "target_revision", "target_quantization", "device", "dtype", "verification")
 """The settings of the pair that an Ingress reads; it loads the target's tokenizer."""
 
 

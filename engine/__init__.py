@@ -10,6 +10,7 @@ folders) and `training/` (pretraining and
 distilling models).
 """
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from engine.sampling.params import SamplingParams
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
     from engine.llm import LLM
 
 __all__ = ["LLM", "SamplingParams"]
+
+# transformers imports torchao wherever it is installed, and torchao then warns of its CUDA libraries, used or not.
+for _name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(_name).setLevel(logging.ERROR)
 
 
 def __getattr__(name: str) -> Any:

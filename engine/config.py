@@ -22,6 +22,7 @@ BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 DEVICES = ("auto", "cpu", "cuda")
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "off"]
+Quantization = Literal["none", "int8", "int4"]
 Drafting = Literal["auto", "none", "model", "tree", "self", "ngram", "suffix", "model+suffix"]
 Verification = Literal["coupled", "rejection", "block", "k_sequential"]
 Speculation = Literal["adaptive", "fixed", "off"]
@@ -68,6 +69,8 @@ class ModelConfig(ModelSettings):
     """A transformers directory, or a hub name that is already in the local cache."""
     revision: str | None = None
     """A hub revision to pin."""
+    quantization: Quantization = field(default="none", kw_only=True)
+    """What linear layers are rounded to as the model loads."""
     compile: Compile = field(default="off", kw_only=True)
     """off, unlike for a pair: a model loaded by itself (by training, by the compiler) must not start a compiler."""
 
@@ -125,6 +128,12 @@ class PairConfig(EngineConfig, ModelSettings):
     """Hub revision of the target."""
     draft_revision: str | None = None
     """Hub revision of the draft."""
+    target_quantization: Quantization = "none"
+    """What the weights of the target's linear layers are rounded to at load, by torchao: none; int8 with a scale for
+    each output; int4 with one for each 32 inputs. The text is that of the rounded model. A model that is saved
+    quantised needs none."""
+    draft_quantization: Quantization = "none"
+    """The same for the draft."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -135,7 +144,7 @@ class PairConfig(EngineConfig, ModelSettings):
     def target(self) -> ModelConfig:
         """The model whose text is served."""
         path = str(BUNDLED_TARGET) if self.target_model == BUNDLED else self.target_model
-        return self._model(path, self.target_revision, self._devices[0])
+        return self._model(path, self.target_revision, self._devices[0], self.target_quantization)
 
     @property
     def draft(self) -> ModelConfig | None:
@@ -143,7 +152,9 @@ class PairConfig(EngineConfig, ModelSettings):
         path = self.draft_model
         if path == "auto":
             path = str(BUNDLED_DRAFT) if self.target_model == BUNDLED else "none"
-        return None if path == "none" else self._model(path, self.draft_revision, self._devices[1])
+        if path == "none":
+            return None
+        return self._model(path, self.draft_revision, self._devices[1], self.draft_quantization)
 
     @property
     def engine(self) -> EngineConfig:
@@ -155,8 +166,9 @@ class PairConfig(EngineConfig, ModelSettings):
         """The devices of target and draft."""
         return split_pair(self.device) if is_paced(self.device) else (self.device, self.device)
 
-    def _model(self, path: str, revision: str | None, device: str) -> ModelConfig:
-        return ModelConfig(path, revision, **_select(ModelSettings, self) | {"device": device})
+    def _model(self, path: str, revision: str | None, device: str, quantization: Quantization) -> ModelConfig:
+        settings = _select(ModelSettings, self) | {"device": device}
+        return ModelConfig(path, revision, quantization=quantization, **settings)
 
 
 @dataclass(frozen=True, slots=True)

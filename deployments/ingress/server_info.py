@@ -39,13 +39,20 @@ class Version(ResponseModel):
 def fingerprint(config: AppConfig) -> str:
     """Return a name of what a text depends on beside its request: another name may mean other texts for a seed.
 
-    It stands for the version, the target, its number format, device and ranks, and the verification rule. By the
-    coupled rule a text depends on nothing else; by others also on drafts and rounds, which are not in the name.
+    It stands for the version, the target, its quantisation, number format, device and ranks, and the verification rule.
+    By the coupled rule a text depends on nothing else; by others also on drafts and rounds, which are not in the name.
     """
     pair = config.pair
     basis = [
         installed_version(),
-        *(pair.target_model, pair.target_revision, pair.dtype, pair.device, pair.verification),
+        *(
+            pair.target_model,
+            pair.target_revision,
+            pair.dtype,
+            pair.device,
+            pair.verification,
+            pair.target_quantization,
+        ),
         config.tensor_parallel_size,
     ]
     return f"fp_{hashlib.sha256(json.dumps(basis, default=str).encode()).hexdigest()[:12]}"

@@ -143,7 +143,8 @@ class Generation:
 
 def target_id(target: ModelConfig) -> str:
     """Return what tells one target from another."""
-    return target.path if target.revision is None else f"{target.path}@{target.revision}"
+    name = target.path if target.revision is None else f"{target.path}@{target.revision}"
+    return name if target.quantization == "none" else f"{name}, {target.quantization}"
 
 
 def request_id_of(sequence_id: str) -> str:

@@ -1,5 +1,7 @@
 """Footprint: computes a model's memory from its configuration and file headers, before it loads."""
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,9 +12,12 @@ from engine.config import EngineConfig, ModelConfig
 from engine.execution.memory import Footprint
 from engine.models.causal_lm import kv_shape
 from engine.models.files import weight_files
+from engine.models.quantization import check_quantization, layer_bytes, linear_layers, on_meta, saved_format
 from engine.models.registry import context_length, read_config
 from engine.models.shards import plan_of, style_of
 
+_BYTES = {"I8", "U8"}
+"""Number formats in files that stay as they are: weights that are saved quantised."""
 _LOGIT_COPIES = 4
 """Logits, scores, and copies made by shaping and log probabilities."""
 _MASK_COPIES = 2
@@ -28,7 +33,8 @@ def footprint(
         ModelError: there is no such model, or it cannot be served.
     """
     model_config = read_config(config)
-    weight_bytes = _num_weights(config, model_config, world_size) * bytes_per_weight
+    check_quantization(config, model_config, world_size)
+    weight_bytes = _weight_bytes(config, model_config, bytes_per_weight, world_size)
     return of_weights(config.path, weight_bytes, model_config, engine, dtype=dtype, world_size=world_size)
 
 
@@ -62,19 +68,35 @@ def of_weights(
     return Footprint(name, weight_bytes, workspace_bytes, shape.layers * layer_token_bytes, max_model_len)
 
 
-def _num_weights(config: ModelConfig, model_config: PreTrainedConfig, world_size: int) -> int:
-    """Return one rank's number of weights, from the file headers."""
+def _weight_bytes(config: ModelConfig, model_config: PreTrainedConfig, bytes_per_weight: int, world_size: int) -> int:
+    """Return the memory of one rank's weights, from the file headers."""
+    if saved_format(model_config) not in (None, "torchao"):  # all weights become floats
+        return sum(p.numel() for p in on_meta(model_config).parameters()) * bytes_per_weight
+    quantized: dict[str, int] = {}
+    if config.quantization != "none":
+        layers = linear_layers(model_config).items()
+        quantized = {f"{name}.weight": layer_bytes(config.quantization, layer) for name, layer in layers}
     plan = plan_of(config.path, model_config, world_size) if world_size > 1 else {}
-    return sum(_num_weights_in(file, plan, world_size) for file in weight_files(config))
+    return sum(_bytes_of(file, plan, world_size, bytes_per_weight, quantized) for file in weight_files(config))
 
 
-def _num_weights_in(file: Path, plan: dict[str, str], world_size: int) -> int:
+def _bytes_of(
+    file: Path, plan: dict[str, str], world_size: int, bytes_per_weight: int, quantized: Mapping[str, int]
+) -> int:
+    """Return the memory of one rank's weights, from a file's header.
+
+    Args:
+        quantized: the bytes of each weight that is rounded as it loads.
+    """
     total = 0
     with safe_open(file, framework="pt") as weights:
         for name in weights.keys():  # noqa: SIM118 - not a dict
-            size = 1
-            for length in weights.get_slice(name).get_shape():
-                size *= length
+            if name in quantized:
+                total += quantized[name]
+                continue
+            weight = weights.get_slice(name)
+            size = math.prod(weight.get_shape())
+            is_integer = weight.get_dtype() in _BYTES
             is_sliced = style_of(plan, name.rpartition(".")[0]) is not None
-            total += size // world_size if is_sliced else size
+            total += (1 if is_integer else bytes_per_weight) * (size // world_size if is_sliced else size)
     return total

@@ -8,8 +8,12 @@ Layers store no results in themselves, so threads can share a module; results ar
 input has no results computes the product itself.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from engine.models.quantized_linear import QuantizedLinear
 
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -17,16 +21,10 @@ _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 class FusedLinear(nn.Module):
     """The first projection of a group: computes all of them in one product."""
 
-    def __init__(self, linears: list[nn.Linear]) -> None:
+    def __init__(self, linear: nn.Module, sizes: list[int]) -> None:
         super().__init__()
-        self.sizes = [linear.out_features for linear in linears]
-        weight = torch.cat(tuple(linear.weight for linear in linears))
-        biases = [linear.bias for linear in linears]
-        with torch.device("meta"):
-            self.linear = nn.Linear(weight.shape[1], weight.shape[0], bias=biases[0] is not None)
-        self.linear.weight = nn.Parameter(weight, requires_grad=False)
-        if biases[0] is not None:
-            self.linear.bias = nn.Parameter(torch.cat(tuple(biases)), requires_grad=False)
+        self.linear = linear
+        self.sizes = sizes
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the first projection of `x`, and store all of them on `x` for the siblings."""
@@ -60,10 +58,27 @@ def fuse_projections(module: nn.Module) -> None:
     for block in list(module.modules()):
         for names in _GROUPS:
             layers = [getattr(block, name, None) for name in names]
-            linears = [layer for layer in layers if type(layer) is nn.Linear]
-            if len(linears) < len(names) or len({linear.bias is None for linear in linears}) > 1:
+            if (linear := _concatenated(layers)) is None:
                 continue
-            first = FusedLinear(linears)
+            first = FusedLinear(linear, [layer.out_features for layer in layers if layer])
             setattr(block, names[0], first)
             for index, name in enumerate(names[1:], start=1):
                 setattr(block, name, FusedSibling(first, index))
+
+
+def _concatenated(layers: list[Any]) -> nn.Module | None:
+    """Return one layer with the outputs of all; None if they are no linear layers of one format."""
+    if len({getattr(layer, "bias", None) is None for layer in layers}) > 1:
+        return None
+    if all(type(layer) is QuantizedLinear for layer in layers):
+        formats = {(layer.values.dtype, layer.scales.shape[1]) for layer in layers}
+        return QuantizedLinear.concatenated(layers) if len(formats) == 1 else None
+    if not all(type(layer) is nn.Linear for layer in layers):
+        return None
+    weight = torch.cat([layer.weight for layer in layers])
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=layers[0].bias is not None)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if layers[0].bias is not None:
+        linear.bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False)
+    return linear

@@ -91,6 +91,8 @@ def test_every_setting_of_the_pair_is_an_argument_and_reaches_the_group() -> Non
         "draft_model": "/small",
         "target_revision": "one",
         "draft_revision": "two",
+        "target_quantization": "int8",
+        "draft_quantization": "int4",
         "dtype": "float16",
         "device": "cpu",
         "compile": "off",

@@ -89,6 +89,8 @@ def test_every_setting_reaches_the_models_and_the_engine() -> None:
         "draft_model": "/small",
         "target_revision": "one",
         "draft_revision": "two",
+        "target_quantization": "int8",
+        "draft_quantization": "int4",
         "dtype": "float16",
         "device": "cpu",
         "compile": "off",
@@ -112,8 +114,8 @@ def test_every_setting_reaches_the_models_and_the_engine() -> None:
     assert all(settings[name] != setting.default for name, setting in PAIR_SETTINGS.items())
     pair = make_pair(**settings)
     loading = {"dtype": "float16", "device": "cpu", "compile": "off", "num_threads": 3}
-    assert pair.target == ModelConfig("/big", "one", **loading)
-    assert pair.draft == ModelConfig("/small", "two", **loading)
+    assert pair.target == ModelConfig("/big", "one", quantization="int8", **loading)
+    assert pair.draft == ModelConfig("/small", "two", quantization="int4", **loading)
     assert type(pair.engine) is EngineConfig
     assert pair.engine == EngineConfig(**{setting.name: settings[setting.name] for setting in fields(EngineConfig)})
 

@@ -25,6 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m engine.execution.cpu", description=main.__doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL_DIRECTORY")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
+    parser.add_argument("--quantization", default="none", choices=["none", "int8", "int4"])
     parser.add_argument("--revision")
     parser.add_argument(
         "--skip", nargs="+", default=[], metavar="SUB_LAYER", help="also compile without these, such as attention.3"
@@ -45,7 +46,9 @@ def main() -> None:
 
 def _compile(options: argparse.Namespace) -> None:
     for path in options.models:
-        config = ModelConfig(path, dtype=options.dtype, device="cpu", revision=options.revision)
+        config = ModelConfig(
+            path, options.revision, quantization=options.quantization, dtype=options.dtype, device="cpu"
+        )
         try:
             backend = load_cpu(config, resolve_dtype(config.dtype, torch.device("cpu")), None)
             backend.compile()

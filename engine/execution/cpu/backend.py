@@ -18,6 +18,7 @@ from engine.execution.cpu import packages
 from engine.execution.cpu.compiled import CompiledForward, CompileError, Step, can_run, example, load_noise, samples
 from engine.execution.cpu.half_weights import PanelLinear, has_large_layers, pack_layers
 from engine.execution.cpu.host_memory import free_bytes as free_bytes
+from engine.execution.cpu.quantized_weights import QuantizedPanelLinear
 from engine.execution.cpu.threads import Threads
 from engine.execution.eager import EagerBackend, log_loaded
 from engine.models.causal_lm import CausalLM, Shard
@@ -41,7 +42,7 @@ class CpuBackend(EagerBackend):
         whole: "CpuBackend | None" = None,
         skipped: Collection[str] = (),
     ) -> None:
-        """Pack float32 weights that are exact 16-bit numbers, if the model has large layers and no encoder.
+        """Pack quantised and exact 16-bit weights, if the model has large layers and no encoder.
 
         Args:
             whole: the backend whose model this one is without the sub-layers that are `skipped`.
@@ -53,7 +54,7 @@ class CpuBackend(EagerBackend):
         self._skipped = skipped
         self._thinned: list[CpuBackend] = []
         self._config = config
-        self._num_bytes = sum(p.numel() * p.element_size() for p in model.module.parameters())
+        self._num_bytes = sum(tensor.nbytes for tensor in [*model.module.parameters(), *model.module.buffers()])
         self._compiled: CompiledForward | None = None
         self._threads = Threads(model.info.num_parameters, max_threads)
         if model.info.decoder_start_id is None and has_large_layers(model.module):
@@ -205,17 +206,19 @@ def bytes_per_weight(dtype: torch.dtype) -> int:
 
 
 def _pack(model: CausalLM) -> None:
-    """Pack layers whose weights are exact 16-bit numbers, if the C++ library can be loaded."""
+    """Pack layers whose weights are quantised or exact 16-bit numbers, if the C++ library can be loaded."""
     try:
         packages.load_kernels()
     except (CompileError, OSError) as error:
-        logger.info("%s: all weights are float32 in memory: %s", model.info.name, error)
+        logger.info("%s: weights are converted in every pass, or float32 in memory: %s", model.info.name, error)
     else:
         pack_layers(model.module)
         _log_packed(model.info.name, model.module)
 
 
 def _log_packed(name: str, module: nn.Module) -> None:
-    layers = [layer for layer in module.modules() if isinstance(layer, PanelLinear | nn.Linear)]
+    layers = [layer for layer in module.modules() if isinstance(layer, PanelLinear | QuantizedPanelLinear | nn.Linear)]
     num_packed = sum(isinstance(layer, PanelLinear) for layer in layers)
-    logger.info("%s: %d of %d linear layers have 16-bit weights", name, num_packed, len(layers))
+    num_quantized = sum(isinstance(layer, QuantizedPanelLinear) for layer in layers)
+    text = "%s: %d of %d linear layers have 16-bit weights, %d quantised ones"
+    logger.info(text, name, num_packed, len(layers), num_quantized)

@@ -23,13 +23,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.execution.cpu import kernels
+from engine.execution.cpu.quantized_weights import QuantizedPanelLinear
+from engine.models.quantized_linear import QuantizedLinear
 
 MIN_LARGE = 2**21
 """Number of weights of a large layer; models with large layers are bound by memory bandwidth."""
 _PANEL = 64
-"""Outputs per panel, as in half_linear.cpp."""
+"""Outputs per panel, as in panels.h."""
 _GROUP = 32
-"""Outputs per group within a panel, as in half_linear.cpp."""
+"""Outputs per group within a panel, as in panels.h."""
 
 
 class PanelLinear(nn.Module):
@@ -79,23 +81,26 @@ kernels.define(SCHEMA, _multiply_panels, lambda rows, panels: rows.new_empty(row
 
 def has_large_layers(module: nn.Module) -> bool:
     """Return whether a module is large enough to build the C++ library for it."""
-    return any(_can_pack(layer) and layer.weight.numel() >= MIN_LARGE for layer in module.modules())
+    layers = (layer for layer in module.modules() if _can_pack(layer) or _is_quantized(layer))
+    return any(layer.in_features * layer.out_features >= MIN_LARGE for layer in layers)
 
 
 def pack_layers(module: nn.Module) -> int:
-    """Pack every float32 linear layer on the CPU whose weights are 16-bit numbers; return how many layers are packed.
+    """Pack quantised layers and every float32 linear layer on the CPU whose weights are 16-bit numbers.
+
+    Returns the number of packed layers.
 
     Load the library first (`packages.load_kernels`), because the operator's Python definition is slow. Packing frees a
     layer's float32 weights, unless they are tied to an embedding.
     """
-    packed: weakref.WeakKeyDictionary[nn.Module, PanelLinear] = weakref.WeakKeyDictionary()
+    packed: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()
     # Innermost first, so that the head, usually the largest layer, is packed after the others have freed memory.
     for parent in reversed([parent for parent in module.modules() if type(parent) is not nn.Linear]):
         for name, child in list(parent.named_children()):
-            if _can_pack(child) and (layer := packed.get(child) or PanelLinear.pack(child)) is not None:
+            if (layer := packed.get(child) or _pack(child)) is not None:
                 packed[child] = layer
                 setattr(parent, name, layer)
-    return sum(isinstance(layer, PanelLinear) for layer in module.modules())
+    return sum(isinstance(layer, PanelLinear | QuantizedPanelLinear) for layer in module.modules())
 
 
 def packed_copy(module: nn.Module) -> nn.Module:
@@ -104,6 +109,16 @@ def packed_copy(module: nn.Module) -> nn.Module:
     copied = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
     pack_layers(copied)
     return copied
+
+
+def _pack(layer: nn.Module) -> nn.Module | None:
+    if _is_quantized(layer):
+        return QuantizedPanelLinear(layer)
+    return PanelLinear.pack(layer) if _can_pack(layer) else None
+
+
+def _is_quantized(layer: nn.Module) -> TypeGuard[QuantizedLinear]:
+    return type(layer) is QuantizedLinear and layer.values.device.type == "cpu"
 
 
 def _can_pack(layer: nn.Module) -> TypeGuard[nn.Linear]:

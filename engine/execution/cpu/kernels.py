@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SOURCES = [Path(__file__).with_name(name) for name in ("half_linear.cpp", "paged_attention.cpp")]
+SOURCES = [
+    Path(__file__).with_name(name)
+    for name in ("half_linear.cpp", "quantized_linear.cpp", "paged_attention.cpp", "panels.h")
+]
 _C_TYPES = {"Tensor": "AtenTensorHandle", "int": "int64_t", "float": "double"}
 _library = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-call]
 
@@ -63,7 +66,8 @@ def build(path: Path) -> None:
     options = CppTorchOptions(vec_isa=pick_vec_isa(), warning_all=False, extra_flags=("-w",))
     # Built in a temporary folder, because the builder cannot handle spaces in paths.
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=path.parent) as beside:
-        sources = [shutil.copy(source, folder) for source in SOURCES]
+        copies = [shutil.copy(source, folder) for source in SOURCES]
+        sources = [copy for copy in copies if copy.endswith(".cpp")]
         builder = CppBuilder("kernels", sources, options, output_dir=folder)
         builder.build()
         Path(shutil.copy(builder.get_target_file_path(), beside)).replace(path)

@@ -30,9 +30,9 @@ from torch.fx.experimental.symbolic_shapes import is_concrete_int
 from engine.config import ModelConfig
 from engine.execution import attention
 from engine.execution.batch import ForwardBatch
-from engine.execution.cpu import compiled, half_weights, kernels, paged_attention, traced
+from engine.execution.cpu import compiled, half_weights, kernels, paged_attention, quantized_weights, traced
 from engine.execution.cpu.compiled import CompileError, GumbelNoise, Step, arguments
-from engine.models import causal_lm, fusion, sub_layers
+from engine.models import causal_lm, fusion, quantized_linear, sub_layers
 from engine.models.files import model_directory
 from engine.sampling import noise
 from engine.sampling.noise import Draws
@@ -50,19 +50,20 @@ _OPTIONS = {
     "realize_opcount_threshold": 5,
     # The code between matrix products is too small for several threads.
     "cpp.threads": 1,
-    "aot_inductor.custom_ops_to_c_shims": kernels.shims([half_weights.SCHEMA, paged_attention.SCHEMA]),
+    "aot_inductor.custom_ops_to_c_shims": kernels.shims(
+        [half_weights.SCHEMA, paged_attention.SCHEMA, quantized_weights.SCHEMA]
+    ),
 }
 
 
 def package_path(step: Step, config: Any) -> Path:
     """Return the path of a model's package in the cache."""
     settings = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+    execution = (attention, compiled, half_weights, kernels, noise, paged_attention, quantized_weights, traced)
     parts = (
         json.dumps(settings, sort_keys=True, default=str),
         [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in step.tensors.items()],
-        _digest(
-            attention, causal_lm, compiled, fusion, half_weights, kernels, noise, paged_attention, sub_layers, traced
-        ),
+        _digest(*execution, causal_lm, fusion, quantized_linear, sub_layers),
     )
     return _cached(parts)
 
@@ -194,11 +195,10 @@ class Compiling:
         directory = str(model_directory(config).resolve())
         self._ready = ready
         reading, self._held_open = os.pipe()
+        options = ["--dtype", dtype, "--quantization", config.quantization, "--until-input-ends"]
+        options += ["--skip", *sorted(skipped)] if skipped else []
         self._process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "engine.execution.cpu", directory, "--dtype", dtype, "--until-input-ends"),
-                *(["--skip", *sorted(skipped)] if skipped else []),
-            ],
+            [sys.executable, "-m", "engine.execution.cpu", directory, *options],
             cwd=Path(__file__).parents[3],
             env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"},
             stdin=reading,

@@ -58,6 +58,7 @@ def test_a_fingerprint_changes_with_what_texts_depend_on() -> None:
         {"target_model": "other"},
         {"target_revision": "a"},
         {"dtype": "bfloat16"},
+        {"target_quantization": "int8"},
         {"device": "cpu"},
         {"verification": "rejection"},
         {"tensor_parallel_size": 2},
@@ -68,6 +69,7 @@ def test_a_fingerprint_changes_with_what_texts_depend_on() -> None:
 
 
 def test_an_ingress_knows_all_that_the_fingerprint_needs() -> None:
-    for setting in ({"dtype": "bfloat16"}, {"verification": "rejection"}, {"tensor_parallel_size": 2}):
+    settings = ({"dtype": "bfloat16"}, {"target_quantization": "int8"}, {"verification": "rejection"})
+    for setting in (*settings, {"tensor_parallel_size": 2}):
         config = AppConfig.model_validate(setting)
         assert fingerprint(ingress_settings(config)) == fingerprint(config)

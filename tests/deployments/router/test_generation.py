@@ -41,9 +41,10 @@ def test_a_request_that_is_sent_again_draws_with_the_same_seeds() -> None:
     ]
 
 
-def test_targets_are_told_apart_by_path_and_revision() -> None:
+def test_targets_are_told_apart_by_path_revision_and_quantisation() -> None:
     targets = [ModelConfig("/a"), ModelConfig("/b"), ModelConfig("/a", "v1"), ModelConfig("/a", "v2")]
-    assert len(set(map(target_id, targets))) == 4
+    targets += [ModelConfig("/a", quantization="int8"), ModelConfig("/a", "v1", quantization="int4")]
+    assert len(set(map(target_id, targets))) == 6
     assert target_id(ModelConfig("/a", dtype="float32")) == target_id(ModelConfig("/a"))
 
 

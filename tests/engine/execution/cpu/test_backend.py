@@ -20,6 +20,7 @@ from engine.execution.cpu.backend import CpuBackend, bytes_per_weight, load_cpu
 from engine.execution.cpu.compiled import CompiledForward, CompileError, can_run
 from engine.execution.cpu.half_weights import PanelLinear
 from engine.execution.cpu.paged_attention import suits
+from engine.execution.cpu.quantized_weights import QuantizedPanelLinear
 from engine.models.causal_lm import Shard
 from engine.sampling import noise
 from engine.sampling.grammar import Grammars, from_regex
@@ -41,9 +42,9 @@ def load(path, shard=None, **settings):
     return load_cpu(ModelConfig(str(path), device="cpu", **settings), torch.float32, shard)
 
 
-@pytest.fixture(params=["16-bit weights", "32-bit weights"])
+@pytest.fixture(params=["4-bit weights", "16-bit weights", "32-bit weights"])
 def path(request, windowed_path, tmp_path):
-    """A model whose linear layers run with half weights, and one whose weights need their 32 bits."""
+    """A model whose linear layers run with quantised or half weights, and one whose weights need their 32 bits."""
     if request.param == "32-bit weights":
         return windowed_path
     # Its heads are large enough for attention in C++, which those of the other are not.
@@ -55,12 +56,15 @@ def path(request, windowed_path, tmp_path):
 @pytest.mark.slow
 @needs_compiler
 def test_compiled_text_does_not_depend_on_the_draft(path, request, tmp_path):
-    backend = load(path)
+    bits, _, _ = request.node.callspec.id.partition("-")
+    quantization = "int4" if bits == "4" else "none"
+    backend = load(path, quantization=quantization)
     loaded = [weakref.ref(layer.weight) for layer in backend.model.module.modules() if type(layer) is nn.Linear]
     backend.compile()
     assert backend.is_compiled
     has_halves = any(isinstance(child, PanelLinear) for child in backend._step.modules())
-    assert has_halves == ("16-bit weights" in request.node.name)
+    assert has_halves == (bits != "32")
+    assert any(isinstance(child, QuantizedPanelLinear) for child in backend._step.modules()) == (bits == "4")
     gc.collect()
     assert {weight() is None for weight in loaded} == {has_halves}  # nobody keeps those that others replace
     assert suits(backend.model.kv_shape.key_dim, backend.model.dtype) == has_halves
@@ -90,7 +94,9 @@ def test_compiled_text_does_not_depend_on_the_draft(path, request, tmp_path):
         assert run(engine, requests) == plain
         assert engine.stats.acceptance_rate > (0.98 if type(engine.drafter) is not TreeDrafter else 0)
     noise.implement("cpu", None)
-    eager = run(make_engine(load(path), grammars=grammars, num_speculative_tokens=0), requests)
+    eager = run(
+        make_engine(load(path, quantization=quantization), grammars=grammars, num_speculative_tokens=0), requests
+    )
     assert sum(eager[name] == plain[name] for name in plain) >= 58  # a rounding may tip a near-tie
 
 

@@ -51,6 +51,14 @@ def test_every_model_is_compiled_in_the_number_format_that_it_is_served_in(targe
     assert compiled == [(target_path, "bfloat16")] * 2 + [(target_path, "float16")]
 
 
+def test_a_model_is_compiled_with_the_weights_that_it_is_served_with(target_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(CpuBackend, "compile", lambda backend: compiled.append(backend._config.quantization))
+    call(monkeypatch, target_path, "--quantization", "int4")
+    call(monkeypatch, target_path)
+    assert compiled == ["int4", "none"]
+
+
 @pytest.mark.parametrize("error", [CompileError("there is no C++ compiler"), OSError("no space left")])
 def test_a_model_that_cannot_be_compiled_is_named_with_the_reason(error, target_path, monkeypatch):
     def fail(backend):

@@ -152,10 +152,10 @@ def test_a_process_of_its_own_compiles_the_same_model_with_one_thread(interprete
     Path("model").mkdir()
     interpreter(f'echo "$@" $OMP_NUM_THREADS > {tmp_path}/arguments')
     is_ready = threading.Event()
-    packages.Compiling(ModelConfig("model"), "bfloat16", is_ready.set)
+    packages.Compiling(ModelConfig("model", quantization="int4"), "bfloat16", is_ready.set)
     assert is_ready.wait(30)
     arguments = (tmp_path / "arguments").read_text().split()
-    options = ["--dtype", "bfloat16", "--until-input-ends"]
+    options = ["--dtype", "bfloat16", "--quantization", "int4", "--until-input-ends"]
     assert arguments == ["-m", "engine.execution.cpu", f"{tmp_path}/model", *options, "1"]
 
 

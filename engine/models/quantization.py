@@ -1,0 +1,160 @@
+"""Quantised weights: rounded as the model loads, or saved quantised.
+
+torchao rounds, called by transformers for one layer after the other, so that the whole model is never in memory as
+floats; the output head and embeddings stay as they are. Of saved formats, those are served that transformers can load
+without a GPU. torchao's weights without zero points stay quantised, all others become floats as they load: the text is
+the same, the memory that of a model that was never quantised. Activations are never quantised.
+"""
+
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from engine.config import ModelConfig, Quantization
+from engine.errors import ModelError
+from engine.models.quantized_linear import QuantizedLinear, pack_nibbles
+
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
+GROUP_SIZE = 32
+"""Inputs that share a scale in int4."""
+_NUM_BITS = {"int8": 8, "int4": 4}
+_SAVED = {
+    "compressed-tensors": ("compressed_tensors",),
+    "fp8": ("accelerate",),
+    "mxfp4": (),
+    "mxfp8": ("accelerate",),
+    "torchao": ("torchao",),
+}
+"""Saved formats that are served, and the packages that transformers needs to load them on a CPU."""
+
+
+def saved_format(model_config: PreTrainedConfig) -> str | None:
+    """Return the name of the format in which a model is saved quantised; None if it is not."""
+    settings: dict[str, Any] | None = getattr(model_config, "quantization_config", None)
+    return None if settings is None else str(settings.get("quant_method", "bitsandbytes"))
+
+
+def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, world_size: int) -> None:
+    """Refuse a quantisation that cannot be served.
+
+    Raises:
+        ModelError: the message names the quantisation, and what is missing.
+    """
+    saved, name = saved_format(model_config), config.quantization
+    if saved is not None and name != "none":
+        raise ModelError(f"{config.path} is already quantised, as {saved}; it cannot be quantised to {name}")
+    if saved is None and name == "none":
+        return
+    if saved is not None and saved not in _SAVED:
+        raise ModelError(
+            f"{config.path} is quantised as {saved}, which is not served: transformers needs a GPU or a package of "
+            f"its own to load it; served are {', '.join(_SAVED)}"
+        )
+    format_name = name if saved is None else saved
+    packages = ("torchao",) if saved is None else _SAVED[saved]
+    if model_config.is_encoder_decoder:
+        raise ModelError(f"{config.path} is {model_config.model_type}, whose weights are not served quantised")
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise ModelError(
+            f"{config.path}: {format_name} needs the package {' and '.join(missing)}, which is not installed; "
+            "`pip install paceline[quantization]` installs it"
+        )
+    if world_size > 1:
+        raise ModelError(f"{config.path}: quantised weights ({format_name}) are not split over tensor-parallel ranks")
+    if name == "int4":
+        for layer_name, layer in linear_layers(model_config).items():
+            if layer.in_features % GROUP_SIZE:
+                raise ModelError(
+                    f"{config.path}: int4 needs layers whose number of inputs is a multiple of {GROUP_SIZE}, but "
+                    f"{layer_name} has {layer.in_features}"
+                )
+
+
+def linear_layers(model_config: PreTrainedConfig) -> dict[str, nn.Linear]:
+    """Return the linear layers that are quantised, on the meta device, by their names: all but the output head."""
+    module = on_meta(model_config)
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    layers = module.named_modules()
+    return {name: layer for name, layer in layers if isinstance(layer, nn.Linear) and layer is not head}
+
+
+def on_meta(model_config: PreTrainedConfig) -> nn.Module:
+    """Return the unquantised model on the meta device."""
+    with torch.device("meta"):
+        module: nn.Module = AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
+    return module
+
+
+def layer_bytes(quantization: Quantization, layer: nn.Linear) -> int:
+    """Return the memory of a layer's weights and scales once it is quantised; scales are float32 at most."""
+    groups = layer.in_features // GROUP_SIZE if quantization == "int4" else 1
+    return layer.out_features * (layer.in_features * _NUM_BITS[quantization] // 8 + 4 * groups)
+
+
+def loading_arguments(config: ModelConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what transformers must be told to load a model quantised, or saved quantised.
+
+    Args:
+        model_config: is changed where a saved format becomes floats.
+    """
+    if config.quantization != "none":
+        from transformers import TorchAoConfig
+
+        return {"quantization_config": TorchAoConfig(torchao_settings(config.quantization))}
+    saved = saved_format(model_config)
+    if saved is not None and saved != "torchao":
+        model_config.quantization_config["dequantize"] = True
+    return {} if saved is None else {"config": model_config}
+
+
+def torchao_settings(quantization: Quantization) -> Any:
+    """Return torchao's name for a quantisation."""
+    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
+
+    if quantization == "int8":
+        # Otherwise torchao would also change the precision of every float32 product in this process.
+        return Int8WeightOnlyConfig(set_inductor_config=False)
+    return IntxWeightOnlyConfig(weight_dtype=INT4, granularity=PerGroup(GROUP_SIZE))
+
+
+def convert_torchao(name: str, module: nn.Module) -> None:
+    """Replace linear layers with torchao's weights by `QuantizedLinear`, or by floats where it has no such numbers.
+
+    Raises:
+        ModelError: a layer quantises its inputs, too.
+    """
+    from torchao.utils import TorchAOBaseTensor
+
+    for parent in list(module.modules()):
+        for child_name, child in list(parent.named_children()):
+            weight = getattr(child, "weight", None)
+            if not isinstance(weight, TorchAOBaseTensor):
+                continue
+            if _quantises_inputs(weight):
+                raise ModelError(f"{name}: torchao's layers that quantise their inputs are not served ({child_name})")
+            if isinstance(child, nn.Linear) and (layer := _quantized_linear(weight, child.bias)) is not None:
+                setattr(parent, child_name, layer)
+            else:
+                child.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
+
+
+def _quantises_inputs(weight: Any) -> bool:
+    names = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
+    return any(getattr(weight, name, None) is not None for name in names)
+
+
+def _quantized_linear(weight: Any, bias: Tensor | None) -> QuantizedLinear | None:
+    """Return a layer with torchao's numbers; None if they have zero points, or scales for blocks of several outputs."""
+    integers, scales = getattr(weight, "qdata", None), getattr(weight, "scale", None)
+    if not isinstance(integers, Tensor) or not isinstance(scales, Tensor) or integers.dtype != torch.int8:
+        return None
+    if integers.shape != weight.shape or scales.shape[:-1] != integers.shape[:-1]:
+        return None
+    zero_point = getattr(weight, "zero_point", None)
+    if zero_point is not None and zero_point.any():
+        return None
+    has_nibbles = getattr(weight, "target_dtype", None) == INT4 and integers.shape[1] % 2 == 0
+    return QuantizedLinear(pack_nibbles(integers) if has_nibbles else integers, scales, bias)

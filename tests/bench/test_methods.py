@@ -1,10 +1,13 @@
 """Contenders, their texts, and what the comparison of methods leaves out when its time is over."""
 
+import functools
 import json
+from dataclasses import replace
 
 import pytest
 
 from tests.bench.domains import changed
+from tests.bench.large_target import make_large_target
 from tests.bench.method_turns import Contender, LoadedPair, contenders, copies_outputs, run
 from tests.bench.methods import Selection, methods, show_parts
 
@@ -104,3 +107,14 @@ def test_only_methods_that_copy_write_the_earlier_answers_first(workload):
             passes += [run(engine, [prompt], 1.0, 24).passes for _ in range(2)]
         assert copies_outputs(engine) == is_shorter
         assert (passes[3] < passes[1]) == is_shorter
+
+
+def test_the_output_says_how_the_large_target_was_made(workload, selection, console, monkeypatch):
+    small = functools.partial(make_large_target, num_layers=2, intermediate_size=64)
+    monkeypatch.setattr("tests.bench.methods.make_large_target", small)
+    large = replace(selection, methods=["model"], adaptive=[], temperatures=[0.0], batch_sizes=[1], large=True)
+    cells = methods(workload, large, console)
+    assert all(cell.large for cell in cells)
+    assert all(cell.exact for cell in cells if not cell.is_peer)
+    printed = " ".join(console.file.getvalue().split())
+    assert "The large target was made for this measurement" in printed

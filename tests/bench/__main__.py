@@ -56,6 +56,7 @@ from tests.bench.served_group import check_served
 from tests.bench.soak import soak
 from tests.bench.timeline import timeline
 from tests.bench.turns import collect
+from tests.bench.with_llama_cpp import reason_to_skip
 from tests.bench.worker import Setting
 from tests.bench.workload import NUM_TOKENS, Workload, read_prompts
 
@@ -169,6 +170,9 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
         rows, failures = prefill(workload, console)
     else:
         names = options.only or (NAMES + PEERS if options.peers else NAMES)
+        if not options.only and options.peers and (reason := reason_to_skip()) is not None:
+            names = tuple(name for name in names if not name.startswith("llama.cpp-"))
+            console.print(f"llama.cpp is left out: {reason}")
         rows, failures = collect(names, workload, console)
         show(rows, workload, console)
     if options.json is not None:
@@ -192,7 +196,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="compare, prefill, methods, paced: where the rows go")
     parser.add_argument("--only", nargs="+", choices=NAMES + PEERS, help="compare: these methods")
-    parser.add_argument("--peers", action="store_true", help="compare: vLLM too, as `make bench-peers` installs it")
+    parser.add_argument("--peers", action="store_true", help="compare: vLLM (`make bench-peers`) and llama.cpp too")
     parser.add_argument("--png", type=Path, help="where a plot goes (default: plots/; methods: none unless of --parts)")
     parser.add_argument("--cluster", action="store_true", help="simulate: a cluster under a trace")
     parser.add_argument("--served", action="store_true", help="simulate --cluster: only beside a served run; 4 minutes")

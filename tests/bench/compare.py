@@ -24,8 +24,8 @@ NAMES = (
     "serve-plain",
     "serve-speculative",
 )
-PEERS = ("vllm-plain", "vllm-speculative")
-"""Methods in the environment that `make bench-peers` makes."""
+PEERS = ("vllm-plain", "vllm-speculative", "llama.cpp-plain", "llama.cpp-speculative")
+"""vLLM in the environment that `make bench-peers` makes, and the llama.cpp on the path."""
 CELLS = [Cell(batch_size, temperature) for batch_size in (1, 8) for temperature in (0.0, 0.7)]
 RATIOS = (
     ("transformers-assisted", "transformers"),
@@ -33,6 +33,9 @@ RATIOS = (
     ("engine-plain", "vllm-plain"),
     ("engine-speculative", "vllm-plain"),
     ("engine-speculative", "vllm-speculative"),
+    ("engine-plain", "llama.cpp-plain"),
+    ("engine-speculative", "llama.cpp-plain"),
+    ("engine-speculative", "llama.cpp-speculative"),
     ("engine-speculative", "engine-plain"),
     ("engine-speculative", "transformers"),
     ("serve-plain", "engine-plain"),

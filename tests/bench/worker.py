@@ -38,9 +38,12 @@ def methods(name: str, workload: Workload) -> Sequence[Callable[[], Method]]:
     if name.startswith("vllm-"):
         return [partial(VLLMMethod, workload, 0 if name == "vllm-plain" else k)]
     from tests.bench.with_engine import EngineMethod
+    from tests.bench.with_llama_cpp import LlamaCppMethod
     from tests.bench.with_serve import ServeMethod
     from tests.bench.with_transformers import AssistedMethod, TransformersMethod
 
+    if name.startswith("llama.cpp-"):
+        return [partial(LlamaCppMethod, workload, 0 if name == "llama.cpp-plain" else k)]
     if name == "transformers":
         return [partial(TransformersMethod, workload)]
     if name == "transformers-assisted":

@@ -19,6 +19,8 @@ from cluster.config import GroupConfig, RunAhead
 from cluster.log_format import LogFormat
 from engine.config import BUNDLED, PAIR_SETTINGS, PairConfig, unknown_argument
 from engine.drafting.registry import check_run_ahead, settle_drafting
+from engine.drafting.skip_list import SETTING as SKIP_LIST
+from engine.drafting.skip_list import read_skip_list
 from engine.errors import ConfigError
 
 API_KEY_VARIABLE = "PACELINE_API_KEY"
@@ -205,6 +207,8 @@ class AppConfig(BaseModel):
         for name in pair:
             if PAIR_SETTINGS[name].default is None:
                 pair[name] = _none_from_text(pair[name])
+        if SKIP_LIST in pair:
+            pair[SKIP_LIST] = read_skip_list(pair[SKIP_LIST])
         return {"pair": pair, **{name: value for name, value in arguments.items() if name not in pair}}
 
     @model_validator(mode="after")

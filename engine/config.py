@@ -12,6 +12,8 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from engine.drafting.skip_list import SETTING as SKIP_LIST
+from engine.drafting.skip_list import read_skip_list
 from engine.errors import ConfigError
 from engine.execution.paced.device import check_allowed, is_paced, split_pair
 
@@ -92,6 +94,9 @@ class EngineConfig(_Settings):
     """Tokens that drafting=tree proposes after the same one, at most, or chains for k_sequential; none is 3."""
     self_draft_layers: int | None = field(default=None, metadata={"ge": 1})
     """The target's first layers that drafting=self drafts with, and with its own head; fewer than it has."""
+    self_draft_skip: tuple[str, ...] | None = None
+    """In place of self_draft_layers, the sub-layers that drafting=self skips (Draft & Verify): `attention.3 mlp.5`, or
+    `@` and a JSON file that lists them."""
     verification: Verification = "coupled"
     """The verification rule: coupled (shared noise, token ids only), rejection (Leviathan et al.; trees as in Sequoia),
     block (Sun et al.: a chain as a whole) or k_sequential (SpecTr: several chains; needs drafting=tree)."""
@@ -201,6 +206,8 @@ def make_pair(**settings: Any) -> PairConfig:
             raise ConfigError(unknown_argument(name, PAIR_SETTINGS))
         if isinstance(value, Path):
             settings[name] = str(value)
+    if SKIP_LIST in settings:
+        settings[SKIP_LIST] = read_skip_list(settings[SKIP_LIST])
     return PairConfig(**settings)
 
 
@@ -220,7 +227,9 @@ def _broken_requirement(setting: "Field[Any]", value: Any) -> str | None:
     alternatives = get_args(setting.type)
     if get_origin(setting.type) is Literal:
         return None if value in alternatives else " or ".join(alternatives)
-    types = alternatives or (setting.type,)
+    types = [get_origin(option) or option for option in alternatives or (setting.type,)]
+    if isinstance(value, tuple) and not all(isinstance(item, str) for item in value):
+        return "names"
     if type(value) not in types and not (float in types and type(value) is int):
         return " or ".join("None" if option is type(None) else option.__name__ for option in types)
     for bound, limit in setting.metadata.items():

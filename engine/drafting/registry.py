@@ -14,6 +14,7 @@ from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.nodes import WIDTH
+from engine.drafting.skip_list import check_names
 from engine.errors import ConfigError, ModelError, ModelMismatchError
 from engine.models.family import is_encoder_decoder
 from engine.protocols import DeferringDrafter, Drafter, NoDrafter, TargetDrafter
@@ -186,13 +187,18 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
 def _check_layers(config: EngineConfig) -> None:
     """Refuse layers of the target for a method that does not draft with them, and that method without them."""
     runs_in_target = config.drafting in METHODS and METHODS[config.drafting].runs_in == "target"
-    if config.self_draft_layers is not None and not runs_in_target:
+    choices = {"self_draft_layers": config.self_draft_layers, "self_draft_skip": config.self_draft_skip}
+    made = [name for name, choice in choices.items() if choice is not None]
+    if made and not runs_in_target:
         raise ConfigError(
-            f"self_draft_layers is {config.self_draft_layers}, but drafting is {config.drafting!r}, "
-            "which does not draft with the target's layers"
+            f"{made[0]} is set, but drafting is {config.drafting!r}, which does not draft with the target's layers"
         )
-    if runs_in_target and config.self_draft_layers is None:
-        raise ConfigError(f"drafting is {config.drafting!r}, which needs self_draft_layers, and it is not set")
+    if len(made) > 1:
+        raise ConfigError(f"{' and '.join(made)} are set; each says which layers draft, so only one can be")
+    if runs_in_target and not made:
+        raise ConfigError(f"drafting is {config.drafting!r}, which needs {' or '.join(choices)}, and neither is set")
+    if config.self_draft_skip is not None:
+        check_names(config.self_draft_skip)
 
 
 def check_run_ahead(config: EngineConfig, run_ahead: str, *, has_draft_model: bool) -> None:

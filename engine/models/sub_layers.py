@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine.config import EngineConfig, ModelConfig
+from engine.drafting.skip_list import layer_of
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM
 from engine.models.registry import read_config
@@ -58,7 +59,7 @@ def check_self_draft(config: EngineConfig, target: ModelConfig) -> None:
     Raises:
         ModelError: as `skipped_sub_layers`, or there is no such model, or it cannot be served.
     """
-    if config.self_draft_layers is not None:
+    if config.self_draft_layers is not None or config.self_draft_skip is not None:
         skipped_sub_layers(config, target.path, read_config(target).get_text_config().num_hidden_layers)
 
 
@@ -68,12 +69,23 @@ def skipped_sub_layers(config: EngineConfig, model: str, num_layers: int) -> fro
     Raises:
         ModelError: the model does not have these layers, or would have nothing left to draft with, or all.
     """
+    if config.self_draft_skip is not None:
+        return _checked(frozenset(config.self_draft_skip), model, num_layers)
     count = config.self_draft_layers
     assert count is not None
     if count >= num_layers:
         bounds = f"must be at most {num_layers - 1}" if num_layers > 1 else "cannot be used"
         raise ModelError(f"self_draft_layers is {count}; it {bounds}, because {model} has {num_layers} layers")
     return frozenset(f"{kind}.{index}" for index in range(count, num_layers) for kind in ("attention", "mlp"))
+
+
+def _checked(skipped: frozenset[str], model: str, num_layers: int) -> frozenset[str]:
+    """Return the sub-layers if a model has them and an attention sub-layer is left."""
+    if beyond := sorted(name for name in skipped if layer_of(name) >= num_layers):
+        raise ModelError(f"self_draft_skip has {beyond[0]}, but {model} has {num_layers} layers, counted from 0")
+    if sum(name.startswith("attention.") for name in skipped) == num_layers:
+        raise ModelError(f"self_draft_skip has every attention sub-layer of {model}; one at least must be left")
+    return skipped
 
 
 def thin(model: CausalLM, skipped: Collection[str]) -> Thinned:

@@ -50,8 +50,12 @@ def test_typed_nested_values_are_taken_as_they_are() -> None:
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5: Input should be less than or equal to 1"),
         ({"pinning": "on"}, "unknown argument pinning"),
         ({"drafting": "model", "draft_model": "none"}, "drafting is 'model', which needs a draft_model"),
-        ({"drafting": "self"}, "drafting is 'self', which needs self_draft_layers, and it is not set"),
-        ({"self_draft_layers": "4"}, "self_draft_layers is 4, but drafting is 'auto', which does not draft with the"),
+        (
+            {"drafting": "self"},
+            "drafting is 'self', which needs self_draft_layers or self_draft_skip, and neither",
+        ),
+        ({"drafting": "self", "self_draft_skip": "attn.3"}, "self_draft_skip has 'attn.3'; a sub-layer is attention.N"),
+        ({"self_draft_layers": "4"}, "self_draft_layers is set, but drafting is 'auto', which does not draft with the"),
         (
             {"drafting": "self", "self_draft_layers": "0"},
             "self_draft_layers is '0': Input should be greater than or equ",
@@ -85,6 +89,16 @@ def test_the_layers_that_a_target_drafts_with_reach_the_group_which_loads_no_dra
     assert (group.draft, group.has_draft_worker, group.method.runs_in) == (None, False, "target")
 
 
+@pytest.mark.parametrize("form", [["attention.3", "mlp.5"], "attention.3 mlp.5", "attention.3,mlp.5", "@"])
+def test_sub_layers_to_skip_are_a_list_or_words_or_a_file(form: object, tmp_path: Path) -> None:
+    if form == "@":
+        file = tmp_path / "chosen.json"
+        file.write_text('{"self_draft_skip": ["attention.3", "mlp.5"], "speedup": 1.5}')
+        form = f"@{file}"
+    group = group_config(AppConfig.model_validate({"drafting": "self", "self_draft_skip": form}))
+    assert group.engine.self_draft_skip == ("attention.3", "mlp.5")
+
+
 def test_every_setting_of_the_pair_is_an_argument_and_reaches_the_group() -> None:
     settings = {
         "target_model": "/big",
@@ -111,7 +125,7 @@ def test_every_setting_of_the_pair_is_an_argument_and_reaches_the_group() -> Non
         "memory_fraction": 0.125,
         "enable_prefix_caching": False,
     }
-    assert settings.keys() == PAIR_SETTINGS.keys() - SELF_DRAFT.keys() | {"drafting"}
+    assert settings.keys() == PAIR_SETTINGS.keys() - {"self_draft_layers", "self_draft_skip"}
     pair = make_pair(**settings)
     for arguments in (settings, {name: str(value) for name, value in settings.items()}):
         config = AppConfig.model_validate(arguments)
@@ -128,6 +142,7 @@ def test_none_on_the_command_line_is_none_where_a_setting_may_be_none_and_a_word
         "num_threads",
         "tree_width",
         "self_draft_layers",
+        "self_draft_skip",
         "max_model_len",
         "num_blocks",
         "memory_fraction",

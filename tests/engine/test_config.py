@@ -100,6 +100,7 @@ def test_every_setting_reaches_the_models_and_the_engine() -> None:
         "drafting": "tree",
         "tree_width": 2,
         "self_draft_layers": 2,
+        "self_draft_skip": ("mlp.1",),
         "verification": "rejection",
         "max_num_seqs": 5,
         "max_num_batched_tokens": 77,

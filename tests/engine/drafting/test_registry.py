@@ -54,6 +54,7 @@ def test_the_configuration_offers_the_methods_of_the_registry():
         ({"drafting": "none", "verification": "k_sequential"}, True, "none"),
         ({"verification": "block"}, True, "model"),
         ({"drafting": "self", "self_draft_layers": 2}, False, "self"),
+        ({"drafting": "self", "self_draft_skip": ("mlp.2", "attention.0")}, False, "self"),
         ({"drafting": "self", "self_draft_layers": 2, "verification": "block"}, True, "self"),
         ({"drafting": "self", "self_draft_layers": 2, "speculation": "off"}, False, "none"),
     ],
@@ -76,10 +77,20 @@ def test_a_configuration_chooses_one_method(settings, has_draft_model, expected)
             {"drafting": "self", "self_draft_layers": 2, "verification": "k_sequential"},
             "verification is 'k_sequential', but drafting is 'self', whose drafts are verified by coupled or rejection",
         ),
-        ({"drafting": "self"}, "drafting is 'self', which needs self_draft_layers, and it is not set"),
+        (
+            {"drafting": "self"},
+            "drafting is 'self', which needs self_draft_layers or self_draft_skip, and neither",
+        ),
+        (
+            {"drafting": "self", "self_draft_layers": 2, "self_draft_skip": ("mlp.1",)},
+            "self_draft_layers and self_draft_skip are set; each says which layers draft, so only one can be",
+        ),
+        ({"self_draft_skip": ("mlp.1",)}, "self_draft_skip is set, but drafting is 'auto', which does not draft with"),
+        ({"drafting": "self", "self_draft_skip": ("mlp.1", "ffn.2")}, "has 'ffn.2'; a sub-layer is attention.N or mlp"),
+        ({"drafting": "self", "self_draft_skip": ()}, "self_draft_skip is empty"),
         (
             {"self_draft_layers": 2},
-            "self_draft_layers is 2, but drafting is 'auto', which does not draft with the",
+            "self_draft_layers is set, but drafting is 'auto', which does not draft with the",
         ),
     ],
 )

@@ -106,13 +106,13 @@ def plain(target, requests):
     "settings",
     [
         {"self_draft_layers": 1},
-        {"self_draft_layers": 3},
+        {"self_draft_layers": None, "self_draft_skip": ("attention.1", "mlp.2", "mlp.3")},
         {"num_blocks": 12, "max_num_seqs": 8},
         {"max_num_batched_tokens": 40},
         {"enable_prefix_caching": False, "block_size": 4},
         {"speculation": "adaptive"},
     ],
-    ids=["one layer", "three layers", "preempted", "chunked", "unshared small blocks", "adaptive"],
+    ids=["one layer", "skipped sub-layers", "preempted", "chunked", "unshared small blocks", "adaptive"],
 )
 def test_text_is_the_targets_own(settings, target, requests, plain):
     settings = {"drafting": "self", "self_draft_layers": 2, "num_speculative_tokens": 6} | settings

@@ -119,6 +119,18 @@ def test_the_first_layers_are_those_after_which_everything_is_skipped():
         skipped_sub_layers(config, "m", 1)
 
 
+def test_sub_layers_that_a_model_does_not_have_are_refused_by_name_and_so_are_all_of_a_kind():
+    def skip(*names):
+        return skipped_sub_layers(EngineConfig(drafting="self", self_draft_skip=names), "m", 3)
+
+    assert skip("mlp.0", "attention.2", "mlp.0") == {"mlp.0", "attention.2"}
+    assert skip("mlp.0", "mlp.1", "mlp.2") == {"mlp.0", "mlp.1", "mlp.2"}
+    with pytest.raises(ModelError, match=r"self_draft_skip has attention\.3, but m has 3 layers, counted from 0"):
+        skip("mlp.0", "attention.3")
+    with pytest.raises(ModelError, match="every attention sub-layer of m; one at least must be left"):
+        skip("attention.0", "attention.1", "attention.2")
+
+
 def test_the_layers_are_checked_before_anything_is_loaded(path, monkeypatch):
     monkeypatch.setattr(EagerBackend, "__init__", None)
     target = ModelConfig(path, device="cpu")
@@ -126,3 +138,5 @@ def test_the_layers_are_checked_before_anything_is_loaded(path, monkeypatch):
     check_self_draft(EngineConfig(), ModelConfig("/nowhere"))
     with pytest.raises(ModelError, match=f"self_draft_layers is {LAYERS}; it must be at most {LAYERS - 1}, because"):
         check_self_draft(EngineConfig(drafting="self", self_draft_layers=LAYERS), target)
+    with pytest.raises(ModelError, match=f"self_draft_skip has mlp.{LAYERS}, but .* has {LAYERS} layers"):
+        check_self_draft(EngineConfig(drafting="self", self_draft_skip=(f"mlp.{LAYERS}",)), target)

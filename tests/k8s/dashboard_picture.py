@@ -40,7 +40,7 @@ PHASES = ((45, 2), (45, 8), (45, 40), (45, 4))
 FAULTS = {65: "DraftWorker", 155: "TargetWorker"}
 """What is killed, by seconds from the start of the load."""
 WINDOW = "15s"
-"""Stands for Grafana's `$__rate_interval`, which is four scrapes or more; here there is one a second."""
+"""Stands for Grafana's `$__rate_interval`, which is four scrapes or more; here there is one every three seconds."""
 NAMESPACE = "picture"
 WIDTH_IN = 9.0
 UNIT_IN = 0.25

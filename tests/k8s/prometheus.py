@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes a server and Ray's exporter every second, and what it answers."""
+"""A real Prometheus that scrapes a server and Ray's exporter every three seconds, and what it answers."""
 
 import math
 import subprocess
@@ -69,7 +69,8 @@ def prometheus(folder: Path, *jobs: Job) -> Iterator[Prometheus]:
     """Run a Prometheus with the alerts until the block ends."""
     address = f"127.0.0.1:{free_port()}"
     config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+        # A scrape may take as long as the interval; one that takes longer leaves gauges without a value.
+        "global": {"scrape_interval": "3s", "evaluation_interval": "3s"},
         "rule_files": [str(write_rules(folder))],
         "scrape_configs": [
             {

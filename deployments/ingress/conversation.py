@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 
 from deployments.ingress.outline import Bounds, Outline
 from deployments.openai.chat_template import Rendering
+from deployments.openai.fields import check_json
 from deployments.openai.messages import AssistantMessage, ChatMessage, ToolMessage
 from deployments.openai.tools import PastCall
 from engine.errors import RequestError
@@ -128,7 +129,7 @@ def _render(
             **rendering.variables,
         )
     except TemplateError as error:
-        raise RequestError(f"the chat template refuses the messages: {error}", "messages") from None
+        raise RequestError(f"the chat template refuses the messages: {str(error)[:500]}", "messages") from None
     except _TEMPLATE_FAILURES as error:
         field = "chat_template_kwargs" if rendering.variables else "messages"
         raise RequestError(f"the chat template fails with this request: {str(error)[:200]}", field) from None
@@ -149,7 +150,7 @@ def _past_call(call: PastCall) -> dict[str, Any]:
     try:
         for _ in Outline(text.encode(), ARGUMENTS).read():
             pass
-        arguments = json.loads(text)
+        arguments = check_json(json.loads(text))
     except RequestError as error:
         raise RequestError(f"the arguments of call {call.id[:100]!r}: {error}", "messages") from None
     except ValueError as error:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deployments.openai.fields import RequestModel
+from deployments.openai.fields import JsonObject, RequestModel
 from deployments.openai.tools import Tool, ToolChoice
 from engine.errors import RequestError
 
@@ -42,7 +42,7 @@ class ConversationRequest(RequestModel):
     """End the prompt with what begins an answer (the default)."""
     continue_final_message: bool | None = None
     """End the prompt inside the last message, which the answer goes on with."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     """Variables for the chat template, such as `enable_thinking`; those that it does not read have no effect."""
     reasoning_effort: ReasoningEffort | None = None
     """A variable for the chat template; also sets `enable_thinking`, unless `chat_template_kwargs` do."""

@@ -9,6 +9,7 @@ In a response, fields without a default are always sent, null or not; a field wi
 set.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -31,6 +32,16 @@ def _check_unicode(text: str) -> str:
     except UnicodeEncodeError:
         raise ValueError("it holds half a surrogate pair, which is not Unicode text") from None
     return text
+
+
+def check_json(value: Any) -> Any:
+    """Return parsed JSON if it can be written as JSON again.
+
+    Raises:
+        ValueError: it holds half a surrogate pair, or a number that is not finite, which Python's parser lets pass.
+    """
+    _check_unicode(json.dumps(value, ensure_ascii=False, allow_nan=False))
+    return value
 
 
 def _integer_of(value: object) -> int:
@@ -73,6 +84,7 @@ def _check_boolean(value: object) -> object:
 WHOLE = WholeNumber()
 OnlyFalse = Annotated[Literal[False], BeforeValidator(_check_boolean)]
 Text = Annotated[str, AfterValidator(_check_unicode)]
+JsonObject = Annotated[dict[str, Any], AfterValidator(check_json)]
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31), WHOLE]

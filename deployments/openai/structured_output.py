@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deployments.openai.fields import Name, RequestModel, Text
+from deployments.openai.fields import JsonObject, Name, RequestModel, Text
 from engine.errors import RequestError
 from engine.sampling.grammar import from_choice, from_json_schema, from_regex, from_text
 
@@ -15,7 +15,7 @@ from engine.sampling.grammar import from_choice, from_json_schema, from_regex, f
 class StructuredOutputs(RequestModel):
     """What the text must match, at every token: exactly one of these, with vLLM's names."""
 
-    json_: dict[str, Any] | Text | None = Field(None, alias="json")
+    json_: JsonObject | Text | None = Field(None, alias="json")
     """A JSON schema, as an object or as its text."""
     regex: Text | None = None
     """A regular expression for the whole text, in Rust's syntax."""
@@ -42,7 +42,7 @@ class JsonSchema(RequestModel):
 
     name: Name
     """Not shown to the model."""
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     """The schema."""
     description: Text | None = None
     """Accepted and ignored: the model sees the conversation only."""

@@ -8,11 +8,11 @@ A model calls in the form that its chat template teaches. Hermes (Qwen, Hermes):
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from llguidance import LLMatcher
 
-from deployments.openai.fields import Name, RequestModel, Text
+from deployments.openai.fields import JsonObject, Name, RequestModel, Text
 from deployments.openai.structured_output import GrammarSource
 from deployments.openai.tool_calls import CallReader
 from engine.errors import RequestError
@@ -26,7 +26,7 @@ class Function(RequestModel):
     """Its name."""
     description: Text | None = None
     """What it does, for the model."""
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     """The JSON schema of its arguments, an object; null is no arguments."""
     strict: bool | None = None
     """Accepted and ignored: a required call always matches the schema, a voluntary one need not."""

@@ -38,6 +38,8 @@ LIMITS: dict[str, Any] = {
 """Limits on a grammar's start and on each mask, in llguidance's units. They bound neither time nor memory of compiling:
 a service should first compile clients' grammars in a process that it can kill."""
 
+MAX_GBNF_RULES = 1000
+"""Converting more of them to Lark's notation takes seconds: each may depend on the next."""
 NUM_COMPILED = 16
 _NO_TEXT = "NoExtensionBias"
 """How llguidance's error begins if a grammar allows no first token."""
@@ -77,8 +79,10 @@ def from_text(text: str) -> str:
     """Return the grammar of a text in Lark's or llama.cpp's (GBNF) notation.
 
     Raises:
-        RequestError: it is neither.
+        RequestError: it is neither, or has too many rules in llama.cpp's notation.
     """
+    if (num_rules := text.count("::=")) > MAX_GBNF_RULES:
+        raise RequestError(f"the grammar has {num_rules:,} rules in GBNF, at most {MAX_GBNF_RULES:,} are allowed")
     from llguidance import LLMatcher
     from llguidance.gbnf_to_lark import any_to_lark
 

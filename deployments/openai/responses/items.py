@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from deployments.openai.fields import Name, RequestModel, Text
+from deployments.openai.fields import JsonObject, Name, RequestModel, Text
 from deployments.openai.messages import AssistantMessage, ChatMessage, ToolMessage, message_of
 from deployments.openai.tools import Function, PastCall, PastFunction, Tool
 
@@ -79,7 +79,7 @@ class FunctionTool(RequestModel):
     """Its name."""
     description: Text | None = None
     """What it does, for the model."""
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     """The JSON schema of its arguments, an object; null is no arguments."""
     strict: bool | None = None
     """Accepted and ignored: a required call always matches the schema, a voluntary one need not."""

@@ -1,13 +1,13 @@
 """ResponsesRequest: the body of a request, and the chat completion that answers it."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.openai.chat_template import ReasoningEffort
-from deployments.openai.fields import WHOLE, Name, OnlyFalse, RequestModel, Text, refused
+from deployments.openai.fields import WHOLE, JsonObject, Name, OnlyFalse, RequestModel, Text, refused
 from deployments.openai.messages import ChatMessage, message_of
 from deployments.openai.responses.items import FunctionChoice, FunctionTool, Item, conversation
 from deployments.openai.sampling_fields import EventOptions, SamplingRequest
@@ -32,7 +32,7 @@ class NamedSchemaFormat(RequestModel):
     type: Literal["json_schema"]
     name: Name
     """Not shown to the model."""
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: JsonObject = Field(alias="schema")
     """The schema."""
     description: Text | None = None
     """Accepted and ignored: the model sees the conversation only."""

@@ -4,7 +4,7 @@ from deployments.config import Limits
 from deployments.grammar_check.compiler import GrammarCompiler
 from deployments.openai.structured_output import GrammarSource, StructuredOutputs, structured_source
 from engine.errors import RequestError
-from engine.sampling.grammar import Grammars
+from engine.sampling.grammar import MAX_GBNF_RULES, Grammars
 
 
 @pytest.fixture
@@ -31,3 +31,11 @@ async def test_an_error_names_the_field(compiler: GrammarCompiler, regex: str) -
     with pytest.raises(RequestError, match=r"structured_outputs\.regex") as error:
         await compiler.compile(structured_source(StructuredOutputs(regex=regex)))
     assert error.value.param == "structured_outputs.regex"
+
+
+async def test_a_grammar_of_very_many_rules_is_not_even_converted(grammars: Grammars) -> None:
+    rules = "".join(f"r{i} ::= r{i + 1} r{i + 1}\n" for i in range(MAX_GBNF_RULES))
+    source = structured_source(StructuredOutputs(grammar=f"root ::= r0\n{rules}"))
+    with pytest.raises(RequestError, match="has 1,001 rules in GBNF, at most 1,000 are allowed") as error:
+        await GrammarCompiler(grammars, Limits()).compile(source)
+    assert error.value.param == "structured_outputs.grammar"

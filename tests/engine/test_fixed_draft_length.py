@@ -5,7 +5,7 @@
 | the scheduler caps a fixed length by the chosen one | test_a_fixed_length_is_drafted_in_every_round |
 | the drafter is not called where only fixed requests want drafts | test_a_fixed_length_is_drafted_in_every_round |
 | a fixed request's drafts count for the others' acceptance | test_a_fixed_length_teaches_the_control_nothing |
-| rounds with a fixed request are timed, or start trials | test_a_fixed_length_teaches_the_control_nothing |
+| rounds with a fixed request are timed, or start trials or go on with them | test_no_trial_runs_beside_a_fixed_length |
 | a fixed request counts among the limits of the others | test_others_keep_the_length_that_is_chosen_for_them |
 | a request that goes on here is refused for its length | test_a_request_that_goes_on_here_drafts_as_much_as_it_may |
 """
@@ -102,6 +102,23 @@ def test_a_fixed_length_teaches_the_control_nothing():
     run(engine, [([1, 2, 3], params(2, max_tokens=200)), ([2, 2, 3], params(fixed=False, max_tokens=100))])
     assert {reason for _, reason in engine.stats.num_rounds_by_length} <= {"goodput", "request"}
     assert all(not load.recent for load in engine.goodput._loads.values())
+
+
+def test_no_trial_runs_beside_a_fixed_length():
+    engine = adaptive_engine(clock=Clock())
+    engine.add("a", [1, 2, 3], params(fixed=False, max_tokens=300))
+    while "trial" not in {reason for _, reason in engine.stats.num_rounds_by_length}:
+        step(engine)
+    [load] = engine.goodput._loads.values()
+    engine.add("b", [3, 2, 1], params(2, max_tokens=60))
+    observed_s = load._clock
+    num_rounds = 0
+    while not any(output.request_id == "b" and output.finish_reason for output in step(engine)):
+        num_rounds += 1
+        assert engine.goodput.reason == "goodput"
+        assert load._clock == observed_s
+    assert num_rounds > 15
+    assert engine.num_running == 1
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -3,11 +3,13 @@
 `serve run deployments:app` serves the same, but ends differently: Ray aborts its driver at a SIGTERM, with exit status
 134 and a stack trace, and Serve's shutdown closes its proxy at once, in the middle of running streams. Here running
 streams finish first; those that take longer than `drain_timeout_s` end with an error that says so. A second signal
-stops at once. The exit status is 0, or 1 if the application did not start.
+stops at once. The exit status is 0, or 1 if the application did not start. After the line that says that the server
+stops, there are only lines about requests, warnings and errors.
 """
 
 import argparse
 import logging
+import re
 import signal
 import sys
 import time
@@ -22,7 +24,7 @@ from deployments.builder import build
 from deployments.config import AppConfig
 from deployments.environment import set_serve_environment
 from deployments.ingress.draining import LAST_WORDS_S
-from deployments.json_log import JsonLines, serve_logging, set_log_format
+from deployments.json_log import JsonLines, Lines, serve_logging, set_log_format
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -30,6 +32,11 @@ NAMESPACE = "serve"  # where Serve's own commands look for it
 _POLL_S = 0.2
 _STOP_S = 3.0
 """How long Serve may take to tell the replicas."""
+_ROUTINE = re.compile(
+    r"\bINFO \S+ \S+ (proxy|controller) \S+ -- "
+    r"|Task ServeController\.graceful_shutdown failed"  # because it ends its own process
+)
+"""What Serve's own processes say of every shutdown. Ray's driver prints it."""
 
 
 def main() -> None:
@@ -66,6 +73,10 @@ def main() -> None:
         finally:
             serve.shutdown()
             ray.shutdown()
+
+
+def _unless_routine(line: str) -> str | None:
+    return None if _ROUTINE.search(line) else line
 
 
 def _log_in(log_format: LogFormat) -> ray.LoggingConfig | None:
@@ -111,6 +122,8 @@ def _failures() -> list[str]:
 def _drain(timeout_s: float) -> None:
     """Refuse new requests and wait until the running ones have finished."""
     logger.info("stopping; running streams may take %g s to finish, another signal stops them", timeout_s)
+    logger.setLevel(logging.WARNING)  # Serve says here what it deletes
+    sys.stdout, sys.stderr = Lines(sys.stdout, _unless_routine), Lines(sys.stderr, _unless_routine)
     for name in serve.status().applications:
         serve.delete(name, _blocking=False)
     deadline = time.monotonic() + timeout_s + LAST_WORDS_S + _STOP_S

@@ -5,6 +5,7 @@ Serve's `LoggingConfig(encoding="JSON")` is about its files only: what it writes
 
 import json
 import logging
+from collections.abc import Callable
 from io import TextIOBase
 from logging.handlers import MemoryHandler
 from typing import Any, TextIO
@@ -35,21 +36,20 @@ def set_log_format(log_format: LogFormat) -> None:
     logging.basicConfig(handlers=[root], force=True)
 
 
-class JsonLines(TextIOBase):
-    """A stream that writes an object per line: lines that hold one as they are, others as its message.
+class Lines(TextIOBase):
+    """A stream that writes each line as a function returns it, or leaves it out where that returns None."""
 
-    The driver prints what all processes write, and some of that is not written by any logger of ours.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, convert: Callable[[str], str | None]) -> None:
         self._stream = stream
+        self._convert = convert
         self._rest = ""
 
     def write(self, text: str) -> int:
         """Write all lines that are whole."""
         *lines, self._rest = (self._rest + text).split("\n")
-        for line in filter(str.strip, lines):
-            self._stream.write(f"{_to_json(line)}\n")
+        for line in lines:
+            if (converted := self._convert(line)) is not None:
+                self._stream.write(f"{converted}\n")
         return len(text)
 
     def flush(self) -> None:
@@ -61,7 +61,19 @@ class JsonLines(TextIOBase):
         return self._stream.fileno()
 
 
-def _to_json(line: str) -> str:
+class JsonLines(Lines):
+    """A stream that writes an object per line: lines that hold one as they are, others as its message.
+
+    The driver prints what all processes write, and some of that is not written by any logger of ours.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__(stream, _to_json)
+
+
+def _to_json(line: str) -> str | None:
+    if not line.strip():
+        return None
     if line.startswith("{"):
         try:
             # Ray counts repeated lines after them.

@@ -1,3 +1,5 @@
+import io
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -32,3 +34,28 @@ def test_why_an_application_did_not_start_is_said_in_one_line(monkeypatch: pytes
     status = SimpleNamespace(applications={"default": SimpleNamespace(deployments=deployments)})
     monkeypatch.setattr(cli.serve, "status", lambda: status)
     assert cli._failures() == ["ModelError: no such model"]
+
+
+def test_what_every_shutdown_says_is_left_out_but_no_warning_nor_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = [
+        "\x1b[36m(HAProxyManager pid=7)\x1b[0m WARNING 2026-11-23 06:53:40,340 proxy 127.0.0.1 -- no HAProxy",
+        "\x1b[36m(ServeController pid=7, ip=10.0.0.2)\x1b[0m Traceback (most recent call last):",
+        "\x1b[36m(ServeReplica:default:Ingress pid=7)\x1b[0m INFO 2026-11-23 06:53:39 -- POST /v1/completions 200",
+        "\x1b[33m(raylet)\x1b[0m Task Router.generate failed. There are infinite retries remaining",
+        "",
+    ]
+    routine = [
+        "\x1b[36m(HAProxyManager pid=7)\x1b[0m INFO 2026-11-23 06:53:40,340 proxy 127.0.0.1 -- Got updated backends",
+        "(ProxyActor pid=7) INFO 2026-11-23 06:53:40,233 proxy 127.0.0.1 -- Got updated endpoints: {}.",
+        "\x1b[36m(ServeController pid=7, ip=10.0.0.2)\x1b[0m INFO 2026-11-23 06:53:42 controller 7 -- it is stopped",
+        "\x1b[33m(raylet)\x1b[0m Task ServeController.graceful_shutdown failed. There are infinite retries remaining",
+    ]
+    written = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", written)
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setattr(cli.serve, "status", lambda: SimpleNamespace(applications={}))
+    monkeypatch.setattr(cli.logger, "level", cli.logger.level)
+    cli._drain(0.0)
+    for line in (*routine, *told, *routine):
+        print(line)  # noqa: T201
+    assert written.getvalue().splitlines() == told

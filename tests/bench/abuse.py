@@ -1,15 +1,18 @@
 """Abuse: bodies that cost their sender nothing, 16 at once, and the largest valid ones; what another client notices.
 
 The other client reads a stream, and asks after `/live` ten times a second. What it notices is the longest time between
-two chunks, beside that of a quiet server, and the longest answer of `/live`. The abusers are a process of their own.
-On a machine that others use, each process of the way waits for a core as well; how long, the client sees by itself.
+two chunks, beside that of a quiet server, and the longest answer of `/live`. The abusers are a process of their own, of
+the lowest priority, because elsewhere they would not take the server's cores. On a machine that others use, each
+process of the way waits for a core as well; how long, the client sees by itself.
 """
 
 import asyncio
+import itertools
 import json
+import os
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +22,7 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
+from tests.bench.processes import cpu_seconds
 from tests.bench.with_serve import Server
 from tests.bench.workload import Workload
 
@@ -41,13 +45,15 @@ class Abuse:
     """A request that is sent again and again.
 
     Attributes:
+        body: in it, `SALT` stands for a number that is new in every request, so that nothing of its prompt is cached.
+        statuses: what it may be answered with.
         before: seconds until the answer, and the longest gap of another client, when commit 0e3fed8 got one of them.
         leaves_after_s: when the client gives up.
     """
 
     path: str
     body: bytes
-    status: int
+    statuses: tuple[int, ...]
     before: tuple[str, str] = ("-", "-")
     leaves_after_s: float | None = None
 
@@ -56,21 +62,37 @@ def _repeated(head: str, item: str, number: int, tail: str) -> bytes:
     return f"{head}{','.join([item] * number)}{tail}".encode()
 
 
+def _prompts(number: int, **fields: object) -> bytes:
+    """Return a request for prompts that leave room for one token."""
+    prompts = ["the" + " the" * (CONTEXT - 2)] * number
+    return json.dumps({"prompt": prompts, "max_tokens": 1, "cache_salt": "SALT", **fields}).encode()
+
+
+CONTEXT = 2048
+"""The bundled target's."""
 MESSAGE = json.dumps({"role": "user", "content": "a"})
 ABUSES = {
-    "a million empty prompts": Abuse("/v1/completions", _repeated('{"prompt":[', "[]", 10**6, "]}"), 400, ("49", "49")),
-    "a million tokens -1": Abuse("/detokenize", _repeated('{"tokens":[', "-1", 10**6, "]}"), 400, ("22", "22")),
+    "a million empty prompts": Abuse(
+        "/v1/completions", _repeated('{"prompt":[', "[]", 10**6, "]}"), (400,), ("49", "49")
+    ),
+    "a million tokens -1": Abuse("/detokenize", _repeated('{"tokens":[', "-1", 10**6, "]}"), (400,), ("22", "22")),
     "a million empty messages": Abuse(
-        "/v1/chat/completions", _repeated('{"messages":[', "{}", 10**6, "]}"), 400, ("14", "14")
+        "/v1/chat/completions", _repeated('{"messages":[', "{}", 10**6, "]}"), (400,), ("14", "14")
     ),
     "90,000 valid messages": Abuse(
-        "/v1/chat/completions", _repeated('{"messages":[', MESSAGE, 90_000, "]}"), 400, ("12", "26")
+        "/v1/chat/completions", _repeated('{"messages":[', MESSAGE, 90_000, "]}"), (400,), ("12", "26")
     ),
     "the same to /tokenize, left": Abuse(
-        "/tokenize", _repeated('{"messages":[', MESSAGE, 90_000, "]}"), 400, ("-", "11.5"), leaves_after_s=1.2
+        "/tokenize", _repeated('{"messages":[', MESSAGE, 90_000, "]}"), (400,), ("-", "11.5"), leaves_after_s=1.2
     ),
-    "1,000 valid messages": Abuse("/tokenize", _repeated('{"messages":[', MESSAGE, 1000, "]}"), 200),
+    "1,000 valid messages": Abuse("/tokenize", _repeated('{"messages":[', MESSAGE, 1000, "]}"), (200,)),
+    "a prompt of all the context": Abuse("/v1/completions", _prompts(1), (200, 429)),
+    "64 of them": Abuse("/v1/completions", _prompts(64), (200, 429)),
+    "64 of them, echoed 4 times": Abuse("/v1/completions", _prompts(64, n=4, echo=True), (200, 429)),
+    "12, with all log probabilities": Abuse("/v1/completions", _prompts(12, echo=True, logprobs=20), (200, 429)),
 }
+HEAVY = ("a prompt of all the context", "64 of them", "64 of them, echoed 4 times", "12, with all log probabilities")
+"""What the bundled target computes for seconds, on two cores, and other targets refuse."""
 
 
 @dataclass(slots=True)
@@ -128,11 +150,13 @@ class Outcome:
     longest_answer_s: float
     quiet: Notice
     notice: Notice
+    cores: dict[str, float] = field(default_factory=dict)
+    """How many cores each process of the server was on."""
 
-    def failures(self, status: int) -> list[str]:
+    def failures(self, statuses: Iterable[int]) -> list[str]:
         """Return what the other client should not have noticed."""
         problems = []
-        if set(self.answers) - {0, status}:
+        if set(self.answers) - {0, *statuses}:
             problems.append(f"{self.name}: answers {dict(self.answers)}")
         gap_s, normal_s = max(self.notice.gaps_s), max(self.quiet.gaps_s)
         if gap_s > normal_s + MAX_EXTRA_GAP_S + STREAM_PROCESSES * self.notice.late_s:
@@ -143,39 +167,53 @@ class Outcome:
         return problems
 
 
-def outcomes(url: str, names: list[str], each_s: float) -> Iterator[Outcome]:
-    """Abuse a server in each of these ways for some seconds, and yield what came of it."""
+def outcomes(url: str, names: list[str], each_s: float, pid: int | None = None) -> Iterator[Outcome]:
+    """Abuse a server in each of these ways for some seconds, and yield what came of it.
+
+    Args:
+        pid: the process whose descendants serve, to see which of them work.
+    """
     quiet = Notice()
     asyncio.run(quiet.watch(url, QUIET_S))
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         pool.submit(len, ()).result()  # it has started
         for name in names:
+            before, started = _cpu_seconds(pid), time.perf_counter()
             abusers = pool.submit(_abuse, url, name, each_s)
             notice = Notice()
             asyncio.run(notice.watch(url, each_s))
+            after, took_s = _cpu_seconds(pid), time.perf_counter() - started
+            cores = {process: (after[process] - before[process]) / took_s for process in before}
             answers, longest_s = abusers.result()
-            yield Outcome(name, answers, longest_s, quiet, notice)
+            yield Outcome(name, answers, longest_s, quiet, notice, cores)
+
+
+def _cpu_seconds(pid: int | None) -> dict[str, float]:
+    return {} if pid is None else cpu_seconds(pid)
 
 
 def _abuse(url: str, name: str, duration_s: float) -> tuple[Counter[int], float]:
     """Send one body again and again; return how often each status came, 0 for none, and the longest wait for one."""
+    os.nice(19 - os.nice(0))
     return asyncio.run(_send_all(url, ABUSES[name], duration_s))
 
 
 async def _send_all(url: str, abuse: Abuse, duration_s: float) -> tuple[Counter[int], float]:
     answers: Counter[int] = Counter()
     longest_s = 0.0
+    salts = itertools.count(time.monotonic_ns())
     ends = time.perf_counter() + duration_s
 
     async def send(session: aiohttp.ClientSession) -> None:
         nonlocal longest_s
         headers = {"Content-Type": "application/json"}
         while time.perf_counter() < ends:
+            body = abuse.body.replace(b"SALT", str(next(salts)).encode())
             started, status = time.perf_counter(), 0
             with suppress(TimeoutError):
                 async with (
                     asyncio.timeout(abuse.leaves_after_s),
-                    session.post(abuse.path, data=abuse.body, headers=headers) as answer,
+                    session.post(abuse.path, data=body, headers=headers) as answer,
                 ):
                     await answer.read()
                     status = answer.status
@@ -191,12 +229,14 @@ def abuse(workload: Workload, console: Console) -> list[str]:
     """Measure and show the figures; return the failures."""
     server = Server(workload, {})
     try:
-        rows = list(outcomes(server.url, list(ABUSES), EACH_S))
+        rows = list(outcomes(server.url, list(ABUSES), EACH_S, server.pid))
     finally:
         server.stop()
     table = Table(title=f"{NUM_ABUSERS} at once for {EACH_S:g} s each; seconds; before: one alone, at commit 0e3fed8")
     for column in ("body", "answers", "answer before", "longest answer", "gap before", "longest gap", "/live", "core"):
         table.add_column(column)
+    processes = [name for name in rows[0].cores if name != "draft"]
+    table.add_column(f"cores: {', '.join(processes)}")
     for row in rows:
         answer_before, gap_before = ABUSES[row.name].before
         answers = ", ".join(f"{number} x {status or 'left'}" for status, number in sorted(row.answers.items()))
@@ -207,9 +247,10 @@ def abuse(workload: Workload, console: Console) -> list[str]:
             f"{gap_s:.3f}",
             f"{live_s:.3f}",
             f"{row.notice.late_s:.3f}",
+            " ".join(f"{row.cores[process]:.2f}" for process in processes),
         )
         table.add_row(row.name, answers, answer_before, *figures)
     quiet = rows[0].quiet
     table.add_row("none", "", "", "", "", f"{max(quiet.gaps_s):.3f}", f"{max(quiet.live_s):.3f}", f"{quiet.late_s:.3f}")
     console.print(table)
-    return [problem for row in rows for problem in row.failures(ABUSES[row.name].status)]
+    return [problem for row in rows for problem in row.failures(ABUSES[row.name].statuses)]

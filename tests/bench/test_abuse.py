@@ -8,7 +8,7 @@ from tests.bench.abuse import ABUSES, Notice, Outcome
 def outcome(gap_s: float, live_s: float, late_s: float = 0.0, status: int = 400) -> list[str]:
     quiet = Notice(gaps_s=[0.1], live_s=[0.01])
     notice = Notice(gaps_s=[0.0, gap_s], live_s=[live_s], late_s=late_s)
-    return Outcome("x", Counter({status: 3, 0: 1}), 1.0, quiet, notice).failures(400)
+    return Outcome("x", Counter({status: 3, 0: 1}), 1.0, quiet, notice).failures((400,))
 
 
 def test_a_gap_a_slow_answer_and_a_wrong_status_are_noticed() -> None:

@@ -91,7 +91,8 @@ class Service(HasHealth, Protocol):
 
 def make_api(service: Service, *, config: AppConfig, keys: Sequence[str]) -> FastAPI:
     """Return the HTTP application of one service."""
-    api = FastAPI(title="Paceline", redoc_url=None)
+    # No redirects from `/path/` to `/path`: their address would be made of the Host header.
+    api = FastAPI(title="Paceline", redoc_url=None, redirect_slashes=False)
     api.router.route_class = route_class(Bodies(service.bounds))
     _handle_errors(api)
 

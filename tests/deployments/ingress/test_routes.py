@@ -37,7 +37,12 @@ async def test_a_body_that_is_no_request_is_400(client: httpx.AsyncClient, conte
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/nowhere", 404), ("GET", "/v1/completions", 405), ("DELETE", "/v1/models", 405)],
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", "/v1/completions", 405),
+        ("POST", "/v1/completions/", 404),
+        ("DELETE", "/v1/models", 405),
+    ],
 )
 async def test_wrong_routes_have_the_same_shape(client: httpx.AsyncClient, method: str, path: str, status: int) -> None:
     response = await client.request(method, path)

@@ -81,6 +81,8 @@ class Limits(BaseModel):
     """Stop token ids."""
     max_logprobs: int = Field(20, ge=0, le=20)
     """Alternatives listed per token."""
+    max_prompt_logprobs: int = Field(2**19, ge=1)
+    """Log probabilities of the tokens of prompts, for all choices together: each token's, and its alternatives'."""
     max_logit_bias: int = Field(300, ge=1)
     """Tokens with a bias."""
     max_grammar_chars: int = Field(2**16, ge=1)

@@ -1,13 +1,21 @@
-"""Answer: the response to one request, as one body or as server-sent events."""
+"""Answer: the response to one request, as one body or as server-sent events.
 
+Many log probabilities, such as those of a long prompt, take a second to write. That is done on a thread, one answer at
+a time, while the event loop streams.
+"""
+
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from deployments.errors import describe
 from deployments.ingress.idle_timer import IdleTimer
+from deployments.openai.choices import Choice
 from deployments.openai.fields import ResponseModel
+from deployments.openai.logprobs import num_logprobs
 from deployments.openai.writer import Writer
 from deployments.router.generation import choice_index
 from engine.sequence import RequestOutput
@@ -19,6 +27,11 @@ KEEP_ALIVE_S = 10.0
 """How long a stream may be silent: load balancers close connections that are, after 15 to 60 s."""
 KEEP_ALIVE = ": keep-alive\n\n"
 """A comment, which clients ignore."""
+MANY_LOGPROBS = 2048
+"""More of them take longer than a few milliseconds to write."""
+
+T = TypeVar("T")
+_writing = ThreadPoolExecutor(1, "long answers")
 
 
 class Outputs(Protocol):
@@ -53,7 +66,7 @@ class Answer:
         while outputs := await self._next():
             for output in outputs:
                 self._writer.choices[choice_index(output.request_id)].append(output)
-        return self._writer.whole().to_json()
+        return await _run(self._body, is_long=_has_many_logprobs(self._writer.choices))
 
     async def start(self) -> None:
         """Wait for the first tokens, but no longer than `KEEP_ALIVE_S`.
@@ -72,7 +85,7 @@ class Answer:
             while outputs is None or outputs:
                 if outputs is None:
                     yield KEEP_ALIVE
-                elif text := "".join(map(writer.frame, self._chunks(outputs))):
+                elif text := await _run(self._frames, outputs, is_long=_has_many_logprobs(outputs)):
                     yield text
                 outputs = await self._idle.wait(self._next())
             for event in writer.closing():
@@ -93,6 +106,12 @@ class Answer:
         outputs = await self._outputs.next()
         return list(map(_without_token, outputs)) if self._hides_token else outputs
 
+    def _body(self) -> str:
+        return self._writer.whole().to_json()
+
+    def _frames(self, outputs: list[RequestOutput]) -> str:
+        return "".join(map(self._writer.frame, self._chunks(outputs)))
+
     def _chunks(self, outputs: list[RequestOutput]) -> Iterator[ResponseModel]:
         """Add outputs to their choices; return the events, choice by choice."""
         by_choice: dict[int, list[RequestOutput]] = {}
@@ -103,6 +122,17 @@ class Answer:
             for output in rounds:
                 choice.append(output)
             yield from self._writer.chunk(choice, _join(rounds))
+
+
+async def _run(function: Callable[..., T], *args: Any, is_long: bool) -> T:
+    """Call a function, on the thread if it takes long."""
+    if is_long:
+        return await asyncio.get_running_loop().run_in_executor(_writing, function, *args)
+    return function(*args)
+
+
+def _has_many_logprobs(sources: Sequence[Choice | RequestOutput]) -> bool:
+    return sum(num_logprobs(entry.logprobs) + num_logprobs(entry.prompt_logprobs) for entry in sources) > MANY_LOGPROBS
 
 
 def _without_token(output: RequestOutput) -> RequestOutput:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import ray
@@ -125,10 +126,10 @@ class Ingress:
         params = sampling_params(request, served.limits, self.config.limits)
         source = request.text_source()
         prompts = await self._prompts(request, served.limits)
-        params = within_room(params, request, prompts, served.limits)
-        return await self._answer(
-            request, prompts, params, served.limits, source, id_prefix="cmpl-", write=CompletionWriter
-        )
+        params = within_room(params, request, prompts, served.limits, self.config.limits)
+        decode = partial(self._encoder.decode_tokens, skip_special_tokens=True)
+        write = partial(CompletionWriter, echoes=[await decode(prompt) for prompt in prompts if request.echo])
+        return await self._answer(request, prompts, params, served.limits, source, id_prefix="cmpl-", write=write)
 
     async def chat(self, request: ChatCompletionRequest) -> Answer:
         """Return the answer to a chat completion request.
@@ -171,7 +172,7 @@ class Ingress:
             object="model",
             created=self._started,
             owned_by="paceline",
-            root=self.config.pair.target.path,
+            root=Path(self.config.pair.target.path).name,  # where it lies is the operator's affair
             max_model_len=(await self._describe()).limits.max_model_len,
         )
 
@@ -257,7 +258,7 @@ class Ingress:
         max_ids = room if request.truncate_prompt_tokens is None else None
         prompt = await self._encoder.encode_chat(request.messages, room, rendering, max_ids=max_ids)
         prompt = truncated(prompt, request, model)
-        params = within_room(params, request, [prompt], model)
+        params = within_room(params, request, [prompt], model, self.config.limits)
         return await self._answer(request, [prompt], params, model, source, id_prefix=id_prefix, write=write)
 
     async def _answer(

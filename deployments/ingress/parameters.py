@@ -66,12 +66,19 @@ def within_room(
     request: CompletionRequest | ChatCompletionRequest,
     prompts: Sequence[Sequence[int]],
     model: ModelLimits,
+    limits: Limits,
 ) -> SamplingParams:
     """Return the parameters with as many tokens as fit after the prompts.
 
     Raises:
         PromptTooLongError: fewer fit than the request asks for.
+        RequestError: the prompts' log probabilities would be too many to keep and to send.
     """
+    if params.prompt_logprobs is not None:
+        count, most = sum(map(len, prompts)) * params.n * (params.prompt_logprobs + 1), limits.max_prompt_logprobs
+        if count > most:
+            field = _prompt_field(request)
+            raise RequestError(f"{field} would have {count:,} log probabilities, at most {most:,} are allowed", field)
     # Scoring a prompt takes a pass that generates one token; the Answer hides it.
     return replace(params, max_tokens=max(1, _max_tokens(request, prompts, model)))
 
@@ -230,6 +237,10 @@ def _max_tokens_of(request: CompletionRequest | ChatCompletionRequest) -> tuple[
     return request.max_completion_tokens, "max_completion_tokens"
 
 
+def _prompt_field(request: CompletionRequest | ChatCompletionRequest) -> str:
+    return "prompt" if isinstance(request, CompletionRequest) else "messages"
+
+
 def _max_tokens(
     request: CompletionRequest | ChatCompletionRequest,
     prompts: Sequence[Sequence[int]],
@@ -237,7 +248,7 @@ def _max_tokens(
 ) -> int:
     longest = max(len(prompt) for prompt in prompts)
     room = model.max_model_len - longest
-    field = "prompt" if isinstance(request, CompletionRequest) else "messages"
+    field = _prompt_field(request)
     if room < 1:
         raise PromptTooLongError(
             f"{field} has {longest:,} tokens, the model takes {model.max_model_len:,} with the text to come", field

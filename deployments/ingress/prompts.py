@@ -33,6 +33,8 @@ class PromptEncoder:
         self._template = ChatTemplate(tokenizer) if tokenizer.chat_template is not None else None
         self.tool_form = form_of(tokenizer.chat_template)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
+        self._special_ids = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self._token_texts = _TokenTexts(tokenizer)
 
     async def encode(
         self, text: str, max_model_len: int, *, adds_special_tokens: bool = True, max_ids: int | None = None
@@ -91,8 +93,10 @@ class PromptEncoder:
         segments = await self._lanes.run(_render, self._template, *conversation, is_long=True)
         return [*before, *await self._encode_pieces(segments, max_ids, "messages"), *after]
 
-    async def decode_tokens(self, token_ids: Sequence[int]) -> str:
+    async def decode_tokens(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids, of which there may be many."""
+        if skip_special_tokens:  # before they are cut: the bytes around such a token may be one character
+            token_ids = [token_id for token_id in token_ids if token_id not in self._special_ids]
         is_long = len(token_ids) > PIECE_IDS
         pieces = self._pieces.of_ids(token_ids)
         return "".join([await self._lanes.run(_decode, piece, is_long=is_long) for piece in pieces])
@@ -105,14 +109,9 @@ class PromptEncoder:
             texts += await self._lanes.run(_decode_each, piece, is_long=len(token_ids) > PIECE_IDS)
         return texts
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of a few token ids, at once."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
-
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each of a few tokens alone, at once."""
-        return _decode_each(self._tokenizer, token_ids)
+        """Return the text of each token alone, at once; on any thread."""
+        return [self._token_texts[token_id] for token_id in token_ids]
 
     async def _encode_pieces(self, segments: Iterable[Segment], max_ids: int | None, field: str) -> list[int]:
         ids: list[int] = []
@@ -140,6 +139,18 @@ class PromptEncoder:
             raise PromptTooLongError(
                 f"{field} has {num_chars:,} characters; {max_model_len:,} tokens hold at most {most:,}", field
             )
+
+
+class _TokenTexts(dict[int, str]):
+    """The text of each token, made when it is first asked for: log probabilities ask for hundreds in a round."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str:
+        text: str = self._tokenizer.decode([token_id])
+        self[token_id] = text
+        return text
 
 
 def _num_other_chars(messages: Sequence[ChatMessage]) -> int:

@@ -1,5 +1,6 @@
 """/v1/completions: its request, its body and chunks, and their writer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -64,9 +65,10 @@ class Completion(ResponseModel):
 
 @dataclass(slots=True)
 class CompletionWriter(Writer):
-    """Writes text completions."""
+    """Writes text completions; `echoes` are the texts of the prompts, if the client wants them."""
 
     request: CompletionRequest
+    echoes: Sequence[str] = ()
 
     @property
     def _is_scored(self) -> bool:
@@ -129,7 +131,7 @@ class CompletionWriter(Writer):
         ]
 
     def _prompt_text(self, choice: Choice) -> str:
-        return self.decoder.decode(choice.prompt_token_ids, skip_special_tokens=True)
+        return self.echoes[choice.index // self.n]
 
     def _choice(
         self,

@@ -54,6 +54,11 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 """For each token of a prompt, in vLLM's form: null for the first, then by token id its own and the likeliest ones'."""
 
 
+def num_logprobs(positions: Sequence[TokenLogprobs] | None) -> int:
+    """Return how many log probabilities there are at some positions, which all have as many alternatives."""
+    return len(positions) * (1 + len(positions[0].top_ids)) if positions else 0
+
+
 def prompt_logprobs_field(request: GenerationRequest, choice: Choice, decoder: Decoder) -> dict[str, PromptLogprobs]:
     """Return the field with the log probabilities of a prompt's tokens, if the client asked for it."""
     num_alternatives = request.prompt_logprobs

@@ -16,10 +16,6 @@ from engine.sequence import RequestOutput
 class Decoder(Protocol):
     """Turns token ids into text."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids."""
-        ...
-
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token alone."""
         ...

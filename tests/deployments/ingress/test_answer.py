@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ from deployments.config import AppConfig
 from deployments.errors import KINDS
 from deployments.ingress import answer as answer_module
 from deployments.ingress.answer import KEEP_ALIVE, Answer
+from deployments.ingress.prompts import PromptEncoder
 from deployments.openai.choices import Choice
 from engine.errors import ModelError, QueueFullError, TargetError
 from engine.sequence import FinishReason, RequestOutput
@@ -45,6 +48,38 @@ async def test_fewer_chunks_have_the_same_content(
         async with make_client(app) as client:
             contents.append(content_of(await client.post(path, json=body)))
     assert contents[1].pop("num_events") < contents[0].pop("num_events")
+    assert contents[0] == contents[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": ["abc", "de"], "n": 2, "logprobs": 2, "echo": True}),
+        ("/v1/completions", {"prompt": "abc", "prompt_logprobs": 2, "stream": False}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "logprobs": True}),
+    ],
+)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_many_log_probabilities_are_written_on_a_thread(
+    client: httpx.AsyncClient, path: str, fields: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[str] = set()
+    token_texts = PromptEncoder.token_texts
+
+    def traced(encoder: PromptEncoder, token_ids: list[int]) -> list[str]:
+        threads.add(threading.current_thread().name)
+        return token_texts(encoder, token_ids)
+
+    monkeypatch.setattr(PromptEncoder, "token_texts", traced)
+    body = {"temperature": 0, "seed": 1, "max_tokens": 4, "ignore_eos": True, "stream": stream, **fields}
+    contents = []
+    for most, thread in ((10**6, "MainThread"), (0, "long answers_0")):
+        threads.clear()
+        monkeypatch.setattr(answer_module, "MANY_LOGPROBS", most)
+        response = await client.post(path, json=body)
+        assert response.status_code == 200
+        assert threads == {thread}
+        contents.append(re.sub(r'"(id|created)":[^,]*', "", response.text))
     assert contents[0] == contents[1]
 
 

@@ -6,15 +6,21 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.config import Limits
+from deployments.config import AppConfig, Limits
 from deployments.ingress.parameters import sampling_params
 from deployments.ingress.prompts import PromptEncoder
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.openai.completions import CompletionRequest
 from deployments.router.generation import ModelLimits
 from engine.errors import RequestError
+from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import GREEDY, complete
+
+CONTENT: Any = {
+    "/v1/completions": {"prompt": "abcdef"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+}
 
 
 async def test_every_field_reaches_the_engine(client: httpx.AsyncClient, routers: LocalRouters) -> None:
@@ -42,6 +48,23 @@ async def test_every_field_reaches_the_engine(client: httpx.AsyncClient, routers
     params = routers.last.params
     assert {name: getattr(params, name) for name in fields} == fields
     assert (params.logit_bias, params.num_speculative_tokens, routers.last.cache_salt) == ({5: 2.5}, 3, "s")
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")])
+async def test_the_log_probabilities_of_all_prompts_together_have_a_limit(
+    config: AppConfig, routers: LocalRouters, path: str, field: str
+) -> None:
+    async with make_client(await make_app(config, routers)) as client:
+        tokens = (await client.post("/tokenize", json=CONTENT[path])).json()["count"]
+    limits = Limits(max_prompt_logprobs=2 * 3 * tokens)
+    async with make_client(await make_app(config.model_copy(update={"limits": limits}), routers)) as client:
+        for n, count, status in ((2, 2, 200), (3, 2, 400), (2, 3, 400), (8, None, 200)):
+            body = {**CONTENT[path], "n": n, "max_tokens": 1, "prompt_logprobs": count}
+            response = await client.post(path, json=body)
+            assert response.status_code == status, response.text
+            if status == 400:
+                assert response.json()["error"]["param"] == field
+                assert f"at most {6 * tokens} are allowed" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,13 @@ async def test_echo_puts_the_prompt_first(client: httpx.AsyncClient) -> None:
     assert chunks[0]["choices"][0]["text"] == "abc"
 
 
+async def test_every_choice_of_every_prompt_has_its_own_echo(client: httpx.AsyncClient) -> None:
+    for prompts in (["abc", "de", "a</s>b"], [[64, 65], [256, 66]]):
+        body = await complete(client, prompt=prompts, n=2, echo=True, max_tokens=1)
+        texts = [choice["text"][:-1] for choice in body["choices"]]
+        assert texts == (["abc"] * 2 + ["de"] * 2 + ["a</s>b"] * 2 if len(prompts) == 3 else ["ab"] * 2 + ["c"] * 2)
+
+
 async def test_logprobs_name_every_token(client: httpx.AsyncClient) -> None:
     logprobs = (await complete(client, logprobs=2))["choices"][0]["logprobs"]
     assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == len(logprobs["top_logprobs"]) == 8

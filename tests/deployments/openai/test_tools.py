@@ -78,7 +78,7 @@ async def test_a_conversation_with_calls_is_rendered_as_the_template_wants(tmp_p
     tools = [Tool.model_validate(tool) for tool in TOOLS]
     conversation = TypeAdapter(list[ChatMessage]).validate_python(messages)
     ids = await encoder.encode_chat(conversation, 4096, Rendering(tools=tools))
-    text = encoder.decode(ids)
+    text = await encoder.decode_tokens(ids)
     assert '"name": "weather"' in text
     assert '<tool_call>\n{"name": "clock", "arguments": {"a": [1]}}\n</tool_call><|end|>' in text
     assert "<|start|>tool\n12 </s><|end|>" in text

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
@@ -79,7 +78,13 @@ async def test_many_log_probabilities_are_written_on_a_thread(
         response = await client.post(path, json=body)
         assert response.status_code == 200
         assert threads == {thread}
-        contents.append(re.sub(r'"(id|created)":[^,]*', "", response.text))
+        if stream and fields.get("stream", True):
+            content = content_of(response)
+            content.pop("num_events")
+        else:
+            content = {name: response.json()[name] for name in ("choices", "usage")}
+            content["usage"].pop("prompt_tokens_details")  # the second request finds cached tokens
+        contents.append(content)
     assert contents[0] == contents[1]
 
 

@@ -2,6 +2,18 @@
 
 | mutant | caught by |
 |---|---|
+| attention: a decoder's tokens see the encoder's | test_greedy_text_is_that_of_transformers |
+| attention: distances are one too long | test_greedy_text_is_that_of_transformers |
+| attention: cross-attention sees the decoder's tokens | test_greedy_text_is_that_of_transformers |
+| batch: padding attends to nothing | test_batch.py, test_an_encoders_input_is_taken_out_of_its_row_... |
+| sequence: an input is cut at the budget | test_requests_that_take_turns_in_little_memory_... |
+| engine: prefixes are shared | test_requests_that_take_turns_in_little_memory_... |
+| engine: the text continues the prompt's | test_a_pair_writes_what_generate_writes |
+| engine: the first token of the text needs no room | test_limits_of_prompts_and_texts_are_named |
+| protocols: the first token counts as one of the prompt's | test_usage_counts_the_encoders_tokens_... |
+| logits: penalties count the encoder's input | test_penalties_count_the_text_and_not_the_prompt |
+| drafter: later draft tokens see the encoder's | test_greedy_text_is_that_of_transformers |
+| drafter: an input is cut at its budget | test_inputs_that_do_not_fit_into_one_pass_of_the_draft_... |
 """
 
 from collections import Counter
@@ -9,19 +21,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import AutoModelForSeq2SeqLM, LlamaConfig, PreTrainedTokenizerFast, T5Config
+from transformers import AutoModelForSeq2SeqLM, LlamaConfig, T5Config
 
 from engine import LLM, SamplingParams
-from engine.config import ModelConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model import ModelDrafter
 from engine.errors import ModelError, ModelMismatchError, PromptTooLongError, RequestError
 from engine.execution.registry import load_backend
+from engine.llm import run_in_process
+from engine.protocols import ProposeRow, Request
 from tests.engine.laws import p_value, shaped_law
 from tests.engine.running import make_engine, run, run_outputs, step
 from tests.engine.tiny import SIZES, T5_SIZES, save
+from tests.engine.tokenizers import word_tokenizer
 from tests.fakes import ConstantDrafter, ForgetfulDrafter
 
 LENGTHS = (1, 3, 8, 15, 16, 17, 30, 5)
@@ -176,6 +190,19 @@ def test_two_tokens_have_the_targets_joint_law(verification, tmp_path, module):
     assert p_value(counts, law) > 1e-5
 
 
+def test_inputs_that_do_not_fit_into_one_pass_of_the_draft_are_encoded_in_several(target):
+    config = EngineConfig(num_blocks=100, block_size=4, max_num_batched_tokens=20)
+    params = SamplingParams(temperature=0.0)
+    requests = [
+        Request(str(len(prompt)), [*prompt, 0, 5, 9], len(prompt) + 1, params, encoder_length=len(prompt))
+        for prompt in prompts()[2:6]
+    ]
+    rows = [ProposeRow(request, 4) for request in requests]
+    together = run_in_process(ModelDrafter(target, config).propose(rows))
+    alone = [run_in_process(ModelDrafter(target, config).propose([row])) for row in rows]
+    assert [[draft] for draft in together] == alone
+
+
 def test_usage_counts_the_encoders_tokens_and_nothing_is_shared(target, draft):
     engine = engine_of("none", target, draft)
     prompt = prompts()[6]
@@ -209,21 +236,6 @@ def test_limits_of_prompts_and_texts_are_named(target, draft, module):
 # --- LLM ------------------------------------------------------------------------------------------------------------
 
 
-def word_tokenizer():
-    """64 tokens, of which a text's words are marked at their beginning; an end is added to every text, as for T5."""
-    pieces = [
-        "<pad>",
-        "</s>",
-        *(f"{mark}{letter}{digit}" for mark in ("▁", "") for letter in "abcdef" for digit in "12345"),
-    ]
-    backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in [*pieces, "▁", "x"]], unk_id=63))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace()
-    backend.decoder = decoders.Metaspace()
-    backend.add_special_tokens(["<pad>", "</s>"])
-    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
-
-
 @pytest.fixture(scope="module")
 def pair(target_path, draft_path):
     for path in (target_path, draft_path):
@@ -246,6 +258,8 @@ def test_a_pair_writes_what_generate_writes(k, pair, module):
     assert [result.outputs[0].text for result in results] == expected
     assert [result.prompt_token_ids for result in results] == ids
     assert (llm.stats.num_draft_tokens > 0) == (k > 0)
+    marked = SamplingParams(temperature=0.0, max_tokens=2, logit_bias={2: 100.0})
+    assert llm.generate(texts[0], marked)[0].outputs[0].text == "a1 a1", "a text begins without the mark of a word"
 
 
 def test_what_does_not_fit_an_encoder_decoder_is_refused_at_start(pair, tmp_path):

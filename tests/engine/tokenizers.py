@@ -1,6 +1,6 @@
 """Tokenizers small enough to know every token by heart."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from engine.config import ModelConfig
@@ -28,6 +28,21 @@ def letter_tokenizer() -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["</s>"])
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """64 tokens, of which a text's words are marked at their beginning; an end is added to every text, as for T5."""
+    pieces = [
+        "<pad>",
+        "</s>",
+        *(f"{mark}{letter}{digit}" for mark in ("▁", "") for letter in "abcdef" for digit in "12345"),
+    ]
+    backend = Tokenizer(models.Unigram([(piece, -1.0) for piece in [*pieces, "▁", "x"]], unk_id=63))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    backend.add_special_tokens(["<pad>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
 
 
 def saved(tokenizer: PreTrainedTokenizerFast, path: object) -> ModelConfig:

@@ -1,0 +1,70 @@
+"""T5 over links, with itself as its draft: what the Router sends is all that workers need."""
+
+import pytest
+import torch
+from transformers import AutoModelForSeq2SeqLM, T5Config
+
+from cluster.remote import RemoteDrafter, RemoteVerifier
+from cluster.workers.responder import DraftResponder, TargetResponder
+from engine.config import EngineConfig, ModelConfig
+from engine.drafting.model import ModelDrafter
+from engine.engine import Engine
+from engine.errors import TargetError
+from engine.execution.registry import load_backend
+from engine.sampling.params import SamplingParams
+from engine.verification.verifier import ModelVerifier
+from tests.cluster.fakes import FakeLink
+from tests.engine.tiny import T5_SIZES, save
+
+CONFIG = EngineConfig(num_blocks=200, block_size=4, num_speculative_tokens=4, speculation="fixed")
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save(T5Config(**T5_SIZES), tmp_path_factory.mktemp("target"), seed=1, factor=3.0)
+
+
+@pytest.mark.parametrize("loses_target", [False, True])
+async def test_a_served_pair_writes_transformers_text(loses_target, path):
+    """The target is also lost in mid-text, and its successor starts with no keys and values and no prefixes."""
+    target = load_backend(ModelConfig(path, dtype="float32", device="cpu"))
+    drafter, verifier = RemoteDrafter(vocab_size=64, timeout_s=60), RemoteVerifier(vocab_size=64, timeout_s=60)
+    drafter.connect(FakeLink(DraftResponder(ModelDrafter(target, CONFIG), capacity=8, version=1).answer))
+
+    def start_target():
+        responder = TargetResponder(ModelVerifier(target, CONFIG), rank=0, capacity=8, version=1)
+        verifier.connect([FakeLink(responder.answer)])
+
+    start_target()
+    engine = Engine(
+        CONFIG,
+        drafter=drafter,
+        verifier=verifier,
+        num_blocks=201,
+        vocab_size=64,
+        max_model_len=target.info.max_model_len,
+        eos_token_ids=target.info.eos_token_ids,
+        decoder_start_id=target.info.decoder_start_id,
+    )
+    prompts = {"a": [5, 9, 30, 1], "b": list(range(2, 33)), "c": [40, 1]}
+    for name, prompt in prompts.items():
+        engine.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
+    texts = {name: [] for name in prompts}
+    rounds = 0
+    while engine.has_work:
+        rounds += 1
+        if loses_target and rounds == 4:
+            verifier.disconnect("it was killed")
+        try:
+            outputs = await engine.step()
+        except TargetError:
+            start_target()
+            engine.reset()
+            continue
+        for output in outputs:
+            texts[output.request_id] += output.token_ids
+    module = AutoModelForSeq2SeqLM.from_pretrained(path, dtype=torch.float32).eval()
+    for name, prompt in prompts.items():
+        settings = {"max_new_tokens": 30, "eos_token_id": None, "do_sample": False, "use_cache": False}
+        assert texts[name] == module.generate(torch.tensor([prompt]), **settings)[0, 1:].tolist()
+    assert engine.stats.num_accepted_tokens > 0.9 * engine.stats.num_draft_tokens > 0

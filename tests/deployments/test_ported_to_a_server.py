@@ -439,7 +439,9 @@ OTHERWISE_HERE: list[tuple[str, Callable[[httpx.Client], httpx.Response], int, s
 ]
 
 
-@pytest.mark.parametrize(("original", "ask", "status", "reason"), OTHERWISE_HERE, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(
+    ("original", "ask", "status", "reason"), OTHERWISE_HERE, ids=[row[0][:60] for row in OTHERWISE_HERE]
+)
 def test_what_others_do_otherwise(
     http: httpx.Client, original: str, ask: Callable[[httpx.Client], httpx.Response], status: int, reason: str
 ) -> None:

@@ -1,25 +1,42 @@
 // Products of float32 rows and 8-bit or 4-bit weights with scales, in panels; see quantized_weights.py and panels.h.
 //
-// Weights are converted to float32 and scaled, kWideDepth inputs at a time, and then multiplied by all rows.
+// Weights are converted to float32 and scaled, kWideDepth inputs at a time, and then multiplied by all rows. They are
+// converted register by register, because torch's flags keep the compiler from vectorizing loops.
 
 #include "panels.h"
 
 namespace {
 
+// Load as many integers as a register has numbers.
+Words load_integers(const int8_t* integers) {
+#if defined(CPU_CAPABILITY_AVX2) || defined(CPU_CAPABILITY_AVX512)
+  return at::vec::convert_to_int32<int8_t>(integers);
+#else
+  int32_t wide[kLanes];
+  std::copy_n(integers, kLanes, wide);
+  return Words::loadu(wide);
+#endif
+}
+
+// Set the weights of one register's outputs: integers times their scales.
+void scale_register(const Words& integers, const float* scales, float* wide) {
+  (at::vec::convert_to_fp_of_same_size<float>(integers) * Vec::loadu(scales)).store(wide);
+}
+
 // Set the weights of one input: of every output an integer times its scale.
 void scale(const int8_t* integers, const float* scales, float* wide) {
-  for (int64_t i = 0; i < kPanel; ++i) {
-    wide[i] = static_cast<float>(integers[i]) * scales[i];
+  for (int64_t i = 0; i < kPanel; i += kLanes) {
+    scale_register(load_integers(integers + i), scales + i, wide + i);
   }
 }
 
 // The same of 4-bit integers. The lower half of byte i is output i, the upper half output i + kPanel / 2.
 void scale(const uint8_t* bytes, const float* scales, float* wide) {
-  for (int64_t i = 0; i < kPanel / 2; ++i) {
-    const int32_t byte = static_cast<int8_t>(bytes[i]);
-    const int32_t lower = static_cast<int32_t>(static_cast<uint32_t>(byte) << 28) >> 28;
-    wide[i] = static_cast<float>(lower) * scales[i];
-    wide[i + kPanel / 2] = static_cast<float>(byte >> 4) * scales[i + kPanel / 2];
+  constexpr int64_t half = kPanel / 2;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const Words pairs = load_integers(reinterpret_cast<const int8_t*>(bytes) + i);
+    scale_register((pairs << Words(28)) >> Words(28), scales + i, wide + i);
+    scale_register(pairs >> Words(4), scales + half + i, wide + half + i);
   }
 }
 

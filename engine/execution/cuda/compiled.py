@@ -56,7 +56,10 @@ class OperatorContext:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend, in the context of the current pass; see `AttentionContext.attend`."""
-        output: Tensor = torch.ops.paceline.attend_in_context(query, key, value, layer, *params)
+        window, scaling, softcap, sinks, bias, is_cross = params
+        assert bias is None, "encoder-decoders run eagerly"
+        assert not is_cross, "encoder-decoders run eagerly"
+        output: Tensor = torch.ops.paceline.attend_in_context(query, key, value, layer, window, scaling, softcap, sinks)
         return output
 
 

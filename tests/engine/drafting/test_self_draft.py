@@ -4,6 +4,19 @@ Mutants, and the test that failed for each when it was tried:
 
 | mutant | caught by |
 |---|---|
+| verifier: the tip's keys and values are not written again | test_three_tokens_have_the_targets_joint_law |
+| verifier: those of the last draft token are not | test_text_is_the_targets_own |
+| rejection: the target's probabilities taken as the draft's | test_three_tokens_have_the_targets_joint_law |
+| drafter: draft rows are not sent | test_three_tokens_have_the_targets_joint_law |
+| drafter: noise of the next position | test_three_tokens_have_the_targets_joint_law |
+| drafter: another row's draft | test_the_draft_comes_back_with_the_verdict_and_costs_one_pass_a_token |
+| drafter: passes of the whole model | test_the_draft_comes_back_with_the_verdict_and_costs_one_pass_a_token |
+| drafter: no all_reduce | test_a_rank_that_does_not_decide_computes_the_tokens_that_the_first_rank_drew |
+| drafter: all ranks add tokens | test_a_rank_that_does_not_decide_computes_the_tokens_that_the_first_rank_drew |
+| one token fewer, or a single one not drafted | test_every_draft_has_the_length_that_was_asked_for_and_is_counted |
+| one token more | test_text_is_the_targets_own |
+| engine: counts the empty draft, or verifier: the verdict has none | test_three_tokens_have_the_targets_joint_law |
+| thinned model: a layer's index one too low | test_text_is_the_targets_own |
 """
 
 from collections import Counter
@@ -174,6 +187,15 @@ def test_the_draft_comes_back_with_the_verdict_and_costs_one_pass_a_token():
 
 def greedy(count):
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_every_draft_has_the_length_that_was_asked_for_and_is_counted(length):
+    """Four rounds, of drafts that are accepted whole, follow that of the prompt."""
+    engine = make_engine(model_of(1), **SELF, num_speculative_tokens=length, block_size=4)
+    run(engine, [(PROMPT, greedy(1 + 4 * (length + 1)))])
+    stats = engine.stats
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (4, 4 * length, 4 * length)
 
 
 def test_without_a_deferred_draft_nothing_is_drafted():

@@ -4,6 +4,7 @@
 |---|---|
 | mask: the draft's path is ignored, or no rollback after it | test_text_does_not_depend_on_the_draft |
 | drafter: no grammar | test_a_target_that_drafts_for_itself_is_always_right |
+| drafting=self: no grammar | test_text_does_not_depend_on_what_the_targets_first_layer_drafts |
 | verifier: no grammar | test_text_does_not_depend_on_the_draft |
 | engine: the matcher of an ended request is kept | test_nothing_is_kept_of_requests_that_ended |
 """

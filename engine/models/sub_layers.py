@@ -19,6 +19,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.drafting.skip_list import layer_of
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM
+from engine.models.quantized_linear import QuantizedLinear
 from engine.models.registry import read_config
 
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
@@ -182,4 +183,8 @@ def _replaced(module: nn.Module, changes: dict[str, nn.Module]) -> nn.Module:
 
 
 def _num_weights(module: nn.Module) -> int:
-    return sum(tensor.numel() for tensor in (*module.parameters(), *module.buffers()))
+    """Return how many weights a module has, quantised ones included, and their scales not."""
+    quantized = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
+    biases = [layer.bias for layer in quantized if layer.bias is not None]
+    num_integers = sum(layer.out_features * layer.in_features for layer in quantized)
+    return num_integers + sum(tensor.numel() for tensor in (*module.parameters(), *biases))

@@ -19,6 +19,7 @@ from engine.models.causal_lm import Shard
 from engine.models.footprint import footprint
 from engine.models.loader import load_model
 from engine.models.quantized_linear import QuantizedLinear, pack_nibbles
+from engine.models.sub_layers import thin
 from engine.sampling.params import SamplingParams
 from tests.engine.running import make_engine, run
 from tests.engine.tiny import HEADS, SIZES, save
@@ -91,6 +92,24 @@ def test_the_text_is_that_of_the_model_that_transformers_quantises(name, path, d
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("settings", [{"self_draft_layers": 1}, {"self_draft_skip": ("attention.0", "mlp.1")}])
+def test_a_quantised_target_drafts_for_itself_and_its_text_stays(settings, name, path):
+    backend = load(path, name)
+    params = [SamplingParams(temperature=i % 2 * 0.8, seed=i, max_tokens=24, ignore_eos=True) for i in range(8)]
+    requests = [(PROMPT[i:], one) for i, one in enumerate(params)]
+    plain = run(make_engine(backend, num_speculative_tokens=0), requests)
+    engine = make_engine(backend, drafting="self", num_speculative_tokens=4, **settings)
+    assert run(engine, requests) == plain
+    assert engine.stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_the_weights_of_a_thinned_model_are_counted_as_those_of_one_that_is_not_quantised(name, path):
+    first = [thin(load(path, quantization).model, ["attention.1", "mlp.1"]).model for quantization in ("none", name)]
+    assert first[0].info.num_parameters == first[1].info.num_parameters
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
 def test_integers_and_scales_are_torchaos(name, path):
     module = load_model(ModelConfig(path, quantization=name), device=torch.device("cpu"), dtype=torch.float32).module
     for index, layer in enumerate(quantised_reference(path, name).model.layers):
@@ -145,6 +164,12 @@ def test_encoder_decoders_are_refused(tmp_path):
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="is t5, whose weights are not served quantised"):
         load(tmp_path, "int8")
+    quantised = ModelConfig(str(tmp_path), quantization="int8")
+    with pytest.raises(ModelError, match="is t5, whose weights are not served quantised"):
+        footprint(quantised, EngineConfig(), dtype=torch.float32, bytes_per_weight=4)
+    mark(tmp_path, quant_method="torchao")
+    with pytest.raises(ModelError, match="is t5, whose weights are not served quantised"):
+        load(tmp_path)
 
 
 def test_a_package_that_is_missing_is_named(path, monkeypatch):

@@ -16,6 +16,7 @@ from deployments.request_id import current_request_id
 from engine.errors import (
     CapacityError,
     ConfigError,
+    DrafterError,
     ModelError,
     ModelMismatchError,
     PacelineError,
@@ -68,6 +69,7 @@ KINDS: Mapping[type[Exception], ErrorKind] = {
     ConfigError: INTERNAL,
     ModelError: INTERNAL,
     ModelMismatchError: INTERNAL,
+    DrafterError: INTERNAL,
     TargetError: _UNAVAILABLE,
     TimeoutError: ErrorKind(408, "timeout_error", "deadline_exceeded"),
     BackPressureError: ErrorKind(429, "rate_limit_error", "queue_full", "the queue is full"),

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 import engine.drafting.model as drafting
+import engine.drafting.token_drawer as drawing
 import engine.verification.verifier as verifying
 from engine.detokenizer import Detokenizer
 from engine.llm import LLM
@@ -85,9 +86,9 @@ def served(workload: Workload, console: Console) -> None:
 def _wrap_modules(spans: Spans) -> None:
     """Time the functions that the models' owners call; before loading, since some are bound then."""
     spans.wrap(drafting, "build", "draft: build inputs")
-    spans.wrap(drafting, "next_tokens", "draft: build inputs")
+    spans.wrap(drawing, "next_tokens", "draft: build inputs")
     for name in ("plan_draws", "shape", "draw", "noised"):
-        spans.wrap(drafting, name, "draft: sampling and noise")
+        spans.wrap(drawing, name, "draft: sampling and noise")
     spans.wrap(verifying, "build", "verify: build inputs")
     spans.wrap(verifying, "plan_draws", "verify: sampling, noise, rule")
     for rule in RULES.values():

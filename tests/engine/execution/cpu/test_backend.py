@@ -181,8 +181,8 @@ def test_what_was_never_compiled_is_compiled_in_the_background(empty_cache, targ
     backend = load(target_path, compile="auto")
     with caplog.at_level(logging.INFO):
         backend.warm_up()
-    ((config, dtype, ready),) = empty_cache
-    assert (config.path, dtype) == (target_path, "float32")
+    ((config, dtype, ready, skipped),) = empty_cache
+    assert (config.path, dtype, skipped) == (target_path, "float32", ())
     assert "compiling in the background, eager until then (0 of 3 parts in the cache)" in caplog.text
     assert not backend.is_compiled
     fill(backend)

@@ -7,6 +7,7 @@ code only and uses the loaded model's weights.
 
 import contextlib
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 PIECE_LENGTH = 128
 """Prompts are computed in pieces of this many tokens, whose activations fit into the CPU's cache."""
+_OPENING = threading.Lock()
+"""Held while TMPDIR, which belongs to the whole process, names another folder."""
 _NOISE_TOLERANCE = 1e-4
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -146,8 +149,8 @@ def _removing_temporary_files() -> Iterator[None]:
     The loader removes them when it is destroyed, but workers are killed: each one would leave megabytes behind.
     """
     variable = "TMPDIR"
-    before = os.environ.get(variable)
-    with scratch_folder() as folder:
+    with _OPENING, scratch_folder() as folder:
+        before = os.environ.get(variable)
         os.environ[variable] = folder
         try:
             yield

@@ -1,6 +1,7 @@
 """Compiled passes: the same logits and caches as the eager ones, whole and in pieces."""
 
 import os
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from engine.execution.cpu.compiled import (
     PIECE_LENGTH,
     CompiledForward,
     CompileError,
+    _removing_temporary_files,
     can_run,
     example,
     load_noise,
@@ -60,6 +62,33 @@ def test_a_loaded_package_leaves_no_temporary_files(tmp_path, monkeypatch):
     compilation.compile_once(compilation.noise_path(), compilation.compile_noise)
     load_noise(compilation.noise_path())
     assert [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")] == []
+    assert os.environ["TMPDIR"] == str(tmp_path)
+
+
+def test_packages_that_are_opened_at_once_leave_the_folder_of_temporary_files_as_it_was(tmp_path, monkeypatch):
+    """Opening one changes it for the whole process: with two at once, one would leave that of the other."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    is_open, may_close, folders = threading.Event(), threading.Event(), []
+
+    def open_first():
+        with _removing_temporary_files():
+            is_open.set()
+            assert may_close.wait(30)
+
+    def open_second():
+        with _removing_temporary_files():
+            folders.append(os.environ["TMPDIR"])
+
+    threads = [threading.Thread(target=target, daemon=True) for target in (open_first, open_second)]
+    threads[0].start()
+    assert is_open.wait(30)
+    threads[1].start()
+    threads[1].join(0.1)
+    assert not folders
+    may_close.set()
+    for thread in threads:
+        thread.join(30)
+    assert len(folders) == 1
     assert os.environ["TMPDIR"] == str(tmp_path)
 
 

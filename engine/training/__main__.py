@@ -1,4 +1,4 @@
-"""The command line: `python -m engine.training pretrain|distill|evaluate`."""
+"""The command line: `python -m engine.training pretrain|distill|evaluate|choose-layers`."""
 
 import argparse
 import shutil
@@ -9,6 +9,7 @@ from rich.console import Console
 
 from engine.errors import PacelineError
 from engine.training import evaluate as evaluation
+from engine.training.choose_layers import SearchOptions, choose_layers
 from engine.training.distill import DistillOptions, distill
 from engine.training.errors import TrainingError
 from engine.training.loop import Plan
@@ -20,7 +21,13 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m engine.training", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, add in (("pretrain", _add_pretrain), ("distill", _add_distill), ("evaluate", _add_evaluate)):
+    adders = {
+        "pretrain": _add_pretrain,
+        "distill": _add_distill,
+        "evaluate": _add_evaluate,
+        "choose-layers": _add_choose_layers,
+    }
+    for name, add in adders.items():
         add(commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter))
     arguments = parser.parse_args(argv)
     console = Console(stderr=True)
@@ -112,6 +119,41 @@ def _run_evaluate(arguments: argparse.Namespace, console: Console) -> bool:
     evaluation.draw_chart(measured, arguments.png)
     if arguments.json:
         evaluation.write_json(measured, arguments.k, arguments.json)
+    return False
+
+
+def _add_choose_layers(parser: argparse.ArgumentParser) -> None:
+    defaults = SearchOptions()
+    parser.add_argument("--target", type=Path, default=evaluation.BUNDLED_TARGET, help="the target's directory")
+    parser.add_argument("--prompts", type=Path, default=evaluation.BUNDLED_PROMPTS, help="text or JSON lines")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file; trials are kept beside it, and resumed")
+    parser.add_argument("--trials", type=_at_least_one, default=defaults.num_trials, help="earlier ones included")
+    parser.add_argument("--k", type=_at_least_one, default=defaults.max_draft_tokens, help="draft tokens at most")
+    parser.add_argument("--tokens", type=_at_least_one, default=defaults.num_tokens, help="to continue each prompt by")
+    parser.add_argument("--temperature", type=float, default=defaults.temperature)
+    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.set_defaults(run=_run_choose_layers)
+
+
+def _at_least_one(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+def _run_choose_layers(arguments: argparse.Namespace, console: Console) -> bool:
+    options = SearchOptions(
+        num_trials=arguments.trials,
+        max_draft_tokens=arguments.k,
+        num_tokens=arguments.tokens,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+    )
+    prompts = evaluation.read_prompts(arguments.prompts)
+    choice = choose_layers(arguments.target, prompts, arguments.output, options, console)
+    speedup, k = choice.gain.speedup, choice.gain.num_speculative_tokens
+    text = f"drafting=self self_draft_skip=@{arguments.output} num_speculative_tokens={k}"
+    Console(soft_wrap=True).print(f"{text}  # expected speed-up {speedup:.2f}", highlight=False)
     return False
 
 

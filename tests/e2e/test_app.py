@@ -62,19 +62,20 @@ def pair(tmp_path_factory):
 @pytest.fixture(scope="module")
 def url(pair):
     with serve_on_ray(2, serve_environment(AppConfig())) as url:
-        serve.run(
-            app(
-                AppConfig(
-                    target_model=pair[0],
-                    draft_model=pair[1],
-                    served_model_name="tiny",
-                    dtype="float32",
-                    compile="off",
-                    speculation="fixed",
-                )
-            )
-        )
+        serve.run(app(config_of(pair)))
         yield url
+
+
+def config_of(pair, **changes):
+    settings = {
+        "target_model": pair[0],
+        "draft_model": pair[1],
+        "served_model_name": "tiny",
+        "dtype": "float32",
+        "compile": "off",
+        "speculation": "fixed",
+    }
+    return AppConfig(**(settings | changes))
 
 
 @pytest.fixture(scope="module")
@@ -256,3 +257,34 @@ def test_salts_share_no_cached_tokens(client):
 
     in_full_blocks = (4 * len(PROMPT) - 1) // 16 * 16
     assert [cached(salt) for salt in ("a", "b", "a", "c", "b")] == [0, 0, in_full_blocks, 0, in_full_blocks]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"drafting": "suffix", "draft_model": "none"},
+        {"drafting": "self", "self_draft_layers": 1, "draft_model": "none"},
+        {"drafting": "tree", "num_speculative_tokens": 6},
+    ],
+    ids=["suffix, without a draft model", "self", "tree"],
+)
+def test_other_ways_to_draft_stream_the_text_of_plain_decoding(client, url, pair, expected, changes):
+    """Last in this file: the application that the other tests share is deployed anew."""
+    serve.run(app(config_of(pair, **changes)))
+    deadline = time.monotonic() + 60
+    while httpx.get(f"{url}/ready").status_code != 200:
+        assert time.monotonic() < deadline
+    for temperature in (0.0, 0.8):
+        reference = expected(temperature=temperature, seed=5, max_tokens=60, ignore_eos=True)
+        chunks = client.completions.create(
+            model="tiny",
+            prompt=PROMPT,
+            max_tokens=60,
+            temperature=temperature,
+            seed=5,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        assert "".join(chunk.choices[0].text for chunk in chunks) == reference
+    assert gauge(url, "spec_decode_num_draft_tokens_total") > 0

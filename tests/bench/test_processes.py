@@ -46,8 +46,11 @@ def test_who_has_ended_is_left_alone() -> None:
 
 
 def test_cpu_time_is_that_of_the_whole_tree_by_title() -> None:
-    busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
-    program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}, 'ray::Rou' + 'ter.generate'])"
+    busy = "import time\nwhile time.process_time() < 0.3: pass\n"
+    router = busy + "print(flush=True)\ninput()"
+    program = (
+        f"{busy}import subprocess, sys\nsubprocess.run([sys.executable, '-c', {router!r}, 'ray::Rou' + 'ter.generate'])"
+    )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:  # type: ignore[call-overload]
         assert process.stdout.readline() == b"\n"
@@ -55,5 +58,5 @@ def test_cpu_time_is_that_of_the_whole_tree_by_title() -> None:
         process.communicate(b"\n")
     assert list(seconds) == list(NAMES)
     assert 0.28 <= seconds["Router"] < 2
-    assert 0 < seconds["Ray"] < 2
+    assert 0.28 <= seconds["Ray"] < 2
     assert seconds["target"] == 0

@@ -37,7 +37,7 @@ from typing import get_args
 
 from rich.console import Console
 
-from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, Drafting, Verification
+from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, Drafting, Dtype, Verification
 from tests.bench import cluster_tables, simulate
 from tests.bench.abuse import abuse
 from tests.bench.arrivals import CONVERSATIONS
@@ -62,6 +62,7 @@ from tests.bench.workload import NUM_TOKENS, Workload, read_prompts
 
 METHODS = tuple(name for name in get_args(Drafting) if name not in ("auto", "none"))
 RULES = get_args(Verification)
+DTYPES = get_args(Dtype)
 METHOD_TOKENS = 48
 ADAPTIVE_METHODS = ("model", "model+suffix")
 ADAPTIVE_HELP = "methods: those that also choose their draft lengths themselves"
@@ -141,6 +142,7 @@ def _run(options: argparse.Namespace, workload: Workload, console: Console) -> l
             minutes=options.minutes,
             large=options.large,
             self_draft_layers=options.self_draft_layers,
+            peer_dtype=options.peer_dtype or options.dtype,
         )
         measured = replace(workload, num_turns=options.turns, num_tokens=options.num_tokens or METHOD_TOKENS)
         methods(measured, selection, console, json=options.json, png=options.png)
@@ -204,7 +206,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="a transformers directory")
     parser.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="a transformers directory")
     parser.add_argument("--compile", choices=("auto", "off"), default="auto", help="before anything is measured")
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads in process")
     parser.add_argument("--num-tokens", type=int, help="tokens per prompt (128; paced: 256; methods: 48)")
@@ -220,6 +222,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--domains", nargs="+", default=[], help="methods: these domains of text (default: all)")
     parser.add_argument("--adaptive", nargs="*", choices=METHODS, default=ADAPTIVE_METHODS, help=ADAPTIVE_HELP)
     parser.add_argument("--self-draft-layers", type=int, default=4, help="methods: of drafting=self")
+    parser.add_argument("--peer-dtype", choices=DTYPES, help="methods: of transformers, if it is faster in another one")
     parser.add_argument("--minutes", type=float, default=30.0, help="methods: begin no cell that would end later")
     parser.add_argument("--parts", nargs="+", type=Path, help="methods: only show these JSON files together")
     parser.add_argument(

@@ -20,7 +20,7 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from engine.config import ModelConfig
+from engine.config import Dtype, ModelConfig
 from engine.models.tokenizer import load_tokenizer
 from tests.bench import method_tables
 from tests.bench.compare import conditions
@@ -48,6 +48,7 @@ class Selection:
         minutes: no cell is begun that is unlikely to end before.
         large: the large target takes the place of the workload's.
         self_draft_layers: layers that a target which drafts for itself takes.
+        peer_dtype: the number format in which transformers computes.
     """
 
     methods: Sequence[str]
@@ -60,6 +61,7 @@ class Selection:
     minutes: float = 30.0
     large: bool = False
     self_draft_layers: int = 4
+    peer_dtype: Dtype = "auto"
 
 
 def methods(
@@ -86,6 +88,7 @@ def methods(
         console.print(DESCRIPTION, highlight=False)
     show(measurement.cells, console)
     console.print(method_tables.costs(measurement.first_tokens, *pair.weight_bytes))
+    console.print(f"transformers computes in {selection.peer_dtype}", highlight=False)
     console.print(conditions(workload), highlight=False)
     if measurement.left_out:
         console.print(f"no time for {', '.join(measurement.left_out)}: --minutes {selection.minutes:g}", style="red")
@@ -123,7 +126,7 @@ class _Measurement:
         self._workload = workload
         self._selection = selection
         self._pair = pair
-        self._lookup = TransformersLookup(workload)
+        self._lookup = TransformersLookup(replace(workload, dtype=selection.peer_dtype))
         self._started = time.monotonic()
         self._longest_s: dict[int, float] = {}
 

@@ -116,7 +116,7 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
         # Besides the workers, the Router and the Ingress compute in every round.
         is_apart = num_cores > num_models if num_models else not shares_gpu(config, bundles)
     run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_apart)
-    run_ahead = run_ahead and config.has_draft_worker and config.method.runs_ahead
+    run_ahead = run_ahead and config.has_draft_worker and config.method.can_run_ahead(config.engine)
     draft_cores = int(run_ahead and draft_on_cpu)
     target_cores = max(1, (num_cores - draft_cores) // config.tensor_parallel_size)
     target, draft = config.target, config.draft

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.config import ModelInfo
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
 from engine.execution.attention import KVShape, KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch
@@ -226,7 +227,7 @@ class ForgetfulDrafter:
 class InterruptedDrafter:
     """Lets a drafter run ahead for some passes after each proposal: none, a few, or as many as there are."""
 
-    def __init__(self, drafter: RunAheadDrafter, seed: int = 0) -> None:
+    def __init__(self, drafter: RunAheadDrafter | RunAheadTreeDrafter, seed: int = 0) -> None:
         self.drafter = drafter
         self.random = random.Random(seed)
 

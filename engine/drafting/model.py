@@ -101,6 +101,13 @@ class ModelDrafter(TokenDrawer):
         prefix.block_ids += blocks
         return True
 
+    def _trim(self, request_id: str, length: int) -> None:
+        """Free a request's blocks beyond `length` tokens."""
+        prefix = self._prefixes[request_id]
+        kept = self._pool.blocks_for(length)
+        self._pool.free(prefix.block_ids[kept:])
+        del prefix.block_ids[kept:]
+
     def _draft(self, rows: Sequence[ProposeRow], chains: Sequence[Chain]) -> None:
         """Draw until every row's chain has `num_draft_tokens` tokens; at least one is missing in each."""
         requests = [row.request for row in rows]

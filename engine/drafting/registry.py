@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from engine.execution.backend import Backend
     from engine.sampling.grammar import Grammars
 
+_CHAIN_RULES = ("coupled", "rejection", "block")
+
 Process = Literal["router", "draft", "target"]
 """Where a method runs in a speculation group: with the committed tokens, in a draft worker, or with the target."""
 
@@ -54,8 +56,8 @@ class Method:
         in_front: returns what the engine calls in place of the drafter, which may be in another process; None if the
             engine calls the drafter itself.
         drafts_trees: drafts may be trees, not only chains.
-        runs_ahead: in a draft worker, it can draft for verdicts that it does not know yet.
         rules: the verification rules that its drafts can be verified by.
+        runs_ahead: those of them for which, in a draft worker, it can draft for verdicts that it does not know yet.
         chain_rules: those of them for which its trees are independent chains from the tip.
         make_in_target: of a method that runs in the target, returns the drafter that the verifier calls there, given
             the target's backend and its KV cache; what `make` returns then leaves every draft to it.
@@ -67,10 +69,14 @@ class Method:
     loads_model: bool = False
     in_front: Callable[[EngineConfig, Drafter], Drafter] | None = None
     drafts_trees: bool = False
-    runs_ahead: bool = False
-    rules: Collection[str] = ("coupled", "rejection", "block")
+    rules: Collection[str] = _CHAIN_RULES
+    runs_ahead: Collection[str] = ()
     chain_rules: Collection[str] = ()
     make_in_target: "Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter] | None" = None
+
+    def can_run_ahead(self, config: EngineConfig) -> bool:
+        """Return whether the method can draft for verdicts that it does not know yet, for a configuration's rule."""
+        return config.verification in self.runs_ahead
 
     def drafter_of_engine(self, config: EngineConfig, drafter: Drafter) -> Drafter:
         """Return what the engine calls for this method, given the drafter that `make` made, or a link to it."""
@@ -106,12 +112,17 @@ def _with_copies(config: EngineConfig, drafter: Drafter) -> Drafter:
 
 
 def _tree_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
+    from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
     from engine.drafting.sampled_tree import SampledTreeDrafter
     from engine.drafting.tree import TreeDrafter
     from engine.verification.rule import RULES
 
     assert draft is not None
-    drafter_class = SampledTreeDrafter if RULES[config.verification].needs_draft_rows else TreeDrafter
+    drafter_class: type[TreeDrafter | SampledTreeDrafter]
+    if RULES[config.verification].needs_draft_rows:
+        drafter_class = SampledTreeDrafter
+    else:
+        drafter_class = RunAheadTreeDrafter if draft.run_ahead else TreeDrafter
     return drafter_class(draft.backend, config, token_limit=draft.token_limit, grammars=draft.grammars)
 
 
@@ -129,19 +140,20 @@ def _self_drafter(
 
 METHODS: Mapping[str, Method] = {
     "none": Method("router", _no_drafter, proposes=False),
-    "model": Method("draft", _model_drafter, loads_model=True, runs_ahead=True),
+    "model": Method("draft", _model_drafter, loads_model=True, runs_ahead=_CHAIN_RULES),
     "tree": Method(
         "draft",
         _tree_drafter,
         loads_model=True,
         drafts_trees=True,
         rules=("coupled", "rejection", "k_sequential"),
+        runs_ahead=("coupled",),
         chain_rules=("k_sequential",),
     ),
     "self": Method("target", _deferring_drafter, make_in_target=_self_drafter),
     "ngram": Method("router", _ngram_drafter),
     "suffix": Method("router", _suffix_drafter),
-    "model+suffix": Method("draft", _model_drafter, loads_model=True, runs_ahead=True, in_front=_with_copies),
+    "model+suffix": Method("draft", _model_drafter, loads_model=True, runs_ahead=_CHAIN_RULES, in_front=_with_copies),
 }
 
 
@@ -202,15 +214,16 @@ def _check_layers(config: EngineConfig) -> None:
 
 
 def check_run_ahead(config: EngineConfig, run_ahead: str, *, has_draft_model: bool) -> None:
-    """Refuse `run_ahead` "on" for a method that cannot draft for verdicts that it does not know yet.
+    """Refuse `run_ahead` "on" where a method cannot draft for verdicts that it does not know yet.
 
     Raises:
-        ConfigError: the message names both settings.
+        ConfigError: the message names all three settings.
     """
     method = choose_method(config, has_draft_model=has_draft_model)
-    if run_ahead == "on" and method.proposes and not method.runs_ahead:
+    if run_ahead == "on" and method.proposes and not method.can_run_ahead(config):
         raise ConfigError(
-            f"run_ahead is on, but drafting is {config.drafting!r}, which drafts only after the verdict is known"
+            f"run_ahead is on, but drafting is {config.drafting!r} and verification {config.verification!r}: "
+            "then drafts are made only after the verdict is known"
         )
 
 

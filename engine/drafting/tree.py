@@ -9,7 +9,7 @@ nodes are moved to their places when the next proposal brings the committed toke
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from engine.config import EngineConfig
 from engine.drafting.best_first import BestFirstTree
 from engine.drafting.cached_prefix import CachedPrefix, Text
+from engine.drafting.chain import Drawn
 from engine.drafting.model import ModelDrafter, finish
 from engine.drafting.nodes import TIP, WIDTH, Tree
 from engine.drafting.run_ahead.foresight import NUM_CANDIDATES
@@ -28,7 +29,7 @@ from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request
 from engine.sampling.grammar import Grammars
 from engine.sampling.logits import Run
 
-_COMPUTED_PER_NODE = 4
+COMPUTED_PER_NODE = 4
 """Nodes that may be computed for each node of a draft."""
 
 T = TypeVar("T", bound=Tree)
@@ -47,9 +48,9 @@ class Growth(NamedTuple, Generic[T]):
         return [[self.tree.nodes[step].token_id for step in self.tree.path(node)] for node in self.level]
 
     @property
-    def depth(self) -> int:
-        """How many draft tokens there are between the committed tip and what is drawn next."""
-        return 0 if self.level == [TIP] else self.tree.nodes[self.level[0]].depth
+    def depths(self) -> list[int]:
+        """Per node of the level, how many draft tokens there are between the committed tip and what is drawn next."""
+        return [0 if node == TIP else self.tree.nodes[node].depth for node in self.level]
 
 
 class AnyTreeDrafter(ModelDrafter, ABC, Generic[T]):
@@ -104,69 +105,101 @@ class AnyTreeDrafter(ModelDrafter, ABC, Generic[T]):
         if request.request_id not in self._sent:
             return
         base, tree = self._sent.pop(request.request_id)
-        prefix, node = self._prefixes[request.request_id], TIP
-        sources: list[int] = []
+        path = self._follow(request, base, tree)
+        prefix = self._prefixes[request.request_id]
+        prefix.token_ids += request.token_ids[base : base + len(path)]
+        sources, targets = self._moves(prefix, base, [tree.order(node) for node in path])
+        if sources:
+            self._kv.move(sources, targets)
+
+    def _follow(self, request: Request, base: int, tree: T) -> list[int]:
+        """Return the computed nodes of a tree that were committed, and learn from the committed tokens.
+
+        Args:
+            base: how many tokens were committed when the tree was planted.
+        """
+        path: list[int] = []
         for token in request.token_ids[base:]:
+            node = path[-1] if path else TIP
             self._learn(request, tree, node, token)
             child = tree.child(node, token)
             if child is None or tree.nodes[child].order is None:
                 break
-            sources.append(base + tree.order(child))
-            prefix.token_ids.append(token)
-            node = child
-        targets = list(range(base, base + len(sources)))
-        if sources != targets:
-            self._kv.move(*([self._kv.slot(prefix.block_ids, place) for place in row] for row in (sources, targets)))
+            path.append(child)
+        return path
+
+    def _moves(self, prefix: CachedPrefix, base: int, orders: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return the slots from and to which entries must move, so that those of these nodes follow `base` in turn.
+
+        Args:
+            orders: as which of its tree's nodes each was computed.
+        """
+        pairs = [(base + order, base + place) for place, order in enumerate(orders) if order != place]
+        sources, targets = ([self._kv.slot(prefix.block_ids, pair[end]) for pair in pairs] for end in (0, 1))
+        return sources, targets
 
     def _grow(self, rows: Sequence[ProposeRow]) -> list[T]:
         """Return a tree of at most `num_draft_tokens` nodes per row, after computing as many levels as they have."""
-        prefixes = [self._prefixes[row.request.request_id] for row in rows]
-        texts = [Text(row.request.token_ids, []) for row in rows]
-        batch = finish(self._catch_up(texts, prefixes))
-        for text, prefix in zip(texts, prefixes, strict=True):
-            prefix.token_ids += text.part(len(prefix.token_ids), text.length)
         trees = [self._plant(row.request, row.num_draft_tokens) for row in rows]
         growths = [Growth(row.request, tree, [TIP]) for row, tree in zip(rows, trees, strict=True)]
-        while True:
+        batch = finish(self._reach_tips(growths))
+        while growths:
             self._branch_out(batch, growths)
             levels = [tree.next_level() for tree in trees]
             growths = [Growth(row.request, tree, level) for row, tree, level in zip(rows, trees, levels, strict=True)]
             growths = [growth for growth in growths if growth.level]
-            if not growths:
-                return trees
-            batch = self._batch(growths)
+            if growths:
+                batch = self._batch(growths)
+        return trees
+
+    def _reach_tips(self, growths: Sequence[Growth[T]]) -> Generator[None, None, ForwardBatch]:
+        """Compute what is missing of the committed tokens, but the last ones, yielding after every pass.
+
+        Returns:
+            The pass that remains, which computes the tips; it must be the next one that is run.
+        """
+        prefixes = [self._prefixes[growth.request.request_id] for growth in growths]
+        texts = [Text(growth.request.token_ids, []) for growth in growths]
+        batch = yield from self._catch_up(texts, prefixes)
+        for text, prefix in zip(texts, prefixes, strict=True):
+            prefix.token_ids += text.part(len(prefix.token_ids), text.length)
+        return batch
 
     def _runs_of(self, growths: Sequence[Growth[T]]) -> list[Run]:
         """Return a run per request, with a row per node of its level."""
-        depths = [[growth.depth] * len(growth.level) for growth in growths]
-        return self._runs([growth.request for growth in growths], depths, lambda: [growth.paths for growth in growths])
+        requests = [growth.request for growth in growths]
+        depths = [growth.depths for growth in growths]
+        return self._runs(requests, depths, lambda: [growth.paths for growth in growths])
 
     def _batch(self, growths: Sequence[Growth[T]]) -> ForwardBatch:
         """Return the pass that computes a level: a node attends to the committed tokens, its path and itself."""
         prefixes: list[CachedPrefix] = [self._prefixes[growth.request.request_id] for growth in growths]
         length = max(len(growth.level) for growth in growths)
-        depth, blocks = growths[0].depth, max(len(prefix.block_ids) for prefix in prefixes)
-        tokens, places, extra, tables, bases = [], [], [], [], []
+        deepest = max(depth for growth in growths for depth in growth.depths)
+        width = max(len(prefix.block_ids) for prefix in prefixes)
+        tokens, positions, places, extra, tables, bases = [], [], [], [], [], []
         indices: list[int] = []
-        for row, (prefix, (request, tree, level)) in enumerate(zip(prefixes, growths, strict=True)):
+        for row, (prefix, growth) in enumerate(zip(prefixes, growths, strict=True)):
+            request, tree, level = growth
             base, padding = len(request.token_ids), length - len(level)
             bases.append(base)
             tokens += [tree.nodes[node].token_id for node in level] + [0] * padding
+            positions.append([base + depth - 1 for depth in growth.depths] + [0] * padding)
             places.append([base + tree.order(node) for node in level] + [-1] * padding)
-            extra.append([[base + tree.order(step) for step in tree.path(node)] for node in level])
-            extra[-1] += [[0] * depth] * padding
-            tables.append(prefix.block_ids + [0] * (blocks - len(prefix.block_ids)))
+            paths = [[base + tree.order(step) for step in tree.path(node)] for node in level] + [[]] * padding
+            # Place 0 is committed, so every node attends to it in any case.
+            extra.append([path + [0] * (deepest - len(path)) for path in paths])
+            tables.append(prefix.block_ids + [0] * (width - len(prefix.block_ids)))
             indices += range(row * length, row * length + len(level))
         device = self._kv.input_device
-        limits = torch.tensor(bases, device=device).unsqueeze(-1).repeat(1, length)
         group = Group(
             start=0,
             rows=len(growths),
             length=length,
             blocks=torch.tensor(tables, device=device),
-            positions=limits + depth - 1,
+            positions=torch.tensor(positions, device=device),
             places=torch.tensor(places, device=device),
-            limits=limits,
+            limits=torch.tensor(bases, device=device).unsqueeze(-1).repeat(1, length),
             extra=torch.tensor(extra, device=device),
         )
         return ForwardBatch(
@@ -196,19 +229,30 @@ class TreeDrafter(AnyTreeDrafter[BestFirstTree]):
         self._confidence = {is_greedy: Confidence() for is_greedy in (False, True)}
 
     def _plant(self, request: Request, num_nodes: int) -> BestFirstTree:
-        prefix, length = self._prefixes[request.request_id], len(request.token_ids)
+        tree = BestFirstTree(num_nodes, end_ids=self._end_ids(request))
         # Many nodes turn out not to be among the best after they were computed.
-        num_places = _COMPUTED_PER_NODE * num_nodes
+        self._reserve(request, tree, COMPUTED_PER_NODE * num_nodes)
+        return tree
+
+    def _reserve(self, request: Request, tree: BestFirstTree, num_places: int) -> None:
+        """Let up to `num_places` nodes of a tree be computed, as far as there are free blocks for them."""
+        prefix, length = self._prefixes[request.request_id], len(request.token_ids)
         missing = self._pool.blocks_for(length + num_places) - len(prefix.block_ids)
         prefix.block_ids += self._pool.allocate(max(missing, 0)) or []
-        num_places = min(num_places, len(prefix.block_ids) * self._kv.block_size - length)
-        return BestFirstTree(num_nodes, num_places, self._end_ids(request))
+        tree.num_places = min(num_places, len(prefix.block_ids) * self._kv.block_size - length)
 
     def _branch_out(self, batch: ForwardBatch, growths: Sequence[Growth[BestFirstTree]]) -> None:
+        self._add_children(growths, self._launch(batch, growths))
+
+    def _launch(self, batch: ForwardBatch, growths: Sequence[Growth[BestFirstTree]]) -> Drawn:
+        """Launch the pass that computes a level."""
         params = [growth.request.params for growth in growths for _ in growth.level]
-        positions = [len(growth.request.token_ids) + growth.depth for growth in growths for _ in growth.level]
+        positions = [len(growth.request.token_ids) + depth for growth in growths for depth in growth.depths]
         (draws,) = self._plan(params, positions, 1)
-        drawn = self._pass(batch, draws, lambda: self._runs_of(growths))
+        return self._pass(batch, draws, lambda: self._runs_of(growths))
+
+    def _add_children(self, growths: Sequence[Growth[BestFirstTree]], drawn: Drawn) -> None:
+        """Wait for a pass that was launched, and add the children of the level that it computed."""
         self.backend.wait()
         assert drawn.ranking is not None
         scores, ids = (iter(tensor.tolist()) for tensor in drawn.ranking.top(NUM_CANDIDATES))

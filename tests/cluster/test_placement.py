@@ -203,6 +203,12 @@ def test_the_draft_runs_ahead_where_it_takes_nothing_from_the_target(size, num_g
     assert settle(replace(config, draft=None), bundles, num_cores=num_cores).run_ahead == "off"
 
 
+@pytest.mark.parametrize(("verification", "expected"), [("coupled", "on"), ("rejection", "off")])
+def test_trees_run_ahead_where_draft_and_target_share_their_noise(verification, expected):
+    config = replace(AUTO, engine=EngineConfig(drafting="tree", verification=verification))
+    assert settle(config, placement_bundles(config, num_gpus=0), num_cores=8).run_ahead == expected
+
+
 @pytest.mark.parametrize(
     ("run_ahead", "size", "expected"), [("on", 2, (1, 3)), ("off", 2, (1, 4)), ("on", 1, (1, 7)), ("off", 1, (1, 8))]
 )

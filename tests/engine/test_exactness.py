@@ -41,6 +41,7 @@ from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model import ModelDrafter
 from engine.drafting.registry import METHODS, DraftModel
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
 from engine.protocols import NO_DRAFT, NoDrafter
 from engine.sampling import noise
 from engine.sampling.logits import Run, gumbel_rows
@@ -112,6 +113,10 @@ DRAFTERS = {
     "suffixes": lambda *_: lambda _: SuffixDrafter(),
     "trees by the target itself": lambda target, _: lambda config: tree.TreeDrafter(target, config),
     "trees by a random draft": lambda _, draft: lambda config: ForgetfulDrafter(tree.TreeDrafter(draft, config)),
+    "trees that grow on": lambda target, _: lambda config: InterruptedDrafter(RunAheadTreeDrafter(target, config)),
+    "trees that grow on, by a random draft": lambda _, draft: (
+        lambda config: ForgetfulDrafter(InterruptedDrafter(RunAheadTreeDrafter(draft, config)))
+    ),
 }
 
 
@@ -242,8 +247,10 @@ DRAFTS = {
     ),
     "ahead": lambda config: InterruptedDrafter(RunAheadDrafter(UNLIKE, config)),
     "trees": lambda config: CuttingDrafter(METHODS["tree"].make(config, DraftModel(UNLIKE, 5))),
+    "trees ahead": lambda config: InterruptedDrafter(RunAheadTreeDrafter(UNLIKE, config)),
 }
 RULES_OF = {draft: METHODS["tree" if draft == "trees" else "model"].rules for draft in DRAFTS}
+RULES_OF["trees ahead"] = METHODS["tree"].runs_ahead
 SOME = ("plain", "penalties")
 """Laws for the pairs of which each half is tried with all of them in another pair."""
 VERIFIED = [

@@ -27,6 +27,7 @@ import torch
 from engine.drafting.model import ModelDrafter
 from engine.drafting.registry import METHODS, DraftModel
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
 from engine.sampling.params import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.grammars import GRAMMARS, matches
@@ -61,6 +62,9 @@ DRAFTERS = {
 TREES = {
     "always wrong": lambda *_: lambda _: ConstantDrafter(0),
     "trees": lambda *_: lambda _: TreeDrafter(range(1, VOCAB)),
+    "a tree that grows on": lambda target, _, grammars: (
+        lambda config: InterruptedDrafter(RunAheadTreeDrafter(target, config, grammars=grammars))
+    ),
 }
 """Drafts without probabilities, which the rejection rule has no use for."""
 

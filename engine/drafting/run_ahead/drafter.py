@@ -24,11 +24,11 @@ from engine.drafting.chain import Chain, Ranking
 from engine.drafting.model import ModelDrafter
 from engine.drafting.run_ahead.branches import Branches, Trunk
 from engine.drafting.run_ahead.foresight import NUM_CANDIDATES, Foresight
-from engine.drafting.run_ahead.pace import WIDTHS, Pace
+from engine.drafting.run_ahead.pace import WIDTHS
+from engine.drafting.run_ahead.passes import PassesAhead
 from engine.execution.backend import Backend
 from engine.protocols import Draft, ProposeRow
 from engine.sampling.grammar import Grammars
-from engine.stats import RunAheadStats
 from engine.verification.rule import RULES
 
 _MAX_SCORES_BYTES = 1 << 28
@@ -52,7 +52,7 @@ class _Outcome:
     chains: list[Chain]
 
 
-class RunAheadDrafter(ModelDrafter):
+class RunAheadDrafter(PassesAhead, ModelDrafter):
     """A ModelDrafter that prepares the next drafts in `advance`; without calls of it, it drafts as its base does."""
 
     def __init__(
@@ -65,45 +65,15 @@ class RunAheadDrafter(ModelDrafter):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Make the draft's KV cache; `clock` (seconds, from any start) measures passes and rounds."""
-        super().__init__(backend, config, token_limit=token_limit, ranks=True, grammars=grammars)
-        self.stats = RunAheadStats()
+        ModelDrafter.__init__(self, backend, config, token_limit=token_limit, ranks=True, grammars=grammars)
+        PassesAhead.__init__(self, clock)
         self._depth = max(1, config.num_speculative_tokens)
         self._foresight = Foresight(self._depth, shares_noise=RULES[config.verification].shares_noise)
         self._trunks: dict[str, Trunk] = {}
         self._branches: Branches | None = None
-        self._work: Generator[None, None, None] | None = None
         self._unsettled: _Outcome | None = None
-        self._num_passes = 0
-        self._launched: float | None = None
-        self._clock = clock
-        self._pace = Pace(clock)
         num_scores = config.max_num_seqs * WIDTHS[-1] * self._depth * self._vocab_size
         self._keeps_scores = num_scores * torch.float32.itemsize <= _MAX_SCORES_BYTES
-
-    @property
-    def has_time(self) -> bool:
-        """Whether `advance` should be called: half a pass is likely to fit before the next request."""
-        return self._unsettled is not None or self._pace.has_time
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether a pass is under way on the device; until it is over, `advance` does nothing."""
-        return self.backend.is_busy
-
-    def advance(self) -> bool:
-        """Settle the last outcome, or launch one forward pass ahead; return whether there is more to do.
-
-        At most one pass is under way, so that a verdict that nothing was prepared for waits for one pass at most.
-        """
-        if self.backend.is_busy:
-            return True
-        with torch.inference_mode():
-            self._observe_pass()
-            if self._unsettled is not None:
-                self._settle()
-            elif self._work is not None:
-                self._step()
-        return self._work is not None
 
     def release(self, request_id: str) -> None:
         """Free a request's blocks; if branches were growing for it, those of all requests are dropped."""
@@ -120,10 +90,9 @@ class RunAheadDrafter(ModelDrafter):
         self._branches = self._work = self._unsettled = None
 
     def _propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        self._launched = None
-        self._settle()
+        arrived = self._begin_proposal()
         # The outcome may be settled in a later call, and by then the requests' owner may have appended tokens.
-        outcome = self._look_up([replace(row, request=row.request.copy()) for row in rows])
+        outcome = self._look_up([replace(row, request=row.request.copy()) for row in rows], arrived)
         rows, chains = outcome.rows, outcome.chains
         if self._is_worth_waiting(rows, chains):
             able = self._take_over(outcome)
@@ -136,33 +105,35 @@ class RunAheadDrafter(ModelDrafter):
         self._pace.observe_answer()
         return [chain.draft() for chain in chains]
 
-    def _look_up(self, rows: list[ProposeRow]) -> _Outcome:
+    def _look_up(self, rows: list[ProposeRow], arrived: float) -> _Outcome:
         """Find the verdicts on the last drafts, and the drafts that are prepared for them."""
         trunks = ((self._trunks.get(row.request.request_id), row.request.token_ids) for row in rows)
         verdicts = [trunk.verdict(token_ids) if trunk else None for trunk, token_ids in trunks]
         if any(verdict is not None for verdict in verdicts):
             # Exactly one round lies between the last proposal and this one, so the time between them is a round's.
             num_grown = 0 if self._branches is None else self._branches.num_computed
-            self._pace.observe_request(num_missing=0 if self._work is None else self._depth - num_grown)
+            # One late step costs less than fewer branches would.
+            self._pace.observe_request(arrived, is_late=self._work is not None and self._depth - num_grown > 1)
         chosen: dict[int, tuple[Trunk, int]] = {}
         for i, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
             branch = "stale" if verdict is None else self._find_branch(row, verdict)
             if not isinstance(branch, str):
                 chosen[i] = branch
-                self.stats.hits += row.num_draft_tokens > 0
-            elif row.num_draft_tokens:
-                self.stats.misses[branch] = self.stats.misses.get(branch, 0) + 1
+            if row.num_draft_tokens:
+                self._count(branch if isinstance(branch, str) else None)
         chains = [Chain() for _ in rows]
+        self._count_passes(is_used=bool(chosen))
         if chosen:
             assert self._branches is not None
             self.backend.wait()
             for i, chain in zip(chosen, self._branches.chains(list(chosen.values())), strict=True):
                 chain.cut(rows[i].num_draft_tokens)
                 chains[i] = chain
-        else:
-            self.stats.num_wasted += self._num_passes
-        self._num_passes = 0
         return _Outcome(rows, verdicts, chosen, chains)
+
+    @property
+    def _is_settled(self) -> bool:
+        return self._unsettled is None
 
     @torch.inference_mode()
     def _settle(self) -> None:
@@ -199,25 +170,6 @@ class RunAheadDrafter(ModelDrafter):
         self._draft(rows, chains)
         self._pace.observe_late_steps(self._clock() - started, missing)
 
-    def _step(self) -> None:
-        """Launch one forward pass ahead."""
-        assert self._work is not None
-        started = self._clock()
-        try:
-            next(self._work)
-            self._launched = started
-            self._num_passes += 1
-            self.stats.num_forwards += 1
-        except StopIteration:
-            self._work = None
-            self._pace.observe_finish()
-
-    def _observe_pass(self) -> None:
-        """Take the time of the pass that is over, if one was launched since the last request."""
-        if self._launched is not None:
-            self._pace.observe_pass(self._clock() - self._launched)
-            self._launched = None
-
     def _ranking(self, scores: Tensor) -> Ranking:
         # Only branches whose verdict arrives need their top scores, so these are computed late if memory allows.
         ranking = Ranking(self._in_target_ids(scores))
@@ -239,13 +191,6 @@ class RunAheadDrafter(ModelDrafter):
         if verdict not in trunk.roots:
             return "token"
         return trunk, trunk.roots.index(verdict)
-
-    def _trim(self, request_id: str, length: int) -> None:
-        """Free a request's blocks beyond `length` tokens, which only branches needed."""
-        prefix = self._prefixes[request_id]
-        kept = self._pool.blocks_for(length)
-        self._pool.free(prefix.block_ids[kept:])
-        del prefix.block_ids[kept:]
 
     def _is_worth_waiting(self, rows: Sequence[ProposeRow], chains: Sequence[Chain]) -> bool:
         """Decide whether the whole batch waits until the missing tokens, if there are any, are drawn.

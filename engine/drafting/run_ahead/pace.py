@@ -12,7 +12,7 @@ class Pace:
     """Measured times of the drafter's passes and of the target's rounds, and the number of branches that fit.
 
     Attributes:
-        width: index into `WIDTHS` of the number of branches per request.
+        width: index into `WIDTHS` of the number of branches, or of nodes of a tree, that a pass computes per request.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -23,20 +23,20 @@ class Pace:
         self._gap_s: float | None = None
         self._answered = self._finished = 0.0
 
-    def observe_request(self, *, num_missing: int) -> None:
+    def observe_request(self, arrived: float, *, is_late: bool) -> None:
         """Measure the time from the last answer to this request, and adapt the width to it.
 
         Args:
-            num_missing: steps that the branches still lack. One late step costs less than fewer branches would.
+            arrived: when the request came.
+            is_late: too little was prepared by then.
         """
-        now = self._clock()
         if not self._answered:
             return
-        gap = now - self._answered
+        gap = arrived - self._answered
         if gap > _LONGEST_ROUND_S:
             return  # the drafter was idle
         self._gap_s = _smooth(self._gap_s, gap)
-        if num_missing > 1:
+        if is_late:
             self.width = max(0, self.width - 1)
         elif self._answered < self._finished < self._answered + _SLACK * gap:
             self.width = min(len(WIDTHS) - 1, self.width + 1)
@@ -46,7 +46,7 @@ class Pace:
         self._answered = self._clock()
 
     def observe_finish(self) -> None:
-        """Note that all branches are complete now."""
+        """Note that nothing more can be prepared."""
         self._finished = self._clock()
 
     @property

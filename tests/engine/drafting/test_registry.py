@@ -18,6 +18,7 @@ from engine.drafting.registry import (
     settle_drafting,
 )
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
 from engine.drafting.sampled_tree import SampledTreeDrafter
 from engine.drafting.self_draft import SelfDrafter
 from engine.drafting.tree import TreeDrafter
@@ -25,6 +26,7 @@ from engine.errors import ConfigError, ModelError, ModelMismatchError
 from engine.llm import LLM, run_in_process
 from engine.protocols import NO_DRAFT, DeferringDrafter, ProposeRow, Request, chain
 from engine.sampling.params import SamplingParams
+from engine.verification.rule import RULES
 from tests.engine.drafting.run_ahead.test_drafter import MODEL
 from tests.fakes import SelfDraftingModel
 
@@ -99,13 +101,24 @@ def test_settings_that_do_not_fit_each_other_are_refused_with_both_names(setting
         choose_method(EngineConfig(**settings), has_draft_model=True)
 
 
-def test_run_ahead_is_refused_for_a_method_that_needs_to_know_the_verdict():
-    config = EngineConfig(drafting="tree")
-    with pytest.raises(ConfigError, match="run_ahead is on, but drafting is 'tree'"):
+def test_run_ahead_is_refused_where_drafts_need_to_know_the_verdict():
+    config = EngineConfig(drafting="tree", verification="rejection")
+    with pytest.raises(ConfigError, match="run_ahead is on, but drafting is 'tree' and verification 'rejection'"):
         check_run_ahead(config, "on", has_draft_model=True)
     check_run_ahead(config, "auto", has_draft_model=True)
-    check_run_ahead(EngineConfig(), "on", has_draft_model=True)
-    check_run_ahead(EngineConfig(drafting="none"), "on", has_draft_model=True)
+    for settings in ({}, {"drafting": "none"}, {"drafting": "tree"}, {"verification": "block"}):
+        check_run_ahead(EngineConfig(**settings), "on", has_draft_model=True)
+
+
+def test_for_which_rules_a_method_runs_ahead():
+    can = {
+        (name, rule)
+        for name, method in METHODS.items()
+        for rule in RULES
+        if method.can_run_ahead(EngineConfig(verification=rule))
+    }
+    chains = {(name, rule) for name in ("model", "model+suffix") for rule in ("coupled", "rejection", "block")}
+    assert can == chains | {("tree", "coupled")}
 
 
 @pytest.mark.parametrize(
@@ -195,8 +208,17 @@ def test_a_method_that_proposes_nothing_makes_a_drafter_that_proposes_nothing():
 
 @pytest.mark.parametrize(("run_ahead", "expected"), [(False, ModelDrafter), (True, RunAheadDrafter)])
 def test_the_model_method_runs_ahead_where_somebody_calls_advance(run_ahead, expected):
-    config = EngineConfig(num_blocks=10)
-    drafter = METHODS["model"].make(config, DraftModel(MODEL, 4, run_ahead=run_ahead))
+    check_made("model", run_ahead, expected)
+
+
+@pytest.mark.parametrize(("run_ahead", "expected"), [(False, TreeDrafter), (True, RunAheadTreeDrafter)])
+def test_trees_grow_on_where_somebody_calls_advance(run_ahead, expected):
+    check_made("tree", run_ahead, expected)
+
+
+def check_made(drafting, run_ahead, expected):
+    config = EngineConfig(num_blocks=10, drafting=drafting)
+    drafter = METHODS[drafting].make(config, DraftModel(MODEL, 4, run_ahead=run_ahead))
     assert type(drafter) is expected
     row = ProposeRow(Request("a", [1, 2], 1, SamplingParams(temperature=9.0, seed=1)), 3)
     [draft] = run_in_process(drafter.propose([row]))

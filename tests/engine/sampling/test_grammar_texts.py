@@ -19,6 +19,7 @@ import torch
 
 from engine.drafting.model import ModelDrafter
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
 from engine.errors import RequestError
 from engine.llm import LLM
 from engine.sampling import grammar as grammar_module
@@ -59,6 +60,9 @@ DRAFTERS = {
         lambda config: InterruptedDrafter(RunAheadDrafter(target, config, grammars=grammars))
     ),
     "trees": lambda *_: lambda _: TreeDrafter(range(1, VOCAB)),
+    "trees that grow on": lambda target, _, grammars: (
+        lambda config: InterruptedDrafter(RunAheadTreeDrafter(target, config, grammars=grammars))
+    ),
     "forgetful": lambda target, _, grammars: (
         lambda config: ForgetfulDrafter(ModelDrafter(target, config, grammars=grammars))
     ),

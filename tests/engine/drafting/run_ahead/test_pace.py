@@ -23,7 +23,7 @@ def pace(clock):
     return Pace(clock)
 
 
-def one_round(pace, clock, *, length, finished=None, num_missing=0):
+def one_round(pace, clock, *, length, finished=None, is_late=False):
     """An answer, the end of what was prepared if there was one, and the next request after `length` seconds."""
     pace.observe_answer()
     started = clock.now
@@ -31,7 +31,7 @@ def one_round(pace, clock, *, length, finished=None, num_missing=0):
         clock.now = started + finished
         pace.observe_finish()
     clock.now = started + length
-    pace.observe_request(num_missing=num_missing)
+    pace.observe_request(clock.now, is_late=is_late)
 
 
 def test_branches_that_are_complete_early_are_followed_by_more(pace, clock):
@@ -56,25 +56,34 @@ def test_an_earlier_finish_is_none_of_this_round(pace, clock):
     assert pace.width == before
 
 
-@pytest.mark.parametrize(("num_missing", "change"), [(0, 0), (1, 0), (2, -1), (4, -1)])
-def test_branches_that_lack_more_than_one_step_are_followed_by_fewer(pace, clock, num_missing, change):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_branches_that_are_late_are_followed_by_fewer(pace, clock, is_late):
     before = pace.width
-    one_round(pace, clock, length=0.1, num_missing=num_missing)
-    assert pace.width == before + change
+    one_round(pace, clock, length=0.1, is_late=is_late)
+    assert pace.width == before - is_late
     for _ in WIDTHS:
-        one_round(pace, clock, length=0.1, num_missing=num_missing)
-    assert pace.width == (0 if change else before)
+        one_round(pace, clock, length=0.1, is_late=is_late)
+    assert pace.width == (0 if is_late else before)
+
+
+def test_a_round_ends_when_its_request_comes(pace, clock):
+    """And not when the drafter looks at it."""
+    pace.observe_answer()
+    clock.now += 0.5
+    pace.observe_request(clock.now - 0.4, is_late=False)
+    pace.observe_late_steps(0.01, 1)
+    assert pace.slowdown(1) == pytest.approx(1.1)
 
 
 def test_idle_time_is_no_round(pace, clock):
     before = pace.width
-    one_round(pace, clock, length=5.0, finished=0.01, num_missing=3)
+    one_round(pace, clock, length=5.0, finished=0.01, is_late=True)
     assert pace.width == before
     assert pace.has_time
 
 
 def test_a_request_before_any_answer_measures_nothing(pace, clock):
-    pace.observe_request(num_missing=3)
+    pace.observe_request(clock.now, is_late=True)
     pace.observe_late_steps(0.02, 2)
     assert pace.slowdown(2) == 1
 

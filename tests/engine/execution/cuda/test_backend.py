@@ -6,6 +6,7 @@ import torch
 from engine.config import ModelConfig
 from engine.drafting.model import ModelDrafter
 from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
 from engine.execution.eager import EagerBackend
 from engine.sampling.params import SamplingParams
 from tests.engine.running import make_engine, run
@@ -28,6 +29,7 @@ DRAFTERS = {
     "itself": lambda backend: lambda config: ModelDrafter(backend, config),
     "running ahead": lambda backend: lambda config: InterruptedDrafter(RunAheadDrafter(backend, config)),
     "trees": lambda _: lambda _config: TreeDrafter(range(2, 20)),
+    "trees that grow on": lambda backend: lambda config: InterruptedDrafter(RunAheadTreeDrafter(backend, config)),
 }
 
 

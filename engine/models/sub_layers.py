@@ -19,7 +19,6 @@ from engine.config import EngineConfig, ModelConfig
 from engine.drafting.skip_list import layer_of
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM
-from engine.models.quantized_linear import QuantizedLinear
 from engine.models.registry import read_config
 
 _ATTENTION = ("self_attn", "attention", "attn", "self_attention")
@@ -38,9 +37,15 @@ class SkippedAttention(nn.Module):
 class SkippedMLP(nn.Module):
     """In place of an MLP: adds nothing."""
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        """Return zeros like the hidden states."""
-        return torch.zeros_like(hidden_states)
+    def __init__(self, *, has_scores: bool) -> None:
+        """Make it; with `has_scores`, it returns a pair, as an MLP does that returns its router's scores, too."""
+        super().__init__()
+        self._has_scores = has_scores
+
+    def forward(self, hidden_states: Tensor) -> Tensor | tuple[Tensor, None]:
+        """Return zeros like the hidden states, and None for the scores if the layer expects some."""
+        nothing = torch.zeros_like(hidden_states)
+        return (nothing, None) if self._has_scores else nothing
 
 
 class Thinned(NamedTuple):
@@ -117,8 +122,9 @@ def thin(model: CausalLM, skipped: Collection[str]) -> Thinned:
             attended.append(index)
         if f"mlp.{index}" in skipped:
             name = _sub_layer(layer, _MLP)
-            changes[name] = SkippedMLP()
-            dropped.append(layer.get_submodule(name))
+            mlp = layer.get_submodule(name)
+            changes[name] = SkippedMLP(has_scores=_has_scores(mlp, model))
+            dropped.append(mlp)
         # A copy even without changes: a backend may replace a layer's `forward` by a compiled one.
         thinned.append(_replaced(layer, changes))
     config = copy.deepcopy(model.config)
@@ -160,6 +166,13 @@ def _attention(layer: nn.Module) -> tuple[str, nn.Module]:
     raise ModelError(f"{type(layer).__name__} has an attention sub-layer without a layer index")
 
 
+@torch.inference_mode()
+def _has_scores(mlp: nn.Module, model: CausalLM) -> bool:
+    """Return whether an MLP returns its router's scores, too, as that of gpt-oss does: one token shows it."""
+    size = model.config.get_text_config().hidden_size
+    return isinstance(mlp(torch.zeros(1, 1, size, dtype=model.dtype, device=model.device)), tuple)
+
+
 def _shallow(module: nn.Module) -> nn.Module:
     """Return a copy of a module whose children are the same modules, but can be replaced."""
     copied = copy.copy(module)
@@ -183,8 +196,10 @@ def _replaced(module: nn.Module, changes: dict[str, nn.Module]) -> nn.Module:
 
 
 def _num_weights(module: nn.Module) -> int:
-    """Return how many weights a module has, quantised ones included, and their scales not."""
-    quantized = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
-    biases = [layer.bias for layer in quantized if layer.bias is not None]
-    num_integers = sum(layer.out_features * layer.in_features for layer in quantized)
-    return num_integers + sum(tensor.numel() for tensor in (*module.parameters(), *biases))
+    """Return how many weights a module has, packed and quantised ones included, and their scales not."""
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "in_features")]
+    counted = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    others = [parameter for parameter in module.parameters() if id(parameter) not in counted]
+    num_products: int = sum(layer.in_features * layer.out_features for layer in layers)
+    return num_products + sum(tensor.numel() for tensor in (*biases, *others))

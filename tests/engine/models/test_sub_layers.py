@@ -7,6 +7,7 @@ from transformers import (
     Cohere2Config,
     Gemma2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     OPTConfig,
@@ -29,6 +30,9 @@ CONFIGS = {
     "gpt_neox": GPTNeoXConfig(**SIZES | {"num_hidden_layers": LAYERS, "num_key_value_heads": 4}),
     "cohere2": Cohere2Config(**SIZES | {"num_hidden_layers": LAYERS, "sliding_window": 6}),
     "mixtral": MixtralConfig(**SIZES | EXPERTS | {"num_hidden_layers": LAYERS}),
+    "gpt_oss": GptOssConfig(
+        **SIZES | HEADS | {"num_hidden_layers": LAYERS, "num_local_experts": 4, "num_experts_per_tok": 2}
+    ),
 }
 TOKENS = [5, 9, 2, 7, 30, 12, 8, 8, 3, 21]
 SKIPPED = {

@@ -271,6 +271,9 @@ def test_16_bit_weights_stay_16_bit_in_eager_passes_where_the_library_is(has_lib
     layers = [layer for layer in model.model.module.modules() if isinstance(layer, nn.Linear | PanelLinear)]
     assert {type(layer) for layer in layers} == {PanelLinear if has_library else nn.Linear}
     assert model.info.num_parameters == module.num_parameters()
+    thinned, _ = model.thin(["attention.1", "mlp.1"], model.allocate_kv(2, 16))
+    num_dropped = sum(parameter.numel() for parameter in module.model.layers[1].parameters())
+    assert thinned.info.num_parameters == model.info.num_parameters - num_dropped
     text = list(range(2, 40))
     kv = model.allocate_kv(4, 16)
     assert model.run(build([ForwardRow(text[:20], 0, [1, 2, 3], 0)], kv)).logits.shape == (0, 64)

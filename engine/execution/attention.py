@@ -109,7 +109,7 @@ class Group:
     encoder_lengths: Tensor | None = None
     _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
     _cross_mask: Tensor | None = None
-    _biased_masks: dict[int, Tensor] = field(default_factory=dict)
+    _biased_mask: tuple[Tensor, Tensor] | None = None
 
     @property
     def windows(self) -> list[int | None]:
@@ -138,15 +138,17 @@ class Group:
         """Return the additive mask [rows, heads, length, context] of a decoder's own tokens; see `AttentionParams`.
 
         The rows are chains: a token's place is the last that it attends to. Layers that share a bias share the mask.
+        Only the last one is kept, because it is large and every layer may have a bias of its own.
         """
         assert self.encoder_lengths is not None
-        if id(bias) not in self._biased_masks:
+        if self._biased_mask is None or self._biased_mask[0] is not bias:
+            self._biased_mask = None
             places = torch.arange(self.blocks.shape[1] * block_size, device=self.limits.device)
             distances = self.limits.unsqueeze(-1) - 1 - places
             visible = (distances >= 0) & (places >= self.encoder_lengths[:, None, None])
             scores = bias[:, distances.clamp(0, bias.shape[1] - 1)].transpose(0, 1)
-            self._biased_masks[id(bias)] = scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
-        return self._biased_masks[id(bias)]
+            self._biased_mask = bias, scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
+        return self._biased_mask[1]
 
 
 def additive_mask(

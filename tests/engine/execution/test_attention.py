@@ -2,6 +2,7 @@
 
 import math
 import random
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -219,4 +220,7 @@ def test_only_cross_attention_sees_an_encoders_tokens_and_it_sees_nothing_else()
     seen = [[{i: s for i, s in enumerate(scores) if s > -math.inf} for scores in row] for row in own[:, 0].tolist()]
     assert seen == [[{3: 0}, {3: 1, 4: 0}], [{1: 2, 2: 2, 3: 2, 4: 2, 5: 1, 6: 0}, {1: 0}]]
     assert group.biased_mask(bias, BLOCK) is own
-    assert group.biased_mask(bias.clone(), BLOCK) is not own
+    known = weakref.ref(own)
+    del own
+    assert group.biased_mask(bias.clone(), BLOCK).shape == (2, HEADS, 2, 2 * BLOCK)
+    assert known() is None, "the mask of another layer's bias is not kept"

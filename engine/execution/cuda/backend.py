@@ -55,7 +55,7 @@ class CudaBackend(EagerBackend):
             ModelError: see `EagerBackend`.
         """
         if model.dtype != torch.float32:
-            make_invariant(model.module)
+            make_invariant(model.module, model.dtype)
         noise.implement("cuda", noise_kernel.gumbel)
         self._config = config
         self._caches: weakref.WeakSet[GraphedKV] = weakref.WeakSet()

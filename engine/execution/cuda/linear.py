@@ -15,6 +15,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
+from engine.models.quantized_linear import QuantizedLinear
+
 MAX_KERNEL_ROWS = 64
 """Rows up to which the kernel is used."""
 _CHECKED_ROWS = (80, 160, 320, 512, 640, 1024)
@@ -40,6 +42,20 @@ class InvariantLinear(nn.Module):
         return output
 
 
+class InvariantQuantizedLinear(QuantizedLinear):
+    """A linear layer with quantised weights, which become 16-bit numbers in every pass; see above."""
+
+    def __init__(self, layer: QuantizedLinear, dtype: torch.dtype) -> None:
+        super().__init__(layer.values, layer.scales, layer.bias)
+        shape = torch.Size((layer.out_features, layer.in_features))
+        self._uses_cublas = cublas_agrees(shape, dtype, layer.values.device)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the product; see `QuantizedLinear.multiply`."""
+        product: Tensor = torch.ops.paceline.invariant_linear(x, weight, None, self._uses_cublas)
+        return product
+
+
 def sum_in_order() -> None:
     """Make cuBLAS sum 16-bit products in float32 and without splits, in this process."""
     torch.backends.cuda.preferred_blas_library("cublaslt")  # the other library cannot be told not to split
@@ -47,13 +63,15 @@ def sum_in_order() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
-def make_invariant(module: nn.Module) -> None:
-    """Replace every linear layer of a 16-bit model."""
+def make_invariant(module: nn.Module, dtype: torch.dtype) -> None:
+    """Replace every linear layer of a model in a 16-bit number format."""
     sum_in_order()
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
                 setattr(parent, name, InvariantLinear(child))
+            elif type(child) is QuantizedLinear:
+                setattr(parent, name, InvariantQuantizedLinear(child, dtype))
 
 
 @functools.cache

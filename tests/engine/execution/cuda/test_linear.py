@@ -6,6 +6,7 @@ from torch import nn
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda import linear
+from tests.engine.models.test_quantized_linear import layer_of
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -32,10 +33,29 @@ def test_every_linear_layer_is_replaced_and_cublas_is_asked_for_many_rows(monkey
     multiply = linear.multiply
     monkeypatch.setattr(linear, "multiply", lambda rows, *rest: multiplied.append(len(rows)) or multiply(rows, *rest))
     expected = module(x := torch.randn(1, 9, 128, dtype=torch.float16))
-    linear.make_invariant(module)
+    linear.make_invariant(module, torch.float16)
     assert not any(type(layer) is nn.Linear for layer in module.modules())
     with torch.inference_mode():
         torch.testing.assert_close(module(x), expected, atol=0.02, rtol=0)
         assert multiplied == []
         torch.testing.assert_close(module(x[:, :5]), expected[:, :5], atol=0.02, rtol=0)
     assert multiplied == [5, 5]
+
+
+@pytest.mark.parametrize(("num_bits", "groups"), [(8, 1), (4, 4)])
+def test_quantised_layers_are_multiplied_by_the_same_product(num_bits, groups, monkeypatch):
+    monkeypatch.setattr(linear, "cublas_agrees", lambda *_: False)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda _: None)
+    layer, weight = layer_of(num_bits, groups=groups, outputs=40, inputs=128)
+    module = nn.Sequential(layer.half())
+    linear.make_invariant(module, torch.float16)
+    x = torch.randn(1, 9, 128, dtype=torch.float16)
+    multiplied = []
+    multiply = linear.multiply
+    monkeypatch.setattr(linear, "multiply", lambda rows, *rest: multiplied.append(len(rows)) or multiply(rows, *rest))
+    with torch.inference_mode():
+        found = module(x)
+    torch.testing.assert_close(found.float(), x.float() @ weight.T + layer.bias.float(), atol=2.0, rtol=0.01)
+    assert multiplied == [9]
+    linear.make_invariant(module, torch.float16)
+    assert module[0].values is layer.values, "a thinned model shares the layer"

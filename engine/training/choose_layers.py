@@ -1,9 +1,9 @@
 """`choose-layers`: searches the sub-layers that a target skips when it drafts for itself, for one model and prompts.
 
 The search is that of Draft & Verify (Zhang et al., 2309.08168, section 3.2), with optuna's tree-structured Parzen
-estimator in place of a Gaussian process, and the predicted speed-up in place of a measured time. A set that would be
-too slow even if all its tokens were accepted is not measured. Every trial is written to a file at once, so a search
-that was ended goes on from there.
+estimator in place of a Gaussian process, and the predicted speed-up in place of a measured time. A set is not measured
+again, nor if it would be too slow even if all its tokens were accepted. Every trial is written to a file at once, so a
+search that was ended goes on from there.
 """
 
 import hashlib
@@ -90,7 +90,7 @@ def choose_layers(
         cost_ratio = costs.ratio(skipped)
         if not skipped or all(f"attention.{index}" in skipped for index in range(num_layers)):
             raise pruned
-        if highest_speedup(options.max_draft_tokens, cost_ratio) <= _best_value(study):
+        if highest_speedup(options.max_draft_tokens, cost_ratio) <= _best_value(study) or _is_measured(study, trial):
             raise pruned
         acceptance = measure_acceptance(target, skipped, prompt_ids, params, options.max_draft_tokens)
         trial.set_user_attr("acceptance", acceptance)
@@ -126,7 +126,7 @@ def _load(folder: Path, prompts: Sequence[str], options: SearchOptions) -> tuple
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     target = EagerBackend(load_model(config, device=device, dtype=dtype))
     tokenizer = load_tokenizer(config)
-    room = min(PROMPT_TOKENS, target.info.max_model_len - options.num_tokens)
+    room = min(PROMPT_TOKENS, target.info.max_model_len - options.num_tokens - options.max_draft_tokens)
     if room < 1:
         raise TrainingError(f"{folder} has a context of {target.info.max_model_len} tokens, too few for this search")
     return target, [tokenizer.encode(prompt)[-room:] for prompt in prompts]
@@ -181,6 +181,10 @@ def _is_skipped(trial: "optuna.Trial", name: str) -> bool:
 
 def _num_done(study: "optuna.Study") -> int:
     return sum(trial.state.name in ("COMPLETE", "PRUNED") for trial in study.trials)
+
+
+def _is_measured(study: "optuna.Study", trial: "optuna.Trial") -> bool:
+    return any(other.state.name == "COMPLETE" and other.params == trial.params for other in study.trials)
 
 
 def _best_value(study: "optuna.Study") -> float:

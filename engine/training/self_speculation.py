@@ -9,7 +9,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -122,7 +122,12 @@ def measure_acceptance(
     params: SamplingParams,
     num_draft_tokens: int,
 ) -> list[float]:
-    """Continue all prompts with a target that drafts for itself; return the acceptance as in `Gain`."""
+    """Continue all prompts with a target that drafts for itself; return the acceptance as in `Gain`.
+
+    Args:
+        params: texts may end up to `num_draft_tokens` after its `max_tokens`, so that no draft is cut short.
+    """
+    longest = params.max_tokens + num_draft_tokens
     config = EngineConfig(
         drafting="self",
         self_draft_skip=tuple(sorted(skipped)),
@@ -131,7 +136,7 @@ def measure_acceptance(
         max_num_seqs=len(prompts),
         max_queued_requests=len(prompts),
         enable_prefix_caching=False,
-        num_blocks=sum(-(-(len(prompt) + params.max_tokens) // _BLOCK_SIZE) for prompt in prompts),
+        num_blocks=sum(-(-(len(prompt) + longest) // _BLOCK_SIZE) for prompt in prompts),
         block_size=_BLOCK_SIZE,
     )
     verifier = ModelVerifier(target, config, None, SelfDrafter)
@@ -144,10 +149,14 @@ def measure_acceptance(
         max_model_len=target.info.max_model_len,
         eos_token_ids=target.info.eos_token_ids,
     )
-    for number, prompt in enumerate(prompts):
-        engine.add(str(number), prompt, params)
+    missing = {str(number): params.max_tokens for number in range(len(prompts))}
+    for request_id, prompt in zip(missing, prompts, strict=True):
+        engine.add(request_id, prompt, replace(params, max_tokens=longest))
     while engine.has_work:
-        run_in_process(engine.step())
+        for output in run_in_process(engine.step()):
+            missing[output.request_id] -= len(output.token_ids)
+            if missing[output.request_id] <= 0:
+                engine.abort(output.request_id)
     stats = engine.stats
     accepted = stats.num_accepted_tokens_per_pos + [0] * num_draft_tokens
     return [count / max(stats.num_drafts, 1) for count in accepted[:num_draft_tokens]]

@@ -96,6 +96,15 @@ def test_sets_that_cannot_be_the_best_are_not_measured(target, tmp_path, monkeyp
     assert len(measured) == 1
 
 
+def test_no_set_is_measured_twice(target, tmp_path, monkeypatch):
+    """Two layers have eleven sets to choose from, and every one could be the best here."""
+    measured = []
+    monkeypatch.setattr(search, "measure_acceptance", lambda *args: measured.append(args[1]) or [0.0] * 3)
+    assert run(target, tmp_path / "chosen.json", replace(OPTIONS, num_trials=30)).num_trials == 30
+    assert len(measured) > 3
+    assert len({tuple(skipped) for skipped in measured}) == len(measured)
+
+
 @pytest.mark.parametrize("change", ["options", "prompts"])
 def test_trials_of_another_search_are_refused(change, target, tmp_path):
     output = tmp_path / "chosen.json"

@@ -28,7 +28,7 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import is_concrete_int
 
 from engine.config import ModelConfig
-from engine.execution import attention
+from engine.execution import attention, dot_product
 from engine.execution.batch import ForwardBatch
 from engine.execution.cpu import compiled, half_weights, kernels, paged_attention, quantized_weights, traced
 from engine.execution.cpu.compiled import CompileError, GumbelNoise, Step, arguments
@@ -59,7 +59,8 @@ _OPTIONS = {
 def package_path(step: Step, config: Any) -> Path:
     """Return the path of a model's package in the cache."""
     settings = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
-    execution = (attention, compiled, half_weights, kernels, noise, paged_attention, quantized_weights, traced)
+    attending = (attention, dot_product, paged_attention, traced)
+    execution = (*attending, compiled, half_weights, kernels, noise, quantized_weights)
     parts = (
         json.dumps(settings, sort_keys=True, default=str),
         [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in step.tensors.items()],

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.execution import attention
-from engine.execution.cpu import compiled, half_weights, kernels, packages, paged_attention, traced
+from engine.execution import attention, dot_product
+from engine.execution.cpu import compiled, half_weights, kernels, packages, paged_attention, quantized_weights, traced
 from engine.execution.cpu.compiled import CompileError, Step
-from engine.models import causal_lm, fusion
+from engine.models import causal_lm, fusion, quantized_linear, sub_layers
 from engine.models.loader import load_model
 from engine.sampling import noise
 
@@ -63,12 +63,16 @@ PATHS = {
         (attention, ["package"]),
         (causal_lm, ["package"]),
         (compiled, ["package", "noise"]),
+        (dot_product, ["package"]),
         (fusion, ["package"]),
         (half_weights, ["package"]),
         (kernels, ["package", "kernels"]),
         (noise, ["package", "noise"]),
         (packages, ["package", "noise", "kernels"]),
         (paged_attention, ["package"]),
+        (quantized_linear, ["package"]),
+        (quantized_weights, ["package"]),
+        (sub_layers, ["package"]),
         (traced, ["package"]),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -20,7 +20,7 @@ from engine.models.sub_layers import check_self_draft
 from engine.models.tokenizer import check_same_vocabulary, load_tokenizer
 from engine.protocols import TokenLogprobs
 from engine.sampling.grammar import Grammars
-from engine.sampling.params import SamplingParams
+from engine.sampling.params import SamplingParams, nth_seed
 from engine.sequence import FinishReason, RequestOutput
 from engine.stats import SpeculationStats
 from engine.verification.verifier import ModelVerifier
@@ -161,7 +161,8 @@ class LLM:
         result = PromptOutput(prompt if isinstance(prompt, str) else None, ids, [])
         for index in range(params.n):
             request_id = str(self._num_requests)
-            seed = params.seed + index if params.seed is not None else self._seed + self._num_requests
+            first, nth = (params.seed, index) if params.seed is not None else (self._seed, self._num_requests)
+            seed = nth_seed(first, nth)
             self._num_requests += 1
             output = CompletionOutput(index)
             while self.engine.num_waiting >= self.engine.config.max_queued_requests:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.config import ModelConfig, ModelInfo
 from engine.errors import TargetError
-from engine.sampling.params import MAX_SEED, SamplingParams
+from engine.sampling.params import SamplingParams, nth_seed
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Generation:
                 continue
             prompt, choice = divmod(index, self.params.n)
             seed = self.params.seed
-            seed = _seed(self.drawn_seed, index) if seed is None else _seed(seed, choice)
+            seed = nth_seed(self.drawn_seed, index) if seed is None else nth_seed(seed, choice)
             params = replace(self.params, n=1, seed=seed)
             outputs = self.output_token_ids.get(index, [])
             sequences.append(SequenceRequest(f"{self.request_id}-{index}", self.prompts[prompt], params, outputs))
@@ -155,9 +155,3 @@ def request_id_of(sequence_id: str) -> str:
 def choice_index(request_id: str) -> int:
     """Return the index of a sequence's choice in the response."""
     return int(request_id.rpartition("-")[2])
-
-
-def _seed(first: int, index: int) -> int:
-    """Return a choice's seed: the first choice's plus its index, in the range of seeds."""
-    span = 2 * (MAX_SEED + 1)
-    return (first + index + MAX_SEED + 1) % span - MAX_SEED - 1

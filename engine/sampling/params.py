@@ -6,6 +6,14 @@ from dataclasses import dataclass, field
 from engine.errors import RequestError
 
 MAX_SEED = 2**63 - 1
+_MIN_TEMPERATURE = 1e-6
+"""Lower temperatures are taken as 0: they tell apart less than logits are rounded by, and would make some infinite."""
+
+
+def nth_seed(first: int, index: int) -> int:
+    """Return the seed of one of several texts: the first one's plus the text's index, in the range of seeds."""
+    span = 2 * (MAX_SEED + 1)
+    return (first + index + MAX_SEED + 1) % span - MAX_SEED - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,8 @@ class SamplingParams:
                 continue
             if not (math.isfinite(value) and low <= value <= high):
                 raise RequestError(f"{name} is {value}, allowed are {low} to {high}", name)
+        if self.temperature < _MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         if self.top_p <= 0:
             raise RequestError(f"top_p is {self.top_p}; it must be above 0", "top_p")
         if self.repetition_penalty <= 0:

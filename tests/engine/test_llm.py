@@ -119,6 +119,7 @@ def test_a_prompt_has_n_continuations_with_seeds_of_their_own(llm: LLM) -> None:
     for index, output in enumerate(several):
         (alone,) = token_ids(llm, [[2, 3]], SamplingParams(max_tokens=6, seed=3 + index, ignore_eos=True))
         assert alone == [output]
+    assert len(token_ids(llm, [[2, 3]], SamplingParams(max_tokens=6, seed=2**63 - 1, n=2))[0]) == 2
 
 
 def test_text_is_tokenized_and_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:

@@ -43,6 +43,17 @@ def random_run(chance):
     return run, paths
 
 
+@pytest.mark.parametrize("penalty", [1e-60, 1e-44, 1e-30])
+@pytest.mark.parametrize("temperature", [1e-45, 1e-5, 1.0])
+def test_tiny_parameters_leave_a_law_that_sums_to_one(temperature, penalty):
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty, min_tokens=4, max_tokens=5, seed=1)
+    run = Run(Request("", [3, 4, 0], 2, params), [0], [[]], (0, 7))
+    logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(0)) * 50
+    law = probabilities(shape(logits, [run]), [run])
+    assert law.sum() == pytest.approx(1.0)
+    assert law[0, [0, 7]].tolist() == [0.0, 0.0]
+
+
 def test_every_row_of_a_mixed_batch_has_its_own_law():
     """Two hundred batches of chains and trees, every parameter on somewhere."""
     chance = random.Random(0)

@@ -84,3 +84,8 @@ def test_a_grammar_makes_a_row_depend_on_the_draft_above_it_and_is_no_penalty():
     params = SamplingParams(grammar="{}")
     assert params.depends_on_path
     assert not params.has_penalties
+
+
+def test_a_temperature_that_is_lost_in_rounding_is_greedy():
+    assert SamplingParams(temperature=1e-45).temperature == 0
+    assert SamplingParams(temperature=1e-5).temperature == 1e-5

@@ -24,7 +24,7 @@ from engine.sampling.params import SamplingParams
 from engine.verification.rule import RULES
 
 TOP_M = 32
-"""Under the rejection rule the drafter samples from its m likeliest tokens only, so that a sparse row can travel."""
+"""For rules that need draft rows, tokens are sampled from the m likeliest only, so that a sparse row can travel."""
 
 
 class TokenDrawer:

@@ -265,9 +265,9 @@ def test_salts_share_no_cached_tokens(client):
     [
         {"drafting": "suffix", "draft_model": "none"},
         {"drafting": "self", "self_draft_layers": 1, "draft_model": "none"},
-        {"drafting": "tree", "num_speculative_tokens": 6},
+        {"drafting": "tree", "num_speculative_tokens": 6, "run_ahead": "on"},
     ],
-    ids=["suffix, without a draft model", "self", "tree"],
+    ids=["suffix, without a draft model", "self", "tree that grows on"],
 )
 def test_other_ways_to_draft_stream_the_text_of_plain_decoding(client, url, pair, expected, changes):
     """Last in this file: the application that the other tests share is deployed anew."""

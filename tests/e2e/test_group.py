@@ -139,7 +139,7 @@ async def group(config: GroupConfig) -> AsyncIterator[SpeculationGroup]:
 def generate(group: SpeculationGroup) -> Generation:
     return submit(
         Engine(
-            ENGINE,
+            group.config.engine,
             drafter=group.drafter,
             verifier=group.verifier,
             num_blocks=group.num_blocks,
@@ -251,8 +251,10 @@ async def test_workers_that_are_killed_or_hang_while_the_group_starts_are_starte
     fault: signal.Signals,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """With trees that grow on while the target verifies, because this group is not shared."""
     others = worker_ids(victim)  # of a group that tests share
-    config = replace(config, tensor_parallel_size=num_workers, hang_timeout_s=5.0)
+    trees = replace(config.engine, drafting="tree")
+    config = replace(config, tensor_parallel_size=num_workers, hang_timeout_s=5.0, engine=trees, run_ahead="on")
     starting = asyncio.create_task(SpeculationGroup.start(config))
     await wait_for(lambda: len(worker_ids(victim) - others) == num_workers)
     first = worker_ids(victim) - others
@@ -268,6 +270,7 @@ async def test_workers_that_are_killed_or_hang_while_the_group_starts_are_starte
         await again.run()
         assert again.text == expected
         assert generation.engine.stats.num_accepted_tokens > 0
+        assert group.drafter.run_ahead.hits > 0
     finally:
         await group.stop()
 

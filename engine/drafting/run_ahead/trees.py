@@ -10,7 +10,7 @@ values are moved afterwards, by the first `advance`.
 """
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -95,12 +95,15 @@ class RunAheadTreeDrafter(PassesAhead, TreeDrafter):
         self._take_results()
         self._work = None
         # The trees grow on after the answer, and by then the requests' owner may have appended tokens.
-        self._rows = {row.request.request_id: replace(row, request=row.request.copy()) for row in rows}
+        before, self._rows = self._rows, {}
+        for row in rows:
+            self._rows[row.request.request_id] = replace(row, request=row.request.copy())
         drafted = [row for row in self._rows.values() if row.num_draft_tokens]
         self._num_nodes = max((row.num_draft_tokens for row in drafted), default=self._num_nodes)
-        self._cut_trees(arrived)
+        self._cut_trees(before, arrived)
         missing = [row for row in drafted if row.request.request_id not in self._sent]
-        if self._is_worth_waiting(len(missing)):
+        # Where no row has a draft, the time of a pass is measured anew: it may be less by now than it was.
+        if missing and (len(missing) == len(drafted) or self._is_worth_waiting(len(missing))):
             self._plant_late(missing)
         while self._is_worth_waiting(self._gain()) and self._grow_late():
             pass
@@ -109,14 +112,20 @@ class RunAheadTreeDrafter(PassesAhead, TreeDrafter):
         self._pace.observe_answer()
         return [drafts.get(row.request.request_id, NO_DRAFT) for row in rows]
 
-    def _cut_trees(self, arrived: float) -> None:
-        """Cut every tree to what follows the verdict on it; drop those of requests that are not in the proposal."""
+    def _cut_trees(self, before: Mapping[str, ProposeRow], arrived: float) -> None:
+        """Cut every tree to what follows the verdict on it; drop those of requests that are not in the proposal.
+
+        Args:
+            before: the rows of the last proposal.
+        """
         sent, self._sent = self._sent, {}
-        lengths = {name: len(row.request.token_ids) for name, row in self._rows.items()}
-        has_verdict = any(lengths.get(name, base) > base for name, (base, _) in sent.items())
         reasons: dict[str, str | None] = {}
+        has_verdict = False
         for name, row in self._rows.items():
-            reasons[name] = self._cut(row, *sent.pop(name)) if name in sent else "stale"
+            reasons[name] = "stale"
+            if name in before:
+                has_verdict |= len(row.request.token_ids) > len(before[name].request.token_ids)
+                reasons[name] = self._cut(row, *sent.pop(name)) if name in sent else "unprepared"
             if row.num_draft_tokens:
                 self._count(reasons[name])
         for name in sent:

@@ -44,7 +44,7 @@ class GroupConfig:
     hang_timeout_s: float = 10.0
     """Seconds for which a worker may not answer a ping before it counts as lost and is replaced."""
     start_timeout_s: float = 600.0
-    """What placing and loading the workers may take."""
+    """Seconds that placing and loading the workers may take."""
     log_format: LogFormat = "text"
     """How workers write their log."""
 

@@ -48,7 +48,7 @@ class Calls:
 
     Attributes:
         wait_s: seconds from the calls to their replies.
-        compute_s: those of them that the worker computed; for a target, rank 0.
+        compute_s: of these, the seconds that the worker computed; for a target, rank 0.
         num_hits, num_misses: rounds in which a draft worker that runs ahead had prepared the drafts of all rows, and
             those in which a row's was not prepared.
     """

@@ -2,8 +2,8 @@
 
 `serve run deployments:app name=value ...` passes flat strings; a Serve config file passes typed, nested `args:`. Both
 are validated here, and a wrong name or value is refused in one line. The settings of the models and the engine are
-those of `engine.config.PairConfig`, written beside the others. The only environment variable of the package is read
-here.
+those of `engine.config.PairConfig`, written beside the others. `PACELINE_API_KEY`, the only setting that may be an
+environment variable, is read here.
 """
 
 import json

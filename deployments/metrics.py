@@ -150,7 +150,7 @@ class IngressMetrics:
         )
         self._ended = Counter(
             "paceline:requests_ended",
-            "Those of them that have ended: finished; failed, by the error's code; aborted by their client.",
+            "Requests that have ended: finished; failed, by the error's code; aborted by their client.",
             ["model_name", "outcome", "reason"],
             registry=self._registry,
         )

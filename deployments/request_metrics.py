@@ -72,7 +72,7 @@ class RequestMetrics(Collector):
     def _cache(self) -> Iterator[Metric]:
         engine, stats = self._engine, self._engine.stats
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.num_prefix_queries)
-        yield self._counter("prefix_cache_hits", "Those of them that it had.", stats.num_prefix_hits)
+        yield self._counter("prefix_cache_hits", "Looked-up tokens that were cached.", stats.num_prefix_hits)
         cached = stats.num_cached_prompt_tokens
         yield self._counter("prompt_tokens_cached", "Prompt tokens that were cached.", cached)
         sources = {"local_compute": stats.num_prompt_tokens - cached, "local_cache_hit": cached}

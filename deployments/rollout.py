@@ -8,7 +8,6 @@ a changed draft restarts Routers, a changed limit Ingresses, and a changed numbe
 import hashlib
 import json
 from collections.abc import Sequence
-from importlib import metadata
 from typing import Any
 
 from pydantic import PrivateAttr
@@ -16,6 +15,7 @@ from ray.serve import Deployment
 from ray.serve._private.config import DeploymentConfig
 
 from deployments.config import AppConfig, LabelSelector
+from deployments.ingress.server_info import installed_version
 from engine.config import PairConfig
 
 _ONLY_THE_BUILDERS = {"autoscaling", "num_ingress_replicas", "drain_timeout_s", "api_keys", "api_key_file"}
@@ -59,7 +59,7 @@ def with_version_of(deployment: Deployment, settings: AppConfig, keys: Sequence[
 
     What is behind a path is not looked at: new files of a model need a restart.
     """
-    made_from = [settings.model_dump_json(), *keys, _package_version()]
+    made_from = [settings.model_dump_json(), *keys, installed_version()]
     version = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
     # `serve run` takes it from here, a config file's deployment from the configuration that is sent to the controller.
     versioned = deployment.options(version=version, _internal=True)
@@ -101,10 +101,3 @@ class _VersionedConfig(DeploymentConfig):
 def _without(config: AppConfig, names: set[str]) -> AppConfig:
     defaults = AppConfig()
     return config.model_copy(update={name: getattr(defaults, name) for name in names})
-
-
-def _package_version() -> str:
-    try:
-        return metadata.version("paceline")
-    except metadata.PackageNotFoundError:
-        return "unknown"  # a checkout that was not installed

@@ -6,8 +6,7 @@ round), `sequence` (a request's committed tokens), `block_pool` (KV blocks), `dr
 proposes them), `sampling/` (logits to a token), `models/` (loading transformers models), `execution/` (forward passes
 on a device), `detokenizer` (token ids to text), `llm` (all of it in one process). Beside them `config` (every setting),
 `errors` (every exception), `stats` (counters), `request_stats` (times and lengths of requests), `scratch` (temporary
-folders) and `training/` (pretraining and
-distilling models).
+folders) and `training/` (pretraining and distilling models).
 """
 
 import logging

@@ -165,7 +165,7 @@ class Engine:
 
         Raises:
             TargetError: the round failed and committed nothing; call `reset` and step again.
-            DrafterError: the drafter proposed what is no draft; nothing was computed.
+            DrafterError: the drafter proposed an invalid draft; nothing was computed.
         """
         # Time between rounds counts towards the later round, unless the engine was idle.
         started = self._clock() if self._round_ended is None else self._round_ended

@@ -11,7 +11,7 @@ PacelineError                  base; never raised itself
   ModelError            start  this model cannot be served; the message says why
     ModelMismatchError         draft and target cannot work together
   TargetError           503    the target workers died or missed a deadline
-  DrafterError                 a drafter proposed what is no draft: an error in the drafter
+  DrafterError                 a drafter proposed an invalid draft: an error in the drafter
 ```
 
 Each carries one message string, so it pickles across processes: what is wrong, the value and the limit.
@@ -70,4 +70,4 @@ class TargetError(PacelineError):
 
 
 class DrafterError(PacelineError):
-    """A drafter proposed what is no draft; committed tokens are unchanged."""
+    """A drafter proposed an invalid draft; committed tokens are unchanged."""

@@ -21,7 +21,7 @@ class SpeculationStats:
     num_prefix_queries: int = 0
     """Tokens that were looked up in the prefix cache, when their requests were first admitted."""
     num_prefix_hits: int = 0
-    """Those of them that it had."""
+    """Looked-up tokens that were cached."""
     num_generation_tokens: int = 0
     num_preemptions: int = 0
     num_rounds: int = 0
@@ -66,7 +66,7 @@ class RunAheadStats:
             `unprepared`: no time or no free blocks to prepare. `stale`: the request is new, or more than one verdict
             further.
         num_forwards: forward passes run ahead of proposals.
-        num_wasted: those of them whose results were not used.
+        num_wasted: of these, the passes whose results were not used.
     """
 
     hits: int = 0

@@ -157,7 +157,7 @@ class Ingress:
             raise with_responses_names(error) from error
 
     async def models(self) -> ModelList:
-        """Return the served models, of which there is one."""
+        """Return the list of served models, which has one entry."""
         return ModelList(object="list", data=[await self.model(self.config.model_name)])
 
     async def model(self, name: str) -> ModelCard:

@@ -141,7 +141,7 @@ def _check_limits(request: CompletionRequest | ChatCompletionRequest, model: Mod
     if request.max_tokens == 0 and request.min_tokens:
         raise RequestError(f"min_tokens is {request.min_tokens}, max_tokens only 0", "min_tokens")
     if request.best_of is not None and request.best_of != _or(request.n, 1):
-        raise RequestError(f"best_of is {request.best_of}, it must equal n ({_or(request.n, 1)})", "best_of")
+        raise RequestError(f"best_of is {request.best_of}; it must equal n, which is {_or(request.n, 1)}", "best_of")
 
 
 def _check_encoder_decoder(request: CompletionRequest | ChatCompletionRequest) -> None:

@@ -94,7 +94,7 @@ class PromptEncoder:
         return [*before, *await self._encode_pieces(segments, max_ids, "messages"), *after]
 
     async def decode_tokens(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """Return the text of token ids, of which there may be many."""
+        """Return the text of token ids; a long list takes turns with others."""
         if skip_special_tokens:  # before they are cut: the bytes around such a token may be one character
             token_ids = [token_id for token_id in token_ids if token_id not in self._special_ids]
         is_long = len(token_ids) > PIECE_IDS
@@ -102,7 +102,7 @@ class PromptEncoder:
         return "".join([await self._lanes.run(_decode, piece, is_long=is_long) for piece in pieces])
 
     async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token alone, of which there may be many."""
+        """Return the text of each token alone; a long list takes turns with others."""
         texts: list[str] = []
         for start in range(0, len(token_ids), PIECE_IDS):
             piece = token_ids[start : start + PIECE_IDS]

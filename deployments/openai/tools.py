@@ -113,7 +113,7 @@ def required_call(
         name = choice.function.name
         required = [tool for tool in tools if tool.function.name == name]
         if not required:
-            raise RequestError(f"tool_choice names {name!r}, which is none of the tools", "tool_choice")
+            raise RequestError(f"tool_choice names {name!r}, which is not one of the tools", "tool_choice")
     else:
         required = list(tools) if choice == "required" else []
     if not required or form is None:

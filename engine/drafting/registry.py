@@ -101,7 +101,7 @@ def _ngram_drafter(_config: EngineConfig, _draft: DraftModel | None) -> Drafter:
 
 
 def _suffix_drafter(config: EngineConfig, _draft: DraftModel | None) -> SuffixDrafter:
-    # Under other rules a text depends on its drafts. A draft from the output of a request with the same seed would then
+    # With other rules a text depends on its drafts. A draft from the output of a request with the same seed would then
     # depend on the random numbers that decide about it, and the text would not have the target's distribution.
     remembers = config.enable_prefix_caching and config.verification == "coupled"
     return SuffixDrafter(remembers_outputs=remembers)
@@ -191,7 +191,7 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
     if METHODS[name].proposes and config.verification not in METHODS[name].rules:
         rules = " or ".join(METHODS[name].rules)
         raise ConfigError(
-            f"verification is {config.verification!r}, but drafting is {name!r}, whose drafts are verified by {rules}"
+            f"verification is {config.verification!r}, but drafting is {name!r}, which allows {rules}"
         )
     return METHODS[name]
 
@@ -242,10 +242,13 @@ def check_family(target: ModelConfig, draft: ModelConfig | None, method: Method)
         kinds = ("an encoder-decoder", "decoder-only")
         target_kind, draft_kind = kinds if has_encoder else kinds[::-1]
         raise ModelMismatchError(
-            f"the target {target.path} is {target_kind}, the draft {draft.path} is {draft_kind}; both must be of a kind"
+            f"the target {target.path} is {target_kind}, the draft {draft.path} is {draft_kind}; "
+            "both must be of the same kind"
         )
     if has_encoder and method.drafts_trees:
-        raise ModelError(f"{target.path} is an encoder-decoder, whose attention goes by distance; it verifies no trees")
+        raise ModelError(
+            f"{target.path} is an encoder-decoder, which cannot verify trees: its attention depends on distances"
+        )
     if has_encoder and method.runs_in == "target":
         raise ModelError(f"{target.path} is an encoder-decoder; it cannot draft for itself")
     return has_encoder

@@ -50,8 +50,8 @@ def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, worl
         return
     if saved is not None and saved not in _SAVED:
         raise ModelError(
-            f"{config.path} is quantised as {saved}, which is not served: transformers needs a GPU or a package of "
-            f"its own to load it; served are {', '.join(_SAVED)}"
+            f"{config.path} is quantised as {saved}, which is not served, because transformers needs a GPU or "
+            f"another package to load it; formats that are served: {', '.join(_SAVED)}"
         )
     format_name = name if saved is None else saved
     packages = ("torchao",) if saved is None else _SAVED[saved]
@@ -60,7 +60,7 @@ def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, worl
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise ModelError(
             f"{config.path}: {format_name} needs the package {' and '.join(missing)}, which is not installed; "
-            "`pip install paceline[quantization]` installs it"
+            "`pip install 'paceline[quantization]'` installs it"
         )
     if world_size > 1:
         raise ModelError(f"{config.path}: quantised weights ({format_name}) are not split over tensor-parallel ranks")

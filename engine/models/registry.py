@@ -51,7 +51,7 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
 def _checked_encoder_decoder(config: ModelConfig, model_config: PreTrainedConfig) -> PreTrainedConfig:
     if (model_type := model_config.model_type) not in T5_FAMILY:
         served = ", ".join(T5_FAMILY)
-        raise ModelError(f"{config.path} is {model_type}, an encoder-decoder; of these only {served} are served")
+        raise ModelError(f"{config.path} is {model_type}; of encoder-decoders, only {served} are served")
     if decoder_start_id(config, model_config) is None:
         raise ModelError(f"{config.path} is {model_type}, an encoder-decoder, but names no decoder_start_token_id")
     return model_config

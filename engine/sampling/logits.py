@@ -1,6 +1,6 @@
 """Applies sampling parameters to logits and draws tokens, at every draft position; nothing else does.
 
-Both verification rules and the drafters use these functions, so draft and target logits are shaped alike. The order is
+All verification rules and drafters use these functions, so draft and target logits are shaped alike. The order is
 vLLM's: logit_bias, min_tokens and grammar, penalties, temperature, min_p, top_k, top_p. Penalties and grammar of a row
 take into account the committed tokens and the draft tokens on the row's path.
 """

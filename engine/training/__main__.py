@@ -19,22 +19,23 @@ from engine.training.pretrain import PretrainOptions, pretrain
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m engine.training", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m engine.training", description="Train and measure draft models.")
     commands = parser.add_subparsers(dest="command", required=True)
     adders = {
-        "pretrain": _add_pretrain,
-        "distill": _add_distill,
-        "evaluate": _add_evaluate,
-        "choose-layers": _add_choose_layers,
+        "pretrain": (_add_pretrain, "train a tokenizer and a small model on text files"),
+        "distill": (_add_distill, "train a draft to be accepted by a target"),
+        "evaluate": (_add_evaluate, "measure a pair's acceptance and step times, and predict its speed-up"),
+        "choose-layers": (_add_choose_layers, "search the sub-layers that a target skips when it drafts for itself"),
     }
-    for name, add in adders.items():
-        add(commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter))
+    for name, (add, summary) in adders.items():
+        formatter = argparse.ArgumentDefaultsHelpFormatter
+        add(commands.add_parser(name, help=summary, description=f"{summary}.".capitalize(), formatter_class=formatter))
     arguments = parser.parse_args(argv)
     console = Console(stderr=True)
     try:
         return int(arguments.run(arguments, console))
     except PacelineError as error:
-        console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True)
+        console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
         return 1
 
 
@@ -43,8 +44,8 @@ def _add_training(parser: argparse.ArgumentParser, steps: int, batch_tokens: int
     parser.add_argument("--output", type=Path, required=True, help="folder of the checkpoint and the model")
     parser.add_argument("--steps", type=int, default=steps, help="may change when a run is resumed")
     parser.add_argument("--batch-tokens", type=int, default=batch_tokens, help="tokens per step")
-    parser.add_argument("--checkpoint-minutes", type=float, default=3.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint-minutes", type=float, default=3.0, help="time between two checkpoints")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     parser.add_argument(
         "--compile",
         action=argparse.BooleanOptionalAction,
@@ -56,8 +57,8 @@ def _add_training(parser: argparse.ArgumentParser, steps: int, batch_tokens: int
 def _add_pretrain(parser: argparse.ArgumentParser) -> None:
     _add_training(parser, steps=2000, batch_tokens=6144)
     parser.add_argument("--size", default="12x192", help="LAYERSxHIDDEN")
-    parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--vocab-size", type=int, default=4096, help="tokens of the tokenizer")
+    parser.add_argument("--context", type=int, default=2048, help="longest context in tokens")
     parser.set_defaults(run=_run_pretrain)
 
 
@@ -126,12 +127,12 @@ def _add_choose_layers(parser: argparse.ArgumentParser) -> None:
     defaults = SearchOptions()
     parser.add_argument("--target", type=Path, default=evaluation.BUNDLED_TARGET, help="the target's directory")
     parser.add_argument("--prompts", type=Path, default=evaluation.BUNDLED_PROMPTS, help="text or JSON lines")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file; trials are kept beside it, and resumed")
-    parser.add_argument("--trials", type=_at_least_one, default=defaults.num_trials, help="earlier ones included")
-    parser.add_argument("--k", type=_at_least_one, default=defaults.max_draft_tokens, help="draft tokens at most")
-    parser.add_argument("--tokens", type=_at_least_one, default=defaults.num_tokens, help="to continue each prompt by")
-    parser.add_argument("--temperature", type=float, default=defaults.temperature)
-    parser.add_argument("--seed", type=int, default=defaults.seed)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file; trials are kept beside it")
+    parser.add_argument("--trials", type=_at_least_one, default=defaults.num_trials, help="sets to try")
+    parser.add_argument("--k", type=_at_least_one, default=defaults.max_draft_tokens, help="longest draft")
+    parser.add_argument("--tokens", type=_at_least_one, default=defaults.num_tokens, help="new tokens per prompt")
+    parser.add_argument("--temperature", type=float, default=defaults.temperature, help="of the continuations")
+    parser.add_argument("--seed", type=int, default=defaults.seed, help="of the search and the continuations")
     parser.set_defaults(run=_run_choose_layers)
 
 

@@ -36,7 +36,7 @@ def write_whole(path: Path, data: bytes) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
-        kept = "; the last one is kept" if path.exists() else ""
+        kept = "; the previous one is kept" if path.exists() else ""
         raise TrainingError(f"cannot write {path}: {error.strerror or error}{kept}") from error
 
 

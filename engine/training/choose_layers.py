@@ -114,7 +114,7 @@ def _optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise TrainingError("choose-layers needs optuna, which this package's extra named search installs") from error
+        raise TrainingError("choose-layers needs optuna; `pip install 'paceline[search]'` installs it") from error
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 

@@ -4,28 +4,28 @@ compare   every method on the same prompts, at batch 1 and 8, T = 0 and 0.7 (als
 profile   what the parts of a round cost, in process and served
 batch     tokens/s of the engine at 1 to 32 rows
 prefill   prompt tokens/s, and time to first token beside a full batch
-methods   every drafting method with every verification rule, by domain, and transformers' own ways; --large: on a
-          target of 0.4 billion weights that writes the same text
-bandwidth a random model of half a billion weights: how near it decodes to what the memory gives
+methods   every drafting method with every verification rule, by domain of text, beside transformers' own methods;
+          --large: on a target of 0.4 billion weights that writes the same text
+bandwidth a random model of half a billion weights: the share of the memory's bandwidth that decoding reaches
 load      tokens/s and latency of the served application at 1 to 32 streams
-paced     in real time at the pace of GPUs that are not here: what a round takes besides them, and what drafts gain
+paced     passes take as long as on named GPUs: what a round takes besides its passes, and what drafts gain
 timeline  a picture of some rounds, with the draft running ahead on a core of its own
-simulate  what hardware that is not here would do: the same engine over models that cost virtual time;
+simulate  the engine over simulated models, whose passes take virtual time;
           --cluster: 1 to 100 groups under a production trace, scaled by the service's own policy
-autoscaling  a picture of a step in load: queue, decision and replicas over time, with and without requests that move
-burst     600 requests at once, and 50 a second too many: how soon and at what cost they are refused
-abuse     16 clients with bodies that cost much and say nothing: what another client notices; prints before and after
-soak      16 clients with good, bad and abandoned requests for two minutes: errors, what is left behind, memory
+autoscaling  a picture of a step in load: queue, decision and replicas over time, with and without moving requests
+burst     600 requests at once, then 50 a second too many: how soon and at what cost they are refused
+abuse     16 clients with costly bodies: what another client notices
+soak      16 clients with good, bad and abandoned requests for two minutes: errors, leaks, memory
 
 How a comparison is kept fair: every method gets the same token ids, ends with text, and makes the same number of tokens
 per prompt, end-of-text ignored. Models are loaded in the same number format with the same number of threads (the served
 application divides the cores among its processes itself, as it does for any user). Each method has a fresh process, so
 that thread pools and allocators do not disturb each other, and each cell is warmed up before it is timed. All processes
-live side by side and take the batches of a cell in turn, in an order that changes, while the others sleep: a machine's
-speed drifts by half over minutes, but then for all alike. A ratio is the median of what two methods made of the same
-turns. Nobody may keep the keys and values of an earlier prompt. transformers runs at its best ordinary setting (sdpa
-attention; assisted generation both with its own draft length and with ours, the faster one counts). A served stream is
-timed by its client.
+exist at the same time and take the batches of a cell in turn, in an order that changes, while the others sleep: a
+machine's speed drifts by half over minutes, and so it drifts for all of them alike. A ratio is the median, over turns,
+of the two methods' speeds in the same turn. No method may keep the keys and values of an earlier prompt. transformers
+runs at its best ordinary setting (sdpa attention; assisted generation both with its own draft length and with ours, the
+faster one counts). A served stream is timed by its client.
 """
 
 import argparse
@@ -65,7 +65,7 @@ RULES = get_args(Verification)
 DTYPES = get_args(Dtype)
 METHOD_TOKENS = 48
 ADAPTIVE_METHODS = ("model", "model+suffix")
-ADAPTIVE_HELP = "methods: those that also choose their draft lengths themselves"
+ADAPTIVE_HELP = "methods: those that are measured with speculation=adaptive, too"
 COMMANDS = (
     "compare",
     "profile",
@@ -202,15 +202,15 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--png", type=Path, help="where a plot goes (default: plots/; methods: none unless of --parts)")
     parser.add_argument("--cluster", action="store_true", help="simulate: a cluster under a trace")
     parser.add_argument("--served", action="store_true", help="simulate --cluster: only beside a served run; 4 minutes")
-    parser.add_argument("--trace", type=Path, default=CONVERSATIONS, help="simulate: arrivals, a CSV file of Azure's")
+    parser.add_argument("--trace", type=Path, default=CONVERSATIONS, help="simulate: Azure's CSV file (%(default)s)")
     parser.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="a transformers directory")
     parser.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="a transformers directory")
-    parser.add_argument("--compile", choices=("auto", "off"), default="auto", help="before anything is measured")
+    parser.add_argument("--compile", choices=("auto", "off"), default="auto", help="off: measure eager passes")
     parser.add_argument("--dtype", choices=DTYPES, default="auto")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads in process")
-    parser.add_argument("--num-tokens", type=int, help="tokens per prompt (128; paced: 256; methods: 48)")
-    parser.add_argument("--pair", default=PAIR, help="paced: the devices and models, `draft` on its own or `/shared`")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads (%(default)s)")
+    parser.add_argument("--num-tokens", type=int, help="new tokens per prompt (128; paced: 256; methods: 48)")
+    parser.add_argument("--pair", default=PAIR, help="paced: as %(default)s; /shared behind it: one device")
     parser.add_argument("--streams", type=_numbers, default=STREAMS, help="paced: concurrent streams, as 1,8,64")
     parser.add_argument("--temperatures", type=_temperatures, default=TEMPERATURES, help="paced: as 0,0.7,1")
     parser.add_argument("--turns", type=int, help="paced, methods: batches of each cell")
@@ -223,8 +223,8 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--adaptive", nargs="*", choices=METHODS, default=ADAPTIVE_METHODS, help=ADAPTIVE_HELP)
     parser.add_argument("--self-draft-layers", type=int, default=4, help="methods: of drafting=self")
     parser.add_argument("--peer-dtype", choices=DTYPES, help="methods: of transformers, if it is faster in another one")
-    parser.add_argument("--minutes", type=float, default=30.0, help="methods: begin no cell that would end later")
-    parser.add_argument("--parts", nargs="+", type=Path, help="methods: only show these JSON files together")
+    parser.add_argument("--minutes", type=float, default=30.0, help="methods: skip cells that would end later")
+    parser.add_argument("--parts", nargs="+", type=Path, help="methods: measure nothing, show these JSON files")
     parser.add_argument(
         "--arms",
         nargs="+",

@@ -1,7 +1,10 @@
+"""The application in this process, over fake Routers, and its clients."""
+
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerFast
@@ -65,6 +68,10 @@ def make_client(app: ASGIApp) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=transport, base_url="http://paceline")
 
 
+def make_sdk(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
+
+
 @pytest.fixture
 def config(model_dir: Path) -> AppConfig:
     return AppConfig(target_model=str(model_dir), served_model_name="tiny", stream_interval_s=0)
@@ -74,3 +81,8 @@ def config(model_dir: Path) -> AppConfig:
 async def client(config: AppConfig, routers: LocalRouters) -> AsyncIterator[httpx.AsyncClient]:
     async with make_client(await make_app(config, routers)) as client:
         yield client
+
+
+@pytest.fixture
+def sdk(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
+    return make_sdk(client)

@@ -1,4 +1,4 @@
-"""Requests to an application in this process, greedy and of eight tokens."""
+"""Requests to an application in this process."""
 
 import json
 from typing import Any
@@ -21,3 +21,21 @@ async def complete(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
     response = await client.post("/v1/completions", json={"prompt": "abc", **GREEDY, **body})
     assert response.status_code == 200, response.text
     return response.json()
+
+
+async def text_of(client: httpx.AsyncClient, **body: Any) -> str:
+    """The text of a greedy completion, which must end by itself."""
+    sent = {"prompt": "abc", "temperature": 0, "max_tokens": 300, **body}
+    response = await client.post("/v1/completions", json=sent)
+    assert response.status_code == 200, response.text
+    choice = response.json()["choices"][0]
+    assert choice["finish_reason"] == "stop", choice
+    return choice["text"]
+
+
+async def error_of(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    """The error that refuses a completion, or a chat if there are messages."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    response = await client.post(path, json=body if "messages" in body else {"prompt": "abc", **body})
+    assert response.status_code == 400, response.text
+    return response.json()["error"]

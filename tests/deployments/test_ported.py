@@ -16,7 +16,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from deployments.config import AppConfig
-from tests.deployments.conftest import make_app, make_client
+from tests.deployments.conftest import make_app, make_client, make_sdk
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.openai.test_tools import HERMES, save
 
@@ -42,17 +42,12 @@ VARIED: Any = {"temperature": 1, "seed": 3, "extra_body": {"repetition_penalty":
 
 
 @pytest.fixture
-def sdk(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
-
-
-@pytest.fixture
 async def caller(routers: LocalRouters, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
     """The client of a model that calls tools."""
     save(HERMES, tmp_path)
     config = AppConfig(target_model=str(tmp_path), served_model_name="tiny", stream_interval_s=0)
     async with make_client(await make_app(config, routers)) as client:
-        yield openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
+        yield make_sdk(client)
 
 
 # --- Completions ----------------------------------------------------------------------------------------------------

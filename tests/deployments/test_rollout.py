@@ -65,7 +65,7 @@ def test_a_changed_setting_restarts_those_that_read_it(
 
 def test_the_package_version_restarts_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     before = versions(monkeypatch)
-    monkeypatch.setattr("deployments.rollout._package_version", lambda: "next")
+    monkeypatch.setattr("deployments.rollout.installed_version", lambda: "next")
     after = versions(monkeypatch)
     assert all(before[name] != after[name] for name in before)
 

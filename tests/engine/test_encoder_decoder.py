@@ -265,9 +265,9 @@ def test_a_pair_writes_what_generate_writes(k, pair, module):
 def test_what_does_not_fit_an_encoder_decoder_is_refused_at_start(pair, tmp_path):
     llama = save(LlamaConfig(**SIZES), tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ModelMismatchError, match="both must be of a kind"):
+    with pytest.raises(ModelMismatchError, match="both must be of the same kind"):
         make_llm(pair[0], llama)
-    with pytest.raises(ModelError, match="verifies no trees"):
+    with pytest.raises(ModelError, match="cannot verify trees"):
         make_llm(*pair, drafting="tree")
     with pytest.raises(ModelError, match="cannot draft for itself"):
         make_llm(pair[0], drafting="self", self_draft_layers=1)

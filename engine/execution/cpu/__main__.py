@@ -26,11 +26,15 @@ def main() -> None:
     parser.add_argument("models", nargs="+", metavar="MODEL_DIRECTORY")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     parser.add_argument("--quantization", default="none", choices=["none", "int8", "int4"])
-    parser.add_argument("--revision")
+    parser.add_argument("--revision", help="hub revision")
     parser.add_argument(
-        "--skip", nargs="+", default=[], metavar="SUB_LAYER", help="also compile without these, such as attention.3"
+        "--skip",
+        nargs="+",
+        default=[],
+        metavar="SUB_LAYER",
+        help="also compile the self-draft that skips these, such as attention.3",
     )
-    parser.add_argument("--until-input-ends", action="store_true", help="end when standard input does")
+    parser.add_argument("--until-input-ends", action="store_true", help="stop compiling when standard input ends")
     options = parser.parse_args()
     if not options.until_input_ends:
         _compile(options)

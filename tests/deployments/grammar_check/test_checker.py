@@ -13,25 +13,10 @@ from deployments.config import AppConfig, Limits
 from engine.config import ModelInfo
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import MAX_MODEL_LEN, VOCAB_SIZE, LocalRouters
+from tests.deployments.requests import error_of, text_of
 
 # Six seconds on two cores; nothing in it looks expensive.
 SLOW = {"type": "integer", "multipleOf": 10_000_019}
-
-
-async def text_of(client: httpx.AsyncClient, **body: Any) -> str:
-    sent = {"prompt": "abc", "temperature": 0, "max_tokens": 300, **body}
-    response = await client.post("/v1/completions", json=sent)
-    assert response.status_code == 200, response.text
-    choice = response.json()["choices"][0]
-    assert choice["finish_reason"] == "stop", choice
-    return choice["text"]
-
-
-async def error_of(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    response = await client.post(path, json=body if "messages" in body else {"prompt": "abc", **body})
-    assert response.status_code == 400, response.text
-    return response.json()["error"]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from deployments.config import AppConfig
 from deployments.ingress.server_info import announcement, fingerprint
 from deployments.rollout import ingress_settings
-from tests.deployments.conftest import make_app, make_client
+from tests.deployments.conftest import make_app, make_client, make_sdk
 from tests.deployments.fakes import LocalRouters
 
 
@@ -24,7 +24,7 @@ async def test_what_is_served(client: httpx.AsyncClient, config: AppConfig) -> N
 
 
 async def test_a_model_is_found_by_its_name(client: httpx.AsyncClient) -> None:
-    sdk = openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
+    sdk = make_sdk(client)
     assert await sdk.models.retrieve("tiny") == (await sdk.models.list()).data[0]
     for name in ("other", "org/tiny", "tiny/"):
         with pytest.raises(openai.NotFoundError) as error:
@@ -35,7 +35,7 @@ async def test_a_model_is_found_by_its_name(client: httpx.AsyncClient) -> None:
 async def test_a_name_with_slashes_is_one_name(config: AppConfig, routers: LocalRouters) -> None:
     app = await make_app(config.model_copy(update={"served_model_name": "org/tiny"}), routers)
     async with make_client(app) as client:
-        sdk = openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
+        sdk = make_sdk(client)
         assert (await sdk.models.retrieve("org/tiny")).id == "org/tiny"
 
 

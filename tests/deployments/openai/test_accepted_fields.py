@@ -40,11 +40,6 @@ BODIES = {
 }
 
 
-@pytest.fixture
-def sdk(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
-
-
 # --- Ignored --------------------------------------------------------------------------------------------------------
 
 

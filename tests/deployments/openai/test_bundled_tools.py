@@ -15,7 +15,7 @@ from deployments.router.generation import Description, ModelLimits
 from deployments.router.round_loop import RoundLoop
 from engine.config import ModelInfo
 from engine.llm import LLM
-from tests.deployments.conftest import make_app, make_client
+from tests.deployments.conftest import make_app, make_client, make_sdk
 from tests.deployments.fakes import LocalRouters
 
 SCHEMA = {
@@ -53,7 +53,7 @@ async def sdk(pair: LLM) -> AsyncIterator[openai.AsyncOpenAI]:
     loop = RoundLoop(pair.engine, SimpleNamespace(), metrics, max_recoveries=0, round_timeout_s=60.0)
     routers = BundledRouters(SimpleNamespace(engine=pair.engine, loop=loop, metrics=metrics))
     async with make_client(await make_app(AppConfig(stream_interval_s=0), routers)) as client:
-        yield openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
+        yield make_sdk(client)
     await loop.stop()
 
 

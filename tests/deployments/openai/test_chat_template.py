@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from deployments.config import AppConfig
 from deployments.openai.chat_template import ConversationRequest
-from tests.deployments.conftest import make_app, make_client
+from tests.deployments.conftest import make_app, make_client, make_sdk
 from tests.deployments.fakes import LocalRouters
 from tests.fakes import byte_tokenizer
 
@@ -43,7 +42,7 @@ async def http(routers: LocalRouters, tmp_path: Path) -> AsyncIterator[httpx.Asy
 
 async def prompt(http: httpx.AsyncClient, routers: LocalRouters, messages: Any = USER, **fields: Any) -> str:
     """The prompt of a chat completion, which must also be what /tokenize says."""
-    sdk = openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=http, max_retries=0)
+    sdk = make_sdk(http)
     await sdk.chat.completions.create(model="tiny", messages=messages, max_tokens=1, extra_body=fields)
     assert routers.last is not None
     (ids,) = routers.last.prompts

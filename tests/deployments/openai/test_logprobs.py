@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
+from tests.deployments.conftest import make_sdk
 from tests.deployments.fakes import VOCAB_SIZE, Rig
 
 PROMPT = "abc"
@@ -71,7 +71,7 @@ async def test_a_prompt_seen_before_loses_none(client: httpx.AsyncClient) -> Non
 
 
 async def test_the_openai_client_reads_them(client: httpx.AsyncClient) -> None:
-    sdk = openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client)
+    sdk = make_sdk(client)
     response = await sdk.completions.create(model="tiny", prompt=[[1, 2], [3, VOCAB_SIZE - 4]], echo=True, logprobs=0)
     for choice in response.choices:
         assert choice.logprobs is not None
@@ -96,7 +96,7 @@ async def test_a_prompt_is_scored_without_a_token(client: httpx.AsyncClient, n: 
 @pytest.mark.parametrize("logprobs", [None, 2])
 async def test_a_stream_scores_a_prompt_too(client: httpx.AsyncClient, logprobs: int | None) -> None:
     whole = await complete(client, max_tokens=0, logprobs=logprobs)
-    sdk = openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client)
+    sdk = make_sdk(client)
     options: Any = {"model": "tiny", "prompt": PROMPT, "max_tokens": 0, "echo": True, "logprobs": logprobs}
     stream = await sdk.completions.create(**options, stream=True, stream_options={"include_usage": True})
     *pieces, last = [chunk async for chunk in stream]

@@ -6,10 +6,11 @@ from typing import Any
 
 import httpx
 import jsonschema
-import openai
 import pytest
 
+from tests.deployments.conftest import make_sdk
 from tests.deployments.fakes import LocalRouters
+from tests.deployments.requests import error_of, text_of
 
 SCHEMA = {
     "type": "object",
@@ -18,22 +19,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 QUOTE, BRACE = ord('"') - ord("!"), ord("}") - ord("!")
-
-
-async def text_of(client: httpx.AsyncClient, **body: Any) -> str:
-    sent = {"prompt": "abc", "temperature": 0, "max_tokens": 300, **body}
-    response = await client.post("/v1/completions", json=sent)
-    assert response.status_code == 200, response.text
-    choice = response.json()["choices"][0]
-    assert choice["finish_reason"] == "stop", choice
-    return choice["text"]
-
-
-async def error_of(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    response = await client.post(path, json=body if "messages" in body else {"prompt": "abc", **body})
-    assert response.status_code == 400, response.text
-    return response.json()["error"]
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -63,7 +48,7 @@ async def test_a_grammar_is_followed_in_either_notation(grammar: str, client: ht
 
 
 async def test_the_openai_client_gets_the_requested_format(client: httpx.AsyncClient) -> None:
-    sdk = openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client)
+    sdk = make_sdk(client)
     messages: Any = [{"role": "user", "content": "who?"}]
     options: Any = {"model": "tiny", "messages": messages, "temperature": 0, "max_tokens": 300}
     schema: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}

@@ -18,7 +18,7 @@ from deployments.openai.chat_template import Rendering
 from deployments.openai.messages import ChatMessage, message_of
 from deployments.openai.tools import Hermes, Llama3, Tool, form_of
 from engine.errors import RequestError
-from tests.deployments.conftest import TEMPLATE, make_app, make_client
+from tests.deployments.conftest import TEMPLATE, make_app, make_client, make_sdk
 from tests.deployments.fakes import LocalRouters
 from tests.fakes import byte_tokenizer
 
@@ -98,7 +98,7 @@ async def sdk(
     save(request.param, tmp_path)
     config = AppConfig(target_model=str(tmp_path), served_model_name="tiny", stream_interval_s=0)
     async with make_client(await make_app(config, routers)) as client:
-        yield openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
+        yield make_sdk(client)
 
 
 def check(name: str, arguments: str) -> None:

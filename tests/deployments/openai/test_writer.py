@@ -36,11 +36,6 @@ def sync(server: str) -> Iterator[openai.OpenAI]:
         yield sdk
 
 
-@pytest.fixture
-def sdk(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
-
-
 # --- Sync -----------------------------------------------------------------------------------------------------------
 
 

@@ -70,14 +70,14 @@ def test_a_configuration_chooses_one_method(settings, has_draft_model, expected)
     [
         (
             {"drafting": "tree", "verification": "block"},
-            "verification is 'block', but drafting is 'tree', whose drafts are verified by coupled or rejection or",
+            "verification is 'block', but drafting is 'tree', which allows coupled or rejection or",
         ),
         ({"verification": "k_sequential"}, "verification is 'k_sequential', but drafting is 'model'"),
         ({"drafting": "model", "tree_width": 2}, "tree_width is 2, but drafting is 'model', which drafts no trees"),
         ({"tree_width": 1}, "tree_width is 1, but drafting is 'auto'"),
         (
             {"drafting": "self", "self_draft_layers": 2, "verification": "k_sequential"},
-            "verification is 'k_sequential', but drafting is 'self', whose drafts are verified by coupled or rejection",
+            "verification is 'k_sequential', but drafting is 'self', which allows coupled or rejection",
         ),
         (
             {"drafting": "self"},
@@ -297,7 +297,7 @@ def test_a_pair_has_an_encoder_or_has_none(model):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (METHODS["tree"], "verifies no trees"),
+        (METHODS["tree"], "cannot verify trees"),
         (METHODS["self"], "cannot draft for itself"),
     ],
 )

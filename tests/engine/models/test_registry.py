@@ -41,7 +41,7 @@ def test_the_start_of_an_encoder_decoders_text_is_that_of_its_generation_setting
 def test_an_encoder_decoder_of_another_family_or_without_a_start_is_refused(tmp_path):
     config = ModelConfig(str(tmp_path))
     BartConfig(decoder_start_token_id=2).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="bart, an encoder-decoder; of these only t5, mt5, umt5 are served"):
+    with pytest.raises(ModelError, match="bart; of encoder-decoders, only t5, mt5, umt5 are served"):
         read_config(config)
     T5Config(**{**T5_SIZES, "decoder_start_token_id": None}).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="names no decoder_start_token_id"):

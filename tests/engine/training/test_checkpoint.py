@@ -24,7 +24,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pyte
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(TrainingError, match="No space left on device; the last one is kept"):
+    with pytest.raises(TrainingError, match="No space left on device; the previous one is kept"):
         checkpointer.save(8)
     assert make(tmp_path).restore() == 7
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint.CHECKPOINT]

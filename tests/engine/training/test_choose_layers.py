@@ -127,7 +127,7 @@ def test_without_optuna_the_command_says_what_to_install(target, tmp_path, monke
     prompts.write_text("t2 t3\n\nt4")
     arguments = ["--target", str(target), "--prompts", str(prompts), "--output", str(tmp_path / "chosen.json")]
     assert main(["choose-layers", *arguments]) == 1
-    assert "choose-layers needs optuna, which this package's extra named search installs" in capsys.readouterr().err
+    assert "choose-layers needs optuna; `pip install 'paceline[search]'` installs it" in capsys.readouterr().err
 
 
 def test_the_command_searches_and_prints_the_setting(target, tmp_path, capsys):

@@ -56,6 +56,7 @@ def test_a_draft_with_another_tokenizer_is_one_line(
         ("pretrain nowhere.txt --output x --steps 0", "--steps is 0"),
         ("distill nowhere.txt --target nowhere --output x", "nowhere is not a model directory"),
         ("evaluate --prompts nowhere.txt", "cannot read nowhere.txt"),
+        ("evaluate --prompts nowhere[red].txt", "cannot read nowhere[red].txt"),
         ("evaluate --k 0", "--k is 0"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 from deployments.config import AppConfig
 from deployments.openai.responses.request import ResponsesRequest
 from deployments.openai.structured_output import StructuredOutputs
-from tests.deployments.conftest import make_app, make_client
+from tests.deployments.conftest import make_app, make_client, make_sdk
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.openai.test_tools import HERMES, save
 
@@ -30,7 +30,7 @@ async def http(routers: LocalRouters, tmp_path: Path) -> AsyncIterator[httpx.Asy
 
 @pytest.fixture
 def sdk(http: httpx.AsyncClient) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=http, max_retries=0)
+    return make_sdk(http)
 
 
 async def test_a_required_call_is_an_item(sdk: openai.AsyncOpenAI) -> None:

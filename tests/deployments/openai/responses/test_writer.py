@@ -14,11 +14,6 @@ from tests.deployments.fakes import LocalRouters
 OPTIONS: Any = {"model": "tiny", "temperature": 0, "max_output_tokens": 8, "extra_body": {"ignore_eos": True}}
 
 
-@pytest.fixture
-def sdk(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
-
-
 async def chat_text(sdk: openai.AsyncOpenAI, messages: Any) -> str:
     chat = await sdk.chat.completions.create(
         model="tiny", messages=messages, temperature=0, max_tokens=8, extra_body={"ignore_eos": True}

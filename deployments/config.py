@@ -82,13 +82,13 @@ class Limits(BaseModel):
     max_logprobs: int = Field(20, ge=0, le=20)
     """Alternatives listed per token."""
     max_prompt_logprobs: int = Field(2**19, ge=1)
-    """Log probabilities of the tokens of prompts, for all choices together: each token's, and its alternatives'."""
+    """Log probabilities of the tokens of prompts and their alternatives, in one answer, all choices together."""
     max_logit_bias: int = Field(300, ge=1)
     """Tokens with a bias."""
     max_grammar_chars: int = Field(2**16, ge=1)
     """Characters of a JSON schema, a regular expression, a grammar, or of all choices together."""
     grammar_timeout_s: float = Field(1.0, gt=0)
-    """Seconds that compiling one of these may take."""
+    """Seconds that compiling a schema, an expression or a grammar may take."""
     request_timeout_s: float = Field(600.0, gt=0)
     """Seconds from a request's arrival to its last token."""
 
@@ -99,11 +99,11 @@ class LabelSelector(BaseModel):
     model_config = FROZEN
 
     target: dict[str, str] = {}
-    """Of the nodes of the target's ranks and of the Router."""
+    """Labels that the nodes of the target's ranks and of the Router must have."""
     draft: dict[str, str] = {}
-    """Of the draft's node."""
+    """Labels that the draft's node must have."""
     ingress: dict[str, str] = {}
-    """Of the nodes of the Ingress replicas."""
+    """Labels that the nodes of the Ingress replicas must have."""
 
 
 class Autoscaling(BaseModel):
@@ -112,17 +112,18 @@ class Autoscaling(BaseModel):
     model_config = FROZEN
 
     min_replicas: int = Field(1, ge=1)
-    """Replicas at least."""
+    """Fewest replicas."""
     max_replicas: int | None = Field(None, ge=1)
-    """Replicas at most; their number follows the queue depth. None takes min_replicas, a fixed number."""
+    """Most replicas; in between, their number follows the queue depth. None takes min_replicas, a fixed number."""
     requests_per_replica: int = Field(12, ge=1)
-    """Waiting and running requests per replica that autoscaling aims at. Near what a replica can do at most, requests
-    wait for as long as a new one starts; `python -m tests.bench simulate --cluster` shows by how much."""
+    """Waiting and running requests per replica that autoscaling aims at. If it is near a replica's capacity, requests
+    wait while a new replica starts; `python -m tests.bench simulate --cluster` shows for how long."""
     upscale_delay_s: float = Field(1.0, ge=0)
-    """Seconds with more requests than that before replicas are added. Up to 1.7 s of measuring come before them."""
+    """Seconds with more requests than requests_per_replica before replicas are added; measuring takes up to 1.7 s
+    more."""
     downscale_delay_s: float = Field(300.0, ge=0)
-    """Seconds in which fewer replicas would have had four fifths of that at most, before replicas are removed. Their
-    running streams finish first."""
+    """Seconds in which fewer replicas would have had at most four fifths of requests_per_replica, before replicas are
+    removed. Their running streams finish first."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:

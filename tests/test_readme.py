@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from deployments.config import AppConfig
 from engine.config import PAIR_SETTINGS, PairConfig
@@ -19,7 +20,7 @@ PACKAGES = ("engine", "cluster", "deployments")
 MAX_LINES = 220
 
 
-def configuration_table():
+def configuration_table() -> str:
     """The table as `deployments/README.md` should have it: the pair's settings first, as arguments like all others."""
     rows = ["| argument | default | meaning |", "|---|---|---|"]
     for name, meaning in field_docstrings(PairConfig).items():
@@ -27,10 +28,28 @@ def configuration_table():
     for name, field in AppConfig.model_fields.items():
         if name == "pair":
             continue
-        default = field.default
-        shown = "see `config.py`" if isinstance(default, BaseModel) else f"`{default}`"
-        rows.append(f"| `{name}` | {shown} | {' '.join((field.description or '').split())} |")
+        shown = "see below" if isinstance(field.default, BaseModel) else f"`{field.default}`"
+        rows.append(f"| `{name}` | {shown} | {one_line(field.description)} |")
     return "\n".join(rows)
+
+
+def nested_table() -> str:
+    """The table of the settings inside others."""
+    rows = ["| setting | default | meaning |", "|---|---|---|"]
+    for outer, nested in nested_settings():
+        for name, field in nested.items():
+            rows.append(f"| `{outer}.{name}` | `{field.default}` | {one_line(field.description)} |")
+    return "\n".join(rows)
+
+
+def nested_settings() -> list[tuple[str, dict[str, FieldInfo]]]:
+    """The settings that have settings inside, and those."""
+    outer = ((name, field.default) for name, field in AppConfig.model_fields.items() if name != "pair")
+    return [(name, type(value).model_fields) for name, value in outer if isinstance(value, BaseModel)]
+
+
+def one_line(description: str | None) -> str:
+    return " ".join((description or "").split())
 
 
 def code_blocks(language: str) -> list[str]:
@@ -70,13 +89,15 @@ def paths_of(package: str) -> set[str]:
     return {name for name in names if "__pycache__" not in name}
 
 
-def test_the_configuration_table_is_the_codes():
+def test_the_configuration_tables_are_the_codes():
     assert configuration_table() in SETTINGS
+    assert nested_table() in SETTINGS
 
 
 def test_every_argument_is_described():
     assert field_docstrings(PairConfig).keys() == PAIR_SETTINGS.keys()
     assert all(field.description for field in AppConfig.model_fields.values())
+    assert all(field.description for _, nested in nested_settings() for field in nested.values())
 
 
 def test_every_file_the_readme_names_exists():

@@ -260,8 +260,8 @@ async def _death_among(answers: Sequence[asyncio.Future[T]]) -> ray.exceptions.R
 def _start_error(error: ray.exceptions.RayError) -> TargetError:
     """Translate the end of a worker; what its constructor raises would be raised again."""
     was_killed = isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed
-    kind = WorkerDiedError if was_killed else TargetError
-    return kind(f"a worker died while starting: {_reason(error)}")
+    error_class = WorkerDiedError if was_killed else TargetError
+    return error_class(f"a worker died while starting: {_reason(error)}")
 
 
 async def _outcome(reference: Awaitable[None]) -> str:

@@ -34,11 +34,11 @@ def prepare(module: nn.Module) -> None:
     decoder.register_forward_hook(_keep_tokens_with_logits, with_kwargs=True)
     projections = nn.ModuleList()
     for block in decoder.block:
-        own, cross = block.layer[0].SelfAttention, block.layer[1].EncDecAttention
-        if own.has_relative_attention_bias:
-            own.compute_bias = _Constant(_bias_by_distance(own))
-        projections.append(nn.ModuleList([cross.k, cross.v]))
-        cross.k, cross.v = nn.Identity(), nn.Identity()
+        self_attention, cross_attention = block.layer[0].SelfAttention, block.layer[1].EncDecAttention
+        if self_attention.has_relative_attention_bias:
+            self_attention.compute_bias = _Constant(_bias_by_distance(self_attention))
+        projections.append(nn.ModuleList([cross_attention.k, cross_attention.v]))
+        cross_attention.k, cross_attention.v = nn.Identity(), nn.Identity()
     module.encoder_projections = projections
 
 

@@ -1,14 +1,21 @@
-"""Measurements, not tests: `python -m tests.bench` (see __main__.py), and what it needs.
+"""Measurements, not tests: `python -m tests.bench` (see `__main__`), and what it needs.
 
-Reading order: workload.py (what is asked), figures.py (what is measured, and the row it becomes), then one file per way
-to generate: with_transformers.py, with_engine.py, with_serve.py with readings.py (its metrics); worker.py (one method
-in one process), turns.py (all of them in turn), processes.py (servers whose turn it is not are frozen), compare.py (the
-table and the ratios), curves.py (tokens/s over rows and streams), spans.py and profile.py (where a round's time goes).
+In reading order, for the comparison of methods side by side: `workload` (models, prompts, cells), `figures` (what is
+measured of a batch, and the row of a cell), a file for each method (`with_transformers`, `with_engine`, `with_serve`,
+`with_vllm`, `with_llama_cpp` with `gguf_file`), `readings` (a server's metrics), `worker` (a method in a process of its
+own), `turns` (the methods in turn), `processes` (freezing a server between its turns), `compiled_models` and `compare`
+(the table and the ratios).
 
-At the pace of GPUs: paced.py, paced_cells.py (against the roofline), paced_tables.py, virtual_time.py (the engine over
-a clock that only passes move), paced_virtual.py (the paced cells there), simulation.py and simulate.py (made-up models
-there), timeline.py (a picture of rounds), autoscaling.py (a picture of a step in load).
+One file for each other command: `curves` (batch and load), `prefill`, `profile` with `spans`, `bandwidth`, `burst`,
+`abuse`, `soak`, `autoscaling` and `timeline`; `pictures` is how plots look.
 
-A cluster: arrivals.py, group_model.py, cluster_simulation.py, cluster_tables.py; measured_group.py and served_group.py
+Drafting methods: `methods`, `method_turns`, `method_cells`, `method_tables`, `method_picture`, `domains` (prompts),
+`large_target` (a slow model with the same texts) and `with_lookup` (transformers' own methods).
+
+At the pace of GPUs: `paced`, `paced_cells` (beside the roofline), `paced_tables`, `light_pair` (models for many rows),
+`virtual_time` (the engine with passes that only move a clock), `paced_virtual` (the paced cells there), `simulation`
+and `simulate` (simulated models there).
+
+A cluster: `arrivals`, `group_model`, `cluster_simulation` and `cluster_tables`; `measured_group` and `served_group`
 compare it with the engine and with the service.
 """

@@ -86,7 +86,7 @@ def write(rows: Sequence[Row], path: Path) -> None:
 
 
 def conditions(workload: Workload) -> str:
-    """Say on what, with what and how was measured."""
+    """Return the machine, versions, models and command of a measurement."""
     device = resolve_device(workload.device)
     dtype = str(resolve_dtype(workload.dtype, device)).removeprefix("torch.")
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "ray"))

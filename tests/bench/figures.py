@@ -101,7 +101,7 @@ class Method(Protocol):
     num_speculative_tokens: int | None
 
     def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
-        """Continue the prompts together, each by the workload's number of tokens, down to the text."""
+        """Continue the prompts together, each by the workload's number of tokens, and decode the text."""
         ...
 
     def close(self) -> None:

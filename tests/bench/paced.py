@@ -1,4 +1,4 @@
-"""Everything in real time at the pace of GPUs: plain, speculative and ahead, in process and served, to the millisecond.
+"""The paced comparison: plain decoding, speculation and running ahead, in process and served, at the pace of GPUs.
 
 The bundled pair computes; each pass then takes as long as a roofline says that the pair's models would take on their
 devices (`engine.execution.paced`). So the CPU is free while a model works, as it is with a GPU, and one sees what the

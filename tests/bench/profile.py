@@ -1,4 +1,4 @@
-"""Where a round's time goes: in process by function, served by room."""
+"""Where a round's time goes: in process by function, served by process."""
 
 import time
 from typing import Any
@@ -56,7 +56,7 @@ def _seconds_per_round(spans: Spans, llm: LLM, workload: Workload, size: int) ->
 
 
 def served(workload: Workload, console: Console) -> None:
-    """Print what each room costs per round, as far as the Router tells."""
+    """Print what each process takes per round, by the Router's metrics."""
     method = ServeMethod(workload, workload.num_speculative_tokens)
     columns = []
     try:

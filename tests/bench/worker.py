@@ -88,7 +88,7 @@ class Setting(NamedTuple):
 
 def cells_of(name: str, workload: Workload) -> list[Cell]:
     """Return the cells that a method has a row in."""
-    if name.startswith("transformers"):  # a batch of its takes nobody in, and an assisted one is single
+    if name.startswith("transformers"):  # no prompt can join a running batch; assisted, it has one prompt
         most = 1 if name == "transformers-assisted" else math.inf
         return [cell for cell in workload.cells if cell.batch_size <= most and not cell.is_last_late]
     return workload.cells

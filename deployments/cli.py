@@ -44,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m deployments", description="Serve the application.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", default=8000, type=int, help="port to listen on")
-    parser.add_argument("settings", nargs="*", metavar="name=value", help="settings, as listed in deployments/README.md")
+    parser.add_argument("settings", nargs="*", metavar="name=value", help="settings; see deployments/README.md")
     options = parser.parse_args()
     try:
         config = AppConfig.model_validate(_parse(options.settings))

@@ -190,9 +190,7 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
         raise ConfigError(f"drafting is {name!r}, which needs a draft_model, and there is none")
     if METHODS[name].proposes and config.verification not in METHODS[name].rules:
         rules = " or ".join(METHODS[name].rules)
-        raise ConfigError(
-            f"verification is {config.verification!r}, but drafting is {name!r}, which allows {rules}"
-        )
+        raise ConfigError(f"verification is {config.verification!r}, but drafting is {name!r}, which allows {rules}")
     return METHODS[name]
 
 

@@ -164,17 +164,16 @@ class AppConfig(BaseModel):
     verify_timeout_s: float = Field(60.0, gt=0)
     """Seconds that a round waits for the target before the target counts as lost."""
     hang_timeout_s: float = Field(10.0, gt=0)
-    """Seconds for which the process of a worker or a Router, or of an Ingress that starts, may not answer at all before
-    it is replaced."""
+    """Seconds without any answer after which the process of a worker or a Router is replaced, or of an Ingress that
+    starts."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Seconds that placing and loading the workers may take, and the start of an Ingress."""
     stream_interval_s: float = Field(0.02, ge=0)
     """Seconds for which a stream gathers tokens after each chunk; the last tokens are sent at once. 0 sends a chunk per
     round."""
     per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
-    """Acceptance figures in every response, in vLLM's format; a request can ask for its own by
-    `speculative.metrics`.
-    """
+    """Acceptance figures in every response, in vLLM's format: none, summary or detailed. A request can choose its own
+    by `speculative.metrics`."""
     max_recoveries: int = Field(3, ge=0)
     """Target restarts in a row, without a finished round between them, before clients get an error."""
     round_timeout_s: float = Field(120.0, gt=0)
@@ -194,7 +193,7 @@ class AppConfig(BaseModel):
     num_ingress_replicas: Annotated[int | None, OrNone] = Field(None, ge=1)
     """Processes that serve HTTP and tokenize; none is one for each 8 CPUs of the cluster, at most 4."""
     autoscaling: Annotated[Autoscaling, BeforeValidator(_object_from_text)] = Autoscaling()
-    """Router replicas and when to have more."""
+    """How many Router replicas there are, and when there are more."""
     limits: Annotated[Limits, BeforeValidator(_object_from_text)] = Limits()
     """What one request may ask for."""
 

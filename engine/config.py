@@ -91,9 +91,10 @@ class EngineConfig(_Settings):
     by frequency, and in earlier outputs too; model+suffix: for each request in each round, the one that promises more;
     none: no drafts; auto: model if there is a draft model, else suffix."""
     tree_width: int | None = field(default=None, metadata={"ge": 1, "le": 8})
-    """Tokens that drafting=tree proposes after the same one, at most, or chains for k_sequential; none is 3."""
+    """Most alternatives after one token with drafting=tree, or the number of chains with k_sequential; none is 3."""
     self_draft_layers: int | None = field(default=None, metadata={"ge": 1})
-    """The target's first layers that drafting=self drafts with, and with its own head; fewer than it has."""
+    """How many of the target's first layers drafting=self drafts with, followed by the target's head; fewer than it
+    has."""
     self_draft_skip: tuple[str, ...] | None = None
     """In place of self_draft_layers, the sub-layers that drafting=self skips (Draft & Verify): `attention.3 mlp.5`, or
     `@` and a JSON file that lists them."""

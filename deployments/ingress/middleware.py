@@ -1,7 +1,8 @@
 """Guard: the ASGI middleware before every route: limits, the API key, full queues, and clients that leave.
 
-Routes that need no key are `OPEN_ROUTES`; every other path needs one, known or not. The route is read from
-`scope["path"]`, which no header can change.
+Routes that need no key are `OPEN_ROUTES`; every other path needs one, known or not. The route is the one that FastAPI
+will choose: the path of the request, which no header can change, after the prefix under which Serve has put the
+application.
 
 Serve's proxy obeys headers by which a client can switch off its deadline and its disconnect detection. Nothing here
 relies on the proxy dropping them (`proxy.py`): the Router keeps the deadlines, and this middleware notices clients that
@@ -14,6 +15,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.config import Limits
@@ -45,10 +47,11 @@ class Guard:
         if size > (limit := self._limits.max_header_bytes):
             await _refuse(send, 431, f"the headers have {size:,} bytes, at most {limit:,} are allowed")
             return
-        if self._keys and scope["path"] not in OPEN_ROUTES and not self._has_key(headers):
+        path = get_route_path(scope)
+        if self._keys and path not in OPEN_ROUTES and not self._has_key(headers):
             await _refuse(send, 401, "no valid API key; send 'Authorization: Bearer <key>'")
             return
-        is_generating = scope["path"] in GENERATING_ROUTES
+        is_generating = path in GENERATING_ROUTES
         if is_generating and await self._refuse_if_full(send):
             return
         try:

@@ -64,6 +64,26 @@ async def test_no_path_gets_around_the_key(guarded: httpx.AsyncClient, path: str
     assert response.status_code == 401, scope_path
 
 
+@pytest.fixture
+async def under_a_prefix(config: AppConfig, routers: LocalRouters) -> AsyncIterator[httpx.AsyncClient]:
+    """As Serve calls an application whose `route_prefix` is /llm."""
+    app = await make_app(config, routers, keys=(KEY,))
+    transport = httpx.ASGITransport(app, root_path="/llm")
+    async with httpx.AsyncClient(transport=transport, base_url="http://paceline/llm") as client:
+        yield client
+
+
+async def test_a_prefix_changes_neither_which_routes_are_open_nor_which_are_refused(
+    under_a_prefix: httpx.AsyncClient, routers: LocalRouters
+) -> None:
+    routers.free = 0.0
+    headers = {"Authorization": f"Bearer {KEY}"}
+    assert (await under_a_prefix.get("/live")).status_code == 200
+    assert (await under_a_prefix.get("/v1/models")).status_code == 401
+    assert (await under_a_prefix.get("/v1/models", headers=headers)).status_code == 200
+    assert (await under_a_prefix.post("/v1/completions", json=BODY, headers=headers)).status_code == 429
+
+
 async def test_open_routes_need_no_key(guarded: httpx.AsyncClient) -> None:
     statuses = {path: (await guarded.get(path)).status_code for path in OPEN_ROUTES}
     assert statuses == dict.fromkeys(OPEN_ROUTES, 200)
@@ -257,3 +277,4 @@ def test_a_body_that_trickles_is_refused_and_its_connection_closed(config: AppCo
             answer = b"".join(iter(lambda: connection.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"the body took longer than 0.3 s" in answer
+    assert b"\r\nconnection: close\r\n" in answer, "its body would be read as the next request"

@@ -151,18 +151,25 @@ class ServeOutputs:
                     self._error, self.refused_by = item.error, item.refused_by
                 else:
                     self._num_sent = item
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            self._error = TargetError("the replica is shutting down")
-        except Exception as error:  # noqa: BLE001 - every error is passed on to the caller
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - every error is passed on to the caller
             self._error = raised_error(error)
         self._has_ended = True
         self._change.set()
 
 
-def raised_error(error: Exception) -> BaseException:
-    """Return the error that a replica raised; Ray wraps it in a subclass whose text is a traceback."""
+def raised_error(error: BaseException) -> BaseException:
+    """Return why a call to a replica failed.
+
+    Ray wraps what the replica raised in a subclass whose text is a traceback. Serve raises CancelledError in the caller
+    if the replica ends during the call.
+
+    Raises:
+        CancelledError: the caller itself is cancelled.
+    """
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise error
+        return TargetError("the replica is shutting down")
     cause: BaseException | None = getattr(error, "cause", None)
     return cause or error

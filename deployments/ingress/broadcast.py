@@ -30,5 +30,5 @@ async def _answer(call: Any, timeout_s: float) -> Any:
     try:
         async with asyncio.timeout(timeout_s):
             return await call.get_async()
-    except Exception as error:  # noqa: BLE001 - returned to the caller
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - returned to the caller
         return raised_error(error)

@@ -16,7 +16,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from cluster.transport import Inbox
 from deployments.ingress.admission import Room
 from deployments.ingress.answer import Outputs
-from deployments.ingress.arrivals import Arrivals, ServeOutputs
+from deployments.ingress.arrivals import Arrivals, ServeOutputs, raised_error
 from deployments.ingress.broadcast import ask_all
 from deployments.ingress.counted_outputs import CountedOutputs
 from deployments.ingress.draining import Draining
@@ -131,8 +131,8 @@ class ServeRouters:
         while True:
             try:
                 description: Description = await self._handle.describe.remote()
-            except (RayActorError, DeploymentUnavailableError) as error:
-                logger.warning("no Router yet: %s", error)
+            except (RayActorError, DeploymentUnavailableError, asyncio.CancelledError) as error:
+                logger.warning("no Router yet: %s", raised_error(error))
                 await asyncio.sleep(RETRY_PAUSE_S)
             else:
                 if self._target_id in (None, description.target_id):

@@ -19,7 +19,7 @@ class Call:
         self._answer = answer
 
     async def get_async(self) -> Any:
-        if isinstance(self._answer, Exception):
+        if isinstance(self._answer, BaseException):
             raise self._answer
         if self._answer is None:
             await asyncio.Event().wait()
@@ -57,6 +57,22 @@ async def test_an_exception_is_the_answer_of_its_replica() -> None:
     assert await ask_all(Handle(error, "b"), "state") == [error, "b"]
     [died] = await ask_all(Handle(ActorDiedError()), "state")
     assert isinstance(died, ActorDiedError)
+
+
+async def test_a_replica_that_ends_during_its_call_does_not_end_the_callers_task() -> None:
+    """Serve raises CancelledError then."""
+    ended, answer = await ask_all(Handle(asyncio.CancelledError(), "b"), "state")
+    assert isinstance(ended, TargetError)
+    assert answer == "b"
+
+
+async def test_a_caller_that_is_cancelled_ends() -> None:
+    asking = asyncio.create_task(ask_all(Handle(None), "state", timeout_s=60))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking])
+    assert asking.cancelled()
 
 
 async def test_no_replica_is_no_answer() -> None:

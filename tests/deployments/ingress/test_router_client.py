@@ -1,5 +1,6 @@
 """The Routers over Serve's handle: broadcasts to all replicas, and where a request's outputs are expected."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,14 @@ from ray import serve
 from ray.exceptions import ActorDiedError
 
 from cluster.transport import InboxAddress, Outbox
+from deployments.ingress import router_client
+from deployments.ingress.lasting_outputs import REST_S
 from deployments.ingress.router_client import ServeRouters
+from deployments.ingress.router_loads import RouterLoads
 from deployments.metrics import ReplicaMetrics
 from deployments.router.delivery import Delivery
 from deployments.router.generation import Description, Generation, ModelLimits, QueueReport
+from deployments.router.load import Load
 from deployments.router.state import RouterState
 from engine.config import ModelInfo
 from engine.errors import TargetError
@@ -29,9 +34,9 @@ class Handle:
     def __init__(self, *answers: Any) -> None:
         self._answers = answers
         self.generate = self.describe = self
-        self.num_lost = 0
+        self.num_lost = self.num_stuck = 0
         self.broadcasts: list[Any] = []
-        self.descriptions: list[Description] = []
+        self.descriptions: list[Description | BaseException] = []
         self.submitted: list[Generation] = []
 
     def options(self, **_: Any) -> "Handle":
@@ -48,24 +53,32 @@ class Handle:
         return self._submit(*call) if call else self._describe()
 
     async def _describe(self) -> Description:
-        return self.descriptions.pop(0)
+        description = self.descriptions.pop(0)
+        if isinstance(description, BaseException):
+            raise description
+        return description
 
     def _submit(self, request: Generation, address: InboxAddress) -> "Response":
         self.submitted.append(request)
         self.num_lost -= 1
-        return Response(request, address, is_lost=self.num_lost >= 0)
+        self.num_stuck -= 1
+        return Response(request, address, is_lost=self.num_lost >= 0, is_stuck=self.num_stuck >= 0)
 
 
 class Response:
     """A Router's generator, as Serve's handle gives it: it sends one output to the inbox, and says so."""
 
-    def __init__(self, request: Generation, address: InboxAddress, *, is_lost: bool) -> None:
-        self._items = self._generate(request, address, is_lost)
+    def __init__(self, request: Generation, address: InboxAddress, *, is_lost: bool, is_stuck: bool) -> None:
+        self._items = self._generate(request, address, is_lost, is_stuck)
 
     @staticmethod
-    async def _generate(request: Generation, address: InboxAddress, is_lost: bool) -> AsyncIterator[int]:
+    async def _generate(
+        request: Generation, address: InboxAddress, is_lost: bool, is_stuck: bool
+    ) -> AsyncIterator[int]:
         if is_lost:
             raise ActorDiedError
+        if is_stuck:
+            await asyncio.Event().wait()
         delivery = Delivery(Outbox(address))
         await delivery.put([RequestOutput(f"{request.request_id}-0", [1], "x", "length", None, None, 3, 0, 0, 0)])
         yield 1
@@ -109,6 +122,42 @@ async def test_only_routers_of_the_same_target_are_asked(monkeypatch: pytest.Mon
     assert await client.describe() == new
     await client.generate(generation()).close()
     assert [request.target_id for request in handle.submitted] == ["/new"]
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), asyncio.CancelledError()])
+async def test_a_router_that_ends_while_it_is_asked_what_it_serves_is_not_the_last(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    monkeypatch.setattr(router_client, "RETRY_PAUSE_S", 0.0)
+    handle, served = Handle(), Description(INFO, None, ModelLimits(9, 9, 4), 9)
+    handle.descriptions = [error, served]
+    client = await ServeRouters.open(handle, "127.0.0.1", "tiny")
+    assert await client.describe() == served
+
+
+async def test_requests_that_wait_leave_a_router_that_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = RouterLoads()
+    monkeypatch.setattr(router_client, "LOADS", loads)
+    handle = Handle()
+    client = await ServeRouters.open(handle, "127.0.0.1", "tiny")
+    handle.num_stuck = 1
+    outputs = client.generate(generation())
+    answer = asyncio.create_task(outputs.next())
+    await asyncio.sleep(0)
+    loads.assign("request", "stopped")
+    loads.set_routers(["new"])
+    loads.report(Load("stopped", 1, 1, 1.0, 1, ("request", "of another time")))
+    assert client.leave_stopped() == 0, "it is not known how many requests a Router holds"
+    handle.descriptions = [Description(INFO, None, ModelLimits(9, 9, 4), capacity=9)]
+    await client.describe()
+    assert client.leave_stopped() == 1
+    assert [output.text for output in await answer] == ["x"]
+    assert client.leave_stopped() == 0, "the request has another name now"
+    assert [(request.request_id, request.rest_s) for request in handle.submitted] == [
+        ("request", 0.0),
+        ("request~1", REST_S),
+    ]
+    await outputs.close()
 
 
 async def test_the_state_of_every_router_is_asked_for() -> None:

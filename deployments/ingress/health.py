@@ -3,12 +3,14 @@
 None of them waits for anything: they say what this Ingress knows already.
 """
 
+from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
 from fastapi import FastAPI
 from fastapi.responses import Response
 
 from deployments.errors import ErrorBody, headers_of, kind_of
+from deployments.ingress.readiness import Heard
 from deployments.openai.fields import ResponseModel
 from engine.errors import CapacityError
 
@@ -40,6 +42,30 @@ class Health(ResponseModel):
     ready: bool
     reason: str | None
     routers: list[RouterHealth]
+
+
+def health_of(routers: Iterable[Heard], reason: str | None) -> Health:
+    """Return the body of `/health`.
+
+    Args:
+        reason: why no Router is ready; None if one is.
+    """
+    is_ready = reason is None
+    return Health(
+        status="ok" if is_ready else "unavailable",
+        live=True,
+        ready=is_ready,
+        reason=reason,
+        routers=[
+            RouterHealth(
+                replica=heard.state.replica,
+                ready=heard.state.problem is None,
+                reason=heard.state.problem,
+                age_s=round(heard.age_s, 3),
+            )
+            for heard in routers
+        ],
+    )
 
 
 class HasHealth(Protocol):

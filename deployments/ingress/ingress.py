@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray.serve.handle import DeploymentHandle
@@ -18,7 +18,7 @@ from deployments.config import AppConfig
 from deployments.grammar_check.compiler import GrammarCompiler
 from deployments.ingress.admission import Admission, submitted
 from deployments.ingress.answer import Answer
-from deployments.ingress.health import Health, RouterHealth
+from deployments.ingress.health import Health, health_of
 from deployments.ingress.outline import Bounds
 from deployments.ingress.parameters import check_token_ids, sampling_params, truncated, within_room
 from deployments.ingress.prompts import PromptEncoder
@@ -211,18 +211,12 @@ class Ingress:
     def health(self) -> Health:
         """Return what this Ingress knows, without waiting."""
         reason = self._readiness.problem if self._serving.done() else "the models are still being loaded"
-        routers = [
-            RouterHealth(
-                replica=heard.state.replica,
-                ready=heard.state.problem is None,
-                reason=heard.state.problem,
-                age_s=round(heard.age_s, 3),
-            )
-            for heard in self._readiness.routers
-        ]
-        is_ready = reason is None
-        status: Literal["ok", "unavailable"] = "ok" if is_ready else "unavailable"
-        return Health(status=status, live=True, ready=is_ready, reason=reason, routers=routers)
+        return health_of(self._readiness.routers, reason)
+
+    async def check_health(self) -> None:
+        """Serve's health check: a replica that could not find out what is served never will, and is replaced."""
+        if self._serving.done():
+            self._serving.result()
 
     async def metrics(self) -> bytes:
         """Return the metrics of all replicas of the application, as far as they answer."""

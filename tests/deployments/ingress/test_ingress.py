@@ -3,8 +3,10 @@
 import asyncio
 
 import httpx
+import pytest
 
 from deployments.config import AppConfig, Limits
+from deployments.ingress.ingress import Ingress
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
 
@@ -57,6 +59,21 @@ async def test_requests_wait_for_the_models_no_longer_than_they_may_take(
     async with make_client(await make_app(short, routers)) as client:
         response = await client.post("/v1/completions", json={"prompt": "a"})
     assert (response.status_code, response.json()["error"]["message"]) == (503, "the models are still being loaded")
+
+
+async def test_an_ingress_that_cannot_find_out_what_is_served_is_replaced(
+    config: AppConfig, routers: LocalRouters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve replaces replicas whose health check fails."""
+    routers.has_loaded.clear()
+    ingress = object.__new__(Ingress)
+    await ingress.__init__(config, routers)
+    await ingress.check_health()
+    monkeypatch.delattr(LocalRouters, "base_url")
+    routers.has_loaded.set()
+    await asyncio.wait([ingress._serving])
+    with pytest.raises(AttributeError, match="base_url"):
+        await ingress.check_health()
 
 
 async def test_a_responses_request_is_refused_with_the_names_of_its_own_fields(client: httpx.AsyncClient) -> None:

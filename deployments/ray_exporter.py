@@ -11,14 +11,12 @@ Ray's agent replaces each value of a histogram by the middle of its bucket, so t
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from ray.util.metrics import Gauge
 
+from deployments.background import in_background
 from deployments.metrics import ReplicaMetrics
-
-logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 EXPORT_INTERVAL_S = 5.0
 """Half of the interval in which Ray collects from its processes."""
@@ -31,8 +29,8 @@ class RayExporter:
         """Start to export every few seconds."""
         self._collect = collect
         self._gauges: dict[str, Gauge] = {}
-        self._task = asyncio.create_task(self._run(), name="exporting metrics to Ray")
-        self._task.add_done_callback(_report)
+        loss = "metrics are not exported to Ray"
+        self._task = in_background(self._run(), name="exporting metrics to Ray", loss=loss)
 
     def export(self) -> None:
         """Set Ray's gauges to the present values."""
@@ -56,8 +54,3 @@ class RayExporter:
         if name not in self._gauges:
             self._gauges[name] = Gauge(name.replace(":", "_"), documentation, labels)
         return self._gauges[name]
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("metrics are not exported to Ray any more", exc_info=error)

@@ -7,6 +7,7 @@ When Serve stops a replica it sends no new requests to it and waits until those 
 import asyncio
 from collections.abc import Callable
 
+from deployments.background import in_background
 from deployments.router.stopping import stopped_replica
 from engine.errors import CapacityError
 
@@ -39,7 +40,8 @@ class Draining:
         """
         self._end = end
         self._drain_s = drain_s
-        self._task = asyncio.create_task(self._run(), name="draining")
+        loss = "streams that outlast a shutdown are not ended"
+        self._task = in_background(self._run(), name="draining", loss=loss)
 
     async def _run(self) -> None:
         while True:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from deployments.background import in_background
 from deployments.router.generation import QueueReport
 from deployments.router.waiting import SHORTEST_WAIT_S
 from engine.errors import CapacityError
@@ -100,8 +101,8 @@ class Mover:
         """
         self._queues = queues
         self._has_waiting = has_waiting
-        self._task = asyncio.create_task(self._run(), name="moving waiting requests")
-        self._task.add_done_callback(_report)
+        loss = "waiting requests are not moved"
+        self._task = in_background(self._run(), name="moving waiting requests", loss=loss)
 
     async def _run(self) -> None:
         while True:
@@ -117,8 +118,3 @@ class Mover:
                     logger.info("%d waiting sequences leave Router %s for another", num_moved, move.router_id)
             except CapacityError:
                 continue  # the requests wait for a Router
-
-
-def _report(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("waiting requests are not moved any more", exc_info=error)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from deployments.background import in_background
 from deployments.router.state import RouterState
 
 PERIOD_S = 1.0
@@ -39,7 +40,8 @@ class Readiness:
         """
         self._ask = ask
         self._heard: dict[str, Heard] = {}
-        self._task = asyncio.create_task(self._watch(), name="asking Routers for their states")
+        loss = "Routers are not asked for their states"
+        self._task = in_background(self._watch(), name="asking Routers for their states", loss=loss)
 
     @property
     def routers(self) -> list[Heard]:

@@ -12,6 +12,7 @@ from ray import serve
 from cluster.group import SpeculationGroup
 from cluster.transport import ConnectionLostError, InboxAddress
 from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS
+from deployments.background import in_background
 from deployments.config import AppConfig, group_config
 from deployments.json_log import set_log_format
 from deployments.loopback import bind_replica
@@ -83,7 +84,8 @@ class Router:
         )
         self._id = serve.get_replica_context().replica_id.unique_id
         self._deliveries = Deliveries()
-        self._reporting = asyncio.create_task(self._report_load(), name="reporting the load")
+        loss = "Ingresses are not told of the load"
+        self._reporting = in_background(self._report_load(), name="reporting the load", loss=loss)
         self._exporter = RayExporter(self._collect_here)
         self._description = Description(
             target=target,

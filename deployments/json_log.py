@@ -5,6 +5,7 @@ Serve's `LoggingConfig(encoding="JSON")` is about its files only: what it writes
 
 import json
 import logging
+import threading
 from collections.abc import Callable
 from io import TextIOBase
 from logging.handlers import MemoryHandler
@@ -37,16 +38,19 @@ def set_log_format(log_format: LogFormat) -> None:
 
 
 class Lines(TextIOBase):
-    """A stream that writes each line as a function returns it, or leaves it out where that returns None."""
+    """A stream that writes each line as a function returns it, or leaves it out where that returns None.
+
+    Several threads may write: Ray's prints what the workers write, each line and its end by themselves.
+    """
 
     def __init__(self, stream: TextIO, convert: Callable[[str], str | None]) -> None:
         self._stream = stream
         self._convert = convert
-        self._rest = ""
+        self._begun = threading.local()
 
     def write(self, text: str) -> int:
         """Write all lines that are whole."""
-        *lines, self._rest = (self._rest + text).split("\n")
+        *lines, self._begun.line = (getattr(self._begun, "line", "") + text).split("\n")
         for line in lines:
             if (converted := self._convert(line)) is not None:
                 self._stream.write(f"{converted}\n")

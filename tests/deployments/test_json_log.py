@@ -4,11 +4,12 @@ import io
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from deployments.json_log import JsonLines, serve_logging
+from deployments.json_log import JsonLines, Lines, serve_logging
 
 REPLICA = """
 import logging, sys
@@ -72,3 +73,15 @@ def test_every_line_becomes_an_object(written: str, expected: list[str]) -> None
     for character in written:
         stream.write(character)
     assert sink.getvalue().splitlines() == expected
+
+
+def test_a_line_that_another_thread_has_begun_stays_apart() -> None:
+    """`print` writes a line and its end by themselves, and Ray prints on a thread of its own."""
+    sink = io.StringIO()
+    stream = Lines(sink, str)
+    stream.write("mine")
+    other = threading.Thread(target=stream.write, args=("another\n",))
+    other.start()
+    other.join()
+    stream.write("\n")
+    assert sink.getvalue() == "another\nmine\n"

@@ -5,13 +5,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from deployments import start_watcher
-from deployments.starting import watched_start
+from deployments import start_watcher, starting
+from deployments.starting import GRACE_S, watched_start
 
 PROGRAM = Path(start_watcher.__file__)
 SCRIPT = """
@@ -87,3 +88,36 @@ def test_the_end_of_the_watcher_is_logged(caplog):
         [answering] = [thread for thread in threading.enumerate() if "watcher" in thread.name]
         answering.join()
     assert "the process that watches this start has ended" in caplog.text
+
+
+def test_a_start_that_fails_by_itself_has_time_to_say_why():
+    with watched_start(60, 600):
+        [watcher] = watchers(os.getpid())
+        assert watcher.cmdline()[-2:] == ["60", str(600 + GRACE_S)]
+    assert GRACE_S == 30
+
+
+def test_a_watcher_that_is_stopped_holds_no_start_up():
+    def start():
+        with watched_start(60, 600):
+            watchers(os.getpid())[0].suspend()
+
+    starting_thread = threading.Thread(target=start, daemon=True)
+    starting_thread.start()
+    starting_thread.join(20)
+    assert not starting_thread.is_alive()
+    assert watchers(os.getpid()) == []
+
+
+def test_the_pipe_is_open_for_as_long_as_the_thread_may_write(monkeypatch):
+    was_closed = []
+
+    def answer(pipe, has_started, _):
+        has_started.wait()
+        time.sleep(0.05)
+        was_closed.append(pipe.closed)
+
+    monkeypatch.setattr(starting, "_answer", answer)
+    with watched_start(60, 600):
+        pass
+    assert was_closed == [False]

@@ -88,8 +88,9 @@ class Answer:
                 elif text := await _run(self._frames, outputs, is_long=_has_many_logprobs(outputs)):
                     yield text
                 outputs = await self._idle.wait(self._next())
-            for event in writer.closing():
-                yield writer.frame(event)
+            is_long = writer.repeats_all and _has_many_logprobs(writer.choices)
+            if text := await _run(self._closing, is_long=is_long):
+                yield text
         except Exception as error:
             kind, body = describe(error)
             if kind.status == 500:
@@ -108,6 +109,9 @@ class Answer:
 
     def _body(self) -> str:
         return self._writer.whole().to_json()
+
+    def _closing(self) -> str:
+        return "".join(map(self._writer.frame, self._writer.closing()))
 
     def _frames(self, outputs: list[RequestOutput]) -> str:
         return "".join(map(self._writer.frame, self._chunks(outputs)))

@@ -69,6 +69,11 @@ class Writer(ABC):
         return "data: [DONE]\n\n"
 
     @property
+    def repeats_all(self) -> bool:
+        """Whether the last events hold all that came before."""
+        return False
+
+    @property
     def n(self) -> int:
         """Choices per prompt."""
         return self.request.n or 1

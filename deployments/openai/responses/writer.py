@@ -78,6 +78,11 @@ class ResponsesWriter(Writer):
         return self._response(self._status)
 
     @property
+    def repeats_all(self) -> bool:
+        """Whether the last events hold all that came before: the ends of text, part, item and response do."""
+        return True
+
+    @property
     def _status(self) -> Status:
         return "incomplete" if self.choices[0].finish_reason == "length" else "completed"
 

@@ -16,6 +16,7 @@ from deployments.ingress import answer as answer_module
 from deployments.ingress.answer import KEEP_ALIVE, Answer
 from deployments.ingress.prompts import PromptEncoder
 from deployments.openai.choices import Choice
+from deployments.openai.responses.writer import ResponsesWriter
 from engine.errors import ModelError, QueueFullError, TargetError
 from engine.sequence import FinishReason, RequestOutput
 from tests.deployments.conftest import make_app, make_client
@@ -86,6 +87,26 @@ async def test_many_log_probabilities_are_written_on_a_thread(
             content["usage"].pop("prompt_tokens_details")  # the second request finds cached tokens
         contents.append(content)
     assert contents[0] == contents[1]
+
+
+async def test_events_that_repeat_many_log_probabilities_are_written_on_a_thread(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[str, set[str]] = {}
+    frame = ResponsesWriter.frame
+
+    def traced(writer: ResponsesWriter, event: Any) -> str:
+        threads.setdefault(event.type, set()).add(threading.current_thread().name)
+        return frame(writer, event)
+
+    monkeypatch.setattr(ResponsesWriter, "frame", traced)
+    monkeypatch.setattr(answer_module, "MANY_LOGPROBS", 10)  # more than a round has
+    logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
+    body = {"input": "hi", "temperature": 0, "max_output_tokens": 8, "stream": True, **logprobs}
+    assert (await client.post("/v1/responses", json=body)).status_code == 200
+    assert "MainThread" in threads["response.output_text.delta"]
+    for repeating in ("output_text.done", "content_part.done", "output_item.done", "incomplete"):
+        assert threads[f"response.{repeating}"] == {"long answers_0"}
 
 
 async def test_acceptance_is_counted_by_rounds_however_they_were_sent() -> None:

@@ -87,8 +87,9 @@ class Limits(BaseModel):
     """Tokens with a bias."""
     max_grammar_chars: int = Field(2**16, ge=1)
     """Characters of a JSON schema, a regular expression, a grammar, or of all choices together."""
-    grammar_timeout_s: float = Field(1.0, gt=0)
-    """Seconds that compiling a schema, an expression or a grammar may take."""
+    grammar_timeout_s: float = Field(0.5, gt=0)
+    """Seconds of processor time that compiling a schema, an expression or a grammar may take. Its first use holds all
+    streams of a Router up for as long."""
     request_timeout_s: float = Field(600.0, gt=0)
     """Seconds from a request's arrival to its last token."""
 

@@ -1,33 +1,62 @@
-"""The process of a GrammarChecker: reads the vocabulary's table, then one grammar per line; answers what is wrong.
+"""The process of a GrammarChecker: reads the vocabulary's table, then forks for each grammar; answers what is wrong.
+
+Its standard input is a Unix socket that brings connections: the first one asks for the table, each other one for a
+grammar. A child has the table already, takes a millisecond to start, and ends alone if its grammar takes too long.
 
 It is run as a file, so that it imports llguidance and nothing of this project.
 """
 
 import json
-import sys
+import os
+import signal
+import socket
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+NICENESS = 5
+"""Streams come first."""
+
 
 def main() -> None:
-    """Answer every line with a JSON string, empty if nothing is wrong, until the input ends."""
-    settings = json.loads(sys.stdin.readline())
-    limits = LLParserLimits(**settings["limits"])
-    try:
-        table = LLTokenizer(**settings["table"])
-    except ValueError as error:
-        _answer(str(error))
-        return
-    _answer("")
-    for line in sys.stdin:
-        matcher = LLMatcher(table, json.loads(line), log_level=0, limits=limits)
-        matcher.compute_bitmask()
-        _answer(matcher.get_error() if matcher.is_error() else "")
+    """Answer on every connection with a JSON string, empty if nothing is wrong, until no more come."""
+    with socket.socket(fileno=0) as control:
+        connection = _next(control)
+        if connection is None:
+            return
+        settings = _read(connection)
+        limits = LLParserLimits(**settings["limits"])
+        try:
+            table = LLTokenizer(**settings["table"])
+        except ValueError as error:
+            _answer(connection, str(error))
+            return
+        _answer(connection, "")
+        os.nice(NICENESS)
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a child has ended
+        while (connection := _next(control)) is not None:
+            if os.fork() == 0:
+                control.close()
+                signal.setitimer(signal.ITIMER_PROF, settings["timeout_s"])  # its signal ends the child
+                matcher = LLMatcher(table, _read(connection), log_level=0, limits=limits)
+                matcher.compute_bitmask()
+                _answer(connection, matcher.get_error() if matcher.is_error() else "")
+                os._exit(0)
+            connection.close()
 
 
-def _answer(error: str) -> None:
-    sys.stdout.write(json.dumps(error) + "\n")
-    sys.stdout.flush()
+def _next(control: socket.socket) -> socket.socket | None:
+    _, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    return socket.socket(fileno=descriptors[0]) if descriptors else None
+
+
+def _read(connection: socket.socket) -> Any:
+    with connection.makefile("rb") as lines:
+        return json.loads(lines.readline())
+
+
+def _answer(connection: socket.socket, error: str) -> None:
+    connection.sendall(json.dumps(error).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -68,11 +68,13 @@ class GrammarSource:
         field: the request field that holds it.
         value: the field's value, which is measured before anything else is done with it.
         to_grammar: returns the grammar; raises RequestError where the value cannot be one.
+        takes_long: whether that can take a second.
     """
 
     field: str
     value: Any
     to_grammar: Callable[[], str]
+    takes_long: bool = False
 
 
 def structured_source(outputs: StructuredOutputs) -> GrammarSource:
@@ -94,7 +96,8 @@ def structured_source(outputs: StructuredOutputs) -> GrammarSource:
             "structured_outputs",
         )
     value, convert = converters[names[0]]
-    return GrammarSource(f"structured_outputs.{names[0]}", value, lambda: convert(value))
+    is_gbnf = convert is from_text  # or Lark
+    return GrammarSource(f"structured_outputs.{names[0]}", value, lambda: convert(value), takes_long=is_gbnf)
 
 
 def format_source(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> GrammarSource | None:

@@ -1,6 +1,7 @@
-"""GrammarChecker: a grammar that takes too long is stopped, and nothing else waits for it."""
+"""GrammarChecker: a grammar that takes too long is stopped, and nothing else waits for it, no other grammar either."""
 
 import asyncio
+import signal
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -10,7 +11,10 @@ import httpx
 import pytest
 
 from deployments.config import AppConfig, Limits
+from deployments.grammar_check.checker import GrammarChecker
 from engine.config import ModelInfo
+from engine.errors import CapacityError
+from engine.sampling.grammar import Grammars, from_regex
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import MAX_MODEL_LEN, VOCAB_SIZE, LocalRouters
 from tests.deployments.requests import error_of, text_of
@@ -21,7 +25,7 @@ SLOW = {"type": "integer", "multipleOf": 10_000_019}
 
 @pytest.fixture
 async def hasty(config: AppConfig, routers: LocalRouters) -> AsyncIterator[httpx.AsyncClient]:
-    config = config.model_copy(update={"limits": Limits(grammar_timeout_s=3.0)})
+    config = config.model_copy(update={"limits": Limits(grammar_timeout_s=1.0)})
     async with make_client(await make_app(config, routers)) as client:
         yield client
 
@@ -36,10 +40,47 @@ async def test_a_grammar_that_takes_too_long_is_stopped(hasty: httpx.AsyncClient
     assert response.status_code == 200
     assert not slow.done()
     error = await slow
-    assert error["message"] == "structured_outputs.json cannot be compiled within 3 s"
+    assert error["message"] == "structured_outputs.json cannot be compiled within 1 s"
     assert error["param"] == "structured_outputs.json"
     assert time.monotonic() - started < 30
     assert await text_of(hasty, structured_outputs={"regex": "b"}) == "b"
+
+
+async def test_grammars_that_take_long_hold_no_other_up(hasty: httpx.AsyncClient) -> None:
+    slow = [
+        asyncio.create_task(error_of(hasty, structured_outputs={"json": {"type": "integer", "multipleOf": multiple}}))
+        for multiple in (10_000_019, 10_000_021, 10_000_023)
+    ]
+    await text_of(hasty, structured_outputs={"regex": "a"})  # also starts the process
+    assert await text_of(hasty, structured_outputs={"regex": "b"}) == "b"
+    assert not any(task.done() for task in slow)
+    assert len(await asyncio.gather(*slow)) == 3
+
+
+async def test_a_process_that_has_ended_is_started_again(grammars: Grammars) -> None:
+    checker = GrammarChecker(grammars, timeout_s=60)
+    checker.check(from_regex("a"), "regex")
+    first = checker._process
+    assert first is not None
+    first._popen.kill()
+    first._popen.wait()
+    checker.check(from_regex("a"), "regex")  # it is known
+    assert checker._process is first
+    checker.check(from_regex("b"), "regex")
+    assert checker._process is not first
+
+
+async def test_a_process_that_ends_meanwhile_is_no_fault_of_the_grammar(grammars: Grammars) -> None:
+    checker = GrammarChecker(grammars, timeout_s=60)
+    checker.check(from_regex("a"), "regex")
+    assert checker._process is not None
+    checker._process._popen.send_signal(signal.SIGSTOP)
+    waiting = asyncio.create_task(asyncio.to_thread(checker.check, from_regex("b"), "regex"))
+    await asyncio.wait([waiting], timeout=0.1)
+    assert not waiting.done()
+    checker._process._popen.kill()
+    with pytest.raises(CapacityError, match="the process that compiles grammars has ended"):
+        await waiting
 
 
 async def test_a_model_whose_texts_do_not_end_cannot_follow_a_grammar(

@@ -1,5 +1,6 @@
 import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,19 +12,29 @@ SOURCE = Path(module.__file__)
 
 
 def test_the_process_imports_nothing_of_this_project() -> None:
-    """It is started often, and beside a model's memory."""
+    """It is started beside a model's memory, and forks."""
     assert not re.search(r"^(from|import) (engine|cluster|deployments)", SOURCE.read_text(), re.MULTILINE)
 
 
-def test_it_answers_each_grammar_with_what_is_wrong_with_it(grammars: Grammars) -> None:
-    lines = [{"table": grammars.table_settings(), "limits": LIMITS}, from_regex("a|b"), "no grammar", from_regex("c")]
-    result = subprocess.run(
-        [sys.executable, "-P", str(SOURCE)],
-        input="".join(json.dumps(line) + "\n" for line in lines),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    started, first, bad, last = map(json.loads, result.stdout.splitlines())
+def test_it_answers_each_connection_with_what_is_wrong_until_no_more_come(grammars: Grammars) -> None:
+    control, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen([sys.executable, "-P", str(SOURCE)], stdin=theirs)
+    questions = [
+        {"table": grammars.table_settings(), "limits": LIMITS, "timeout_s": 5.0},
+        *(from_regex("a|b"), "no grammar", from_regex("c")),
+    ]
+    answers = []
+    for question in questions:
+        ours, theirs = socket.socketpair()
+        with ours, ours.makefile("rwb") as stream:
+            with theirs:
+                socket.send_fds(control, [b"?"], [theirs.fileno()])
+            stream.write(json.dumps(question).encode() + b"\n")
+            stream.flush()
+            answers.append(json.loads(stream.readline()))
+    started, first, bad, last = answers
     assert (started, first, last) == ("", "", "")
     assert bad
+    control.close()
+    assert process.wait(30) == 0

@@ -31,17 +31,25 @@ class BestFirstTree(Tree):
         num_places: how many nodes can be computed; those of the draft, and some that turn out not to be of it.
     """
 
-    def __init__(self, num_nodes: int, num_places: int = 0, end_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self, num_nodes: int, num_places: int = 0, end_ids: Collection[int] = (), width: int | None = None
+    ) -> None:
         """Make an empty tree.
 
         Args:
             end_ids: tokens after which the text ends: nothing is drafted after them.
+            width: how many children of a node a draft may hold. Others may be computed ahead of the verdict, because
+                the token after the last accepted one may be any. None for no limit.
         """
         super().__init__(end_ids)
         self.options: dict[int, Options] = {}
         self.num_nodes = num_nodes
         self.num_places = num_places
+        self._width = width
         self._probs: list[float] = []
+        self._places: list[int] = []
+        """Per node, as which of its parent's children it was added."""
+        self._may_be_drafted: list[bool] = []
         self._ranking: list[int] | None = None
         self._newest = 0
 
@@ -53,9 +61,13 @@ class BestFirstTree(Tree):
         """
         self.options[parent] = options
         reached = 1.0 if parent == TIP else self._probs[parent]
-        for token, prob in zip(options.token_ids, probs, strict=False):
+        for place, (token, prob) in enumerate(zip(options.token_ids, probs, strict=False)):
+            if not self._is_within(place) and reached * prob < _LEAST_PROBABILITY:
+                break
             self._append(parent, token)
             self._probs.append(reached * prob)
+            self._places.append(place)
+            self._may_be_drafted.append(self._is_drafted_after(parent, place))
         self._ranking = None
 
     def next_level(self) -> list[int]:
@@ -106,6 +118,9 @@ class BestFirstTree(Tree):
         for node in kept:
             self._append(index[nodes[node].parent], nodes[node].token_id)
         self._probs = [self._probs[node] / reached for node in kept]
+        self._places, self._may_be_drafted = [self._places[node] for node in kept], []
+        for state, place in zip(self.nodes, self._places, strict=True):
+            self._may_be_drafted.append(self._is_drafted_after(state.parent, place))
         self.options = {index[node]: options for node, options in self.options.items() if node in index}
         self.num_computed, self.num_places = 0, len(computed)
         self._compute([index[node] for node in computed])
@@ -125,7 +140,14 @@ class BestFirstTree(Tree):
 
         So a parent comes before its children, and is among them.
         """
-        return self._ranked()[: self.num_nodes]
+        drafted = (node for node in self._ranked() if self._may_be_drafted[node])
+        return list(itertools.islice(drafted, self.num_nodes))
+
+    def _is_within(self, place: int) -> bool:
+        return self._width is None or place < self._width
+
+    def _is_drafted_after(self, parent: int, place: int) -> bool:
+        return self._is_within(place) and (parent == TIP or self._may_be_drafted[parent])
 
     def _ranked(self) -> list[int]:
         if self._ranking is None:

@@ -227,9 +227,10 @@ class TreeDrafter(AnyTreeDrafter[BestFirstTree]):
         super().__init__(backend, config, token_limit=token_limit, grammars=grammars)
         # Greedy requests are learned apart: noise lets unlikely tokens win, where draft and target differ more.
         self._confidence = {is_greedy: Confidence() for is_greedy in (False, True)}
+        self._num_children = self._width
 
     def _plant(self, request: Request, num_nodes: int) -> BestFirstTree:
-        tree = BestFirstTree(num_nodes, end_ids=self._end_ids(request))
+        tree = BestFirstTree(num_nodes, end_ids=self._end_ids(request), width=self._width)
         # Many nodes turn out not to be among the best after they were computed.
         self._reserve(request, tree, COMPUTED_PER_NODE * num_nodes)
         return tree
@@ -262,7 +263,7 @@ class TreeDrafter(AnyTreeDrafter[BestFirstTree]):
                 possible = [score for score in next(scores) if score > float("-inf")]
                 options = Options(next(ids)[: len(possible)], possible)
                 weights = confidence.weights(possible) if possible else []
-                growth.tree.add(node, options, [weight / sum(weights) for weight in weights[: self._width]])
+                growth.tree.add(node, options, [weight / sum(weights) for weight in weights[: self._num_children]])
 
     def _learn(self, request: Request, tree: BestFirstTree, node: int, token: int) -> None:
         if (options := tree.options.get(node)) is not None and options.token_ids:

@@ -22,6 +22,7 @@ from engine.drafting.cached_prefix import CachedPrefix
 from engine.drafting.chain import Drawn
 from engine.drafting.model import finish
 from engine.drafting.nodes import TIP
+from engine.drafting.run_ahead.foresight import NUM_CANDIDATES
 from engine.drafting.run_ahead.pace import WIDTHS
 from engine.drafting.run_ahead.passes import PassesAhead
 from engine.drafting.tree import COMPUTED_PER_NODE, Growth, TreeDrafter
@@ -72,6 +73,7 @@ class RunAheadTreeDrafter(PassesAhead, TreeDrafter):
         """Make the draft's KV cache; `clock` (seconds, from any start) measures passes and rounds."""
         TreeDrafter.__init__(self, backend, config, token_limit=token_limit, grammars=grammars)
         PassesAhead.__init__(self, clock)
+        self._num_children = NUM_CANDIDATES
         self._num_nodes = max(1, config.num_speculative_tokens)
         self._rows: dict[str, ProposeRow] = {}
         """The rows of the last proposal, with copies of the requests."""

@@ -214,3 +214,26 @@ def test_a_level_gains_what_its_nodes_are_likelier_than_the_last_of_the_draft():
     wider = BestFirstTree(8, 12)
     branch_out(wider, [TIP], lambda _: {4: 0.5, 5: 0.3, 6: 0.2})
     assert wider.gain == pytest.approx(1.0), "the draft has room for all of their children"
+
+
+def test_children_beyond_the_width_are_computed_ahead_but_drafted_only_where_they_were_committed():
+    def law(path):
+        return {4: 0.4, 5: 0.3, 6: 0.2, 7: 0.1} if not path else {8: 0.9, 9: 0.06, 10: 0.04}
+
+    tree, level = BestFirstTree(9, 100, width=2), [TIP]
+    while level:
+        branch_out(tree, level, law)
+        level = tree.next_level()
+    drafted = paths_of(tree.draft())
+    assert {path[0] for path in drafted} == {4, 5}
+    assert not any(10 in path for path in drafted)
+    for _ in range(6):
+        branch_out(tree, tree.likeliest(8, 100), law)
+    unlikely = tree.child(TIP, 7)
+    assert unlikely in tree.options
+    assert {6, 7}.isdisjoint(path[0] for path in paths_of(tree.draft()))
+    assert tree.child(unlikely, 8) is not None
+    assert tree.child(unlikely, 10) is None, "at 0.1 * 0.04 it would not be computed ahead"
+    tree.cut(unlikely)
+    assert paths_of(tree.draft())[:2] == [(8,), (8, 8)]
+    assert tree.expected > 2

@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from engine.config import EngineConfig
+from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, EngineConfig, ModelConfig
 from engine.drafting.nodes import TIP
 from engine.drafting.run_ahead import verdicts
 from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
 from engine.drafting.tree import TreeDrafter
+from engine.execution.registry import load_backend
 from engine.llm import run_in_process
+from engine.models.tokenizer import load_tokenizer
 from engine.protocols import ProposeRow, Request
 from engine.sampling.params import SamplingParams
 from engine.verification.verifier import paths
@@ -287,6 +289,38 @@ def test_as_many_tokens_are_accepted_as_of_trees_that_are_drafted_after_the_verd
     stats = engine.drafter.drafter.stats
     assert accepted["ahead"] == pytest.approx(accepted["after"])
     assert stats.hits > 0.7 * (stats.hits + sum(stats.misses.values()))
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    """The bundled pair, and the beginnings of some prompts."""
+    texts = (BUNDLED_TARGET.parent / "prompts.txt").read_text().split("\n\n")
+    tokenizer = load_tokenizer(ModelConfig(str(BUNDLED_TARGET)))
+    prompts = [tokenizer.encode(text)[:60] for text in texts[:6]]
+    folders = (BUNDLED_TARGET, BUNDLED_DRAFT)
+    target, draft = (load_backend(ModelConfig(str(folder), dtype="float32", device="cpu")) for folder in folders)
+    return target, draft, prompts
+
+
+@pytest.mark.parametrize(("temperature", "hit_rate"), [(0.0, 0.8), (0.8, 0.7)])
+def test_most_drafts_of_the_bundled_pair_are_ready(bundled, temperature, hit_rate):
+    target, draft, prompts = bundled
+    requests = [
+        (prompt, SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True))
+        for i, prompt in enumerate(prompts)
+    ]
+    engines = [
+        make_engine(target, make, num_speculative_tokens=6, drafting="tree")
+        for make in (
+            lambda config: TreeDrafter(draft, config),
+            lambda config: Advanced(RunAheadTreeDrafter(draft, config, clock=lambda: 0.0), 8),
+        )
+    ]
+    texts = [run(engine, requests) for engine in engines]
+    assert texts[0] == texts[1]
+    assert engines[1].stats.mean_acceptance_length > 0.97 * engines[0].stats.mean_acceptance_length
+    stats = engines[1].drafter.drafter.stats
+    assert stats.hits > hit_rate * (stats.hits + sum(stats.misses.values()))
 
 
 def test_a_cache_without_free_blocks_grows_nothing_ahead_and_drafts_all_the_same():

@@ -264,7 +264,8 @@ def paged_attention(
     # Not made an int: while layers are compiled, their index is symbolic.
     layer: int = module.layer_idx  # type: ignore[assignment]
     params = AttentionParams(kwargs.get("sliding_window"), scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
-    return context.attend(layer, query[0], key[0], value[0], params).unsqueeze(0), None
+    # Contiguous, because some models view it as [1, tokens, heads * value_dim].
+    return context.attend(layer, query[0], key[0], value[0], params).unsqueeze(0).contiguous(), None
 
 
 def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:

@@ -36,6 +36,7 @@ class Layer:
             SimpleNamespace(layer_idx=0), query, key, value, None, paged=batch.paged, sliding_window=window
         )
         assert weights is None
+        assert output.is_contiguous(), "some models view it in another shape"
         indices = iter(batch.logit_indices.tolist())  # of all tokens, in the order of the rows
         found, expected = [], []
         for row in rows:

@@ -15,21 +15,12 @@ from deployments.request_id import RequestIds
 from engine.config import ModelConfig
 from engine.sampling.grammar import Grammars
 from tests.deployments.fakes import EOS_TOKEN_IDS, VOCAB_SIZE, LocalRouters, Rig
-from tests.fakes import byte_tokenizer
-
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'assistant' and loop.first %}{{ raise_exception('assistant first') }}"
-    "{% endif %}<|start|>{{ m.role }}\n{{ m.content | trim }}<|end|>\n{% endfor %}<|start|>assistant\n"
-)
+from tests.deployments.templates import TEMPLATE, tokenizer_of
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=byte_tokenizer(), eos_token="</s>", additional_special_tokens=["<|start|>", "<|end|>"]
-    )
-    tokenizer.chat_template = TEMPLATE
-    return tokenizer
+    return tokenizer_of(TEMPLATE)
 
 
 @pytest.fixture(scope="session")

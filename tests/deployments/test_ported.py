@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from deployments.config import AppConfig
 from tests.deployments.conftest import make_app, make_client, make_sdk
 from tests.deployments.fakes import LocalRouters
-from tests.deployments.openai.test_tools import HERMES, save
+from tests.deployments.templates import HERMES, save_tokenizer
 
 CHAT: Any = {
     "model": "tiny",
@@ -44,7 +44,7 @@ VARIED: Any = {"temperature": 1, "seed": 3, "extra_body": {"repetition_penalty":
 @pytest.fixture
 async def caller(routers: LocalRouters, tmp_path: Path) -> AsyncIterator[openai.AsyncOpenAI]:
     """The client of a model that calls tools."""
-    save(HERMES, tmp_path)
+    save_tokenizer(HERMES, tmp_path)
     config = AppConfig(target_model=str(tmp_path), served_model_name="tiny", stream_interval_s=0)
     async with make_client(await make_app(config, routers)) as client:
         yield make_sdk(client)

@@ -16,8 +16,8 @@ import pytest
 
 from deployments.config import AppConfig
 from tests.deployments.fakes import VOCAB_SIZE, Rig
-from tests.deployments.openai.test_tools import HERMES, save
 from tests.deployments.serving import serving
+from tests.deployments.templates import HERMES, save_tokenizer
 
 USER: Any = [{"role": "user", "content": "hello"}]
 CHAT: Any = {"model": "tiny", "messages": USER, "temperature": 0, "max_tokens": 8}
@@ -33,7 +33,7 @@ LONG: Any = [{"role": "system", "content": "Book"}, {"role": "user", "content": 
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Rig]]:
     path = tmp_path_factory.mktemp("tiny")
     answer = "<|start|>assistant\n"
-    save(HERMES.removesuffix(answer) + "{% if add_generation_prompt %}" + answer + "{% endif %}", path)
+    save_tokenizer(HERMES.removesuffix(answer) + "{% if add_generation_prompt %}" + answer + "{% endif %}", path)
     config = AppConfig(target_model=str(path), served_model_name="tiny", stream_interval_s=0)
     with serving(config, path) as served:
         yield served

@@ -10,9 +10,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-import torch
 from ray import serve
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from deployments.builder import app
 from deployments.config import AppConfig
@@ -20,37 +18,12 @@ from deployments.environment import serve_environment
 from engine.llm import LLM
 from engine.sampling.grammar import from_regex
 from engine.sampling.params import SamplingParams
+from tests.e2e.models import save_model
 from tests.e2e.servers import serve_on_ray
-from tests.fakes import byte_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
 PROMPT = "A draft is a guess. "
-
-
-def save_model(path, *, seed, layers, hidden, max_position_embeddings=1024):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=256,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=max_position_embeddings,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-    model.save_pretrained(path)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer())
-    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
-    tokenizer.save_pretrained(path)
-    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from deployments.haproxy.variables import find_haproxy
+from tests.e2e.models import save_model
 from tests.e2e.servers import STOP_S, Server
-from tests.e2e.test_app import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 

@@ -18,8 +18,8 @@ from deployments.builder import app
 from deployments.config import AppConfig, Autoscaling
 from deployments.environment import serve_environment
 from deployments.haproxy.variables import find_haproxy
+from tests.e2e.models import save_model
 from tests.e2e.servers import serve_on_ray
-from tests.e2e.test_app import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 

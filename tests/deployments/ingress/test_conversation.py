@@ -13,7 +13,7 @@ from deployments.openai.chat_template import Rendering
 from deployments.openai.messages import ChatMessage
 from deployments.openai.tools import Tool
 from engine.errors import RequestError
-from tests.deployments.conftest import TEMPLATE
+from tests.deployments.templates import TEMPLATE
 from tests.fakes import byte_tokenizer
 
 

@@ -19,7 +19,7 @@ import pytest
 from deployments.config import AppConfig
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters
-from tests.deployments.openai.test_tools import HERMES, save
+from tests.deployments.templates import HERMES, save_tokenizer
 
 USER = '"messages": [{"role": "user", "content": "a"}], "max_tokens": 3'
 JSON = {"content-type": "application/json"}
@@ -31,7 +31,7 @@ VALUES = ["NaN", "-Infinity", "1e999", r'"\ud800"', r'{"\udfff": 1}', r'["a", {"
 @pytest.fixture
 async def client(routers: LocalRouters, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     """The client of a model whose template writes tools, calls and variables."""
-    save(HERMES + "{{ kind }}", tmp_path)
+    save_tokenizer(HERMES + "{{ kind }}", tmp_path)
     config = AppConfig(target_model=str(tmp_path), served_model_name="tiny", stream_interval_s=0)
     async with make_client(await make_app(config, routers)) as client:
         yield client
@@ -139,7 +139,7 @@ async def test_a_variable_takes_no_argument_of_the_templates_place(
 
 
 async def test_a_template_that_fails_is_the_requests_fault(routers: LocalRouters, tmp_path: Path) -> None:
-    save("{{ kind.upper() }}{{ kind[0] }}{{ raise_exception(kind) if kind else '' }}", tmp_path)
+    save_tokenizer("{{ kind.upper() }}{{ kind[0] }}{{ raise_exception(kind) if kind else '' }}", tmp_path)
     config = AppConfig(target_model=str(tmp_path), served_model_name="tiny", stream_interval_s=0)
     async with make_client(await make_app(config, routers)) as client:
         for kind in (1, "", None, {"upper": 1}, "x" * 5000):

@@ -18,18 +18,10 @@ from deployments.openai.chat_template import Rendering
 from deployments.openai.messages import ChatMessage, message_of
 from deployments.openai.tools import Hermes, Llama3, Tool, form_of
 from engine.errors import RequestError
-from tests.deployments.conftest import TEMPLATE, make_app, make_client, make_sdk
+from tests.deployments.conftest import make_app, make_client, make_sdk
 from tests.deployments.fakes import LocalRouters
-from tests.fakes import byte_tokenizer
+from tests.deployments.templates import HERMES, LLAMA, TEMPLATE, save_tokenizer
 
-HERMES = (
-    "{% if tools %}<|start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
-    "Answer in <tool_call></tool_call><|end|>\n{% endif %}{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
-    "{% endfor %}<|end|>\n{% endfor %}<|start|>assistant\n"
-)
-LLAMA = HERMES.replace("<tool_call>", "").replace("</tool_call>", "").replace('"arguments"', '"parameters"')
 SCHEMA = {
     "type": "object",
     "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -57,17 +49,8 @@ def test_the_form_is_the_templates() -> None:
 # --- Prompts --------------------------------------------------------------------------------------------------------
 
 
-def save(template: str, path: Path) -> PreTrainedTokenizerFast:
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=byte_tokenizer(), eos_token="</s>", additional_special_tokens=["<|start|>", "<|end|>"]
-    )
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(path)
-    return tokenizer
-
-
 async def test_a_conversation_with_calls_is_rendered_as_the_template_wants(tmp_path: Path) -> None:
-    tokenizer = save(HERMES, tmp_path)
+    tokenizer = save_tokenizer(HERMES, tmp_path)
     call = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"a": [1]}'}}
     messages = [
         {"role": "user", "content": "x"},
@@ -95,7 +78,7 @@ async def test_a_conversation_with_calls_is_rendered_as_the_template_wants(tmp_p
 async def sdk(
     request: pytest.FixtureRequest, routers: LocalRouters, tmp_path: Path
 ) -> AsyncIterator[openai.AsyncOpenAI]:
-    save(request.param, tmp_path)
+    save_tokenizer(request.param, tmp_path)
     config = AppConfig(target_model=str(tmp_path), served_model_name="tiny", stream_interval_s=0)
     async with make_client(await make_app(config, routers)) as client:
         yield make_sdk(client)

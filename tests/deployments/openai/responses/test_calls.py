@@ -13,7 +13,7 @@ from deployments.openai.responses.request import ResponsesRequest
 from deployments.openai.structured_output import StructuredOutputs
 from tests.deployments.conftest import make_app, make_client, make_sdk
 from tests.deployments.fakes import LocalRouters
-from tests.deployments.openai.test_tools import HERMES, save
+from tests.deployments.templates import HERMES, save_tokenizer
 
 TOOLS: Any = [{"type": "function", "name": "clock", "parameters": {"type": "object"}, "strict": False}]
 CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "a } b"}}\n</tool_call>'
@@ -22,7 +22,7 @@ OPTIONS: Any = {"model": "tiny", "input": "x", "tools": TOOLS, "temperature": 0}
 
 @pytest.fixture
 async def http(routers: LocalRouters, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    save(HERMES, tmp_path)
+    save_tokenizer(HERMES, tmp_path)
     config = AppConfig(target_model=str(tmp_path), served_model_name="tiny", stream_interval_s=0)
     async with make_client(await make_app(config, routers)) as client:
         yield client

@@ -357,8 +357,9 @@ def test_no_node_is_computed_beyond_the_context():
     assert drafter.stats.hits > 5
 
 
-def test_rows_that_hit_do_not_wait_for_one_that_misses(monkeypatch):
-    """The answer comes before any pass and before entries are moved; the next draft is still right."""
+@pytest.mark.parametrize("is_advanced", [True, False])
+def test_rows_that_hit_do_not_wait_for_one_that_misses(is_advanced, monkeypatch):
+    """The answer comes before any pass and before entries are moved; the next drafts are right, whenever they come."""
     model = Counting(MODEL)
     drafter = ahead(model)
     texts = {name: [first, 9, 4] for first, name in enumerate("abcdefgh", 10)}
@@ -378,13 +379,17 @@ def test_rows_that_hit_do_not_wait_for_one_that_misses(monkeypatch):
     assert [len(draft.token_ids) for draft in drafts] == [0 if name == "d" else 4 for name in texts]
     assert (model.passes, moves) == ([], [])
     assert drafter.has_time
-    finish(drafter)
-    assert moves, "the entries are moved afterwards"
-    for text, draft in zip(texts.values(), drafts, strict=True):
-        text += target_path(text, draft, PARAMS["greedy"])
-    for name, draft in zip(texts, propose(drafter, *rows()), strict=True):
-        assert len(draft.token_ids) == 4
-        check(draft, texts[name], PARAMS["greedy"])
+    if is_advanced:
+        finish(drafter)
+        assert moves, "the entries are moved afterwards"
+    monkeypatch.setattr(drafter._pace, "slowdown", lambda num_steps: 1.0)
+    for _ in range(3):
+        for text, draft in zip(texts.values(), drafts, strict=True):
+            text += target_path(text, draft, PARAMS["greedy"])
+        drafts = propose(drafter, *rows())
+        for name, draft in zip(texts, drafts, strict=True):
+            assert len(draft.token_ids) == 4
+            check(draft, texts[name], PARAMS["greedy"])
 
 
 def test_levels_are_late_only_while_that_pays(monkeypatch):

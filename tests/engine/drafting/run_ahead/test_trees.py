@@ -128,6 +128,8 @@ def test_every_node_follows_its_own_path(params, num_blocks):
                 texts[name] += [*chance.choice(paths(draft)), chance.randrange(2, VOCAB)]
         for name in texts.keys() - set(names):
             texts[name] += [chance.randrange(2, VOCAB) for _ in range(chance.choice([0, 1, 12]))]
+        for _ in range(chance.choice([0, 0, 2])):
+            drafter.advance()
     assert num_drafted > (100 if num_blocks == 1000 else 20)
     assert drafter.stats.hits > (30 if num_blocks == 1000 else 3)
     assert min(drafter.stats.misses[reason] for reason in ("token", "unprepared", "stale")) > 3
@@ -334,6 +336,21 @@ def test_a_cache_without_free_blocks_grows_nothing_ahead_and_drafts_all_the_same
     assert drafter.stats.num_forwards <= 2
 
 
+@pytest.mark.parametrize("is_absent", [False, True])
+def test_blocks_that_a_tree_took_ahead_are_free_again_for_a_request_that_needs_them(is_absent):
+    """Whether the tree's request is in the proposal, with a verdict that was not foreseen, or is not."""
+    drafter, text = ahead(num_blocks=12), [5, 9, 4, 8, 7, 6, 5, 3]
+    propose(drafter, row(text))
+    finish(drafter)
+    assert drafter._pool.num_free < 2
+    tree = drafter._sent["a"][1]
+    text.append(next(token for token in range(2, VOCAB) if tree.child(TIP, token) is None))
+    others = [] if is_absent else [row(text)]
+    *_, draft = propose(drafter, *others, row(range(10, 26), name="b"))
+    assert len(draft.token_ids) == 4
+    assert len(drafter._prefixes["a"].token_ids) >= 8, "it is not evicted for the other request"
+
+
 def test_no_node_is_computed_beyond_the_context():
     model = Counting(MODEL)
     limit = 12
@@ -426,8 +443,10 @@ def test_rounds_are_measured_only_where_a_verdict_came():
     """A request whose prompt is still being computed comes again without one."""
     now = [100.0]
     drafter = RunAheadTreeDrafter(MODEL, config(), clock=lambda: now[0])
-    for text, gap in ([5, 9, 4], None), ([5, 9, 4], None), ([5, 9, 4, 7], pytest.approx(0.2)):
-        propose(drafter, row(text, 0))
+    shared = row([5, 9, 4], 0)  # as in a worker, its tokens are appended in place
+    for tokens, gap in ([], None), ([], None), ([7], pytest.approx(0.2)):
+        shared.request.token_ids.extend(tokens)
+        propose(drafter, shared)
         assert drafter._pace._gap_s == gap
         now[0] += 0.2
 

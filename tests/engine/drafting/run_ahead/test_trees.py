@@ -451,13 +451,18 @@ def test_rounds_are_measured_only_where_a_verdict_came():
         now[0] += 0.2
 
 
-def test_a_request_that_ends_while_its_tree_grows_leaves_the_others_growing():
-    drafter = ahead()
-    texts = {"a": [5, 9, 4], "b": [6, 9, 4, 7], "c": list(range(3, 60))}
+@pytest.mark.parametrize("length", [4, 60], ids=["tips are computed", "one chunk of a prompt is computed"])
+def test_a_request_that_ends_while_its_tree_grows_leaves_the_others_growing(length):
+    model = Counting(MODEL)
+    drafter = ahead(model)
+    texts = {"a": [5, 9, 4], "b": [6, 9, 4, 7], "c": list(range(3, 3 + length))}
     params = PARAMS["greedy"]
     propose(drafter, *(row(text, 0, name=name) for name, text in texts.items()))
     drafter.advance()
-    drafter.release("c")  # of whose prompt one chunk is computed
+    drafter.release("c")
+    model.passes.clear()
+    drafter.advance()
+    assert model.passes[0] <= 2 * 8, "nothing more is computed of its prompt"
     finish(drafter)
     for name in "ab":
         texts[name].append(int(scores_after(MODEL, texts[name], [], params).argmax()))
@@ -465,6 +470,34 @@ def test_a_request_that_ends_while_its_tree_grows_leaves_the_others_growing():
         check(draft, texts[name], params)
     assert drafter.stats.hits == 2
     assert set(drafter._prefixes) == {"a", "b"}
+
+
+def test_a_request_that_ends_before_its_entries_are_moved_is_forgotten():
+    drafter, text = ahead(), [5, 9, 4]
+    free = drafter._pool.num_free
+    (draft,) = propose(drafter, row(text))
+    finish(drafter)
+    text += target_path(text, draft, PARAMS["greedy"])
+    propose(drafter, row(text))
+    assert not drafter._is_settled
+    drafter.release("a")
+    finish(drafter)
+    assert drafter._pool.num_free == free
+
+
+def test_what_was_accepted_is_not_computed_again():
+    model = Counting(MODEL)
+    drafter, text = ahead(model), [5, 9, 4]
+    for _ in range(4):
+        (draft,) = propose(drafter, row(text))
+        finish(drafter)
+        text += target_path(text, draft, PARAMS["greedy"])
+    assert drafter.stats.hits == 3
+    text.append(1)  # with the last token that was foreseen, which is computed
+    model.passes.clear()
+    propose(drafter, row(text))
+    assert drafter.stats.misses["token"] == 1
+    assert model.passes[0] == 1
 
 
 def test_a_failure_ahead_costs_only_what_was_prepared():

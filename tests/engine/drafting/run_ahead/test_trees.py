@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, EngineConfig, ModelConfig
+from engine.drafting import best_first
 from engine.drafting.nodes import TIP
 from engine.drafting.run_ahead import verdicts
 from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
@@ -349,6 +350,14 @@ def test_blocks_that_a_tree_took_ahead_are_free_again_for_a_request_that_needs_t
     *_, draft = propose(drafter, *others, row(range(10, 26), name="b"))
     assert len(draft.token_ids) == 4
     assert len(drafter._prefixes["a"].token_ids) >= 8, "it is not evicted for the other request"
+
+
+def test_no_more_nodes_are_computed_ahead_than_may_be(monkeypatch):
+    monkeypatch.setattr(best_first, "_LEAST_PROBABILITY", 0.0)
+    drafter = ahead()
+    propose(drafter, row([5, 9, 4], 8))
+    finish(drafter)
+    assert drafter._sent["a"][1].num_computed == 128
 
 
 def test_no_node_is_computed_beyond_the_context():

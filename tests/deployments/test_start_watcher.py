@@ -54,6 +54,13 @@ def test_it_ends_with_the_process_that_has_started_it() -> None:
     assert (ended.returncode, ended.stderr) == (7, "")
 
 
+def test_it_ends_no_process_but_the_one_that_has_started_it() -> None:
+    """A child of that one holds the pipe open, and another process may have the number by now."""
+    then = "import os, time\nif os.fork() == 0: time.sleep(0.6)\nos._exit(0)"
+    ended = run_parent(then, silence_s=0.2, limit_s=600)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(("gap_s", "expected"), [(1000.0, None), (1.0, "it did not answer for 10 s")])
 def test_a_time_for_which_both_were_stopped_is_one_step(
     gap_s: float, expected: str | None, monkeypatch: pytest.MonkeyPatch

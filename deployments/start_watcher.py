@@ -1,4 +1,4 @@
-"""Program `start_watcher.py SILENCE_S LIMIT_S`: end the process that has started it, if that hangs while it starts.
+"""Program `start_watcher.py PID SILENCE_S LIMIT_S`: end the process that has started it, if that hangs while it starts.
 
 A process that is stopped, or that waits for a file system for ever, cannot end itself. This one reads what the other
 writes to its standard input every so often; the end of that input says that the other has started, or has ended.
@@ -37,9 +37,12 @@ def watch(silence_s: float, limit_s: float) -> str | None:
 
 
 def main() -> None:
-    """Watch the process, and end it and say why if it hangs."""
-    parent = os.getppid()
-    silence_s, limit_s = map(float, sys.argv[1:])
+    """Watch the process, and end it and say why if it hangs.
+
+    Its number is an argument, because it may have ended by now, and the parent of its children is another then.
+    """
+    parent = int(sys.argv[1])
+    silence_s, limit_s = map(float, sys.argv[2:])
     reason = watch(silence_s, limit_s)
     if reason is not None and os.getppid() == parent:
         sys.stderr.write(f"process {parent} is ended, because its start hangs: {reason}\n")

@@ -4,6 +4,7 @@ Serve (2.60) waits for a replica's constructor for ever. What is imported before
 """
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -28,7 +29,8 @@ def watched_start(hang_timeout_s: float, start_timeout_s: float) -> Iterator[Non
     Another process does so, which ends with the block. A thread answers it, also while the block waits for something.
     """
     # -I, -S: it needs no packages, and starts in a third of the time without them.
-    command = [sys.executable, "-I", "-S", str(_PROGRAM), str(hang_timeout_s), str(start_timeout_s + GRACE_S)]
+    numbers = (os.getpid(), hang_timeout_s, start_timeout_s + GRACE_S)
+    command = [sys.executable, "-I", "-S", str(_PROGRAM), *map(str, numbers)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0) as watcher:
         has_started = threading.Event()
         arguments = (watcher.stdin, has_started, hang_timeout_s / NUM_STEPS)

@@ -13,8 +13,9 @@ from deployments import start_watcher as module
 
 SOURCE = Path(module.__file__)
 PARENT = """
-import subprocess, sys
-watcher = subprocess.Popen([sys.executable, "-I", "-S", {source!r}, {silence_s!r}, {limit_s!r}], stdin=subprocess.PIPE)
+import os, subprocess, sys
+numbers = [str(os.getpid()), {silence_s!r}, {limit_s!r}]
+watcher = subprocess.Popen([sys.executable, "-I", "-S", {source!r}, *numbers], stdin=subprocess.PIPE)
 {then}
 """
 KILLED = -9
@@ -50,13 +51,13 @@ def test_a_process_that_has_started_lives() -> None:
 
 
 def test_it_ends_with_the_process_that_has_started_it() -> None:
-    ended = run_parent("import os; os._exit(7)", silence_s=60, limit_s=600)  # returns when nobody has its pipes open
+    ended = run_parent("os._exit(7)", silence_s=60, limit_s=600)  # returns when nobody has its pipes open
     assert (ended.returncode, ended.stderr) == (7, "")
 
 
 def test_it_ends_no_process_but_the_one_that_has_started_it() -> None:
     """A child of that one holds the pipe open, and another process may have the number by now."""
-    then = "import os, time\nif os.fork() == 0: time.sleep(0.6)\nos._exit(0)"
+    then = "import time\nif os.fork() == 0: time.sleep(0.6)\nos._exit(0)"
     ended = run_parent(then, silence_s=0.2, limit_s=600)
     assert (ended.returncode, ended.stderr) == (0, "")
 

@@ -294,3 +294,14 @@ async def test_without_a_draft_there_is_no_draft_worker(config: GroupConfig, exp
         await generation.run()
         assert generation.text == expected
         assert set(group.process_ids) == {"target-0"}
+
+
+@pytest.mark.long
+async def test_two_ranks_draft_for_themselves(config: GroupConfig, expected: Text) -> None:
+    engine = replace(config.engine, drafting="self", self_draft_layers=1)
+    async with running(replace(config, draft=None, tensor_parallel_size=2, engine=engine)) as group:
+        generation = generate(group)
+        await generation.run()
+        assert generation.text == expected
+        assert generation.engine.stats.num_accepted_tokens > 0
+        assert set(group.process_ids) == {"target-0", "target-1"}

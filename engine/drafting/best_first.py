@@ -64,10 +64,7 @@ class BestFirstTree(Tree):
         for place, (token, prob) in enumerate(zip(options.token_ids, probs, strict=False)):
             if not self._is_within(place) and reached * prob < _LEAST_PROBABILITY:
                 break
-            self._append(parent, token)
-            self._probs.append(reached * prob)
-            self._places.append(place)
-            self._may_be_drafted.append(self._is_drafted_after(parent, place))
+            self._add_child(parent, token, reached * prob, place)
         self._ranking = None
 
     def next_level(self) -> list[int]:
@@ -114,13 +111,10 @@ class BestFirstTree(Tree):
         kept = [node for node in index if node != root]
         computed = sorted((node for node in kept if self.nodes[node].order is not None), key=self.order)
         orders = [self.order(node) for node in computed]
-        nodes, self.nodes, self._children = self.nodes, [], {}
+        nodes, probs, places = self.nodes, self._probs, self._places
+        self.nodes, self._children, self._probs, self._places, self._may_be_drafted = [], {}, [], [], []
         for node in kept:
-            self._append(index[nodes[node].parent], nodes[node].token_id)
-        self._probs = [self._probs[node] / reached for node in kept]
-        self._places, self._may_be_drafted = [self._places[node] for node in kept], []
-        for state, place in zip(self.nodes, self._places, strict=True):
-            self._may_be_drafted.append(self._is_drafted_after(state.parent, place))
+            self._add_child(index[nodes[node].parent], nodes[node].token_id, probs[node] / reached, places[node])
         self.options = {index[node]: options for node, options in self.options.items() if node in index}
         self.num_computed, self.num_places = 0, len(computed)
         self._compute([index[node] for node in computed])
@@ -143,11 +137,14 @@ class BestFirstTree(Tree):
         drafted = (node for node in self._ranked() if self._may_be_drafted[node])
         return list(itertools.islice(drafted, self.num_nodes))
 
+    def _add_child(self, parent: int, token: int, prob: float, place: int) -> None:
+        self._append(parent, token)
+        self._probs.append(prob)
+        self._places.append(place)
+        self._may_be_drafted.append(self._is_within(place) and (parent == TIP or self._may_be_drafted[parent]))
+
     def _is_within(self, place: int) -> bool:
         return self._width is None or place < self._width
-
-    def _is_drafted_after(self, parent: int, place: int) -> bool:
-        return self._is_within(place) and (parent == TIP or self._may_be_drafted[parent])
 
     def _ranked(self) -> list[int]:
         if self._ranking is None:

@@ -21,8 +21,6 @@ from engine.sampling.params import SamplingParams
 
 _NUM_CANDIDATES = 256
 """Number of most likely tokens that top_k and top_p search first."""
-_MIN_REPETITION_PENALTY = 1e-20
-"""Lower penalties have the same effect, but would make logits infinite."""
 
 
 @dataclass(slots=True)
@@ -246,7 +244,7 @@ def _penalise(logits: Tensor, runs: Sequence[Run]) -> None:
         counts += _count([path for run in chosen for path in run.paths or [()] * len(run.depths)], vocab, device)
     seen = in_prompt[run_of_row] | (counts > 0)
     shaped = logits[rows]
-    repetition = _column(chosen, logits, lambda params: max(params.repetition_penalty, _MIN_REPETITION_PENALTY))
+    repetition = _column(chosen, logits, lambda params: params.repetition_penalty)
     shaped = torch.where(seen, torch.where(shaped > 0, shaped / repetition, shaped * repetition), shaped)
     shaped -= _column(chosen, logits, lambda params: params.frequency_penalty) * counts
     shaped -= _column(chosen, logits, lambda params: params.presence_penalty) * (counts > 0)

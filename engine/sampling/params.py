@@ -8,6 +8,8 @@ from engine.errors import RequestError
 MAX_SEED = 2**63 - 1
 _MIN_TEMPERATURE = 1e-6
 """Lower temperatures are taken as 0: they tell apart less than logits are rounded by, and would make some infinite."""
+_MIN_REPETITION_PENALTY = 1e-20
+"""Lower penalties are taken as this one: they have the same effect, but would make logits infinite."""
 
 
 def nth_seed(first: int, index: int) -> int:
@@ -65,6 +67,8 @@ class SamplingParams:
             raise RequestError(
                 f"repetition_penalty is {self.repetition_penalty}; it must be above 0", "repetition_penalty"
             )
+        if self.repetition_penalty < _MIN_REPETITION_PENALTY:
+            object.__setattr__(self, "repetition_penalty", _MIN_REPETITION_PENALTY)
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens is {self.min_tokens}, max_tokens only {self.max_tokens}", "min_tokens")
         for token_id, bias in self.logit_bias.items():

@@ -240,14 +240,14 @@ class RunAheadTreeDrafter(PassesAhead, TreeDrafter):
         self._take_results()
         self._plant_missing(list(self._rows.values()))
         if growths := self._bare():
-            batch = yield from self._reach_tips(growths)
-            self._under_way = _UnderWay(growths, self._launch(batch, growths))
-            yield
-            self._take_results()
+            yield from self._compute_ahead((yield from self._reach_tips(growths)), growths)
         while growths := self._likeliest():
-            self._under_way = _UnderWay(growths, self._launch(self._batch(growths), growths))
-            yield
-            self._take_results()
+            yield from self._compute_ahead(self._batch(growths), growths)
+
+    def _compute_ahead(self, batch: ForwardBatch, growths: list[Growth[BestFirstTree]]) -> Generator[None, None, None]:
+        self._under_way = _UnderWay(growths, self._launch(batch, growths))
+        yield
+        self._take_results()
 
     def _likeliest(self) -> list[Growth[BestFirstTree]]:
         """Return what a pass computes ahead of the verdicts."""

@@ -122,10 +122,10 @@ def test_every_node_follows_its_own_path(params, num_blocks):
         if chance.random() < 0.1:
             drafter.release(chance.choice(list(texts)))
         for name, draft in zip(names, drafts, strict=True):
-            kind = chance.random()
-            if kind < 0.5:
+            outcome = chance.random()
+            if outcome < 0.5:
                 texts[name] += target_path(texts[name], draft, params)
-            elif kind < 0.9:
+            elif outcome < 0.9:
                 texts[name] += [*chance.choice(paths(draft)), chance.randrange(2, VOCAB)]
         for name in sorted(texts.keys() - set(names)):
             texts[name] += [chance.randrange(2, VOCAB) for _ in range(chance.choice([0, 1, 12]))]

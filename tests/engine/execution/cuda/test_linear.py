@@ -54,8 +54,8 @@ def test_quantised_layers_are_multiplied_by_the_same_product(num_bits, groups, m
     multiply = linear.multiply
     monkeypatch.setattr(linear, "multiply", lambda rows, *rest: multiplied.append(len(rows)) or multiply(rows, *rest))
     with torch.inference_mode():
-        found = module(x)
-    torch.testing.assert_close(found.float(), x.float() @ weight.T + layer.bias.float(), atol=2.0, rtol=0.01)
+        product = module(x)
+    torch.testing.assert_close(product.float(), x.float() @ weight.T + layer.bias.float(), atol=2.0, rtol=0.01)
     assert multiplied == [9]
     linear.make_invariant(module, torch.float16)
     assert module[0].values is layer.values, "a thinned model shares the layer"

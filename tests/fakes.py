@@ -1,4 +1,4 @@
-"""Models whose law is known exactly, drafters that misbehave on purpose, and a byte tokenizer."""
+"""Models whose law is known or sharp, drafters that misbehave on purpose, and a byte tokenizer."""
 
 import random
 from collections.abc import Collection, Sequence
@@ -15,6 +15,20 @@ from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch
 from engine.protocols import Draft, Drafter, ProposeRow
 from engine.sampling import noise
+
+
+def sharpen(model: torch.nn.Module, noise: float = 0.0) -> None:
+    """Make a random model's distributions sharp: weights as initialised would make every token alike.
+
+    Args:
+        noise: added to the weights at random, so that two models of the same seed agree only nearly.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+                if noise:
+                    parameter.add_(torch.randn_like(parameter) * noise)
 
 
 class LawBackend:

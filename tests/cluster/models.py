@@ -7,6 +7,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
+from tests.fakes import sharpen
+
 
 def save_llama(path: Path, *, seed: int, noise: float = 0.0, vocab_size: int = 64) -> Path:
     """Write a Llama with sharp distributions; with `noise`, one that nearly agrees with that of the same seed."""
@@ -24,11 +26,7 @@ def save_llama(path: Path, *, seed: int, noise: float = 0.0, vocab_size: int = 6
         bos_token_id=None,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
-                parameter.add_(torch.randn_like(parameter) * noise)
+    sharpen(model, noise)
     model.save_pretrained(path)
     vocabulary = {f"t{i}": i for i in range(vocab_size)}
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="t0"))).save_pretrained(path)

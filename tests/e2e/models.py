@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
-from tests.fakes import byte_tokenizer
+from tests.fakes import byte_tokenizer, sharpen
 
 
 def save_model(path: Path, *, seed: int, layers: int, hidden: int, max_position_embeddings: int = 1024) -> str:
@@ -23,10 +23,7 @@ def save_model(path: Path, *, seed: int, layers: int, hidden: int, max_position_
         eos_token_id=0,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
+    sharpen(model)
     model.save_pretrained(path)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer())
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

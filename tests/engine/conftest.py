@@ -10,6 +10,7 @@ from engine.execution.cpu import packages as compilation
 from engine.execution.registry import load_backend
 from engine.sampling.grammar import Grammars
 from tests.engine.tokenizers import END, json_tokenizer, saved
+from tests.fakes import sharpen
 
 VOCAB = 64
 
@@ -35,10 +36,7 @@ def save_llama(path, *, seed, layers=2, hidden=32):
         bos_token_id=None,
     )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(6)
+    sharpen(model)
     model.save_pretrained(path)
     return str(path)
 

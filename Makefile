@@ -9,24 +9,22 @@ STAMP := $(VENV)/.$(shell cat pyproject.toml constraints.txt | cksum | cut -d' '
 # torch is installed first, because together with the rest pip may choose a build with gigabytes of CUDA libraries.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-# Two test files at a time, because many tests wait for processes; in the order of tests/conftest.py.
-SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes, because many tests wait for others; files and folders go to them in the order of tests/conftest.py.
+SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
-.PHONY: serve test check fix e2e load bench bench-peers format lint types unit avx2 integration long clean
+.PHONY: serve test check fix load bench bench-peers format lint types unit avx2 integration long clean
 
 serve: $(STAMP)-runtime  ## serve the bundled pair on http://127.0.0.1:8000
 	$(BIN)/python -m deployments $(ARGS)
 
-test: unit integration  ## all tests that need no GPU, but for the long ones
+test: $(STAMP)-dev  ## all tests that need no GPU, but for the long ones
+	$(BIN)/pytest $(SIDE_BY_SIDE) -m "not long and not gpu"
 
 check: format lint types unit  ## run before every commit
 
 fix: $(STAMP)-dev
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format .
-
-e2e: $(STAMP)-dev  ## tests with real processes
-	$(BIN)/pytest $(SIDE_BY_SIDE) -m "e2e and not gpu"
 
 load: $(STAMP)-dev  ## start the bundled pair, load it with and without drafts, and check every text; a minute
 	$(BIN)/python -m tests.load.ci $(ARGS)
@@ -51,18 +49,18 @@ unit: $(STAMP)-dev
 
 # Limits torch, oneDNN, MKL and our C++ to AVX2, to run the kernel, compile and exactness tests as on older CPUs.
 AVX2_ONLY := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 TORCHINDUCTOR_CPP_MARCH=x86-64-v3
-AVX2_TESTS := tests/engine/execution/cpu/test_kernels.py tests/engine/execution/cpu/test_half_weights.py \
-	tests/engine/execution/cpu/test_paged_attention.py \
-	'tests/engine/execution/cpu/test_backend.py::test_compiled_text_does_not_depend_on_the_draft[16-bit weights]' \
+AVX2_TESTS := tests/engine/execution/cpu/kernels/test_library.py tests/engine/execution/cpu/kernels/test_panel_linear.py \
+	tests/engine/execution/cpu/kernels/test_paged_attention.py \
+	'tests/engine/execution/cpu/test_cpu_backend.py::test_compiled_text_does_not_depend_on_the_draft[16-bit and 32-bit weights]' \
 	tests/engine/test_exactness.py::test_coupled_text_does_not_depend_on_the_draft
 
 avx2: $(STAMP)-dev  ## tests that depend on vector instructions, limited to AVX2; skipped on CPUs without it
 	if grep -qsw avx2 /proc/cpuinfo; then $(AVX2_ONLY) $(BIN)/pytest $(SIDE_BY_SIDE) -m "not gpu" $(AVX2_TESTS); fi
 
-integration: $(STAMP)-dev
+integration: $(STAMP)-dev  ## what `make check` leaves out: servers, clusters and compiled models
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "(e2e or slow) and not long and not gpu"
 
-long: $(STAMP)-dev  ## rollouts, manifests and the image: a quarter of an hour or more
+long: $(STAMP)-dev  ## rollouts, soaks, rare faults, manifests and the image: half an hour or more
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "long and not gpu"
 
 clean:

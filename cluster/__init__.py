@@ -2,6 +2,6 @@
 
 In reading order: `config` (the settings of a group), `protocol/` (messages), `transport/` (sends them), `remote` (the
 engine's Drafter and Verifier over links), `workers/` (the Ray actors), `placement` (the resources requested from Ray),
-`capacity` (what the nodes have room for), `worker_set` (starting and stopping workers), `memory_plan` (their KV
-blocks), `log_format` (how they log) and `group`, which puts them together.
+`capacity` (how many groups fit), `worker_set` (starting and stopping workers), `memory_plan` (their KV blocks),
+`ray_core` (Ray's private parts) and `group`, which puts them together.
 """

@@ -1,22 +1,21 @@
-"""Capacity: how many groups the nodes of a cluster can hold, and which bundle is missing what if one does not fit."""
+"""Capacity: how many groups the nodes of a cluster can hold, and why a bundle does not fit."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
-from ray._raylet import node_labels_match_selector  # type: ignore[attr-defined]
 
 from cluster.config import GroupConfig
 from cluster.placement import Bundle, label_selectors, shares_gpu
+from cluster.ray_core import available_resources_per_node, node_labels_match_selector
 
 _EPSILON = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the cluster: resources, of which some may be taken, and labels."""
+    """A node of the cluster: its free resources and labels."""
 
     resources: dict[str, float]
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -24,14 +23,14 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A bundle that needs a node: what it is for, its resources, and the labels that its node must have."""
+    """A bundle that needs a node: its purpose, its resources, and the labels its node must have."""
 
     name: str
     bundle: Bundle
     label_selector: Mapping[str, str]
 
     def shortage(self, node: Node) -> str:
-        """Return what a node lacks for this bundle; nothing if it fits."""
+        """Return the node's missing resources and labels; empty if the bundle fits."""
         lacking = {
             name: amount - node.resources.get(name, 0)
             for name, amount in self.bundle.items()
@@ -46,35 +45,33 @@ class Slot:
 
 
 def slots(config: GroupConfig, bundles: Sequence[Bundle]) -> list[Slot]:
-    """Return the bundles of a group with their names and labels, those that are harder to place first.
-
-    Raises:
-        PlacementError: the label selectors contradict each other.
-    """
+    """Return the bundles of a group with their names and labels, hardest to place first."""
     ranks = "the target" if config.tensor_parallel_size == 1 else "the target's ranks"
     names = [ranks] * len(bundles)
     names[0] = "the Router replica"
     if config.has_draft_worker:
         names[1] = f"{ranks} and the draft" if shares_gpu(config, bundles) else "the draft"
     named = map(Slot, names, bundles, label_selectors(config, bundles))
-    return sorted(
-        named, key=lambda slot: (len(slot.bundle), slot.bundle.get("GPU", 0), slot.bundle.get("CPU", 0)), reverse=True
-    )
+
+    def difficulty(slot: Slot) -> tuple[float, ...]:
+        return len(slot.label_selector), slot.bundle.get("GPU", 0), slot.bundle.get("CPU", 0)
+
+    return sorted(named, key=difficulty, reverse=True)
 
 
 def cluster_nodes() -> dict[str, Node]:
-    """Return every living node of Ray's cluster with all that it has, by its address and id."""
+    """Return every living node with its total resources, by address and id."""
     return {_node_name(node): Node(dict(node["Resources"]), node["Labels"]) for node in _living()}
 
 
 def free_nodes() -> dict[str, Node]:
-    """Return every living node of Ray's cluster with what nobody uses at present, by its address and id."""
+    """Return every living node with its unused resources, by address and id."""
     free = available_resources_per_node()
     return {_node_name(node): Node(dict(free.get(node["NodeID"], {})), node["Labels"]) for node in _living()}
 
 
 def place_groups(group: Iterable[Slot], nodes: Mapping[str, Node], *, limit: int) -> tuple[int, dict[str, Node]]:
-    """Return how many groups fit on the nodes, at most `limit`, and what they leave free."""
+    """Return how many groups fit on the nodes, at most `limit`, and the resources left."""
     group, free = list(group), _copy(nodes)
     for count in range(limit):
         left = _copy(free)
@@ -85,7 +82,7 @@ def place_groups(group: Iterable[Slot], nodes: Mapping[str, Node], *, limit: int
 
 
 def missing(group: Iterable[Slot], nodes: Mapping[str, Node]) -> list[str]:
-    """Return one sentence for each bundle of a group that finds no room beside those placed before it."""
+    """Return one sentence for each bundle of a group that does not fit."""
     free, sentences = _copy(nodes), []
     for slot in group:
         if not _take(slot, free):
@@ -121,4 +118,4 @@ def _node_name(node: Mapping[str, Any]) -> str:
 
 
 def _texts(resources: Mapping[str, float]) -> list[str]:
-    return [name if ":" in name else f"{amount:.3g} {name}" for name, amount in resources.items()]
+    return [f"{amount:.3g} {name}" for name, amount in resources.items()]

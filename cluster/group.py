@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from ray.util.placement_group import PlacementGroup
@@ -16,8 +16,10 @@ from cluster.placement import STRATEGY, PlacementError, count_cores, label_selec
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.transport import Connector
 from cluster.worker_set import WorkerDiedError, WorkerSet, start_draft, start_target
+from engine.config import CompileProgress
 from engine.errors import ModelError, TargetError
-from engine.models.tokenizer import check_same_vocabulary
+from engine.models.registry import open_model
+from engine.models.source import ModelSource, check_same_vocabulary
 
 if TYPE_CHECKING:
     from engine.config import ModelInfo
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+DRAFT_TIMEOUT_S = 1.0
+"""How long a round waits for its drafts; many times a round, so only a draft that is lost or starved is late."""
 _FIRST_RETRY_S = 0.5
 _LONGEST_RETRY_S = 30.0
 _MAX_STARTS = 5
@@ -42,15 +48,24 @@ class SpeculationGroup:
     """The draft worker and the target ranks of one Router replica, and the engine's two roles over them.
 
     Belongs to the event loop that started it. The group has started as soon as the target can take rounds. The draft
-    worker joins when it has loaded, and is started again in the background whenever it ends, while decoding goes on
+    worker joins when it has loaded, and is started again in the background whenever it ends, while decoding continues
     without it. Target ranks are started again, all of them, when `recover` is called, or if one is killed or hangs
     while the group starts.
     """
 
     def __init__(
-        self, config: GroupConfig, placement: PlacementGroup, connector: Connector, *, owns_placement: bool
+        self,
+        config: GroupConfig,
+        placement: PlacementGroup,
+        connector: Connector,
+        target: ModelSource,
+        draft: ModelSource | None,
+        *,
+        owns_placement: bool,
     ) -> None:
         self.config = config
+        self.target_source = target
+        self._draft_source = draft
         self.target_info: ModelInfo
         self.draft_info: ModelInfo | None = None
         self.num_blocks: int
@@ -61,68 +76,61 @@ class SpeculationGroup:
         self._memory_plan = MemoryPlan(config.engine)
         self._target: WorkerSet | None = None
         self._draft: WorkerSet | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._watching: asyncio.Task[None]
         self._is_stopped = False
         self._recovering = asyncio.Lock()
-        self._remote_verifier = RemoteVerifier(timeout_s=config.verify_timeout_s)
-        self._remote_drafter = RemoteDrafter(timeout_s=config.draft_timeout_s, prepares=config.run_ahead == "on")
-        self.verifier: Verifier = self._remote_verifier
-        drafter = self._remote_drafter if config.has_draft_worker else config.method.make(config.engine, None)
+        self.remote_verifier = RemoteVerifier(timeout_s=config.round_timeout_s)
+        self.remote_drafter = RemoteDrafter(timeout_s=DRAFT_TIMEOUT_S, prepares=config.run_ahead == "on")
+        self.verifier: Verifier = self.remote_verifier
+        drafter = self.remote_drafter if config.has_draft_worker else config.method.make(config.engine, None)
         self.drafter: Drafter = config.method.drafter_of_engine(config.engine, drafter)
 
     @classmethod
     async def start(cls, config: GroupConfig) -> "SpeculationGroup":
-        """Place and start all workers, in the current placement group or in one of its own.
+        """Place and start all workers, in the current placement group or in a new one.
 
-        Raises:
-            ModelError: a model cannot be served, or the two cannot work together.
-            TargetError: the workers could not be placed, or did not start in time.
+        Raises ModelError if a model cannot be served, or the two cannot work together; TargetError if the workers could
+        not be placed, or did not start in time.
         """
-        config = await asyncio.to_thread(suited_to_models, config)
+        target, draft = open_model(config.target), None if config.draft is None else open_model(config.draft)
+        config = await asyncio.to_thread(suited_to_models, config, target, draft)
         current = ray.util.get_current_placement_group()
         placement = current or _make_placement(config)
         node_id = ray.get_runtime_context().get_node_id()
-        num_cores = count_cores(node_id)
-        config = settle(config, placement.bundle_specs, num_cores=num_cores)
-        group = cls(config, placement, Connector(node_id), owns_placement=current is None)
+        config = settle(config, placement.bundle_specs, num_cores=count_cores(node_id))
+        group = cls(config, placement, Connector(node_id), target, draft, owns_placement=current is None)
+        limit_s = config.start_timeout_s
         try:
-            async with asyncio.timeout(config.start_timeout_s):
+            async with asyncio.timeout(limit_s):
                 await _wait_for_placement(config, placement)
                 await group._start_all()
-        except TimeoutError as error:
+        except BaseException as error:
             await group.stop()
-            raise TargetError(
-                f"the workers did not start within {config.start_timeout_s:g} s; "
-                f"their bundles are {placement.bundle_specs}"
-            ) from error
-        except BaseException:
-            await group.stop()
+            if isinstance(error, TimeoutError):
+                message = f"the workers did not start within {limit_s:g} s; their bundles are {placement.bundle_specs}"
+                raise TargetError(message) from error
             raise
         return group
 
     @property
-    def process_ids(self) -> dict[str, int]:
-        """Process ids of the running workers, by name: `draft`, `target-0`, `target-1`, ..."""
-        process_ids = {} if self._draft is None else {"draft": self._draft.processes[0].pid}
-        if self._target is not None:
-            process_ids |= {f"target-{rank}": process.pid for rank, process in enumerate(self._target.processes)}
-        return process_ids
-
-    @property
     def is_available(self) -> bool:
         """Whether the target can take rounds now."""
-        return self._remote_verifier.is_available
+        return self.remote_verifier.is_available
+
+    @property
+    def compiling(self) -> CompileProgress | None:
+        """How far the workers' models are, which compile one after the other; None if none does."""
+        each = [progress for workers in (self._draft, self._target) if workers for progress in workers.compiling]
+        return CompileProgress(*map(sum, zip(*each, strict=True))) if each else None
 
     async def recover(self) -> None:
-        """Start all target ranks anew, if any of them is lost; their KV cache is empty afterwards.
+        """Restart all target ranks if any is lost; their KV cache is empty afterwards.
 
-        Raises:
-            TargetError: they could not be started; it may be tried again.
-            ModelError: the target does not fit any more.
+        Raises TargetError if they could not be started, and a retry may succeed; ModelError if they no longer fit.
         """
         async with self._recovering:
-            if self._remote_verifier.is_available:
+            if self.remote_verifier.is_available:
                 return
             limit_s = self.config.start_timeout_s
             try:
@@ -145,8 +153,8 @@ class SpeculationGroup:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._remote_drafter.disconnect("the group was stopped")
-        self._remote_verifier.disconnect("the group was stopped")
+        self.remote_drafter.disconnect("the group was stopped")
+        self.remote_verifier.disconnect("the group was stopped")
         for workers in (self._draft, self._target):
             if workers is not None:
                 workers.kill()
@@ -158,50 +166,35 @@ class SpeculationGroup:
         try:
             async with asyncio.TaskGroup() as tasks:
                 target = tasks.create_task(self._start_first_target())
-                if self.config.draft is not None and self.config.has_draft_worker:
-                    tasks.create_task(asyncio.to_thread(check_same_vocabulary, self.config.target, self.config.draft))
+                if self._draft_source is not None and self.config.has_draft_worker:
+                    tasks.create_task(asyncio.to_thread(check_same_vocabulary, self.target_source, self._draft_source))
                     tasks.create_task(self._begin_drafting(target))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
 
     async def _start_first_target(self) -> None:
-        """Start the target, and again if a rank is killed or hangs.
-
-        Raises:
-            WorkerDiedError: that was so at each of `_MAX_STARTS` starts.
-        """
+        """Start the target, again and again if a rank is killed or hangs; raise WorkerDiedError at last."""
         pause_s = _FIRST_RETRY_S
-        for num_starts in itertools.count(1):
+        for num_starts in range(1, _MAX_STARTS):
             try:
-                await self._start_target()
+                return await self._start_target()
             except WorkerDiedError as error:
-                if num_starts == _MAX_STARTS:
-                    raise
                 counts = f"{num_starts} of {_MAX_STARTS}"
                 logger.warning("The target did not survive start %s, next in %g s: %s", counts, pause_s, error)
-            else:
-                return
             await asyncio.sleep(pause_s)
             pause_s *= 2
+        return await self._start_target()
 
     async def _begin_drafting(self, target: asyncio.Task[None]) -> None:
-        """Start the draft worker for as long as the group lives, and wait for it, but not much longer than the target.
-
-        Raises:
-            ModelError: the draft cannot be served.
-            TargetError: its worker failed by itself.
-        """
-        first_start: asyncio.Future[Exception | None] = asyncio.get_running_loop().create_future()
-        keeping = self._run_in_background(self._keep_draft(first_start))
-        ends: set[asyncio.Future[Any]] = {first_start, keeping}
-        await asyncio.wait(ends | {target}, return_when=asyncio.FIRST_COMPLETED)
-        await asyncio.wait(ends, timeout=_DRAFT_GRACE_S, return_when=asyncio.FIRST_COMPLETED)
-        if keeping.done():
-            keeping.result()  # a bug
-        elif not first_start.done():
+        """Start the draft worker for the group's lifetime; wait for it a little longer than for the target."""
+        first_start = self._run_in_background(self._start_draft())
+        await asyncio.wait({first_start, target}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({first_start}, timeout=_DRAFT_GRACE_S)
+        if not first_start.done():
             logger.warning("The draft worker is still starting; decoding without drafts until it has")
-        elif (error := first_start.result()) is not None and not isinstance(error, WorkerDiedError):
-            raise error
+        elif not isinstance(first_start.exception(), WorkerDiedError):
+            first_start.result()
+        self._run_in_background(self._keep_draft(first_start))
 
     async def _start_target(self) -> None:
         if self._target is not None:
@@ -214,59 +207,56 @@ class SpeculationGroup:
             self._connector,
             next(self._versions),
             self._memory_plan,
-            self._remote_verifier.disconnect,
+            self.remote_verifier.disconnect,
         )
         self._target = ranks
         self.target_info = ranks.loaded[0]
         self.num_blocks = ranks.num_blocks + 1  # block 0, where padding is written, is not planned
-        self._remote_verifier.vocab_size = self._remote_drafter.vocab_size = self.target_info.vocab_size
-        self._remote_verifier.connect(ranks.links)
+        self.remote_verifier.vocab_size = self.remote_drafter.vocab_size = self.target_info.vocab_size
+        self.remote_verifier.connect(ranks.links)
         self._watching = self._run_in_background(self._watch_target(ranks))
 
     async def _start_draft(self) -> WorkerSet:
-        draft = await start_draft(
-            self.config, self._placement, self._connector, next(self._versions), self._memory_plan
-        )
+        limit_s = self.config.start_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                draft = await start_draft(
+                    self.config, self._placement, self._connector, next(self._versions), self._memory_plan
+                )
+        except TimeoutError as error:
+            raise WorkerDiedError(f"it did not start within {limit_s:g} s") from error
         self._draft = draft
         self.draft_info = draft.loaded[0]
-        self._remote_drafter.connect(draft.links[0])
+        self.remote_drafter.connect(draft.links[0])
         return draft
 
     async def _watch_target(self, ranks: WorkerSet) -> None:
         reason = await ranks.wait_for_end(self.config.hang_timeout_s)
         if ranks is self._target:
             logger.warning("A target rank was lost: %s", reason)
-            self._remote_verifier.disconnect(f"a target rank was lost: {reason}")
+            self.remote_verifier.disconnect(f"a target rank was lost: {reason}")
 
-    async def _keep_draft(self, first_start: asyncio.Future[Exception | None]) -> None:
-        """Start the draft worker, and again whenever it ends.
-
-        Args:
-            first_start: gets why the first start failed, or None.
-        """
+    async def _keep_draft(self, start: asyncio.Task[WorkerSet]) -> None:
+        """Wait for a start of the draft worker, and start it again whenever that failed or the worker ends."""
         pause_s = _FIRST_RETRY_S
         while True:
             try:
-                async with asyncio.timeout(self.config.start_timeout_s):
-                    draft = await self._start_draft()
-            except (TimeoutError, TargetError, ModelError) as error:
+                draft = await start
+            except (TargetError, ModelError) as error:
                 logger.warning("Draft worker did not start, next try in %g s: %s", pause_s, error)
-                if not first_start.done():
-                    first_start.set_result(error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_RETRY_S)
-                continue
-            if not first_start.done():
-                first_start.set_result(None)
-            reason = await draft.wait_for_end(self.config.hang_timeout_s)
-            self._draft = None
-            logger.warning("Draft worker lost, decoding without drafts: %s", reason)
-            self._remote_drafter.disconnect(reason)
-            draft.kill()
-            pause_s = _FIRST_RETRY_S
-            await asyncio.sleep(pause_s)
+            else:
+                reason = await draft.wait_for_end(self.config.hang_timeout_s)
+                self._draft = None
+                logger.warning("Draft worker lost, decoding without drafts: %s", reason)
+                self.remote_drafter.disconnect(reason)
+                draft.kill()
+                pause_s = _FIRST_RETRY_S
+                await asyncio.sleep(pause_s)
+            start = self._run_in_background(self._start_draft())
 
-    def _run_in_background(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    def _run_in_background(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -282,11 +272,7 @@ def _make_placement(config: GroupConfig) -> PlacementGroup:
 
 
 async def _wait_for_placement(config: GroupConfig, placement: PlacementGroup) -> None:
-    """Wait until every bundle has its node.
-
-    Raises:
-        PlacementError: some have none yet; it says which bundle is missing what on each node.
-    """
+    """Wait until every bundle has its node; raise PlacementError with the reasons if some have none in time."""
     wait_s = _PLACED_BEFORE_START * config.start_timeout_s
     if await asyncio.to_thread(placement.wait, wait_s):
         return

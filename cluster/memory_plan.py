@@ -1,7 +1,7 @@
 """MemoryPlan: decides from surveys of devices and models how many KV blocks each worker of a group gets.
 
 The target does not wait for the draft: if the draft will be on the device of one of the target's ranks, this rank
-surveys the draft's model, too, and the plan leaves room for it. A draft with a device of its own surveys that itself.
+surveys the draft's model, too, and the plan leaves room for it. A draft on another device surveys that itself.
 """
 
 import asyncio
@@ -34,14 +34,12 @@ class MemoryPlan:
         return role in self._num_blocks
 
     def plan_target(self, target: Sequence[Located], draft: Sequence[Located]) -> int:
-        """Plan the target; return how many KV blocks each rank gets, without block 0.
+        """Plan the target from a survey per rank; return how many KV blocks each rank gets, without block 0.
 
         Args:
-            target: one survey per rank.
             draft: a survey of the draft's model on the device that it shares with a rank; none if it shares none.
 
-        Raises:
-            ModelError: the models do not fit on a device.
+        Raises ModelError if the models do not fit on a device.
         """
         if not self.knows("target"):
             self._num_blocks |= plan_devices({"target": target, **({"draft": draft} if draft else {})}, self._config)
@@ -51,11 +49,7 @@ class MemoryPlan:
     async def plan_draft(self, surveys: Sequence[Located]) -> int:
         """Wait for the target's plan; return how many KV blocks the draft gets, without block 0.
 
-        Args:
-            surveys: the draft worker's survey, which counts if the draft shares no device with the target.
-
-        Raises:
-            ModelError: the model does not fit on its device.
+        Its own survey counts if it shares no device with the target. Raises ModelError if the model does not fit.
         """
         await self._has_target.wait()
         if not self.knows("draft"):
@@ -64,11 +58,7 @@ class MemoryPlan:
 
 
 def plan_devices(surveys: Mapping[str, Sequence[Located]], config: EngineConfig) -> dict[str, int]:
-    """Return the KV blocks of each role: the fewest that fit on any device of its workers.
-
-    Raises:
-        ModelError: the models do not fit on a device.
-    """
+    """Return the KV blocks of each role: the fewest that fit on any device of its workers; ModelError if none fit."""
     workers: dict[tuple[str, str], list[Footprint]] = defaultdict(list)
     free_bytes: dict[tuple[str, str], int] = {}
     roles: dict[tuple[str, str], set[str]] = defaultdict(set)

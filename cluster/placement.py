@@ -2,12 +2,11 @@
 
 Bundle 0 is the Router replica's: Serve places the replica there, and its `ray_actor_options` must fit into it. The
 draft worker's bundle follows, if there is a draft, then the target's. Serve takes one strategy for all bundles of a
-replica (`placement_group_strategy`), but a bundle is on one node in any case: the target's ranks share one, unless
-`target_nodes` spreads them, and a draft that shares a GPU with rank 0 is in that bundle, too. PACK puts everything on
-one node if one has room, and the draft on another if need be.
+replica (`placement_group_strategy`), but a bundle is on one node in any case: the target's ranks share one, and a draft
+that shares a GPU with rank 0 is in that bundle, too. PACK puts everything on one node if it fits.
 
 The CPU shares only count towards Ray's totals and do not limit threads. Draft and target take turns on the same cores,
-so requesting whole cores for each would keep a group from starting on a laptop; `num_threads` limits the threads.
+so a laptop must not need whole cores for each; `num_threads` limits the threads.
 """
 
 import math
@@ -23,7 +22,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from cluster.config import GroupConfig
 from engine.config import ModelConfig
 from engine.errors import TargetError
-from engine.execution.paced.device import is_paced, parse_device
 
 Bundle = dict[str, float]
 
@@ -49,74 +47,51 @@ class PlacementError(TargetError):
 def placement_bundles(config: GroupConfig, *, num_gpus: float) -> list[Bundle]:
     """Return the bundles of one group on a cluster with `num_gpus` GPUs.
 
-    Each worker on a GPU gets one of its own. If the cluster has only as many as the target has ranks, the draft shares
-    one with rank 0, half each: on a single GPU, and where the target's ranks take up all GPUs of a node.
+    Each worker gets a whole GPU. If the cluster has no GPU left for the draft, draft and rank 0 share one.
 
-    Device "auto" uses the GPUs that are there. Without any, all workers run on the CPU, unless an accelerator type asks
-    for a GPU; too few are an error. Device "cuda" requests GPUs in any case, and waits for nodes that are yet to join.
-
-    Raises:
-        PlacementError: the cluster has too few GPUs, an accelerator type is set for a model that is not on a GPU, the
-            ranks cannot be split over `target_nodes`, or the draft cannot run ahead on the device that it shares.
+    Device "auto" uses the GPUs that are there; without any, all workers run on the CPU. Too few raise PlacementError.
+    Device "cuda" requests GPUs in any case, and waits for nodes that are yet to join.
     """
-    if config.run_ahead == "on" and _shares_paced_device(config):
-        raise PlacementError("run_ahead is on, but target and draft share a paced device, on which they take turns")
-    size, num_nodes = config.tensor_parallel_size, config.target_nodes
-    if size % num_nodes:
-        raise PlacementError(f"tensor_parallel_size {size} is not a multiple of target_nodes {num_nodes}")
-    target_on_gpu = _is_on_gpu("target", config.target, config.target_accelerator_type, num_gpus)
-    draft_on_gpu = (
-        config.has_draft_worker
-        and config.draft is not None
-        and _is_on_gpu("draft", config.draft, config.draft_accelerator_type, num_gpus)
-    )
-    _check_num_gpus(config, num_gpus, target_on_gpu=target_on_gpu, draft_on_gpu=draft_on_gpu)
+    size, draft = config.tensor_parallel_size, config.draft if config.has_draft_worker else None
+    num_target = size * _is_on_gpu(config.target, num_gpus)
+    num_draft = int(draft is not None and _is_on_gpu(draft, num_gpus))
+    can_share = num_target and num_draft and config.draft_label_selector in ({}, config.target_label_selector)
+    num_apart = 0 if can_share else num_draft
+    devices = {config.target.device if num_target else "", draft.device if draft and num_draft else ""}
+    if num_gpus < num_target + num_apart and "auto" in devices:
+        and_draft = f" and the draft {num_apart}" if num_apart else ""
+        raise PlacementError(
+            f"device is auto and the target needs {num_target} GPUs{and_draft}, but the cluster has {num_gpus:g}; "
+            "device=cuda would wait until there are enough, device=cpu would use none"
+        )
     bundles = [{"CPU": REPLICA_CPUS}]
-    if target_on_gpu and draft_on_gpu and _can_share(config) and size <= num_gpus < size + 1:
-        accelerator_type = config.target_accelerator_type or config.draft_accelerator_type
-        bundles.append(_bundle(size // num_nodes, DRAFT_CPUS + TARGET_CPUS / num_nodes, accelerator_type))
-    else:
-        if config.has_draft_worker:
-            bundles.append(_bundle(int(draft_on_gpu), DRAFT_CPUS, config.draft_accelerator_type))
-        bundles.append(_target_bundle(config, is_on_gpu=target_on_gpu))
-    return bundles + [_target_bundle(config, is_on_gpu=target_on_gpu) for _ in range(num_nodes - 1)]
+    if can_share and num_target <= num_gpus < num_target + 1:
+        return [*bundles, _bundle(num_target, DRAFT_CPUS + TARGET_CPUS)]
+    if draft is not None:
+        bundles.append(_bundle(num_draft, DRAFT_CPUS))
+    return [*bundles, _bundle(num_target, TARGET_CPUS)]
 
 
 def shares_gpu(config: GroupConfig, bundles: Sequence[Mapping[str, float]]) -> bool:
     """Return whether the draft worker is in the bundle of rank 0, on the same GPU."""
-    return config.has_draft_worker and len(bundles) == 1 + config.target_nodes
+    return config.has_draft_worker and len(bundles) == 2
 
 
 def label_selectors(config: GroupConfig, bundles: Sequence[Mapping[str, float]]) -> list[dict[str, str]]:
-    """Return the labels that the node of each bundle must have; the Router replica goes where the target goes.
-
-    Raises:
-        PlacementError: target and draft share a GPU, but not their labels.
-    """
+    """Return the labels that the node of each bundle must have; the Router replica goes where the target goes."""
     target, draft = dict(config.target_label_selector), dict(config.draft_label_selector)
-    if shares_gpu(config, bundles):
-        if draft not in ({}, target):
-            raise PlacementError("target and draft share a GPU, but the draft's label selector differs")
-        return [target] * len(bundles)
-    return [target, *([draft] if config.has_draft_worker else []), *([target] * config.target_nodes)]
+    return [target, draft, target] if len(bundles) > DRAFT_BUNDLE + 1 else [target] * len(bundles)
 
 
 def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_cores: int) -> GroupConfig:
-    """Resolve `run_ahead` "auto" for these bundles, and set how many cores each model's passes may use.
-
-    Args:
-        num_cores: cores of the node that the group is on, as far as Ray may use them.
-    """
+    """Resolve `run_ahead` "auto" for these bundles, and set how many of the node's cores each model may use."""
     target_on_cpu = not bundles[-1].get("GPU")
     draft_on_cpu = config.has_draft_worker and not bundles[DRAFT_BUNDLE].get("GPU")
     num_models = config.tensor_parallel_size * target_on_cpu + draft_on_cpu
-    if is_paced(config.target.device):
-        is_apart = not _shares_paced_device(config)
-    else:
-        # Besides the workers, the Router and the Ingress compute in every round.
-        is_apart = num_cores > num_models if num_models else not shares_gpu(config, bundles)
+    # The Router and the Ingress compute in every round, too.
+    is_apart = num_cores > num_models if num_models else not shares_gpu(config, bundles)
     run_ahead = config.run_ahead == "on" or (config.run_ahead == "auto" and is_apart)
-    run_ahead = run_ahead and config.has_draft_worker and config.method.can_run_ahead(config.engine)
+    run_ahead = run_ahead and config.has_draft_worker and config.engine.verification in config.method.runs_ahead
     draft_cores = int(run_ahead and draft_on_cpu)
     target_cores = max(1, (num_cores - draft_cores) // config.tensor_parallel_size)
     target, draft = config.target, config.draft
@@ -128,23 +103,12 @@ def settle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], *, num_c
     )
 
 
-def _shares_paced_device(config: GroupConfig) -> bool:
-    """Return whether target and draft take turns on one paced device."""
-    draft = config.draft
-    return draft is not None and is_paced(draft.device) and parse_device(draft.device).is_shared
-
-
 def count_cores(node_id: str) -> int:
     """Return how many cores of a node Ray may use; of this machine, if Ray does not know the node."""
     nodes: list[dict[str, Any]] = ray.nodes()
     allotted = next((node["Resources"].get("CPU", 0) for node in nodes if node["NodeID"] == node_id), 0)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, int(min(cores, allotted or cores)))
-
-
-def target_bundle(config: GroupConfig, bundles: Sequence[Mapping[str, float]], rank: int) -> int:
-    """Return the index of a target rank's bundle."""
-    return len(bundles) - config.target_nodes + rank // (config.tensor_parallel_size // config.target_nodes)
 
 
 def draft_options(config: GroupConfig, group: PlacementGroup) -> dict[str, Any]:
@@ -154,10 +118,7 @@ def draft_options(config: GroupConfig, group: PlacementGroup) -> dict[str, Any]:
 
 
 def rank_beside_draft(config: GroupConfig, group: PlacementGroup) -> int | None:
-    """Return the first target rank on the draft's device, None if the draft has a device of its own.
-
-    Ray is asked for the nodes of the bundles, which must have been placed.
-    """
+    """Return the first target rank on the draft's device, None if it shares none; Ray must have placed the bundles."""
     bundles = group.bundle_specs
     if not config.has_draft_worker:
         return None
@@ -166,8 +127,7 @@ def rank_beside_draft(config: GroupConfig, group: PlacementGroup) -> int | None:
     if bundles[DRAFT_BUNDLE].get("GPU") or bundles[-1].get("GPU"):
         return None
     nodes = placement_group_table(group)["bundles_to_node_id"]
-    ranks = range(config.tensor_parallel_size)
-    return next((rank for rank in ranks if nodes[target_bundle(config, bundles, rank)] == nodes[DRAFT_BUNDLE]), None)
+    return 0 if nodes[len(bundles) - 1] == nodes[DRAFT_BUNDLE] else None
 
 
 def rank_options(config: GroupConfig, group: PlacementGroup, rank: int) -> dict[str, Any]:
@@ -178,7 +138,7 @@ def rank_options(config: GroupConfig, group: PlacementGroup, rank: int) -> dict[
         num_gpus = 0.5
     # Ray counts in units of 0.0001 and rounds; all ranks together must fit into their bundle.
     num_cpus = math.floor(TARGET_CPUS / config.tensor_parallel_size * 1e4) / 1e4
-    return _actor_options(group, target_bundle(config, bundles, rank), num_cpus, num_gpus)
+    return _actor_options(group, len(bundles) - 1, num_cpus, num_gpus)
 
 
 def _actor_options(group: PlacementGroup, index: int, num_cpus: float, num_gpus: float) -> dict[str, Any]:
@@ -198,43 +158,9 @@ def _actor_options(group: PlacementGroup, index: int, num_cpus: float, num_gpus:
     }
 
 
-def _is_on_gpu(role: str, model: ModelConfig, accelerator_type: str | None, num_gpus: float) -> bool:
-    if (model.device == "cpu" or is_paced(model.device)) and accelerator_type is not None:
-        raise PlacementError(
-            f"{role}_accelerator_type is {accelerator_type}, but the {role}'s device is {model.device}"
-        )
-    return model.device == "cuda" or (model.device == "auto" and (num_gpus > 0 or accelerator_type is not None))
+def _is_on_gpu(model: ModelConfig, num_gpus: float) -> bool:
+    return model.device == "cuda" or (model.device == "auto" and num_gpus > 0)
 
 
-def _can_share(config: GroupConfig) -> bool:
-    """Return whether one GPU can fit both accelerator types."""
-    return len({config.target_accelerator_type, config.draft_accelerator_type} - {None}) <= 1
-
-
-def _check_num_gpus(config: GroupConfig, num_gpus: float, *, target_on_gpu: bool, draft_on_gpu: bool) -> None:
-    """Refuse a group that device "auto" cannot place on the cluster's GPUs, instead of waiting for more GPUs."""
-    devices = {config.target.device} if target_on_gpu else set()
-    if config.draft is not None and draft_on_gpu:
-        devices.add(config.draft.device)
-    num_target = config.tensor_parallel_size * target_on_gpu
-    num_draft = int(draft_on_gpu and not (target_on_gpu and _can_share(config)))
-    if num_gpus < num_target + num_draft and "auto" in devices:
-        draft = f" and the draft {num_draft}" if num_draft else ""
-        raise PlacementError(
-            f"device is auto and the target needs {num_target} GPUs{draft}, but the cluster has {num_gpus:g}; "
-            "device=cuda would wait until there are enough, device=cpu would use none"
-        )
-
-
-def _target_bundle(config: GroupConfig, *, is_on_gpu: bool) -> Bundle:
-    num_ranks = config.tensor_parallel_size // config.target_nodes
-    return _bundle(num_ranks * is_on_gpu, TARGET_CPUS / config.target_nodes, config.target_accelerator_type)
-
-
-def _bundle(num_gpus: int, num_cpus: float, accelerator_type: str | None) -> Bundle:
-    bundle = {"CPU": round(num_cpus, 4)}
-    if num_gpus:
-        bundle["GPU"] = float(num_gpus)
-    if accelerator_type is not None:
-        bundle[f"accelerator_type:{accelerator_type}"] = 0.001
-    return bundle
+def _bundle(num_gpus: int, num_cpus: float) -> Bundle:
+    return {"CPU": num_cpus, **({"GPU": float(num_gpus)} if num_gpus else {})}

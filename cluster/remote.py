@@ -10,7 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 from cluster.protocol.messages import (
@@ -27,30 +27,30 @@ from cluster.protocol.messages import (
     VerifyEntry,
 )
 from cluster.protocol.prefix_delta import Acknowledged
-from cluster.protocol.validation import check_drafts, check_verdicts
+from cluster.protocol.validation import check_proposal, check_verdicts, with_drafts
 from cluster.transport import ConnectionLostError, DeadlineError, Link, PeerGoneError, TransportError
 from engine.errors import TargetError
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, Verdict, VerifyRow
 
 if TYPE_CHECKING:
-    from engine.stats import RunAheadStats
+    from engine.control.stats import RunAheadStats
 
 logger = logging.getLogger(__name__)
 
 _MIN_PAUSE_S = 0.1
 _MAX_PAUSE_S = 10.0
 _PING_DEADLINE_S = 5.0
+_REASONS: dict[type, str] = {DeadlineError: "timeout", MalformedMessageError: "malformed"}
 
 
 @dataclass(slots=True)
 class Calls:
-    """Counters of the rounds in which a worker was called, since the start.
+    """Counters of the rounds that called a worker, since the start.
 
     Attributes:
         wait_s: seconds from the calls to their replies.
         compute_s: of these, the seconds that the worker computed; for a target, rank 0.
-        num_hits, num_misses: rounds in which a draft worker that runs ahead had prepared the drafts of all rows, and
-            those in which a row's was not prepared.
+        num_hits, num_misses: rounds whose drafts a run-ahead worker had all prepared, and all other rounds.
     """
 
     wait_s: float = 0.0
@@ -59,13 +59,8 @@ class Calls:
     num_misses: int = 0
 
     def since(self, before: "Calls") -> "Calls":
-        """Return what was counted since `before`."""
-        return Calls(
-            self.wait_s - before.wait_s,
-            self.compute_s - before.compute_s,
-            self.num_hits - before.num_hits,
-            self.num_misses - before.num_misses,
-        )
+        """Return the counts since `before`."""
+        return Calls(*(getattr(self, entry.name) - getattr(before, entry.name) for entry in fields(self)))
 
 
 class RemoteDrafter:
@@ -76,11 +71,9 @@ class RemoteDrafter:
     """
 
     def __init__(self, *, vocab_size: int = 0, timeout_s: float, prepares: bool = False) -> None:
-        """Make a drafter without a worker.
+        """Make a drafter without a worker; `vocab_size` may be set later, before the first round.
 
-        Args:
-            vocab_size: the target's; may be set later, before the first round.
-            prepares: the worker runs ahead, so it is sent requests before they need drafts.
+        `prepares` says that the worker runs ahead, so it is sent requests before they need drafts.
         """
         self.fallbacks: Counter[str] = Counter()
         self.calls = Calls()
@@ -105,7 +98,7 @@ class RemoteDrafter:
         self._end_pause()
         self._link = link
         self._num_failures = self._num_hits = self._num_misses = 0
-        self._acknowledged.clear()
+        self._acknowledged = Acknowledged()
         logger.info("Draft worker connected")
 
     def disconnect(self, reason: str) -> None:
@@ -124,45 +117,37 @@ class RemoteDrafter:
             self.fallbacks["absent" if link is None else "paused"] += 1
             return [NO_DRAFT] * len(rows)
         started = time.perf_counter()
-        reason, drafts = await self._request(link, rows)
+        reply = await self._request(link, rows)
         self.calls.wait_s += time.perf_counter() - started
-        if drafts is None:
-            self.fallbacks[reason] += 1
-            self._begin_pause(link, reason)
+        if isinstance(reply, str):
+            self.fallbacks[reply] += 1
+            self._begin_pause(link, reply)
             return [NO_DRAFT] * len(rows)
         self._num_failures = 0
-        return drafts
+        self.calls.compute_s += reply.compute_s
+        if reply.run_ahead is not None:
+            self._observe(reply.run_ahead)
+        return reply.drafts
 
     def release(self, request_id: str) -> None:
         """Release a request that has ended; the worker is told with the next request."""
         self._acknowledged.release(request_id)
 
-    async def _request(self, link: Link, rows: Sequence[ProposeRow]) -> tuple[str, list[Draft] | None]:
-        """Return the drafts, or None and the reason."""
+    async def _request(self, link: Link, rows: Sequence[ProposeRow]) -> Drafts | str:
+        """Return the worker's drafts, or the reason why there are none."""
         try:
             reply = await self._propose(link, rows)
             if isinstance(reply, PrefixMissing):
-                for request_id in reply.request_ids:
-                    self._acknowledged.forget(request_id)
+                self._acknowledged.forget(reply.request_ids)
                 reply = await self._propose(link, rows)
             if isinstance(reply, Drafts):
-                check_drafts(reply.drafts, rows, self.vocab_size)
-        except DeadlineError:
-            return "timeout", None
-        except (ConnectionLostError, PeerGoneError):
-            return "absent", None
-        except MalformedMessageError as error:
-            logger.debug("The draft worker's reply is malformed: %s", error)
-            return "malformed", None
-        if isinstance(reply, Drafts):
-            self.calls.compute_s += reply.compute_s
-            if reply.run_ahead is not None:
-                self._observe(reply.run_ahead)
-            return "", reply.drafts
-        if isinstance(reply, PrefixMissing):
-            return "prefix_missing", None
+                check_proposal(reply.drafts, rows, self.vocab_size)
+                return reply
+        except (TransportError, MalformedMessageError) as error:
+            logger.debug("No drafts: %s", error)
+            return _REASONS.get(type(error), "absent")
         logger.debug("The draft worker replied %s", reply)
-        return "failure", None
+        return "prefix_missing" if isinstance(reply, PrefixMissing) else "failure"
 
     async def _propose(self, link: Link, rows: Sequence[ProposeRow]) -> AnyReply:
         deltas, released = self._acknowledged.deltas(rows)
@@ -170,13 +155,11 @@ class RemoteDrafter:
         reply = await link.call(Propose(next(self._rounds), link.version, self._timeout_s, released, entries))
         if link is not self._link:
             raise PeerGoneError("the draft worker was replaced during the round")
-        self._acknowledged.answered(released)
-        if isinstance(reply, Drafts):
-            self._acknowledged.acknowledge(rows)
+        self._acknowledged.acknowledge(released, rows if isinstance(reply, Drafts) else ())
         return reply
 
     def _observe(self, stats: "RunAheadStats") -> None:
-        """Take the worker's counters of rows; what they have grown by is this round's."""
+        """Record the growth of the worker's counters in this round."""
         num_misses = sum(stats.misses.values())
         if num_misses > self._num_misses:
             self.calls.num_misses += 1
@@ -239,7 +222,7 @@ class RemoteVerifier:
         """
         self._links = list(links)
         self._round = 0
-        self._acknowledged.clear()
+        self._acknowledged = Acknowledged()
 
     def disconnect(self, reason: str) -> None:
         """Fail the current round and all later ones with TargetError, until the next `connect`."""
@@ -250,26 +233,25 @@ class RemoteVerifier:
     async def verify(self, rows: Sequence[VerifyRow]) -> list[Verdict]:
         """Return one verdict per row.
 
-        Raises:
-            TargetError: a rank is lost or late, or sent an invalid reply; all ranks must be restarted.
+        Raises TargetError if a rank is lost or late, or sent an invalid reply; all ranks must be restarted.
         """
         started = time.perf_counter()
         try:
             reply = await self._verify(rows)
             if isinstance(reply, PrefixMissing):
-                for request_id in reply.request_ids:
-                    self._acknowledged.forget(request_id)
+                self._acknowledged.forget(reply.request_ids)
                 reply = await self._verify(rows)
             if not isinstance(reply, Verdicts):
                 raise MalformedMessageError(f"it replied {reply}")
-            check_verdicts(reply.verdicts, rows, self.vocab_size)
+            verdicts = with_drafts(reply.verdicts, rows)
+            check_verdicts(verdicts, rows, self.vocab_size)
         except (TransportError, MalformedMessageError) as error:
             # If not all ranks finished the round, their next all-reduces would not match.
             self.disconnect(str(error))
             raise TargetError(f"the target did not finish a round: {error}") from error
         self.calls.compute_s += reply.compute_s
         self.calls.wait_s += time.perf_counter() - started
-        return reply.verdicts
+        return verdicts
 
     def release(self, request_id: str) -> None:
         """Release a request that has ended; the ranks are told with the next request."""
@@ -290,7 +272,5 @@ class RemoteVerifier:
         reply = await links[0].call(request)
         if links is not self._links:
             raise PeerGoneError(self._lost)
-        self._acknowledged.answered(released)
-        if isinstance(reply, Verdicts):
-            self._acknowledged.acknowledge(rows)
+        self._acknowledged.acknowledge(released, rows if isinstance(reply, Verdicts) else ())
         return reply

@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 import ray
@@ -14,7 +15,7 @@ from cluster.memory_plan import Located, MemoryPlan
 from cluster.placement import draft_options, rank_beside_draft, rank_options
 from cluster.transport import Connector, Link, OnBreak
 from cluster.workers.actors import DraftWorker, TargetWorker, WorkerProcess
-from engine.config import ModelConfig, ModelInfo
+from engine.config import CompileProgress, ModelConfig, ModelInfo
 from engine.errors import ModelError, TargetError
 
 logger = logging.getLogger(__name__)
@@ -34,13 +35,7 @@ class WorkerDiedError(TargetError):
 
 @dataclass(slots=True)
 class WorkerSet:
-    """Workers that are started together and killed together.
-
-    Attributes:
-        name: the name of one worker in the log.
-        num_blocks: the KV blocks that each of them has, without block 0.
-        loaded: the model that each of them has loaded.
-    """
+    """Workers that are started together and killed together, with `num_blocks` KV blocks each, without block 0."""
 
     name: str
     actors: list[Any]
@@ -49,13 +44,30 @@ class WorkerSet:
     loaded: list[ModelInfo] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
     serving: list[Any] = field(default_factory=list)
+    compiling: list[CompileProgress] = field(default_factory=list)
+
+    async def start(
+        self,
+        connector: Connector,
+        version: int,
+        hang_timeout_s: float,
+        load: Callable[[], Coroutine[Any, Any, None]],
+        on_break: OnBreak | None = None,
+    ) -> None:
+        """Connect to the workers, load, and have them serve; kill them if any of that fails.
+
+        Raises ModelError if the model cannot be served, WorkerDiedError if one was killed or hangs, or TargetError.
+        """
+        try:
+            await self.connect(connector, version, on_break)
+            await self.while_answering(hang_timeout_s, load())
+            self.start_serving()
+        except BaseException:
+            self.kill()
+            raise
 
     async def connect(self, connector: Connector, version: int, on_break: OnBreak | None = None) -> None:
-        """Have every worker listen, and begin to connect to each.
-
-        Raises:
-            WorkerDiedError: one was killed, or does not answer.
-        """
+        """Have every worker listen, and begin to connect to each; raise WorkerDiedError if one does not answer."""
         try:
             async with asyncio.timeout(_FIRST_ANSWER_S):
                 self.processes = await _results([actor.listen.remote(connector.identity) for actor in self.actors])
@@ -66,16 +78,16 @@ class WorkerSet:
         ]
 
     async def survey(self, model: ModelConfig, *ranks: int, world_size: int = 1) -> list[Located]:
-        """Have these workers survey their devices for a model, of which each loads a shard."""
+        """Have these workers survey their devices for a model, one shard each."""
         surveys = await _results([self.actors[rank].survey.remote(model, world_size) for rank in ranks])
         return list(zip([self.processes[rank].endpoint.node_id for rank in ranks], surveys, strict=True))
 
-    async def while_answering(self, hang_timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine for as long as the workers answer pings; one that loads answers them late, but it does.
+    async def load(self, *arguments: Any, **options: Any) -> None:
+        """Have every worker load."""
+        self.loaded = await _results([actor.load.remote(*arguments, **options) for actor in self.actors])
 
-        Raises:
-            WorkerDiedError: one has not answered for `hang_timeout_s`.
-        """
+    async def while_answering(self, hang_timeout_s: float, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine while the workers answer pings; raise WorkerDiedError after a silence of `hang_timeout_s`."""
         working = asyncio.create_task(work)
         silence = asyncio.create_task(self._wait_for_silence(hang_timeout_s))
         try:
@@ -95,11 +107,7 @@ class WorkerSet:
             logger.info("%s %d: process %d on node %s", self.name, rank, process.pid, process.endpoint.node_id)
 
     async def wait_for_end(self, hang_timeout_s: float) -> str:
-        """Wait until one of the workers has ended or answers no more, and return the reason.
-
-        Args:
-            hang_timeout_s: how long an answer to a ping is waited for.
-        """
+        """Wait until a worker has ended or has not answered for `hang_timeout_s`, and return the reason."""
         outcomes = [asyncio.create_task(_outcome(reference)) for reference in self.serving]
         outcomes.append(asyncio.create_task(self._wait_for_silence(hang_timeout_s)))
         try:
@@ -116,7 +124,7 @@ class WorkerSet:
             pings = [actor.ping.remote() for actor in self.actors]
             try:
                 async with asyncio.timeout(hang_timeout_s):
-                    await asyncio.gather(*pings)
+                    self.compiling = [*chain(*await asyncio.gather(*pings))]
             except TimeoutError:
                 return f"it did not answer for {hang_timeout_s:g} s"
             except ray.exceptions.RayError:
@@ -133,23 +141,18 @@ class WorkerSet:
 async def start_draft(
     config: GroupConfig, placement: PlacementGroup, connector: Connector, version: int, plan: MemoryPlan
 ) -> WorkerSet:
-    """Start the draft worker and wait until it has loaded.
+    """Start the draft worker and wait until it has loaded; errors as of `WorkerSet.start`."""
+    draft = config.draft
+    assert draft is not None, "every method of a draft worker loads a model"
+    actor = ray.remote(DraftWorker).options(**draft_options(config, placement))
+    workers = WorkerSet("draft worker", [actor.remote(config.engine, version, config.log_format)])
 
-    Raises:
-        ModelError: the model cannot be served.
-        WorkerDiedError: the worker was killed, or hangs.
-        TargetError: the worker failed.
-    """
-    assert config.draft is not None, "every method of a draft worker loads a model"
-    actor_class = ray.remote(DraftWorker).options(**draft_options(config, placement))
-    workers = WorkerSet("draft worker", [actor_class.remote(config.engine, version, config.log_format)])
-    try:
-        await workers.connect(connector, version)
-        await workers.while_answering(config.hang_timeout_s, _load_draft(workers, config, config.draft, plan))
-        workers.start_serving()
-    except BaseException:
-        workers.kill()
-        raise
+    async def load() -> None:
+        workers.num_blocks = await plan.plan_draft([] if plan.knows("draft") else await workers.survey(draft, 0))
+        run_ahead = config.run_ahead == "on"
+        await workers.load(draft, config.target, workers.num_blocks, run_ahead=run_ahead)
+
+    await workers.start(connector, version, config.hang_timeout_s, load)
     return workers
 
 
@@ -161,78 +164,34 @@ async def start_target(
     plan: MemoryPlan,
     on_break: OnBreak,
 ) -> WorkerSet:
-    """Start all ranks of the target, in a torch.distributed world of their own, and wait until all have loaded.
+    """Start all ranks of the target, in a new torch.distributed world, and wait until all have loaded.
 
-    Args:
-        on_break: called when the connection to any rank breaks.
-
-    Raises:
-        ModelError: the model cannot be served.
-        WorkerDiedError: a rank was killed, or hangs.
-        TargetError: a rank failed.
+    `on_break` is called when the connection to any rank breaks; errors as of `WorkerSet.start`.
     """
-    size = config.tensor_parallel_size
-    actor_class = ray.remote(TargetWorker)
-    workers = WorkerSet(
-        "target rank",
-        [
-            actor_class.options(**rank_options(config, placement, rank)).remote(
-                config.engine, version, config.log_format, rank, size
-            )
-            for rank in range(size)
-        ],
-    )
-    try:
-        await workers.connect(connector, version, on_break)
-        await workers.while_answering(config.hang_timeout_s, _load_target(workers, config, placement, plan))
-        workers.start_serving()
-    except BaseException:
-        workers.kill()
-        raise
-    return workers
-
-
-async def _load_draft(workers: WorkerSet, config: GroupConfig, draft: ModelConfig, plan: MemoryPlan) -> None:
-    surveys = [] if plan.knows("draft") else await workers.survey(draft, 0)
-    workers.num_blocks = await plan.plan_draft(surveys)
-    [actor] = workers.actors
-    workers.loaded = await _results(
-        [actor.load.remote(draft, config.target, workers.num_blocks, run_ahead=config.run_ahead == "on")]
-    )
-
-
-async def _load_target(workers: WorkerSet, config: GroupConfig, placement: PlacementGroup, plan: MemoryPlan) -> None:
     size, timeout_s = config.tensor_parallel_size, config.start_timeout_s
-    address = None
-    if size > 1:
-        _warn_of_several_nodes(workers.processes)
-        [address] = await _results([workers.actors[0].open_store.remote(timeout_s)])
-    target: list[Located] = []
-    draft: list[Located] = []
-    if not plan.knows("target"):
-        target = await workers.survey(config.target, *range(size), world_size=size)
-        rank = await asyncio.to_thread(rank_beside_draft, config, placement)
-        if rank is not None and config.draft is not None:
-            draft = await workers.survey(config.draft, rank)
-    workers.num_blocks = plan.plan_target(target, draft)
-    workers.loaded = await _results(
-        [actor.load.remote(config.target, workers.num_blocks, address, timeout_s) for actor in workers.actors]
-    )
-
-
-def _warn_of_several_nodes(ranks: list[WorkerProcess]) -> None:
-    num_nodes = len({rank.endpoint.node_id for rank in ranks})
-    if num_nodes > 1:
-        logger.warning(
-            "The target's %d ranks are on %d nodes; every layer waits for the network between them",
-            len(ranks),
-            num_nodes,
+    actor = ray.remote(TargetWorker)
+    ranks = [
+        actor.options(**rank_options(config, placement, rank)).remote(
+            config.engine, version, config.log_format, rank, size
         )
+        for rank in range(size)
+    ]
+    workers = WorkerSet("target rank", ranks)
 
+    async def load() -> None:
+        [address] = await _results([workers.actors[0].open_store.remote(timeout_s)]) if size > 1 else [None]
+        target: list[Located] = []
+        draft: list[Located] = []
+        if not plan.knows("target"):
+            target = await workers.survey(config.target, *range(size), world_size=size)
+            rank = await asyncio.to_thread(rank_beside_draft, config, placement)
+            if rank is not None and config.draft is not None:
+                draft = await workers.survey(config.draft, rank)
+        workers.num_blocks = plan.plan_target(target, draft)
+        await workers.load(config.target, workers.num_blocks, address, timeout_s)
 
-def first_line(error: Exception) -> str:
-    """Return what an exception says in one line; Ray's go on with details of the actor, or with a traceback."""
-    return str(error).partition("\n")[0]
+    await workers.start(connector, version, config.hang_timeout_s, load, on_break)
+    return workers
 
 
 async def _results(references: list[Awaitable[T]]) -> list[T]:
@@ -243,11 +202,14 @@ async def _results(references: list[Awaitable[T]]) -> list[T]:
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ModelError):
             raise error.cause from None
-        if death := await _death_among(answers):
-            raise _start_error(death) from error
-        raise TargetError(f"a worker failed to start: {error.cause!r}") from error
+        death: ray.exceptions.RayError | None = await _death_among(answers)
+        if death is None:
+            raise TargetError(f"a worker failed to start: {error.cause!r}") from error
     except ray.exceptions.RayError as error:
-        raise _start_error(error) from error
+        death = error
+    # Another start helps only if the worker was killed.
+    was_killed = isinstance(death, ray.exceptions.RayActorError) and not death.actor_init_failed
+    raise (WorkerDiedError if was_killed else TargetError)(f"a worker died while starting: {_reason(death)}") from death
 
 
 async def _death_among(answers: Sequence[asyncio.Future[T]]) -> ray.exceptions.RayActorError | None:
@@ -255,13 +217,6 @@ async def _death_among(answers: Sequence[asyncio.Future[T]]) -> ray.exceptions.R
     await asyncio.wait(answers, timeout=_DEATH_NOTICE_S)
     errors = [answer.exception() for answer in answers if answer.done()]
     return next((error for error in errors if isinstance(error, ray.exceptions.RayActorError)), None)
-
-
-def _start_error(error: ray.exceptions.RayError) -> TargetError:
-    """Translate the end of a worker; what its constructor raises would be raised again."""
-    was_killed = isinstance(error, ray.exceptions.RayActorError) and not error.actor_init_failed
-    error_class = WorkerDiedError if was_killed else TargetError
-    return error_class(f"a worker died while starting: {_reason(error)}")
 
 
 async def _outcome(reference: Awaitable[None]) -> str:
@@ -276,9 +231,10 @@ async def _outcome(reference: Awaitable[None]) -> str:
 
 def _reason(error: ray.exceptions.RayError) -> str:
     """Return why Ray says that a process ended: the text after the actor's details, without Ray's guesses."""
+    first, *lines = str(error).splitlines() or [""]
     if not isinstance(error, ray.exceptions.ActorDiedError):
-        return first_line(error)
+        return first
     if error.actor_init_failed:
-        return str(error).splitlines()[-1]  # the exception, which follows its traceback
-    text = " ".join(line for line in str(error).splitlines()[1:] if not line.startswith("\t"))
-    return text.partition(" Some common causes")[0] or first_line(error)
+        return lines[-1] if lines else first  # the exception, which follows its traceback
+    text = " ".join(line for line in lines if not line.startswith("\t"))
+    return text.partition(" Some common causes")[0] or first

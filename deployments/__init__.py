@@ -1,19 +1,20 @@
 """The Ray Serve application: HTTP in, text out. `serve run deployments:app` runs it.
 
-In reading order: `builder` (binds the deployments), `config` (every setting), `ingress/` (HTTP to requests for tokens),
-`openai/` (the APIs' requests and responses), `grammar_check/` (compiling grammars safely), `router/` (runs the engine),
-`autoscaling` (replicas by queue depth), `rollout` (replacing replicas when a setting changes), `starting` and
-`start_watcher` (ending a replica whose start hangs), `errors` (exceptions to status codes), `request_id` (the id that
-client, error and log share), `background` (the tasks of a replica), `metrics` and `request_metrics` (Prometheus),
-`ray_exporter` (the same at Ray's exporters), `json_log` (the log as JSON), `environment` and `loopback` (how Ray must
-be started), `haproxy/` (the HTTP proxy in front) and `cli` (`python -m deployments`).
+The folders stand in the order of a request's way: `guard/` (may it enter?), `openai/` (what does it ask for?),
+`prompts/` (which token ids is that?), `ingress/` (the HTTP replica that joins these), `routing/` (which Router, and
+what if it dies?) and `router/` (one replica of the engine). `observe/` is what operators see, `local/` what there is
+only on one machine.
+
+The trunk, to be read first: `builder` (binds the deployments), `wire` (what Ingress and Router say to each other),
+`config` (every setting), `errors` (exceptions to status codes), `autoscaling` (replicas by queue depth),
+`ray_internals` (Serve's private parts) and `cli` (`python -m deployments`).
 """
 
 from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """Import the application on first use: Serve's proxy imports `ingress.proxy`, and should not load all the rest."""
+    """Import the application on first use, because Serve's proxy imports `guard.middleware` without all the rest."""
     if name == "app":
         from deployments.builder import app
 

@@ -1,57 +1,53 @@
-"""app(config): the only place that makes deployments and binds them to one another."""
+"""app(config): makes the two deployments, checks that the cluster has room for them, and binds Ingress to Router."""
 
+import hashlib
 import logging
 from typing import Any
 
 import ray
 from ray import serve
-from ray._private.accelerators import NvidiaGPUAcceleratorManager as Nvidia
-from ray._private.utils import get_num_cpus
 from ray.serve import Application
 from ray.serve.config import RequestRouterConfig
 
 from cluster.capacity import Node, Slot, cluster_nodes, missing, place_groups, slots
 from cluster.placement import STRATEGY, PlacementError, label_selectors, placement_bundles
+from cluster.ray_core import this_machine
 from deployments.autoscaling import autoscaling_config
-from deployments.config import AppConfig, ArgumentError, api_keys, group_config
+from deployments.config import AppConfig, ArgumentError, api_keys, group_config, ingress_config
 from deployments.ingress.draining import LAST_WORDS_S
 from deployments.ingress.ingress import Ingress
-from deployments.ingress.request_router import QueueDepthRouter
-from deployments.json_log import serve_logging
-from deployments.rollout import ingress_settings, router_settings, surge_percent, with_version_of
+from deployments.ingress.server_info import installed_version
+from deployments.observe.logs import serve_logging
+from deployments.ray_internals import with_version
 from deployments.router.router import Router
+from deployments.routing.loads import QueueDepthRouter
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 STREAMS_PER_INGRESS = 10_000
 HEALTH_CHECK_PERIOD_S = 2.0
-"""How often Serve's controller looks after a replica. A dead one is replaced after that; Serve's default is 10 s."""
+"""How often Serve's controller checks a replica, and so how soon it replaces a dead one; Serve's default is 10 s."""
 START_TRIES = 3
-"""How often a replica's first start is tried. After a restart of Serve's controller each start counts as the first, so
-with a single try a worker that is killed at that moment would end the service for good."""
+"""Attempts at a replica's first start. After a restart of Serve's controller every start counts as the first, so with a
+single attempt a worker killed at that moment would end the service for good."""
 FAILED_CHECKS = 3
-"""After how many failed health checks in a row Serve replaces a replica."""
+"""Serve replaces a replica after so many failed health checks in a row."""
 INGRESS_CPUS = 0.1
 CPUS_PER_INGRESS = 8
 MAX_INGRESS_REPLICAS = 4
-"""Where the setting does not say how many."""
+"""Only a default: `num_ingress_replicas` may be larger."""
 
 
 def app(config: AppConfig) -> Application:
     """Return the application, for a cluster that may gain nodes: replicas without room wait for them.
 
-    Raises:
-        ArgumentError: the cluster cannot hold the workers as they are configured, or the API keys are wrong.
+    Raises ArgumentError if the cluster cannot hold the workers as they are configured, or the API keys are wrong.
     """
     return build(config, can_grow=True)
 
 
 def build(config: AppConfig, *, can_grow: bool) -> Application:
-    """Return the application: Ingress replicas over autoscaled Routers, each with its own speculation group.
-
-    Raises:
-        ArgumentError: the cluster cannot hold the workers as they are configured, or the API keys are wrong.
-    """
+    """Return the application, as `app`: Ingresses over autoscaled Routers, each with its own speculation group."""
     # Read here and passed on: the processes of a running cluster do not have the caller's environment.
     keys = api_keys(config)
     group, nodes = group_config(config), _nodes()
@@ -61,9 +57,9 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
     except PlacementError as error:
         raise ArgumentError(str(error)) from None
     num_ingress_replicas = config.num_ingress_replicas or _num_ingress_replicas(nodes)
-    _check_room(config, num_ingress_replicas, slots(group, bundles), nodes, can_grow=can_grow)
-    router_surge, ingress_surge = _surges(config, num_ingress_replicas, slots(group, bundles), nodes)
-    router_config, ingress_config = router_settings(config), ingress_settings(config)
+    router_surge, ingress_surge = _check_room(
+        config, num_ingress_replicas, slots(group, bundles), nodes, can_grow=can_grow
+    )
     log = serve_logging(config.log_format)
     scaling = autoscaling_config(config.autoscaling)
     drain_timeout_s = config.drain_timeout_s
@@ -77,7 +73,7 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         placement_group_bundles=bundles,
         placement_group_strategy=STRATEGY,
         placement_group_bundle_label_selector=selectors,
-        # More than the engine admits: the engine refuses with 429, where Serve's own queue would make requests wait.
+        # More than the engine admits, so that the engine refuses requests with 429 and Serve's own queue stays empty.
         max_ongoing_requests=2 * (config.pair.max_num_seqs + config.pair.max_queued_requests),
         graceful_shutdown_timeout_s=drain_timeout_s + LAST_WORDS_S,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
@@ -100,13 +96,25 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         max_surge_percent=ingress_surge,
         logging_config=log,
     )
-    routers = with_version_of(router, router_config).bind(router_config)
-    application: Application = with_version_of(ingress, ingress_config, keys).bind(ingress_config, routers, keys=keys)
+    front = ingress_config(config)
+    router = with_version(router, _version(group))
+    ingress = with_version(ingress, _version(front, keys, config.label_selector.ingress))
+    application: Application = ingress.bind(front, router.bind(group), keys=keys)
     return application
 
 
-def _ingress_slot(config: AppConfig) -> Slot:
-    return Slot("an Ingress replica", {"CPU": INGRESS_CPUS}, config.label_selector.ingress)
+def _version(*arguments: object) -> str:
+    """Return a digest of a deployment's arguments and this package; new files of a model do not change it."""
+    return hashlib.sha256(repr((*arguments, installed_version())).encode()).hexdigest()
+
+
+def surge_percent(num_replicas: int, room: int) -> int:
+    """Return the percentage of replicas that Serve may start before it stops the old ones, within `room`.
+
+    If that is 0, Serve stops a replica first; if that is the only one, new requests wait.
+    """
+    # Serve takes the percentage of the present replicas and rounds up; together they never exceed `room`.
+    return min(100, max(0, 100 * (room - num_replicas) // num_replicas))
 
 
 def _num_ingress_replicas(nodes: dict[str, Node]) -> int:
@@ -114,36 +122,26 @@ def _num_ingress_replicas(nodes: dict[str, Node]) -> int:
     return min(MAX_INGRESS_REPLICAS, max(1, int(num_cpus / CPUS_PER_INGRESS)))
 
 
-def _surges(config: AppConfig, num_ingress_replicas: int, group: list[Slot], nodes: dict[str, Node]) -> tuple[int, int]:
-    """Return how many Routers and how many Ingresses, in percent, may start before those that they replace stop.
-
-    The nodes are taken to be there for this application alone.
-    """
-    num_routers = config.autoscaling.upper_bound
-    ingress = [_ingress_slot(config)]
-    num_placed, rest = place_groups(ingress, nodes, limit=2 * num_ingress_replicas)
-    room, _ = place_groups(group, rest, limit=2 * num_routers)
-    beside_one, _ = place_groups(group, place_groups(ingress, nodes, limit=num_ingress_replicas)[1], limit=num_routers)
-    has_room_for_two = num_placed == 2 * num_ingress_replicas and room >= beside_one
-    return surge_percent(num_routers, room), 100 if has_room_for_two else 0
-
-
 def _check_room(
     config: AppConfig, num_ingress_replicas: int, group: list[Slot], nodes: dict[str, Node], *, can_grow: bool
-) -> None:
-    """Warn of replicas that find no room; refuse if the smallest number of them finds none and never will."""
-    ingress = [_ingress_slot(config)]
-    room, nodes = place_groups(ingress, nodes, limit=num_ingress_replicas)
-    if room < num_ingress_replicas:
+) -> tuple[int, int]:
+    """Return the surge percentages of Routers and Ingresses; report replicas without room."""
+    ingress = [Slot("an Ingress replica", {"CPU": INGRESS_CPUS}, config.label_selector.ingress)]
+    num_placed, left = place_groups(ingress, nodes, limit=num_ingress_replicas)
+    if num_placed < num_ingress_replicas:
         setting = f"num_ingress_replicas is {num_ingress_replicas}"
-        _report_shortage(setting, room, missing(ingress, nodes), is_fatal=not can_grow, can_grow=can_grow)
+        _report_shortage(setting, num_placed, missing(ingress, left), is_fatal=not can_grow, can_grow=can_grow)
     bounds = config.autoscaling
-    room, free = place_groups(group, nodes, limit=bounds.upper_bound)
+    room, free = place_groups(group, left, limit=bounds.upper_bound)
     if room < bounds.upper_bound:
         is_short = room < bounds.min_replicas
         bound = f"min_replicas is {bounds.min_replicas}" if is_short else f"max_replicas is {bounds.upper_bound}"
         is_fatal = is_short and not can_grow
         _report_shortage(f"autoscaling.{bound}", room, missing(group, free), is_fatal=is_fatal, can_grow=can_grow)
+    num_placed, left = place_groups(ingress, nodes, limit=2 * num_ingress_replicas)
+    room_beside, _ = place_groups(group, left, limit=2 * bounds.upper_bound)
+    has_room_for_two = num_placed == 2 * num_ingress_replicas and room_beside >= room
+    return surge_percent(bounds.upper_bound, room_beside), 100 if has_room_for_two else 0
 
 
 def _report_shortage(setting: str, room: int, shortages: list[str], *, is_fatal: bool, can_grow: bool) -> None:
@@ -155,12 +153,7 @@ def _report_shortage(setting: str, room: int, shortages: list[str], *, is_fatal:
 
 
 def _nodes() -> dict[str, Node]:
-    """Return the resources of the cluster's nodes; before it is started, of this machine, which will be all of it."""
+    """Return the resources of the cluster's nodes, or this machine's before Ray has started."""
     if ray.is_initialized():
         return cluster_nodes()
-    # Counted as Ray will count them. torch could, too, but takes seconds to import.
-    present, visible = Nvidia.get_current_node_num_accelerators(), Nvidia.get_current_process_visible_accelerator_ids()
-    resources = {"CPU": get_num_cpus(), "GPU": float(present if visible is None else min(present, len(visible)))}
-    if resources["GPU"] and (accelerator_type := Nvidia.get_current_node_accelerator_type()):
-        resources[f"accelerator_type:{accelerator_type}"] = 1.0
-    return {"this machine": Node(resources)}
+    return {"this machine": Node(*this_machine())}

@@ -1,42 +1,39 @@
 """`python -m deployments [name=value ...]`: serve the application on this machine until SIGINT or SIGTERM.
 
-`serve run deployments:app` serves the same, but ends differently: Ray aborts its driver at a SIGTERM, with exit status
-134 and a stack trace, and Serve's shutdown closes its proxy at once, in the middle of running streams. Here running
-streams finish first; those that take longer than `drain_timeout_s` end with an error that says so. A second signal
-stops at once. The exit status is 0, or 1 if the application did not start. After the line that says that the server
-stops, there are only lines about requests, warnings and errors.
+On SIGTERM, `serve run deployments:app` cuts running streams and aborts with status 134. This program lets them finish
+for `drain_timeout_s`, then ends them with an error. A second signal, more than a second later, stops at once. The
+exit status is 0, or 1 if the application did not start.
 """
 
 import argparse
 import logging
-import re
+import os
 import signal
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 import click
 import ray
 from ray import serve
 
-from cluster.log_format import LogFormat
 from deployments.builder import build
 from deployments.config import AppConfig
-from deployments.environment import set_serve_environment
 from deployments.ingress.draining import LAST_WORDS_S
-from deployments.json_log import JsonLines, Lines, serve_logging, set_log_format
+from deployments.local.environment import set_serve_environment
+from deployments.observe.logs import serve_logging, set_log_format
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
-NAMESPACE = "serve"  # where Serve's own commands look for it
 _POLL_S = 0.2
 _STOP_S = 3.0
 """How long Serve may take to tell the replicas."""
-_ROUTINE = re.compile(
-    r"\bINFO \S+ \S+ (proxy|controller) \S+ -- "
-    r"|Task ServeController\.graceful_shutdown failed"  # because it ends its own process
-)
-"""What Serve's own processes say of every shutdown. Ray's driver prints it."""
+SAME_SIGNAL_S = 1.0
+"""Signals so close together count as one: `timeout make serve` sends one to make and one to the process group, and make
+forwards both."""
 
 
 def main() -> None:
@@ -48,19 +45,27 @@ def main() -> None:
     options = parser.parse_args()
     try:
         config = AppConfig.model_validate(_parse(options.settings))
-        log = _log_in(config.log_format)
+        set_log_format(config.log_format)
         application = build(config, can_grow=False)  # the cluster will be this machine
     except click.UsageError as error:
         parser.error(error.message)
     set_serve_environment(config)
-    # Never a running cluster: the end deletes its applications.
-    ray.init("local", namespace=NAMESPACE, logging_config=log)
+    with group_of_children():
+        # With JSON, Ray adds no prefix to workers' lines.
+        log = ray.LoggingConfig(encoding="JSON", log_level="WARNING") if config.log_format == "json" else None
+        # Never a running cluster: the end deletes its applications. Serve's own commands look in this namespace. Ray's
+        # dashboard would be ten more processes, which the start waits for.
+        ray.init("local", namespace="serve", include_dashboard=False, logging_config=log)
     # After ray.init, which installs a handler of its own.
+    exit_at = ExitAtSignal()
     for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, _exit)
+        signal.signal(signal_number, exit_at)
     try:
         http_options = {"host": options.host, "port": options.port}
-        serve.start(http_options=http_options, logging_config=serve_logging(config.log_format))
+        # Serve's controller and proxies say little that is of use here, and most of it when the server stops.
+        serve.start(
+            http_options=http_options, logging_config={**serve_logging(config.log_format), "log_level": "WARNING"}
+        )
         serve.run(application, blocking=True)
     except RuntimeError:
         if not (failures := _failures()):
@@ -71,42 +76,52 @@ def main() -> None:
         try:
             _drain(config.drain_timeout_s)
         finally:
-            serve.shutdown()
-            ray.shutdown()
+            ray.shutdown()  # with all that is left of Serve; `serve.shutdown` would first print how it ends
 
 
-def _unless_routine(line: str) -> str | None:
-    return None if _ROUTINE.search(line) else line
+@contextmanager
+def group_of_children() -> Iterator[None]:
+    """Start processes in another process group than this process's.
+
+    `timeout make serve` and a shell's `kill %1` signal the whole group: Ray's processes in it would end at once and cut
+    the streams that this process waits for.
+    """
+    if os.getsid(0) == os.getpid():  # such as the first process of a container, which cannot change its group
+        yield
+        return
+    group = os.getpgrp()
+    with subprocess.Popen(["sleep", "600"], process_group=0) as leader:
+        os.setpgid(0, leader.pid)
+        try:
+            yield
+        finally:
+            os.setpgid(0, group)
+            leader.kill()
 
 
-def _log_in(log_format: LogFormat) -> ray.LoggingConfig | None:
-    """Have this process, and what it prints of others, write its log in this format; return Ray's settings for that."""
-    if log_format == "text":
-        return None
-    sys.stdout, sys.stderr = JsonLines(sys.stdout), JsonLines(sys.stderr)
-    set_log_format(log_format)
-    return ray.LoggingConfig(encoding="JSON", log_level="WARNING")
+class ExitAtSignal:
+    """A signal handler that leaves whatever the main thread is doing."""
+
+    def __init__(self) -> None:
+        self._last_s = -SAME_SIGNAL_S
+
+    def __call__(self, signal_number: int, frame: FrameType | None) -> None:
+        """Raise SystemExit, unless a signal did so a moment ago."""
+        now_s = time.monotonic()
+        if now_s - self._last_s >= SAME_SIGNAL_S:
+            self._last_s = now_s
+            sys.exit(0)
 
 
 def _parse(settings: list[str]) -> dict[str, str]:
-    """Return settings by name.
-
-    Raises:
-        click.UsageError: one has no value.
-    """
     for setting in settings:
         if "=" not in setting:
             raise click.UsageError(f"{setting!r} is not of the form name=value")
     return dict(setting.split("=", 1) for setting in settings)
 
 
-def _exit(signal_number: int, _: FrameType | None) -> None:
-    """Leave whatever the main thread is doing."""
-    sys.exit(0)
-
-
 def _failures() -> list[str]:
-    """Return why deployments did not start: the last lines of the tracebacks that Serve keeps and has logged."""
+    """Return why deployments did not start: the last lines of the tracebacks that Serve keeps."""
     deployments = (
         deployment
         for application in serve.status().applications.values()
@@ -120,10 +135,9 @@ def _failures() -> list[str]:
 
 
 def _drain(timeout_s: float) -> None:
-    """Refuse new requests and wait until the running ones have finished."""
+    """Refuse new requests and wait for the running ones."""
     logger.info("stopping; running streams may take %g s to finish, another signal stops them", timeout_s)
-    logger.setLevel(logging.WARNING)  # Serve says here what it deletes
-    sys.stdout, sys.stderr = Lines(sys.stdout, _unless_routine), Lines(sys.stderr, _unless_routine)
+    logger.setLevel(logging.WARNING)  # Serve prints its deletions
     for name in serve.status().applications:
         serve.delete(name, _blocking=False)
     deadline = time.monotonic() + timeout_s + LAST_WORDS_S + _STOP_S

@@ -1,26 +1,25 @@
-"""AppConfig: everything an operator may set, with defaults for a laptop.
+"""AppConfig: every setting of an operator, with defaults for a laptop, and the sections that deployments are made from.
 
 `serve run deployments:app name=value ...` passes flat strings; a Serve config file passes typed, nested `args:`. Both
-are validated here, and a wrong name or value is refused in one line. The settings of the models and the engine are
-those of `engine.config.PairConfig`, written beside the others. `PACELINE_API_KEY`, the only setting that may be an
-environment variable, is read here.
+are validated here. The settings of the models and the engine come from `engine.config.PairConfig`. `PACELINE_API_KEY`
+is the only setting read from the environment.
+
+A Router is made from a `GroupConfig` and an Ingress from an `IngressConfig`, so a changed setting replaces only the
+replicas that read it.
 """
 
 import json
 import os
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 import click
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
-from cluster.config import GroupConfig, RunAhead
-from cluster.log_format import LogFormat
-from engine.config import BUNDLED, PAIR_SETTINGS, PairConfig, unknown_argument
+from cluster.config import GroupConfig, LogFormat, RunAhead
+from engine.config import BUNDLED, PAIR_SETTINGS, ModelConfig, PairConfig, Verification, unknown_argument
 from engine.drafting.registry import check_run_ahead, settle_drafting
-from engine.drafting.skip_list import SETTING as SKIP_LIST
-from engine.drafting.skip_list import read_skip_list
 from engine.errors import ConfigError
 
 API_KEY_VARIABLE = "PACELINE_API_KEY"
@@ -28,68 +27,31 @@ BUNDLED_NAME = "paceline"
 
 
 class ArgumentError(click.UsageError):
-    """An application argument that does not exist or does not fit; one line on the command line."""
+    """An application argument that does not exist or has a wrong value; its message is one line."""
 
 
 def _none_from_text(value: object) -> object:
-    """Let the command line, which has strings only, say `none`."""
     return None if isinstance(value, str) and value.lower() == "none" else value
 
 
-def _list_from_text(value: object) -> object:
-    """Let the command line give a list as words."""
-    return value.split() if isinstance(value, str) else value
-
-
-def _object_from_text(value: object) -> object:
-    """Let the command line give a nested setting as JSON."""
-    return json.loads(value) if isinstance(value, str) else value
-
-
+# The command line has only strings.
 OrNone = BeforeValidator(_none_from_text)
+FROM_WORDS = BeforeValidator(lambda value: value.split() if isinstance(value, str) else value)
+FROM_JSON = BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)
 FROZEN = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Limits(BaseModel):
-    """What one request may ask for."""
+    """Limits of one request."""
 
     model_config = FROZEN
 
-    max_body_bytes: int = Field(4 * 2**20, ge=1024)
+    max_body_bytes: int = Field(2**20, ge=1024)
     """Bytes of a request body, sent whole or in chunks."""
-    max_header_bytes: int = Field(16 * 2**10, ge=1024)
-    """Bytes of all request headers together."""
-    header_timeout_s: float = Field(10.0, gt=0)
-    """Seconds in which a client must have sent the headers of a request, if HAProxy is the proxy."""
     body_timeout_s: float = Field(60.0, gt=0)
-    """Seconds in which a client must have sent the body."""
-    max_connections_per_address: Annotated[int | None, OrNone] = Field(1000, ge=1)
-    """Connections from one address, if HAProxy is the proxy; none is any number, for behind a load balancer."""
-    max_prompts: int = Field(64, ge=1)
-    """Prompts in one completion request."""
-    max_messages: int = Field(1024, ge=1)
-    """Messages in one chat request."""
-    max_values: int = Field(2**16, ge=1024)
-    """Strings, numbers, lists and objects in one request body, without token ids."""
+    """Seconds that a client may take to send the body."""
     max_n: int = Field(8, ge=1, le=128)
     """Choices per prompt."""
-    max_stop: int = Field(4, ge=1)
-    """Stop strings."""
-    max_stop_chars: int = Field(64, ge=1)
-    """Characters of one stop string."""
-    max_stop_token_ids: int = Field(64, ge=1)
-    """Stop token ids."""
-    max_logprobs: int = Field(20, ge=0, le=20)
-    """Alternatives listed per token."""
-    max_prompt_logprobs: int = Field(2**19, ge=1)
-    """Log probabilities of the tokens of prompts and their alternatives, in one answer, all choices together."""
-    max_logit_bias: int = Field(300, ge=1)
-    """Tokens with a bias."""
-    max_grammar_chars: int = Field(2**16, ge=1)
-    """Characters of a JSON schema, a regular expression, a grammar, or of all choices together."""
-    grammar_timeout_s: float = Field(0.5, gt=0)
-    """Seconds of processor time that compiling a schema, an expression or a grammar may take. Its first use holds all
-    streams of a Router up for as long."""
     request_timeout_s: float = Field(600.0, gt=0)
     """Seconds from a request's arrival to its last token."""
 
@@ -108,23 +70,22 @@ class LabelSelector(BaseModel):
 
 
 class Autoscaling(BaseModel):
-    """How many Router replicas, each with its own speculation group, and when to have more."""
+    """Number of Router replicas, each with its own speculation group, and when it changes."""
 
     model_config = FROZEN
 
     min_replicas: int = Field(1, ge=1)
     """Fewest replicas."""
     max_replicas: int | None = Field(None, ge=1)
-    """Most replicas; in between, their number follows the queue depth. None takes min_replicas, a fixed number."""
+    """Most replicas; their number follows the queue depth. None is min_replicas, a fixed number."""
     requests_per_replica: int = Field(12, ge=1)
     """Waiting and running requests per replica that autoscaling aims at. If it is near a replica's capacity, requests
-    wait while a new replica starts; `python -m tests.bench simulate --cluster` shows for how long."""
+    wait while a new replica starts."""
     upscale_delay_s: float = Field(1.0, ge=0)
-    """Seconds with more requests than requests_per_replica before replicas are added; measuring takes up to 1.7 s
-    more."""
+    """Seconds with more requests than requests_per_replica before replicas are added, plus up to 1.7 s to notice."""
     downscale_delay_s: float = Field(300.0, ge=0)
-    """Seconds in which fewer replicas would have had at most four fifths of requests_per_replica, before replicas are
-    removed. Their running streams finish first."""
+    """Seconds during which fewer replicas would have had at most four fifths of requests_per_replica each, before
+    replicas are removed. Their running streams finish first."""
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
@@ -134,7 +95,7 @@ class Autoscaling(BaseModel):
 
     @property
     def upper_bound(self) -> int:
-        """Replicas at most."""
+        """Most replicas."""
         return self.min_replicas if self.max_replicas is None else self.max_replicas
 
 
@@ -144,64 +105,48 @@ class AppConfig(BaseModel):
     model_config = FROZEN
 
     pair: PairConfig = PairConfig()
-    """The models and the engine. As arguments its fields are written beside the others, without this name."""
+    """The models and the engine. Its fields are arguments like all others; there is no argument of this name."""
     served_model_name: Annotated[str | None, OrNone] = None
-    """What clients call the model; none takes the last part of target_model."""
+    """The model's name for clients; none is the last part of target_model."""
     tensor_parallel_size: int = Field(1, ge=1)
     """Target ranks that share the target's weights."""
-    target_accelerator_type: Annotated[str | None, OrNone] = None
-    """Ray's name of the GPU type that each target rank needs, such as `H100`; none takes any."""
-    draft_accelerator_type: Annotated[str | None, OrNone] = None
-    """Ray's name of the GPU type that the draft needs, which may be a cheaper one, such as `L4`; none takes any."""
-    target_nodes: int = Field(1, ge=1)
-    """Nodes that the target's ranks may be spread over; 1 keeps them on one."""
-    label_selector: Annotated[LabelSelector, BeforeValidator(_object_from_text)] = LabelSelector()
+    label_selector: Annotated[LabelSelector, FROM_JSON] = LabelSelector()
     """Labels that the nodes of the target, of the draft and of the Ingress replicas must have."""
     run_ahead: RunAhead = "auto"
     """Whether the draft drafts for the likeliest verdicts while the target verifies: auto, on or off; auto is on where
     each model has a device or cores of its own."""
-    draft_timeout_s: float = Field(1.0, gt=0)
-    """Seconds that a round waits for its drafts before it goes on without them."""
-    verify_timeout_s: float = Field(60.0, gt=0)
-    """Seconds that a round waits for the target before the target counts as lost."""
+    round_timeout_s: float = Field(60.0, gt=0)
+    """Seconds that a round waits for the target before the target counts as lost and is restarted. A replica that
+    finishes no round for twice as long, while there is work, is replaced."""
     hang_timeout_s: float = Field(10.0, gt=0)
-    """Seconds without any answer after which the process of a worker or a Router is replaced, or of an Ingress that
-    starts."""
+    """Seconds without an answer after which the process of a worker or a Router is replaced."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Seconds that placing and loading the workers may take, and the start of an Ingress."""
+    """Seconds that a start may take: of a Router with its workers, or of an Ingress."""
     stream_interval_s: float = Field(0.02, ge=0)
-    """Seconds for which a stream gathers tokens after each chunk; the last tokens are sent at once. 0 sends a chunk per
-    round."""
-    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = "none"
-    """Acceptance figures in every response, in vLLM's format: none, summary or detailed. A request can choose its own
-    by `speculative.metrics`."""
-    max_recoveries: int = Field(3, ge=0)
-    """Target restarts in a row, without a finished round between them, before clients get an error."""
-    round_timeout_s: float = Field(120.0, gt=0)
-    """Seconds without a finished round, while there is work, after which a replica counts as unhealthy."""
+    """Seconds between two chunks of a stream, at least; the last tokens are sent at once. 0 sends a chunk per round."""
     drain_timeout_s: float = Field(300.0, gt=0)
-    """Seconds that running streams may take to finish at shutdown; then they end with an error. Where autoscaling
-    removes a replica, they may take limits.request_timeout_s, so that none is cut."""
+    """Seconds that running streams may take to finish at shutdown, before they end with an error. If autoscaling
+    removes a replica, they have limits.request_timeout_s, so that none is cut."""
     log_format: LogFormat = "text"
-    """How all processes write their log: text, or json: one object per line."""
+    """Format of the log of all processes: text, or json with one object per line."""
     api_keys: tuple[SecretStr, ...] = ()
-    """API keys; every request must have one of them. Also read from the environment variable PACELINE_API_KEY. Without
-    keys, every request is accepted."""
+    """API keys, of which every request must have one; PACELINE_API_KEY in the environment adds more. Without keys,
+    every request is accepted."""
     api_key_file: Annotated[Path | None, OrNone] = None
     """A file with more keys, one per line."""
-    cors_allow_origins: Annotated[tuple[str, ...], BeforeValidator(_list_from_text)] = ()
-    """Web pages that may call the API from a browser, by origin (`https://chat.example.com`), or `*` for all."""
+    cors_allow_origins: Annotated[tuple[str, ...], FROM_WORDS] = ()
+    """Origins of web pages that may call the API from a browser (`https://chat.example.com`), or `*` for all."""
     num_ingress_replicas: Annotated[int | None, OrNone] = Field(None, ge=1)
-    """Processes that serve HTTP and tokenize; none is one for each 8 CPUs of the cluster, at most 4."""
-    autoscaling: Annotated[Autoscaling, BeforeValidator(_object_from_text)] = Autoscaling()
-    """How many Router replicas there are, and when there are more."""
-    limits: Annotated[Limits, BeforeValidator(_object_from_text)] = Limits()
-    """What one request may ask for."""
+    """Processes that serve HTTP and tokenize; none is one per 8 CPUs of the cluster, at most 4."""
+    autoscaling: Annotated[Autoscaling, FROM_JSON] = Autoscaling()
+    """Number of Router replicas, and when it changes."""
+    limits: Annotated[Limits, FROM_JSON] = Limits()
+    """Limits of one request."""
 
     @model_validator(mode="before")
     @classmethod
     def _gather_pair(cls, arguments: Any) -> Any:
-        """Move the pair's settings from beside the others into `pair`."""
+        """Move the pair's settings from the flat arguments into `pair`."""
         if not isinstance(arguments, dict):
             return arguments
         if "pair" in arguments:
@@ -210,8 +155,6 @@ class AppConfig(BaseModel):
         for name in pair:
             if PAIR_SETTINGS[name].default is None:
                 pair[name] = _none_from_text(pair[name])
-        if SKIP_LIST in pair:
-            pair[SKIP_LIST] = read_skip_list(pair[SKIP_LIST])
         return {"pair": pair, **{name: value for name, value in arguments.items() if name not in pair}}
 
     @model_validator(mode="after")
@@ -222,11 +165,7 @@ class AppConfig(BaseModel):
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
-        """Validate what Serve passes; the error is one line that names the argument.
-
-        Raises:
-            ArgumentError: an unknown argument, or a value that does not fit.
-        """
+        """Validate what Serve passes; the ArgumentError that it raises is one line that names the argument."""
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
@@ -236,33 +175,56 @@ class AppConfig(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """What clients call the model."""
+        """The model's name for clients."""
         if self.served_model_name is not None:
             return self.served_model_name
-        return BUNDLED_NAME if self.pair.target_model == BUNDLED else Path(self.pair.target_model).name
+        return BUNDLED_NAME if self.pair.target_model == BUNDLED else Path(self.pair.target.path).name
 
 
 def group_config(config: AppConfig) -> GroupConfig:
-    """Return what one speculation group is built from."""
-    pair = config.pair
-    names = {setting.name for setting in fields(GroupConfig)} & AppConfig.model_fields.keys()
-    settings: dict[str, Any] = {name: getattr(config, name) for name in names}
-    draft, engine = settle_drafting(pair)
+    """Return the settings of one speculation group: all that a Router reads."""
+    draft, engine = settle_drafting(config.pair)
     return GroupConfig(
-        target=pair.target,
+        target=config.pair.target,
         draft=draft,
         engine=engine,
         target_label_selector=config.label_selector.target,
         draft_label_selector=config.label_selector.draft,
-        **settings,
+        **_same_names(GroupConfig, config),
     )
 
 
-def api_keys(config: AppConfig) -> tuple[str, ...]:
-    """Return every key that opens the API: configured, from the file, from the environment.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressConfig:
+    """Every setting that an Ingress reads; another setting does not restart it."""
 
-    Raises:
-        ArgumentError: the key file cannot be read, or holds no key.
+    target: ModelConfig
+    tensor_parallel_size: int
+    verification: Verification
+    model_name: str
+    limits: Limits
+    stream_interval_s: float
+    cors_allow_origins: tuple[str, ...]
+    start_timeout_s: float
+    log_format: LogFormat
+
+
+def ingress_config(config: AppConfig) -> IngressConfig:
+    """Return the settings of an Ingress."""
+    return IngressConfig(
+        target=config.pair.target, verification=config.pair.verification, **_same_names(IngressConfig, config)
+    )
+
+
+def _same_names(section: type[GroupConfig] | type[IngressConfig], config: AppConfig) -> dict[str, Any]:
+    """Return the settings that the application and a section name alike."""
+    return {field.name: getattr(config, field.name) for field in fields(section) if hasattr(config, field.name)}
+
+
+def api_keys(config: AppConfig) -> tuple[str, ...]:
+    """Return every API key: configured, from the file, from the environment.
+
+    Raises ArgumentError if the key file cannot be read or holds no key, or a header cannot carry a key.
     """
     keys = [key.get_secret_value() for key in config.api_keys]
     if config.api_key_file is not None:

@@ -1,24 +1,19 @@
 """Exceptions to HTTP: the table of status codes, and the form of every error body.
 
-`{"error": {"message", "type", "param", "code"}}`, as OpenAI sends it, in a body or, after the first byte, in an event;
-and `request_id` beside them, for those who keep the body alone.
+`{"error": {"message", "type", "param", "code", "request_id"}}`: OpenAI's fields and the request's id, in a body or,
+after the first byte, in an event.
 """
 
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from deployments.openai.fields import ResponseModel
-from deployments.request_id import current_request_id
 from engine.errors import (
     CapacityError,
-    ConfigError,
-    DrafterError,
-    ModelError,
-    ModelMismatchError,
     PacelineError,
     PromptTooLongError,
     QueueFullError,
@@ -27,21 +22,12 @@ from engine.errors import (
     UnknownModelError,
 )
 
-
-class ErrorDetail(ResponseModel):
-    """The error: a message for people, and a type, a field and a code for programs."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-    request_id: str | None = None
+current_request_id: ContextVar[str | None] = ContextVar("request id", default=None)
+"""The id of the HTTP request that the running task belongs to."""
 
 
-class ErrorBody(ResponseModel):
-    """The body of every error."""
-
-    error: ErrorDetail
+class ShutdownError(CapacityError):
+    """The server is shutting down, and the time to finish requests is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +52,6 @@ KINDS: Mapping[type[Exception], ErrorKind] = {
     UnknownModelError: ErrorKind(404, "invalid_request_error", "model_not_found"),
     CapacityError: _UNAVAILABLE,
     QueueFullError: ErrorKind(429, "rate_limit_error", "queue_full"),
-    ConfigError: INTERNAL,
-    ModelError: INTERNAL,
-    ModelMismatchError: INTERNAL,
-    DrafterError: INTERNAL,
     TargetError: _UNAVAILABLE,
     TimeoutError: ErrorKind(408, "timeout_error", "deadline_exceeded"),
     BackPressureError: ErrorKind(429, "rate_limit_error", "queue_full", "the queue is full"),
@@ -88,7 +70,7 @@ _STATUS_KINDS: Mapping[int, ErrorKind] = {
 
 
 def kind_of(error: Exception) -> ErrorKind:
-    """Return the kind of an exception: the entry of its nearest base class in `KINDS`."""
+    """Return the `KINDS` entry of an exception's nearest base class."""
     for cls in type(error).__mro__:
         kind = KINDS.get(cast("type[Exception]", cls))
         if kind is not None:
@@ -127,7 +109,7 @@ def describe(error: Exception) -> tuple[ErrorKind, dict[str, Any]]:
 
 
 def headers_of(kind: ErrorKind, error: Exception | None = None) -> dict[str, str]:
-    """Return the headers that go with a kind of error; the exception may say when to come again."""
+    """Return the headers of an error: Retry-After, if clients should retry."""
     if kind.status in (429, 503):
         retry_after_s = error.retry_after_s if isinstance(error, CapacityError) else CapacityError.retry_after_s
         return {"Retry-After": str(retry_after_s)}
@@ -137,10 +119,12 @@ def headers_of(kind: ErrorKind, error: Exception | None = None) -> dict[str, str
 def validation_message(errors: Sequence[Mapping[str, Any]], body: object) -> tuple[str, str | None]:
     """Return one message and one field's path for pydantic's errors about a body.
 
-    A union has one error per branch. The deepest location is probably in the branch that the client meant; of equally
-    deep ones, an error about the value says more than one about its type.
+    A union has one error per branch. The client probably meant the branch whose list is too long, or else the one with
+    the deepest error; at equal depth, an error about the value says more than one about its type.
     """
-    error = max(errors, key=lambda item: (len(item["loc"]), not item["type"].endswith("_type")))
+    error = max(
+        errors, key=lambda item: (item["type"] == "too_long", len(item["loc"]), not item["type"].endswith("_type"))
+    )
     path = _path_in(body, error["loc"][1:])
     if error["type"] == "missing":
         path.append(str(error["loc"][-1]))
@@ -160,16 +144,16 @@ def validation_message(errors: Sequence[Mapping[str, Any]], body: object) -> tup
 
 
 def _path_in(body: object, loc: Sequence[str | int]) -> list[str]:
-    """Return the parts of a location that are keys or positions in the body; the others name union branches."""
+    """Keep the parts of a location that are keys or positions in the body; the others name union branches."""
     path, node = [], body
-    for part in loc:
-        if (isinstance(node, dict) and part in node) or (
-            isinstance(node, list) and isinstance(part, int) and part < len(node)
+    for key in loc:
+        if (isinstance(node, dict) and key in node) or (
+            isinstance(node, list) and isinstance(key, int) and key < len(node)
         ):
-            node = node[part]  # type: ignore[index]
+            node = node[key]  # type: ignore[index]
         else:
             continue
-        path.append(str(part))
+        path.append(str(key))
     return path
 
 

@@ -1,18 +1,20 @@
 """Speculative decoding as a library: tensors and tokens; no Ray, no HTTP.
 
-In reading order: `protocols` (a round's roles, messages and terms), `engine` (a step), `scheduler` (who takes part in a
-round), `sequence` (a request's committed tokens), `block_pool` (KV blocks), `draft_length` (how many tokens to draft),
-`acceptance` (how many of them are accepted), `verification/` (which draft tokens are accepted), `drafting/` (who
-proposes them), `sampling/` (logits to a token), `models/` (loading transformers models), `execution/` (forward passes
-on a device), `detokenizer` (token ids to text), `llm` (all of it in one process). Beside them `config` (every setting),
-`errors` (every exception), `stats` (counters), `request_stats` (times and lengths of requests), `scratch` (temporary
-folders) and `training/` (pretraining and distilling models).
+The trunk, in reading order: `protocols` (a round's roles, messages and terms), `params` (the sampling parameters of a
+request), `engine` (a step), `scheduler` (who takes part in a round), `sequence` (a request's committed tokens),
+`block_pool` (KV blocks), `detokenizer` (token ids to text), `llm` (all of it in one process), `config` (every setting)
+and `errors` (every exception).
+
+Each folder answers one question: `control/` (how many draft tokens, for whom?), `sampling/` (which token do these
+logits give?), `drafting/` (who proposes?), `verification/` (which draft tokens are accepted?), `models/` (which model
+is this, and where are its weights?), `execution/` (how is a pass computed?) and `training/` (how is a draft made, and
+is it worth it?).
 """
 
 import logging
 from typing import TYPE_CHECKING, Any
 
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.llm import LLM

@@ -1,8 +1,8 @@
 """BlockPool: allocates KV blocks by id and shares the blocks of equal prefixes.
 
-A block is found by the digest of all tokens up to its end. Only full blocks of *committed, computed* tokens are
-published under a digest. A rejected draft token's entry is therefore never shared, and a later pass overwrites it
-before attending to it. Block 0 is never allocated: padding writes there.
+The digest of all tokens up to a block's end identifies it. Only full blocks of *committed, computed* tokens are
+published. So the entry of a rejected draft token is never shared, and a later pass overwrites it before attending to
+it. Block 0 is never allocated: padding writes there.
 """
 
 import hashlib
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 
 def salt_digest(cache_salt: str | None) -> bytes:
-    """Return the digest that stands before the first block of requests with this salt; None is one salt of its own.
+    """Return the parent digest of the first block of requests with this salt; None counts as a salt.
 
-    The salt is hashed twice, so that the outer input has 32 bytes. That of a block has more, so no salt, which clients
-    choose, has the digest of a block: its requests would publish blocks that others take for the rest of their prefix.
+    The salt is hashed twice, so that the outer input has 32 bytes. Block inputs are longer, so a client-chosen salt can
+    never collide with a block digest.
     """
     return hashlib.sha256(hashlib.sha256((cache_salt or "").encode()).digest()).digest()
 
@@ -54,18 +54,15 @@ class BlockPool:
         """Allocate `count` blocks; return None if fewer are free."""
         if count > len(self._free):
             return None
-        blocks = []
-        for _ in range(count):
-            block, _ = self._free.popitem(last=False)
-            digest = self._digest_of.pop(block, None)
-            if digest is not None:
-                del self._block_of[digest]
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
             self._references[block] = 1
-            blocks.append(block)
+            if block in self._digest_of:
+                del self._block_of[self._digest_of.pop(block)]
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block; the end of a prefix will be evicted before its beginning."""
+        """Drop one reference to each block; a prefix's last blocks are evicted first."""
         for block in reversed(blocks):
             self._references[block] -= 1
             assert self._references[block] >= 0, f"block {block} was freed twice"
@@ -75,26 +72,19 @@ class BlockPool:
                     self._free.move_to_end(block, last=False)
 
     def match(self, token_ids: Sequence[int], salt: bytes) -> tuple[list[int], list[bytes]]:
-        """Take a reference to every block of the longest cached prefix, leaving at least one token to compute.
-
-        Returns:
-            The blocks and their digests.
-        """
+        """Take a reference to each block of the longest cached prefix, one token left out; return blocks, digests."""
         blocks: list[int] = []
         digests: list[bytes] = []
-        if not self._share:
-            return blocks, digests
-        parent = salt
         for end in range(self.block_size, len(token_ids), self.block_size):
-            parent = block_digest(parent, token_ids[end - self.block_size : end])
-            block = self._block_of.get(parent)
+            salt = block_digest(salt, token_ids[end - self.block_size : end])
+            block = self._block_of.get(salt)
             if block is None:
                 break
             if self._references[block] == 0:
                 del self._free[block]
             self._references[block] += 1
             blocks.append(block)
-            digests.append(parent)
+            digests.append(salt)
         return blocks, digests
 
     def publish(self, block: int, digest: bytes) -> None:

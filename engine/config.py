@@ -1,8 +1,8 @@
 """Every setting of the engine and its two models, written once: names, defaults, bounds, meanings.
 
-`LLM(...)` and `serve run` take the fields of `PairConfig` as arguments. The engine works with what a pair is made of:
-two `ModelConfig`s and an `EngineConfig`. They are plain dataclasses because the engine also runs where pydantic is not
-installed; in `deployments/config.py` pydantic reads their types and bounds.
+`LLM(...)` and `serve run` take the fields of `PairConfig` as arguments. The engine gets its parts: two `ModelConfig`s
+and an `EngineConfig`. They are plain dataclasses because the engine also runs where pydantic is not installed; in
+`deployments/config.py` pydantic reads their types and bounds.
 """
 
 import difflib
@@ -10,18 +10,15 @@ import operator
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
-from engine.drafting.skip_list import SETTING as SKIP_LIST
-from engine.drafting.skip_list import read_skip_list
 from engine.errors import ConfigError
-from engine.execution.paced.device import check_allowed, is_paced, split_pair
 
 BUNDLED = "bundled"
 BUNDLED_TARGET = Path(__file__).parent / "pair" / "target"
 BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 
-DEVICES = ("auto", "cpu", "cuda")
+Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "off"]
 Quantization = Literal["none", "int8", "int4"]
@@ -29,6 +26,8 @@ Drafting = Literal["auto", "none", "model", "tree", "self", "ngram", "suffix", "
 Verification = Literal["coupled", "rejection", "block", "k_sequential"]
 Speculation = Literal["adaptive", "fixed", "off"]
 
+TREE_WIDTH = 3
+"""The value of `tree_width` if it is not set."""
 _BOUNDS = {"ge": (operator.ge, "at least"), "gt": (operator.gt, "more than"), "le": (operator.le, "at most")}
 """The bounds a field's metadata can give; their keys are pydantic's."""
 
@@ -49,18 +48,13 @@ class ModelSettings(_Settings):
 
     dtype: Dtype = "auto"
     """Number format of the weights; auto is bfloat16 on CUDA and on CPUs with AMX, else float32."""
-    device: str = "auto"
+    device: Device = "auto"
     """Where models run: auto, cpu or cuda; auto is cuda where there is one, else cpu."""
     compile: Compile = "auto"
     """auto: on a CPU, passes run compiled as soon as a background process has compiled them; on a GPU, layers are
     compiled and CUDA graphs recorded at start; off: neither."""
     num_threads: int | None = field(default=None, metadata={"ge": 1})
     """CPU threads of a forward pass, at most; none is the cores that a worker's placement gives it."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not is_paced(self.device) and self.device not in DEVICES:
-            raise ConfigError(f"device is {self.device!r}; it must be {' or '.join(DEVICES)}")
 
 
 @dataclass(frozen=True)
@@ -79,7 +73,7 @@ class ModelConfig(ModelSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(_Settings):
-    """What bounds the batch, the cache and the draft."""
+    """Bounds of the batch, the cache and the draft."""
 
     num_speculative_tokens: int = field(default=4, metadata={"ge": 0, "le": 64})
     """Draft tokens per round at most (k); 0 is plain decoding."""
@@ -87,7 +81,7 @@ class EngineConfig(_Settings):
     """adaptive: the draft length, from 0 to k, with the highest measured goodput; fixed: always k; off: no drafts."""
     drafting: Drafting = "auto"
     """The drafting method. model: the draft model drafts; tree: it drafts the likeliest alternatives, too; self: the
-    target drafts with some of its layers; ngram: what followed the last tokens earlier in the request; suffix: the same
+    target drafts with its first layers; ngram: what followed the last tokens earlier in the request; suffix: the same
     by frequency, and in earlier outputs too; model+suffix: for each request in each round, the one that promises more;
     none: no drafts; auto: model if there is a draft model, else suffix."""
     tree_width: int | None = field(default=None, metadata={"ge": 1, "le": 8})
@@ -95,9 +89,6 @@ class EngineConfig(_Settings):
     self_draft_layers: int | None = field(default=None, metadata={"ge": 1})
     """How many of the target's first layers drafting=self drafts with, followed by the target's head; fewer than it
     has."""
-    self_draft_skip: tuple[str, ...] | None = None
-    """In place of self_draft_layers, the sub-layers that drafting=self skips (Draft & Verify): `attention.3 mlp.5`, or
-    `@` and a JSON file that lists them."""
     verification: Verification = "coupled"
     """The verification rule: coupled (shared noise, token ids only), rejection (Leviathan et al.; trees as in Sequoia),
     block (Sun et al.: a chain as a whole) or k_sequential (SpecTr: several chains; needs drafting=tree)."""
@@ -123,17 +114,14 @@ class EngineConfig(_Settings):
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig(EngineConfig, ModelSettings):
-    """A target, its draft and the engine over them: all that `LLM(...)` takes, and `serve run` besides its own."""
+    """A target, its draft and their engine: every argument of `LLM(...)`; `serve run` has more."""
 
     target_model: str = BUNDLED
-    """The model whose text is served: a directory, a hub name in the local cache, or `bundled`."""
+    """The model whose text is served: a directory, a hub name in the local cache (`name@revision` pins a revision), or
+    `bundled`."""
     draft_model: str = "auto"
     """The draft model: a directory or hub name, `none`, or `auto`: the bundled draft for the bundled target, else
     none."""
-    target_revision: str | None = None
-    """Hub revision of the target."""
-    draft_revision: str | None = None
-    """Hub revision of the draft."""
     target_quantization: Quantization = "none"
     """What the weights of the target's linear layers are rounded to at load, by torchao: none; int8 with a scale for
     each output; int4 with one for each 32 inputs. The text is that of the rounded model. A model that is saved
@@ -141,16 +129,11 @@ class PairConfig(EngineConfig, ModelSettings):
     draft_quantization: Quantization = "none"
     """The same for the draft."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if is_paced(self.device):
-            check_allowed(self.device)
-
     @property
     def target(self) -> ModelConfig:
         """The model whose text is served."""
         path = str(BUNDLED_TARGET) if self.target_model == BUNDLED else self.target_model
-        return self._model(path, self.target_revision, self._devices[0], self.target_quantization)
+        return self._model(path, self.target_quantization)
 
     @property
     def draft(self) -> ModelConfig | None:
@@ -160,26 +143,22 @@ class PairConfig(EngineConfig, ModelSettings):
             path = str(BUNDLED_DRAFT) if self.target_model == BUNDLED else "none"
         if path == "none":
             return None
-        return self._model(path, self.draft_revision, self._devices[1], self.draft_quantization)
+        return self._model(path, self.draft_quantization)
 
     @property
     def engine(self) -> EngineConfig:
         """The engine's own settings."""
         return EngineConfig(**_select(EngineConfig, self))
 
-    @property
-    def _devices(self) -> tuple[str, str]:
-        """The devices of target and draft."""
-        return split_pair(self.device) if is_paced(self.device) else (self.device, self.device)
-
-    def _model(self, path: str, revision: str | None, device: str, quantization: Quantization) -> ModelConfig:
-        settings = _select(ModelSettings, self) | {"device": device}
-        return ModelConfig(path, revision, quantization=quantization, **settings)
+    def _model(self, path: str, quantization: Quantization) -> ModelConfig:
+        name, at, revision = path.rpartition("@")
+        location = (name, revision) if at and not Path(path).exists() else (path, None)
+        return ModelConfig(*location, quantization=quantization, **_select(ModelSettings, self))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What the rest of the code needs to know of a loaded model."""
+    """The facts about a loaded model that other code needs."""
 
     name: str
     vocab_size: int
@@ -188,8 +167,16 @@ class ModelInfo:
     num_parameters: int
     dtype: str
     device: str
-    decoder_start_id: int | None = None
-    """The token that starts the text of an encoder-decoder; None for a decoder-only model."""
+    start_id: int | None = None
+    """The token that starts a text; None where the text continues its prompt."""
+
+
+class CompileProgress(NamedTuple):
+    """How far the compiling of passes is: packages made, of all, and the seconds left by an estimate."""
+
+    done: int
+    of: int
+    left_s: float
 
 
 PAIR_SETTINGS = {setting.name: setting for setting in fields(PairConfig)}
@@ -207,8 +194,6 @@ def make_pair(**settings: Any) -> PairConfig:
             raise ConfigError(unknown_argument(name, PAIR_SETTINGS))
         if isinstance(value, Path):
             settings[name] = str(value)
-    if SKIP_LIST in settings:
-        settings[SKIP_LIST] = read_skip_list(settings[SKIP_LIST])
     return PairConfig(**settings)
 
 
@@ -219,18 +204,14 @@ def unknown_argument(name: str, known: Iterable[str]) -> str:
 
 
 def _select(settings: type[EngineConfig] | type[ModelSettings], pair: PairConfig) -> dict[str, Any]:
-    """Return those values of a pair that are fields of one of its bases."""
     return {setting.name: getattr(pair, setting.name) for setting in fields(settings)}
 
 
 def _broken_requirement(setting: "Field[Any]", value: Any) -> str | None:
-    """Return what a field's value must be, if it is not."""
     alternatives = get_args(setting.type)
     if get_origin(setting.type) is Literal:
         return None if value in alternatives else " or ".join(alternatives)
     types = [get_origin(option) or option for option in alternatives or (setting.type,)]
-    if isinstance(value, tuple) and not all(isinstance(item, str) for item in value):
-        return "names"
     if type(value) not in types and not (float in types and type(value) is int):
         return " or ".join("None" if option is type(None) else option.__name__ for option in types)
     for bound, limit in setting.metadata.items():

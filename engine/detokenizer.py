@@ -1,4 +1,4 @@
-"""Detokenizer: token ids to text, in pieces of whole characters, without stop strings or beginnings of them."""
+"""Detokenizer: turns token ids into text of whole characters, and holds back possible stop strings."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         # A byte-level decoder gives the same text wherever decoding starts. Other decoders drop a whole run of bytes if
-        # one of them is invalid, so their text depends on which tokens are decoded in one call.
+        # one of them is invalid, so their text depends on how tokens are split over calls.
         decoder = getattr(tokenizer, "backend_tokenizer", tokenizer).decoder
         self._takes_several = isinstance(decoder, ByteLevel)
         self._stop = tuple(stop)
@@ -64,16 +64,19 @@ class Detokenizer:
             del self._ids[: self._num_decoded]
             self._num_decoded = len(self._ids)
             self._decoded = self._decode()
+        self._held = ""
         if not may_stop:
-            self._held = ""
             return new, None
         if matches := [(position, stop) for stop in self._stop if (position := new.find(stop)) >= 0]:
             position, stop = min(matches)
-            self._held = ""
             return new[:position], stop
-        keep = _longest_beginning(new, self._stop)
-        self._held = new[len(new) - keep :]
-        return new[: len(new) - keep], None
+        longest = max(map(len, self._stop), default=1) - 1
+        # The longest end of the text that begins a stop string.
+        for start in range(max(0, len(new) - longest), len(new)):
+            if any(stop.startswith(new[start:]) for stop in self._stop):
+                self._held = new[start:]
+                return new[:start], None
+        return new, None
 
     def _append_one_by_one(self, token_ids: Sequence[int], may_stop: bool) -> tuple[str, str | None]:
         text = ""
@@ -92,12 +95,3 @@ class Detokenizer:
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special)
-
-
-def _longest_beginning(text: str, stops: Sequence[str]) -> int:
-    """Return how many of the last characters of `text` begin a stop string."""
-    longest = max((len(stop) for stop in stops), default=1) - 1
-    for count in range(min(longest, len(text)), 0, -1):
-        if any(stop.startswith(text[-count:]) for stop in stops):
-            return count
-    return 0

@@ -14,7 +14,7 @@ PacelineError                  base; never raised itself
   DrafterError                 a drafter proposed an invalid draft: an error in the drafter
 ```
 
-Each carries one message string, so it pickles across processes: what is wrong, the value and the limit.
+Each carries one message string, so it pickles across processes; it names the fault, the value and the limit.
 """
 
 
@@ -44,7 +44,7 @@ class UnknownModelError(RequestError):
 
 
 class CapacityError(PacelineError):
-    """The server cannot take the request now; it may succeed later."""
+    """The server cannot take the request now; a later try may succeed."""
 
     retry_after_s: int = 1
 

@@ -1,33 +1,28 @@
 """LLM: the engine in one process, for scripts and notebooks, with the interface of vLLM's `LLM`."""
 
-import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tqdm import tqdm
 
-from engine.config import BUNDLED, EngineConfig, ModelConfig, make_pair
-from engine.drafting.registry import DraftModel, check_family, choose_method, settle_drafting
+from engine.config import BUNDLED, make_pair
+from engine.control.stats import SpeculationStats
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.registry import check_kinds, choose_method, settle_drafting
 from engine.engine import Engine
 from engine.errors import RequestError
-from engine.execution.backend import Backend
 from engine.execution.memory import plan_kv_blocks
-from engine.execution.registry import load_backend, survey
-from engine.models.sub_layers import check_self_draft
-from engine.models.tokenizer import check_same_vocabulary, load_tokenizer
-from engine.protocols import TokenLogprobs
+from engine.execution.registry import make_backend, survey
+from engine.models.first_layers import check_self_draft
+from engine.models.loader import load_model
+from engine.models.registry import open_model
+from engine.models.source import check_same_vocabulary
+from engine.params import SamplingParams, nth_seed
+from engine.protocols import FinishReason, RequestOutput, TokenLogprobs, run_in_process
 from engine.sampling.grammar import Grammars
-from engine.sampling.params import SamplingParams, nth_seed
-from engine.sequence import FinishReason, RequestOutput
-from engine.stats import SpeculationStats
 from engine.verification.verifier import ModelVerifier
-
-T = TypeVar("T")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -84,45 +79,41 @@ class LLM:
         self, target_model: str | Path = BUNDLED, draft_model: str | Path = "auto", *, seed: int = 0, **settings: Any
     ) -> None:
         pair = make_pair(target_model=target_model, draft_model=draft_model, **settings)
-        target_config = pair.target
         draft_config, config = settle_drafting(pair)
+        target_source = open_model(pair.target)
+        draft_source = None if draft_config is None else open_model(draft_config)
         method = choose_method(config, has_draft_model=draft_config is not None)
-        check_family(target_config, draft_config, method)
-        check_self_draft(config, target_config)
+        check_kinds(target_source, draft_source, method)
+        check_self_draft(config, target_source)
         self._seed = seed
         self._num_requests = 0
-        self.tokenizer = load_tokenizer(target_config)
-        if draft_config is not None:
-            check_same_vocabulary(target_config, draft_config)
-        config = _with_planned_blocks(config, [target_config, *([draft_config] if draft_config else [])])
-        target = _load(target_config)
-        self._grammars = Grammars(
-            target_config, vocab_size=target.info.vocab_size, eos_token_ids=target.info.eos_token_ids
-        )
+        self.tokenizer = target_source.tokenizer
+        if draft_source is not None:
+            check_same_vocabulary(target_source, draft_source)
+        # Before any model loads.
+        surveys = [survey(source, config) for source in (target_source, draft_source) if source is not None]
+        footprints = [one.footprint for one in surveys]
+        num_blocks = plan_kv_blocks(surveys[0].free_bytes, footprints, config, device=surveys[0].device)
+        config = replace(config, num_blocks=num_blocks)
+        target = make_backend(load_model(target_source), target_source)
+        info = target.info
+        self._grammars = Grammars(target_source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         verifier = ModelVerifier(target, config, self._grammars, method.make_in_target)
-        backends = [target]
-        draft = None
-        if draft_config is not None:
-            backends.append(_load(draft_config))
-            draft = DraftModel(backends[-1], target.info.vocab_size, self._grammars)
+        backends, draft = [target], None
+        if draft_source is not None:
+            backends.append(make_backend(load_model(draft_source), draft_source))
+            draft = DraftModel(backends[-1], info.vocab_size, self._grammars)
         self.engine = Engine(
             config,
+            info,
             drafter=method.drafter_of_engine(config, method.make(config, draft)),
             verifier=verifier,
             num_blocks=verifier.num_blocks,
-            vocab_size=target.info.vocab_size,
-            max_model_len=target.info.max_model_len,
-            eos_token_ids=target.info.eos_token_ids,
-            decoder_start_id=target.info.decoder_start_id,
             tokenizer=self.tokenizer,
         )
+        self.stats = self.engine.stats
         for backend in backends:
             backend.warm_up()
-
-    @property
-    def stats(self) -> SpeculationStats:
-        """Counters over all requests so far."""
-        return self.engine.stats
 
     def generate(
         self,
@@ -141,12 +132,14 @@ class LLM:
             params = [params or SamplingParams()] * len(texts)
         if len(params) != len(texts):
             raise RequestError(f"{len(texts)} prompts came with {len(params)} sampling parameters")
-        results: list[PromptOutput] = []
         pending: dict[str, CompletionOutput] = {}
         try:
-            for text, sampling in zip(texts, params, strict=True):
-                results.append(self._add(text, sampling, pending))
-            self._run(pending, show_progress=show_progress)
+            results = [self._add(text, sampling, pending) for text, sampling in zip(texts, params, strict=True)]
+            total = len(pending)
+            with tqdm(desc="generating", total=total, leave=False, disable=not show_progress or total < 8) as progress:
+                while pending:
+                    self._step(pending)
+                    progress.update(total - len(pending) - progress.n)
         finally:
             for request_id in pending:
                 self.engine.abort(request_id)
@@ -160,26 +153,15 @@ class LLM:
             self._grammars.check(params.grammar)
         result = PromptOutput(prompt if isinstance(prompt, str) else None, ids, [])
         for index in range(params.n):
-            request_id = str(self._num_requests)
             first, nth = (params.seed, index) if params.seed is not None else (self._seed, self._num_requests)
-            seed = nth_seed(first, nth)
+            request_id = str(self._num_requests)
             self._num_requests += 1
-            output = CompletionOutput(index)
             while self.engine.num_waiting >= self.engine.config.max_queued_requests:
                 self._step(pending)
-            self.engine.add(request_id, ids, replace(params, seed=seed, n=1))
-            result.outputs.append(output)
-            pending[request_id] = output
+            self.engine.add(request_id, ids, replace(params, seed=nth_seed(first, nth), n=1))
+            pending[request_id] = CompletionOutput(index)
+            result.outputs.append(pending[request_id])
         return result
-
-    def _run(self, pending: dict[str, CompletionOutput], *, show_progress: bool) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        total = len(pending)
-        with Progress(*columns, transient=True, disable=not show_progress or total < 8) as progress:
-            task = progress.add_task("generating", total=total)
-            while pending:
-                self._step(pending)
-                progress.update(task, completed=total - len(pending))
 
     def _step(self, pending: dict[str, CompletionOutput]) -> None:
         for output in run_in_process(self.engine.step()):
@@ -187,31 +169,3 @@ class LLM:
             completion.append(output)
             if output.finish_reason is not None:
                 del pending[output.request_id]
-
-
-def _load(config: ModelConfig) -> Backend:
-    with Console(stderr=True).status(f"loading {config.path}"):
-        return load_backend(config)
-
-
-def _with_planned_blocks(config: EngineConfig, models: Sequence[ModelConfig]) -> EngineConfig:
-    """Return the configuration with `num_blocks` set to what fits beside these models; loads none of them."""
-    if config.num_blocks is not None:
-        return config
-    surveys = [survey(model, config) for model in models]
-    footprints = [device_survey.footprint for device_survey in surveys]
-    num_blocks = plan_kv_blocks(surveys[0].free_bytes, footprints, config, device=surveys[0].device)
-    return replace(config, num_blocks=num_blocks)
-
-
-def run_in_process(coroutine: Coroutine[object, None, T]) -> T:
-    """Run a coroutine that never waits and return its result.
-
-    Unlike `asyncio.run`, this works inside a running event loop, as in a notebook.
-    """
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
-    raise AssertionError("an in-process drafter or verifier waited for something")

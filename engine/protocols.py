@@ -1,28 +1,30 @@
-"""Draft, Verdict, and the two roles of a round: Drafter proposes, Verifier decides.
+"""The two roles of a round, Drafter and Verifier, and the data that they exchange with the engine.
 
 Words: *draft tokens* are proposed and not yet verified; *accepted* ones were kept; *recovered* is the token the target
 puts in place of the first rejected one; *bonus* is the token after a fully accepted draft; *committed* tokens (accepted
 plus the recovered or bonus one) are final and visible.
 
-A draft is a tree: `parents[i]` is the index of node i's parent, -1 the committed tip, and `parents[i] < i`. A
-chain is the tree in which `parents[i] == i - 1`. An empty draft is ordinary decoding, on the same path.
+A draft is a tree: `parents[i]` is the index of node i's parent, -1 the committed tip, and `parents[i] < i`. In a chain,
+`parents[i] == i - 1`. An empty draft is ordinary decoding, on the same path.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a drafter proposes for one request.
+    """The draft of one request.
 
     `top_ids` and `top_probs` ([n][m] each) are the distributions that the tokens were sampled from, restricted to the
     drafter's top m tokens, whose probabilities sum to 1. Only a rule that needs draft rows gets them.
 
-    `num_deferred` is how many tokens the target is to draft itself before it verifies them; then the draft holds none.
+    `num_deferred` tokens are left to the target, which drafts them before it verifies; then the draft holds none.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -38,7 +40,7 @@ class Draft:
 
 
 def chain(token_ids: list[int]) -> Draft:
-    """Return the draft in which each token follows the one before it."""
+    """Return a draft that is a chain."""
     return Draft(token_ids, list(range(-1, len(token_ids) - 1)))
 
 
@@ -50,14 +52,14 @@ class Request:
     """A request, as the engine, drafters and verifiers see it.
 
     Exactly one owner appends to `token_ids`: `Sequence.commit` where the engine runs, `PrefixTable.apply` in a worker.
-    All others only read the list, and copy it if they keep it for longer than the call that brought it.
+    Everything else only reads the list, and copies it to keep it after the call.
 
     Attributes:
         token_ids: the prompt and the committed output, never a draft token.
         prompt_length: how many of them are the prompt.
-        salt: requests share what is cached only with requests of the same salt; empty in workers, which share nothing.
-        encoder_length: how many of the first tokens are an encoder's input; 0 for a decoder-only model. The token that
-            starts the decoder's text follows them, and is the last of the prompt.
+        salt: requests share cached blocks and outputs only with requests of the same salt; empty in workers.
+        source_length: the number of an encoder's tokens at the start, which one pass must compute together; 0 for most
+            models. The prompt's last token then starts the text.
     """
 
     request_id: str
@@ -65,12 +67,17 @@ class Request:
     prompt_length: int
     params: SamplingParams
     salt: bytes = b""
-    encoder_length: int = 0
+    source_length: int = 0
 
     @property
     def num_prompt_tokens(self) -> int:
-        """How many tokens the client sent: an encoder-decoder's prompt has one more, which starts its text."""
-        return self.encoder_length or self.prompt_length
+        """How many tokens the client sent: after a source, the prompt has one more, which starts the text."""
+        return self.source_length or self.prompt_length
+
+    @property
+    def num_output_tokens(self) -> int:
+        """How many tokens after the prompt are committed."""
+        return len(self.token_ids) - self.prompt_length
 
     @property
     def output(self) -> list[int]:
@@ -84,18 +91,31 @@ class Request:
 
 @dataclass(slots=True)
 class ProposeRow:
-    """One row of a proposal: a request, and how many draft tokens to propose for it at most."""
+    """One row of a proposal: a request, and the longest draft that it may get."""
 
     request: Request
     num_draft_tokens: int
 
 
 @dataclass(slots=True)
-class VerifyRow:
-    """One row of a verification: a request, and which of its tokens the target computes.
+class ScheduledRow(ProposeRow):
+    """One request in a round, before its draft is known; see `VerifyRow`."""
 
-    The forward pass computes `token_ids[start : start + length]` and, if that reaches the committed tip, the draft
-    after it; only then does the row get tokens. `block_ids` is the request's whole block table.
+    start: int
+    length: int
+    block_ids: Sequence[int]
+
+    def verify(self, draft: Draft) -> "VerifyRow":
+        """Return the row of the verification of a draft."""
+        return VerifyRow(self.request, self.start, self.length, self.block_ids, draft)
+
+
+@dataclass(slots=True)
+class VerifyRow:
+    """One row of a verification.
+
+    The forward pass computes `token_ids[start : start + length]` of the request and, if that reaches the committed tip,
+    the draft after it; only then does the row get tokens. `block_ids` is the request's whole block table.
     """
 
     request: Request
@@ -119,7 +139,7 @@ class VerifyRow:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one position: the token's with its rank (1 = most likely), and the likeliest tokens'."""
+    """Log probabilities at one position: of the token, with its rank (1 = most likely), and of the likeliest tokens."""
 
     logprob: float
     rank: int
@@ -132,20 +152,44 @@ class Verdict:
     """The tokens one request commits in a round: `num_accepted` draft tokens, and one that the target draws.
 
     `path` holds the accepted draft nodes, root first: their KV entries are kept. `token_ids` are empty while the prompt
-    is still being computed. `prompt_logprobs` belong to the prompt tokens from `start + 1` on. `draft` is what the
-    target drafted itself, if that was left to it.
+    is still being computed. `prompt_logprobs` belong to the prompt tokens from `start + 1` on. `draft` is the draft
+    that was judged, whoever made it.
     """
 
     token_ids: list[int] = field(default_factory=list)
     path: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
-    draft: Draft | None = None
+    draft: Draft = NO_DRAFT
 
     @property
     def num_accepted(self) -> int:
         """How many draft tokens were kept."""
         return len(self.path)
+
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The tokens and text that one round added to one request.
+
+    `text` can lag behind `token_ids`: text that may still become a stop string or a whole character comes later.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+    logprobs: list[TokenLogprobs] | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """One entry per prompt token from the second on; only in the first output, and only if requested."""
 
 
 class Drafter(Protocol):
@@ -180,12 +224,12 @@ class Verifier(Protocol):
 class PlansCopies(Protocol):
     """A drafter that copies in some rows, and knows before a round which ones and how many tokens."""
 
-    def plan_copies(self, rows: Sequence[ProposeRow], num_model_tokens: int) -> Mapping[str, int]:
-        """Return the lengths of the copies of the next round by request id, for those of `rows` that will copy.
+    def plan_copies(self, rows: Sequence[ProposeRow], gains: Sequence[float]) -> Mapping[str, int]:
+        """Return the lengths of the next round's copies by request id, for the rows that will copy.
 
         Args:
             rows: the requests that decode, with the longest draft that each may get.
-            num_model_tokens: how many tokens the other rows are likely to get.
+            gains: expected accepted tokens added by each further token of the draft that a row gets otherwise.
         """
         ...
 
@@ -194,23 +238,8 @@ class TargetDrafter(Protocol):
     """Drafts in the target's process, on all of its ranks, right before the target verifies."""
 
     def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
-        """Return the rows with drafts in place of those that were left to the target, the same on every rank.
-
-        Args:
-            decides: whether this is the rank whose tokens count.
-        """
+        """Return the rows with drafts in place of deferred ones, alike on all ranks; one rank `decides` the tokens."""
         ...
-
-
-class DeferringDrafter:
-    """Leaves every draft to the target."""
-
-    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return per row how many tokens the target is to draft."""
-        return [Draft(num_deferred=row.num_draft_tokens) for row in rows]
-
-    def release(self, request_id: str) -> None:
-        """Do nothing: no request is held."""
 
 
 class NoDrafter:
@@ -222,3 +251,27 @@ class NoDrafter:
 
     def release(self, request_id: str) -> None:
         """Do nothing: no request is held."""
+
+
+class DeferringDrafter(NoDrafter):
+    """Leaves every draft to the target."""
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        """Return per row how many tokens the target is to draft."""
+        return [Draft(num_deferred=row.num_draft_tokens) for row in rows]
+
+
+def run_in_process(work: Coroutine[Any, Any, T] | Generator[None, None, T]) -> T:
+    """Run a coroutine that never waits, or a generator that yields between passes, and return its result.
+
+    Unlike `asyncio.run`, this works inside a running event loop, as in a notebook. Raises RuntimeError if it waited.
+    """
+    while True:
+        try:
+            awaited = work.send(None)
+        except StopIteration as stop:
+            result: T = stop.value
+            return result
+        if awaited is not None:
+            work.close()
+            raise RuntimeError("a drafter or verifier of this process waited for something; it must only compute")

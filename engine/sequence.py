@@ -1,49 +1,10 @@
 """Sequence: the committed tokens, KV blocks and finish reason of one request; it never holds a draft token."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from engine.detokenizer import Detokenizer
 from engine.errors import RequestError
-from engine.protocols import Request, TokenLogprobs, Verdict
-
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What one round added to one request.
-
-    `text` can lag behind `token_ids`: text that may still become a stop string or a whole character comes later.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    text: str
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
-    logprobs: list[TokenLogprobs] | None
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    """One entry per prompt token from the second on; only in the first output, and only if requested."""
-
-
-@dataclass(slots=True)
-class Times:
-    """When something happened to a sequence, in seconds of the engine's clock; None: not yet.
-
-    Attributes:
-        started_s: its first round began.
-        last_token_s: 0 before the first token.
-    """
-
-    added_s: float = 0.0
-    started_s: float | None = None
-    first_token_s: float | None = None
-    last_token_s: float = 0.0
+from engine.protocols import FinishReason, Request, RequestOutput, TokenLogprobs, Verdict
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +16,7 @@ class Sequence:
     Attributes:
         num_computed: number of tokens whose keys and values are in `block_ids`.
         digests: digests of the full, computed blocks (`block_pool.block_digest`).
-        prompt_logprobs: of the prompt tokens computed so far, from the second on, if requested.
+        prompt_logprobs: log probabilities of the prompt tokens computed so far, from the second on, if requested.
     """
 
     request: Request
@@ -69,12 +30,6 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    times: Times = field(default_factory=Times)
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Committed tokens after the prompt."""
-        return len(self.request.token_ids) - self.request.prompt_length
 
     @property
     def num_uncomputed(self) -> int:
@@ -83,9 +38,9 @@ class Sequence:
 
     @property
     def num_inseparable(self) -> int:
-        """Tokens that one pass must compute: an encoder's input, whose tokens all see each other, and the next one."""
-        encoder_length = self.request.encoder_length
-        return encoder_length + 1 if self.num_computed < encoder_length else 0
+        """Tokens that one pass must compute: a source, whose tokens all see each other, and the token after it."""
+        source_length = self.request.source_length
+        return source_length + 1 if self.num_computed < source_length else 0
 
     @property
     def is_decoding(self) -> bool:
@@ -93,16 +48,21 @@ class Sequence:
         return self.num_uncomputed == 1
 
     @property
+    def has_begun(self) -> bool:
+        """Whether the request was in a batch before, here or in another engine."""
+        return self.was_admitted or self.request.num_output_tokens > 0
+
+    @property
     def lacks_prompt_logprobs(self) -> bool:
         """Whether the whole prompt must be computed, cached or not, for its log probabilities."""
-        return self.request.params.prompt_logprobs is not None and self.num_output_tokens == 0
+        return self.request.params.prompt_logprobs is not None and self.request.num_output_tokens == 0
 
     @property
     def num_remaining(self) -> int:
         """Tokens that may still be committed."""
-        return self.request.params.max_tokens - self.num_output_tokens
+        return self.request.params.max_tokens - self.request.num_output_tokens
 
-    def commit(self, verdict: Verdict, num_draft_tokens: int) -> RequestOutput:
+    def commit(self, verdict: Verdict) -> RequestOutput:
         """Append a round's tokens up to the first that ends the request, and return the output of the round."""
         request = self.request
         prompt_logprobs = self.prompt_logprobs if self.lacks_prompt_logprobs else None
@@ -118,13 +78,13 @@ class Sequence:
             logprobs=verdict.logprobs[: len(committed)] if verdict.logprobs is not None else None,
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=self.num_cached,
-            num_draft_tokens=num_draft_tokens,
+            num_draft_tokens=len(verdict.draft.token_ids),
             num_accepted_tokens=min(verdict.num_accepted, len(committed)),
             prompt_logprobs=prompt_logprobs,
         )
 
     def resume(self, token_ids: list[int]) -> None:
-        """Append output that was committed elsewhere; its text, but for what is held back, has been sent.
+        """Append output that another engine committed; the client has its text, except text that may end in a stop.
 
         Raises:
             RequestError: the output has ended the request, so that nothing is left to generate.
@@ -136,13 +96,12 @@ class Sequence:
     def _append(self, token_ids: list[int]) -> tuple[list[int], str]:
         """Append tokens up to the first that ends the request; return those, and the text that is now final."""
         request, params = self.request, self.request.params
-        committed: list[int] = []
+        start = len(request.token_ids)
         shown: list[int] = []
         text = ""
         for token in token_ids:
             request.token_ids.append(token)
-            committed.append(token)
-            may_stop = self.num_output_tokens >= params.min_tokens
+            may_stop = request.num_output_tokens >= params.min_tokens
             is_end = may_stop and (token in self.end_ids or token in params.stop_token_ids)
             if is_end:
                 self.finish_reason = "stop"
@@ -158,7 +117,7 @@ class Sequence:
             if self.finish_reason is not None:
                 break
         text += self._decode(shown, may_stop=True)
-        return committed, text
+        return request.token_ids[start:], text
 
     def _decode(self, token_ids: list[int], may_stop: bool) -> str:
         if self.detokenizer is None or not token_ids:

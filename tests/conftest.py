@@ -1,6 +1,7 @@
 """Settings shared by every test."""
 
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -8,11 +9,37 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported; it has no other way to run on a CPU
 
+AS_A_WHOLE = (
+    "tests/e2e/served/",
+    "tests/e2e/replicated/",
+    "tests/engine/execution/cpu/",
+    "tests/e2e/groups/",
+    "tests/e2e/test_autoscaling.py",
+)
+"""What one process runs, because its tests share a server, a cluster or what they compile; the longest first."""
+
+
+def _whole(nodeid: str) -> int:
+    """The number of the entry that a test belongs to; of others, one more than there are."""
+    return next((nth for nth, start in enumerate(AS_A_WHOLE) if nodeid.startswith(start)), len(AS_A_WHOLE))
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Side by side, begin with the files that start servers, so that none is left with one when the other has ended."""
+    """Side by side, begin with what takes long, so that no process is left with it when the other has ended."""
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: item.get_closest_marker("e2e") is None)
+        items.sort(key=lambda item: _whole(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out files, and the entries of AS_A_WHOLE."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class WholeScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return (*AS_A_WHOLE, super()._split_scope(nodeid))[_whole(nodeid)]
+
+    return WholeScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -1,19 +1,18 @@
 """Models whose law is known or sharp, drafters that misbehave on purpose, and a byte tokenizer."""
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.config import ModelInfo
-from engine.drafting.run_ahead.drafter import RunAheadDrafter
-from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
-from engine.execution.attention import KVShape, KVTensors
+from engine.execution.attention import KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch
-from engine.protocols import Draft, Drafter, ProposeRow
+from engine.models.layer_attention import KVShape
+from engine.protocols import Draft, ProposeRow
 from engine.sampling import noise
 
 
@@ -117,7 +116,6 @@ class ContextModel(LawBackend):
     """
 
     def __init__(self, laws: torch.Tensor, eos_token_ids: Sequence[int] = ()) -> None:
-        """Make a model of `laws` [states, vocab]."""
         self.laws = laws
         states, vocab = laws.shape
         self.info = ModelInfo("context", vocab, 4096, list(eos_token_ids), states * vocab, "float32", "cpu")
@@ -166,9 +164,9 @@ class SelfDraftingModel(ContextModel):
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         return KVTensors(KVShape(2, 1, 1, 1), num_blocks, block_size, torch.empty(0, dtype=torch.int64))
 
-    def thin(self, skipped: Collection[str], kv: KVTensors) -> tuple[LawBackend, KVTensors]:
-        assert set(skipped) == {"attention.1", "mlp.1"}
-        return self.thinned, kv.of_layers([0])
+    def thin(self, num_layers: int, kv: KVTensors) -> tuple[LawBackend, KVTensors]:
+        assert num_layers == 1
+        return self.thinned, kv.first_layers(1)
 
     def _states(self, seen: torch.Tensor) -> torch.Tensor:
         assert seen.max() < FOREIGN, "a token is attended to that not all layers have computed"
@@ -209,22 +207,26 @@ class TreeDrafter:
         self.random = random.Random(seed)
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        return [self._tree(row.num_draft_tokens) for row in rows]
-
-    def _tree(self, num_nodes: int) -> Draft:
-        parents = [self.random.randrange(-1, node) for node in range(num_nodes)]
-        return Draft([self.random.choice(self.tokens) for _ in parents], parents)
+        trees = ([self.random.randrange(-1, node) for node in range(row.num_draft_tokens)] for row in rows)
+        return [Draft([self.random.choice(self.tokens) for _ in parents], parents) for parents in trees]
 
     def release(self, request_id: str) -> None:
         pass
 
 
-class ForgetfulDrafter:
-    """Passes proposals on, but cuts some short, drops some, and forgets requests."""
+class WrappedDrafter:
+    """What the drafters below share: each does something to the proposals of another one, at random."""
 
-    def __init__(self, drafter: Drafter, seed: int = 0) -> None:
+    def __init__(self, drafter: Any, seed: int = 0) -> None:
         self.drafter = drafter
         self.random = random.Random(seed)
+
+    def release(self, request_id: str) -> None:
+        self.drafter.release(request_id)
+
+
+class ForgetfulDrafter(WrappedDrafter):
+    """Passes proposals on, but cuts some short, drops some, and forgets requests."""
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         for row in rows:
@@ -234,16 +236,9 @@ class ForgetfulDrafter:
         lengths = [self.random.choice([0, 1, 2, 8]) for _ in drafts]
         return [Draft(d.token_ids[:n], d.parents[:n]) for d, n in zip(drafts, lengths, strict=True)]
 
-    def release(self, request_id: str) -> None:
-        self.drafter.release(request_id)
 
-
-class InterruptedDrafter:
+class InterruptedDrafter(WrappedDrafter):
     """Lets a drafter run ahead for some passes after each proposal: none, a few, or as many as there are."""
-
-    def __init__(self, drafter: RunAheadDrafter | RunAheadTreeDrafter, seed: int = 0) -> None:
-        self.drafter = drafter
-        self.random = random.Random(seed)
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         drafts = await self.drafter.propose(rows)
@@ -252,16 +247,9 @@ class InterruptedDrafter:
                 break
         return drafts
 
-    def release(self, request_id: str) -> None:
-        self.drafter.release(request_id)
 
-
-class CuttingDrafter:
+class CuttingDrafter(WrappedDrafter):
     """Cuts proposals to any length, with the rows they were sampled from."""
-
-    def __init__(self, drafter: Drafter, seed: int = 0) -> None:
-        self.drafter = drafter
-        self.random = random.Random(seed)
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         return [self._cut(draft) for draft in await self.drafter.propose(rows)]
@@ -271,9 +259,6 @@ class CuttingDrafter:
         ids = None if draft.top_ids is None else draft.top_ids[:n]
         probs = None if draft.top_probs is None else draft.top_probs[:n]
         return Draft(draft.token_ids[:n], draft.parents[:n], ids, probs)
-
-    def release(self, request_id: str) -> None:
-        self.drafter.release(request_id)
 
 
 def byte_tokenizer() -> Tokenizer:

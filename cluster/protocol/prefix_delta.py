@@ -6,7 +6,7 @@ restarted or evicted it, it replies with the ids, and the Router sends the whole
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.protocol.messages import PrefixDelta
@@ -24,12 +24,13 @@ class Prefix:
 class PrefixTable:
     """Worker side: at most `capacity` prefixes by request id; the least recently used are evicted first.
 
-    It owns the requests it holds: only `apply` changes their `token_ids`. The same deltas in the same order give the
-    same table, so a target's ranks agree without communicating.
+    It owns the requests it holds: only `update` changes their `token_ids`. The same deltas in the same order give the
+    same table, so a target's ranks agree without communicating. `forget` is called with each id that leaves the table.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, forget: Callable[[str], None]) -> None:
         self._capacity = capacity
+        self._forget = forget
         self._prefixes: OrderedDict[str, Prefix] = OrderedDict()
 
     def __len__(self) -> int:
@@ -38,24 +39,21 @@ class PrefixTable:
     def __getitem__(self, request_id: str) -> Prefix:
         return self._prefixes[request_id]
 
-    def missing(self, deltas: Iterable[PrefixDelta]) -> list[str]:
-        """Return the ids of deltas that do not continue a held prefix."""
-        return [delta.request_id for delta in deltas if not self._continues(delta)]
+    def update(self, released: Iterable[str], deltas: Sequence[PrefixDelta]) -> list[str]:
+        """Release requests that have ended, and apply deltas; none of these is evicted.
 
-    def apply(self, deltas: Sequence[PrefixDelta]) -> list[str]:
-        """Apply deltas, of which `missing` returns none.
-
-        Returns:
-            The ids that were evicted to stay within the capacity; never ids of these deltas.
+        Returns the ids of deltas that do not continue a held prefix; then none was applied.
         """
-        for delta in deltas:
-            self._apply(delta)
-        excess = len(self._prefixes) - max(self._capacity, len(deltas))
-        return [self._prefixes.popitem(last=False)[0] for _ in range(excess)]
-
-    def release(self, request_id: str) -> None:
-        """Forget a request; unknown ids are ignored."""
-        self._prefixes.pop(request_id, None)
+        for request_id in released:
+            self._prefixes.pop(request_id, None)
+            self._forget(request_id)
+        missing = [delta.request_id for delta in deltas if not self._continues(delta)]
+        if not missing:
+            for delta in deltas:
+                self._apply(delta)
+            while len(self._prefixes) > max(self._capacity, len(deltas)):
+                self._forget(self._prefixes.popitem(last=False)[0])
+        return missing
 
     def _continues(self, delta: PrefixDelta) -> bool:
         if delta.offset == 0 and delta.params is not None:
@@ -69,13 +67,8 @@ class PrefixTable:
 
     def _apply(self, delta: PrefixDelta) -> None:
         if delta.params is not None:
-            request = Request(
-                delta.request_id,
-                list(delta.token_ids),
-                delta.prompt_length,
-                delta.params,
-                encoder_length=delta.encoder_length,
-            )
+            tokens, length = list(delta.token_ids), delta.source_length
+            request = Request(delta.request_id, tokens, delta.prompt_length, delta.params, source_length=length)
             self._prefixes[delta.request_id] = Prefix(request, list(delta.block_ids))
         else:
             prefix = self._prefixes[delta.request_id]
@@ -85,7 +78,7 @@ class PrefixTable:
 
 
 class Acknowledged:
-    """Router side: what a worker has acknowledged by a reply, from which the next deltas are made.
+    """Router side: the tokens and blocks each worker has acknowledged; the next deltas start there.
 
     Committed tokens only grow, so their length is enough; block tables can change and are kept whole. Ids that have
     ended are sent with every request until one gets a reply.
@@ -105,12 +98,9 @@ class Acknowledged:
         self._requested = {row.request.request_id for row in rows}
         return [self._delta(row) for row in rows], list(self._released)
 
-    def answered(self, released: Iterable[str]) -> None:
-        """Record that the worker has been told that these ids ended."""
+    def acknowledge(self, released: Iterable[str], rows: Iterable[ProposeRow | VerifyRow]) -> None:
+        """Record that the worker has released these ids, and holds the tokens and blocks of these rows."""
         self._released.difference_update(released)
-
-    def acknowledge(self, rows: Iterable[ProposeRow | VerifyRow]) -> None:
-        """Record that the worker holds the tokens and blocks of these rows."""
         for row in rows:
             request_id = row.request.request_id
             if request_id in self._released:
@@ -123,19 +113,13 @@ class Acknowledged:
         """Forget a request that has ended; if the worker may hold it, tell it with the next request."""
         if request_id in self._lengths or request_id in self._requested:
             self._released.add(request_id)
-        self.forget(request_id)
+        self.forget([request_id])
 
-    def forget(self, request_id: str) -> None:
-        """Assume that the worker does not hold this request."""
-        self._lengths.pop(request_id, None)
-        self._block_ids.pop(request_id, None)
-
-    def clear(self) -> None:
-        """Start over with a new worker, which holds nothing."""
-        self._lengths.clear()
-        self._block_ids.clear()
-        self._requested.clear()
-        self._released.clear()
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Assume that the worker does not hold these requests."""
+        for request_id in request_ids:
+            self._lengths.pop(request_id, None)
+            self._block_ids.pop(request_id, None)
 
     def _delta(self, row: ProposeRow | VerifyRow) -> PrefixDelta:
         request = row.request
@@ -151,12 +135,11 @@ class Acknowledged:
             params=request.params if offset == 0 else None,
             block_offset=block_offset,
             block_ids=list(block_ids[block_offset:]),
-            encoder_length=request.encoder_length,
+            source_length=request.source_length,
         )
 
 
 def _common_length(known: list[int], new: Sequence[int]) -> int:
-    """Return how many leading entries two block tables share."""
     if known == list(new[: len(known)]):  # the usual case: the table has only grown
         return len(known)
     for i, (a, b) in enumerate(zip(known, new, strict=False)):

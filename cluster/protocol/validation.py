@@ -1,53 +1,49 @@
 """Validation: checks drafts and verdicts from workers before they reach the engine."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from cluster.protocol.messages import MalformedMessageError
-from engine.drafting.check import draft_problem, in_vocabulary
+from engine.drafting.check import check_drafts, draft_problem, in_vocabulary
+from engine.errors import DrafterError
 from engine.protocols import Draft, ProposeRow, Verdict, VerifyRow
 
 
-def check_drafts(drafts: Sequence[Draft], rows: Sequence[ProposeRow], vocab_size: int) -> None:
-    """Check that there is one valid draft per row.
-
-    Raises:
-        MalformedMessageError: the message names the row and what is wrong with it.
-    """
-    _check_count(len(drafts), len(rows), "drafts")
+def check_proposal(drafts: Sequence[Draft], rows: Sequence[ProposeRow], vocab_size: int) -> None:
+    """Raise MalformedMessageError unless there is one valid draft per row; it names the row and the fault."""
+    try:
+        check_drafts(drafts, rows, vocab_size)
+    except DrafterError as error:
+        raise MalformedMessageError(str(error)) from error
     for draft, row in zip(drafts, rows, strict=True):
-        left = "tokens that are left to the target" if draft.num_deferred else None
-        if problem := left or draft_problem(draft, row.num_draft_tokens, vocab_size):
-            raise MalformedMessageError(f"draft of {row.request.request_id}: {problem}")
+        if draft.num_deferred:
+            raise MalformedMessageError(f"draft of {row.request.request_id}: tokens that are left to the target")
+
+
+def with_drafts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow]) -> list[Verdict]:
+    """Return the verdicts with the drafts that they judged: a worker sends only those that the target made itself.
+
+    Raises MalformedMessageError if there is not one verdict per row.
+    """
+    if len(verdicts) != len(rows):
+        raise MalformedMessageError(f"{len(verdicts)} verdicts for {len(rows)} rows")
+    return [
+        verdict if row.draft.num_deferred else replace(verdict, draft=row.draft)
+        for verdict, row in zip(verdicts, rows, strict=True)
+    ]
 
 
 def check_verdicts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow], vocab_size: int) -> None:
-    """Check that there is one valid verdict per row.
-
-    Raises:
-        MalformedMessageError: the message names the row and what is wrong with it.
-    """
-    _check_count(len(verdicts), len(rows), "verdicts")
+    """Raise MalformedMessageError if a verdict or a draft of the target is invalid; it names the row and the fault."""
     for verdict, row in zip(verdicts, rows, strict=True):
-        if problem := _deferred_problem(verdict, row, vocab_size) or _verdict_problem(verdict, row, vocab_size):
+        num_deferred = row.draft.num_deferred
+        problem = draft_problem(verdict.draft, num_deferred, vocab_size) if num_deferred else None
+        if problem := problem or _verdict_problem(verdict, row, vocab_size):
             raise MalformedMessageError(f"verdict of {row.request.request_id}: {problem}")
 
 
-def _check_count(count: int, num_rows: int, plural: str) -> None:
-    if count != num_rows:
-        raise MalformedMessageError(f"{count} {plural} for {num_rows} rows")
-
-
-def _deferred_problem(verdict: Verdict, row: VerifyRow, vocab_size: int) -> str | None:
-    """Check what the target drafted itself."""
-    if not row.draft.num_deferred:
-        return None if verdict.draft is None else "a draft that was not left to it"
-    if verdict.draft is None:
-        return "no draft, though it was left to it"
-    return draft_problem(verdict.draft, row.draft.num_deferred, vocab_size)
-
-
 def _verdict_problem(verdict: Verdict, row: VerifyRow, vocab_size: int) -> str | None:
-    tokens, path, draft = verdict.token_ids, verdict.path, verdict.draft or row.draft
+    tokens, path, draft = verdict.token_ids, verdict.path, verdict.draft
     if len(verdict.prompt_logprobs) != row.num_prompt_logprobs:
         return f"{len(verdict.prompt_logprobs)} prompt log probabilities, {row.num_prompt_logprobs} requested"
     if not row.reaches_tip:

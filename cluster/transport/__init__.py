@@ -1,27 +1,27 @@
 """Carries requests from the Router to its workers and replies back; the rest of `cluster/` imports this package only.
 
-A worker calls `listen` and gets a `Server` (`endpoint`, `serve`, `close`). The Router's `Connector` turns that endpoint
-into a `Link` (`call`, `post`, `close`). Behind them are a Unix socket between processes of one node, and mutual TLS
-between nodes.
+A worker's `Server` answers one client; the Router's `Connector` turns the server's `Endpoint` into a `Link`. Between
+processes of one node they use a Unix socket, between nodes mutual TLS. All that a Router says to an Ingress goes one
+way, from an `Outbox` to an `Inbox`.
 
-In reading order: `protocol` (the two roles), `errors`, `endpoint` (where a worker listens), `connector` (the Router's
-side: identity and links), `message_link` (matching replies to calls), `channel` (a link over sockets), `server` (the
-worker's side), `listener` (accepting the Router's connection), `credentials` (certificates), `frames` (messages on a
-byte stream).
-
-Tokens go one way, from the `Outbox` of each Router (`outbox`) to the `Inbox` of an Ingress (`inbox`).
+In reading order: `link` (the Router's side, and the errors of a call), `server` (the worker's side), `inbox` (both ends
+of the one-way connection), `frames` (messages on a byte stream) and `credentials` (certificates).
 """
 
-from cluster.transport.connector import Connector
-from cluster.transport.endpoint import Endpoint
-from cluster.transport.errors import ConnectionLostError, DeadlineError, PeerGoneError, TransportError
-from cluster.transport.inbox import Inbox, InboxAddress
-from cluster.transport.outbox import Outbox
-from cluster.transport.protocol import Answer, Link, OnBreak, Server
-from cluster.transport.server import listen
+from cluster.transport.inbox import Inbox, InboxAddress, Outbox
+from cluster.transport.link import (
+    ConnectionLostError,
+    Connector,
+    DeadlineError,
+    Endpoint,
+    Link,
+    OnBreak,
+    PeerGoneError,
+    TransportError,
+)
+from cluster.transport.server import Server
 
 __all__ = [
-    "Answer",
     "ConnectionLostError",
     "Connector",
     "DeadlineError",
@@ -34,5 +34,4 @@ __all__ = [
     "PeerGoneError",
     "Server",
     "TransportError",
-    "listen",
 ]

@@ -1,13 +1,13 @@
-"""Certificates by which the Router and its workers recognise each other.
+"""Certificates that authenticate the Router and its workers to each other.
 
-Each process makes a key and a self-signed certificate of its own and keeps them until it ends. Only certificates are
-sent, through Ray, and each side accepts exactly the one certificate it was given.
+Each process makes a key and a self-signed certificate and keeps them until it ends. Only certificates are sent, through
+Ray, and each side accepts exactly the one certificate it was given.
 """
 
 import ssl
 import tempfile
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import NamedTuple
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
@@ -19,14 +19,12 @@ _LIFETIME = timedelta(days=3650)  # longer than any process runs
 _CLOCK_SKEW = timedelta(days=1)
 
 
-class Credentials(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Credentials:
     """A certificate and its secret key, both in PEM format; the key never leaves the process."""
 
     certificate: str
-    secret_key: str
-
-    def __repr__(self) -> str:
-        return f"Credentials(certificate={self.certificate!r}, secret_key=********)"
+    secret_key: str = field(repr=False)
 
 
 def make_credentials() -> Credentials:

@@ -1,8 +1,8 @@
 """DraftWorker and TargetWorker: the Ray actors, which join a responder to a server.
 
 A `WorkerSet` calls `listen`, `survey` (at the first start), `load` and `serve` in this order. `serve` lasts as long as
-the worker does, so the reference to its result tells when the worker ends. Each call has a thread of its own, so an
-actor that loads or serves still answers pings.
+the worker does, so the reference to its result tells when the worker ends. Each call has its own thread, so an actor
+that loads or serves still answers pings.
 
 The Router imports this module to start the actors but must not import torch, so torch is imported inside the methods.
 """
@@ -17,14 +17,17 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from cluster.log_format import LogFormat, stderr_handler
-from cluster.transport import Endpoint, listen
+from cluster.config import LogFormat
+from cluster.ray_core import stderr_handler
+from cluster.transport import Endpoint, Server
 from cluster.workers.responder import DraftResponder, TargetResponder
-from engine.config import EngineConfig, ModelConfig, ModelInfo
+from engine.config import CompileProgress, EngineConfig, ModelConfig, ModelInfo
 from engine.execution.memory import Survey
+from engine.models.registry import open_model
+from engine.models.source import ModelSource
 
 if TYPE_CHECKING:
-    from cluster.workers.tensor_parallel import StoreAddress
+    from engine.execution.backend import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +49,7 @@ def show_progress(log_format: LogFormat) -> None:
 
 @contextlib.contextmanager
 def _importing() -> Iterator[None]:
-    """Import without garbage collections, which take an eighth of the time and find nothing in modules.
-
-    Later collections skip the imported objects, too.
-    """
+    """Import without garbage collections, which take an eighth of the time; later ones skip the modules, too."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -61,7 +61,7 @@ def _importing() -> Iterator[None]:
 
 
 class Worker:
-    """What both kinds of worker share: listening, and answering pings."""
+    """The base of both workers: listens, and answers pings."""
 
     def __init__(
         self, engine: EngineConfig, version: int, log_format: LogFormat, rank: int = 0, world_size: int = 1
@@ -71,6 +71,8 @@ class Worker:
         self._version = version
         self._rank = rank
         self._world_size = world_size
+        self._backend: Backend | None = None
+        self._sources: dict[ModelConfig, ModelSource] = {}
         # Room for running, preempted and just ended requests; a prefix that is evicted too early is sent again.
         self._capacity = 4 * engine.max_num_seqs
 
@@ -78,22 +80,22 @@ class Worker:
         """Accept connections from the client with this identity, from now on."""
         self._host = ray.util.get_node_ip_address()
         node_id = ray.get_runtime_context().get_node_id()
-        self._server = listen(self._host, node_id=node_id, client_identity=client_identity)
+        self._server = Server(self._host, node_id, client_identity)
         return WorkerProcess(self._server.endpoint, os.getpid())
 
     def survey(self, config: ModelConfig, world_size: int) -> Survey:
-        """Measure this worker's device and a model that is about to be loaded there, for the memory plan.
-
-        Args:
-            world_size: ranks that share the model's weights.
-        """
+        """Measure this worker's device and a model that is about to be loaded there, for the memory plan."""
         with _importing():
             from engine.execution.registry import survey
 
-        return survey(config, self._engine, world_size=world_size)
+        return survey(self._open(config), self._engine, world_size=world_size)
 
-    def ping(self) -> None:
-        """Return at once, which shows that the process is alive."""
+    def _open(self, config: ModelConfig) -> ModelSource:
+        return self._sources.setdefault(config, open_model(config))
+
+    def ping(self) -> list[CompileProgress]:
+        """Return at once, which shows that the process is alive: how far each model is that is being compiled."""
+        return [] if self._backend is None else self._backend.compiling
 
 
 class DraftWorker(Worker):
@@ -104,9 +106,11 @@ class DraftWorker(Worker):
         with _importing():
             from cluster.workers.loading import load_drafter
 
-        drafter, info = load_drafter(config, target, replace(self._engine, num_blocks=num_blocks), run_ahead=run_ahead)
+        drafter, self._backend = load_drafter(
+            self._open(config), self._open(target), replace(self._engine, num_blocks=num_blocks), run_ahead=run_ahead
+        )
         self._responder = DraftResponder(drafter, capacity=self._capacity, version=self._version)
-        return info
+        return self._backend.info
 
     def serve(self) -> None:
         """Answer proposals until the worker ends."""
@@ -116,24 +120,22 @@ class DraftWorker(Worker):
 class TargetWorker(Worker):
     """One rank of the target: its shard of the weights and of the KV blocks."""
 
-    def open_store(self, timeout_s: float) -> "StoreAddress":
-        """Open the store by which the ranks of this version find each other; rank 0 only."""
+    def open_store(self, timeout_s: float) -> tuple[str, int]:
+        """Open the rendezvous store of this version's ranks, on rank 0 only; return its host and port."""
         with _importing():
             from cluster.workers.tensor_parallel import open_store
 
         self._store, address = open_store(self._host, self._world_size, timeout_s)
         return address
 
-    def load(self, config: ModelConfig, num_blocks: int, address: "StoreAddress | None", timeout_s: float) -> ModelInfo:
-        """Load this rank's shard with its planned KV blocks.
-
-        Args:
-            address: the store by which several ranks find each other first; None where there is one rank.
-        """
+    def load(
+        self, config: ModelConfig, num_blocks: int, address: tuple[str, int] | None, timeout_s: float
+    ) -> ModelInfo:
+        """Load this rank's shard with its planned KV blocks; `address` is the ranks' store, None for a single rank."""
         with _importing():
             from cluster.workers.loading import load_verifier
             from cluster.workers.tensor_parallel import join_store, join_world
-            from engine.execution.registry import resolve_device
+            from engine.models.loader import resolve_device
 
         shard = None
         if address is not None:
@@ -146,12 +148,13 @@ class TargetWorker(Worker):
                 host=self._host,
                 timeout_s=timeout_s,
             )
-        verifier, info = load_verifier(config, replace(self._engine, num_blocks=num_blocks), shard=shard)
+        verifier = load_verifier(self._open(config), replace(self._engine, num_blocks=num_blocks), shard=shard)
+        self._backend = verifier.backend
         self._responder = TargetResponder(verifier, rank=self._rank, capacity=self._capacity, version=self._version)
-        return info
+        return verifier.backend.info
 
     def serve(self) -> None:
-        """Verify until the worker ends; any failure ends it, because the other ranks cannot go on without it."""
+        """Verify until the worker ends; any failure ends it, because the other ranks need it."""
         from cluster.workers.tensor_parallel import leave_world
 
         try:

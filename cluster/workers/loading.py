@@ -1,13 +1,16 @@
-"""What a worker loads: a backend, with the cores that its placement gives it, and the drafter or verifier over it."""
+"""Loads a worker's backend, with the cores that its placement gives it, and the drafter or verifier over it."""
 
 import logging
 
-from engine.config import EngineConfig, ModelConfig, ModelInfo
-from engine.drafting.registry import DraftModel, choose_method
-from engine.execution.registry import load_backend
+from engine.config import EngineConfig
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.registry import choose_method
+from engine.execution.backend import Backend
+from engine.execution.registry import make_backend
 from engine.models.causal_lm import Shard
-from engine.models.registry import eos_token_ids, read_config
-from engine.models.sub_layers import check_self_draft
+from engine.models.first_layers import check_self_draft
+from engine.models.loader import load_model
+from engine.models.source import ModelSource
 from engine.protocols import Drafter
 from engine.sampling.grammar import Grammars
 from engine.verification.verifier import ModelVerifier
@@ -16,36 +19,27 @@ logger = logging.getLogger(__name__)
 
 
 def load_drafter(
-    config: ModelConfig, target: ModelConfig, engine: EngineConfig, *, run_ahead: bool
-) -> tuple[Drafter, ModelInfo]:
-    """Load the draft; ids beyond the target's vocabulary are never drafted.
-
-    Raises:
-        ModelError: the model cannot be served.
-    """
-    backend = load_backend(config)
-    target_config = read_config(target)
-    limit = target_config.get_text_config().vocab_size
-    grammars = Grammars(target, vocab_size=limit, eos_token_ids=eos_token_ids(target, target_config))
+    source: ModelSource, target: ModelSource, engine: EngineConfig, *, run_ahead: bool
+) -> tuple[Drafter, Backend]:
+    """Load the draft, or raise ModelError; ids beyond the target's vocabulary are never drafted."""
+    backend = make_backend(load_model(source), source)
+    limit = target.vocab_size
+    grammars = Grammars(target, vocab_size=limit, eos_token_ids=target.eos_token_ids)
     method = choose_method(engine, has_draft_model=True)
     drafter = method.make(engine, DraftModel(backend, limit, grammars, run_ahead))
     backend.warm_up()
-    return drafter, backend.info
+    return drafter, backend
 
 
-def load_verifier(config: ModelConfig, engine: EngineConfig, *, shard: Shard | None) -> tuple[ModelVerifier, ModelInfo]:
-    """Load the target, or a rank's shard of it.
-
-    Raises:
-        ModelError: the model cannot be served.
-    """
-    check_self_draft(engine, config)
-    backend = load_backend(config, shard=shard)
+def load_verifier(source: ModelSource, engine: EngineConfig, *, shard: Shard | None) -> ModelVerifier:
+    """Load the target or a rank's shard of it, or raise ModelError."""
+    check_self_draft(engine, source)
+    backend = make_backend(load_model(source, shard), source)
     info = backend.info
-    grammars = Grammars(config, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
-    # What runs in the target needs no draft model, so it makes no difference here whether there is one.
+    grammars = Grammars(source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
+    # Drafting in the target needs no draft model, so its absence makes no difference here.
     method = choose_method(engine, has_draft_model=True)
     verifier = ModelVerifier(backend, engine, grammars, method.make_in_target)
     logger.info("%d KV blocks of %d tokens", verifier.num_blocks, engine.block_size)
     backend.warm_up()
-    return verifier, info
+    return verifier

@@ -9,7 +9,6 @@ import socket
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import NamedTuple
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -19,42 +18,27 @@ from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
 from engine.models.causal_lm import Shard
 
-
-class StoreAddress(NamedTuple):
-    """Where rank 0's store listens."""
-
-    host: str
-    port: int
+Address = tuple[str, int]
+"""The host and port where rank 0's store listens."""
 
 
-def open_store(host: str, world_size: int, timeout_s: float) -> tuple[TCPStore, StoreAddress]:
+def open_store(host: str, world_size: int, timeout_s: float) -> tuple[TCPStore, Address]:
     """Open the store of a new world, on a free port of `host` and no other address. Only rank 0 does this."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.bind((host, 0))
     listener.listen(world_size)
     port = listener.getsockname()[1]
+    fd, timeout = listener.detach(), timedelta(seconds=timeout_s)
     store = TCPStore(
-        host,
-        port,
-        world_size,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
+        host, port, world_size, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=fd
     )
-    return store, StoreAddress(host, port)
+    return store, (host, port)
 
 
-def join_store(address: StoreAddress, world_size: int, timeout_s: float) -> TCPStore:
+def join_store(address: Address, world_size: int, timeout_s: float) -> TCPStore:
     """Connect to rank 0's store."""
-    return TCPStore(
-        address.host,
-        address.port,
-        world_size,
-        is_master=False,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-    )
+    timeout = timedelta(seconds=timeout_s)
+    return TCPStore(*address, world_size, is_master=False, timeout=timeout, wait_for_workers=False)
 
 
 def join_world(
@@ -62,10 +46,8 @@ def join_world(
 ) -> Shard:
     """Enter the world and return this rank's shard of the model.
 
-    Args:
-        device: where this rank computes; CUDA without an index is the first GPU, as Ray shows each rank only its own.
-        host: this node's address, which NCCL or gloo communicates by.
-        timeout_s: how long a sum waits for the other ranks.
+    `device` is where this rank computes; CUDA without an index is the first GPU, as Ray shows each rank only its own.
+    `host` is this node's address, by which NCCL or gloo communicates; a sum waits `timeout_s` for the other ranks.
     """
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
@@ -86,15 +68,9 @@ def join_world(
 
 
 def find_interface(address: str, addresses: Mapping[str, Sequence[str]]) -> str | None:
-    """Return the name of the network interface that has an address, or None if none has.
-
-    Args:
-        addresses: of each interface, by its name.
-    """
+    """Return the name of the network interface that has an address, or None if none has."""
     ip = _parse_ip(address)
-    if ip is None:
-        return None
-    return next((name for name, texts in addresses.items() if ip in map(_parse_ip, texts)), None)
+    return next((name for name, texts in addresses.items() if ip and ip in map(_parse_ip, texts)), None)
 
 
 def leave_world() -> None:
@@ -104,7 +80,6 @@ def leave_world() -> None:
 
 
 def _parse_ip(text: str) -> IPv4Address | IPv6Address | None:
-    """Parse an IP address; None for another kind of address, such as a hardware address."""
     try:
         return ip_address(text)
     except ValueError:

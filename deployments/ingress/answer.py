@@ -1,24 +1,27 @@
 """Answer: the response to one request, as one body or as server-sent events.
 
-Many log probabilities, such as those of a long prompt, take a second to write. That is done on a thread, one answer at
-a time, while the event loop streams.
+Writing many log probabilities, such as a long prompt's, takes up to a second. A thread does it, one answer at a time,
+while the event loop streams.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
+
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from deployments.errors import describe
-from deployments.ingress.idle_timer import IdleTimer
-from deployments.openai.choices import Choice
-from deployments.openai.fields import ResponseModel
 from deployments.openai.logprobs import num_logprobs
-from deployments.openai.writer import Writer
-from deployments.router.generation import choice_index
-from engine.sequence import RequestOutput
+from deployments.openai.types import to_json
+from deployments.openai.writer import Choice, Writer
+from deployments.routing.resumable_stream import ResumableStream
+from deployments.wire import choice_index
+from engine.protocols import RequestOutput, TokenLogprobs
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -34,72 +37,66 @@ T = TypeVar("T")
 _writing = ThreadPoolExecutor(1, "long answers")
 
 
-class Outputs(Protocol):
-    """The outputs of one request, as a Router sends them."""
+class Answer(StreamingResponse):
+    """One response. When it ends, however it does, so does the request in the Router."""
 
-    async def next(self) -> list[RequestOutput]:
-        """Return the next outputs; an empty list after the last ones. It may be cancelled, and loses nothing then."""
-        ...
-
-    async def close(self) -> None:
-        """End the request, finished or not; the Router frees its blocks."""
-        ...
-
-
-class Answer:
-    """One response. Its holder must close it: if the client has left, closing it ends the request in the Router."""
-
-    def __init__(self, writer: Writer, outputs: Outputs, *, hides_token: bool = False) -> None:
-        """Make the answer that `writer` writes from `outputs`.
-
-        Args:
-            hides_token: hide the token generated for `max_tokens: 0`, so that the answer has only the prompt's scores.
-        """
+    def __init__(self, writer: Writer, outputs: ResumableStream, *, hides_token: bool = False) -> None:
+        """Answer in the form of `writer`; `hides_token` hides the token generated for `max_tokens: 0`."""
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._events(), media_type="text/event-stream", headers=headers)
         self._writer = writer
         self._outputs = outputs
         self._hides_token = hides_token
         self._first: list[RequestOutput] | None = None
         self._idle = IdleTimer(KEEP_ALIVE_S)
 
-    async def whole(self) -> str:
-        """Wait for all tokens and return the body."""
-        while outputs := await self._next():
-            for output in outputs:
-                self._writer.choices[choice_index(output.request_id)].append(output)
-        return await _run(self._body, is_long=_has_many_logprobs(self._writer.choices))
+    async def begin(self) -> Response:
+        """Return the whole body when it is there, or this stream.
 
-    async def start(self) -> None:
-        """Wait for the first tokens, but no longer than `KEEP_ALIVE_S`.
-
-        An error meanwhile can still be sent as an HTTP status.
+        A stream begins with its first tokens, or after `KEEP_ALIVE_S` without any. Errors until then are raised.
         """
-        self._first = await self._idle.wait(self._next())
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._close)
+            if self._writer.request.stream:
+                self._first = await self._idle.wait(self._next())
+                stack.pop_all()
+                return self
+            while outputs := await self._next():
+                for output in outputs:
+                    self._writer.choices[choice_index(output.request_id)].append(output)
+            body = await _run(lambda: to_json(self._writer.whole()), is_long=_has_many_logprobs(self._writer.choices))
+        return Response(body, media_type="application/json")
 
-    async def events(self) -> AsyncGenerator[str, None]:
-        """Yield the events of a stream that has been started; an error becomes an event."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._close()
+
+    async def _events(self) -> AsyncGenerator[str, None]:
+        """Yield the events of the stream; an error becomes an event."""
         writer = self._writer
         try:
-            for event in writer.opening():
-                yield writer.frame(event)
+            if text := writer.opening():
+                yield text
             outputs = self._first
             while outputs is None or outputs:
                 if outputs is None:
                     yield KEEP_ALIVE
-                elif text := await _run(self._frames, outputs, is_long=_has_many_logprobs(outputs)):
+                elif text := await _run(self._chunks, outputs, is_long=_has_many_logprobs(outputs)):
                     yield text
                 outputs = await self._idle.wait(self._next())
-            is_long = writer.repeats_all and _has_many_logprobs(writer.choices)
-            if text := await _run(self._closing, is_long=is_long):
+            if text := await _run(writer.closing, is_long=writer.REPEATS_ALL and _has_many_logprobs(writer.choices)):
                 yield text
         except Exception as error:
             kind, body = describe(error)
             if kind.status == 500:
-                logger.exception("request %s failed", writer.id)
-            yield writer.frame(writer.failed(body["error"]))
-        yield writer.end()
+                logger.exception("request %s failed", writer.reply.id)
+            yield writer.failed(body)
+        yield writer.END
 
-    async def close(self) -> None:
-        """End the request, finished or not."""
+    async def _close(self) -> None:
         self._idle.close()
         await self._outputs.close()
 
@@ -107,25 +104,71 @@ class Answer:
         outputs = await self._outputs.next()
         return list(map(_without_token, outputs)) if self._hides_token else outputs
 
-    def _body(self) -> str:
-        return self._writer.whole().to_json()
-
-    def _closing(self) -> str:
-        return "".join(map(self._writer.frame, self._writer.closing()))
-
-    def _frames(self, outputs: list[RequestOutput]) -> str:
-        return "".join(map(self._writer.frame, self._chunks(outputs)))
-
-    def _chunks(self, outputs: list[RequestOutput]) -> Iterator[ResponseModel]:
-        """Add outputs to their choices; return the events, choice by choice."""
+    def _chunks(self, outputs: list[RequestOutput]) -> str:
+        """Return the events of some rounds, those of each choice joined."""
         by_choice: dict[int, list[RequestOutput]] = {}
         for output in outputs:
             by_choice.setdefault(choice_index(output.request_id), []).append(output)
+        events = []
         for index, rounds in by_choice.items():
             choice = self._writer.choices[index]
             for output in rounds:
                 choice.append(output)
-            yield from self._writer.chunk(choice, _join(rounds))
+            events.append(self._writer.chunk(choice, _join(rounds)))
+        return "".join(events)
+
+
+class IdleTimer:
+    """Interrupts waits that last too long, one at a time; it must be closed.
+
+    One timer serves all the short waits of a stream: `asyncio.timeout` makes one each, which takes 20 microseconds on
+    uvloop.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._task: asyncio.Task[object] | None = None
+        self._started = 0.0
+        self._is_due = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def wait(self, awaitable: Awaitable[T]) -> T | None:
+        """Return the awaitable's result; after the limit, cancel it and return None."""
+        task = self._task = asyncio.current_task()
+        assert task is not None
+        num_cancels = task.cancelling()
+        self._started = asyncio.get_running_loop().time()
+        if self._timer is None:
+            self._start_timer(self._limit_s)
+        try:
+            return await awaitable
+        except asyncio.CancelledError:
+            if not self._is_due or task.uncancel() > num_cancels:
+                raise  # cancelled by somebody else
+            return None
+        finally:
+            self._task, self._is_due = None, False
+
+    def close(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _start_timer(self, delay_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(delay_s, self._check)
+
+    def _check(self) -> None:
+        """Interrupt the wait if it has reached the limit; otherwise check again when it could have."""
+        self._timer = None
+        if self._task is None:
+            return  # the next wait starts the timer
+        left_s = self._started + self._limit_s - asyncio.get_running_loop().time()
+        if left_s > 0:
+            self._start_timer(left_s)
+        else:
+            self._is_due = True
+            self._task.cancel()
 
 
 async def _run(function: Callable[..., T], *args: Any, is_long: bool) -> T:
@@ -141,18 +184,11 @@ def _has_many_logprobs(sources: Sequence[Choice | RequestOutput]) -> bool:
 
 def _without_token(output: RequestOutput) -> RequestOutput:
     """Hide the token that was generated for `max_tokens: 0`."""
-    return replace(
-        output,
-        token_ids=[],
-        text="",
-        logprobs=None if output.logprobs is None else [],
-        finish_reason="length",
-        stop_reason=None,
-    )
+    hidden: list[TokenLogprobs] | None = None if output.logprobs is None else []
+    return replace(output, token_ids=[], text="", logprobs=hidden, finish_reason="length", stop_reason=None)
 
 
 def _join(rounds: list[RequestOutput]) -> RequestOutput:
-    """Join the outputs of several rounds of one sequence."""
     first, last = rounds[0], rounds[-1]
     if first is last:
         return first
@@ -162,7 +198,5 @@ def _join(rounds: list[RequestOutput]) -> RequestOutput:
         token_ids=[token for output in rounds for token in output.token_ids],
         text="".join(output.text for output in rounds),
         logprobs=logprobs,
-        num_draft_tokens=sum(output.num_draft_tokens for output in rounds),
-        num_accepted_tokens=sum(output.num_accepted_tokens for output in rounds),
         prompt_logprobs=first.prompt_logprobs,
     )

@@ -1,4 +1,4 @@
-"""What the server says of itself: the bodies of /v1/models and /version, its fingerprint, its announcement."""
+"""Facts about the server: the bodies of /v1/models and /version, its fingerprint, the log line when it is ready."""
 
 import functools
 import hashlib
@@ -6,9 +6,9 @@ import json
 from importlib import metadata
 from typing import Literal
 
-from deployments.config import AppConfig
-from deployments.openai.fields import ResponseModel
-from deployments.router.generation import Description
+from deployments.config import IngressConfig
+from deployments.openai.types import ResponseModel
+from deployments.wire import Description
 
 
 class ModelCard(ResponseModel):
@@ -36,30 +36,23 @@ class Version(ResponseModel):
     device: str
 
 
-def fingerprint(config: AppConfig) -> str:
-    """Return a name of what a text depends on beside its request: another name may mean other texts for a seed.
+def fingerprint(config: IngressConfig) -> str:
+    """Return a digest of everything but the request that determines a text; seeded texts may change with it.
 
-    It stands for the version, the target, its quantisation, number format, device and ranks, and the verification rule.
-    By the coupled rule a text depends on nothing else; by others also on drafts and rounds, which are not in the name.
+    This is exact for the coupled rule; by other rules, a text also depends on drafts and rounds.
     """
-    pair = config.pair
+    target = config.target
     basis = [
         installed_version(),
-        *(
-            pair.target_model,
-            pair.target_revision,
-            pair.dtype,
-            pair.device,
-            pair.verification,
-            pair.target_quantization,
-        ),
+        *(target.path, target.revision, target.dtype, target.device, target.quantization),
+        config.verification,
         config.tensor_parallel_size,
     ]
-    return f"fp_{hashlib.sha256(json.dumps(basis, default=str).encode()).hexdigest()[:12]}"
+    return f"fp_{hashlib.sha256(json.dumps(basis).encode()).hexdigest()[:12]}"
 
 
-def announcement(config: AppConfig, description: Description, base_url: str) -> str:
-    """Return what the log says when the service is ready: what is served, where, and a command that tries it."""
+def announcement(config: IngressConfig, description: Description, base_url: str) -> str:
+    """Return the log line of a service that is ready: the models, the address, and a command to try it."""
     target, draft = description.target, description.draft
     pair = f"target {target.name} ({target.num_parameters / 1e6:.1f} M, {target.dtype}, {target.device})"
     if config.tensor_parallel_size > 1:

@@ -6,62 +6,49 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deployments.openai.chat_template import ConversationRequest
-from deployments.openai.choices import Choice, FinishReason, RequestMetrics, Usage
-from deployments.openai.fields import WHOLE, ResponseModel, Text
+from deployments.openai.conversation_fields import ConversationRequest, Messages
 from deployments.openai.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs_field
-from deployments.openai.messages import ChatMessage
 from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.structured_output import GrammarSource
-from deployments.openai.tool_calls import (
-    Arguments,
-    CallReader,
-    CallStart,
-    FunctionCall,
-    FunctionDelta,
-    Piece,
-    ToolCall,
-    ToolCallDelta,
-)
+from deployments.openai.tool_calls import Arguments, CallReader, CallStart, FunctionCall, Piece, ToolCall
 from deployments.openai.tools import ToolChoice, ToolForm, required_call
-from deployments.openai.writer import Writer
-from engine.errors import RequestError
-from engine.sequence import RequestOutput
+from deployments.openai.types import WHOLE, NumAlternatives, ResponseModel
+from deployments.openai.writer import Choice, FinishReason, RequestMetrics, Usage, Writer, event
+from engine.protocols import RequestOutput
 
 
 class ChatCompletionRequest(GenerationRequest, ConversationRequest):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     """The conversation."""
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE] | None = None
     """Tokens to generate at most; the newer name of max_tokens. Without either: all the room that is left."""
     logprobs: bool | None = None
     """Log probabilities of the target for each token."""
-    top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
+    top_logprobs: NumAlternatives | None = None
     """Alternatives to list for each token; only with logprobs."""
     modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
     """Text is all there is."""
     parallel_tool_calls: bool | None = None
     """Whether several calls may be required at once (the default)."""
-    verbosity: Text | None = None
+    verbosity: str | None = None
     """Accepted and ignored: no model here is trained for it."""
 
     def grammar_source(self, tool_form: ToolForm | None) -> GrammarSource | None:
-        """Return what the answer must match: a required call, or what the client wrote.
+        """Return the grammar of a required call in `tool_form`, or else the client's own constraint.
 
-        Args:
-            tool_form: how this model calls tools, if it can.
-
-        Raises:
-            RequestError: two fields contradict one another, or `tool_choice` does not fit the tools.
+        Raises RequestError if `tool_choice` does not fit the tools, or two fields constrain the text.
         """
-        is_parallel = self.parallel_tool_calls is not False
-        call = required_call(self.tool_choice, self.tools, tool_form, is_parallel=is_parallel)
         source = self.text_source()
-        if call is not None and source is not None:
-            raise RequestError(f"tool_choice requires a call, which {source.field} does not allow", "tool_choice")
-        return call or source
+        is_parallel = self.parallel_tool_calls is not False
+        return required_call(self.tool_choice, self.tools, tool_form, is_parallel=is_parallel) or source
+
+    def call_reader(self, tool_form: ToolForm | None) -> CallReader | None:
+        """Return a reader of the answer; None if it cannot hold calls."""
+        if not self.offered_tools or tool_form is None:
+            return None
+        return tool_form.reader(calls_only=self.tool_choice not in (None, "auto"))
 
 
 class AnswerMessage(ResponseModel):
@@ -70,14 +57,6 @@ class AnswerMessage(ResponseModel):
     role: Literal["assistant"]
     content: str | None
     tool_calls: list[ToolCall] | None = None
-
-
-class Delta(ResponseModel):
-    """The next piece of the answer."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChoice(ResponseModel):
@@ -91,19 +70,8 @@ class ChatChoice(ResponseModel):
     token_ids: list[int] | None = None
 
 
-class ChatChunkChoice(ResponseModel):
-    """The next piece of one answer."""
-
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None = None
-    token_ids: list[int] | None = None
-
-
 class ChatCompletion(ResponseModel):
-    """The body of a chat completion."""
+    """The body of a chat completion; a stream's chunks have the same fields, with a `delta` in place of the message."""
 
     id: str
     object: Literal["chat.completion"]
@@ -117,91 +85,80 @@ class ChatCompletion(ResponseModel):
     metrics: RequestMetrics | None = None
 
 
-class ChatCompletionChunk(ResponseModel):
-    """One chunk of a chat completion's stream."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-    metrics: RequestMetrics | None = None
-
-
 @dataclass(slots=True)
 class ChatWriter(Writer):
-    """Writes the answers of a conversation; `tool_form` is how the model calls tools, if it can."""
+    """Writes chat completions; `tool_form` is how the model writes calls, if it can."""
 
     request: ChatCompletionRequest
     tool_form: ToolForm | None = None
-    readers: dict[int, CallReader] = field(default_factory=dict, init=False)
-    choices_with_calls: set[int] = field(default_factory=set, init=False)
-    num_streamed_calls: Counter[int] = field(default_factory=Counter, init=False)
+    readers: dict[int, CallReader | None] = field(default_factory=dict, init=False)
+    num_calls: Counter[int] = field(default_factory=Counter, init=False)
+    """Calls that have begun, by choice."""
 
-    def opening(self) -> list[ChatCompletionChunk]:
+    def opening(self) -> str:
         """Return the chunk that says who speaks, one per choice."""
-        delta = Delta(role="assistant", content="")
-        return [
-            self._chunk(
-                ChatChunkChoice(index=choice.index, delta=delta, logprobs=None, finish_reason=None),
-                **(self.prompt_ids_field(choice) if choice.index == 0 else {}),
-            )
+        delta = {"role": "assistant", "content": ""}
+        prompt = self.ids_field(prompt_token_ids=self.choices[0].prompt_token_ids)
+        return "".join(
+            self._event([_chunk(choice, delta)], **self.chunk_usage_field(), **({} if choice.index else prompt))
             for choice in self.choices
-        ]
+        )
 
-    def chunk(self, choice: Choice, output: RequestOutput) -> list[ChatCompletionChunk]:
+    def chunk(self, choice: Choice, output: RequestOutput) -> str:
         """Return the chunks with the next tokens of a choice: one for each piece of text or of a call, at least one."""
         logprobs = None
         if output.logprobs is not None:
-            logprobs = chat_logprobs(output.token_ids, output.logprobs, self.decoder)
-        pieces = self._read(choice, output.text, is_last=output.finish_reason is not None)
-        deltas = [self._delta(choice, piece) for piece in pieces] or [Delta(content="")]
+            logprobs = chat_logprobs(output.token_ids, output.logprobs, self.reply.token_texts)
+        pieces = self.read(choice, output.text, is_last=output.finish_reason is not None)
         # One piece in a chunk: clients join the deltas of a call by its index, and expect each index once in a chunk.
-        chunks = [
-            ChatChunkChoice(index=choice.index, delta=delta, logprobs=None, finish_reason=None) for delta in deltas
-        ]
-        chunks[0] = chunks[0].model_copy(update={"logprobs": logprobs, **self.token_ids_field(output.token_ids)})
-        end = {"finish_reason": self._finish_reason(choice), "stop_reason": output.stop_reason}
-        chunks[-1] = chunks[-1].model_copy(update=end)
-        return [self._chunk(chunk) for chunk in chunks]
+        deltas = [self._delta(choice, piece) for piece in pieces] or [{"content": ""}]
+        chunks = [_chunk(choice, delta) for delta in deltas]
+        chunks[0]["logprobs"] = logprobs
+        chunks[-1] |= {"finish_reason": self._finish_reason(choice), "stop_reason": output.stop_reason}
+        chunks[0] |= self.ids_field(token_ids=output.token_ids)
+        return "".join(self._event([chunk], **self.chunk_usage_field()) for chunk in chunks)
 
-    def closing(self) -> list[ChatCompletionChunk]:
+    def closing(self) -> str:
         """Return the chunk with the token counts and no choices, if the client asked for it."""
         if not self.has_usage_chunk:
-            return []
-        return [
-            ChatCompletionChunk(**self.common_fields, object="chat.completion.chunk", choices=[], **self.usage_fields())
-        ]
+            return ""
+        usage = {name: figures.model_dump(exclude_unset=True) for name, figures in self.usage_fields().items()}
+        return self._event([], **usage)
 
-    def whole(self) -> ChatCompletion:
+    def whole(self) -> ResponseModel:
         """Return the body of a response that is not streamed."""
         choices = [
             ChatChoice(
                 index=choice.index,
                 message=self._message(choice),
-                logprobs=chat_logprobs(choice.token_ids, choice.logprobs, self.decoder) if choice.logprobs else None,
+                logprobs=chat_logprobs(choice.token_ids, choice.logprobs, self.reply.token_texts)
+                if choice.logprobs
+                else None,
                 finish_reason=self._finish_reason(choice),
                 stop_reason=choice.stop_reason,
-                **self.token_ids_field(choice.token_ids),
+                **self.ids_field(token_ids=choice.token_ids),
             )
             for choice in self.choices
         ]
         return ChatCompletion(
-            **self.common_fields,
-            object="chat.completion",
+            **self.common_fields("chat.completion"),
             choices=choices,
-            **self.prompt_ids_field(self.choices[0]),
-            **prompt_logprobs_field(self.request, self.choices[0], self.decoder),
+            **self.ids_field(prompt_token_ids=self.choices[0].prompt_token_ids),
+            **prompt_logprobs_field(self.request.prompt_logprobs, self.choices[0], self.reply.token_texts),
             **self.usage_fields(),
         )
+
+    def read(self, choice: Choice, text: str, *, is_last: bool) -> list[Piece]:
+        """Return the pieces of text and calls that the next text of a choice completes."""
+        if choice.index not in self.readers:
+            self.readers[choice.index] = self.request.call_reader(self.tool_form)
+        reader = self.readers[choice.index]
+        return [text] if reader is None else reader.feed(text, is_last=is_last)
 
     def _message(self, choice: Choice) -> AnswerMessage:
         text = ""
         calls: list[ToolCall] = []
-        for piece in self._read(choice, choice.text, is_last=True):
+        for piece in self.read(choice, choice.text, is_last=True):
             match piece:
                 case CallStart():
                     function = FunctionCall(name=piece.name, arguments="")
@@ -210,46 +167,33 @@ class ChatWriter(Writer):
                     calls[-1].function.arguments += piece.text
                 case _:
                     text += piece
+        self.num_calls[choice.index] = len(calls)
         if not calls:
             return AnswerMessage(role="assistant", content=text)
         return AnswerMessage(role="assistant", content=text or None, tool_calls=calls)
 
-    def _delta(self, choice: Choice, piece: Piece) -> Delta:
+    def _delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
+        """Return the next piece of an answer; only the first piece of a call has its id, type and name."""
         match piece:
             case CallStart():
-                function = FunctionDelta(name=piece.name, arguments="")
-                self.num_streamed_calls[choice.index] += 1
-                start = {"id": piece.id, "type": "function"}
+                self.num_calls[choice.index] += 1
+                call = {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
             case Arguments():
-                function, start = FunctionDelta(arguments=piece.text), {}
+                call = {"function": {"arguments": piece.text}}
             case _:
-                return Delta(content=piece)
-        index = self.num_streamed_calls[choice.index] - 1
-        return Delta(tool_calls=[ToolCallDelta(index=index, **start, function=function)])
-
-    def _read(self, choice: Choice, text: str, *, is_last: bool) -> list[Piece]:
-        """Split text into content and tool calls."""
-        if not self.request.offered_tools or self.tool_form is None:
-            return [text]
-        if choice.index not in self.readers:
-            self.readers[choice.index] = self.tool_form.reader()
-        pieces = self.readers[choice.index].feed(text, is_last=is_last)
-        if any(isinstance(piece, CallStart) for piece in pieces):
-            self.choices_with_calls.add(choice.index)
-        return pieces
+                return {"content": piece}
+        return {"tool_calls": [{"index": self.num_calls[choice.index] - 1, **call}]}
 
     def _finish_reason(self, choice: Choice) -> FinishReason | None:
-        """Return why an answer ended; OpenAI says `tool_calls`, but `stop` where the client named the function."""
+        """Return why an answer ended: `tool_calls`, but `stop` where the client named the function, as OpenAI does."""
         is_named = isinstance(self.request.tool_choice, ToolChoice)
-        if choice.finish_reason == "stop" and choice.index in self.choices_with_calls and not is_named:
+        if choice.finish_reason == "stop" and self.num_calls[choice.index] and not is_named:
             return "tool_calls"
         return choice.finish_reason
 
-    def _chunk(self, choice: ChatChunkChoice, **fields: Any) -> ChatCompletionChunk:
-        return ChatCompletionChunk(
-            **self.common_fields,
-            object="chat.completion.chunk",
-            choices=[choice],
-            **self.chunk_usage_field(),
-            **fields,
-        )
+    def _event(self, choices: list[dict[str, Any]], **fields: Any) -> str:
+        return event({**self.common_fields("chat.completion.chunk"), "choices": choices, **fields})
+
+
+def _chunk(choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from deployments.openai.choices import Choice
-from deployments.openai.fields import ResponseModel
-from deployments.openai.sampling_fields import GenerationRequest
-from deployments.openai.writer import Decoder
-from engine.protocols import TokenLogprobs
+from deployments.openai.types import ResponseModel
+from deployments.openai.writer import Choice, TokenTexts
+from engine.protocols import RequestOutput, TokenLogprobs
 
 LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have; vLLM's number."""
@@ -55,13 +53,14 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 def num_logprobs(positions: Sequence[TokenLogprobs] | None) -> int:
-    """Return how many log probabilities there are at some positions, which all have as many alternatives."""
+    """Return the number of log probabilities, if all positions have as many alternatives."""
     return len(positions) * (1 + len(positions[0].top_ids)) if positions else 0
 
 
-def prompt_logprobs_field(request: GenerationRequest, choice: Choice, decoder: Decoder) -> dict[str, PromptLogprobs]:
-    """Return the field with the log probabilities of a prompt's tokens, if the client asked for it."""
-    num_alternatives = request.prompt_logprobs
+def prompt_logprobs_field(
+    num_alternatives: int | None, choice: Choice, token_texts: TokenTexts
+) -> dict[str, PromptLogprobs]:
+    """Return the field with the prompt's log probabilities, if requested."""
     if num_alternatives is None:
         return {}
 
@@ -71,7 +70,7 @@ def prompt_logprobs_field(request: GenerationRequest, choice: Choice, decoder: D
         ranks = [position.rank, *range(1, num_alternatives + 1)]
         return {
             token: PromptLogprob(logprob=max(logprob, LEAST_LOGPROB), rank=rank, decoded_token=text)
-            for token, logprob, rank, text in zip(ids, logprobs, ranks, decoder.token_texts(ids), strict=True)
+            for token, logprob, rank, text in zip(ids, logprobs, ranks, token_texts(ids), strict=True)
         }
 
     scores = choice.prompt_logprobs or []
@@ -80,22 +79,20 @@ def prompt_logprobs_field(request: GenerationRequest, choice: Choice, decoder: D
 
 def completion_logprobs(
     choice: Choice,
-    token_ids: list[int],
-    logprobs: Sequence[TokenLogprobs],
+    tokens: Choice | RequestOutput,
     prompt_logprobs: Sequence[TokenLogprobs] | None,
-    decoder: Decoder,
+    token_texts: TokenTexts,
 ) -> CompletionLogprobs:
     """Return the log probabilities of the next tokens of a completion.
 
-    Args:
-        choice: the choice that they belong to; it keeps how many characters have been reported.
-        prompt_logprobs: those of the prompt's tokens from the second on, if the prompt is to be reported first.
+    `choice` keeps how many characters were returned; `prompt_logprobs` begin at an echoed prompt's second token.
     """
-    positions: list[TokenLogprobs | None] = [*logprobs]
+    token_ids = tokens.token_ids
+    positions: list[TokenLogprobs | None] = [*(tokens.logprobs or [])]
     if prompt_logprobs is not None:
         token_ids = choice.prompt_token_ids + token_ids
         positions = [None, *prompt_logprobs, *positions]
-    texts = decoder.token_texts(token_ids)
+    texts = token_texts(token_ids)
     offsets = []
     for text in texts:
         offsets.append(choice.num_logprob_chars)
@@ -105,8 +102,7 @@ def completion_logprobs(
         token_logprobs=[position.logprob if position else None for position in positions],
         tokens=texts,
         top_logprobs=[
-            dict(zip(decoder.token_texts(position.top_ids), position.top_logprobs, strict=True))
-            | {text: position.logprob}
+            dict(zip(token_texts(position.top_ids), position.top_logprobs, strict=True)) | {text: position.logprob}
             if position
             else None
             for text, position in zip(texts, positions, strict=True)
@@ -114,18 +110,18 @@ def completion_logprobs(
     )
 
 
-def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], decoder: Decoder) -> ChatLogprobs:
-    """Return the log probabilities of some tokens of a message."""
+def chat_logprobs(token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], token_texts: TokenTexts) -> ChatLogprobs:
+    """Return the log probabilities of tokens of a message."""
     return ChatLogprobs(
         content=[
             TokenLogprob(
                 **_alternative(text, position.logprob),
                 top_logprobs=[
                     TopLogprob(**_alternative(top, logprob))
-                    for top, logprob in zip(decoder.token_texts(position.top_ids), position.top_logprobs, strict=True)
+                    for top, logprob in zip(token_texts(position.top_ids), position.top_logprobs, strict=True)
                 ],
             )
-            for text, position in zip(decoder.token_texts(token_ids), logprobs, strict=True)
+            for text, position in zip(token_texts(token_ids), logprobs, strict=True)
         ]
     )
 

@@ -4,13 +4,25 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deployments.openai.fields import WHOLE, Finite, OnlyFalse, RequestModel, Salt, Seed, StopString, Text, TokenId
 from deployments.openai.structured_output import (
     GrammarSource,
     ResponseFormat,
     StructuredOutputs,
     format_source,
     structured_source,
+)
+from deployments.openai.types import (
+    MAX_KEYS,
+    WHOLE,
+    Finite,
+    NumAlternatives,
+    OnlyFalse,
+    RequestModel,
+    Salt,
+    Seed,
+    StopString,
+    TokenId,
+    at_most,
 )
 from engine.errors import RequestError
 
@@ -71,7 +83,7 @@ class SamplingRequest(RequestModel):
     seed: Seed | None = None
     """The same seed, prompt and parameters give the same text; with rules other than coupled, only if drafts and rounds
     are the same."""
-    stop: Text | list[StopString] | None = None
+    stop: StopString | Literal[""] | Annotated[list[StopString], Field(max_length=4)] | None = None
     """Strings that end the text, which does not include them. No text and no strings are none."""
     ignore_eos: bool | None = None
     """Go on past the end-of-sequence token."""
@@ -81,19 +93,19 @@ class SamplingRequest(RequestModel):
     """Speculation for this request."""
     cache_salt: Salt | None = None
     """Only requests with the same salt share cached prefixes."""
-    user: Text | None = None
+    user: str | None = None
     """Accepted and ignored: it cannot change the text."""
-    metadata: dict[Text, Text] | None = None
+    metadata: Annotated[dict[str, str], at_most(MAX_KEYS)] | None = None
     """Accepted and ignored: it cannot change the text."""
-    safety_identifier: Text | None = None
+    safety_identifier: str | None = None
     """Accepted and ignored: it cannot change the text."""
-    service_tier: Text | None = None
+    service_tier: str | None = None
     """Accepted and ignored: there is one tier."""
     store: bool | None = None
     """Accepted and ignored: nothing is stored."""
-    prompt_cache_key: Text | None = None
+    prompt_cache_key: str | None = None
     """Accepted and ignored: equal prefixes are found without it; `cache_salt` keeps requests from sharing them."""
-    prompt_cache_retention: Text | None = None
+    prompt_cache_retention: str | None = None
     """Accepted and ignored: prefixes stay cached until their room is needed."""
     prompt_cache_options: dict[str, Any] | None = None
     """Accepted and ignored: prefixes stay cached until their room is needed."""
@@ -108,9 +120,9 @@ class GenerationRequest(SamplingRequest):
     """Tokens to generate at most."""
     min_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     """Tokens to generate before any stop condition counts."""
-    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
-    """Token id (as a string) to what is added to its logit."""
-    stop_token_ids: list[TokenId] | None = None
+    logit_bias: Annotated[dict[str, Annotated[Finite, Field(ge=-100, le=100)]], at_most(300)] | None = None
+    """Token id (as a string) to the number added to its logit."""
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     """Tokens that end the text."""
     include_stop_str_in_output: bool | None = None
     """Keep the stop string in the text."""
@@ -123,23 +135,19 @@ class GenerationRequest(SamplingRequest):
     structured_outputs: StructuredOutputs | None = None
     """What the text must match."""
     return_token_ids: bool | None = None
-    """Token ids besides the text."""
+    """Send token ids, too."""
     add_special_tokens: bool | None = None
-    """Add the tokens that the tokenizer puts around a text, such as the one that begins it; by default, a prompt has
-    them, and a conversation has those that the chat template writes."""
+    """Add the tokens that the tokenizer puts around a text, such as the one that begins it. Default: true for a prompt,
+    false for a conversation, whose chat template writes its own."""
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
     """Keep this many tokens of the prompt; -1 is as many as there is room for."""
     truncation_side: Literal["left", "right"] | None = None
     """The side that `truncate_prompt_tokens` cuts off: left (the default) keeps the last tokens."""
-    prompt_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
+    prompt_logprobs: NumAlternatives | None = None
     """Log probabilities of the prompt's tokens, with this many alternatives; not in a stream."""
 
     def text_source(self) -> GrammarSource | None:
-        """Return what the client says that the text must match.
-
-        Raises:
-            RequestError: it says several things, or `structured_outputs` says nothing.
-        """
+        """Return the client's constraint on the text; raise RequestError if there are several, or an empty one."""
         source = format_source(self.response_format)
         if self.structured_outputs is None:
             return source

@@ -1,4 +1,4 @@
-"""Structured output: the request fields that say what a text must match, and the grammar that each stands for."""
+"""Structured output: the request fields that constrain a text, and their grammars."""
 
 import json
 from collections.abc import Callable
@@ -7,21 +7,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deployments.openai.fields import JsonObject, Name, RequestModel, Text
+from deployments.openai.types import JsonObject, Name, RequestModel
 from engine.errors import RequestError
 from engine.sampling.grammar import from_choice, from_json_schema, from_regex, from_text
 
 
 class StructuredOutputs(RequestModel):
-    """What the text must match, at every token: exactly one of these, with vLLM's names."""
+    """A constraint on the text: exactly one of these, with vLLM's names."""
 
-    json_: JsonObject | Text | None = Field(None, alias="json")
+    json_: JsonObject | str | None = Field(None, alias="json")
     """A JSON schema, as an object or as its text."""
-    regex: Text | None = None
+    regex: str | None = None
     """A regular expression for the whole text, in Rust's syntax."""
-    choice: Annotated[list[Text], Field(min_length=1)] | None = None
+    choice: Annotated[list[str], Field(min_length=1)] | None = None
     """The texts that are allowed."""
-    grammar: Text | None = None
+    grammar: str | None = None
     """A grammar in Lark's or llama.cpp's (GBNF) notation."""
 
 
@@ -44,7 +44,7 @@ class JsonSchema(RequestModel):
     """Not shown to the model."""
     schema_: JsonObject = Field(alias="schema")
     """The schema."""
-    description: Text | None = None
+    description: str | None = None
     """Accepted and ignored: the model sees the conversation only."""
     strict: bool | None = None
     """Accepted and ignored: the answer always matches."""
@@ -62,13 +62,9 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 @dataclass(frozen=True, slots=True)
 class GrammarSource:
-    """What a client wrote instead of a grammar.
+    """A client's constraint, before it is made a grammar: a request field and its value, whose size is checked first.
 
-    Attributes:
-        field: the request field that holds it.
-        value: the field's value, which is measured before anything else is done with it.
-        to_grammar: returns the grammar; raises RequestError where the value cannot be one.
-        takes_long: whether that can take a second.
+    `to_grammar` raises RequestError if the value has no grammar; it can take a second if it `takes_long`.
     """
 
     field: str
@@ -78,30 +74,22 @@ class GrammarSource:
 
 
 def structured_source(outputs: StructuredOutputs) -> GrammarSource:
-    """Return what `structured_outputs` holds.
-
-    Raises:
-        RequestError: it holds several things, or nothing.
-    """
-    converters: dict[str, tuple[Any, Callable[[Any], str]]] = {
-        "json": (outputs.json_, _from_schema),
-        "regex": (outputs.regex, from_regex),
-        "choice": (outputs.choice, from_choice),
-        "grammar": (outputs.grammar, from_text),
-    }
-    names = [name for name, (value, _) in converters.items() if value is not None]
-    if len(names) != 1:
+    """Return the constraint in `structured_outputs`; raise RequestError if it does not hold exactly one."""
+    given = {name: value for name, value in outputs.model_dump(by_alias=True).items() if value is not None}
+    if len(given) != 1:
         raise RequestError(
-            f"structured_outputs has {', '.join(names) or 'none'}; exactly one of {', '.join(converters)} is allowed",
+            f"structured_outputs has {', '.join(given) or 'none'}; exactly one of {', '.join(_CONVERTERS)} is allowed",
             "structured_outputs",
         )
-    value, convert = converters[names[0]]
-    is_grammar = convert is from_text  # GBNF or Lark
-    return GrammarSource(f"structured_outputs.{names[0]}", value, lambda: convert(value), takes_long=is_grammar)
+    [(name, value)] = given.items()
+    # GBNF or Lark takes long.
+    return GrammarSource(
+        f"structured_outputs.{name}", value, lambda: _CONVERTERS[name](value), takes_long=name == "grammar"
+    )
 
 
 def format_source(response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> GrammarSource | None:
-    """Return the schema that a `response_format` names; None if any text is allowed."""
+    """Return the schema of a `response_format`; None if any text is allowed."""
     match response_format:
         case JsonObjectFormat():
             field, schema = "response_format", {"type": "object"}
@@ -121,3 +109,11 @@ def _from_schema(schema: dict[str, Any] | str) -> str:
     if not isinstance(schema, dict):
         raise RequestError("a JSON schema is an object")
     return from_json_schema(schema)
+
+
+_CONVERTERS: dict[str, Callable[[Any], str]] = {
+    "json": _from_schema,
+    "regex": from_regex,
+    "choice": from_choice,
+    "grammar": from_text,
+}

@@ -1,19 +1,19 @@
 """Tool calls: their response fields, and CallReader, which splits growing text into content and tool calls.
 
-A call begins where its name is known and its arguments open. From there on it stays a call, whatever follows, because
-chunks that were sent cannot be taken back; its arguments are the text's own characters. Arguments that the model got
-wrong, or that the token limit cut, are sent as they are, as OpenAI does. Text that ends before a name is known, or has
-no name where one should be, is content, unchanged. The result depends on the text alone, not on how it is cut.
+A call begins where its name is known and its arguments open, and stays a call whatever follows, because sent chunks
+cannot be taken back. Its arguments are the text's own characters, as at OpenAI: wrong or cut ones are sent as they are.
+Text that ends before a name, or has none where one is due, is content. The result does not depend on how the text is
+cut.
 """
 
 import json
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from deployments.openai.fields import ResponseModel
+from deployments.openai.types import ResponseModel
 
 _BLANK = " \t\r\n"
 _HEAD = re.compile(
@@ -37,22 +37,6 @@ class ToolCall(ResponseModel):
     function: FunctionCall
 
 
-class FunctionDelta(ResponseModel):
-    """The next piece of a call's arguments; the function's name and no arguments yet, where the call begins."""
-
-    name: str | None = None
-    arguments: str
-
-
-class ToolCallDelta(ResponseModel):
-    """The next piece of a call, with its place among the answer's calls; id and type only where it begins."""
-
-    index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
-    function: FunctionDelta
-
-
 @dataclass(frozen=True, slots=True)
 class CallStart:
     """A call begins; the arguments that follow belong to it."""
@@ -72,125 +56,110 @@ Piece = str | CallStart | Arguments
 
 
 class CallReader:
-    """Reads one text: with an end tag, calls anywhere in it; without one, calls at its beginning.
+    """Reads one text: with an end tag, calls anywhere in it; without one, calls at its beginning."""
 
-    It is a state machine: `_step` is the method that reads the next piece of what is held back.
-    """
+    def __init__(self, start_tag: str, end_tag: str = "", *, calls_only: bool = False) -> None:
+        """Start at the beginning of a text, with calls between two tags; without an end tag, the start tag is optional.
 
-    def __init__(self, start_tag: str, end_tag: str = "") -> None:
-        """Start at the beginning of a text.
-
-        Args:
-            start_tag: what stands before a call; optional in the text if there is no end tag.
-            end_tag: what stands after a call.
+        With `calls_only` the text must be calls, so a remainder is the markup of a call that was cut.
         """
+        self._calls_only = calls_only
         self._start_tag, self._end_tag = start_tag, end_tag
         self._held = ""
-        self._num_sent = 0
         self._is_last = False
         self._is_after_call = False
-        self._object = ObjectEnd()
         self._pieces: list[Piece] = []
-        self._step: Callable[[], bool] = self._find_start if end_tag else self._read_head
+        self._reading = self._read()
 
     def feed(self, text: str, *, is_last: bool) -> list[Piece]:
-        """Return the pieces that no later text can change; with the last text, all that is left."""
+        """Return the pieces that later text cannot change; after the last text, the rest."""
         self._held += text
         self._is_last = is_last
-        while self._step():
-            pass
+        next(self._reading)
         pieces, self._pieces = self._pieces, []
-        return pieces
+        return [piece for piece in pieces if not isinstance(piece, str)] if self._calls_only else pieces
 
-    # Each step reads what it can of the held text, and returns whether another step can go on at once.
+    # These generators read as much of the held text as they can, and yield where more is needed.
 
-    def _find_start(self) -> bool:
-        """Emit text up to a start tag."""
-        start = self._held.find(self._start_tag)
-        if start < 0:
+    def _read(self) -> Iterator[None]:
+        while True:
+            if self._end_tag:
+                yield from self._find_start()
+            if (yield from self._read_call()):
+                yield from self._skip_end_tag()
+            elif self._end_tag:
+                self._emit_text(len(self._start_tag))  # the supposed call is content
+            else:
+                yield from self._pass_rest()
+
+    def _find_start(self) -> Iterator[None]:
+        while (start := self._held.find(self._start_tag)) < 0:
             self._emit_text(len(self._held) - (0 if self._is_last else _overlap(self._held, self._start_tag)))
-            return False
+            yield
         self._emit_text(start)
-        return self._go_to(self._read_head)
 
-    def _read_head(self) -> bool:
-        """Read a call up to its arguments."""
+    def _read_call(self) -> Generator[None, None, bool]:
+        """Return whether the held text begins with a call, and read it."""
         has_separator = self._is_after_call and not self._end_tag
-        bare = self._held.lstrip(_BLANK + ";" if has_separator else _BLANK)
-        body = bare.removeprefix(self._start_tag).lstrip(_BLANK)
-        if not body or self._start_tag.startswith(bare):
-            return self._is_last and self._reject()
-        if not body.startswith("{"):
-            return self._reject()
-        if head := _HEAD.match(body):
-            self._pieces.append(CallStart(head[1]))
-            self._held = body[head.end() :]
-            return self._go_to(self._read_arguments)
-        end = self._object.find(body)
-        if end is None:
-            return self._is_last and self._reject()
-        call = _parse_call(body[:end])
-        if call is None:
-            return self._reject()
-        self._pieces += call
-        self._held = body[end:]
-        return self._go_to(self._skip_end_tag)
+        end = ObjectEnd()
+        while True:
+            bare = self._held.lstrip(_BLANK + ";" if has_separator else _BLANK)
+            body = bare.removeprefix(self._start_tag).lstrip(_BLANK)
+            if body and not self._start_tag.startswith(bare):
+                if not body.startswith("{"):
+                    return False
+                if head := _HEAD.match(body):
+                    self._pieces.append(CallStart(head[1]))
+                    self._held = body[head.end() :]
+                    yield from self._read_arguments()
+                    return True
+                if (length := end.find(body)) is not None:
+                    call = _parse_call(body[:length])
+                    if call is not None:
+                        self._pieces += call
+                        self._held = body[length:]
+                    return call is not None
+            if self._is_last:
+                return False
+            yield
 
-    def _reject(self) -> bool:
-        """Treat what looked like a call as content."""
-        self._object = ObjectEnd()
-        if self._end_tag:
-            self._emit_text(len(self._start_tag))
-            return self._go_to(self._find_start)
-        if self._is_after_call and not self._held.strip(_BLANK + ";"):
-            return False
-        return self._go_to(self._pass_all)
-
-    def _pass_all(self) -> bool:
-        """Emit all text to the end."""
-        self._emit_text(len(self._held))
-        return False
-
-    def _read_arguments(self) -> bool:
-        """Emit arguments up to the end of their object."""
-        end = self._object.find(self._held)
-        until = len(self._held) if end is None else end
-        if until > self._num_sent:
-            self._pieces.append(Arguments(self._held[self._num_sent : until]))
-            self._num_sent = until
-        if end is None:
-            return False
+    def _read_arguments(self) -> Iterator[None]:
+        """Read the arguments of a call, and the rest of its object."""
+        arguments, num_sent = ObjectEnd(), 0
+        while True:
+            end = arguments.find(self._held)
+            until = len(self._held) if end is None else end
+            if until > num_sent:
+                self._pieces.append(Arguments(self._held[num_sent:until]))
+                num_sent = until
+            if end is not None:
+                break
+            yield
         self._held = self._held[end:]
-        return self._go_to(self._skip_rest, depth=1)
-
-    def _skip_rest(self) -> bool:
-        """Drop the rest of the call's object after the arguments."""
-        bare = self._held.lstrip(_BLANK)
-        if not bare:
-            return False
-        end = self._object.find(self._held) if bare[0] in ",}" else 0
-        if end is None:
-            return False
+        rest = ObjectEnd(depth=1)
+        while True:
+            bare = self._held.lstrip(_BLANK)
+            end = rest.find(self._held) if bare[:1] in (",", "}") else 0
+            if bare and end is not None:
+                break
+            yield
         self._held = self._held[end:]
-        return self._go_to(self._skip_end_tag)
 
-    def _skip_end_tag(self) -> bool:
-        """Drop the end tag."""
-        bare = self._held.lstrip(_BLANK)
-        if self._end_tag.startswith(bare) and bare != self._end_tag:
-            return False
+    def _skip_end_tag(self) -> Iterator[None]:
+        while self._end_tag.startswith(bare := self._held.lstrip(_BLANK)) and bare != self._end_tag:
+            yield
         self._held = bare.removeprefix(self._end_tag)
         self._is_after_call = True
-        return self._go_to(self._find_start if self._end_tag else self._read_head)
 
-    def _go_to(self, step: Callable[[], bool], *, depth: int = 0) -> bool:
-        self._step = step
-        self._num_sent = 0
-        self._object = ObjectEnd(depth)
-        return True
+    def _pass_rest(self) -> Iterator[None]:
+        """Emit all other text, except separators at the end."""
+        while True:
+            if not self._is_after_call or self._held.strip(_BLANK + ";"):
+                self._emit_text(len(self._held))
+            yield
 
     def _emit_text(self, length: int) -> None:
-        """Emit the first `length` characters; white space after a call belongs to the form and is dropped."""
+        """Emit the first `length` characters, without the white space after a call."""
         text, self._held = self._held[:length], self._held[length:]
         if self._is_after_call:
             text = text.lstrip()
@@ -200,7 +169,7 @@ class CallReader:
 
 
 class ObjectEnd:
-    """Finds the end of a JSON object in a growing text; reads each character once."""
+    """Finds the end of a JSON object in a growing text, reading each character once."""
 
     def __init__(self, depth: int = 0) -> None:
         """Start before the object, or inside `depth` open brackets."""
@@ -209,10 +178,9 @@ class ObjectEnd:
         self._is_string = False
 
     def find(self, text: str) -> int | None:
-        """Return where the object ends, or where a tag interrupts it; None if the text is not that long yet.
+        """Return the index of the object's end or of a tag inside it; None if the text is too short.
 
-        Args:
-            text: the same text as in the last call, with more at its end.
+        `text` continues the text of the last call.
         """
         while mark := _MARK.search(text, self._position):
             self._position = mark.end()
@@ -234,7 +202,7 @@ class ObjectEnd:
 
 
 def _parse_call(text: str) -> list[Piece] | None:
-    """Return the call that a JSON object describes, whatever the order of its keys; None if it is no call."""
+    """Return the call in a JSON object; None if it is none."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -246,5 +214,5 @@ def _parse_call(text: str) -> list[Piece] | None:
 
 
 def _overlap(text: str, tag: str) -> int:
-    """Return how many characters at the end of a text could be the beginning of a tag."""
+    """Return the length of the longest suffix that could begin a tag."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)

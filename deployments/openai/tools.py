@@ -1,4 +1,4 @@
-"""Tools: the request fields about functions that the model may call, and the two forms in which models call them.
+"""Tools: the request fields about functions that the model may call, and the two forms of a call.
 
 A model calls in the form that its chat template teaches. Hermes (Qwen, Hermes): `<tool_call>` tags around
 `{"name": ..., "arguments": {...}}`, any number of times, anywhere in the text. Llama 3: the text begins with
@@ -8,13 +8,14 @@ A model calls in the form that its chat template teaches. Hermes (Qwen, Hermes):
 import json
 import re
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from llguidance import LLMatcher
 
-from deployments.openai.fields import JsonObject, Name, RequestModel, Text
 from deployments.openai.structured_output import GrammarSource
 from deployments.openai.tool_calls import CallReader
+from deployments.openai.types import JsonObject, Name, RequestModel
 from engine.errors import RequestError
 from engine.sampling.grammar import JSON_OPTIONS
 
@@ -24,7 +25,7 @@ class Function(RequestModel):
 
     name: Name
     """Its name."""
-    description: Text | None = None
+    description: str | None = None
     """What it does, for the model."""
     parameters: JsonObject | None = None
     """The JSON schema of its arguments, an object; null is no arguments."""
@@ -53,40 +54,74 @@ class ToolChoice(RequestModel):
 
 
 class PastFunction(RequestModel):
-    """A call as the model made it."""
+    """A call as the model made it, which may have made up the name."""
 
-    name: Name
-    arguments: Text
-    """A JSON object, as text; no text is no arguments."""
+    name: str
+    arguments: str
+    """A JSON object, as text; no text is no arguments. It may have been cut by max_tokens."""
+    provider_specific_fields: dict[str, Any] | None = None
+    """Accepted and ignored: LiteLLM sends it back with earlier answers."""
 
 
 class PastCall(RequestModel):
     """A call in an earlier answer."""
 
     type: Literal["function"]
-    id: Text
+    id: str
     function: PastFunction
+    index: int | None = None
+    """Accepted and ignored: calls are in their order; clients that join a stream's deltas send it back."""
+    provider_specific_fields: dict[str, Any] | None = None
+    """Accepted and ignored: LiteLLM sends it back with earlier answers."""
 
 
-class ToolForm(Protocol):
-    """The form in which a model calls tools."""
+@dataclass(frozen=True, slots=True)
+class ToolForm:
+    """How a model writes calls: between two tags, with its word for `arguments`.
+
+    Without an end tag, calls are only at the beginning of a text, where they need no tag.
+    """
+
+    start_tag: str
+    end_tag: str
+    arguments: str
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return the grammar of texts that call these tools and hold nothing else."""
-        ...
+        """Return the grammar of one call of these tools or, if parallel, any number.
 
-    def reader(self) -> CallReader:
+        Schemas are embedded whole, so that references inside them resolve.
+        """
+        call, separator = "call", "; "
+        if self.end_tag:
+            call, separator = rf'"{self.start_tag}\n" call "\n{self.end_tag}"', r"\n"
+        start = f'start: {call} ("{separator}" {call})*' if parallel else f"start: {call}"
+        lines = [start, "call: " + " | ".join(f"call{i}" for i in range(len(tools)))]
+        for i, tool in enumerate(tools):
+            parameters = tool.function.parameters or {"properties": {}, "additionalProperties": False}
+            schema = {"type": "object", **parameters, "x-guidance": JSON_OPTIONS}
+            head = json.dumps(f'{{"name": "{tool.function.name}", "{self.arguments}": ')
+            lines += [
+                f'call{i}: {head} arguments{i} "}}"',
+                f"arguments{i}: %json {json.dumps(schema, allow_nan=False)}",
+            ]
+        return LLMatcher.grammar_from_lark("\n".join(lines))
+
+    def reader(self, *, calls_only: bool = False) -> CallReader:
         """Return a reader for one text."""
-        ...
+        return CallReader(self.start_tag, self.end_tag, calls_only=calls_only)
+
+
+HERMES = ToolForm("<tool_call>", "</tool_call>", "arguments")
+LLAMA3 = ToolForm("<|python_tag|>", "", "parameters")
 
 
 def form_of(chat_template: str | None) -> ToolForm | None:
-    """Return the form that a chat template teaches; None if it takes no tools, or teaches an unknown form."""
+    """Return the form in a chat template; None if it takes no tools or uses an unknown form."""
     if not isinstance(chat_template, str) or not re.search(r"\btools\b", chat_template):
         return None
-    if Hermes.START in chat_template:
-        return Hermes()
-    return Llama3() if '"parameters"' in chat_template else None
+    if HERMES.start_tag in chat_template:
+        return HERMES
+    return LLAMA3 if '"parameters"' in chat_template else None
 
 
 def required_call(
@@ -96,14 +131,9 @@ def required_call(
     *,
     is_parallel: bool,
 ) -> GrammarSource | None:
-    """Return the calls that a request requires; None if the model decides, or cannot call.
+    """Return the calls that a request requires, in the model's form; None if the model decides, or cannot call.
 
-    Args:
-        form: how the model calls tools, if it can.
-        is_parallel: whether several calls may be required at once.
-
-    Raises:
-        RequestError: `tool_choice` comes without tools, or names another one.
+    Raises RequestError if `tool_choice` comes without tools, or names another one.
     """
     if choice in (None, "none"):
         return None
@@ -122,49 +152,3 @@ def required_call(
     return GrammarSource(
         "tools", [tool.model_dump() for tool in required], lambda: form.grammar(required, parallel=is_parallel)
     )
-
-
-class Hermes:
-    """Calls in tags, anywhere in the text."""
-
-    START, END = "<tool_call>", "</tool_call>"
-
-    def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return the grammar of one call or, if parallel, any number of them, a line between two."""
-        call = rf'"{self.START}\n" call "\n{self.END}"'
-        start = rf'start: {call} ("\n" {call})*' if parallel else f"start: {call}"
-        return _grammar(start, tools, "arguments")
-
-    def reader(self) -> CallReader:
-        """Return a reader for one text."""
-        return CallReader(self.START, self.END)
-
-
-class Llama3:
-    """Calls at the beginning of the text."""
-
-    TAG = "<|python_tag|>"
-
-    def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return the grammar of one call or, if parallel, any number of them."""
-        return _grammar('start: call ("; " call)*' if parallel else "start: call", tools, "parameters")
-
-    def reader(self) -> CallReader:
-        """Return a reader for one text."""
-        return CallReader(self.TAG)
-
-
-def _grammar(start: str, tools: Sequence[Tool], arguments: str) -> str:
-    """Return a Lark grammar in which `call` is a call of one of the tools.
-
-    Each schema is embedded whole, so that the references inside it resolve.
-    """
-    lines = [start, "call: " + " | ".join(f"call{i}" for i in range(len(tools)))]
-    for i, tool in enumerate(tools):
-        schema = {"type": "object", **(tool.function.parameters or {"properties": {}, "additionalProperties": False})}
-        head = json.dumps(f'{{"name": "{tool.function.name}", "{arguments}": ')
-        lines += [
-            f'call{i}: {head} arguments{i} "}}"',
-            f"arguments{i}: %json {json.dumps({**schema, 'x-guidance': JSON_OPTIONS}, allow_nan=False)}",
-        ]
-    return LLMatcher.grammar_from_lark("\n".join(lines))

@@ -2,101 +2,174 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Literal
 
-from deployments.errors import ErrorBody, ErrorDetail
-from deployments.openai.choices import Choice, speculation_metrics, usage
-from deployments.openai.fields import ResponseModel
 from deployments.openai.sampling_fields import GenerationRequest
-from engine.sequence import RequestOutput
+from deployments.openai.types import ResponseModel, to_json
+from engine.protocols import RequestOutput, TokenLogprobs
+
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
-class Decoder(Protocol):
-    """Turns token ids into text."""
+class Usage(ResponseModel):
+    """Token counts of a request."""
 
-    def token_texts(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each token alone."""
-        ...
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[Literal["cached_tokens"], int]
+
+
+class SpeculationMetrics(ResponseModel):
+    """Acceptance of one sequence's drafts, in vLLM's wire format."""
+
+    mean_acceptance_length: float
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int
+    per_step_accepted: list[int] | None = None
+    per_step_drafted: list[int] | None = None
+
+
+class RequestMetrics(ResponseModel):
+    """Figures about one request; null speculation for more than one choice."""
+
+    speculative_decoding: SpeculationMetrics | None
+
+
+@dataclass(slots=True)
+class Choice:
+    """One sequence so far."""
+
+    index: int
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+    num_logprob_chars: int = 0
+    num_drafted: list[int] = field(default_factory=list)
+    """Draft tokens of each round that had any."""
+    num_accepted: list[int] = field(default_factory=list)
+    """How many of them were accepted."""
+
+    def append(self, output: RequestOutput) -> None:
+        """Add a round."""
+        if not self.token_ids:  # a Router that resumes the text has cached other tokens
+            self.num_cached_tokens = output.num_cached_tokens
+        self.text += output.text
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        if output.num_draft_tokens:
+            self.num_drafted.append(output.num_draft_tokens)
+            self.num_accepted.append(output.num_accepted_tokens)
+
+
+TokenTexts = Callable[[Sequence[int]], list[str]]
+"""Returns the text of each token alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """The facts about one response that all APIs share.
+
+    The fingerprint is a digest of everything but the request that determines the text.
+    """
+
+    id: str
+    model: str
+    fingerprint: str
+    prompts: list[list[int]]
+    token_texts: TokenTexts
+    num_speculative_tokens: int
+    created: int = field(default_factory=lambda: int(time.time()))
 
 
 @dataclass(slots=True)
 class Writer(ABC):
-    """Writes one response, as one body or as events; holds the text and tokens of each choice so far."""
+    """Writes one response, as the text of one body or of events; holds the tokens of each choice so far."""
 
-    id: str
-    model: str
+    END: ClassVar[str] = "data: [DONE]\n\n"
+    """Ends a stream, failed or not."""
+    REPEATS_ALL: ClassVar[bool] = False
+    """Whether the last events repeat all earlier text."""
+
+    reply: Reply
     request: GenerationRequest
-    prompts: list[list[int]]
-    decoder: Decoder
-    num_speculative_tokens: int
-    metrics_level: str
-    fingerprint: str
-    created: int = field(default_factory=lambda: int(time.time()))
     choices: list[Choice] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Prepare one choice per sequence."""
-        self.choices = [Choice(i, self.prompts[i // self.n]) for i in range(len(self.prompts) * self.n)]
+        prompts = self.reply.prompts
+        self.choices = [Choice(i, prompts[i // self.n]) for i in range(len(prompts) * self.n)]
 
     @abstractmethod
-    def opening(self) -> Sequence[ResponseModel]:
+    def opening(self) -> str:
         """Return the events before the first tokens."""
 
     @abstractmethod
-    def chunk(self, choice: Choice, output: RequestOutput) -> Sequence[ResponseModel]:
-        """Return the events for the next tokens of a choice; the tokens were appended to the choice before."""
+    def chunk(self, choice: Choice, output: RequestOutput) -> str:
+        """Return the events for the next tokens of a choice, already appended to it."""
 
     @abstractmethod
-    def closing(self) -> Sequence[ResponseModel]:
+    def closing(self) -> str:
         """Return the events after the last tokens."""
 
     @abstractmethod
     def whole(self) -> ResponseModel:
         """Return the body of a response that is not streamed."""
 
-    def failed(self, error: dict[str, Any]) -> ResponseModel:
-        """Return the event of an error after the first byte."""
-        return ErrorBody(error=ErrorDetail(**error))
-
-    def frame(self, event: ResponseModel) -> str:
-        """Return an event as it is sent."""
-        return f"data: {event.to_json()}\n\n"
-
-    def end(self) -> str:
-        """Return what ends a stream, failed or not."""
-        return "data: [DONE]\n\n"
-
-    @property
-    def repeats_all(self) -> bool:
-        """Whether the last events hold all that came before."""
-        return False
+    def failed(self, body: dict[str, Any]) -> str:
+        """Return the event of an error after the first byte, from the body that it would have had before."""
+        return event(body)
 
     @property
     def n(self) -> int:
         """Choices per prompt."""
         return self.request.n or 1
 
-    @property
-    def common_fields(self) -> dict[str, Any]:
-        """The fields every body and chunk starts with."""
-        return {"id": self.id, "created": self.created, "model": self.model, "system_fingerprint": self.fingerprint}
+    def common_fields(self, object: str) -> dict[str, Any]:
+        """Return the fields every body and chunk starts with."""
+        reply = self.reply
+        return {
+            "id": reply.id,
+            "object": object,
+            "created": reply.created,
+            "model": reply.model,
+            "system_fingerprint": reply.fingerprint,
+        }
 
-    def token_ids_field(self, token_ids: list[int]) -> dict[str, Any]:
-        """Return the field with the token ids, if the client asked for it."""
-        return {"token_ids": token_ids} if self.request.return_token_ids else {}
+    def ids_field(self, **token_ids: list[int]) -> dict[str, Any]:
+        """Return a field with token ids, if the client asked for them."""
+        return token_ids if self.request.return_token_ids else {}
 
-    def prompt_ids_field(self, choice: Choice) -> dict[str, Any]:
-        """Return the field with the prompt's token ids, if the client asked for it."""
-        return {"prompt_token_ids": choice.prompt_token_ids} if self.request.return_token_ids else {}
+    def usage(self) -> Usage:
+        """Return the token counts so far; a prompt counts once, not per choice."""
+        prompt_tokens = sum(len(choice.prompt_token_ids) for choice in self.choices[:: self.n])
+        completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
+        cached_tokens = sum(choice.num_cached_tokens for choice in self.choices[:: self.n])
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details={"cached_tokens": cached_tokens},
+        )
 
     def usage_fields(self) -> dict[str, Any]:
-        """Return the token counts, and the acceptance figures if the client or the operator asked for them."""
-        fields: dict[str, Any] = {"usage": usage(self.choices, self.n)}
-        if self.metrics_level != "none":
-            fields["metrics"] = speculation_metrics(self.choices, self.metrics_level, self.num_speculative_tokens)
-        return fields
+        """Return the token counts and, if requested, the acceptance figures."""
+        level = self.request.speculative and self.request.speculative.metrics
+        metrics = {} if level in (None, "none") else {"metrics": self._metrics(is_detailed=level == "detailed")}
+        return {"usage": self.usage(), **metrics}
 
     @property
     def has_usage_chunk(self) -> bool:
@@ -105,8 +178,32 @@ class Writer(ABC):
         return options is not None and options.has_usage
 
     def chunk_usage_field(self) -> dict[str, Any]:
-        """Return a chunk's usage: the counts so far if every chunk has them, null if only the last one does."""
+        """Return a chunk's usage: the counts so far if requested for every chunk, else null."""
         options = self.request.stream_options
         if options is None or not options.has_usage:
             return {}
-        return {"usage": usage(self.choices, self.n) if options.continuous_usage_stats else None}
+        return {"usage": self.usage() if options.continuous_usage_stats else None}
+
+    def _metrics(self, *, is_detailed: bool) -> RequestMetrics:
+        """Return one choice's acceptance in vLLM's format; null for several choices, as vLLM does."""
+        if len(self.choices) != 1:
+            return RequestMetrics(speculative_decoding=None)
+        drafted, accepted = self.choices[0].num_drafted, self.choices[0].num_accepted
+        steps, most = len(drafted), self.reply.num_speculative_tokens
+        details = {"per_step_accepted": accepted, "per_step_drafted": drafted} if is_detailed else {}
+        metrics = SpeculationMetrics(
+            mean_acceptance_length=1 + sum(accepted) / steps if steps else 1.0,
+            draft_acceptance_rate=sum(accepted) / sum(drafted) if steps else 0.0,
+            acceptance_histogram=[accepted.count(count) for count in range(most + 1)],
+            num_spec_steps=steps,
+            num_accepted_draft_tokens=sum(accepted),
+            num_draft_tokens=sum(drafted),
+            num_spec_tokens=most,
+            **details,
+        )
+        return RequestMetrics(speculative_decoding=metrics)
+
+
+def event(body: object) -> str:
+    """Return a server-sent event with a response or the fields of one."""
+    return f"data: {to_json(body)}\n\n"

@@ -1,122 +1,158 @@
-"""Delivery: sends the outputs of all requests of one Ingress together, each round in one write.
+"""Delivery: carries a Router's messages to one Ingress, with one write per round; Stream: gathers those of a request.
 
-Serve's handle takes a message with several thread changes for each output; this connection takes one for a round.
+Serve's handle would pass each request's outputs through several threads.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
-import msgspec
-
-from cluster.protocol.messages import MalformedMessageError
 from cluster.transport import InboxAddress, Outbox
-from deployments.router.load import HEARTBEAT_S, Load
-from engine.sequence import RequestOutput
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[RequestOutput | Load] = msgspec.msgpack.Decoder(RequestOutput | Load)
+from deployments.wire import HEARTBEAT_S, MAX_MOVABLE, End, Generation, Message, Outputs, Report, encode
+from engine.errors import TargetError
+from engine.protocols import RequestOutput
 
 
-def encode(content: RequestOutput | Load) -> bytes:
-    """Return an output or a load as a message."""
-    return _encoder.encode(content)
+class Stream:
+    """The unsent outputs of one request.
 
+    The first tokens are sent at once, and so are the last of each sequence. Others wait for the first round after
+    `interval_s`, at most twice that long: each message takes an HTTP chunk and wakes two processes, which takes longer
+    than a short round.
 
-def decode(payload: bytes) -> RequestOutput | Load:
-    """Return the output or the load in a message.
-
-    Raises:
-        MalformedMessageError: it holds none.
+    Attributes:
+        has_tokens: the request has its first tokens, perhaps from another Router.
+        unfinished: ids of the sequences in the engine.
+        ended: done when every sequence has finished, or with the error that ends the request.
     """
-    try:
-        return _decoder.decode(payload)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedMessageError(f"neither an output nor a load: {error}") from error
 
-
-class Delivery:
-    """The way to one Ingress."""
-
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
+    def __init__(self, request: Generation, send: Callable[[Outputs], None]) -> None:
+        """Begin a stream whose outputs are given to `send`."""
+        self._loop = asyncio.get_running_loop()
+        self.request = request
+        self.started = time.monotonic()
+        self.has_tokens = bool(request.output_token_ids)
+        self.unfinished: set[str] = set()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self._send = send
+        self._due = self._loop.time() + request.interval_s if request.gathers_first else 0.0
         self._outputs: list[RequestOutput] = []
-        self._num_requests = 0
-        self._reported: Load | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._lengths = Counter(
+            {f"{request.request_id}-{choice}": len(ids) for choice, ids in request.output_token_ids.items()}
+        )
+
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest choice, including those from other Routers."""
+        return max(self._lengths.values(), default=0)
+
+    def put(self, outputs: Sequence[RequestOutput]) -> None:
+        """Add the outputs of a round."""
+        self.has_tokens = True
+        self._outputs += outputs
+        has_last = False
+        for output in outputs:
+            self._lengths[output.request_id] += len(output.token_ids)
+            if output.finish_reason is not None:
+                self.unfinished.discard(output.request_id)
+                has_last = True
+        if has_last or self._loop.time() >= self._due:
+            self.flush()
+        elif self._timer is None:
+            self._timer = self._loop.call_at(self._due + self.request.interval_s, self.flush)
+        if not self.unfinished and not self.ended.done():
+            self.ended.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """End the stream with an error, after the outputs so far."""
+        self.flush()
+        if not self.ended.done():
+            self.ended.set_exception(error)
+
+    def flush(self) -> None:
+        """Send all outputs, due or not."""
+        self.close()
+        if self._outputs:
+            outputs, self._outputs = self._outputs, []
+            self._due = self._loop.time() + self.request.interval_s
+            self._send(Outputs(self.request.request_id, outputs))
+
+    def close(self) -> None:
+        """Stop the timer of gathered outputs."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+class Delivery(Outbox):
+    """The connection to one Ingress, and its requests' streams; `has_requested` is whether it ever sent a request."""
+
+    def __init__(self, address: InboxAddress) -> None:
+        super().__init__(address, self._fail_streams)
+        self.has_requested = False
+        self._streams: dict[Stream, None] = {}
+        self._payloads: list[bytes] = []
+        self._last_report: Report | None = None
         self._reported_at = 0.0
 
     @property
-    def is_lost(self) -> bool:
-        """Whether the connection broke; a new Delivery must be made."""
-        return self._outbox.is_lost
+    def num_sequences(self) -> int:
+        """The sequences of the open requests of this Ingress, counted as the Ingress does: those that finished, too."""
+        return sum(stream.request.num_unfinished for stream in self._streams)
 
-    async def put(self, outputs: list[RequestOutput]) -> None:
-        """Send outputs with those of the other requests that have some now; wait while the Ingress reads too slowly.
-
-        Raises:
-            ConnectionLostError: the Ingress cannot be reached.
-        """
-        await self._outbox.room()
-        if not self._outputs:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outputs += outputs
+    def movable(self, unstarted_ids: frozenset[str]) -> tuple[str, ...]:
+        """Return this Ingress's requests whose sequences are all in `unstarted_ids`, newest first."""
+        newest_first = (
+            stream.request.request_id
+            for stream in reversed(self._streams)
+            if stream.unfinished and stream.unfinished <= unstarted_ids
+        )
+        return tuple(islice(newest_first, MAX_MOVABLE)) if unstarted_ids else ()
 
     @contextmanager
-    def holding(self, num_requests: int) -> Iterator[None]:
-        """Count requests as those of this Ingress while the block runs."""
-        self._num_requests += num_requests
+    def stream(self, request: Generation) -> Iterator[Stream]:
+        """Open the stream of a request; it fails if the connection breaks."""
+        stream = Stream(request, self.deliver)
+        self.has_requested = True
+        self._streams[stream] = None
         try:
-            yield
+            yield stream
         finally:
-            self._num_requests -= num_requests
+            del self._streams[stream]
 
-    def report(
-        self, router: str, num_requests: int, drain_rate: float, num_ingresses: int, leaving: Iterable[str]
-    ) -> None:
-        """Tell the Ingress of this Router's queue, if that has changed or was not told for a while."""
-        load = Load(router, num_requests, self._num_requests, round(drain_rate, 1), num_ingresses, tuple(leaving))
+    def end(self, end: End) -> None:
+        """Send the end of a request after its outputs; raise TargetError if the Ingress cannot be reached."""
+        if self.is_lost:
+            raise TargetError("the Ingress cannot be reached")
+        self.deliver(end)
+
+    def report(self, report: Report) -> None:
+        """Send a report if it is new or the last one is old, unless the Ingress reads too slowly."""
         now = time.monotonic()
-        if self._outbox.has_room and (load != self._reported or now - self._reported_at >= HEARTBEAT_S):
-            self._reported, self._reported_at = load, now
-            self._outbox.send([encode(load)])
+        if self.has_room and (report != self._last_report or now - self._reported_at >= HEARTBEAT_S):
+            self._last_report, self._reported_at = report, now
+            self.deliver(report)
+
+    def deliver(self, message: Message) -> None:
+        """Send a message together with the others of this turn of the event loop."""
+        payload = encode(message)
+        if not self._payloads:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._payloads.append(payload)
 
     def close(self) -> None:
-        """Close the connection."""
-        self._outbox.close()
+        """Close the connection once everything has been sent."""
+        self._flush()
+        super().close()
 
     def _flush(self) -> None:
-        outputs, self._outputs = self._outputs, []
-        self._outbox.send(list(map(encode, outputs)))
+        payloads, self._payloads = self._payloads, []
+        self.post(payloads)
 
-
-class Deliveries:
-    """The way to each Ingress that has sent a request."""
-
-    def __init__(self) -> None:
-        self._by_address: dict[InboxAddress, Delivery] = {}
-
-    def to(self, address: InboxAddress) -> Delivery:
-        """Return the way to an inbox; connect if there is none, or if it was lost."""
-        delivery = self._by_address.get(address)
-        if delivery is None or delivery.is_lost:
-            self._by_address = {key: other for key, other in self._by_address.items() if not other.is_lost}
-            delivery = self._by_address[address] = Delivery(Outbox(address))
-        return delivery
-
-    def report(
-        self, router: str, num_requests: int, drain_rate: float, leaving: Callable[[InboxAddress], Iterable[str]]
-    ) -> None:
-        """Tell every Ingress of this Router's queue.
-
-        Args:
-            leaving: returns the requests of an Ingress that another Router may have.
-        """
-        connected = {address: delivery for address, delivery in self._by_address.items() if not delivery.is_lost}
-        for address, delivery in connected.items():
-            delivery.report(router, num_requests, drain_rate, len(connected), leaving(address))
-
-    def close(self) -> None:
-        """Close all connections."""
-        for delivery in self._by_address.values():
-            delivery.close()
+    def _fail_streams(self, reason: str) -> None:
+        for stream in self._streams:
+            stream.fail(TargetError(f"the Ingress cannot be reached: {reason}"))

@@ -2,14 +2,24 @@
 
 from collections.abc import Sequence
 
-from engine.protocols import Draft
+from engine.errors import DrafterError
+from engine.protocols import Draft, ProposeRow
 
 _TOLERANCE = 1e-3
 """How far the sum of a row may be from 1: its probabilities may be half precision's."""
 
 
+def check_drafts(drafts: Sequence[Draft], rows: Sequence[ProposeRow], vocab_size: int) -> None:
+    """Raise DrafterError unless each row has a valid draft of at most `num_draft_tokens` tokens."""
+    if len(drafts) != len(rows):
+        raise DrafterError(f"{len(drafts)} drafts for {len(rows)} rows")
+    for draft, row in zip(drafts, rows, strict=True):
+        if (problem := draft_problem(draft, row.num_draft_tokens, vocab_size)) is not None:
+            raise DrafterError(f"draft of {row.request.request_id}: {problem}")
+
+
 def draft_problem(draft: Draft, num_requested: int, vocab_size: int) -> str | None:
-    """Return what is wrong with a draft; None if it is a tree of at most `num_requested` tokens with valid rows."""
+    """Return the fault of a draft; None if it is a tree of at most `num_requested` tokens with valid rows."""
     length = len(draft.token_ids)
     if length + draft.num_deferred > num_requested:
         return f"{length + draft.num_deferred} tokens, at most {num_requested} requested"
@@ -23,12 +33,11 @@ def draft_problem(draft: Draft, num_requested: int, vocab_size: int) -> str | No
 
 
 def in_vocabulary(token_ids: Sequence[int], vocab_size: int) -> bool:
-    """Return whether all token ids are those of a vocabulary."""
+    """Return whether all token ids are in a vocabulary."""
     return not token_ids or (min(token_ids) >= 0 and max(token_ids) < vocab_size)
 
 
 def _row_problem(draft: Draft, vocab_size: int) -> str | None:
-    """Check the distributions that the tokens were sampled from, which all of them have or none."""
     rows, probs = draft.top_ids, draft.top_probs
     if rows is None and probs is None:
         return None

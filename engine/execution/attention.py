@@ -1,45 +1,20 @@
-"""Paged attention with tree masks, registered as an attention function of transformers.
+"""Paged attention with tree masks.
 
 `KVTensors` holds the keys and values of every layer in blocks. A forward pass is a flat sequence of tokens in groups:
 one group of all short rows (decoding and drafts, padded to one length), and one per prefill chunk. Each group has its
-block tables and its mask. The function's name is not in transformers' mask registry, so that transformers builds no
-mask itself.
+block tables and its mask.
 """
 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Self
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface
+import torch.nn.functional as F
+from torch import Tensor
 
-from engine.errors import ModelError
-from engine.execution.dot_product import AttentionParams, attend_to_gathered, attend_to_self
-
-ATTENTION_NAME = "paceline"
-_SUPPORTED = {
-    "sliding_window",
-    "softcap",
-    "s_aux",
-    "dropout",
-    "position_ids",
-    "paged",
-    "is_causal",
-    "use_cache",
-    "output_attentions",
-    "output_router_logits",
-}
-
-
-class KVShape(NamedTuple):
-    """What a KV cache holds per token: in each layer, for each key/value head, a key and a value of these sizes."""
-
-    layers: int
-    kv_heads: int
-    key_dim: int
-    value_dim: int
+from engine.models.layer_attention import AttentionParams, KVShape
 
 
 class KVTensors:
@@ -59,10 +34,10 @@ class KVTensors:
             for dim in (shape.key_dim, shape.value_dim)
         )
 
-    def of_layers(self, layers: Sequence[int]) -> Self:
-        """Return the cache that holds some of the layers, in this order, in the same memory."""
+    def first_layers(self, count: int) -> Self:
+        """Return the cache of the first layers, in the same memory."""
         view = copy.copy(self)
-        view.keys, view.values = ([caches[layer] for layer in layers] for caches in (self.keys, self.values))
+        view.keys, view.values = self.keys[:count], self.values[:count]
         return view
 
     def slot(self, block_ids: Sequence[int], place: int) -> int:
@@ -84,7 +59,6 @@ class Group:
 
     Attributes:
         start: index of the group's first token in the batch.
-        rows: how many rows.
         length: tokens per row, padding included.
         blocks: [rows, width] the block tables.
         positions: [rows, length] for the rotary embedding.
@@ -92,9 +66,9 @@ class Group:
         limits: [rows, length] each token attends to the places before its limit.
         extra: [rows, length, x] more places that each token attends to, for trees; None for chains. A window
             never hides these places, so it must be longer than the tree is deep.
-        is_prompt_start: whether the group is the first chunk of one prompt, without cached tokens before it.
-        encoder_lengths: [rows] how many of each row's first places hold an encoder's tokens: only cross-attention sees
-            them, and it sees nothing else. None for a decoder-only model.
+        is_prompt_start: whether the group is the first chunk of a prompt without cached tokens.
+        source_lengths: [rows] the source's places at each row's start, seen by cross-attention only; None for a
+            decoder-only model.
     """
 
     start: int
@@ -106,15 +80,10 @@ class Group:
     limits: Tensor
     extra: Tensor | None = None
     is_prompt_start: bool = False
-    encoder_lengths: Tensor | None = None
+    source_lengths: Tensor | None = None
     _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
     _cross_mask: Tensor | None = None
     _biased_mask: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def windows(self) -> list[int | None]:
-        """The attention windows that layers used in this pass, None first."""
-        return sorted({window for window, _ in self._masks}, key=lambda window: window or 0)
 
     def mask(self, window: int | None, copies: int, like: Tensor, block_size: int) -> Tensor:
         """Return the additive mask [rows, 1, copies * length, context], cached per window for the forward pass."""
@@ -126,26 +95,26 @@ class Group:
         return self._masks[key]
 
     def cross_mask(self, like: Tensor, block_size: int) -> Tensor:
-        """Return the additive mask [rows, 1, 1, context] that shows an encoder's tokens only."""
-        assert self.encoder_lengths is not None
+        """Return the additive mask [rows, 1, 1, context] that shows a source's tokens only."""
+        assert self.source_lengths is not None
         if self._cross_mask is None:
             places = torch.arange(self.blocks.shape[1] * block_size, device=self.blocks.device)
-            visible = places < self.encoder_lengths.unsqueeze(-1)
+            visible = places < self.source_lengths.unsqueeze(-1)
             self._cross_mask = torch.where(visible, 0.0, float("-inf")).to(like.dtype)[:, None, None]
         return self._cross_mask
 
     def biased_mask(self, bias: Tensor, block_size: int) -> Tensor:
         """Return the additive mask [rows, heads, length, context] of a decoder's own tokens; see `AttentionParams`.
 
-        The rows are chains: a token's place is the last that it attends to. Layers that share a bias share the mask.
-        Only the last one is kept, because it is large and every layer may have a bias of its own.
+        The rows are chains: each token attends up to its own place. Layers that share a bias share the mask. Only the
+        last one is kept, because it is large and every layer may have another bias.
         """
-        assert self.encoder_lengths is not None
+        assert self.source_lengths is not None
         if self._biased_mask is None or self._biased_mask[0] is not bias:
             self._biased_mask = None
             places = torch.arange(self.blocks.shape[1] * block_size, device=self.limits.device)
             distances = self.limits.unsqueeze(-1) - 1 - places
-            visible = (distances >= 0) & (places >= self.encoder_lengths[:, None, None])
+            visible = (distances >= 0) & (places >= self.source_lengths[:, None, None])
             scores = bias[:, distances.clamp(0, bias.shape[1] - 1)].transpose(0, 1)
             self._biased_mask = bias, scores.masked_fill(~visible.unsqueeze(1), float("-inf"))
         return self._biased_mask[1]
@@ -171,30 +140,9 @@ def slots_of(blocks: Tensor, places: Tensor, block_size: int) -> Tensor:
     return torch.where((places < 0) | (index >= blocks.shape[1]), 0, slots)
 
 
-class AttentionContext(Protocol):
-    """What the attention function needs in one forward pass; backends implement it."""
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
-        """Write a layer's new keys and values to their slots, then attend.
-
-        Args:
-            query: [heads, tokens, key_dim].
-            key: [kv_heads, tokens, key_dim].
-            value: [kv_heads, tokens, value_dim].
-
-        Returns:
-            [tokens, heads, value_dim].
-        """
-        ...
-
-
 @dataclass(slots=True)
 class PagedContext:
-    """The context of eager passes: attends group by group with torch's operators.
-
-    Attributes:
-        layers: the layers that have attended so far, in order.
-    """
+    """The context of eager passes: attends group by group with torch's operators."""
 
     kv: KVTensors
     groups: list[Group]
@@ -214,8 +162,7 @@ class PagedContext:
         keys, values = self.kv.keys[layer], self.kv.values[layer]
         if not params.is_cross:
             self.layers.append(layer)
-            write_slots(keys, self.slots, key)
-            write_slots(values, self.slots, value)
+            self.write(layer, self.slots, key, value)
         outputs = []
         for group in self.groups:
             tokens = slice(group.start, group.start + group.rows * group.length)
@@ -227,45 +174,15 @@ class PagedContext:
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
+    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+        """Write [kv_heads, tokens, d] keys and values of a layer to the slots [tokens]."""
+        write_slots(self.kv.keys[layer], slots, key)
+        write_slots(self.kv.values[layer], slots, value)
+
 
 def write_slots(cache: Tensor, slots: Tensor, entries: Tensor) -> None:
     """Write [kv_heads, tokens, head_dim] entries to the slots [tokens] of one layer's keys or values."""
     cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, entries.transpose(0, 1))
-
-
-def paged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Write keys and values to their slots, then attend; transformers calls this in every layer.
-
-    Args:
-        query: [1, heads, tokens, key_dim].
-        key: [1, kv_heads, tokens, key_dim].
-        value: [1, kv_heads, tokens, value_dim].
-
-    Returns:
-        [1, tokens, heads, value_dim], and None for the attention weights.
-
-    Raises:
-        ModelError: the layer needs an attention feature that is not supported.
-    """
-    unsupported = sorted(name for name in kwargs.keys() - _SUPPORTED if kwargs[name] is not None)
-    if unsupported or attention_mask is not None or kwargs.get("dropout"):
-        raise ModelError(f"attention with {', '.join(unsupported) or 'a mask or dropout'} is not supported")
-    if "paged" not in kwargs:
-        raise ModelError("its layers do not pass keyword arguments on to their attention")
-    context: AttentionContext = kwargs["paged"]
-    # Not made an int: while layers are compiled, their index is symbolic.
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    params = AttentionParams(kwargs.get("sliding_window"), scaling, kwargs.get("softcap"), kwargs.get("s_aux"))
-    # Contiguous, because some models view it as [1, tokens, heads * value_dim].
-    return context.attend(layer, query[0], key[0], value[0], params).unsqueeze(0).contiguous(), None
 
 
 def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
@@ -282,4 +199,62 @@ def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor,
     return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)
 
 
-AttentionInterface.register(ATTENTION_NAME, paged_attention)
+def attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """Causal attention within a prompt's first chunk, without the KV cache. [heads, n, d] -> [n, heads, d]."""
+    copies = query.shape[0] // key.shape[0]
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, 0), value.repeat_interleave(copies, 0)
+    output = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, scale=scaling)
+    return output[0].transpose(0, 1)
+
+
+def attend_to_gathered(
+    rows: int, length: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, params: AttentionParams
+) -> Tensor:
+    """Attend to gathered blocks.
+
+    For grouped-query attention, the query heads of one kv head become more queries, so that keys are not copied.
+
+    Args:
+        query: [heads, rows * length, d].
+        key, value: the rows' blocks in order, [..., kv_heads, d]; values may have another size.
+        mask: [rows, 1, copies * length, context], which has the window in it.
+
+    Returns:
+        [rows * length, heads, d] of the values' size.
+    """
+    heads, _, head_dim = query.shape
+    kv_heads, value_dim = value.shape[-2:]
+    copies = heads // kv_heads
+    context = (rows, mask.shape[-1], kv_heads)
+    key, value = key.view(*context, head_dim).transpose(1, 2), value.view(*context, value_dim).transpose(1, 2)
+    # [kv_heads, copies, rows, length, d] -> [rows, kv_heads, copies * length, d]
+    query = query.view(kv_heads, copies, rows, length, head_dim).permute(2, 0, 1, 3, 4)
+    query = query.reshape(rows, kv_heads, copies * length, head_dim)
+    if params.is_plain:
+        output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=params.scaling)
+    else:
+        sinks = None if params.sinks is None else params.sinks.view(kv_heads, copies).repeat_interleave(length, -1)
+        output = _attend(query, key, value, mask, params._replace(sinks=sinks))
+    output = output.view(rows, kv_heads, copies, length, value_dim).permute(0, 3, 1, 2, 4)
+    return output.reshape(rows * length, heads, value_dim)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, params: AttentionParams) -> Tensor:
+    """Attend with a soft cap on scores or with sinks, which torch's operator lacks.
+
+    Args:
+        query, key, value: [rows, kv_heads, n, d].
+        params: its sinks are [kv_heads, queries].
+    """
+    scale = query.shape[-1] ** -0.5 if params.scaling is None else params.scaling
+    scores = (query @ key.transpose(-1, -2)).float() * scale
+    if params.softcap is not None:
+        scores = torch.tanh(scores / params.softcap) * params.softcap
+    scores = scores + mask
+    if params.sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sinks = params.sinks.float()[None, :, :, None].expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+    return weights.to(value.dtype) @ value

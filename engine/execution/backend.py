@@ -1,12 +1,11 @@
 """Backend: a loaded model on a device, as drafters and verifiers use it."""
 
-from collections.abc import Collection
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from engine.config import ModelInfo
+from engine.config import CompileProgress, ModelInfo
 from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardBatch
 from engine.sampling.noise import Draws
@@ -51,17 +50,22 @@ class Backend(Protocol):
         """Whether a launched pass is not over."""
         ...
 
+    @property
+    def compiling(self) -> list[CompileProgress]:
+        """How far each model is that is compiled in the background now."""
+        ...
+
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         """Allocate a KV cache for this model; `num_blocks` includes block 0."""
         ...
 
-    def thin(self, skipped: Collection[str], kv: KVTensors) -> "tuple[Backend, KVTensors]":
-        """Return this model without some of its sub-layers (see `sub_layers`), and a KV cache of it as that sees it.
+    def thin(self, num_layers: int, kv: KVTensors) -> "tuple[Backend, KVTensors]":
+        """Return this model's first layers with its final norm and head, and their view of the KV cache.
 
         Both share their memory with this backend and `kv`; `warm_up` prepares their passes, too.
 
         Raises:
-            ModelError: these sub-layers cannot be skipped.
+            ModelError: the model's layers cannot be told apart.
         """
         ...
 
@@ -73,6 +77,6 @@ class Backend(Protocol):
         """Start preparing faster passes; call this once all models and KV caches are allocated.
 
         Args:
-            compile_missing: whether to compile in the background what is not in the cache.
+            compile_missing: whether to compile missing packages in the background.
         """
         ...

@@ -2,7 +2,7 @@
 
 import itertools
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -31,8 +31,7 @@ class ForwardRow:
         block_ids: the request's block table.
         num_logits: how many of the last tokens need logits.
         parents: tree of the last `len(parents)` tokens; None for a chain.
-        encoder_length: how many of the context's first tokens are an encoder's input. They are computed all at once,
-            and take no part in the decoder's pass; trees are not supported with them.
+        source_length: the number of source tokens (see `Request`), computed in one pass before the others; no trees.
     """
 
     token_ids: Sequence[int]
@@ -40,11 +39,11 @@ class ForwardRow:
     block_ids: Sequence[int]
     num_logits: int
     parents: Sequence[int] | None = None
-    encoder_length: int = 0
+    source_length: int = 0
 
 
-class EncoderInput(NamedTuple):
-    """One request's input of an encoder: its token ids, [n] int64, and the slots of their keys and values, [n]."""
+class SourceInput(NamedTuple):
+    """A source that a pass computes: its token ids, [n] int64, and the slots of their keys and values, [n]."""
 
     token_ids: Tensor
     slots: Tensor
@@ -55,21 +54,21 @@ class ForwardBatch:
     """The tensors of one forward pass.
 
     Attributes:
-        token_ids: [tokens] int64; those of the decoder only, if there is an encoder. Then there may be none.
+        token_ids: [tokens] int64, without sources; may be empty.
         logit_indices: [n] flat indices of the tokens that need logits, in row order.
-        paged: what the attention function needs.
-        encoder_inputs: what an encoder computes before.
+        paged: the inputs of the attention function.
+        source_inputs: the sources, which are computed first.
     """
 
     token_ids: Tensor
     logit_indices: Tensor
     paged: PagedContext
-    encoder_inputs: list[EncoderInput] = field(default_factory=list)
+    source_inputs: list[SourceInput] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
         """How many tokens the pass computes, padding included."""
-        return len(self.token_ids) + sum(len(encoder_input.token_ids) for encoder_input in self.encoder_inputs)
+        return len(self.token_ids) + sum(len(source_input.token_ids) for source_input in self.source_inputs)
 
     @property
     def positions(self) -> Tensor:
@@ -87,8 +86,9 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 def build(rows: Sequence[ForwardRow], kv: KVTensors) -> ForwardBatch:
     """Flatten rows into a batch: short rows as one padded group, then each long row; logits stay in row order."""
-    encoder_inputs = [_encoder_input(row, kv) for row in rows if row.start < row.encoder_length]
-    rows = [_of_decoder(row) for row in rows]
+    source_inputs = [_source_input(row, kv) for row in rows if row.start < row.source_length]
+    if source_inputs:
+        rows = [_without_source(row) for row in rows]
     short = [i for i, row in enumerate(rows) if row.token_ids and _is_short(row)]
     long = [i for i, row in enumerate(rows) if not _is_short(row)]
     length = _common_length([len(rows[i].token_ids) for i in short])
@@ -106,33 +106,25 @@ def build(rows: Sequence[ForwardRow], kv: KVTensors) -> ForwardBatch:
             start += -(-len(rows[i].token_ids) // length) * length
     logit_indices = [i for row, end in zip(rows, ends, strict=True) for i in range(end - row.num_logits, end)]
     return ForwardBatch(
-        token_ids=_joined(tokens, kv.input_device),
+        token_ids=torch.cat(tokens) if tokens else torch.empty(0, dtype=torch.int64, device=kv.input_device),
         logit_indices=torch.tensor(logit_indices, dtype=torch.int64, device=kv.input_device),
         paged=PagedContext(kv, groups),
-        encoder_inputs=encoder_inputs,
+        source_inputs=source_inputs,
     )
 
 
-def _joined(tokens: Sequence[Tensor], device: torch.device) -> Tensor:
-    if not tokens:
-        return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.cat(tuple(tokens)) if len(tokens) > 1 else tokens[0]
-
-
-def _encoder_input(row: ForwardRow, kv: KVTensors) -> EncoderInput:
-    length = row.encoder_length
-    assert row.start == 0, "an encoder's input is computed all at once"
-    assert len(row.token_ids) >= length, "an encoder's input is computed all at once"
+def _source_input(row: ForwardRow, kv: KVTensors) -> SourceInput:
+    length = row.source_length
+    assert row.start == 0, "a source is computed all at once"
+    assert len(row.token_ids) >= length, "a source is computed all at once"
     columns = torch.tensor([list(row.token_ids[:length]), list(range(length))], device=kv.input_device)
     blocks = torch.tensor([list(row.block_ids)], device=kv.input_device)
-    return EncoderInput(columns[0], slots_of(blocks, columns[1:], kv.block_size)[0])
+    return SourceInput(columns[0], slots_of(blocks, columns[1:], kv.block_size)[0])
 
 
-def _of_decoder(row: ForwardRow) -> ForwardRow:
-    """Return the part of a row that the decoder computes."""
-    if row.start >= row.encoder_length:
-        return row
-    return replace(row, token_ids=row.token_ids[row.encoder_length :], start=row.encoder_length)
+def _without_source(row: ForwardRow) -> ForwardRow:
+    num_source = max(0, row.source_length - row.start)
+    return replace(row, token_ids=row.token_ids[num_source:], start=row.start + num_source)
 
 
 def _is_short(row: ForwardRow) -> bool:
@@ -145,7 +137,7 @@ def _common_length(lengths: Sequence[int]) -> int:
     """Return the length of a group's rows; longer ones are cut.
 
     Several groups would take several compiled passes, or none, and padding a long draft's neighbours takes as long as
-    computing them. So the largest length is taken that needs little padding.
+    computing them. So this is the largest length that needs little padding.
     """
     longest = max(lengths, default=0)
     if longest <= MAX_GROUPED_LENGTH:
@@ -162,8 +154,7 @@ def _common_length(lengths: Sequence[int]) -> int:
 def _group(rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors) -> tuple[Tensor, Group]:
     """Return the tokens [rows, length] of some rows and their group.
 
-    A row with more tokens takes several rows of the group, which have its blocks: a pass writes all of its keys and
-    values before any of its tokens attends.
+    A row with more tokens takes several rows of the group: a pass writes all keys and values before any token attends.
     """
     device = kv.input_device
     width = max(-(-(row.start + len(row.token_ids)) // kv.block_size) for row in rows)
@@ -173,7 +164,7 @@ def _group(rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors) -
         *(_padded(row.token_ids[part], length, 0) for row, part in parts),
         *(_padded(_positions(row)[part], length, 0) for row, part in parts),
         *(_padded(range(row.start, row.start + len(row.token_ids))[part], length, -1) for row, part in parts),
-        *(_padded(_limits(row)[part], length, row.encoder_length + 1) for row, part in parts),
+        *(_padded(_limits(row)[part], length, row.source_length + 1) for row, part in parts),
         *(_padded(row.block_ids[:width], width, 0) for row, _ in parts),
     ]
     # One tensor, because each takes microseconds to make, and on a GPU a copy.
@@ -191,11 +182,11 @@ def _group(rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors) -
         limits=limits,
         extra=torch.tensor(_seen_nodes(rows, length), dtype=torch.int64, device=device) if is_tree else None,
         is_prompt_start=len(parts) == 1 and rows[0].start == 0 and rows[0].parents is None and length > 1,
-        encoder_lengths=_encoder_lengths([row.encoder_length for row, _ in parts], device),
+        source_lengths=_source_lengths([row.source_length for row, _ in parts], device),
     )
 
 
-def _encoder_lengths(lengths: Sequence[int], device: torch.device) -> Tensor | None:
+def _source_lengths(lengths: Sequence[int], device: torch.device) -> Tensor | None:
     return torch.tensor(lengths, dtype=torch.int64, device=device) if any(lengths) else None
 
 
@@ -213,7 +204,7 @@ def _positions(row: ForwardRow) -> Sequence[int]:
 
 
 def _limits(row: ForwardRow) -> Sequence[int]:
-    """Return up to which place each token attends: committed tokens to themselves, tree nodes to the committed tip."""
+    """Return each token's attention limit: committed tokens up to themselves, tree nodes up to the committed tip."""
     end = row.start + len(row.token_ids)
     if row.parents is None:
         return range(row.start + 1, end + 1)
@@ -237,54 +228,37 @@ def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[list[int]]
     return [padded[first : first + length] for first in range(0, len(padded), length)]
 
 
-@dataclass(slots=True)
-class NextTokens:
-    """Forward passes that append one token per row; everything but the tokens is prepared in advance.
-
-    Attributes:
-        positions, places, limits: [steps, rows, 1].
-        blocks: [rows, width].
-        indices: [rows], every row needs logits.
-        encoder_lengths: [rows], as in `Group`.
-    """
-
-    kv: KVTensors
-    positions: Tensor
-    places: Tensor
-    limits: Tensor
-    blocks: Tensor
-    indices: Tensor
-    encoder_lengths: Tensor | None = None
-
-    def at(self, step: int, token_ids: Tensor) -> ForwardBatch:
-        """Return the batch of one step, in which row i computes `token_ids[i]`; token_ids: [rows]."""
-        group = Group(0, len(token_ids), 1, self.blocks, self.positions[step], self.places[step], self.limits[step])
-        group.encoder_lengths = self.encoder_lengths
-        return ForwardBatch(token_ids, self.indices, PagedContext(self.kv, [group]))
-
-
 def next_tokens(
     tables: Sequence[Sequence[int]],
     lengths: Sequence[int],
     steps: int,
     kv: KVTensors,
     max_length: int,
-    encoder_lengths: Sequence[int] = (),
-) -> NextTokens:
-    """Prepare `steps` passes at once, so that the device never waits for the host.
+    source_lengths: Sequence[int] = (),
+) -> Callable[[int, Tensor], ForwardBatch]:
+    """Prepare `steps` passes that append one token per row all at once, so that the device never waits for the host.
 
     Args:
         tables: the rows' block tables; tokens beyond the end of a table are written to block 0.
         lengths: the rows' context lengths; the first pass writes there.
         max_length: the model's context length; positions of surplus tokens are clamped to it.
-        encoder_lengths: the rows', as in `ForwardRow`; empty for decoder-only models.
+        source_lengths: as in `ForwardRow`; empty for decoder-only models.
+
+    Returns:
+        A function of a step, from 0, and of its token ids [rows]; it returns the step's batch.
     """
     device = kv.input_device
     width = max(len(table) for table in tables)
     blocks = torch.tensor([_padded(table, width, 0) for table in tables], dtype=torch.int64, device=device)
-    places = [[[length + step] for length in lengths] for step in range(steps + 1)]
-    places_by_step = torch.tensor(places, dtype=torch.int64, device=device)
-    positions = places_by_step[:-1].clamp(max=max_length - 1)
+    ends = [[[length + step] for length in lengths] for step in range(steps + 1)]
+    places = torch.tensor(ends, dtype=torch.int64, device=device)  # [steps + 1, rows, 1]
+    positions = places.clamp(max=max_length - 1)
     indices = torch.arange(len(tables), device=device)
-    limits, begins = places_by_step[1:], _encoder_lengths(encoder_lengths, device)
-    return NextTokens(kv, positions, places_by_step[:-1], limits, blocks, indices, begins)
+    sources = _source_lengths(source_lengths, device)
+
+    def batch(step: int, token_ids: Tensor) -> ForwardBatch:
+        group = Group(0, len(tables), 1, blocks, positions[step], places[step], places[step + 1])
+        group.source_lengths = sources
+        return ForwardBatch(token_ids, indices, PagedContext(kv, [group]))
+
+    return batch

@@ -1,22 +1,17 @@
 """EagerBackend: runs passes operator by operator on any torch device."""
 
-import logging
-from collections.abc import Collection
-
 import torch
 from torch import Tensor
 
+from engine.config import CompileProgress
 from engine.errors import ModelError
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend, PassOutput
 from engine.execution.batch import ForwardBatch, ForwardRow, build
-from engine.models import encoder_decoder
-from engine.models.causal_lm import CausalLM, forward
-from engine.models.sub_layers import thin
+from engine.models.causal_lm import CausalLM
+from engine.models.first_layers import first_layers
 from engine.sampling import noise
 from engine.sampling.noise import Draws
-
-logger = logging.getLogger(__name__)
 
 
 class EagerBackend:
@@ -31,7 +26,7 @@ class EagerBackend:
         self.model = model
         self.info = model.info
         self.device = model.device
-        self.windows = self._try()
+        self._try()
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, draws: Draws | None = None) -> PassOutput:
@@ -50,15 +45,19 @@ class EagerBackend:
         """Whether a launched pass is not over."""
         return self.device.type == "cuda" and not torch.cuda.current_stream(self.device).query()
 
+    @property
+    def compiling(self) -> list[CompileProgress]:
+        """Nothing is compiled in the background."""
+        return []
+
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         """Allocate a KV cache for this model."""
         like = torch.empty(0, dtype=self.model.dtype, device=self.device)
         return KVTensors(self.model.kv_shape, num_blocks, block_size, like)
 
-    def thin(self, skipped: Collection[str], kv: KVTensors) -> tuple[Backend, KVTensors]:
-        """Return this model without some of its sub-layers; see `Backend.thin`."""
-        model, layers = thin(self.model, skipped)
-        return EagerBackend(model), kv.of_layers(layers)
+    def thin(self, num_layers: int, kv: KVTensors) -> tuple[Backend, KVTensors]:
+        """Return this model's first layers; see `Backend.thin`."""
+        return EagerBackend(first_layers(self.model, num_layers)), kv.first_layers(num_layers)
 
     def all_reduce(self, partial: Tensor) -> Tensor:
         """Sum a tensor over the model's tensor-parallel ranks."""
@@ -70,24 +69,17 @@ class EagerBackend:
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Compute [n, vocab] float32 logits."""
-        module = self.model.module
-        if self.info.decoder_start_id is not None:
-            return encoder_decoder.compute(module, batch).float()
-        return forward(module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged).float()
+        return self.model.forward(batch).float()
 
     @torch.inference_mode()
-    def _try(self) -> list[int | None]:
-        """Run two tokens through every layer, so that unsupported attention features raise here and not in a round.
-
-        Returns:
-            The attention windows that the layers use.
-        """
+    def _try(self) -> None:
+        """Run two tokens through every layer, so that unsupported attention features raise here and not in a round."""
         name = type(self.model.module).__name__
         try:
             kv = self.allocate_kv(2, 16)
-            encoder_length = int(self.info.decoder_start_id is not None)
-            self.logits(build([ForwardRow([0, 0], 0, [1], 1, None, encoder_length)], kv))
-            step = build([ForwardRow([0], 2, [1], 1, None, encoder_length)], kv)
+            source_length = int(self.info.start_id is not None)
+            self.logits(build([ForwardRow([0, 0], 0, [1], 1, None, source_length)], kv))
+            step = build([ForwardRow([0], 2, [1], 1, None, source_length)], kv)
             self.logits(step)
             if sorted(step.paged.layers) != list(range(self.model.kv_shape.layers)):
                 raise RuntimeError("not every layer attends once in a pass")
@@ -95,11 +87,3 @@ class EagerBackend:
             raise ModelError(f"{self.info.name} does not fit into the memory of {self.device}: {error}") from error
         except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError) as error:
             raise ModelError(f"{name} cannot be run with paged attention: {error}") from error
-        return step.paged.groups[0].windows
-
-
-def log_loaded(backend: EagerBackend, seconds: float) -> None:
-    """Log the model, its size and device, and how long loading took."""
-    info = backend.info
-    size = f"{info.num_parameters / 1e6:.1f} M parameters in {info.dtype}"
-    logger.info("%s: %s on %s, loaded in %.1f s", info.name, size, info.device, seconds)

@@ -22,11 +22,8 @@ class Footprint:
     """Memory that one worker's model takes.
 
     Attributes:
-        name: the model, for error messages.
-        weight_bytes: the rank's weights.
         workspace_bytes: estimate of a pass's masks, gathered keys and values, activations and logits.
         kv_token_bytes: keys and values of one token over all layers.
-        max_model_len: the longest context in tokens.
     """
 
     name: str
@@ -38,12 +35,7 @@ class Footprint:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What a worker measures before it loads its model.
-
-    Attributes:
-        device: identifies the device on its node.
-        free_bytes: memory that is free on it.
-    """
+    """A worker's measurements before it loads its model."""
 
     device: str
     free_bytes: int
@@ -59,7 +51,7 @@ def plan_kv_blocks(free_bytes: int, workers: Sequence[Footprint], config: Engine
         workers: all workers that will load there: the target's ranks, and the draft if it is on this device.
 
     Raises:
-        ModelError: the models do not fit, or no request of full length fits beside them.
+        ModelError: the models do not fit, or leave no room for a request of full length.
     """
     if config.num_blocks is not None:
         return config.num_blocks

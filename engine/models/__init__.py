@@ -1,9 +1,8 @@
-"""Loading transformers models.
+"""Which model is this, and where are its weights?
 
-In reading order: `files` (where they are), `registry` (whether an architecture can be served), `family` (which
-models are encoder-decoders), `footprint` (the memory of a model), `loader` (from safetensors to a device),
-`shards` (the slices of one tensor-parallel rank), `quantization` (int8 and int4, at load or as saved),
-`quantized_linear` (the layer for them), `fusion` (q/k/v and gate/up as one product), `causal_lm` (the loaded
-module), `sub_layers` (the same without some of its sub-layers), `encoder_decoder` (T5 in a paged cache) and `tokenizer`
-(whether draft and target share their token ids).
+In reading order: `source` (which models are served, and a model's files, each read once), `registry` (the kinds by
+their configuration), `loader` (from safetensors to a device), `shards` (the slices of one tensor-parallel rank),
+`quantization` (int8 and int4, at load or as saved), `fusion` (q/k/v and gate/up as one product), `layer_attention`
+(each layer's attention parameters), `causal_lm` (the loaded module), `first_layers` (the model that a target
+self-drafts with), `encoder_decoder` (the served ones, their limits and prompts) and `t5` (them in a paged cache).
 """

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
 
 from engine.config import ModelInfo
-from engine.execution.attention import AttentionContext, KVShape
+from engine.errors import ModelError
+from engine.models.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +26,19 @@ class Shard:
     all_reduce: Callable[[Tensor], Tensor]
 
 
-@dataclass(slots=True)
+@dataclass
 class CausalLM:
-    """A language model on one device, or one rank's shard of it; it may have an encoder (`encoder_decoder`)."""
+    """A language model on one device, or one rank's shard of it.
+
+    Attributes:
+        loaded_by: the class of transformers that loads the module.
+        attention: the name of the attention function that it is loaded with.
+        runs_eagerly: why passes are never compiled; None if they can be.
+    """
+
+    loaded_by: ClassVar[Any] = AutoModelForCausalLM
+    attention: ClassVar[str] = ATTENTION_NAME
+    runs_eagerly: ClassVar[str | None] = None
 
     module: nn.Module
     config: PreTrainedConfig
@@ -34,14 +47,40 @@ class CausalLM:
     dtype: torch.dtype
     shard: Shard | None = None
 
+    @classmethod
+    def load_module(cls, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, **arguments: Any) -> nn.Module:
+        """Load the module with transformers' `from_pretrained` and more of its arguments.
+
+        Raises:
+            ModelError: the module cannot be loaded.
+        """
+        try:
+            module: nn.Module = cls.loaded_by.from_pretrained(
+                directory,
+                config=config,
+                generation_config=GenerationConfig(),  # type: ignore[no-untyped-call] # or it would read the file again
+                dtype=dtype,
+                attn_implementation=cls.attention,
+                use_safetensors=True,
+                trust_remote_code=False,
+                **arguments,
+            )
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            raise ModelError(f"cannot load {directory}: {error}") from error
+        return module
+
     @property
     def kv_shape(self) -> KVShape:
-        """What this rank's KV cache holds per token."""
+        """The keys and values that this rank caches per token."""
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
+
+    def forward(self, batch: Any) -> Tensor:
+        """Compute a `ForwardBatch`; returns [n, vocab] logits in the model's number format."""
+        return forward(self.module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged)
 
 
 def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
-    """Return what the KV cache of a rank holds per token.
+    """Return the shape of a rank's KV cache.
 
     Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) is cached as the keys and values that it is expanded
     to, one of each per query head.
@@ -54,7 +93,7 @@ def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
     if getattr(text, "kv_lora_rank", None):
         kv_heads = heads
         key_dim, value_dim = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    layers = text.num_decoder_layers if config.is_encoder_decoder else text.num_hidden_layers
+    layers = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
     return KVShape(layers, kv_heads // world_size, key_dim, value_dim)
 
 

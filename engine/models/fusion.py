@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.models.quantized_linear import QuantizedLinear
+from engine.models.quantization import QuantizedLinear
 
 _GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -67,7 +67,6 @@ def fuse_projections(module: nn.Module) -> None:
 
 
 def _concatenated(layers: list[Any]) -> nn.Module | None:
-    """Return one layer with the outputs of all; None if they are no linear layers of one format."""
     if len({getattr(layer, "bias", None) is None for layer in layers}) > 1:
         return None
     if all(type(layer) is QuantizedLinear for layer in layers):

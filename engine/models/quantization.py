@@ -2,20 +2,21 @@
 
 torchao rounds, called by transformers for one layer after the other, so that the whole model is never in memory as
 floats; the output head and embeddings stay as they are. Of saved formats, those are served that transformers can load
-without a GPU. torchao's weights without zero points stay quantised, all others become floats as they load: the text is
-the same, the memory that of a model that was never quantised. Activations are never quantised.
+without a GPU. torchao's weights without zero points stay quantised, all others become floats as they load: the same
+text, with the memory of an unquantised model. Activations are never quantised.
 """
 
 import importlib.util
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from engine.config import ModelConfig, Quantization
 from engine.errors import ModelError
-from engine.models.quantized_linear import QuantizedLinear, pack_nibbles
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 GROUP_SIZE = 32
@@ -32,17 +33,13 @@ _SAVED = {
 
 
 def saved_format(model_config: PreTrainedConfig) -> str | None:
-    """Return the name of the format in which a model is saved quantised; None if it is not."""
+    """Return the name of a saved model's quantised format; None if it has none."""
     settings: dict[str, Any] | None = getattr(model_config, "quantization_config", None)
     return None if settings is None else str(settings.get("quant_method", "bitsandbytes"))
 
 
 def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, world_size: int) -> None:
-    """Refuse a quantisation that cannot be served.
-
-    Raises:
-        ModelError: the message names the quantisation, and what is missing.
-    """
+    """Raise ModelError if the quantisation cannot be served; it names the missing requirement."""
     saved, name = saved_format(model_config), config.quantization
     if saved is not None and name != "none":
         raise ModelError(f"{config.path} is already quantised, as {saved}; it cannot be quantised to {name}")
@@ -55,8 +52,6 @@ def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, worl
         )
     format_name = name if saved is None else saved
     packages = ("torchao",) if saved is None else _SAVED[saved]
-    if model_config.is_encoder_decoder:
-        raise ModelError(f"{config.path} is {model_config.model_type}, whose weights are not served quantised")
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise ModelError(
             f"{config.path}: {format_name} needs the package {' and '.join(missing)}, which is not installed; "
@@ -94,8 +89,13 @@ def layer_bytes(quantization: Quantization, layer: nn.Linear) -> int:
     return layer.out_features * (layer.in_features * _NUM_BITS[quantization] // 8 + 4 * groups)
 
 
+def uses_torchao(config: ModelConfig, model_config: PreTrainedConfig) -> bool:
+    """Return whether a model's weights are torchao's once it is loaded."""
+    return config.quantization != "none" or saved_format(model_config) == "torchao"
+
+
 def loading_arguments(config: ModelConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
-    """Return what transformers must be told to load a model quantised, or saved quantised.
+    """Return transformers' arguments for loading a model quantised.
 
     Args:
         model_config: is changed where a saved format becomes floats.
@@ -107,7 +107,7 @@ def loading_arguments(config: ModelConfig, model_config: PreTrainedConfig) -> di
     saved = saved_format(model_config)
     if saved is not None and saved != "torchao":
         model_config.quantization_config["dequantize"] = True
-    return {} if saved is None else {"config": model_config}
+    return {}
 
 
 def torchao_settings(quantization: Quantization) -> Any:
@@ -120,8 +120,76 @@ def torchao_settings(quantization: Quantization) -> Any:
     return IntxWeightOnlyConfig(weight_dtype=INT4, granularity=PerGroup(GROUP_SIZE))
 
 
+class QuantizedLinear(nn.Module):
+    """A linear layer with the weights `values * scales`, without zero points.
+
+    It holds plain tensors, so that layers can be fused, compiled and packed like any other. This forward gives
+    torchao's results and converts the weights to floats in every pass: it saves memory, but no time. CPUs have a
+    product that reads the integers.
+
+    Attributes:
+        values: [out, in] int8; or, of 4-bit weights, [out, in / 2] uint8, as `pack_nibbles` makes them.
+        scales: [out, groups] of equally many inputs each, in the model's number format or float32.
+        bias: [out], or None.
+    """
+
+    values: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("values", values, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+        self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
+        self.out_features = len(values)
+        self.in_features = values.shape[1] * (2 if values.dtype == torch.uint8 else 1)
+
+    @classmethod
+    def concatenated(cls, layers: Sequence["QuantizedLinear"]) -> Self:
+        """Return one layer with the outputs of several that have the same inputs and format."""
+        biases = [layer.bias for layer in layers if layer.bias is not None]
+        values, scales = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("values", "scales"))
+        return cls(values, scales, torch.cat(biases) if biases else None)
+
+    @property
+    def num_bits(self) -> int:
+        """Bits of a weight."""
+        return 4 if self.values.dtype == torch.uint8 else 8
+
+    @property
+    def integers(self) -> Tensor:
+        """[out, in] int8."""
+        return unpack_nibbles(self.values) if self.values.dtype == torch.uint8 else self.values
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out] for `x` [..., in]."""
+        integers, scales = self.integers.to(x.dtype), self.scales.to(x.dtype)
+        if scales.shape[1] == 1:
+            product = self.multiply(x, integers) * scales.flatten()
+        else:
+            weight = integers.view(len(integers), scales.shape[1], -1) * scales.unsqueeze(-1)
+            product = self.multiply(x, weight.flatten(1))
+        return product if self.bias is None else product + self.bias
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return [..., out] for `x` [..., in] and weights [out, in] of the same number format."""
+        return F.linear(x, weight)
+
+
+def pack_nibbles(integers: Tensor) -> Tensor:
+    """Pack [out, in] int8 numbers from -8 to 7 to [out, in / 2] uint8: of two inputs, the first is the lower half."""
+    halves = integers.view(torch.uint8)
+    return halves[:, ::2] & 15 | halves[:, 1::2] << 4
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """Return the [out, in] int8 numbers that were packed."""
+    return torch.stack([(packed << 4).view(torch.int8) >> 4, packed.view(torch.int8) >> 4], -1).flatten(1)
+
+
 def convert_torchao(name: str, module: nn.Module) -> None:
-    """Replace linear layers with torchao's weights by `QuantizedLinear`, or by floats where it has no such numbers.
+    """Replace torchao's linear layers by `QuantizedLinear`, or by float layers if their format is not supported.
 
     Raises:
         ModelError: a layer quantises its inputs, too.

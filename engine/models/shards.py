@@ -10,13 +10,12 @@ import torch
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
-from engine.config import ModelConfig
 from engine.errors import ModelError
-from engine.execution.attention import ATTENTION_NAME
 from engine.models.causal_lm import Shard, kv_shape
-from engine.models.files import weight_files
+from engine.models.layer_attention import ATTENTION_NAME
+from engine.models.source import ModelSource
 
 _WHOLE = {"replicated", "replicated_with_grad_allreduce"}
 
@@ -32,18 +31,16 @@ class RowLinear(nn.Linear):
         return partial if self.bias is None else partial + self.bias
 
 
-def load_shard(
-    config: ModelConfig, model_config: PreTrainedConfig, shard: Shard, dtype: torch.dtype, device: torch.device
-) -> nn.Module:
+def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Build the model on the meta device, replace its sliced layers, and read this rank's slice of every weight.
 
     Raises:
         ModelError: the model has no plan, an unsupported style, or sizes that are not divisible by the ranks.
     """
-    plan = plan_of(config.path, model_config, shard.world_size)
+    plan = plan_of(source, shard.world_size)
     with torch.device("meta"):
         module: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            model_config, attn_implementation=ATTENTION_NAME, dtype=dtype
+            source.configuration, attn_implementation=ATTENTION_NAME, dtype=dtype
         )
     styles = {
         name: style
@@ -55,16 +52,17 @@ def load_shard(
     module.to_empty(device=device)
     _restore_buffers(module)
     module.tie_weights()  # type: ignore[operator]
-    _read(config, module, styles, shard)
+    _read(source, module, styles, shard)
     return module
 
 
-def plan_of(path: str, config: PreTrainedConfig, world_size: int) -> dict[str, str]:
+def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
     """Return transformers' tensor-parallel plan for a model: styles by patterns of layer names.
 
     Raises:
         ModelError: there is none, or it has an unsupported style.
     """
+    path, config = source.path, source.configuration
     plan = {f"model.{name}": style for name, style in (config.base_model_tp_plan or {}).items()}
     if not plan:
         raise ModelError(f"{path} is {config.model_type}, which has no tensor parallel plan in transformers")
@@ -85,7 +83,6 @@ def style_of(plan: dict[str, str], name: str) -> str | None:
 
 
 def _narrow(module: nn.Module, name: str, style: str, shard: Shard) -> None:
-    """Replace the linear layer `name` by this rank's slice of it."""
     parent = module.get_submodule(name.rpartition(".")[0])
     whole = module.get_submodule(name)
     assert isinstance(whole, nn.Linear)
@@ -109,11 +106,11 @@ def _restore_buffers(module: nn.Module) -> None:
             module._init_weights(child)  # type: ignore[operator]
 
 
-def _read(config: ModelConfig, module: nn.Module, styles: dict[str, str], shard: Shard) -> None:
+def _read(source: ModelSource, module: nn.Module, styles: dict[str, str], shard: Shard) -> None:
     """Copy this rank's slice of every weight from the files into the model; tied names share a tensor."""
     tensors = module.state_dict(keep_vars=True)
     loaded = set()
-    for file in weight_files(config):
+    for file in source.weight_files:
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - not a dict
                 if name not in tensors:
@@ -122,11 +119,10 @@ def _read(config: ModelConfig, module: nn.Module, styles: dict[str, str], shard:
                 tensors[name].data.copy_(_slice(weights.get_slice(name), styles.get(layer), parameter, shard))
                 loaded.add(id(tensors[name]))
     if missing := [name for name, tensor in tensors.items() if id(tensor) not in loaded]:
-        raise ModelError(f"{config.path} lacks the weights {', '.join(sorted(missing)[:3])}")
+        raise ModelError(f"{source.path} lacks the weights {', '.join(sorted(missing)[:3])}")
 
 
 def _slice(weight: "object", style: str | None, parameter: str, shard: Shard) -> Tensor:
-    """Read this rank's slice of one tensor in a file."""
     shape = weight.get_shape()  # type: ignore[attr-defined]
     axis = {"colwise": 0, "rowwise": 1}.get(style or "")
     if axis is None or (parameter == "bias" and style == "rowwise"):

@@ -1,5 +1,5 @@
-"""From logits to a token.
+"""Which token do these logits give?
 
-In reading order: `params` (what a client may set), `logits` (applies it and draws), `noise` (the random numbers that
-draft and target share) and `grammar` (which tokens may come next).
+In reading order: `logits` (applies the sampling parameters and draws), `top_tokens` (top_k and top_p), `noise` (the
+random numbers that draft and target share) and `grammar` (which tokens may come next).
 """

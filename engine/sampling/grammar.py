@@ -5,8 +5,8 @@ stored in `SamplingParams.grammar`. Drafter and verifier each keep a matcher per
 can be rebuilt from the committed tokens. A mask therefore depends on the grammar and the tokens before it alone, is the
 same for drafter and verifier, and shapes the target's distribution as every other parameter does.
 
-A finished grammar allows the end-of-sequence tokens only. So does one that exceeds `LIMITS`, and when that happens
-depends on what a matcher computed before: this is the one exception to the rule above.
+A finished grammar allows the end-of-sequence tokens only. So does one that exceeds `LIMITS`; when that happens depends
+on the matcher's earlier work, which is the one exception to the rule above.
 """
 
 import json
@@ -17,9 +17,8 @@ from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from engine.config import ModelConfig
 from engine.errors import ModelError, RequestError
-from engine.models.tokenizer import load_tokenizer
+from engine.models.source import ModelSource
 from engine.protocols import Request
 
 if TYPE_CHECKING:
@@ -41,18 +40,12 @@ a service should first compile clients' grammars in a process that it can kill."
 MAX_GBNF_RULES = 1000
 """Converting more of them to Lark's notation takes seconds: each may depend on the next."""
 NUM_COMPILED = 16
-_NO_TEXT = "NoExtensionBias"
-"""How llguidance's error begins if a grammar allows no first token."""
 JSON_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": r"[ \n\t]{0,32}", "lenient": False}
-"""JSON may be indented, but white space is bounded so that a model cannot produce it for ever."""
+"""JSON may be indented, but white space is bounded so that a model cannot produce it without end."""
 
 
 def from_json_schema(schema: dict[str, Any]) -> str:
-    """Return the grammar of JSON texts that a schema accepts.
-
-    Raises:
-        RequestError: the schema is not valid JSON.
-    """
+    """Return the grammar of a JSON schema; raise RequestError if the schema is not valid JSON."""
     from llguidance import LLMatcher
 
     try:
@@ -72,14 +65,16 @@ def from_choice(texts: Sequence[str]) -> str:
     """Return the grammar of exactly these texts."""
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, texts)))
+    # A Lark literal is one of JSON with DEL escaped, too.
+    literals = [json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts]
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(literals))
 
 
 def from_text(text: str) -> str:
     """Return the grammar of a text in Lark's or llama.cpp's (GBNF) notation.
 
     Raises:
-        RequestError: it is neither, or has too many rules in llama.cpp's notation.
+        RequestError: the notation is neither of these, or a GBNF grammar has too many rules.
     """
     if (num_rules := text.count("::=")) > MAX_GBNF_RULES:
         raise RequestError(f"the grammar has {num_rules:,} rules in GBNF, at most {MAX_GBNF_RULES:,} are allowed")
@@ -93,12 +88,8 @@ def from_text(text: str) -> str:
 
 
 def explain(error: str, grammar: str) -> str:
-    """Return in words why llguidance refuses a grammar.
-
-    Args:
-        error: what it says; for a grammar of no text, that is the name of an internal state.
-    """
-    if not error.startswith(_NO_TEXT):
+    """Return in words why llguidance refuses a grammar; where no text matches, its message is an internal state's."""
+    if not error.startswith("NoExtensionBias"):
         return error.strip()[:500]
     sources = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{}]
     if sources[0].get("json_schema") is not None:
@@ -111,23 +102,21 @@ def explain(error: str, grammar: str) -> str:
 class Grammars:
     """Compiles and caches the grammars of this process, over one token table made from the target's tokenizer.
 
-    The table is made on first use, because that takes about a second for a vocabulary of 128,000 tokens.
+    The table is made on first use: that takes about a second for a vocabulary of 128,000 tokens.
     """
 
-    def __init__(self, config: ModelConfig, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """Store the settings of the token table.
-
-        Args:
-            config: the target, whose tokenizer is used.
-            vocab_size: the target's; ids that its tokenizer lacks are never allowed.
-            eos_token_ids: the target's.
-        """
-        self._config = config
+    def __init__(self, source: ModelSource, *, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        """Store the settings of the token table; ids below `vocab_size` that the tokenizer lacks are never allowed."""
+        self._source = source
         self._vocab_size = vocab_size
         self.ends = frozenset(eos_token_ids)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._matchers: dict[str, Matcher] = {}
-        self.end_mask = _pack(eos_token_ids, vocab_size)
+        mask = bytearray(4 * -(-vocab_size // 32))
+        for token in eos_token_ids:
+            mask[token // 8] |= 1 << token % 8
+        self.end_mask = bytes(mask)
+        """Allows the end-of-sequence tokens only; in llguidance's format, a bit per token, in whole 32-bit words."""
 
     def table_settings(self) -> dict[str, Any]:
         """Return the arguments of llguidance's token table as JSON values, for use in another process too.
@@ -137,7 +126,7 @@ class Grammars:
         """
         if not self.ends:
             raise ModelError("this model cannot follow a grammar: it has no end-of-sequence token")
-        backend = copy(load_tokenizer(self._config).backend_tokenizer)
+        backend = copy(self._source.tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
         return {"tokenizer": backend.to_str(), "n_vocab": self._vocab_size, "eos_token": sorted(self.ends)}
@@ -152,11 +141,7 @@ class Grammars:
             raise ModelError(f"this model cannot follow a grammar: {error}") from error
 
     def check(self, grammar: str, field: str = "grammar") -> None:
-        """Raise if a grammar cannot be compiled for this model.
-
-        Raises:
-            RequestError: the message names the field and the reason.
-        """
+        """Raise RequestError if a grammar cannot be compiled for this model; it names the field and the reason."""
         try:
             matcher = self.compile(grammar)
         except ModelError as error:
@@ -169,15 +154,13 @@ class Grammars:
         """Return a new matcher at the start of a grammar; it may be in an error state."""
         from llguidance import LLMatcher, LLParserLimits
 
-        matcher = self._compiled.get(grammar)
-        if matcher is None:
-            matcher = self._compiled[grammar] = LLMatcher(
-                self._table, grammar, log_level=0, limits=LLParserLimits(**LIMITS)
-            )
+        if grammar not in self._compiled:
+            limits = LLParserLimits(**LIMITS)
+            self._compiled[grammar] = LLMatcher(self._table, grammar, log_level=0, limits=limits)
             if len(self._compiled) > NUM_COMPILED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
-        return matcher.deep_copy()
+        return self._compiled[grammar].deep_copy()
 
     def matcher(self, request_id: str, grammar: str) -> "Matcher":
         """Return a request's matcher."""
@@ -215,7 +198,6 @@ class Matcher:
         return [self._after(path) for path in paths]
 
     def _follow(self, output: Sequence[int]) -> None:
-        """Advance the matcher to the committed tip."""
         if self._output != output[: len(self._output)]:
             self._restart()
         new = list(output[len(self._output) :])
@@ -256,16 +238,3 @@ def matcher_of(grammars: Grammars | None, request: Request) -> Matcher | None:
     if grammars is None:
         raise ModelError("a request with a grammar reached a model that was loaded without grammars")
     return grammars.matcher(request.request_id, request.params.grammar)
-
-
-def _literal(text: str) -> str:
-    """Return a text as a Lark literal: JSON's notation with DEL escaped."""
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _pack(token_ids: Sequence[int], vocab_size: int) -> bytes:
-    """Return a mask of these tokens in llguidance's format: one bit per token, whole 32-bit words."""
-    mask = bytearray(4 * -(-vocab_size // 32))
-    for token in token_ids:
-        mask[token // 8] |= 1 << token % 8
-    return bytes(mask)

@@ -5,7 +5,7 @@ when draft and target add the same noise to their own logits and take the argmax
 (1 - TV) / (1 + TV), and exchange nothing but token ids. The noise is a hash without any state, so a round that is
 repeated or batched differently draws the same numbers.
 
-The integer hash is exact everywhere. Its last step, two logarithms, may differ by an ulp between devices.
+The integer hash is exact everywhere; the two logarithms after it may differ by an ulp between devices.
 """
 
 import functools
@@ -16,24 +16,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Draws at one position need independent streams: draft sampling and acceptance in one stream would bias the output.
-TARGET_STREAM = 0
-"""The target's own draw; the coupled drafter uses it too."""
-DRAFT_STREAM = 1
-"""The drafter's sampling under rules that need draft rows; drawn anew in every round, see `round_seed`."""
-ACCEPT_STREAM = 2
-"""The coins of these rules; drawn anew in every round."""
-RESIDUAL_STREAM = 3
-"""The recovered and bonus tokens of these rules; drawn anew in every round."""
+TARGET_STREAM, DRAFT_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM = range(4)
+"""Independent streams of the draws at one position; drafting and accepting in one stream would bias the output.
 
-_implementations: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
-"""Faster implementations for a whole vocabulary, by device type."""
+The target and the coupled drafter draw from the first. Under rules that need draft rows, the others are for the draft's
+tokens, the coins, and the recovered and bonus tokens; these are drawn anew in every round, see `round_seed`.
+"""
+
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
+"""Faster implementations of `gumbel` for a whole vocabulary (token ids [vocab]), by device type."""
 _MASK64 = (1 << 64) - 1
 
 
 @dataclass(slots=True)
 class Draws:
-    """What a forward pass needs to draw tokens for rows that only have a temperature and a seed.
+    """The temperatures and noise of a forward pass that draws tokens itself, for rows that need no shaping.
 
     Attributes:
         temperatures: [n, 1] float32, 1 for greedy rows.
@@ -44,25 +41,6 @@ class Draws:
     temperatures: Tensor
     keys: Tensor
     rows: Tensor
-
-
-def noised_logits(logits: Tensor, draws: Draws) -> Tensor:
-    """Return logits over temperature plus noise, [n, vocab]; the argmax is the drawn token. logits: [n, vocab]."""
-    if not len(draws.keys):
-        return logits  # all greedy
-    token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    return _add_noise(logits, draws.temperatures, gumbel(draws.keys, token_ids), draws.rows)
-
-
-def scores(logits: Tensor, temperatures: Tensor, keys: Tensor, rows: Tensor) -> Tensor:
-    """Return the same as `noised_logits`, from tensors alone and without branches, for tracing."""
-    token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-    return _add_noise(logits, temperatures, plain_gumbel(keys, token_ids), rows)
-
-
-def _add_noise(logits: Tensor, temperatures: Tensor, gumbel_noise: Tensor, rows: Tensor) -> Tensor:
-    no_noise = torch.zeros_like(logits[:1])
-    return logits / temperatures + torch.cat([no_noise, gumbel_noise])[rows]
 
 
 def keys(seeds: Sequence[int], positions: Sequence[int], stream: int, device: torch.device) -> Tensor:
@@ -80,14 +58,12 @@ def keys(seeds: Sequence[int], positions: Sequence[int], stream: int, device: to
 def round_seed(seed: int, tip: int, lane: int = 0) -> int:
     """Return the seed of draws that belong to one round: a draft's tokens, the coins, the token after them.
 
-    A rule may look at draft tokens and coins beyond those that it commits: block verification decides about a token by
-    all that follow it. So does a draft that runs ahead: it predicts recovered tokens at all positions, and whether the
-    next round finds its draft prepared depends on that. The next round draws at the same positions again, and would be
-    biased if it drew the same numbers.
+    A rule, or a draft that runs ahead, may look at draft tokens and coins beyond those that it commits. The next round
+    draws at these positions again, and would be biased if it drew the same numbers.
 
     Args:
-        tip: how many tokens were committed before the round.
-        lane: tells draws apart that one round makes at one position.
+        tip: the number of committed tokens before the round.
+        lane: distinguishes several draws at one position in one round.
     """
     return _splitmix64(_hashed_seed(seed) ^ _splitmix64((tip << 8) + lane))
 
@@ -102,10 +78,8 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     Returns:
         [n, vocab] or [n, m].
     """
-    implementation = _implementations.get(keys.device.type)
-    if implementation is not None and token_ids.dim() == 1:
-        return implementation(keys, token_ids)
-    return plain_gumbel(keys, token_ids)
+    implementation = IMPLEMENTATIONS.get(keys.device.type) if token_ids.dim() == 1 else None
+    return (implementation or plain_gumbel)(keys, token_ids)
 
 
 def plain_gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
@@ -113,16 +87,24 @@ def plain_gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-uniform(keys, token_ids)))
 
 
-def implement(device_type: str, implementation: Callable[[Tensor, Tensor], Tensor] | None) -> None:
-    """Set the implementation of `gumbel` for a device type; None restores `plain_gumbel`.
+def noised_logits(logits: Tensor, draws: Draws) -> Tensor:
+    """Return logits over temperature plus noise, [n, vocab]; the argmax is the drawn token. logits: [n, vocab]."""
+    if not len(draws.keys):
+        return logits  # all greedy
+    return scores(logits, draws.temperatures, draws.keys, draws.rows, gumbel)
 
-    Args:
-        implementation: takes keys [n, 2] and token ids [vocab] and returns what `plain_gumbel` does.
-    """
-    if implementation is None:
-        _implementations.pop(device_type, None)
-    else:
-        _implementations[device_type] = implementation
+
+def scores(
+    logits: Tensor,
+    temperatures: Tensor,
+    keys: Tensor,
+    rows: Tensor,
+    noise_of: Callable[[Tensor, Tensor], Tensor] = plain_gumbel,
+) -> Tensor:
+    """Return the same as `noised_logits`, from tensors alone and without branches, for tracing."""
+    token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    no_noise = torch.zeros_like(logits[:1])
+    return logits / temperatures + torch.cat([no_noise, noise_of(keys, token_ids)])[rows]
 
 
 def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:

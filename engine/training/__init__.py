@@ -1,7 +1,7 @@
-"""Training models: `python -m engine.training pretrain|distill|evaluate|choose-layers`.
+"""How is a draft made, and is it worth it? `python -m engine.training pretrain|distill|evaluate`.
 
-In reading order: `loop` (the training loop), `corpus` (text to batches), `pretrain` and `distill` (the two objectives),
-`acceptance` (the acceptance rate of a pair), `speedup` and `cost` (what it gains), `evaluate` (the report);
-`self_speculation` (what a target gains that drafts for itself) and `choose_layers` (the search for the sub-layers that
-it skips). Beside them `models` (building and loading), `tokenizer`, `optimizer`, `checkpoint` and `errors`.
+In reading order: `corpus` (text to batches), `small_model` (models and their tokenizer), `checkpoint` (writing and
+resuming), `loop` (the training loop and its optimizers), `pretrain` and `distill` (the two objectives),
+`measured_acceptance` (the acceptance of a pair) and `evaluate` (the report). Nothing of the product imports this
+folder; it comes with the extra `paceline[training]`.
 """

@@ -1,20 +1,25 @@
-"""The command line: `python -m engine.training pretrain|distill|evaluate|choose-layers`."""
+"""The command line: `python -m engine.training pretrain|distill|evaluate`."""
 
 import argparse
 import shutil
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
-from rich.console import Console
+try:
+    from rich.console import Console
+except ModuleNotFoundError as error:
+    raise SystemExit("engine.training needs rich: pip install 'paceline[training]'") from error
 
+from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
 from engine.errors import PacelineError
 from engine.training import evaluate as evaluation
-from engine.training.choose_layers import SearchOptions, choose_layers
+from engine.training.checkpoint import TrainingError
 from engine.training.distill import DistillOptions, distill
-from engine.training.errors import TrainingError
 from engine.training.loop import Plan
-from engine.training.models import Size
 from engine.training.pretrain import PretrainOptions, pretrain
+from engine.training.small_model import Size
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,7 +30,6 @@ def main(argv: list[str] | None = None) -> int:
         "pretrain": (_add_pretrain, "train a tokenizer and a small model on text files"),
         "distill": (_add_distill, "train a draft to be accepted by a target"),
         "evaluate": (_add_evaluate, "measure a pair's acceptance and step times, and predict its speed-up"),
-        "choose-layers": (_add_choose_layers, "search the sub-layers that a target skips when it drafts for itself"),
     }
     for name, (add, summary) in adders.items():
         formatter = argparse.ArgumentDefaultsHelpFormatter
@@ -33,10 +37,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     console = Console(stderr=True)
     try:
-        return int(arguments.run(arguments, console))
+        arguments.run(arguments, console)
+    except KeyboardInterrupt:
+        console.print("stopped; the same command continues after the last checkpoint")
+        return 1
     except PacelineError as error:
         console.print(f"error: {error}", style="red", highlight=False, soft_wrap=True, markup=False)
         return 1
+    return 0
 
 
 def _add_training(parser: argparse.ArgumentParser, steps: int, batch_tokens: int) -> None:
@@ -54,6 +62,12 @@ def _add_training(parser: argparse.ArgumentParser, steps: int, batch_tokens: int
     )
 
 
+def _options(kind: type[Any], arguments: argparse.Namespace, **more: Any) -> Any:
+    """Return the options among the arguments, which have the names of the fields."""
+    names = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in vars(arguments).items() if name in names} | more)
+
+
 def _add_pretrain(parser: argparse.ArgumentParser) -> None:
     _add_training(parser, steps=2000, batch_tokens=6144)
     parser.add_argument("--size", default="12x192", help="LAYERSxHIDDEN")
@@ -62,16 +76,10 @@ def _add_pretrain(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run_pretrain)
 
 
-def _run_pretrain(arguments: argparse.Namespace, console: Console) -> bool:
-    options = PretrainOptions(
-        size=Size.parse(arguments.size, arguments.context),
-        vocab_size=arguments.vocab_size,
-        batch_tokens=arguments.batch_tokens,
-        seed=arguments.seed,
-        compile=arguments.compile,
-    )
+def _run_pretrain(arguments: argparse.Namespace, console: Console) -> None:
+    options = _options(PretrainOptions, arguments, size=Size.parse(arguments.size, arguments.context))
     plan = Plan(arguments.steps, 60 * arguments.checkpoint_minutes)
-    return not pretrain(arguments.files, arguments.output, options, plan, console)
+    pretrain(arguments.files, arguments.output, options, plan, console)
 
 
 def _add_distill(parser: argparse.ArgumentParser) -> None:
@@ -86,76 +94,32 @@ def _add_distill(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run_distill)
 
 
-def _run_distill(arguments: argparse.Namespace, console: Console) -> bool:
-    options = DistillOptions(
-        batch_tokens=arguments.batch_tokens,
-        continuations=arguments.continuations,
-        seed=arguments.seed,
-        lr_scale=arguments.lr_scale,
-        compile=arguments.compile,
-    )
+def _run_distill(arguments: argparse.Namespace, console: Console) -> None:
+    options = _options(DistillOptions, arguments)
     plan = Plan(arguments.steps, 60 * arguments.checkpoint_minutes, arguments.reports)
     draft = arguments.draft or Size.parse(arguments.draft_size)
-    return not distill(arguments.files, arguments.target, draft, arguments.output, options, plan, console)
+    distill(arguments.files, arguments.target, draft, arguments.output, options, plan, console)
 
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", type=Path, default=evaluation.BUNDLED_TARGET, help="the target's directory")
-    parser.add_argument("--draft", type=Path, default=evaluation.BUNDLED_DRAFT, help="the draft's directory")
+    parser.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="the target's directory")
+    parser.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="the draft's directory")
     parser.add_argument("--prompts", type=Path, default=evaluation.BUNDLED_PROMPTS, help="text or JSON lines")
     parser.add_argument("--corpus", type=Path, nargs="+", default=[], help="measure the held-out loss on these files")
     parser.add_argument("--k", type=int, default=4, help="draft tokens per round in the acceptance table")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--png", type=Path, default=Path("speedup.png"), help="draw predicted speed-up against k")
     parser.set_defaults(run=_run_evaluate)
 
 
-def _run_evaluate(arguments: argparse.Namespace, console: Console) -> bool:
+def _run_evaluate(arguments: argparse.Namespace, console: Console) -> None:
     if arguments.k < 1:
         raise TrainingError(f"--k is {arguments.k}; it must be at least 1")
     prompts = evaluation.read_prompts(arguments.prompts)
     with console.status("measuring"):
         measured = evaluation.evaluate(arguments.target, arguments.draft, prompts, arguments.corpus)
     evaluation.show(measured, arguments.k, Console())
-    evaluation.draw_chart(measured, arguments.png)
     if arguments.json:
         evaluation.write_json(measured, arguments.k, arguments.json)
-    return False
-
-
-def _add_choose_layers(parser: argparse.ArgumentParser) -> None:
-    defaults = SearchOptions()
-    parser.add_argument("--target", type=Path, default=evaluation.BUNDLED_TARGET, help="the target's directory")
-    parser.add_argument("--prompts", type=Path, default=evaluation.BUNDLED_PROMPTS, help="text or JSON lines")
-    parser.add_argument("--output", type=Path, required=True, help="JSON file; trials are kept beside it")
-    parser.add_argument("--trials", type=_at_least_one, default=defaults.num_trials, help="sets to try")
-    parser.add_argument("--k", type=_at_least_one, default=defaults.max_draft_tokens, help="longest draft")
-    parser.add_argument("--tokens", type=_at_least_one, default=defaults.num_tokens, help="new tokens per prompt")
-    parser.add_argument("--temperature", type=float, default=defaults.temperature, help="of the continuations")
-    parser.add_argument("--seed", type=int, default=defaults.seed, help="of the search and the continuations")
-    parser.set_defaults(run=_run_choose_layers)
-
-
-def _at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
-
-
-def _run_choose_layers(arguments: argparse.Namespace, console: Console) -> bool:
-    options = SearchOptions(
-        num_trials=arguments.trials,
-        max_draft_tokens=arguments.k,
-        num_tokens=arguments.tokens,
-        temperature=arguments.temperature,
-        seed=arguments.seed,
-    )
-    prompts = evaluation.read_prompts(arguments.prompts)
-    choice = choose_layers(arguments.target, prompts, arguments.output, options, console)
-    speedup, k = choice.gain.speedup, choice.gain.num_speculative_tokens
-    text = f"drafting=self self_draft_skip=@{arguments.output} num_speculative_tokens={k}"
-    Console(soft_wrap=True).print(f"{text}  # expected speed-up {speedup:.2f}", highlight=False)
-    return False
 
 
 if __name__ == "__main__":

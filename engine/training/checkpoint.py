@@ -13,14 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from engine.training.errors import TrainingError
+from engine.errors import PacelineError
 
 CHECKPOINT = "checkpoint.pt"
+
+
+class TrainingError(PacelineError):
+    """The command cannot be carried out; the last checkpoint is unchanged."""
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -38,19 +41,6 @@ def write_whole(path: Path, data: bytes) -> None:
             partial.unlink(missing_ok=True)
         kept = "; the previous one is kept" if path.exists() else ""
         raise TrainingError(f"cannot write {path}: {error.strerror or error}{kept}") from error
-
-
-def save_tensor(path: Path, tensor: torch.Tensor) -> None:
-    """Write a tensor as a safetensors file."""
-    write_whole(path, safetensors.torch.save({"tensor": tensor.contiguous()}))
-
-
-def load_tensor(path: Path) -> torch.Tensor:
-    """Read a tensor that `save_tensor` wrote."""
-    try:
-        return safetensors.torch.load_file(path)["tensor"]
-    except (OSError, KeyError, safetensors.SafetensorError) as error:
-        raise TrainingError(f"cannot read {path}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -72,16 +62,14 @@ class Checkpointer:
 
     def save(self, step: int) -> None:
         """Write the state after `step` steps in place of the last checkpoint."""
+        state = {
+            "step": step,
+            "settings": self.settings,
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
         buffer = io.BytesIO()
-        torch.save(
-            {
-                "step": step,
-                "settings": self.settings,
-                "model": self.model.state_dict(),
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            },
-            buffer,
-        )
+        torch.save(state, buffer)
         write_whole(self.path, buffer.getbuffer().tobytes())
 
     def restore(self) -> int:
@@ -92,8 +80,7 @@ class Checkpointer:
             state = torch.load(self.path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise TrainingError(f"cannot read checkpoint {self.path}: {error}") from error
-        changed = [k for k, v in self.settings.items() if state["settings"].get(k) != v]
-        if changed:
+        if changed := [name for name, value in self.settings.items() if state["settings"].get(name) != value]:
             raise TrainingError(
                 f"{self.path} was made with another {', '.join(changed)}; use the same options or another --output"
             )
@@ -104,16 +91,12 @@ class Checkpointer:
 
 
 def save_model(folder: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write a transformers directory in bfloat16: complete in a temporary folder first, then moved to `folder`."""
+    """Convert a model to bfloat16 and write it: complete in a temporary folder first, then moved to `folder`."""
     partial = folder.with_name(folder.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        # A copy, because training continues in float32.
-        copy = type(model)(model.config)
-        copy.load_state_dict(model.state_dict())
-        nn.Module.to(copy, torch.bfloat16)
-        copy.save_pretrained(partial)
+        nn.Module.to(model, torch.bfloat16)
+        model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(partial.iterdir()):

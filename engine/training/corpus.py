@@ -9,11 +9,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from engine.training.errors import TrainingError
+from engine.training.checkpoint import TrainingError
 
 PIECE_CHARACTERS = 8192
 HELD_OUT_EVERY = 50
@@ -22,33 +23,18 @@ DOCUMENT_BREAK = "\n\n\n\n"
 _SUFFIXES = (".txt", ".txt.gz", ".md", ".rst")
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Consecutive paragraphs of one document; `is_last` marks the document's end."""
 
     text: str
     is_last: bool
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """The training pieces and the held-out pieces."""
 
     training: list[Piece]
     held_out: list[Piece]
-
-
-def find_files(paths: Sequence[Path]) -> list[Path]:
-    """Return files, and the text files of directories in sorted order, so that the split is reproducible."""
-    files: list[Path] = []
-    for path in paths:
-        if path.is_dir():
-            files += sorted(p for p in path.iterdir() if p.name.endswith(_SUFFIXES))
-        elif path.is_file():
-            files.append(path)
-        else:
-            raise TrainingError(f"no such file or directory: {path}")
-    return files
 
 
 def read_text(path: Path) -> str:
@@ -61,11 +47,16 @@ def read_text(path: Path) -> str:
 
 
 def read_corpus(paths: Sequence[Path]) -> Corpus:
-    """Read and split files; three blank lines end a document."""
+    """Read and split files, and the text files of folders in sorted order; three blank lines end a document."""
     pieces: list[Piece] = []
-    for path in find_files(paths):
-        for document in read_text(path).split(DOCUMENT_BREAK):
-            pieces += _cut(document.strip("\n"))
+    for path in paths:
+        if not path.exists():
+            raise TrainingError(f"no such file or directory: {path}")
+        is_folder = path.is_dir()
+        files = sorted(file for file in path.iterdir() if file.name.endswith(_SUFFIXES)) if is_folder else [path]
+        for file in files:
+            for document in read_text(file).split(DOCUMENT_BREAK):
+                pieces += _cut(document.strip("\n"))
     held_out = pieces[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
     training = [p for i, p in enumerate(pieces) if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
     if not training:
@@ -95,12 +86,8 @@ def as_dialogue(text: str) -> list[list[dict[str, str]]]:
         answer = paragraphs[1:2]
         while len(answer) < len(paragraphs) - 1 and sum(map(len, answer)) < PIECE_CHARACTERS // 10:
             answer.append(paragraphs[len(answer) + 1])
-        exchanges.append(
-            [
-                {"role": "user", "content": paragraphs[0]},
-                {"role": "assistant", "content": "\n\n".join(answer)},
-            ]
-        )
+        answered = {"role": "assistant", "content": "\n\n".join(answer)}
+        exchanges.append([{"role": "user", "content": paragraphs[0]}, answered])
         paragraphs = paragraphs[len(answer) + 1 :]
     return exchanges
 
@@ -118,26 +105,7 @@ def render(pieces: Iterable[Piece], tokenizer: PreTrainedTokenizerBase) -> Itera
 def tokenize(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
     """Encode texts and join them without padding: [num_tokens] int64."""
     encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    token_ids = [token for row in encoded for token in row]
-    return torch.tensor(token_ids, dtype=torch.int64)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Fixed rows [n, length + 1] as an endless, shuffled sequence of batches."""
-
-    tokens: torch.Tensor
-    rows: int
-    seed: int = 0
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        """Return batch `index`: [rows, length + 1]."""
-        chosen = []
-        for row in range(index * self.rows, (index + 1) * self.rows):
-            epoch, index_in_epoch = divmod(row, len(self.tokens))
-            order = torch.randperm(len(self.tokens), generator=_generator(self.seed, epoch))
-            chosen.append(self.tokens[order[index_in_epoch]])
-        return torch.stack(chosen)
+    return torch.tensor([token for row in encoded for token in row], dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -164,18 +132,13 @@ class Batches:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         """Return batch `index`: [rows, length + 1]."""
-        rows = range(index * self.rows, (index + 1) * self.rows)
-        return torch.stack([self._row(row) for row in rows])
+        return torch.stack([self._row(row) for row in range(index * self.rows, (index + 1) * self.rows)])
 
     def _row(self, row: int) -> torch.Tensor:
         epoch, index_in_epoch = divmod(row, self.rows_per_epoch)
-        generator = _generator(self.seed, epoch)
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         room = len(self.tokens) - self.rows_per_epoch * self.length
         offset = int(torch.randint(room, (1,), generator=generator))
         order = torch.randperm(self.rows_per_epoch, generator=generator)
         begin = offset + int(order[index_in_epoch]) * self.length
         return self.tokens[begin : begin + self.length + 1]
-
-
-def _generator(seed: int, epoch: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed * 1_000_003 + epoch)

@@ -4,69 +4,49 @@ The draft learns the target's next-token distribution (forward KL divergence) on
 generated, because that is the text it will draft.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from engine.config import ModelConfig
-from engine.models.tokenizer import check_same_vocabulary
-from engine.training.acceptance import CONTINUATION_TOKENS, TEMPERATURES, Continuations, continue_prompts
-from engine.training.checkpoint import Checkpointer, load_tensor, save_model, save_tensor
-from engine.training.corpus import Batches, Corpus, Rows, read_corpus, render, tokenize
-from engine.training.loop import Plan, autocast, train
-from engine.training.models import Size, build_model, count_parameters, load_model
-from engine.training.optimizer import make_optimizers
+from engine.models.registry import open_model
+from engine.models.source import check_same_vocabulary
+from engine.training.checkpoint import Checkpointer, save_model, write_whole
+from engine.training.corpus import Batches, Corpus, read_corpus, render, tokenize
+from engine.training.loop import Options, Plan, Task, autocast, make_optimizers, train
+from engine.training.measured_acceptance import (
+    CONTINUATION_TOKENS,
+    TEMPERATURES,
+    Continuations,
+    acceptance_table,
+    continue_prompts,
+)
+from engine.training.small_model import Size, build_model, load_model
 
 PROMPT_TOKENS = 64
 HELD_OUT_PROMPTS = 32
 CONTINUED = "continued.safetensors"
 REPORT_K = 4
+LONG_EVERY = 16
+"""Every such batch has rows of full context length, so that the draft stays useful in long chats."""
 _GENERATION_BATCH = 64
 
 
-@dataclass(frozen=True)
-class DistillOptions:
-    """The options that determine the result of `distill`, besides models and corpus."""
+@dataclass(frozen=True, kw_only=True)
+class DistillOptions(Options):
+    """The options of `distill`."""
 
     batch_tokens: int = 4096
-    length: int = 256
-    long_every: int = 16
     continuations: int = 2048
-    seed: int = 0
     lr_scale: float = 1.0
-    compile: bool = False
-
-
-@dataclass(frozen=True)
-class Distillation:
-    """The loss and the batches of `distill`: half of each batch is corpus text, half is text that the target generated.
-
-    Every `long_every`th batch has rows of full context length, so that the draft stays useful in long chats.
-    """
-
-    corpus: Batches
-    continued: Rows | None
-    long: Batches
-    long_every: int
-    loss: Callable[[Tensor], Tensor]
-
-    def batch(self, step: int) -> Tensor:
-        """Return the rows of a step: [rows, length + 1]."""
-        if step % self.long_every == self.long_every - 1:
-            return self.long[step]
-        if self.continued is None:
-            return self.corpus[step]
-        return torch.cat([self.corpus[step], self.continued[step]])
 
 
 def divergence(logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -84,50 +64,41 @@ def distill(
     options: DistillOptions,
     plan: Plan,
     console: Console,
-) -> bool:
-    """Distil the target into a draft and write it to `output`; return False if interrupted."""
+) -> None:
+    """Distil the target into a draft, a loaded or a new one, and write it to `output`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     target, tokenizer = load_model(target_folder, device)
-    model = load_draft(draft, target_folder, tokenizer, options.seed).to(device)  # type: ignore[arg-type]
+    if isinstance(draft, Size):
+        model: PreTrainedModel = build_model(draft, tokenizer, options.seed)
+        torch.nn.Module.to(model, device)
+    else:
+        model, _ = load_model(draft, device)
+        check_same_vocabulary(open_model(ModelConfig(str(target_folder))), open_model(ModelConfig(str(draft))))
     corpus = read_corpus(paths)
     tokens = tokenize(render(corpus.training, tokenizer), tokenizer)
     console.log(
-        f"{len(tokens):,} training tokens, target {count_parameters(target) / 1e6:.2f} M parameters, "
-        f"draft {count_parameters(model) / 1e6:.2f} M, {device.type}"
+        f"{len(tokens):,} training tokens, target {target.num_parameters() / 1e6:.2f} M parameters, "
+        f"draft {model.num_parameters() / 1e6:.2f} M, {device.type}"
     )
-    held_out = continue_held_out(target, tokenizer, corpus)
-    task = _task(target, model, tokens, options)
-    if options.continuations:
-        rows = _continued(target, tokens, output, options, console)
-        task = replace(task, continued=Rows(rows, task.corpus.rows, options.seed + 1))
-    optimizers = make_optimizers(model, options.lr_scale)
-    checkpointer = Checkpointer(output, asdict(options), model, optimizers)
+    held_out = _continue_held_out(target, tokenizer, corpus)
+    continued = _continued(target, tokens, output, options, console) if options.continuations else None
+    checkpointer = Checkpointer(output, asdict(options), model, make_optimizers(model, options.lr_scale))
 
-    def report(step: int) -> None:
-        show_acceptance(held_out, model, f"after {step:,} steps", console)
+    def report(when: str) -> None:
+        measured = {continuations.temperature: continuations.acceptance(model) for continuations in held_out}
+        console.print(acceptance_table(measured, REPORT_K, f"acceptance on held-out prompts, {when}, k = {REPORT_K}"))
 
     if not checkpointer.path.exists():
-        report(0)
-    if not train(task, plan, checkpointer, console, report):
-        return False
+        report("after 0 steps")
+    task = _task(target, model, tokens, continued, options)
+    train(task, plan, checkpointer, console, lambda step: report(f"after {step:,} steps"))
     save_model(output, model, tokenizer)
     console.log(f"wrote {output}")
-    show_acceptance(held_out, load_model(output, device)[0], "as written, in bfloat16 weights", console)
-    return True
+    model, _ = load_model(output, device)
+    report("as written, in bfloat16 weights")
 
 
-def load_draft(
-    draft: Path | Size, target_folder: Path, tokenizer: PreTrainedTokenizerBase, seed: int
-) -> PreTrainedModel:
-    """Load a draft that shares the target's token ids, or initialise one of a size."""
-    if isinstance(draft, Size):
-        return build_model(draft, tokenizer, seed)
-    model, _ = load_model(draft)
-    check_same_vocabulary(ModelConfig(str(target_folder)), ModelConfig(str(draft)))
-    return model
-
-
-def continue_held_out(
+def _continue_held_out(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, corpus: Corpus
 ) -> list[Continuations]:
     """Continue the beginnings of held-out pieces with the target, once per temperature."""
@@ -135,32 +106,33 @@ def continue_held_out(
     length, num_new = min(PROMPT_TOKENS, context // 2), min(CONTINUATION_TOKENS, context // 2)
     encoded = [tokenizer(piece.text, verbose=False)["input_ids"][:length] for piece in corpus.held_out]
     prompts = [row for row in encoded if row][:HELD_OUT_PROMPTS]
-    return [continue_prompts(target, prompts, num_new, t) for t in TEMPERATURES]
+    return [continue_prompts(target, prompts, num_new, temperature) for temperature in TEMPERATURES]
 
 
-def show_acceptance(held_out: list[Continuations], draft: PreTrainedModel, when: str, console: Console) -> None:
-    """Print acceptance by position and mean acceptance length for each temperature."""
-    table = Table(title=f"acceptance on held-out prompts, {when}, k = {REPORT_K}")
-    for heading in ("temperature", *map(str, range(1, REPORT_K + 1)), "mean acceptance length"):
-        table.add_column(heading, justify="right")
-    for continuations in held_out:
-        acceptance = continuations.acceptance(draft)
-        rates = [f"{rate:.3f}" for rate in acceptance.per_position(REPORT_K)]
-        mean = f"{acceptance.mean_acceptance_length(REPORT_K):.2f}"
-        table.add_row(f"{continuations.temperature:g}", *rates, mean)
-    console.print(table)
-
-
-def _task(target: PreTrainedModel, draft: PreTrainedModel, tokens: Tensor, options: DistillOptions) -> Distillation:
-    context = min(target.config.max_position_embeddings, draft.config.max_position_embeddings)
-    context = min(context, len(tokens) - 1)
+def _task(
+    target: PreTrainedModel, draft: PreTrainedModel, tokens: Tensor, continued: Tensor | None, options: DistillOptions
+) -> Task:
+    """Return the divergence on batches that are half corpus text, half text that the target generated."""
+    context = min(target.config.max_position_embeddings, draft.config.max_position_embeddings, len(tokens) - 1)
     length = min(options.length, context)
-    # With continuations, they fill half of each batch.
-    rows = options.batch_tokens // length // (2 if options.continuations else 1)
+    num_rows = max(1, options.batch_tokens // length // (1 if continued is None else 2))
+    corpus = Batches(tokens, length, num_rows, options.seed)
+    long = Batches(tokens, context, max(1, options.batch_tokens // context), options.seed + 2)
     # The models themselves stay eager for measuring, where lengths vary.
-    target_forward, draft_forward, loss_of = map(_compiler(options.compile), (target, draft, divergence))
+    functions: list[Any] = [target, draft, divergence]
+    if options.compile:
+        functions = [torch.compile(function, dynamic=False) for function in functions]
+    target_forward, draft_forward, loss_of = functions
     # Families pad their vocabularies differently; padding ids never occur in text.
     vocab = min(target.config.vocab_size, draft.config.vocab_size)
+
+    def batch(step: int) -> Tensor:
+        if step % LONG_EVERY == LONG_EVERY - 1:
+            return long[step]
+        if continued is None:
+            return corpus[step]
+        generator = torch.Generator().manual_seed((options.seed + 1) * 1_000_003 + step)
+        return torch.cat([corpus[step], continued[torch.randint(len(continued), (num_rows,), generator=generator)]])
 
     def loss(rows: Tensor) -> Tensor:
         token_ids = rows[:, :-1].contiguous().to(draft.device)
@@ -172,30 +144,16 @@ def _task(target: PreTrainedModel, draft: PreTrainedModel, tokens: Tensor, optio
         value: Tensor = loss_of(*flat)
         return value
 
-    return Distillation(
-        corpus=Batches(tokens, length, max(1, rows), options.seed),
-        continued=None,
-        long=Batches(tokens, context, max(1, options.batch_tokens // context), options.seed + 2),
-        long_every=options.long_every,
-        loss=loss,
-    )
-
-
-def _compiler(enabled: bool) -> Callable[[Any], Any]:
-    return partial(torch.compile, dynamic=False) if enabled else lambda module: module
+    return Task(batch, loss)
 
 
 def _continued(
     target: PreTrainedModel, tokens: Tensor, output: Path, options: DistillOptions, console: Console
 ) -> Tensor:
-    """Continue windows of the training text with the target; saved in `output` for a resumed run.
-
-    Returns:
-        [continuations, length + 1].
-    """
+    """Continue windows of the training text with the target, [continuations, length + 1]; a resumed run reads them."""
     path = output / CONTINUED
     if path.exists():
-        return load_tensor(path)
+        return safetensors.torch.load_file(path)["tensor"]
     context = min(options.length, target.config.max_position_embeddings, len(tokens) - 1)
     prompt_length = min(PROMPT_TOKENS, context // 4)
     windows = Batches(tokens, prompt_length, min(_GENERATION_BATCH, options.continuations), options.seed + 3)
@@ -204,10 +162,9 @@ def _continued(
     batches = range(-(-options.continuations // windows.rows))
     for i in track(batches, "generating", console=console, disable=not console.is_terminal):
         prompts = windows[i][:, :prompt_length].tolist()
-        num_new = context + 1 - prompt_length
         temperature = temperatures[i % len(temperatures)]
-        written = continue_prompts(target, prompts, num_new, temperature, first_seed=i * windows.rows)
+        written = continue_prompts(target, prompts, context + 1 - prompt_length, temperature, i * windows.rows)
         rows.append(written.token_ids.cpu())
     continued = torch.cat(rows)
-    save_tensor(path, continued)
+    write_whole(path, safetensors.torch.save({"tensor": continued}))
     return continued

@@ -1,34 +1,51 @@
-"""`evaluate`: acceptance, step times and predicted speed-up of a pair, as tables, a chart and JSON."""
+"""`evaluate`: acceptance, step times and predicted speed-up of a pair, as tables and JSON.
+
+`c` is t_draft / t_target, `alpha` the probability that a draft token is accepted, `k` the number of draft tokens.
+
+- Leviathan, Kalman and Matias (https://arxiv.org/abs/2211.17192), Theorem 3.8, assumes that tokens are accepted
+  independently, and that a target pass over k + 1 tokens takes as long as a pass over one.
+- The run-ahead bound assumes that drafting is hidden behind the target's pass while k + 1 draft steps fit into it. This
+  is at most a factor of 1 + k c over drafting in turn.
+"""
 
 import json
+import statistics
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from engine.config import ModelConfig
-from engine.models.tokenizer import check_same_vocabulary
-from engine.training.acceptance import CONTINUATION_TOKENS, TEMPERATURES, Acceptance, continue_prompts
-from engine.training.checkpoint import write_whole
+from engine.config import BUNDLED_TARGET, ModelConfig
+from engine.execution.batch import ForwardRow, build
+from engine.execution.registry import make_backend
+from engine.models import loader
+from engine.models.registry import open_model
+from engine.models.source import check_same_vocabulary
+from engine.training.checkpoint import TrainingError, write_whole
 from engine.training.corpus import read_corpus, read_text
-from engine.training.cost import decode_step_ms
-from engine.training.errors import TrainingError
-from engine.training.models import load_model
+from engine.training.measured_acceptance import (
+    CONTINUATION_TOKENS,
+    TEMPERATURES,
+    Acceptance,
+    acceptance_table,
+    continue_prompts,
+)
 from engine.training.pretrain import TRAINING_RECORD, held_out_loss
-from engine.training.speedup import best, predict
+from engine.training.small_model import load_model
 
-PAIR = Path(__file__).parent.parent / "pair"
-BUNDLED_TARGET = PAIR / "target"
-BUNDLED_DRAFT = PAIR / "draft"
-BUNDLED_PROMPTS = PAIR / "prompts.txt"
+BUNDLED_PROMPTS = BUNDLED_TARGET.parent / "prompts.txt"
 PROMPT_TOKENS = 256
+MAX_K = 12
+CONTEXT_TOKENS = 256
+_BLOCK_SIZE = 16
+_REPEATS = 50
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured of a pair."""
+    """The measurements of a pair: acceptance by temperature, milliseconds of a step, nats per token."""
 
     acceptance: dict[float, Acceptance]
     t_draft_ms: float
@@ -39,21 +56,6 @@ class Evaluation:
     def cost_ratio(self) -> float:
         """C = t_draft / t_target."""
         return self.t_draft_ms / self.t_target_ms
-
-    def as_json(self, k: int) -> dict[str, Any]:
-        """Return the figures as JSON values."""
-        return {
-            "temperatures": {
-                f"{temperature:g}": {
-                    "acceptance_per_position": [round(rate, 4) for rate in acceptance.per_position(k)],
-                    "mean_acceptance_length": round(acceptance.mean_acceptance_length(k), 4),
-                }
-                for temperature, acceptance in self.acceptance.items()
-            },
-            "t_draft_ms": round(self.t_draft_ms, 4),
-            "t_target_ms": round(self.t_target_ms, 4),
-            "held_out_loss": None if self.held_out_loss is None else round(self.held_out_loss, 4),
-        }
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -75,35 +77,57 @@ def evaluate(target_folder: Path, draft_folder: Path, prompts: list[str], corpus
     """Measure a pair; without a corpus, the held-out loss is read from the target's training record."""
     target, tokenizer = load_model(target_folder)
     draft, _ = load_model(draft_folder)
-    check_same_vocabulary(ModelConfig(str(target_folder)), ModelConfig(str(draft_folder)))
+    check_same_vocabulary(open_model(ModelConfig(str(target_folder))), open_model(ModelConfig(str(draft_folder))))
     context = min(model.config.max_position_embeddings for model in (target, draft))
     num_new = min(CONTINUATION_TOKENS, context // 2)
     room = min(PROMPT_TOKENS, context - num_new)
     encoded = [tokenizer(prompt)["input_ids"][-room:] for prompt in prompts]
     acceptance = {t: continue_prompts(target, encoded, num_new, t).acceptance(draft) for t in TEMPERATURES}
-    measured = held_out_loss(target, tokenizer, read_corpus(corpus).held_out) if corpus else None
-    loss = measured or _recorded_loss(target_folder)
+    loss, record = None, target_folder / TRAINING_RECORD
+    if corpus:
+        loss = held_out_loss(target, tokenizer, read_corpus(corpus).held_out)
+    elif record.is_file():
+        loss = json.loads(read_text(record)).get("held_out_loss")
     t_draft_ms, t_target_ms = decode_step_ms([draft_folder, target_folder])
     return Evaluation(acceptance, t_draft_ms, t_target_ms, loss)
 
 
-def _recorded_loss(target_folder: Path) -> float | None:
-    path = target_folder / TRAINING_RECORD
-    if not path.is_file():
-        return None
-    loss: float | None = json.loads(read_text(path)).get("held_out_loss")
-    return loss
+def decode_step_ms(folders: list[Path]) -> list[float]:
+    """Return the median time of 50 decode steps after 256 tokens, for each model.
+
+    Models take turns, so that other load on the machine affects all of them alike and leaves their ratio. A model that
+    `python -m engine.execution.cpu` has compiled runs compiled, as when it is served.
+    """
+    steps = [_DecodeStep(folder) for folder in folders]
+    times = [[step.time_ms() for step in steps] for _ in range(_REPEATS)]
+    return [statistics.median(step_times) for step_times in zip(*times, strict=True)]
+
+
+class _DecodeStep:
+    """A model with a filled KV cache and the batch of the next token."""
+
+    def __init__(self, folder: Path) -> None:
+        source = open_model(ModelConfig(str(folder), compile="auto"))
+        self.backend = make_backend(loader.load_model(source), source)
+        self.backend.warm_up(compile_missing=False)
+        context = min(CONTEXT_TOKENS, self.backend.info.max_model_len - 1)
+        blocks = list(range(context // _BLOCK_SIZE + 1))
+        kv = self.backend.allocate_kv(len(blocks), _BLOCK_SIZE)
+        self.backend.run(build([ForwardRow([1] * context, 0, blocks, 1)], kv))
+        # Running it repeatedly writes the same keys and values to the same slot.
+        self.batch = build([ForwardRow([1], context, blocks, 1)], kv)
+        self.time_ms()
+
+    def time_ms(self) -> float:
+        started = time.perf_counter()
+        self.backend.run(self.batch)
+        self.backend.wait()
+        return 1000 * (time.perf_counter() - started)
 
 
 def show(evaluation: Evaluation, k: int, console: Console) -> None:
     """Print acceptance, step times and the predicted speed-up for each k."""
-    accepted = Table(title=f"Draft tokens accepted, k = {k}")
-    for heading in ("temperature", *(f"position {i}" for i in range(1, k + 1)), "mean acceptance length"):
-        accepted.add_column(heading, justify="right")
-    for temperature, acceptance in evaluation.acceptance.items():
-        rates = [f"{rate:.3f}" for rate in acceptance.per_position(k)]
-        accepted.add_row(f"{temperature:g}", *rates, f"{acceptance.mean_acceptance_length(k):.2f}")
-    console.print(accepted)
+    console.print(acceptance_table(evaluation.acceptance, k, f"Draft tokens accepted, k = {k}"))
     loss = evaluation.held_out_loss
     console.print(
         f"t_draft {evaluation.t_draft_ms:.2f} ms, t_target {evaluation.t_target_ms:.2f} ms, "
@@ -111,49 +135,52 @@ def show(evaluation: Evaluation, k: int, console: Console) -> None:
         + (f", held-out loss {loss:.3f} nats/token" if loss is not None else ""),
         highlight=False,
     )
-    console.print(_speedup_table(evaluation))
+    alphas = {temperature: acceptance.rate() for temperature, acceptance in evaluation.acceptance.items()}
+    console.print(_speedup_table(alphas, evaluation.cost_ratio))
 
 
-def _speedup_table(evaluation: Evaluation) -> Table:
+def expected_length(alpha: float, k: int) -> float:
+    """Return tokens per round under independent acceptance: (1 - alpha^(k + 1)) / (1 - alpha)."""
+    return float(k + 1) if alpha >= 1 else (1 - alpha ** (k + 1)) / (1 - alpha)
+
+
+def theorem_3_8(alpha: float, k: int, c: float) -> float:
+    """Return the speed-up over plain decoding when draft and target take turns."""
+    return expected_length(alpha, k) / (1 + k * c)
+
+
+def run_ahead_bound(alpha: float, k: int, c: float) -> float:
+    """Return the speed-up over plain decoding if drafting runs while the target verifies."""
+    return expected_length(alpha, k) / max(1.0, (k + 1) * c)
+
+
+def _speedup_table(alphas: dict[float, float], c: float) -> Table:
     table = Table(title="Predicted speed-up over plain decoding, drafting in turn | ahead; the best k in bold")
-    table.add_column("k", justify="right")
-    predictions = {t: predict(a, evaluation.cost_ratio) for t, a in evaluation.acceptance.items()}
-    for temperature in predictions:
-        table.add_column(f"temperature {temperature:g}", justify="right")
-    for rows in zip(*predictions.values(), strict=True):
+    lengths = range(1, MAX_K + 1)
+    best = {alpha: max(lengths, key=lambda k: theorem_3_8(alpha, k, c)) for alpha in alphas.values()}
+    for heading in ("k", *(f"temperature {temperature:g}" for temperature in alphas)):
+        table.add_column(heading, justify="right")
+    for k in lengths:
         cells = []
-        for row, column in zip(rows, predictions.values(), strict=True):
-            cell = f"{row.speedup:.2f} | {row.run_ahead_bound:.2f}"
-            cells.append(f"[bold]{cell}[/bold]" if row is best(column) else cell)
-        table.add_row(str(rows[0].k), *cells)
+        for alpha in alphas.values():
+            cell = f"{theorem_3_8(alpha, k, c):.2f} | {run_ahead_bound(alpha, k, c):.2f}"
+            cells.append(f"[bold]{cell}[/bold]" if k == best[alpha] else cell)
+        table.add_row(str(k), *cells)
     return table
-
-
-def draw_chart(evaluation: Evaluation, path: Path) -> None:
-    """Draw predicted speed-up against k as a PNG."""
-    # Imported here, because it takes a second that the other commands should not wait.
-    import io
-
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for i, (temperature, acceptance) in enumerate(evaluation.acceptance.items()):
-        predictions = predict(acceptance, evaluation.cost_ratio)
-        ks = [p.k for p in predictions]
-        top = best(predictions)
-        axes.plot(ks, [p.speedup for p in predictions], color=f"C{i}", label=f"temperature {temperature:g}")
-        axes.plot(ks, [p.run_ahead_bound for p in predictions], color=f"C{i}", linestyle=":")
-        axes.plot(top.k, top.speedup, "o", color=f"C{i}")
-    axes.set(xlabel="k, draft tokens per round", ylabel="predicted speed-up over plain decoding")
-    axes.set_title(f"solid: drafting in turn, dotted: run-ahead bound; c = {evaluation.cost_ratio:.2f}", fontsize=10)
-    axes.axhline(1, color="grey", linewidth=0.8)
-    axes.legend()
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    write_whole(path, buffer.getvalue())
 
 
 def write_json(evaluation: Evaluation, k: int, path: Path) -> None:
     """Write the figures as JSON."""
-    write_whole(path, (json.dumps(evaluation.as_json(k), indent=2) + "\n").encode())
+    figures = {
+        "temperatures": {
+            f"{temperature:g}": {
+                "acceptance_per_position": [round(rate, 4) for rate in acceptance.per_position(k)],
+                "mean_acceptance_length": round(acceptance.mean_acceptance_length(k), 4),
+            }
+            for temperature, acceptance in evaluation.acceptance.items()
+        },
+        "t_draft_ms": round(evaluation.t_draft_ms, 4),
+        "t_target_ms": round(evaluation.t_target_ms, 4),
+        "held_out_loss": None if evaluation.held_out_loss is None else round(evaluation.held_out_loss, 4),
+    }
+    write_whole(path, (json.dumps(figures, indent=2) + "\n").encode())

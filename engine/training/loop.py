@@ -1,43 +1,45 @@
-"""The training loop, the same for a target and for a draft."""
+"""The training loop and its optimizers, the same for a target and for a draft."""
 
 import contextlib
-import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
-from typing import Protocol
 
 import torch
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from torch import nn
 
-from engine.execution.registry import resolve_dtype
-from engine.training.checkpoint import Checkpointer
-from engine.training.errors import TrainingError
-from engine.training.optimizer import lr_factor, set_lr
+from engine.models.loader import resolve_dtype
+from engine.training.checkpoint import Checkpointer, TrainingError
 
+MUON_LR = 7e-3
+ADAMW_LR = 4e-3
+WEIGHT_DECAY = 0.1
 MICRO_BATCH_TOKENS = 2048
 LOG_EVERY_S = 20.0
 
 
-class Task(Protocol):
-    """The training objective: its batches and their loss."""
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options that determine a run's result, except models and corpus; most rows have `length` tokens."""
 
-    def batch(self, step: int) -> torch.Tensor:
-        """Return the token ids of a step, [rows, length + 1], which depend on `step` alone."""
-        ...
+    batch_tokens: int
+    length: int = 256
+    seed: int = 0
+    compile: bool = False
 
-    def loss(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the mean loss of rows [rows, length + 1], a scalar."""
-        ...
+
+@dataclass(frozen=True)
+class Task:
+    """The training objective.
+
+    Attributes:
+        batch: returns the token ids of a step, [rows, length + 1], which depend on the step alone.
+        loss: returns the mean loss of rows [rows, length + 1], a scalar.
+    """
+
+    batch: Callable[[int], torch.Tensor]
+    loss: Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -54,27 +56,18 @@ class Plan:
         if self.steps < 1:
             raise TrainingError(f"--steps is {self.steps}; it must be at least 1")
 
+    def lr_factor(self, step: int) -> float:
+        """Return the schedule's factor: warm-up, plateau, then linear decay to zero over the last part of the run.
+
+        Nothing before the decay depends on the number of steps, so a resumed run can change it.
+        """
+        left = (self.steps - step) / max(1.0, self.lr_cooldown * self.steps)
+        return min(1.0, (step + 1) / self.lr_warmup, left)
+
 
 def autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Return a context that computes in bfloat16 where that is the default for serving; elsewhere it is slower."""
     return torch.autocast(device.type, torch.bfloat16, enabled=resolve_dtype("auto", device) is torch.bfloat16)
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[Callable[[], bool]]:
-    """Catch Ctrl-C and SIGTERM in a flag, so that a run stops between steps."""
-    stopped: list[int] = []
-
-    def stop(number: int, _frame: FrameType | None) -> None:
-        stopped.append(number)
-        signal.signal(number, previous[signal.Signals(number)])  # the second signal ends the process
-
-    previous = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(stopped)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def train(
@@ -83,19 +76,20 @@ def train(
     checkpointer: Checkpointer,
     console: Console,
     report: Callable[[int], None] = lambda step: None,
-) -> bool:
-    """Train from the last checkpoint to the last step; return False if interrupted."""
+) -> None:
+    """Train from the last checkpoint to the last step."""
     model, optimizers = checkpointer.model, checkpointer.optimizers
     step = checkpointer.restore()
     if step:
         console.log(f"resuming after step {step:,}")
     report_at = {plan.steps * i // (plan.reports + 1) for i in range(1, plan.reports + 1)}
     saved_at = logged_at = time.monotonic()
-    with _progress(console) as progress, interruptible() as is_stopped:
-        bar = progress.add_task("training", total=plan.steps, completed=step, rate="", loss="")
-        while step < plan.steps and not is_stopped():
+    with console.status("training") as status:
+        while step < plan.steps:
             started = time.monotonic()
-            set_lr(optimizers, lr_factor(step, plan.steps, plan.lr_warmup, plan.lr_cooldown))
+            for optimizer in optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = group["peak_lr"] * plan.lr_factor(step)
             batch = task.batch(step)
             loss = accumulate_gradients(task, batch)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -105,9 +99,9 @@ def train(
             step += 1
             now = time.monotonic()
             rate = f"{batch[:, 1:].numel() / (now - started):,.0f} tokens/s"
-            progress.update(bar, advance=1, loss=f"loss {loss:.3f}", rate=rate)
-            if not console.is_terminal and now - logged_at > LOG_EVERY_S:
-                console.log(f"step {step:,}/{plan.steps:,} loss {loss:.3f} {rate}")
+            status.update(line := f"step {step:,}/{plan.steps:,} loss {loss:.3f} {rate}")
+            if now - logged_at > LOG_EVERY_S:
+                console.log(line)
                 logged_at = now
             if step in report_at:
                 report(step)
@@ -115,31 +109,28 @@ def train(
                 checkpointer.save(step)
                 saved_at = time.monotonic()
     checkpointer.save(step)
-    if step < plan.steps:
-        console.log(f"stopped after step {step:,}; run the same command again to continue")
-    return step >= plan.steps
 
 
 def accumulate_gradients(task: Task, batch: torch.Tensor) -> float:
     """Accumulate a batch's gradients over micro-batches that fit into the CPU's cache; return the mean loss."""
-    micro_batches = torch.split(batch, max(1, MICRO_BATCH_TOKENS // (batch.shape[1] - 1)))
     total = 0.0
-    for rows in micro_batches:
+    for rows in torch.split(batch, max(1, MICRO_BATCH_TOKENS // (batch.shape[1] - 1))):
         loss = task.loss(rows.contiguous()) * (len(rows) / len(batch))
         torch.autograd.backward(loss)
         total += loss.item()
     return total
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TaskProgressColumn(),
-        TextColumn("{task.fields[loss]}"),
-        TextColumn("{task.fields[rate]}"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+def make_optimizers(model: nn.Module, lr_scale: float = 1.0) -> list[torch.optim.Optimizer]:
+    """Return Muon for the matrices inside layers and AdamW for all other parameters."""
+    named = dict(model.named_parameters())
+    hidden = {name: p for name, p in named.items() if p.ndim == 2 and "embed" not in name and "lm_head" not in name}
+    rest = [parameter for name, parameter in named.items() if name not in hidden]
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(hidden.values(), MUON_LR * lr_scale, WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=ADAMW_LR * lr_scale, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers

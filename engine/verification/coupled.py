@@ -15,33 +15,25 @@ from engine.protocols import Draft
 from engine.sampling.logits import Run, draw, needs_shaping, shape
 
 
-class Coupled:
-    """The coupled rule, for chains and trees; see `rule.Rule`."""
-
-    needs_draft_rows = False
-    shares_noise = True
-    independent_siblings = False
-
-    def decide(
-        self, logits: Tensor, runs: Sequence[Run], drafts: Sequence[Draft], drawn: list[int] | None
-    ) -> list[tuple[list[int], list[int]]]:
-        """Draw the target's token at every row, and walk each draft along them."""
-        tokens = _drawn(logits, drawn, runs)
-        decisions = []
-        start = 0
-        for draft in drafts:
-            end = start + 1 + len(draft.token_ids)
-            decisions.append(walk(draft, tokens[start:end]))
-            start = end
-        return decisions
+def decide(
+    logits: Tensor, runs: Sequence[Run], drafts: Sequence[Draft], drawn: list[int] | None
+) -> list[tuple[list[int], list[int]]]:
+    """Draw the target's token at every row, and walk each draft along them; see `rule.Decide`."""
+    if drawn is None:
+        drawn = draw(shape(logits, runs), runs).tolist()
+    elif any(needs_shaping(run.params) for run in runs):
+        ends = itertools.accumulate(len(run.depths) for run in runs)
+        shaped = [(run, end) for run, end in zip(runs, ends, strict=True) if needs_shaping(run.params)]
+        rows = [row for run, end in shaped for row in range(end - len(run.depths), end)]
+        shaped_runs = [run for run, _ in shaped]
+        for row, token in zip(rows, draw(shape(logits[rows], shaped_runs), shaped_runs).tolist(), strict=True):
+            drawn[row] = token
+    tokens = iter(drawn)
+    return [walk(draft, list(itertools.islice(tokens, 1 + len(draft.token_ids)))) for draft in drafts]
 
 
 def walk(draft: Draft, drawn: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Descend from the tip while a child holds the token the target drew at its parent.
-
-    Args:
-        drawn: [nodes + 1] the target's draws: at the tip, then after each node.
-    """
+    """Descend from the tip while a child holds the token `drawn` at its parent: [nodes + 1], the tip's first."""
     children = {
         (parent, token): node
         for node, (token, parent) in reversed(list(enumerate(zip(draft.token_ids, draft.parents, strict=True))))
@@ -53,18 +45,3 @@ def walk(draft: Draft, drawn: Sequence[int]) -> tuple[list[int], list[int]]:
         path.append(node)
         tokens.append(token)
     return tokens, path
-
-
-def _drawn(logits: Tensor, known: list[int] | None, runs: Sequence[Run]) -> list[int]:
-    """Return the target's draw from each row; `known` is what the pass drew, right where nothing needs shaping."""
-    if known is None:
-        everything: list[int] = draw(shape(logits, runs), runs).tolist()
-        return everything
-    ends = itertools.accumulate(len(run.depths) for run in runs)
-    others = [(run, end) for run, end in zip(runs, ends, strict=True) if needs_shaping(run.params)]
-    if others:
-        rows = [row for run, end in others for row in range(end - len(run.depths), end)]
-        other_runs = [run for run, _ in others]
-        for row, token in zip(rows, draw(shape(logits[rows], other_runs), other_runs).tolist(), strict=True):
-            known[row] = token
-    return known

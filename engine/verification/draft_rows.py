@@ -1,8 +1,8 @@
-"""What rules that need draft rows share: how they decide, and what they read out of drafts: rows, coins, residuals."""
+"""Shared by the rules with coins and draft rows: decisions, the walk down a tree, rows, coins and residuals."""
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,29 +14,39 @@ from engine.sampling import noise
 from engine.sampling.logits import Run, gumbel_rows, probabilities, shape
 
 Accept = Callable[[Tensor, Tensor, Sequence[Draft]], tuple[list[list[int]], Tensor]]
-"""A rule as a function of target probabilities [n, vocab], coins [nodes] and drafts: the accepted path of each draft,
-and [requests, vocab] weights of the token after it."""
+"""A rule, as a pure function of the coins.
+
+Args:
+    target_probs: [n, vocab] per request the tip's row, then one row per draft token.
+    coins: [nodes] a uniform number per draft token.
+    drafts: one per request.
+
+Returns:
+    Per request the path of accepted nodes, root first, and [requests, vocab] the weights of the token after them, which
+    need not sum to 1.
+"""
 
 
-class Entry(NamedTuple):
-    """One probability of a draft row, and the row of weights that it is subtracted from."""
-
-    row: int
-    token_id: int
-    prob: float
+Entry = tuple[int, int, float]
+"""A row of weights, a token id, and the draft's probability of it, which is subtracted there."""
 
 
 class NodeFacts(NamedTuple):
-    """What a node is decided by: the target's probabilities of some tokens after the node's parent, and a coin."""
+    """The inputs of a node's decision: the target's probabilities of tokens after the node's parent, and a coin."""
 
     target_probs: dict[int, float]
     coin: float
 
 
+Choose = Callable[[Draft, Sequence[int], Sequence[NodeFacts]], tuple[list[int], Mapping[int, float]]]
+"""Takes a draft, the children of its tip and the facts of all its nodes. Returns the accepted child with the siblings
+whose children continue it, too; or no nodes, and the probabilities to subtract from the target's row by token."""
+
+
 def decide_by(
-    accept: Accept, logits: Tensor, runs: Sequence[Run], drafts: Sequence[Draft]
+    accept: Accept, logits: Tensor, runs: Sequence[Run], drafts: Sequence[Draft], _drawn: list[int] | None
 ) -> list[tuple[list[int], list[int]]]:
-    """Toss coins, accept a path of each draft by a rule, and draw the token that follows; see `rule.Rule.decide`."""
+    """Toss coins, accept a path of each draft, and draw the token that follows; see `rule.Decide`."""
     shaped = shape(logits, runs)
     paths, law = accept(probabilities(shaped, runs), coins(runs, drafts, shaped.device), drafts)
     ends = [Run(run.request, [len(path)]) for run, path in zip(runs, paths, strict=True)]
@@ -61,6 +71,37 @@ def coins(runs: Sequence[Run], drafts: Sequence[Draft], device: torch.device) ->
     return noise.uniform(keys, torch.zeros(1, dtype=torch.int32, device=device)).squeeze(-1)
 
 
+def walk(
+    target_probs: Tensor,
+    coins: Tensor,
+    drafts: Sequence[Draft],
+    choose: Choose,
+    tokens_of: Callable[[Draft, int], Sequence[int]],
+) -> tuple[list[list[int]], Tensor]:
+    """Descend each draft from its tip until `choose` accepts no child; see `Accept`, and `read` for `tokens_of`."""
+    paths: list[list[int]] = []
+    ends: list[int] = []
+    rejected: list[Entry] = []
+    facts = read(target_probs, coins, drafts, tokens_of)
+    for request, (draft, start, nodes) in enumerate(zip(drafts, first_rows(drafts), facts, strict=True)):
+        tips = [-1]
+        while True:
+            children = [node for node, parent in enumerate(draft.parents) if parent in tips]
+            accepted, subtracted = choose(draft, children, nodes)
+            if not accepted:
+                break
+            tips = accepted
+        rejected += [(request, token, prob) for token, prob in subtracted.items()]
+        ends.append(start + 1 + tips[0])
+        path, node = [], tips[0]
+        while node >= 0:
+            path.append(node)
+            node = draft.parents[node]
+        paths.append(path[::-1])
+    law = target_probs[torch.tensor(ends, dtype=torch.int64, device=target_probs.device)]
+    return paths, or_else(residual(law, rejected), law)
+
+
 def first_rows(drafts: Sequence[Draft]) -> list[int]:
     """Return the row of each draft's tip; the rows of its tokens follow."""
     return list(itertools.accumulate((1 + len(draft.token_ids) for draft in drafts), initial=0))[:-1]
@@ -69,12 +110,10 @@ def first_rows(drafts: Sequence[Draft]) -> list[int]:
 def read(
     target_probs: Tensor, coins: Tensor, drafts: Sequence[Draft], tokens_of: Callable[[Draft, int], Sequence[int]]
 ) -> list[list[NodeFacts]]:
-    """Return, per draft and node, what the rule decides the node by; the host waits for the device once.
+    """Return the inputs of each node's decision, per draft; the host waits for the device once.
 
     Args:
-        target_probs: [n, vocab] per request the tip's row, then one row per draft token.
-        coins: [nodes] a uniform number per draft token.
-        tokens_of: returns the tokens of which a node's decision needs the target's probabilities.
+        tokens_of: returns the tokens whose target probabilities a node's decision needs.
     """
     tokens = [[tokens_of(draft, node) for node in range(len(draft.token_ids))] for draft in drafts]
     places = [
@@ -93,13 +132,8 @@ def read(
     return [[NodeFacts(node, next(numbers)) for node in row] for row in known]
 
 
-def chain_length(draft: Draft) -> int:
-    """Return the length of the chain that a draft begins with."""
-    return next((i for i, parent in enumerate(draft.parents) if parent != i - 1), len(draft.parents))
-
-
 def draft_row(draft: Draft, node: int) -> tuple[list[int], list[float]]:
-    """Return the ids and probabilities that a draft token was sampled from; without rows, it was certain."""
+    """Return a draft token's ids and probabilities; one-hot if the draft has no rows."""
     if draft.top_ids is None or draft.top_probs is None:
         return [draft.token_ids[node]], [1.0]
     return draft.top_ids[node], draft.top_probs[node]
@@ -109,11 +143,6 @@ def draft_prob(draft: Draft, node: int) -> float:
     """Return the probability that a draft token was sampled with."""
     ids, probs = draft_row(draft, node)
     return sum(prob for top, prob in zip(ids, probs, strict=True) if top == draft.token_ids[node])
-
-
-def entries(draft: Draft, node: int, row: int) -> list[Entry]:
-    """Return what is subtracted from row `row` where the token of a node is rejected."""
-    return [Entry(row, token, prob) for token, prob in zip(*draft_row(draft, node), strict=True)]
 
 
 def residual(weights: Tensor, draft_probs: Sequence[Entry]) -> Tensor:

@@ -1,7 +1,6 @@
 """ModelVerifier: one target pass over all committed tips and drafts of a batch, then the verification rule per row."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,8 +9,8 @@ from engine.config import EngineConfig
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build, depths
-from engine.protocols import NO_DRAFT, Draft, TargetDrafter, TokenLogprobs, Verdict, VerifyRow, chain
-from engine.sampling.grammar import Grammars, Matcher, matcher_of
+from engine.protocols import NO_DRAFT, Draft, TargetDrafter, TokenLogprobs, Verdict, VerifyRow
+from engine.sampling.grammar import Grammars, matcher_of
 from engine.sampling.logits import Run, plan_draws
 from engine.verification.rule import RULES
 
@@ -20,7 +19,7 @@ MakeTargetDrafter = Callable[[EngineConfig, Backend, KVTensors, Grammars | None]
 
 
 class ModelVerifier:
-    """Verifies with a model in this process. All it holds is cached: the rows of a round bring everything it needs."""
+    """Verifies with a model in this process. It holds only caches: the rows of a round bring everything it needs."""
 
     def __init__(
         self,
@@ -29,16 +28,7 @@ class ModelVerifier:
         grammars: Grammars | None = None,
         make_drafter: MakeTargetDrafter | None = None,
     ) -> None:
-        """Make the KV tensors.
-
-        Args:
-            config: with its `num_blocks` planned.
-            grammars: None if no request may have a grammar.
-            make_drafter: None if no draft is left to the target.
-
-        Raises:
-            ModelError: the target cannot draft for itself.
-        """
+        """Make the KV tensors and the target's own drafter, if any; raise ModelError if it cannot draft for itself."""
         assert config.num_blocks is not None
         self.backend = backend
         self._grammars = grammars
@@ -51,21 +41,15 @@ class ModelVerifier:
     async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
         """Compute the rows and, unless another rank decides, return their verdicts."""
         with torch.inference_mode():
-            deferred = [row.draft.num_deferred > 0 for row in rows]
-            if any(deferred):
+            if any(row.draft.num_deferred for row in rows):
                 assert self._drafter is not None, "no draft may be left to this target"
                 rows = self._drafter.draft(rows, decides=decides)
             batch = build([_forward_row(row) for row in rows], self._kv)
-            if decides:
-                verdicts = self._decide(rows, batch)
-                self._keep_paths(rows, [verdict.path for verdict in verdicts])
-                return [
-                    replace(verdict, draft=chain(row.draft.token_ids)) if is_deferred else verdict
-                    for verdict, row, is_deferred in zip(verdicts, rows, deferred, strict=True)
-                ]
-            self.backend.run(batch)
-            self._keep_paths(rows, [[]] * len(rows))
-            return []
+            if not decides:
+                self.backend.run(batch)
+            verdicts = self._decide(rows, batch) if decides else []
+            self._keep_paths(rows, [verdict.path for verdict in verdicts] or [[]] * len(rows))
+            return verdicts
 
     def release(self, request_id: str) -> None:
         """Drop a request's grammar matcher."""
@@ -74,7 +58,7 @@ class ModelVerifier:
 
     def _decide(self, rows: Sequence[VerifyRow], batch: ForwardBatch) -> list[Verdict]:
         deciding = [(i, row) for i, row in enumerate(rows) if row.reaches_tip]
-        runs = [_run(row, self._end_ids, matcher_of(self._grammars, row.request)) for _, row in deciding]
+        runs = [self._run(row) for _, row in deciding]
         logits, drawn = self._forward(batch, runs)
         verdicts, logits = _read_prompts(rows, logits)
         if not deciding:
@@ -88,16 +72,25 @@ class ModelVerifier:
             if raw is not None and (count := row.request.params.logprobs) is not None:
                 rows_used = [start, *(start + 1 + node for node in path)]
                 logprobs = _logprobs(raw[rows_used], tokens, count)
-            verdicts[i] = Verdict(tokens, path, logprobs, verdicts[i].prompt_logprobs)
-            start += _num_deciding(row)
+            verdicts[i] = Verdict(tokens, path, logprobs, verdicts[i].prompt_logprobs, row.draft)
+            start += 1 + len(row.draft.token_ids)
         return verdicts
 
+    def _run(self, row: VerifyRow) -> Run:
+        params = row.request.params
+        return Run(
+            row.request,
+            depths=[0, *depths(row.draft.parents)],
+            paths=paths(row.draft) if params.depends_on_path else (),
+            end_ids=(*self._end_ids, *params.stop_token_ids),
+            matcher=matcher_of(self._grammars, row.request),
+        )
+
     def _forward(self, batch: ForwardBatch, runs: Sequence[Run]) -> tuple[Tensor, list[int] | None]:
-        """Compute the logits and, unless a rule or a prompt wants logits alone, draw a token from each row."""
+        """Return the logits, and the tokens that the pass drew: none if the rule or a prompt's logprobs need more."""
         params = [run.params for run in runs for _ in run.depths]
-        has_prompts = len(params) < len(batch.logit_indices)
         draws = None
-        if self._rule.shares_noise and not has_prompts:
+        if self._rule.shares_noise and len(params) == len(batch.logit_indices):
             positions = [position for run in runs for position in run.positions]
             (draws,) = plan_draws(params, positions, self._kv.input_device)
         output = self.backend.run(batch, draws)
@@ -107,8 +100,7 @@ class ModelVerifier:
     def _keep_paths(self, rows: Sequence[VerifyRow], paths: Sequence[list[int]]) -> None:
         """Move the keys and values of accepted nodes to the places after the tips.
 
-        The nodes of a chain are there already. If a draft branches, all ranks move the same nodes: the rank that
-        decided shares its paths, to which the others add empty ones.
+        A chain's nodes are there already. For a tree, an all-reduce gives every rank the deciding rank's paths.
         """
         branching = [i for i, row in enumerate(rows) if not row.draft.is_chain]
         if not branching:
@@ -140,13 +132,8 @@ def _forward_row(row: VerifyRow) -> ForwardRow:
         block_ids=row.block_ids,
         num_logits=num_logits,
         parents=None if draft.is_chain else draft.parents,
-        encoder_length=row.request.encoder_length,
+        source_length=row.request.source_length,
     )
-
-
-def _num_deciding(row: VerifyRow) -> int:
-    """Return how many of a row's last logits the rule decides by."""
-    return 1 + len(row.draft.token_ids) if row.reaches_tip else 0
 
 
 def _read_prompts(rows: Sequence[VerifyRow], logits: Tensor) -> tuple[list[Verdict], Tensor]:
@@ -154,28 +141,17 @@ def _read_prompts(rows: Sequence[VerifyRow], logits: Tensor) -> tuple[list[Verdi
     if not any(row.num_prompt_logprobs for row in rows):
         return [Verdict()] * len(rows), logits
     verdicts, deciding = [], []
-    for row, rows_logits in zip(
-        rows, logits.split_with_sizes([_forward_row(row).num_logits for row in rows]), strict=True
-    ):
-        deciding.append(rows_logits[len(rows_logits) - _num_deciding(row) :])
+    sizes = [_forward_row(row).num_logits for row in rows]
+    for row, row_logits in zip(rows, logits.split_with_sizes(sizes), strict=True):
+        if row.reaches_tip:
+            deciding.append(row_logits[-1 - len(row.draft.token_ids) :])
         prompt_logprobs: list[TokenLogprobs] = []
         num_top = row.request.params.prompt_logprobs
         if num_top is not None and (count := row.num_prompt_logprobs):
             tokens = row.request.token_ids[row.start + 1 : row.start + 1 + count]
-            prompt_logprobs = _logprobs(rows_logits[:count].log_softmax(-1), tokens, num_top)
+            prompt_logprobs = _logprobs(row_logits[:count].log_softmax(-1), tokens, num_top)
         verdicts.append(Verdict(prompt_logprobs=prompt_logprobs))
-    return verdicts, torch.cat(deciding)
-
-
-def _run(row: VerifyRow, eos_token_ids: tuple[int, ...], matcher: Matcher | None) -> Run:
-    draft, params = row.draft, row.request.params
-    return Run(
-        row.request,
-        depths=[0, *depths(draft.parents)],
-        paths=paths(draft) if params.depends_on_path else (),
-        end_ids=(*eos_token_ids, *params.stop_token_ids),
-        matcher=matcher,
-    )
+    return verdicts, torch.cat(deciding) if deciding else logits[:0]
 
 
 def paths(draft: Draft) -> list[list[int]]:

@@ -22,9 +22,10 @@ import aiohttp
 from rich.console import Console
 from rich.table import Table
 
-from tests.bench.processes import cpu_seconds
-from tests.bench.with_serve import Server
+from tests.bench.contestants.processes import cpu_seconds
+from tests.bench.contestants.with_serve import Server
 from tests.bench.workload import Workload
+from tests.load.client import data_of_events
 
 NUM_ABUSERS = 16
 QUIET_S = 4.0
@@ -49,14 +50,12 @@ class Abuse:
     Attributes:
         body: in it, `SALT` stands for a number that is new in every request, so that nothing of its prompt is cached.
         statuses: what it may be answered with.
-        before: seconds until the answer, and the longest gap of another client, when commit 0e3fed8 got one of them.
         leaves_after_s: when the client gives up.
     """
 
     path: str
     body: bytes
     statuses: tuple[int, ...]
-    before: tuple[str, str] = ("-", "-")
     leaves_after_s: float | None = None
 
 
@@ -74,18 +73,16 @@ CONTEXT = 2048
 """The bundled target's."""
 MESSAGE = json.dumps({"role": "user", "content": "a"})
 ABUSES = {
-    "a million empty prompts": Abuse(
-        "/v1/completions", _repeated('{"prompt":[', "[]", 10**6, "]}"), (400,), ("49", "49")
-    ),
-    "a million tokens -1": Abuse("/detokenize", _repeated('{"tokens":[', "-1", 10**6, "]}"), (400,), ("22", "22")),
+    "a million empty prompts": Abuse("/v1/completions", _repeated('{"prompt":[', "[]", 10**6, "]}"), (400, 413)),
+    "a million tokens -1": Abuse("/detokenize", _repeated('{"tokens":[', "-1", 10**6, "]}"), (400, 413)),
     "a million empty messages": Abuse(
-        "/v1/chat/completions", _repeated('{"messages":[', "{}", 10**6, "]}"), (400,), ("14", "14")
+        "/v1/chat/completions", _repeated('{"messages":[', "{}", 10**6, "]}"), (400, 413)
     ),
     "90,000 valid messages": Abuse(
-        "/v1/chat/completions", _repeated('{"messages":[', MESSAGE, 90_000, "]}"), (400,), ("12", "26")
+        "/v1/chat/completions", _repeated('{"messages":[', MESSAGE, 90_000, "]}"), (400, 413)
     ),
     "the same to /tokenize, left": Abuse(
-        "/tokenize", _repeated('{"messages":[', MESSAGE, 90_000, "]}"), (400,), ("-", "11.5"), leaves_after_s=1.2
+        "/tokenize", _repeated('{"messages":[', MESSAGE, 90_000, "]}"), (400, 413), leaves_after_s=1.2
     ),
     "1,000 valid messages": Abuse("/tokenize", _repeated('{"messages":[', MESSAGE, 1000, "]}"), (200,)),
     "a prompt of all the context": Abuse("/v1/completions", _prompts(1), (200, 429)),
@@ -122,11 +119,9 @@ class Notice:
         self._last = time.perf_counter()
         while True:
             async with session.post("/v1/completions", json=STREAM, raise_for_status=True) as answer:
-                async for line in answer.content:
-                    if line.startswith(b"data: {"):
-                        now = time.perf_counter()
-                        self.gaps_s.append(now - self._last)
-                        self._last = now
+                async for now, _ in data_of_events(answer.content.iter_any(), time.perf_counter):
+                    self.gaps_s.append(now - self._last)
+                    self._last = now
 
     async def _beat(self) -> None:
         while True:
@@ -229,31 +224,28 @@ async def _send_all(url: str, abuse: Abuse, duration_s: float) -> tuple[Counter[
 
 
 def abuse(workload: Workload, console: Console) -> list[str]:
-    """Measure and show the figures; return the failures."""
     server = Server(workload, {})
     try:
         rows = list(outcomes(server.url, list(ABUSES), EACH_S, server.pid))
     finally:
         server.stop()
-    table = Table(title=f"{NUM_ABUSERS} at once for {EACH_S:g} s each; seconds; before: one alone, at commit 0e3fed8")
-    for column in ("body", "answers", "answer before", "longest answer", "gap before", "longest gap", "/live", "core"):
+    table = Table(title=f"{NUM_ABUSERS} at once for {EACH_S:g} s each; seconds")
+    for column in ("body", "answers", "longest answer", "longest gap", "/live", "core"):
         table.add_column(column)
     processes = [name for name in rows[0].cores if name != "draft"]
     table.add_column(f"cores: {', '.join(processes)}")
     for row in rows:
-        answer_before, gap_before = ABUSES[row.name].before
         answers = ", ".join(f"{number} x {status or 'left'}" for status, number in sorted(row.answers.items()))
         gap_s, live_s = max(row.notice.gaps_s), max(row.notice.live_s)
         figures = (
             f"{row.longest_answer_s:.2f}",
-            gap_before,
             f"{gap_s:.3f}",
             f"{live_s:.3f}",
             f"{row.notice.late_s:.3f}",
             " ".join(f"{row.cores[process]:.2f}" for process in processes),
         )
-        table.add_row(row.name, answers, answer_before, *figures)
+        table.add_row(row.name, answers, *figures)
     quiet = rows[0].quiet
-    table.add_row("none", "", "", "", "", f"{max(quiet.gaps_s):.3f}", f"{max(quiet.live_s):.3f}", f"{quiet.late_s:.3f}")
+    table.add_row("none", "", "", f"{max(quiet.gaps_s):.3f}", f"{max(quiet.live_s):.3f}", f"{quiet.late_s:.3f}")
     console.print(table)
     return [problem for row in rows for problem in row.failures(ABUSES[row.name].statuses)]

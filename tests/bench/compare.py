@@ -3,29 +3,21 @@
 import json
 import platform
 import shlex
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from engine.execution.registry import resolve_device, resolve_dtype
-from tests.bench.figures import Row, paired_ratio
+from engine.models.loader import resolve_device, resolve_dtype
+from tests.bench.figures import Row, figure, paired_ratio
 from tests.bench.workload import Cell, Workload
 
-NAMES = (
-    "transformers",
-    "transformers-assisted",
-    "engine-plain",
-    "engine-speculative",
-    "serve-plain",
-    "serve-speculative",
-)
-PEERS = ("vllm-plain", "vllm-speculative", "llama.cpp-plain", "llama.cpp-speculative")
-"""vLLM in the environment that `make bench-peers` makes, and the llama.cpp on the path."""
 CELLS = [Cell(batch_size, temperature) for batch_size in (1, 8) for temperature in (0.0, 0.7)]
 RATIOS = (
     ("transformers-assisted", "transformers"),
@@ -33,9 +25,6 @@ RATIOS = (
     ("engine-plain", "vllm-plain"),
     ("engine-speculative", "vllm-plain"),
     ("engine-speculative", "vllm-speculative"),
-    ("engine-plain", "llama.cpp-plain"),
-    ("engine-speculative", "llama.cpp-plain"),
-    ("engine-speculative", "llama.cpp-speculative"),
     ("engine-speculative", "engine-plain"),
     ("engine-speculative", "transformers"),
     ("serve-plain", "engine-plain"),
@@ -44,21 +33,12 @@ RATIOS = (
 )
 
 
+COLUMNS = ("batch", "T", "method", "k", "tokens/s", "TTFT ms", "TPOT ms", "accepted", "length", "overhead ms")
+
+
 def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
-    """Print the table and the ratios."""
     table = Table(title="Tokens per second, side by side", caption=conditions(workload), caption_justify="left")
-    for column in (
-        "batch",
-        "T",
-        "method",
-        "k",
-        "tokens/s",
-        "TTFT ms",
-        "TPOT ms",
-        "accepted",
-        "length",
-        "overhead ms",
-    ):
+    for column in COLUMNS:
         table.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for cell in dict.fromkeys(row.cell for row in rows):
         for row in (row for row in rows if row.cell == cell):
@@ -66,13 +46,13 @@ def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
                 str(row.batch_size),
                 f"{row.temperature:g}",
                 row.name,
-                _text(row.num_speculative_tokens, "d"),
+                figure(row.num_speculative_tokens, "d"),
                 f"{row.tokens_per_s:.1f}",
                 f"{row.ttft_ms:.1f}",
                 f"{row.tpot_ms:.2f}",
-                _text(row.acceptance_rate, ".3f"),
-                _text(row.mean_acceptance_length, ".2f"),
-                _text(row.round_overhead_ms, ".2f"),
+                figure(row.acceptance_rate, ".3f"),
+                figure(row.mean_acceptance_length, ".2f"),
+                figure(row.round_overhead_ms, ".2f"),
             )
         table.add_section()
     console.print(table)
@@ -80,8 +60,8 @@ def show(rows: Sequence[Row], workload: Workload, console: Console) -> None:
         console.print(ratios)
 
 
-def write(rows: Sequence[Row], path: Path) -> None:
-    """Write the rows as a JSON list."""
+def write(rows: Iterable[Any], path: Path) -> None:
+    """Write rows, which are dataclasses, as a JSON list."""
     path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
 
@@ -101,24 +81,24 @@ def conditions(workload: Workload) -> str:
     )
 
 
+def compile_models(workload: Workload, console: Console) -> None:
+    """Compile both models' passes, where they run compiled and that was not done before."""
+    if workload.compile == "auto" and resolve_device(workload.device).type == "cpu":
+        with console.status("compiling, where that was not done before"):
+            command = [sys.executable, "-m", "engine.execution.cpu", workload.target, workload.draft]
+            subprocess.run([*command, "--dtype", workload.dtype], check=True, capture_output=True)
+
+
 def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
-def _text(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
-
-
 def _ratios(rows: Sequence[Row]) -> Table:
     found = {(row.name, row.cell): row for row in rows}
     cells = list(dict.fromkeys(row.cell for row in rows))
-    table = Table(
-        title="Ratios of tokens per second",
-        caption="medians of the turns' own ratios: side by side, both had each turn at the same time",
-        caption_justify="left",
-    )
+    table = Table(title="Ratios of tokens per second", caption="medians of the turns' ratios", caption_justify="left")
     table.add_column("")
     for cell in cells:
         table.add_column(f"batch {cell.batch_size}, T={cell.temperature:g}", justify="right")

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
+from operator import add, sub
 from statistics import median
 from typing import Protocol
 
-from engine.stats import SpeculationStats
 from tests.bench.workload import Cell, Workload
+from tests.load.records import Acceptance
 
 
 @dataclass(slots=True)
@@ -19,10 +20,6 @@ class Timeline:
     @property
     def first_s(self) -> float:
         return self.arrivals_s[0] - self.started_s
-
-    @property
-    def decoding_s(self) -> float:
-        return self.arrivals_s[-1] - self.arrivals_s[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,55 +39,38 @@ class RoundSplit:
     wire_s: float = 0.0
     delivery_s: float = 0.0
 
-    @property
-    def overhead_s(self) -> float:
-        return self.round_s - self.target_s - self.draft_s
-
-    @property
-    def scheduling_s(self) -> float:
-        return self.overhead_s - self.wire_s - self.delivery_s
-
 
 @dataclass(frozen=True, slots=True)
 class RunAhead:
-    """What running ahead made of some drafts.
+    """Counts of drafts that were prepared when they were asked for (hits) and of others.
 
     Attributes:
-        hits, misses: drafts that were prepared when they were asked for, and those that were not.
         hit_rounds, miss_rounds: rounds in which all drafts were prepared, and those in which one was not.
         hit_wait_s, miss_wait_s: seconds that these rounds waited for their drafts, all together.
     """
 
-    hits: int
-    misses: int
-    hit_rounds: int
-    miss_rounds: int
-    hit_wait_s: float
-    miss_wait_s: float
+    hits: int = 0
+    misses: int = 0
+    hit_rounds: int = 0
+    miss_rounds: int = 0
+    hit_wait_s: float = 0.0
+    miss_wait_s: float = 0.0
 
     def __add__(self, other: "RunAhead") -> "RunAhead":
-        return RunAhead(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return RunAhead(*map(add, astuple(self), astuple(other)))
 
-    def since(self, before: "RunAhead") -> "RunAhead":
-        return RunAhead(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+    def __sub__(self, other: "RunAhead") -> "RunAhead":
+        return RunAhead(*map(sub, astuple(self), astuple(other)))
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One timed batch.
-
-    Attributes:
-        split: where the time of a round went, None where there are no rounds or nobody says.
-        front_s: time outside of all rounds: the requests' way in, the last answers' way out.
-        run_ahead: None where nobody runs ahead.
-        cpu_s: CPU time by process, as `processes.NAMES` and `client`.
-    """
+    """One timed batch; a `split` or `run_ahead` of None does not apply. `cpu_s` is CPU time by process."""
 
     elapsed_s: float
     timelines: Sequence[Timeline]
-    speculation: SpeculationStats
+    acceptance: Acceptance
     split: RoundSplit | None = None
-    front_s: float | None = None
     run_ahead: RunAhead | None = None
     cpu_s: dict[str, float] = field(default_factory=dict)
 
@@ -116,13 +96,11 @@ class Row:
     Attributes:
         ttft_last_ms: time to the first token of the last request of a batch to get one.
         round_overhead_ms: what a round takes besides draft and target: `wire_ms`, `delivery_ms` and scheduling.
-        front_ms: what a batch takes outside of its rounds.
         rows_per_round: requests in a round without prompts, on average.
         hit_rounds: share of the rounds in which all drafts were prepared.
         hit_wait_ms, miss_wait_ms: mean time that these and the others waited for their drafts.
         cpu_us: CPU time per generated token, by process.
-        tokens_per_s_by_turn: what `tokens_per_s` is the median of; methods side by side had their turns at the same
-            times.
+        tokens_per_s_by_turn: methods side by side had their turns at the same times.
     """
 
     name: str
@@ -132,14 +110,15 @@ class Row:
     tokens_per_s: float
     ttft_ms: float
     tpot_ms: float
-    acceptance_rate: float | None
-    mean_acceptance_length: float | None
-    round_overhead_ms: float | None
+    acceptance_rate: float | None = None
+    mean_acceptance_length: float | None = None
+    round_ms: float | None = None
+    round_overhead_ms: float | None = None
     draft_ms: float | None = None
     target_ms: float | None = None
     wire_ms: float | None = None
+    scheduling_ms: float | None = None
     delivery_ms: float | None = None
-    front_ms: float | None = None
     rows_per_round: float | None = None
     hit_rate: float | None = None
     hit_rounds: float | None = None
@@ -147,65 +126,42 @@ class Row:
     miss_wait_ms: float | None = None
     ttft_last_ms: float = 0.0
     cpu_us: dict[str, float] = field(default_factory=dict)
-    num_prompt_tokens: int | None = None
-    is_last_late: bool = False
     tokens_per_s_by_turn: list[float] = field(default_factory=list)
 
     @property
-    def scheduling_ms(self) -> float | None:
-        if self.round_overhead_ms is None or self.wire_ms is None or self.delivery_ms is None:
-            return None
-        return self.round_overhead_ms - self.wire_ms - self.delivery_ms
-
-    @property
-    def round_ms(self) -> float | None:
-        if self.round_overhead_ms is None or self.target_ms is None or self.draft_ms is None:
-            return None
-        return self.round_overhead_ms + self.target_ms + self.draft_ms
-
-    @property
     def cell(self) -> Cell:
-        return Cell(self.batch_size, self.temperature, self.num_prompt_tokens, self.is_last_late)
-
-
-def measure(name: str, method: Method, workload: Workload, cell: Cell) -> Row:
-    """Warm a cell up with its own first batch, then time all its batches."""
-    batches = list(workload.batches(cell))
-    method.run(batches[0], cell)
-    timed = [method.run(prompts, cell) for prompts in batches]
-    return row_of(name, method.num_speculative_tokens, workload, cell, timed)
+        return Cell(self.batch_size, self.temperature)
 
 
 def row_of(
     name: str, num_speculative_tokens: int | None, workload: Workload, cell: Cell, timed: Sequence[Batch]
 ) -> Row:
-    """Return the row that a cell's timed batches become."""
-    timelines = [timeline for batch in timed for timeline in batch.timelines[-1 if cell.is_last_late else 0 :]]
-    num_drafts = sum(batch.speculation.num_drafts for batch in timed)
-    num_draft_tokens = sum(batch.speculation.num_draft_tokens for batch in timed)
-    num_accepted_tokens = sum(batch.speculation.num_accepted_tokens for batch in timed)
-    rates = [cell.batch_size * workload.num_tokens / batch.elapsed_s for batch in timed]
-    length = 1 + num_accepted_tokens / num_drafts if num_drafts else None
+    num_tokens = cell.batch_size * workload.num_tokens
+    timelines = [timeline for batch in timed for timeline in batch.timelines]
+    decoding_s = [timeline.arrivals_s[-1] - timeline.arrivals_s[0] for timeline in timelines]
+    acceptance = sum((batch.acceptance for batch in timed), Acceptance())
+    rates = [num_tokens / batch.elapsed_s for batch in timed]
     splits = [batch.split for batch in timed if batch.split is not None]
-    ahead = _sum_of(batch.run_ahead for batch in timed)
+    ahead = sum((batch.run_ahead for batch in timed if batch.run_ahead is not None), RunAhead())
     # The first tokens come out of rounds with prompts.
-    num_row_rounds = cell.batch_size * (workload.num_tokens - 1) / (length or 1.0) * len(splits)
+    num_row_rounds = (num_tokens - cell.batch_size) / (acceptance.mean_length or 1.0) * len(splits)
     return Row(
-        name=name,
-        batch_size=cell.batch_size,
-        temperature=cell.temperature,
-        num_speculative_tokens=num_speculative_tokens,
+        name,
+        cell.batch_size,
+        cell.temperature,
+        num_speculative_tokens,
         tokens_per_s=median(rates),
         ttft_ms=median(timeline.first_s * 1e3 for timeline in timelines),
-        tpot_ms=median(timeline.decoding_s * 1e3 / (workload.num_tokens - 1) for timeline in timelines),
-        acceptance_rate=num_accepted_tokens / num_draft_tokens if num_draft_tokens else None,
-        mean_acceptance_length=length,
-        round_overhead_ms=_median_ms(split.overhead_s for split in splits),
-        draft_ms=_median_ms(split.draft_s for split in splits),
-        target_ms=_median_ms(split.target_s for split in splits),
-        wire_ms=_median_ms(split.wire_s for split in splits),
-        delivery_ms=_median_ms(split.delivery_s for split in splits),
-        front_ms=_median_ms(batch.front_s for batch in timed),
+        tpot_ms=median(decoding_s) * 1e3 / (workload.num_tokens - 1),
+        acceptance_rate=acceptance.rate,
+        mean_acceptance_length=acceptance.mean_length,
+        round_ms=_median_ms(s.round_s for s in splits),
+        round_overhead_ms=_median_ms(s.round_s - s.target_s - s.draft_s for s in splits),
+        draft_ms=_median_ms(s.draft_s for s in splits),
+        target_ms=_median_ms(s.target_s for s in splits),
+        wire_ms=_median_ms(s.wire_s for s in splits),
+        scheduling_ms=_median_ms(s.round_s - s.target_s - s.draft_s - s.wire_s - s.delivery_s for s in splits),
+        delivery_ms=_median_ms(s.delivery_s for s in splits),
         rows_per_round=num_row_rounds / sum(split.num_rounds for split in splits) if splits else None,
         hit_rate=_ratio(ahead.hits, ahead.hits + ahead.misses),
         hit_rounds=_ratio(ahead.hit_rounds, ahead.hit_rounds + ahead.miss_rounds),
@@ -213,11 +169,8 @@ def row_of(
         miss_wait_ms=_ratio(ahead.miss_wait_s * 1e3, ahead.miss_rounds),
         ttft_last_ms=median(max(timeline.first_s for timeline in batch.timelines) * 1e3 for batch in timed),
         cpu_us={
-            name: median(batch.cpu_s[name] for batch in timed) * 1e6 / (cell.batch_size * workload.num_tokens)
-            for name in timed[0].cpu_s
+            process: median(batch.cpu_s[process] for batch in timed) * 1e6 / num_tokens for process in timed[0].cpu_s
         },
-        num_prompt_tokens=cell.num_prompt_tokens,
-        is_last_late=cell.is_last_late,
         tokens_per_s_by_turn=rates,
     )
 
@@ -231,25 +184,14 @@ def paired_ratio(over: Row, under: Row) -> float:
     return median(first / second for first, second in pairs)
 
 
-def _median_ms(seconds: Iterable[float | None]) -> float | None:
-    known = [value * 1e3 for value in seconds if value is not None]
-    return median(known) if known else None
+def figure(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _median_ms(seconds: Iterable[float]) -> float | None:
+    values = [value * 1e3 for value in seconds]
+    return median(values) if values else None
 
 
 def _ratio(over: float, under: float) -> float | None:
     return over / under if under else None
-
-
-def _sum_of(counters: Iterable[RunAhead | None]) -> RunAhead:
-    return sum((counter for counter in counters if counter is not None), RunAhead(0, 0, 0, 0, 0.0, 0.0))
-
-
-def since(before: SpeculationStats, after: SpeculationStats) -> SpeculationStats:
-    """Return what was counted between two readings."""
-    return SpeculationStats(
-        num_drafts=after.num_drafts - before.num_drafts,
-        num_draft_tokens=after.num_draft_tokens - before.num_draft_tokens,
-        num_accepted_tokens=after.num_accepted_tokens - before.num_accepted_tokens,
-        num_generation_tokens=after.num_generation_tokens - before.num_generation_tokens,
-        num_rounds=after.num_rounds - before.num_rounds,
-    )

@@ -7,17 +7,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-import engine.drafting.model as drafting
-import engine.drafting.token_drawer as drawing
+import engine.drafting.model.draft_cache as drafting
+import engine.drafting.model.token_drawer as drawing
 import engine.verification.verifier as verifying
 from engine.detokenizer import Detokenizer
 from engine.llm import LLM
-from engine.verification.rule import RULES
 from tests.bench.compare import conditions
+from tests.bench.contestants.with_engine import generate, load
+from tests.bench.contestants.with_serve import ServeMethod
 from tests.bench.spans import Spans
-from tests.bench.with_engine import generate, load
-from tests.bench.with_serve import ServeMethod
-from tests.bench.workload import Cell, Workload
+from tests.bench.workload import Cell, Setting, Workload
 
 SIZES = (1, 8)
 TEMPERATURE = 0.7
@@ -25,7 +24,6 @@ OUTSIDE = "the loop around the engine"
 
 
 def profile(workload: Workload, console: Console) -> None:
-    """Print the tables of one process and of the served application."""
     in_process(workload, console)
     served(workload, console)
     console.print(conditions(workload), style="dim")
@@ -36,51 +34,50 @@ def in_process(workload: Workload, console: Console) -> None:
     torch.set_num_threads(workload.num_threads)
     with Spans() as spans:
         _wrap_modules(spans)
-        llm = load(workload, workload.num_speculative_tokens)
+        llm = load(workload, Setting(workload.num_speculative_tokens, "fixed", "off"))
         _wrap_objects(spans, llm)
         columns = [_seconds_per_round(spans, llm, workload, size) for size in SIZES]
     _show(columns, f"A round in one process, k = {workload.num_speculative_tokens}, T = {TEMPERATURE}", console)
 
 
 def _seconds_per_round(spans: Spans, llm: LLM, workload: Workload, size: int) -> dict[str, float]:
-    prompts = next(workload.batches(Cell(size, TEMPERATURE)))
+    prompts = workload.batches(Cell(size, TEMPERATURE))[0]
     generate(llm.engine, prompts, TEMPERATURE, workload.num_tokens)
-    spans.reset()
-    num_rounds = llm.stats.num_rounds
+    spans.seconds.clear()
+    num_rounds = llm.stats.num_rounds_by_length.total()
     started = time.perf_counter()
     generate(llm.engine, prompts, TEMPERATURE, workload.num_tokens)
     elapsed = time.perf_counter() - started
-    num_rounds = llm.stats.num_rounds - num_rounds
+    num_rounds = llm.stats.num_rounds_by_length.total() - num_rounds
     spans.seconds[OUTSIDE] = elapsed - sum(spans.seconds.values())
     return {name: seconds / num_rounds for name, seconds in spans.seconds.items()}
 
 
 def served(workload: Workload, console: Console) -> None:
     """Print what each process takes per round, by the Router's metrics."""
-    method = ServeMethod(workload, workload.num_speculative_tokens)
+    method = ServeMethod(workload, Setting(workload.num_speculative_tokens, "fixed", "auto"))
     columns = []
     try:
         for size in SIZES:
-            prompts = next(workload.batches(Cell(size, TEMPERATURE)))
-            method.run(prompts, Cell(size, TEMPERATURE))
-            batch = method.run(prompts, Cell(size, TEMPERATURE))
+            cell = Cell(size, TEMPERATURE)
+            prompts = workload.batches(cell)[0]
+            method.run(prompts, cell)
+            batch = method.run(prompts, cell)
             split = batch.split
             assert split is not None
-            columns.append(
-                {
-                    "draft worker: computing": split.draft_s,
-                    "target worker: computing": split.target_s,
-                    "Router: waiting for workers beyond that": split.wire_s,
-                    "Router: scheduling, commit, text": split.scheduling_s,
-                    "Router: delivery": split.delivery_s,
-                    "HTTP, streaming, client": batch.elapsed_s / batch.speculation.num_rounds - split.round_s,
-                }
-            )
+            named = {
+                "draft worker: computing": split.draft_s,
+                "target worker: computing": split.target_s,
+                "Router: waiting for workers beyond that": split.wire_s,
+                "Router: delivery": split.delivery_s,
+            }
+            named["Router: scheduling, commit, text"] = split.round_s - sum(named.values())
+            named["HTTP, streaming, client"] = batch.elapsed_s / split.num_rounds - split.round_s
+            columns.append(named)
     finally:
         method.close()
-    _show(
-        columns, f"A round of the served application, k = {workload.num_speculative_tokens}, T = {TEMPERATURE}", console
-    )
+    title = f"A round of the served application, k = {workload.num_speculative_tokens}, T = {TEMPERATURE}"
+    _show(columns, title, console)
 
 
 def _wrap_modules(spans: Spans) -> None:
@@ -91,8 +88,6 @@ def _wrap_modules(spans: Spans) -> None:
         spans.wrap(drawing, name, "draft: sampling and noise")
     spans.wrap(verifying, "build", "verify: build inputs")
     spans.wrap(verifying, "plan_draws", "verify: sampling, noise, rule")
-    for rule in RULES.values():
-        spans.wrap(rule, "decide", "verify: sampling, noise, rule")
     spans.wrap(Detokenizer, "append", "detokenizing")
 
 
@@ -102,8 +97,9 @@ def _wrap_objects(spans: Spans, llm: LLM) -> None:
     spans.wrap(engine.scheduler, "next_batch", "scheduling")
     spans.wrap(engine.scheduler, "commit", "commit")
     spans.wrap(engine.drafter, "propose", "draft: rest")
-    spans.wrap(engine.drafter.backend, "run", "draft: forward passes")
+    spans.wrap(engine.drafter.cache.backend, "run", "draft: forward passes")
     spans.wrap(engine.verifier.backend, "run", "verify: forward pass")
+    spans.wrap(engine.verifier, "_decide", "verify: sampling, noise, rule")
     spans.wrap(engine.verifier, "verify", "verify: rest")
 
 

@@ -3,6 +3,9 @@
 import functools
 import inspect
 import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 
@@ -10,7 +13,7 @@ class Spans:
     """Seconds per name; time spent in a wrapped function called by another counts for the inner one only."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.seconds: Counter[str] = Counter()
         self._open: list[tuple[str, float]] = []
         self._wrapped: list[tuple[Any, str, Any]] = []
 
@@ -28,46 +31,34 @@ class Spans:
         """
         original = getattr(owner, attribute)
         self._wrapped.append((owner, attribute, original))
-        if inspect.iscoroutinefunction(original):
 
-            @functools.wraps(original)
-            async def timed_coroutine(*args: Any, **kwargs: Any) -> Any:
-                self._enter(name)
-                try:
-                    return await original(*args, **kwargs)
-                finally:
-                    self._leave()
-
-            setattr(owner, attribute, timed_coroutine)
-            return
+        @functools.wraps(original)
+        async def timed_coroutine(*args: Any, **kwargs: Any) -> Any:
+            with self._span(name):
+                return await original(*args, **kwargs)
 
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._enter(name)
-            try:
+            with self._span(name):
                 return original(*args, **kwargs)
-            finally:
-                self._leave()
 
-        setattr(owner, attribute, timed)
+        setattr(owner, attribute, timed_coroutine if inspect.iscoroutinefunction(original) else timed)
 
-    def reset(self) -> None:
-        """Forget what was measured so far."""
-        self.seconds.clear()
-
-    def _enter(self, name: str) -> None:
+    @contextmanager
+    def _span(self, name: str) -> Iterator[None]:
         now = time.perf_counter()
         if self._open:
             self._add(now)
         self._open.append((name, now))
-
-    def _leave(self) -> None:
-        now = time.perf_counter()
-        self._add(now)
-        self._open.pop()
-        if self._open:
-            self._open[-1] = (self._open[-1][0], now)
+        try:
+            yield
+        finally:
+            now = time.perf_counter()
+            self._add(now)
+            self._open.pop()
+            if self._open:
+                self._open[-1] = (self._open[-1][0], now)
 
     def _add(self, now: float) -> None:
         name, since = self._open[-1]
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - since
+        self.seconds[name] += now - since  # type: ignore[assignment]

@@ -6,11 +6,11 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from engine.stats import SpeculationStats
 from tests.bench import turns
 from tests.bench.figures import Batch, Row, Timeline, paired_ratio
 from tests.bench.worker import Worker
 from tests.bench.workload import Cell, Workload
+from tests.load.records import Acceptance
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Scripted:
         self.asked.append((self.name, index))
         if self.raises is not None and index == 1:
             raise self.raises
-        return [Batch(1.0, [Timeline(0.0, [0.5, 1.0])], SpeculationStats()) for _ in self.draft_lengths]
+        return [Batch(1.0, [Timeline(0.0, [0.5, 1.0])], Acceptance()) for _ in self.draft_lengths]
 
     def hang_up(self) -> None:
         assert not self.is_closed
@@ -41,7 +41,7 @@ def test_methods_take_turns_and_nobody_always_follows_the_same_one(workload: Wor
     workers = {name: Scripted(name, asked) for name in ("engine-plain", "engine-speculative", "engine-adaptive")}
     workload = replace(workload, cells=[Cell(1, 0.0)])
     turns.collect(tuple(workers), workload, console, lambda name, _: workers[name])
-    num_turns = len(list(workload.batches(Cell(1, 0.0))))
+    num_turns = len(workload.batches(Cell(1, 0.0)))
     assert [index for _, index in asked] == [0] * 3 + [turn for turn in range(num_turns) for _ in workers]
     pairs = {(before, name) for (before, _), (name, _) in pairwise(asked[3:]) if before != name}
     assert len(pairs) == 3 * 2
@@ -59,23 +59,11 @@ def test_a_steady_drift_falls_on_all_alike_after_two_turns(count: int) -> None:
 
 def test_ratios_are_of_what_two_methods_made_of_the_same_turn() -> None:
     def row(*rates: float) -> Row:
-        return Row("", 1, 0.0, None, 0.0, 0.0, 0.0, None, None, None, tokens_per_s_by_turn=list(rates))
+        return Row("", 1, 0.0, None, 0.0, 0.0, 0.0, tokens_per_s_by_turn=list(rates))
 
     assert paired_ratio(row(400, 100, 200), row(200, 50, 50)) == 2
     with pytest.raises(ValueError, match="shorter"):
         paired_ratio(row(1.0, 2.0), row(1.0))
-
-
-def test_of_several_ways_the_faster_counts_in_all_turns(workload: Workload, console: Console) -> None:
-    class TwoWays(Scripted):
-        def run(self, cell: Cell, index: int) -> list[Batch]:
-            slow, fast = super().run(cell, index)
-            return [replace(slow, elapsed_s=9.0), replace(fast, elapsed_s=2.0)]
-
-    worker = TwoWays("engine-plain", [], draft_lengths=[None, 4])
-    (row,), _ = turns.collect(("engine-plain",), replace(workload, cells=[Cell(1, 0.0)]), console, lambda *_: worker)
-    assert row.num_speculative_tokens == 4
-    assert set(row.tokens_per_s_by_turn) == {workload.num_tokens / 2.0}
 
 
 def test_a_method_that_fails_is_named_and_the_others_go_on(workload: Workload, console: Console) -> None:
@@ -90,13 +78,3 @@ def test_a_method_that_fails_is_named_and_the_others_go_on(workload: Workload, c
     assert [row.name for row in rows] == ["transformers"]
     assert failures == ["engine-plain failed", "engine-speculative failed"]
     assert failing.is_closed
-
-
-def test_an_interrupt_ends_everybody(workload: Workload, console: Console) -> None:
-    workers = {
-        "engine-plain": Scripted("engine-plain", []),
-        "engine-speculative": Scripted("engine-speculative", [], KeyboardInterrupt()),
-    }
-    with pytest.raises(KeyboardInterrupt):
-        turns.collect(tuple(workers), workload, console, lambda name, _: workers[name])
-    assert all(worker.is_closed for worker in workers.values())

@@ -1,11 +1,11 @@
 """Methods side by side: all are alive, and the batches of a cell are taken in turn.
 
-The machine's speed drifts by half over minutes. Methods whose batches alternate share the drift, so that what one makes
-of a turn can be divided by what another makes of the same turn (`figures.paired_ratio`).
+The machine's speed drifts by half over minutes. Methods whose batches alternate share the drift, so the speeds of two
+methods in the same turn can be compared (`figures.paired_ratio`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Protocol, TypeVar
 
 from rich.console import Console
@@ -33,16 +33,23 @@ class Contestant(Protocol):
 Start = Callable[[str, Workload], Contestant]
 
 
+def progress_bar(console: Console) -> Progress:
+    """Return a bar with counts that is gone when its work is done."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
 def collect(
     names: Sequence[str], workload: Workload, console: Console, start: Start = WorkerProcess
 ) -> tuple[list[Row], list[str]]:
     """Measure methods side by side. Returns the rows, cell by cell, and what went wrong."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with (
-        Progress(*columns, console=console, transient=True) as progress,
-        _alive(names, workload, start, progress) as group,
-    ):
-        return list(group.rows(workload, progress)), group.failures
+    group = _Group()
+    with progress_bar(console) as progress, ExitStack() as stack:
+        stack.callback(group.end)
+        for name in progress.track(names, description="starting"):
+            with group.survives(name):
+                group.workers[name] = start(name, workload)
+        return [row for cell in workload.cells for row in group.rows(cell, workload, progress)], group.failures
 
 
 def order(names: Sequence[T], turn: int) -> list[T]:
@@ -62,59 +69,36 @@ class _Group:
         self.workers: dict[str, Contestant] = {}
         self.failures: list[str] = []
 
-    def rows(self, workload: Workload, progress: Progress) -> Iterator[Row]:
-        """Measure cell after cell, each with those that have it."""
-        cells = {name: cells_of(name, workload) for name in self.workers}
-        for cell in dict.fromkeys(cell for own in cells.values() for cell in own):
-            names = [name for name in self.workers if cell in cells[name]]
-            if names:
-                yield from self._rows_of(cell, names, workload, progress)
+    @contextmanager
+    def survives(self, name: str) -> Iterator[None]:
+        """Continue without a method that fails."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.failures.append(str(error))
+            if name in self.workers:
+                self.workers.pop(name).close()
 
-    def _rows_of(self, cell: Cell, names: Sequence[str], workload: Workload, progress: Progress) -> Iterator[Row]:
-        num_turns = len(list(workload.batches(cell)))
-        task = progress.add_task(f"batch {cell.batch_size}, T={cell.temperature:g}", total=(1 + num_turns) * len(names))
+    def rows(self, cell: Cell, workload: Workload, progress: Progress) -> Iterator[Row]:
+        names = [name for name in self.workers if cell in cells_of(name, workload)]
         timed: dict[str, list[list[Batch]]] = {name: [] for name in names}
-        for name in names:
-            self._run(name, cell, 0)  # warms up
-            progress.advance(task)
-        for turn in range(num_turns):
-            for name in order(names, turn):
-                timed[name] += self._run(name, cell, turn)
-                progress.advance(task)
+        warm_up = [(name, 0) for name in names]
+        turns = [(name, turn) for turn in range(len(workload.batches(cell))) for name in order(names, turn)]
+        description = f"batch {cell.batch_size}, T={cell.temperature:g}"
+        for number, (name, turn) in enumerate(progress.track(warm_up + turns, description=description)):
+            if name in self.workers:
+                with self.survives(name):
+                    batches = self.workers[name].run(cell, turn)
+                    timed[name] += [batches] if number >= len(warm_up) else []
         for name in names:
             if name in self.workers:
                 ways = zip(self.workers[name].draft_lengths, zip(*timed[name], strict=True), strict=True)
                 tried = [row_of(name, draft_length, workload, cell, batches) for draft_length, batches in ways]
                 yield max(tried, key=lambda row: row.tokens_per_s)
 
-    def _run(self, name: str, cell: Cell, index: int) -> list[list[Batch]]:
-        """Run one batch; returns what each way took, or nothing where the method has failed."""
-        if name not in self.workers:
-            return []
-        try:
-            return [self.workers[name].run(cell, index)]
-        except RuntimeError as error:
-            self.failures.append(str(error))
-            self.workers.pop(name).close()
-            return []
-
-
-@contextmanager
-def _alive(names: Sequence[str], workload: Workload, start: Start, progress: Progress) -> Iterator[_Group]:
-    """Start workers, one after the other, and end them all however the block ends."""
-    group = _Group()
-    task = progress.add_task("starting", total=len(names))
-    try:
-        for name in names:
-            progress.update(task, description=f"starting {name}")
-            try:
-                group.workers[name] = start(name, workload)
-            except RuntimeError as error:
-                group.failures.append(str(error))
-            progress.advance(task)
-        yield group
-    finally:
-        for worker in group.workers.values():
-            worker.hang_up()  # all at once: a cluster takes seconds to end
-        for worker in group.workers.values():
+    def end(self) -> None:
+        """End all workers at once: a cluster takes seconds to end."""
+        for worker in self.workers.values():
+            worker.hang_up()
+        for worker in self.workers.values():
             worker.close()

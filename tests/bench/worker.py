@@ -1,7 +1,6 @@
 """One method in a process of its own, which runs the batches that it is asked for and sleeps in between."""
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -11,19 +10,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from typing import TextIO
 
 from pydantic import TypeAdapter
 
+from tests.bench.contestants.with_vllm import PEERS, VLLMMethod, environment
 from tests.bench.figures import Batch, Method
-from tests.bench.with_vllm import PEERS, VLLMMethod, environment
-from tests.bench.workload import Cell, Workload
+from tests.bench.workload import Cell, Setting, Workload
 
-if TYPE_CHECKING:
-    from cluster.config import RunAhead
-    from engine.config import Speculation
-
-PEERS_PYTHON = PEERS / "bin" / "python"
 END_TIMEOUT_S = 120.0
 BATCHES = TypeAdapter(list[Batch])
 DRAFT_LENGTHS = TypeAdapter(list[int | None])
@@ -37,61 +31,21 @@ def methods(name: str, workload: Workload) -> Sequence[Callable[[], Method]]:
     k = workload.num_speculative_tokens
     if name.startswith("vllm-"):
         return [partial(VLLMMethod, workload, 0 if name == "vllm-plain" else k)]
-    from tests.bench.with_engine import EngineMethod
-    from tests.bench.with_llama_cpp import LlamaCppMethod
-    from tests.bench.with_serve import ServeMethod
-    from tests.bench.with_transformers import AssistedMethod, TransformersMethod
+    from tests.bench.contestants.with_engine import EngineMethod
+    from tests.bench.contestants.with_serve import ServeMethod
+    from tests.bench.contestants.with_transformers import AssistedMethod, TransformersMethod
 
-    if name.startswith("llama.cpp-"):
-        return [partial(LlamaCppMethod, workload, 0 if name == "llama.cpp-plain" else k)]
     if name == "transformers":
         return [partial(TransformersMethod, workload)]
     if name == "transformers-assisted":
         return [partial(AssistedMethod, workload, None), partial(AssistedMethod, workload, k)]
     place, arm = name.split("-", 1)
-    setting = Setting.of(arm, k)
-    if place == "engine":
-        return [partial(EngineMethod, workload, setting.num_speculative_tokens, setting.speculation)]
-    return [
-        partial(ServeMethod, workload, setting.num_speculative_tokens, setting.speculation, run_ahead=setting.run_ahead)
-    ]
-
-
-class Setting(NamedTuple):
-    """What an arm of the comparison means."""
-
-    num_speculative_tokens: int
-    speculation: "Speculation"
-    run_ahead: "RunAhead"
-
-    @classmethod
-    def of(cls, arm: str, k: int) -> "Setting":
-        """Return the meaning of `plain`, `speculative`, `adaptive` or `fixed-K`; with `-run-ahead` behind it, or alone,
-        the draft runs ahead.
-
-        Raises:
-            ValueError: there is no such arm.
-        """
-        run_ahead: RunAhead = "on" if arm.endswith("run-ahead") else "off"
-        base = arm.removesuffix("run-ahead").removesuffix("-")
-        prefix, _, length = base.partition("-")
-        if base in ("", "speculative"):
-            return cls(k, "fixed", run_ahead)
-        if base == "adaptive":
-            return cls(k, "adaptive", run_ahead)
-        if base == "plain" and run_ahead == "off":
-            return cls(0, "off", run_ahead)
-        if prefix != "fixed" or not length.isdigit():
-            raise ValueError(f"there is no arm {arm!r}")
-        return cls(int(length), "fixed", run_ahead)
+    return [partial(EngineMethod if place == "engine" else ServeMethod, workload, Setting.of(arm, k))]
 
 
 def cells_of(name: str, workload: Workload) -> list[Cell]:
-    """Return the cells that a method has a row in."""
-    if name.startswith("transformers"):  # no prompt can join a running batch; assisted, it has one prompt
-        most = 1 if name == "transformers-assisted" else math.inf
-        return [cell for cell in workload.cells if cell.batch_size <= most and not cell.is_last_late]
-    return workload.cells
+    """Return the cells that a method has a row in: assisted generation takes one prompt."""
+    return [cell for cell in workload.cells if cell.batch_size == 1 or name != "transformers-assisted"]
 
 
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}
@@ -117,15 +71,13 @@ class Worker:
         self.draft_lengths = [method.num_speculative_tokens for method in self._methods]
 
     def run(self, cell: Cell, index: int) -> list[Batch]:
-        """Run one of a cell's batches, each way."""
-        prompts = list(self._workload.batches(cell))[index]
+        prompts = self._workload.batches(cell)[index]
         return [method.run(prompts, cell) for method in self._methods]
 
     def hang_up(self) -> None:
         """Nobody waits for it."""
 
     def close(self) -> None:
-        """Stop what was started."""
         for method in self._methods:
             method.close()
 
@@ -146,7 +98,7 @@ class WorkerProcess:
         with ExitStack() as stack:
             self._log = stack.enter_context(tempfile.TemporaryFile("w+"))
             self._process = subprocess.Popen(
-                [PEERS_PYTHON if is_peer else sys.executable, "-m", __name__, name],
+                [PEERS / "bin" / "python" if is_peer else sys.executable, "-m", __name__, name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._log,
@@ -158,7 +110,6 @@ class WorkerProcess:
             self._resources = stack.pop_all()
 
     def run(self, cell: Cell, index: int) -> list[Batch]:
-        """Have one of a cell's batches run, each way."""
         return BATCHES.validate_json(self._ask(json.dumps({"cell": asdict(cell), "index": index})))
 
     def hang_up(self) -> None:
@@ -168,7 +119,6 @@ class WorkerProcess:
             self._process.stdin.close()
 
     def close(self) -> None:
-        """Let it end, and wait until it has."""
         self._resources.close()
 
     def _end(self) -> None:

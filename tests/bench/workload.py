@@ -6,16 +6,18 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine.config import Compile, Dtype, EngineConfig, ModelConfig
-from engine.models.tokenizer import load_tokenizer
+from engine.config import Compile, Dtype, EngineConfig, ModelConfig, Speculation
+from engine.models.registry import open_model
 
-SHARED_PROMPTS = Path(__file__).parents[3] / "shared" / "data" / "prompts"
+if TYPE_CHECKING:
+    from cluster.config import RunAhead  # vLLM's environment has no Ray
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
 SEED = 20
 NUM_PROMPTS = 32
 MAX_PROMPT_TOKENS = 200
-NUM_TOKENS = 128
 OWN_PROMPTS = (
     'def merge_intervals(intervals):\n    """Merge the intervals that overlap and return them sorted by start."""\n',
     "The harbour was quiet that morning, and nobody on the quay had noticed yet that the lighthouse had gone dark.",
@@ -34,10 +36,35 @@ class Cell:
 
     batch_size: int
     temperature: float
-    num_prompt_tokens: int | None = None
-    """Length of the prompts, which are then made of several; None takes them as they are."""
-    is_last_late: bool = False
-    """Whether the last prompt comes when all others are being continued, and alone has that length."""
+
+
+class Setting(NamedTuple):
+    """What an arm of a comparison means."""
+
+    num_speculative_tokens: int
+    speculation: Speculation
+    run_ahead: "RunAhead"
+
+    @classmethod
+    def of(cls, arm: str, k: int) -> "Setting":
+        """Return the meaning of `plain`, `speculative`, `adaptive` or `fixed-K`; with `-run-ahead` behind it, or alone,
+        the draft runs ahead.
+
+        Raises:
+            ValueError: there is no such arm.
+        """
+        run_ahead: RunAhead = "on" if arm.endswith("run-ahead") else "off"
+        base = arm.removesuffix("run-ahead").removesuffix("-")
+        prefix, _, length = base.partition("-")
+        if base in ("", "speculative"):
+            return cls(k, "fixed", run_ahead)
+        if base == "adaptive":
+            return cls(k, "adaptive", run_ahead)
+        if base == "plain" and run_ahead == "off":
+            return cls(0, "off", run_ahead)
+        if prefix != "fixed" or not length.isdigit():
+            raise ValueError(f"there is no arm {arm!r}")
+        return cls(int(length), "fixed", run_ahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +79,7 @@ class Workload:
     num_threads: int
     prompts: list[list[int]]
     cells: list[Cell]
-    num_tokens: int = NUM_TOKENS
+    num_tokens: int = 128
     num_speculative_tokens: int = 4
     num_turns: int | None = None
     """Batches of a cell; None is eight small ones, four large ones or two very large ones."""
@@ -62,23 +89,12 @@ class Workload:
         """Requests in one round, at most: the default, or more where a batch is larger."""
         return max(EngineConfig().max_num_seqs, *(cell.batch_size for cell in self.cells))
 
-    def batches(self, cell: Cell) -> Iterator[list[list[int]]]:
-        """Yield the batches of a cell, one for each turn."""
+    def batches(self, cell: Cell) -> list[list[list[int]]]:
+        """Return the batches of a cell, one for each turn."""
         size = cell.batch_size
         count = self.num_turns or (8 if size <= 4 else 4 if size <= 32 else 2)
         endless = itertools.cycle(self.prompts)
-        for _ in range(count):
-            batch = list(itertools.islice(endless, size))
-            if cell.num_prompt_tokens is not None:
-                first = size - 1 if cell.is_last_late else 0
-                batch[first:] = [self._prompt(ids, cell.num_prompt_tokens) for ids in batch[first:]]
-            yield batch
-
-    def _prompt(self, start: list[int], num_tokens: int) -> list[int]:
-        """Return a prompt of some length: one of ours and those after it."""
-        first = self.prompts.index(start)
-        endless = itertools.cycle(self.prompts[first:] + self.prompts[:first])
-        return list(itertools.islice(itertools.chain.from_iterable(endless), num_tokens))
+        return [list(itertools.islice(endless, size)) for _ in range(count)]
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -91,24 +107,24 @@ class Workload:
 
 def read_prompts(target: str) -> list[list[int]]:
     """Return the prompts as the target's token ids: a third each of code, questions and word problems."""
-    tokenizer = load_tokenizer(ModelConfig(target))
+    tokenizer = open_model(ModelConfig(target)).tokenizer
     ids = [tokenizer.encode(text)[:MAX_PROMPT_TOKENS] for text in _texts()]
     return ids[:NUM_PROMPTS]
 
 
 def _texts() -> Sequence[str]:
-    if not SHARED_PROMPTS.is_dir():
+    if not SHARED.is_dir():
         return OWN_PROMPTS
     rng = random.Random(SEED)
     sources = [
-        [record["prompt"] for record in _records("humaneval")],
-        [record["turns"][0] for record in _records("mt_bench")],
-        [record["question"] for record in _records("gsm8k")],
+        [record["prompt"] for record in records("humaneval")],
+        [record["turns"][0] for record in records("mt_bench")],
+        [record["question"] for record in records("gsm8k")],
     ]
     drawn = [rng.sample(texts, -(-NUM_PROMPTS // len(sources))) for texts in sources]
     return list(itertools.chain.from_iterable(zip(*drawn, strict=True)))
 
 
-def _records(name: str) -> Iterator[dict[str, Any]]:
-    for line in (SHARED_PROMPTS / f"{name}.jsonl").read_text().splitlines():
+def records(name: str) -> Iterator[dict[str, Any]]:
+    for line in (SHARED / "prompts" / f"{name}.jsonl").read_text().splitlines():
         yield json.loads(line)

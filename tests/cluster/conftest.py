@@ -6,6 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
+from cluster.transport.credentials import Credentials, make_credentials
+
+
+@pytest.fixture
+def credentials() -> Credentials:
+    return make_credentials()
+
 
 @pytest.fixture
 def dropped(caplog: pytest.LogCaptureFixture) -> Callable[[], Counter[str]]:

@@ -1,19 +1,21 @@
 """FakeLink, which connects to a responder in this process and fails on demand; and models that compute by rule."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+from cluster.group import SpeculationGroup
 from cluster.protocol.messages import AnyReply, AnyRequest, Ping, decode_request, encode
-from cluster.transport import OnBreak
-from cluster.transport.message_link import MessageLink
+from cluster.transport import Endpoint, Link, OnBreak
+from cluster.transport.credentials import Credentials
+from cluster.transport.frames import FrameConnection
+from engine.params import SamplingParams
 from engine.protocols import Draft, ProposeRow, Request, Verdict, VerifyRow, chain
-from engine.sampling.params import SamplingParams
 
 Answer = Callable[[AnyRequest], AnyReply | None]
 
 
-class FakeLink(MessageLink):
+class FakeLink(Link):
     """A link without sockets. Messages are really encoded, and replies really matched to calls.
 
     `faults` holds what happens to the next requests, one entry each: "lose" (the request never arrives), "lose reply",
@@ -21,20 +23,23 @@ class FakeLink(MessageLink):
     """
 
     def __init__(self, answer: Answer, *, version: int = 1, on_break: OnBreak | None = None) -> None:
-        super().__init__(version, on_break)
+        endpoint, nobody = Endpoint("", "", "", 0, ""), Credentials("", "")
+        super().__init__(endpoint, nobody, is_same_node=True, version=version, on_break=on_break)
         self.answer = answer
         self.faults: list[str | None] = []
         self.requests: list[AnyRequest] = []
-        self._late: list[bytes] = []
+        self._late_replies: list[bytes] = []
+        self._connection = FakeConnection(self._take)
 
     def break_connection(self, reason: str) -> None:
         """Do as a link does whose connection breaks."""
-        self._report_break(reason)
+        assert self._connection is not None
+        self._lose(self._connection, reason)
 
-    def _send_now(self, payload: bytes) -> bool:
-        return False
+    async def _open(self, path: str) -> FrameConnection:
+        return FakeConnection(self._take)
 
-    async def _send(self, payload: bytes) -> None:
+    def _take(self, payload: bytes) -> None:
         request = decode_request(payload)
         self.requests.append(request)
         fault = self.faults.pop(0) if self.faults else None
@@ -49,13 +54,28 @@ class FakeLink(MessageLink):
         if fault == "lose reply":
             return
         if fault == "late":
-            self._late.append(payload)
+            self._late_replies.append(payload)
             return
         if not isinstance(request, Ping):
-            while self._late:
-                self.deliver(self._late.pop(0))
+            while self._late_replies:
+                self._deliver(self._late_replies.pop(0))
         for _ in range(2 if fault == "repeat" else 1):
-            self.deliver(payload)
+            self._deliver(payload)
+
+
+class FakeConnection(FrameConnection):
+    """A connection that hands over what is sent."""
+
+    def __init__(self, take: Callable[[bytes], None]) -> None:
+        super().__init__(take, lambda _: None)
+        self._has_room.set()
+
+    def send(self, payloads: Iterable[bytes]) -> None:
+        for payload in payloads:
+            self._on_message(payload)
+
+    def abort(self) -> None:
+        self.connection_lost(None)
 
 
 class EchoDrafter:
@@ -104,3 +124,10 @@ def verify_row(
 ) -> VerifyRow:
     request = Request(request_id, list(token_ids), 2, SamplingParams(seed=5))
     return VerifyRow(request, len(token_ids) - 1, 1, list(block_ids), chain(list(draft)))
+
+
+def process_ids(group: SpeculationGroup) -> dict[str, int]:
+    """The process ids of the running workers, by name: `draft`, `target-0`, `target-1`, ..."""
+    drafts = {} if group._draft is None else {"draft": group._draft.processes[0].pid}
+    ranks = [] if group._target is None else group._target.processes
+    return drafts | {f"target-{rank}": process.pid for rank, process in enumerate(ranks)}

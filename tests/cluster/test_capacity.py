@@ -12,12 +12,11 @@ from cluster.placement import placement_bundles
 from engine.config import ModelConfig
 
 AUTO = GroupConfig(ModelConfig("target"), ModelConfig("draft"))
-APART = replace(AUTO, target_accelerator_type="H100", draft_accelerator_type="L4")
+APART = replace(AUTO, target_label_selector={"gpu": "H100"}, draft_label_selector={"gpu": "L4"})
 
 
-def node(num_cpus: float, num_gpus: float = 0, accelerator: str = "", **labels: str) -> Node:
-    accelerators = {f"accelerator_type:{accelerator}": 1.0} if accelerator else {}
-    return Node({"CPU": num_cpus, "GPU": num_gpus, **accelerators}, labels)
+def node(num_cpus: float, num_gpus: float = 0, **labels: str) -> Node:
+    return Node({"CPU": num_cpus, "GPU": num_gpus}, labels)
 
 
 def group(config: GroupConfig, num_gpus: int) -> list[Slot]:
@@ -42,26 +41,27 @@ def test_groups_fit_as_long_as_every_bundle_finds_a_node(nodes: list[Node], num_
     assert place_groups(group(AUTO, num_gpus), named, limit=10)[0] == expected
 
 
-def test_bundles_with_an_accelerator_type_choose_first() -> None:
-    nodes = {"a": node(8, 2, "H100"), "b": node(8, 1, "L4")}
-    count, free = place_groups(group(replace(AUTO, draft_accelerator_type="L4"), 3), nodes, limit=10)
+def test_bundles_with_labels_choose_first() -> None:
+    nodes = {"a": node(8, 2, gpu="H100"), "b": node(8, 1, gpu="L4")}
+    config = replace(AUTO, draft_label_selector={"gpu": "L4"})
+    count, free = place_groups(group(config, 3), nodes, limit=10)
     assert count == 1
     assert free["b"].resources["GPU"] == 0
     assert nodes["b"].resources["GPU"] == 1
 
 
-def test_ranks_need_one_node_unless_they_may_be_spread() -> None:
+def test_ranks_need_one_node() -> None:
     nodes = {"a": node(8, 2), "b": node(8, 2), "c": node(8, 1)}
     four = replace(AUTO, tensor_parallel_size=4)
     assert place_groups(group(four, 5), nodes, limit=1)[0] == 0
-    assert place_groups(group(replace(four, target_nodes=2), 5), nodes, limit=1)[0] == 1
+    assert place_groups(group(four, 5), nodes | {"d": node(8, 4)}, limit=1)[0] == 1
 
 
 def test_a_bundle_without_room_says_what_each_node_lacks() -> None:
-    nodes = {"a": node(8, 1, "H100"), "b": node(8, 1, "A100")}
+    nodes = {"a": node(8, 1, gpu="H100"), "b": node(8, 1, gpu="A100")}
     assert missing(group(APART, 2), nodes) == [
-        "no node has room for the draft, which needs 0.2 CPU, 1 GPU, accelerator_type:L4: "
-        "a lacks 1 GPU, accelerator_type:L4; b lacks accelerator_type:L4"
+        "no node has room for the draft, which needs 0.2 CPU, 1 GPU, label gpu=L4: "
+        "a lacks 1 GPU, label gpu=L4; b lacks label gpu=L4"
     ]
     assert missing(group(AUTO, 2), nodes) == []
     assert missing(group(AUTO, 2), {})[0].endswith("there is no node")

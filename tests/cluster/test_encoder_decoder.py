@@ -6,15 +6,15 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.workers.responder import DraftResponder, TargetResponder
-from engine.config import EngineConfig, ModelConfig
-from engine.drafting.model import ModelDrafter
+from engine.config import EngineConfig
+from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.draft_model import DraftModel
 from engine.engine import Engine
 from engine.errors import TargetError
-from engine.execution.registry import load_backend
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from engine.verification.verifier import ModelVerifier
 from tests.cluster.fakes import FakeLink
-from tests.engine.tiny import T5_SIZES, save
+from tests.engine.tiny import T5_SIZES, backend_of, save
 
 CONFIG = EngineConfig(num_blocks=200, block_size=4, num_speculative_tokens=4, speculation="fixed")
 
@@ -27,25 +27,16 @@ def path(tmp_path_factory):
 @pytest.mark.parametrize("loses_target", [False, True])
 async def test_a_served_pair_writes_transformers_text(loses_target, path):
     """The target is also lost in mid-text, and its successor starts with no keys and values and no prefixes."""
-    target = load_backend(ModelConfig(path, dtype="float32", device="cpu"))
+    target = backend_of(path)
     drafter, verifier = RemoteDrafter(vocab_size=64, timeout_s=60), RemoteVerifier(vocab_size=64, timeout_s=60)
-    drafter.connect(FakeLink(DraftResponder(ModelDrafter(target, CONFIG), capacity=8, version=1).answer))
+    drafter.connect(FakeLink(DraftResponder(ModelDrafter(DraftModel(target), CONFIG), capacity=8, version=1).answer))
 
     def start_target():
         responder = TargetResponder(ModelVerifier(target, CONFIG), rank=0, capacity=8, version=1)
         verifier.connect([FakeLink(responder.answer)])
 
     start_target()
-    engine = Engine(
-        CONFIG,
-        drafter=drafter,
-        verifier=verifier,
-        num_blocks=201,
-        vocab_size=64,
-        max_model_len=target.info.max_model_len,
-        eos_token_ids=target.info.eos_token_ids,
-        decoder_start_id=target.info.decoder_start_id,
-    )
+    engine = Engine(CONFIG, target.info, drafter=drafter, verifier=verifier, num_blocks=201)
     prompts = {"a": [5, 9, 30, 1], "b": list(range(2, 33)), "c": [40, 1]}
     for name, prompt in prompts.items():
         engine.add(name, prompt, SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))

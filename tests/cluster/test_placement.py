@@ -10,7 +10,6 @@ from ray.util.placement_group import PlacementGroup
 
 from cluster.config import GroupConfig
 from cluster.placement import (
-    DRAFT_BUNDLE,
     Bundle,
     PlacementError,
     count_cores,
@@ -21,7 +20,6 @@ from cluster.placement import (
     rank_options,
     settle,
     shares_gpu,
-    target_bundle,
 )
 from engine.config import EngineConfig, ModelConfig
 
@@ -46,13 +44,9 @@ def test_a_group_on_cpu_fits_a_laptop(size):
         (1, True, 0, [0, 0]),
         (1, True, 1, [1]),
         (1, True, 2, [1, 1]),
-        (1, True, 8, [1, 1]),
         (2, True, 2, [2]),
         (2, True, 3, [1, 2]),
-        (4, True, 4, [4]),
-        (4, True, 5, [1, 4]),
         (1, False, 1, [1]),
-        (4, False, 4, [4]),
     ],
 )
 def test_each_worker_has_a_gpu_and_the_draft_shares_one_if_none_is_left(size, has_draft, num_gpus, expected):
@@ -73,30 +67,9 @@ def test_a_device_that_is_named_is_requested_whatever_the_cluster_has(num_gpus):
 def test_too_few_gpus_are_refused_with_both_numbers():
     with pytest.raises(PlacementError, match=r"target needs 4 GPUs, but the cluster has 2; device=cuda would wait"):
         placement_bundles(replace(AUTO, tensor_parallel_size=4), num_gpus=2)
-    apart = replace(AUTO, target_accelerator_type="H100", draft_accelerator_type="L4")
+    apart = replace(AUTO, target_label_selector={"pool": "big"}, draft_label_selector={"pool": "small"})
     with pytest.raises(PlacementError, match="target needs 1 GPUs and the draft 1, but the cluster has 1"):
         placement_bundles(apart, num_gpus=1)
-
-
-def test_draft_and_target_may_need_different_accelerators():
-    config = replace(AUTO, target_accelerator_type="H100", draft_accelerator_type="L4")
-    bundles = placement_bundles(config, num_gpus=8)
-    assert "accelerator_type:L4" in bundles[DRAFT_BUNDLE]
-    assert "accelerator_type:H100" in bundles[target_bundle(config, bundles, 0)]
-
-
-def test_an_accelerator_type_asks_for_a_gpu():
-    config = replace(AUTO, draft=ModelConfig("draft", device="cuda"), draft_accelerator_type="L4")
-    assert gpus(placement_bundles(config, num_gpus=0)) == [0, 1, 0]
-    with pytest.raises(PlacementError, match="the cluster has 0"):
-        placement_bundles(replace(AUTO, draft_accelerator_type="L4"), num_gpus=0)
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
-def test_an_accelerator_type_on_the_cpu_is_refused_by_the_name_of_its_field(role):
-    on_cpu = GroupConfig(ModelConfig("target", device="cpu"), ModelConfig("draft", device="cpu"))
-    with pytest.raises(PlacementError, match=f"^{role}_accelerator_type is H100, but the {role}'s device is cpu$"):
-        placement_bundles(replace(on_cpu, **{f"{role}_accelerator_type": "H100"}), num_gpus=8)
 
 
 def placed(config: GroupConfig, *, num_gpus: int) -> PlacementGroup:
@@ -126,25 +99,6 @@ def test_the_ranks_fit_into_their_bundle_in_units_of_ray(size):
     assert sum(units) <= round(group.bundle_specs[-1]["CPU"] * 1e4)
 
 
-def test_the_indices_name_the_bundles():
-    config = replace(AUTO, tensor_parallel_size=4)
-    bundles = placement_bundles(config, num_gpus=0)
-    assert [target_bundle(config, bundles, rank) for rank in range(4)] == [2, 2, 2, 2]
-    spread = replace(config, target_nodes=2)
-    bundles = placement_bundles(spread, num_gpus=0)
-    assert [target_bundle(spread, bundles, rank) for rank in range(4)] == [2, 2, 3, 3]
-    alone = replace(config, draft=None)
-    assert target_bundle(alone, placement_bundles(alone, num_gpus=0), 0) == 1
-
-
-def test_ranks_are_split_evenly_over_the_nodes():
-    spread = replace(AUTO, tensor_parallel_size=4, target_nodes=2)
-    assert gpus(placement_bundles(spread, num_gpus=8)) == [0, 1, 2, 2]
-    assert gpus(placement_bundles(spread, num_gpus=4)) == [0, 2, 2]
-    with pytest.raises(PlacementError, match="tensor_parallel_size 4 is not a multiple of target_nodes 3"):
-        placement_bundles(replace(spread, target_nodes=3), num_gpus=8)
-
-
 def test_the_router_goes_where_the_target_goes():
     big, small = {"pool": "big"}, {"pool": "small"}
     config = replace(AUTO, target_label_selector=big, draft_label_selector=small)
@@ -153,13 +107,14 @@ def test_the_router_goes_where_the_target_goes():
     assert label_selectors(alone, placement_bundles(alone, num_gpus=0)) == [big, big]
 
 
-def test_models_on_one_gpu_cannot_be_on_different_nodes():
-    config = replace(AUTO, target_label_selector={"pool": "big"})
+@pytest.mark.parametrize(("draft", "shares"), [({}, True), ({"pool": "big"}, True), ({"pool": "small"}, False)])
+def test_models_share_a_gpu_where_one_node_can_have_the_labels_of_both(draft, shares):
+    target = {"pool": "big"}
+    on_cuda = {"target": ModelConfig("target", device="cuda"), "draft": ModelConfig("draft", device="cuda")}
+    config = GroupConfig(**on_cuda, target_label_selector=target, draft_label_selector=draft)
     bundles = placement_bundles(config, num_gpus=1)
-    assert shares_gpu(config, bundles)
-    assert label_selectors(config, bundles) == [{"pool": "big"}] * 2
-    with pytest.raises(PlacementError, match="share a GPU"):
-        label_selectors(replace(config, draft_label_selector={"pool": "small"}), bundles)
+    assert shares_gpu(config, bundles) == shares
+    assert label_selectors(config, bundles) == [target] * 2 if shares else [target, draft, target]
 
 
 def test_a_method_that_runs_in_the_router_gets_no_draft_worker():
@@ -167,7 +122,6 @@ def test_a_method_that_runs_in_the_router_gets_no_draft_worker():
     config = replace(AUTO, engine=EngineConfig(drafting="none"))
     bundles = placement_bundles(config, num_gpus=1)
     assert [bundle.get("GPU", 0) for bundle in bundles] == [0, 1]
-    assert target_bundle(config, bundles, 0) == 1
     assert settle(config, bundles, num_cores=8).run_ahead == "off"
 
 
@@ -182,16 +136,6 @@ def test_a_method_that_runs_in_the_router_gets_no_draft_worker():
         (1, 2, 2, "on"),
         (4, 4, 64, "off"),
         (4, 5, 2, "on"),
-    ],
-    ids=[
-        "two cores",
-        "three",
-        "ranks on five",
-        "ranks on six",
-        "one GPU",
-        "two GPUs",
-        "ranks on all GPUs",
-        "on all but one",
     ],
 )
 def test_the_draft_runs_ahead_where_it_takes_nothing_from_the_target(size, num_gpus, num_cores, expected):
@@ -227,11 +171,6 @@ def test_a_number_of_threads_from_the_configuration_is_taken():
     assert (settled.draft.num_threads, settled.target.num_threads) == (2, 5)
 
 
-def test_a_target_without_a_draft_has_all_cores():
-    config = replace(AUTO, draft=None)
-    assert settle(config, placement_bundles(config, num_gpus=0), num_cores=8).target.num_threads == 8
-
-
 @pytest.mark.parametrize(
     ("node", "resources", "expected"),
     [("a", {"CPU": 2.0}, 2), ("a", {"CPU": 64.0}, 4), ("a", {"CPU": 0.5}, 1), ("a", {}, 4), ("b", {"CPU": 2.0}, 4)],
@@ -245,54 +184,12 @@ def test_cores_are_those_that_both_ray_and_the_system_allow(node, resources, exp
     assert count_cores(node) == expected
 
 
-PACED = GroupConfig(
-    ModelConfig("target", device="paced:h100x4-70b"), ModelConfig("draft", device="paced:h100-1b"), run_ahead="auto"
-)
-SHARED = replace(PACED, draft=ModelConfig("draft", device="paced:h100x4-1b/shared"))
-
-
-def test_paced_devices_are_placed_on_cpus_even_where_there_are_gpus():
-    assert gpus(placement_bundles(PACED, num_gpus=8)) == [0, 0, 0]
-
-
-@pytest.mark.parametrize(("config", "expected"), [(PACED, "on"), (SHARED, "off")])
-def test_a_draft_runs_ahead_on_a_paced_device_of_its_own(config, expected):
-    assert settle(config, placement_bundles(config, num_gpus=0), num_cores=1).run_ahead == expected
-
-
-def test_a_draft_cannot_run_ahead_on_the_targets_paced_device():
-    with pytest.raises(PlacementError, match="share a paced device"):
-        placement_bundles(replace(SHARED, run_ahead="on"), num_gpus=0)
-
-
-def test_paced_devices_have_no_accelerator_type():
-    with pytest.raises(PlacementError, match="target's device is paced:h100x4-70b"):
-        placement_bundles(replace(PACED, target_accelerator_type="H100"), num_gpus=0)
-
-
 @pytest.mark.parametrize(
-    ("size", "target_nodes", "num_gpus", "nodes", "expected"),
-    [
-        (1, 1, 0, "aaa", 0),
-        (2, 1, 0, "aba", None),
-        (2, 2, 0, "abab", 1),
-        (2, 2, 0, "aaab", 0),
-        (1, 1, 1, "aa", 0),
-        (2, 1, 2, "aa", 0),
-        (1, 1, 2, "aaa", None),
-    ],
-    ids=[
-        "one node",
-        "the draft on another node",
-        "beside the second rank",
-        "beside the first rank",
-        "one GPU for both",
-        "the GPU of rank 0",
-        "a GPU each",
-    ],
+    ("size", "num_gpus", "nodes", "expected"),
+    [(1, 0, "aaa", 0), (2, 0, "aba", None), (1, 1, "aa", 0), (2, 2, "aa", 0), (1, 2, "aaa", None)],
 )
-def test_the_rank_beside_the_draft_has_its_device(size, target_nodes, num_gpus, nodes, expected, monkeypatch):
-    config = replace(AUTO, tensor_parallel_size=size, target_nodes=target_nodes)
+def test_the_rank_beside_the_draft_has_its_device(size, num_gpus, nodes, expected, monkeypatch):
+    config = replace(AUTO, tensor_parallel_size=size)
     bundles = placement_bundles(config, num_gpus=num_gpus)
     assert len(bundles) == len(nodes)
     table = {"bundles_to_node_id": dict(enumerate(nodes))}

@@ -1,7 +1,6 @@
 """Starting, watching and killing workers, with actors that are plain objects."""
 
 import asyncio
-import logging
 
 import pytest
 import ray
@@ -11,6 +10,7 @@ from cluster import worker_set
 from cluster.transport import Endpoint
 from cluster.worker_set import WorkerDiedError, WorkerSet
 from cluster.workers.actors import WorkerProcess
+from engine.config import CompileProgress
 from engine.errors import ModelError, TargetError
 
 
@@ -84,15 +84,18 @@ async def test_a_worker_that_does_not_answer_after_its_start_has_died(workers, m
 
 
 class Ping:
-    """An actor's method that answers so many times, and is silent afterwards."""
+    """An actor's method that answers so many times, the second time with an error, and is silent afterwards."""
 
-    def __init__(self, num_answers):
-        self.num_calls, self._num_answers = 0, num_answers
+    def __init__(self, num_answers, error=None):
+        self.num_calls, self._num_answers, self._error = 0, num_answers, error
 
     async def remote(self, *_):
         self.num_calls += 1
+        if self.num_calls == 2 and self._error is not None:
+            raise self._error
         if self.num_calls > self._num_answers:
             await asyncio.Event().wait()
+        return [CompileProgress(self.num_calls, 9, 2.0)]
 
 
 @pytest.mark.parametrize("num_answers", [0, 3])
@@ -124,6 +127,7 @@ async def test_workers_that_answer_may_load_as_long_as_they_need(workers, monkey
 
     with pytest.raises(ModelError, match="no such model"):
         await workers.while_answering(0.5, load())
+    assert [progress.of for progress in workers.compiling] == [9, 9], "each says how far its compiling is"
 
 
 async def test_each_rank_is_asked_and_says_on_which_node_it_is(workers):
@@ -137,22 +141,9 @@ async def test_each_rank_is_asked_and_says_on_which_node_it_is(workers):
     assert await workers.survey("draft", 1) == [("node 2", (1, "draft", 1))]
 
 
-async def test_the_log_says_where_each_worker_is(workers, caplog):
-    caplog.set_level(logging.INFO, "cluster.worker_set")
-    await workers.connect(FakeConnector(), 1)
-    workers.start_serving()
-    assert [record.getMessage() for record in caplog.records] == [
-        "target rank 0: process 100 on node node 1",
-        "target rank 1: process 101 on node node 2",
-    ]
-
-
 @pytest.mark.parametrize(
     ("error", "reason"),
-    [
-        (None, "it stopped"),
-        (ray.exceptions.RayActorError(error_msg="The actor died.\nThe stack:"), "The actor died."),
-    ],
+    [(None, "it stopped"), (ray.exceptions.RayActorError(error_msg="The actor died.\nThe stack:"), "The actor died.")],
 )
 async def test_the_end_of_any_worker_is_the_end_of_the_set(workers, error, reason):
     await workers.connect(FakeConnector(), 1)
@@ -171,24 +162,11 @@ async def test_the_end_of_any_worker_is_the_end_of_the_set(workers, error, reaso
 async def test_a_worker_that_does_not_answer_a_ping_is_at_its_end(workers, monkeypatch, error):
     """An error is an answer of Ray, which tells later whether the worker has ended."""
     monkeypatch.setattr(worker_set, "_PING_PERIOD_S", 0.0)
-    num_pings = 0
-
-    class Ping:
-        """Answers, then fails or answers, then is silent."""
-
-        async def remote(self):
-            nonlocal num_pings
-            num_pings += 1
-            if num_pings == 2 and error is not None:
-                raise error
-            if num_pings > 3:
-                await asyncio.Event().wait()
-
-    workers.actors[0].ping = workers.actors[1].ping = Ping()
+    workers.actors[0].ping, workers.actors[1].ping = Ping(10**9), Ping(3, error)
     await workers.connect(FakeConnector(), 1)
     workers.start_serving()
     assert await workers.wait_for_end(0.01) == "it did not answer for 0.01 s"
-    assert num_pings >= 4
+    assert workers.actors[1].ping.num_calls == 4
     for actor in workers.actors:
         actor.ended.cancel()
 
@@ -214,14 +192,6 @@ async def test_killing_closes_the_links_first(workers, monkeypatch):
     )
     workers.kill()
     assert killed == [(actor, True, True) for actor in workers.actors]
-
-
-@pytest.mark.parametrize(("node_ids", "num_warnings"), [(["a", "a"], 0), (["a", "b"], 1)])
-def test_ranks_on_several_nodes_are_warned_of(node_ids, num_warnings, caplog):
-    worker_set._warn_of_several_nodes(
-        [WorkerProcess(Endpoint(node_id, "", "127.0.0.1", 1, ""), 1) for node_id in node_ids]
-    )
-    assert len(caplog.records) == num_warnings
 
 
 @pytest.mark.parametrize(

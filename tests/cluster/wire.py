@@ -1,4 +1,4 @@
-"""A server in a thread, channels to it, and a raw peer, for the tests of both ends of a connection."""
+"""A server in a thread, links to it, and a raw peer, for the tests of both ends of a connection."""
 
 import asyncio
 import contextlib
@@ -7,12 +7,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from cluster.protocol.messages import AnyReply, AnyRequest, Ping, Pong
-from cluster.transport.channel import Channel
+from cluster.transport import Endpoint, Link, OnBreak, Server
 from cluster.transport.credentials import Credentials, make_credentials, tls_context
-from cluster.transport.endpoint import Endpoint
 from cluster.transport.frames import FrameReader
-from cluster.transport.protocol import OnBreak
-from cluster.transport.server import SocketServer
 
 NODE_ID = "this node"
 
@@ -25,15 +22,11 @@ def ping(number: int, *, version: int = 1, deadline_s: float = 10.0, released: l
     return Ping(number, version, deadline_s, released or [])
 
 
-def make_server(credentials: Credentials) -> SocketServer:
-    return SocketServer("127.0.0.1", NODE_ID, credentials.certificate)
-
-
 @contextlib.contextmanager
 def serving(
-    credentials: Credentials, answer: Callable[[AnyRequest], AnyReply | None] = pong, **options: object
-) -> Iterator[SocketServer]:
-    server = make_server(credentials)
+    client_identity: str, answer: Callable[[AnyRequest], AnyReply | None] = pong, **options: object
+) -> Iterator[Server]:
+    server = Server("127.0.0.1", NODE_ID, client_identity)
     thread = threading.Thread(target=server.serve, args=(answer,), kwargs=options)
     thread.start()
     try:
@@ -45,14 +38,14 @@ def serving(
 
 
 @contextlib.contextmanager
-def connected(
+def linked(
     endpoint: Endpoint, credentials: Credentials, *, is_same_node: bool = True, on_break: OnBreak | None = None
-) -> Iterator[Channel]:
-    channel = Channel(endpoint, credentials, is_same_node=is_same_node, version=1, on_break=on_break)
+) -> Iterator[Link]:
+    link = Link(endpoint, credentials, is_same_node=is_same_node, version=1, on_break=on_break)
     try:
-        yield channel
+        yield link
     finally:
-        channel.close()
+        link.close()
 
 
 @contextlib.asynccontextmanager

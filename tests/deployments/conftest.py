@@ -1,6 +1,7 @@
 """The application in this process, over fake Routers, and its clients."""
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
@@ -9,13 +10,14 @@ import pytest
 from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerFast
 
-from deployments.config import AppConfig
+from deployments.config import AppConfig, ingress_config
+from deployments.guard.middleware import SafeHeaders
 from deployments.ingress.ingress import Ingress
-from deployments.request_id import RequestIds
 from engine.config import ModelConfig
+from engine.models.registry import open_model
 from engine.sampling.grammar import Grammars
 from tests.deployments.fakes import EOS_TOKEN_IDS, VOCAB_SIZE, LocalRouters, Rig
-from tests.deployments.templates import TEMPLATE, tokenizer_of
+from tests.deployments.templates import TEMPLATE, save_tokenizer, tokenizer_of
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +34,7 @@ def model_dir(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempP
 
 @pytest.fixture
 def grammars(model_dir: Path) -> Grammars:
-    return Grammars(ModelConfig(str(model_dir)), vocab_size=VOCAB_SIZE, eos_token_ids=EOS_TOKEN_IDS)
+    return Grammars(open_model(ModelConfig(str(model_dir))), vocab_size=VOCAB_SIZE, eos_token_ids=EOS_TOKEN_IDS)
 
 
 @pytest.fixture
@@ -49,8 +51,8 @@ def routers(rig: Rig) -> LocalRouters:
 
 async def make_app(config: AppConfig, routers: LocalRouters, *, keys: tuple[str, ...] = ()) -> ASGIApp:
     ingress = object.__new__(Ingress)
-    await ingress.__init__(config, routers, keys=keys)  # as Serve does it
-    return RequestIds(ingress.__serve_build_asgi_app__())  # before which Serve puts it, too
+    await ingress.__init__(ingress_config(config), routers, keys=keys)  # as Serve does it
+    return SafeHeaders(ingress.__serve_build_asgi_app__())  # before which Serve puts it, too
 
 
 def make_client(app: ASGIApp) -> httpx.AsyncClient:
@@ -61,6 +63,15 @@ def make_client(app: ASGIApp) -> httpx.AsyncClient:
 
 def make_sdk(client: httpx.AsyncClient) -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url="http://paceline/v1", api_key="none", http_client=client, max_retries=0)
+
+
+@asynccontextmanager
+async def client_of(template: str, routers: LocalRouters, path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of a model with this chat template, whose files go into `path`."""
+    save_tokenizer(template, path)
+    config = AppConfig(target_model=str(path), served_model_name="tiny", stream_interval_s=0)
+    async with make_client(await make_app(config, routers)) as client:
+        yield client
 
 
 @pytest.fixture

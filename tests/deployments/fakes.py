@@ -2,21 +2,22 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import torch
 
-from deployments.metrics import ReplicaMetrics, RouterMetrics
-from deployments.router.generation import Description, Generation, ModelLimits
+from cluster.remote import RemoteDrafter, RemoteVerifier
+from deployments.observe.metrics import ReplicaMetrics, RouterMetrics
+from deployments.router.delivery import Stream
 from deployments.router.round_loop import RoundLoop
-from deployments.router.state import RouterState
-from engine.config import EngineConfig, ModelInfo
+from deployments.routing.loads import Heard
+from deployments.wire import Description, Generation, ModelLimits, Report
+from engine.config import CompileProgress, EngineConfig, ModelInfo
 from engine.engine import Engine
 from engine.errors import TargetError
-from engine.protocols import Drafter, NoDrafter, Verdict, Verifier, VerifyRow
+from engine.params import SamplingParams
+from engine.protocols import NoDrafter, RequestOutput, Verdict, Verifier, VerifyRow
 from engine.sampling.grammar import Grammars
-from engine.sampling.params import SamplingParams
-from engine.sequence import RequestOutput
 from engine.verification.verifier import ModelVerifier
 from tests.fakes import MarkovModel, byte_tokenizer
 
@@ -71,14 +72,7 @@ class Group:
 class Rig:
     """A round loop over an engine of bytes whose next token is a fixed permutation of the last one."""
 
-    def __init__(
-        self,
-        *,
-        drafter: Drafter | None = None,
-        grammars: Grammars | None = None,
-        max_queued_requests: int = 64,
-        max_recoveries: int = 3,
-    ) -> None:
+    def __init__(self, *, grammars: Grammars | None = None, max_queued_requests: int = 64) -> None:
         transitions = torch.full((VOCAB_SIZE, VOCAB_SIZE), 1e-9)
         transitions[torch.arange(VOCAB_SIZE), (torch.arange(VOCAB_SIZE) * 5 + 7) % 94] = 1.0
         model = MarkovModel(transitions / transitions.sum(-1, keepdim=True), EOS_TOKEN_IDS)
@@ -90,41 +84,47 @@ class Rig:
         self.group = Group(self.verifier)
         self.engine = Engine(
             config,
-            drafter=drafter or NoDrafter(),
+            model.info,
+            drafter=NoDrafter(),
             verifier=self.verifier,
             num_blocks=verifier.num_blocks,
-            vocab_size=VOCAB_SIZE,
-            max_model_len=MAX_MODEL_LEN,
-            eos_token_ids=EOS_TOKEN_IDS,
             tokenizer=byte_tokenizer(),
         )
-        self.metrics = RouterMetrics("tiny", self.engine, self.engine.drafter)
-        self.loop = RoundLoop(
-            self.engine, self.group, self.metrics, max_recoveries=max_recoveries, round_timeout_s=60.0
-        )
+        self.remote_drafter, self.remote_verifier = RemoteDrafter(timeout_s=1.0), RemoteVerifier(timeout_s=1.0)
+        self.metrics = RouterMetrics(self.engine, self.remote_drafter, self.remote_verifier)
+        self.loop = RoundLoop(self.engine, self.group, self.metrics, round_timeout_s=60.0)
 
 
 class LocalOutputs:
     """The outputs of one request to a round loop in this process."""
 
-    refused_by = None
-
-    def __init__(self, routers: "LocalRouters", request: Generation) -> None:
-        self._routers = routers
-        self._rounds = routers.rig.loop.generate(request)
-        self._has_outputs = False
+    def __init__(self, loop: RoundLoop, request: Generation) -> None:
+        self._sent: asyncio.Queue[list[RequestOutput]] = asyncio.Queue()
+        self._task = asyncio.create_task(
+            loop.generate(Stream(request, lambda sent: self._sent.put_nowait(sent.outputs)))
+        )
+        self._task.add_done_callback(lambda _: self._sent.put_nowait([]))
 
     async def next(self) -> list[RequestOutput]:
-        if self._has_outputs and self._routers.error is not None:
-            raise self._routers.error
-        outputs = await anext(self._rounds, [])
-        self._has_outputs = True
-        self._routers.num_deliveries += bool(outputs)
+        outputs = await self._sent.get()
+        if not outputs:
+            self._sent.put_nowait([])
+            await self._task
         return outputs
 
     async def close(self) -> None:
-        await self._rounds.aclose()
-        self._routers.num_closed += 1
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+
+async def rounds_of(loop: RoundLoop, request: Generation) -> AsyncGenerator[list[RequestOutput], None]:
+    """Generate a request; closing the generator aborts it."""
+    outputs = LocalOutputs(loop, request)
+    try:
+        while sent := await outputs.next():
+            yield sent
+    finally:
+        await outputs.close()
 
 
 class LocalRouters:
@@ -138,6 +138,7 @@ class LocalRouters:
         self.has_loaded = asyncio.Event()
         self.has_loaded.set()
         self.last: Generation | None = None
+        self.compiling: CompileProgress | None = None
         self.num_deliveries = 0
         self.num_closed = 0
 
@@ -147,21 +148,24 @@ class LocalRouters:
     def retry_after_s(self) -> int:
         return 7
 
-    def generate(self, request: Generation) -> LocalOutputs:
+    def generate(self, request: Generation) -> "WatchedOutputs":
         self.last = request
-        return LocalOutputs(self, request)
+        return WatchedOutputs(self, request)
 
     async def describe(self) -> Description:
         await self.has_loaded.wait()
         info = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, 1000, "float32", "cpu")
         return Description(info, None, ModelLimits(VOCAB_SIZE, MAX_MODEL_LEN, 4), capacity=72)
 
-    async def states(self) -> list[RouterState | Exception]:
+    def heard(self) -> list[Heard]:
+        if not self.has_loaded.is_set():
+            return []
+        problem = None
         try:
             self.rig.loop.check()
         except TargetError as error:
-            return [RouterState("router", str(error))]
-        return [RouterState("router", None)] if self.has_loaded.is_set() else []
+            problem = str(error)
+        return [Heard(Report("router", problem, compiling=self.compiling), 0.0)]
 
     def collect_here(self) -> ReplicaMetrics:
         return ReplicaMetrics("ingress", [])
@@ -171,6 +175,27 @@ class LocalRouters:
 
     async def base_url(self) -> str:
         return "http://paceline"
+
+
+class WatchedOutputs(LocalOutputs):
+    """Outputs that `LocalRouters` counts, and ends with its error after the first ones."""
+
+    def __init__(self, routers: LocalRouters, request: Generation) -> None:
+        super().__init__(routers.rig.loop, request)
+        self._routers = routers
+        self._has_outputs = False
+
+    async def next(self) -> list[RequestOutput]:
+        if self._has_outputs and self._routers.error is not None:
+            raise self._routers.error
+        outputs = await super().next()
+        self._has_outputs = True
+        self._routers.num_deliveries += bool(outputs)
+        return outputs
+
+    async def close(self) -> None:
+        self._routers.num_closed += 1
+        await super().close()
 
 
 def generation(*, n: int = 1, num_prompts: int = 1, timeout_s: float = 60.0, **params: object) -> Generation:

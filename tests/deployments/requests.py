@@ -39,3 +39,21 @@ async def error_of(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
     response = await client.post(path, json=body if "messages" in body else {"prompt": "abc", **body})
     assert response.status_code == 400, response.text
     return response.json()["error"]
+
+
+def http_scope(path: str) -> dict[str, Any]:
+    """The ASGI scope of a JSON request."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 1),
+        "server": ("paceline", 80),
+    }

@@ -10,6 +10,7 @@ import uvicorn
 
 from deployments.config import AppConfig
 from engine.config import ModelConfig
+from engine.models.registry import open_model
 from engine.sampling.grammar import Grammars
 from tests.deployments.conftest import make_app
 from tests.deployments.fakes import EOS_TOKEN_IDS, VOCAB_SIZE, LocalRouters, Rig
@@ -18,7 +19,7 @@ from tests.deployments.fakes import EOS_TOKEN_IDS, VOCAB_SIZE, LocalRouters, Rig
 @contextmanager
 def serving(config: AppConfig, model_dir: Path) -> Iterator[tuple[str, Rig]]:
     """Serve until the block ends; yields the address and the rig behind it."""
-    grammars = Grammars(ModelConfig(str(model_dir)), vocab_size=VOCAB_SIZE, eos_token_ids=EOS_TOKEN_IDS)
+    grammars = Grammars(open_model(ModelConfig(str(model_dir))), vocab_size=VOCAB_SIZE, eos_token_ids=EOS_TOKEN_IDS)
     rig: Rig | None = None
     server: uvicorn.Server | None = None
     failure: BaseException | None = None

@@ -1,11 +1,13 @@
-"""What the application is made of, and what is refused before anything is deployed."""
+"""The deployments of the application, what is refused, and which of them a changed setting restarts."""
 
 from typing import Any
 
 import pytest
+from ray.serve._private.build_app import build_app
 
 from cluster.capacity import Node
 from deployments import builder
+from deployments.builder import surge_percent
 from deployments.config import AppConfig, ArgumentError
 from deployments.ingress.draining import LAST_WORDS_S
 
@@ -34,11 +36,6 @@ def test_running_streams_have_the_drain_timeout_to_finish(monkeypatch: pytest.Mo
         assert deployment._deployment_config.graceful_shutdown_timeout_s == 7.0 + LAST_WORDS_S
 
 
-def test_dead_replicas_are_found_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    for deployment in deployments(AppConfig(), monkeypatch):
-        assert deployment._deployment_config.health_check_period_s == builder.HEALTH_CHECK_PERIOD_S < 10
-
-
 @pytest.mark.parametrize(
     ("num_cpus", "routers", "ingresses"), [(0.8, 0, 0), (0.9, 0, 100), (1.5, 0, 100), (1.6, 100, 100)]
 )
@@ -59,20 +56,10 @@ def test_the_ingress_gets_the_keys_of_this_process(monkeypatch: pytest.MonkeyPat
     assert ingress.init_kwargs["keys"] == ("secret",)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"tensor_parallel_size": 4}, "the target needs 4 GPUs, but the cluster has 2"),
-        ({"device": "cpu", "target_accelerator_type": "H100"}, "target_accelerator_type is H100"),
-        ({"device": "cpu", "draft_accelerator_type": "L4"}, "draft_accelerator_type is L4"),
-    ],
-)
-def test_a_cluster_that_cannot_hold_the_workers_is_an_argument_error(
-    arguments: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_that_cannot_hold_the_workers_is_an_argument_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": 16.0, "GPU": 2.0})})
-    with pytest.raises(ArgumentError, match=message):
-        builder.app(AppConfig.model_validate(arguments))
+    with pytest.raises(ArgumentError, match="the target needs 4 GPUs, but the cluster has 2"):
+        builder.app(AppConfig(tensor_parallel_size=4))
 
 
 SCALED = AppConfig(autoscaling={"min_replicas": 2, "max_replicas": 4})  # type: ignore[arg-type]
@@ -150,3 +137,67 @@ def test_a_replica_that_autoscaling_removes_drains_for_as_long_as_a_request_may_
     _, router = deployments(AppConfig(autoscaling={"max_replicas": 4}, drain_timeout_s=7.0), monkeypatch)  # type: ignore[arg-type]
     timeout_s = router._deployment_config.graceful_shutdown_timeout_s
     assert timeout_s == AppConfig().limits.request_timeout_s + LAST_WORDS_S
+
+
+SERVES_OWN = "of the application"
+
+
+def versions(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> dict[str, str]:
+    """The version of each deployment as Serve's controller receives it from a config file."""
+    monkeypatch.setattr(builder, "_nodes", lambda: {"a": Node({"CPU": 16.0})})
+    built = build_app(builder.app(AppConfig.model_validate(arguments)), name="default")
+    received = {}
+    for deployment in built.deployments:
+        config = deployment._deployment_config
+        config.version = SERVES_OWN
+        received[deployment.name] = config.to_proto().version
+        assert deployment._version == received[deployment.name] != SERVES_OWN
+    return received
+
+
+@pytest.mark.parametrize(
+    ("arguments", "restarted"),
+    [
+        ({}, set()),
+        ({"drain_timeout_s": 7.0}, set()),
+        ({"autoscaling": {"max_replicas": 3}}, set()),
+        ({"draft_model": "none"}, {"Router"}),
+        ({"num_speculative_tokens": 2}, {"Router"}),
+        ({"round_timeout_s": 9.0}, {"Router"}),
+        ({"limits": {"max_n": 3}}, {"Ingress"}),
+        ({"api_keys": ["secret"]}, {"Ingress"}),
+        ({"label_selector": {"target": {"pool": "big"}}}, {"Router"}),
+        ({"label_selector": {"ingress": {"pool": "front"}}}, {"Ingress"}),
+        ({"target_model": "/models/other"}, {"Router", "Ingress"}),
+    ],
+    ids=lambda value: " and ".join(sorted(value)) if isinstance(value, set) else str(value),
+)
+def test_a_changed_setting_restarts_those_that_read_it(
+    arguments: dict[str, Any], restarted: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, after = versions(monkeypatch), versions(monkeypatch, **arguments)
+    assert {name for name in before if before[name] != after[name]} == restarted
+
+
+def test_the_package_version_restarts_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = versions(monkeypatch)
+    monkeypatch.setattr("deployments.builder.installed_version", lambda: "next")
+    after = versions(monkeypatch)
+    assert all(before[name] != after[name] for name in before)
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "room", "expected"),
+    [(1, 1, 0), (1, 2, 100), (1, 9, 100), (4, 5, 25), (3, 4, 33), (3, 2, 0), (300, 301, 0)],
+)
+def test_replicas_surge_as_far_as_there_is_room(num_replicas: int, room: int, expected: int) -> None:
+    assert surge_percent(num_replicas, room) == expected
+
+
+def test_no_number_of_replicas_outgrows_the_room() -> None:
+    for most in range(1, 13):
+        for room in range(1, 30):
+            percent = surge_percent(most, room)
+            for replicas in range(1, most + 1):
+                surge = (percent * replicas + 99) // 100  # as Serve computes it
+                assert replicas + surge <= max(room, most)

@@ -1,5 +1,8 @@
-import io
+import contextlib
+import signal
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -36,26 +39,45 @@ def test_why_an_application_did_not_start_is_said_in_one_line(monkeypatch: pytes
     assert cli._failures() == ["ModelError: no such model"]
 
 
-def test_what_every_shutdown_says_is_left_out_but_no_warning_nor_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = [
-        "\x1b[36m(HAProxyManager pid=7)\x1b[0m WARNING 2026-11-23 06:53:40,340 proxy 127.0.0.1 -- no HAProxy",
-        "\x1b[36m(ServeController pid=7, ip=10.0.0.2)\x1b[0m Traceback (most recent call last):",
-        "\x1b[36m(ServeReplica:default:Ingress pid=7)\x1b[0m INFO 2026-11-23 06:53:39 -- POST /v1/completions 200",
-        "\x1b[33m(raylet)\x1b[0m Task Router.generate failed. There are infinite retries remaining",
-        "",
-    ]
-    routine = [
-        "\x1b[36m(HAProxyManager pid=7)\x1b[0m INFO 2026-11-23 06:53:40,340 proxy 127.0.0.1 -- Got updated backends",
-        "(ProxyActor pid=7) INFO 2026-11-23 06:53:40,233 proxy 127.0.0.1 -- Got updated endpoints: {}.",
-        "\x1b[36m(ServeController pid=7, ip=10.0.0.2)\x1b[0m INFO 2026-11-23 06:53:42 controller 7 -- it is stopped",
-        "\x1b[33m(raylet)\x1b[0m Task ServeController.graceful_shutdown failed. There are infinite retries remaining",
-    ]
-    written = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", written)
-    monkeypatch.setattr(sys, "stderr", io.StringIO())
-    monkeypatch.setattr(cli.serve, "status", lambda: SimpleNamespace(applications={}))
-    monkeypatch.setattr(cli.logger, "level", cli.logger.level)
-    cli._drain(0.0)
-    for line in (*routine, *told, *routine):
-        print(line)  # noqa: T201
-    assert written.getvalue().splitlines() == told
+@pytest.mark.parametrize(("later_s", "exits"), [(0.0, False), (0.9, False), (1.1, True)])
+def test_two_signals_within_a_second_are_one(later_s: float, exits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    exit_at = cli.ExitAtSignal()
+    monkeypatch.setattr(cli.time, "monotonic", lambda: 0.0)
+    with pytest.raises(SystemExit) as first:
+        exit_at(signal.SIGTERM, None)
+    assert first.value.code == 0
+    monkeypatch.setattr(cli.time, "monotonic", lambda: later_s)
+    with pytest.raises(SystemExit) if exits else contextlib.nullcontext():
+        exit_at(signal.SIGINT, None)
+
+
+SERVER = """
+import signal, subprocess, sys, time
+from deployments import cli
+
+with cli.group_of_children():
+    child = subprocess.Popen(["sleep", "60"])
+signal.signal(signal.SIGTERM, cli.ExitAtSignal())
+try:
+    print("serving", flush=True)
+    time.sleep(60)
+finally:
+    time.sleep(0.5)  # streams finish
+    print("child ended" if child.poll() is not None else "finished", flush=True)
+    child.kill()
+"""
+"""Ends as the server does, with a process in place of Ray's."""
+
+
+def test_a_signal_to_make_and_its_process_group_lets_streams_finish(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+    (tmp_path / "Makefile").write_text(f"serve:\n\t@{sys.executable} {tmp_path / 'server.py'}\n")
+    command = ["timeout", "60", "make", "--no-print-directory", "-f", str(tmp_path / "Makefile")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+        assert process.stdout
+        assert process.stdout.readline() == "serving\n"
+        process.send_signal(signal.SIGTERM)  # which `timeout` sends to make, and to the process group
+        output, errors = process.communicate(timeout=30)
+    assert output == "finished\n"
+    assert "Error" not in errors

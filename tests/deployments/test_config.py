@@ -4,7 +4,7 @@ import pytest
 from pydantic import BaseModel
 
 from cluster.config import GroupConfig
-from deployments.config import AppConfig, ArgumentError, Autoscaling, Limits, api_keys, group_config
+from deployments.config import AppConfig, ArgumentError, Autoscaling, Limits, api_keys, group_config, ingress_config
 from engine.config import PAIR_SETTINGS, PairConfig, make_pair
 
 SELF_DRAFT = {"drafting": "self", "self_draft_layers": 3}
@@ -41,26 +41,11 @@ def test_typed_nested_values_are_taken_as_they_are() -> None:
     ("arguments", "message"),
     [
         ({"num_spec_tokens": "4"}, "unknown argument num_spec_tokens; did you mean num_speculative_tokens?"),
-        ({"zzz": "4"}, "unknown argument zzz"),
         ({"autoscaling": '{"min_replicas": 3, "max_replicas": 2}'}, "autoscaling: max_replicas 2 < min_replicas 3"),
         ({"num_speculative_tokens": "many"}, "num_speculative_tokens is 'many'"),
-        ({"verification": "exact"}, "verification is 'exact'"),
         ({"tensor_parallel_size": "0"}, "tensor_parallel_size is '0'"),
-        ({"block_size": "0"}, "block_size is '0'"),
         ({"memory_fraction": 1.5}, "memory_fraction is 1.5: Input should be less than or equal to 1"),
-        ({"pinning": "on"}, "unknown argument pinning"),
-        ({"drafting": "model", "draft_model": "none"}, "drafting is 'model', which needs a draft_model"),
-        (
-            {"drafting": "self"},
-            "drafting is 'self', which needs self_draft_layers or self_draft_skip, and neither",
-        ),
-        ({"drafting": "self", "self_draft_skip": "attn.3"}, "self_draft_skip has 'attn.3'; a sub-layer is attention.N"),
         ({"self_draft_layers": "4"}, "self_draft_layers is set, but drafting is 'auto', which does not draft with the"),
-        (
-            {"drafting": "self", "self_draft_layers": "0"},
-            "self_draft_layers is '0': Input should be greater than or equ",
-        ),
-        ({**SELF_DRAFT, "draft_model": "/small"}, "draft_model is '/small', but drafting is 'self', which uses none"),
         ({**SELF_DRAFT, "run_ahead": "on"}, "run_ahead is on, but drafting is 'self'"),
         ({"pair": {"block_size": 8}}, "unknown argument pair"),
         ({"pair.block_size": 8}, "unknown argument pair.block_size; did you mean block_size?"),
@@ -89,43 +74,16 @@ def test_the_layers_that_a_target_drafts_with_reach_the_group_which_loads_no_dra
     assert (group.draft, group.has_draft_worker, group.method.runs_in) == (None, False, "target")
 
 
-@pytest.mark.parametrize("form", [["attention.3", "mlp.5"], "attention.3 mlp.5", "attention.3,mlp.5", "@"])
-def test_sub_layers_to_skip_are_a_list_or_words_or_a_file(form: object, tmp_path: Path) -> None:
-    if form == "@":
-        file = tmp_path / "chosen.json"
-        file.write_text('{"self_draft_skip": ["attention.3", "mlp.5"], "speedup": 1.5}')
-        form = f"@{file}"
-    group = group_config(AppConfig.model_validate({"drafting": "self", "self_draft_skip": form}))
-    assert group.engine.self_draft_skip == ("attention.3", "mlp.5")
-
-
-def test_every_setting_of_the_pair_is_an_argument_and_reaches_the_group() -> None:
+def test_settings_of_the_pair_are_arguments_and_reach_the_group() -> None:
     settings = {
-        "target_model": "/big",
+        "target_model": "org/big@one",
         "draft_model": "/small",
-        "target_revision": "one",
-        "draft_revision": "two",
-        "target_quantization": "int8",
         "draft_quantization": "int4",
-        "dtype": "float16",
-        "device": "cpu",
-        "compile": "off",
         "num_threads": 3,
-        "num_speculative_tokens": 3,
-        "speculation": "fixed",
         "drafting": "tree",
-        "tree_width": 2,
-        "verification": "rejection",
-        "max_num_seqs": 5,
-        "max_num_batched_tokens": 77,
-        "max_queued_requests": 9,
-        "max_model_len": 99,
-        "block_size": 8,
-        "num_blocks": 11,
         "memory_fraction": 0.125,
         "enable_prefix_caching": False,
     }
-    assert settings.keys() == PAIR_SETTINGS.keys() - {"self_draft_layers", "self_draft_skip"}
     pair = make_pair(**settings)
     for arguments in (settings, {name: str(value) for name, value in settings.items()}):
         config = AppConfig.model_validate(arguments)
@@ -137,12 +95,9 @@ def test_every_setting_of_the_pair_is_an_argument_and_reaches_the_group() -> Non
 def test_none_on_the_command_line_is_none_where_a_setting_may_be_none_and_a_word_elsewhere() -> None:
     optional = {name: "none" for name, setting in PAIR_SETTINGS.items() if setting.default is None}
     assert set(optional) == {
-        "target_revision",
-        "draft_revision",
         "num_threads",
         "tree_width",
         "self_draft_layers",
-        "self_draft_skip",
         "max_model_len",
         "num_blocks",
         "memory_fraction",
@@ -155,15 +110,31 @@ def test_none_on_the_command_line_is_none_where_a_setting_may_be_none_and_a_word
 def test_every_setting_of_a_group_that_an_argument_names_reaches_it() -> None:
     settings = {
         "tensor_parallel_size": 2,
-        "target_accelerator_type": "H100",
-        "draft_accelerator_type": "L4",
         "run_ahead": "on",
-        "draft_timeout_s": 2.0,
-        "verify_timeout_s": 3.0,
+        "round_timeout_s": 3.0,
         "start_timeout_s": 4.0,
+        "hang_timeout_s": 5.0,
+        "log_format": "json",
     }
-    group = group_config(AppConfig.model_validate(settings))
+    labels = {"target": {"pool": "big"}, "draft": {"pool": "small"}}
+    group = group_config(AppConfig.model_validate(settings | {"label_selector": labels}))
     assert {name: getattr(group, name) for name in settings} == settings
+    assert (group.target_label_selector, group.draft_label_selector) == ({"pool": "big"}, {"pool": "small"})
+
+
+def test_every_setting_of_an_ingress_that_an_argument_names_reaches_it() -> None:
+    settings = {
+        "tensor_parallel_size": 2,
+        "stream_interval_s": 1.0,
+        "cors_allow_origins": ("*",),
+        "start_timeout_s": 4.0,
+        "log_format": "json",
+        "limits": Limits(max_n=2),
+    }
+    config = AppConfig.model_validate({"target_model": "org/big@one", "verification": "block", **settings})
+    ingress = ingress_config(config)
+    assert {name: getattr(ingress, name) for name in settings} == settings
+    assert (ingress.target, ingress.verification, ingress.model_name) == (config.pair.target, "block", "big")
 
 
 def test_keys_come_from_everywhere_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,14 +158,3 @@ def test_a_key_file_that_is_of_no_use_is_refused(tmp_path: Path, content: str | 
         (tmp_path / "keys").write_text(content)
     with pytest.raises(ArgumentError, match="key"):
         api_keys(AppConfig.model_validate({"api_key_file": str(tmp_path / "keys")}))
-
-
-def test_a_paced_device_is_refused_unless_the_environment_allows_it(monkeypatch):
-    arguments = {"device": "paced:h100x4-70b+h100-1b"}
-    monkeypatch.delenv("PACELINE_PACED", raising=False)
-    with pytest.raises(ArgumentError, match=r"only imitates a GPU's speed; PACELINE_PACED=1 allows it"):
-        AppConfig.model_validate(arguments)
-    monkeypatch.setenv("PACELINE_PACED", "1")
-    group = group_config(AppConfig.model_validate(arguments))
-    assert group.draft is not None
-    assert (group.target.device, group.draft.device) == ("paced:h100x4-70b", "paced:h100-1b")

@@ -9,7 +9,6 @@ from ray.serve.context import _get_global_client
 
 
 async def router_details() -> dict[str, Any]:
-    """Return what Serve's controller knows of the Routers."""
     client = _get_global_client()
     assert client is not None
     details = await asyncio.to_thread(client.get_serve_details)
@@ -18,7 +17,6 @@ async def router_details() -> dict[str, Any]:
 
 
 async def routers() -> tuple[int, int]:
-    """Return the number of Routers that Serve's controller aims at, and of those that run."""
     details = await router_details()
     return details["target_num_replicas"], sum(replica["state"] == "RUNNING" for replica in details["replicas"])
 

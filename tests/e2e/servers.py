@@ -1,13 +1,15 @@
 """Servers for tests: `python -m deployments` as a process, and Ray with Serve for an application of this process."""
 
+import contextlib
+import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -21,14 +23,13 @@ STOP_S = 120
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port: int = free.getsockname()[1]
         return port
 
 
-@contextmanager
+@contextlib.contextmanager
 def serve_on_ray(num_cpus: int, variables: Mapping[str, str], *, shows_log: bool = True) -> Iterator[str]:
     """Start Ray and Serve on a free port, and end them after the block; yield their URL.
 
@@ -51,10 +52,21 @@ def serve_on_ray(num_cpus: int, variables: Mapping[str, str], *, shows_log: bool
         ray.shutdown()
 
 
+def wait_until_ok(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Wait until a process answers a URL with 200; fail with its log if it ends or takes too long."""
+    deadline = time.monotonic() + START_S
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(url, timeout=5).status_code == 200:
+                return
+        time.sleep(0.2)
+    pytest.fail(log.read_text())
+
+
 class Server:
     """A server process on a free port, and what it has written."""
 
-    def __init__(self, log: Path, *settings: str) -> None:
+    def __init__(self, log: Path, *settings: str, wrap: Callable[[list[str]], list[str]] = list) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
@@ -62,7 +74,7 @@ class Server:
         with log.open("w") as output:
             # A session of its own: what is left of it can be found, and a terminal's signals do not reach it.
             self.process = subprocess.Popen(
-                command,
+                wrap(command),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
@@ -72,22 +84,29 @@ class Server:
         self._descendants: list[psutil.Process] = []
 
     def wait_until_ready(self) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()
-            try:
-                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
-                    self._descendants = psutil.Process(self.process.pid).children(recursive=True)
-                    return
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.2)
-        pytest.fail(self.log.read_text())
+        wait_until_ok(f"{self.url}/ready", self.process, self.log)
+        self._descendants = psutil.Process(self.process.pid).children(recursive=True)
 
     def processes(self, title: str) -> list[psutil.Process]:
         """Its processes whose command line contains a title."""
-        running = psutil.Process(self.process.pid).children(recursive=True)
-        return [process for process in running if title in " ".join(_command_line(process))]
+        return descendants(title, self.process.pid)
+
+    def logged(self, message: str) -> list[dict[str, Any]]:
+        """The objects that contain a message, in a log of JSON.
+
+        Processes that write at once may share a line; one that is only half written is left out.
+        """
+        found, decoder = [], json.JSONDecoder()
+        for line in self.log.read_text().splitlines():
+            while line.startswith("{") and message in line:
+                try:
+                    entry, end = decoder.raw_decode(line)
+                except json.JSONDecodeError:
+                    break
+                if message in line[:end]:
+                    found.append(entry)
+                line = line[end:]
+        return found
 
     def send(self, signal_number: int) -> None:
         self.process.send_signal(signal_number)
@@ -105,6 +124,23 @@ class Server:
                 process.kill()
         self.process.kill()
         self.process.wait()
+
+
+@contextlib.contextmanager
+def serving(log: Path, *settings: str, wrap: Callable[[list[str]], list[str]] = list) -> Iterator[Server]:
+    """Start a server, wait until it is ready, and leave nothing of it behind."""
+    server = Server(log, *settings, wrap=wrap)
+    try:
+        server.wait_until_ready()
+        yield server
+    finally:
+        server.kill()
+
+
+def descendants(title: str, pid: int | None = None) -> list[psutil.Process]:
+    """Return the processes below a process, by default this one, whose command line contains a title."""
+    running = psutil.Process(pid).children(recursive=True)
+    return [process for process in running if title in " ".join(_command_line(process))]
 
 
 def _command_line(process: psutil.Process) -> list[str]:

@@ -60,7 +60,6 @@ async def client(url: str) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def streams_per_router() -> list[int]:
-    """Return how many requests each running Router has."""
     names = [replica["actor_name"] for replica in (await router_details())["replicas"] if replica["state"] == "RUNNING"]
     actors = [ray.get_actor(name, namespace="serve") for name in names]
     return list(await asyncio.gather(*(actor.get_num_ongoing_requests.remote() for actor in actors)))

@@ -1,7 +1,5 @@
 """T5 with a draft over real processes: transformers' text, also after a SIGKILL, and refusals by name."""
 
-import os
-import signal
 import time
 
 import httpx
@@ -13,9 +11,8 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 
 from deployments.builder import app
 from deployments.config import AppConfig
-from deployments.environment import serve_environment
-from tests.e2e.servers import serve_on_ray
-from tests.e2e.test_app import worker
+from deployments.local.environment import serve_environment
+from tests.e2e.servers import descendants, serve_on_ray
 from tests.engine.tiny import T5_SIZES, save
 from tests.engine.tokenizers import word_tokenizer
 
@@ -49,7 +46,6 @@ def client(url):
 
 @pytest.fixture(scope="module")
 def expected(pair):
-    """What transformers writes."""
     module = AutoModelForSeq2SeqLM.from_pretrained(pair[0], dtype=torch.float32).eval()
     tokenizer = word_tokenizer()
 
@@ -76,26 +72,12 @@ def test_the_text_is_that_of_transformers(client, expected, fields):
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected(40)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/chat/completions", {"messages": [{"role": "user", "content": "a1"}]}, "messages"),
-        ("/responses", {"input": "a1"}, "input"),
-        ("/completions", {"prompt": "a1", "echo": True}, "echo"),
-        ("/completions", {"prompt": "a1", "prompt_logprobs": 1}, "prompt_logprobs"),
-        ("/completions", {"prompt": "a1", "suffix": "b2"}, "suffix"),
-    ],
-)
-def test_what_an_encoder_decoder_has_not_is_refused_by_name(url, path, body, param):
-    response = httpx.post(f"{url}/v1{path}", json=body)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-
-
 @pytest.mark.parametrize("name", ["DraftWorker", "TargetWorker"])
 def test_a_worker_killed_in_mid_stream_does_not_change_the_text(client, expected, url, name):
     stream = iter(client.completions.create(**request(300), stream=True))
     text = next(stream).choices[0].text
-    os.kill(worker(name), signal.SIGKILL)
+    for process in descendants(f"ray::{name}"):
+        process.kill()
     text += "".join(chunk.choices[0].text for chunk in stream)
     assert text == expected(300)
     deadline = time.monotonic() + 60

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.e2e.models import save_model
-from tests.e2e.servers import ROOT, free_port
+from tests.e2e.servers import ROOT, free_port, wait_until_ok
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 
@@ -74,18 +74,6 @@ class Head:
             cwd=self.folder,
         )
 
-    def wait_until_up(self) -> None:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, self.log.read_text()
-            try:
-                if httpx.get(f"{self.dashboard_address}/api/gcs_healthz").status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass
-            time.sleep(0.2)
-        pytest.fail(self.log.read_text())
-
     def stop(self) -> None:
         processes = psutil.Process(self.process.pid).children(recursive=True)
         self.process.terminate()
@@ -100,7 +88,7 @@ class Head:
 def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     head = Head(tmp_path_factory.mktemp("head"), request.param)
     try:
-        head.wait_until_up()
+        wait_until_ok(f"{head.dashboard_address}/api/gcs_healthz", head.process, head.log)
         yield head
     finally:
         head.stop()

@@ -121,7 +121,7 @@ async def test_requests_that_wait_at_a_router_that_is_stopped_move_to_the_one_th
                 return await metric(client, WAITING) == len(seeds)
 
             await until(all_wait)
-            rollout = asyncio.create_task(asyncio.to_thread(deploy, model, max_num_seqs=1, max_recoveries=4))
+            rollout = asyncio.create_task(asyncio.to_thread(deploy, model, max_num_seqs=1, round_timeout_s=61))
             # The long stream has the only place of the old Router.
             async with asyncio.timeout(LIMIT_S):
                 assert await asyncio.gather(*waiting) == expected

@@ -13,7 +13,7 @@ from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
 from deployments.config import AppConfig
-from deployments.environment import serve_environment
+from deployments.local.environment import serve_environment
 from tests.e2e.models import save_model
 from tests.e2e.servers import serve_on_ray
 

@@ -1,14 +1,14 @@
+import logging
 import os
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine.config import ModelConfig
-from engine.execution.cpu import kernels
-from engine.execution.cpu import packages as compilation
-from engine.execution.registry import load_backend
+from engine.execution.cpu.compilation import packages as compilation
+from engine.execution.cpu.kernels import library as kernels
 from engine.sampling.grammar import Grammars
+from tests.engine.tiny import backend_of
 from tests.engine.tokenizers import END, json_tokenizer, saved
 from tests.fakes import sharpen
 
@@ -18,6 +18,19 @@ VOCAB = 64
 @pytest.fixture(autouse=True, scope="session")
 def one_thread():
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A process whose current device is the second of its GPUs."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
 
 
 def save_llama(path, *, seed, layers=2, hidden=32):
@@ -48,20 +61,20 @@ def target_path(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def target(target_path):
-    return load_backend(ModelConfig(target_path, dtype="float32", device="cpu"))
+    return backend_of(target_path)
 
 
 @pytest.fixture(scope="session")
 def draft(tmp_path_factory):
     path = save_llama(tmp_path_factory.mktemp("draft"), seed=2, layers=1, hidden=16)
-    return load_backend(ModelConfig(path, dtype="float32", device="cpu"))
+    return backend_of(path)
 
 
 @pytest.fixture(scope="session")
 def make_grammars(tmp_path_factory):
     """Makes what one process has; drafter and verifier get one each, as on the wire."""
-    config = saved(json_tokenizer(), tmp_path_factory.mktemp("json"))
-    return lambda: Grammars(config, vocab_size=VOCAB, eos_token_ids=[END])
+    source = saved(json_tokenizer(), tmp_path_factory.mktemp("json"))
+    return lambda: Grammars(source, vocab_size=VOCAB, eos_token_ids=[END])
 
 
 @pytest.fixture(autouse=True)

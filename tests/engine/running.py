@@ -5,12 +5,51 @@ import time
 from dataclasses import replace
 
 from engine.config import EngineConfig
+from engine.drafting.copying.ngram import NgramDrafter
+from engine.drafting.copying.suffix import SuffixDrafter
+from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
+from engine.drafting.run_ahead.chains import RunAheadDrafter
+from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
 from engine.engine import Engine
-from engine.llm import run_in_process
-from engine.protocols import DeferringDrafter, NoDrafter, Request
+from engine.protocols import DeferringDrafter, NoDrafter, Request, run_in_process
 from engine.sampling.logits import Run, draw, shape
 from engine.verification.verifier import ModelVerifier
+from tests.fakes import ConstantDrafter, ForgetfulDrafter, InterruptedDrafter, TreeDrafter
+
+
+def chains(model, grammars=None):
+    """A function of a configuration that makes the drafter of a draft model."""
+    return lambda config: ModelDrafter(DraftModel(model, grammars=grammars), config)
+
+
+def drafters(target, draft, grammars=None, *, tokens=range(2, 20)):
+    """Drafters of every kind, as functions of a configuration: right, half right, wrong, forgetful, interrupted."""
+    right, random = DraftModel(target, grammars=grammars), DraftModel(draft, grammars=grammars)
+    trees = METHODS["tree"].make
+    return {
+        "the target itself": lambda config: ModelDrafter(right, config),
+        "a random draft": lambda config: ModelDrafter(random, config),
+        "forgetful": lambda config: ForgetfulDrafter(ModelDrafter(right, config)),
+        "running ahead": lambda config: InterruptedDrafter(RunAheadDrafter(right, config)),
+        "running ahead, a random draft": lambda config: InterruptedDrafter(RunAheadDrafter(random, config)),
+        "trees by the target itself": lambda config: trees(config, right),
+        "trees by a random draft": lambda config: ForgetfulDrafter(trees(config, random)),
+        "trees that grow on": lambda config: InterruptedDrafter(RunAheadTreeDrafter(right, config)),
+        "trees that grow on, by a random draft": lambda config: ForgetfulDrafter(
+            InterruptedDrafter(RunAheadTreeDrafter(random, config))
+        ),
+        "trees": lambda _: TreeDrafter(tokens),
+        "always wrong": lambda _: ConstantDrafter(0),
+        "n-grams": lambda _: NgramDrafter(),
+        "suffixes": lambda _: SuffixDrafter(),
+    }
+
+
+DRAFTERS = tuple(drafters(None, None))
+SENDING_ROWS = DRAFTERS[:4] + DRAFTERS[5:7]
+"""Drafters that the rejection rule can verify: "trees that grow on" and others send no probabilities."""
 
 
 def make_engine(model, drafter=None, *, tokenizer=None, grammars=None, clock=time.perf_counter, **settings):
@@ -29,13 +68,10 @@ def make_engine(model, drafter=None, *, tokenizer=None, grammars=None, clock=tim
         drafter = drafter(config)
     return Engine(
         config,
+        model.info,
         drafter=drafter,
         verifier=verifier,
         num_blocks=verifier.num_blocks,
-        vocab_size=model.info.vocab_size,
-        max_model_len=model.info.max_model_len,
-        eos_token_ids=model.info.eos_token_ids,
-        decoder_start_id=model.info.decoder_start_id,
         tokenizer=tokenizer,
         clock=clock,
     )

@@ -46,11 +46,6 @@ def test_an_allocation_takes_all_that_it_needs_or_nothing():
     assert pool.allocate(0) == []
 
 
-@pytest.mark.parametrize(("num_tokens", "num_blocks"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_a_partly_filled_block_counts_as_a_whole_one(num_tokens, num_blocks):
-    assert BlockPool(4, block_size=4).blocks_for(num_tokens) == num_blocks
-
-
 def test_a_block_freed_twice_is_a_bug():
     pool = BlockPool(4, block_size=4)
     blocks = pool.allocate(1)
@@ -85,29 +80,9 @@ def test_a_prefix_ends_at_the_first_block_that_differs():
     assert cached_blocks(pool, [99, *range(1, 13)]) == []
 
 
-def test_equal_tokens_after_different_beginnings_are_different_blocks():
-    assert digests([1, 1, 1, 1, 5, 5, 5, 5])[1] != digests([2, 2, 2, 2, 5, 5, 5, 5])[1]
-
-
-def test_prefixes_of_another_salt_are_not_found():
-    pool = BlockPool(9, block_size=4)
-    published(pool, list(range(8)))
-    assert cached_blocks(pool, list(range(9)), salt=b"other") == []
-
-
 def test_token_ids_of_any_size_have_different_digests():
     assert len({block_digest(SALT, [token]) for token in (1, 2**8 + 1, 2**16 + 1, 2**32 + 1)}) == 4
     assert block_digest(SALT, [1, 2]) != block_digest(SALT, [2, 1])
-
-
-def test_a_shared_block_is_free_once_its_last_reference_is_dropped():
-    pool = BlockPool(3, block_size=4)
-    blocks = published(pool, list(range(5)))
-    shared, _ = pool.match(list(range(5)), SALT)
-    pool.free(blocks)
-    assert pool.num_free == 1
-    pool.free(shared)
-    assert pool.num_free == 2
 
 
 def test_a_found_block_cannot_be_allocated_while_it_is_held():
@@ -184,12 +159,6 @@ def test_a_cleared_pool_finds_nothing_and_loses_no_block():
     assert pool.num_free == 2
     pool.free(held)
     assert sorted(pool.allocate(3)) == [1, 2, 3]
-
-
-def test_a_pool_without_sharing_publishes_nothing():
-    pool = BlockPool(4, block_size=4, share=False)
-    published(pool, list(range(8)))
-    assert cached_blocks(pool, list(range(9))) == []
 
 
 def test_no_salt_has_the_digest_of_a_block():

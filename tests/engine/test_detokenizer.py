@@ -22,17 +22,6 @@ def pieces(detokenizer, token_ids, **settings):
     return [detokenizer.append([token], **settings) for token in token_ids]
 
 
-def test_each_token_gives_its_own_text(tokenizer):
-    detokenizer = Detokenizer(tokenizer, ids(tokenizer, "say "))
-    assert pieces(detokenizer, ids(tokenizer, "two")) == [("t", None), ("w", None), ("o", None)]
-    assert detokenizer.finish() == ""
-
-
-def test_several_tokens_give_the_text_of_all(tokenizer):
-    detokenizer = Detokenizer(tokenizer, ids(tokenizer, "say "))
-    assert detokenizer.append(ids(tokenizer, "two words")) == ("two words", None)
-
-
 def test_a_character_is_shown_when_its_last_byte_is_there(tokenizer):
     detokenizer = Detokenizer(tokenizer, [])
     assert [text for text, _ in pieces(detokenizer, ids(tokenizer, "a漢b"))] == ["a", "", "", "漢", "b"]
@@ -100,23 +89,11 @@ def test_what_may_become_a_stop_string_waits_until_it_is_decided(tokenizer):
     assert texts == ["x", "", "", "ab", "", "abd"]
 
 
-def test_a_stop_string_is_found_across_calls(tokenizer):
-    detokenizer = Detokenizer(tokenizer, [], stop=["abc"])
-    assert pieces(detokenizer, ids(tokenizer, "aabc")) == [("", None), ("a", None), ("", None), ("", "abc")]
-
-
 def test_the_beginning_of_a_stop_string_that_never_came_is_text(tokenizer):
     detokenizer = Detokenizer(tokenizer, [], stop=["abc"])
     assert detokenizer.append(ids(tokenizer, "xab")) == ("x", None)
     assert detokenizer.finish() == "ab"
     assert detokenizer.finish() == ""
-
-
-def test_a_beginning_and_a_cut_character_are_both_given_at_the_end(tokenizer):
-    detokenizer = Detokenizer(tokenizer, [], stop=["abc"])
-    detokenizer.append(ids(tokenizer, "ab"))
-    detokenizer.append(ids(tokenizer, "é")[:1])
-    assert detokenizer.finish() == "ab\ufffd"
 
 
 def test_the_first_of_several_stop_strings_wins(tokenizer):

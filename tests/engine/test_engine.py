@@ -6,13 +6,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.drafting.copying.suffix import SuffixDrafter
-from engine.drafting.model import ModelDrafter
 from engine.errors import DrafterError, TargetError
+from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, Draft
-from engine.sampling.params import SamplingParams
-from tests.engine.running import expected_tokens, make_engine, step
-from tests.fakes import ConstantDrafter, ContextModel, ForgetfulDrafter, TreeDrafter
+from tests.engine.running import drafters, expected_tokens, make_engine, step
+from tests.fakes import ConstantDrafter, ContextModel
 
 STATES, VOCAB, EOS = 13, 7, 6
 
@@ -66,24 +64,16 @@ class EngineMachine(RuleBasedStateMachine):
     """Requests come, go, and lose their memory; what is committed is always the beginning of the request's own text."""
 
     @initialize(
-        draft=st.sampled_from(["none", "itself", "other", "forgetful", "trees", "suffixes"]),
+        draft=st.sampled_from(["none", "the target itself", "a random draft", "forgetful", "trees", "suffixes"]),
         num_blocks=st.sampled_from([8, 11, 40]),
         budget=st.sampled_from([3, 9, 64]),
         sharing=st.booleans(),
         k=st.integers(1, 5),
     )
     def start(self, draft, num_blocks, budget, sharing, k):
-        drafters = {
-            "none": None,
-            "itself": lambda config: ModelDrafter(MODEL, config),
-            "other": lambda config: ModelDrafter(context_model(1), config),
-            "forgetful": lambda config: ForgetfulDrafter(ModelDrafter(MODEL, config)),
-            "trees": lambda _: TreeDrafter(range(VOCAB)),
-            "suffixes": lambda _: SuffixDrafter(),
-        }
         self.engine = make_engine(
             MODEL,
-            drafters[draft],
+            drafters(MODEL, context_model(1), tokens=range(VOCAB)).get(draft),
             num_blocks=num_blocks,
             block_size=4,
             max_num_batched_tokens=budget,
@@ -180,11 +170,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=60,
-    stateful_step_count=25,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=list(HealthCheck),
+    max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -3,19 +3,6 @@
 By the coupled rule everything that a client sees equals what it sees without speculation. By the rejection rule that
 holds at temperature 0; above it the text is another draw from the same law (test_exactness.py, test_grammar_law.py),
 which keeps to its grammar, ends before its stop string, and has the target's own log probabilities.
-
-| mutant | caught by |
-|---|---|
-| logits: penalties ignore the draft's path | test_coupled_output_..., test_greedy_output_... |
-| verifier: logprobs of the shaped logits | test_logprobs_are_the_targets_own |
-| verifier: logprobs of another row than the token's own | test_coupled_output_... |
-| sequence: logprobs of tokens after the end are kept | test_coupled_output_... |
-| sequence: tokens after the end are kept | test_coupled_output_... |
-| grammar: the draft's path is ignored | test_coupled_output_... |
-| verifier: no grammar | test_drawn_texts_match_their_grammar |
-| detokenizer: a stop string that began in an earlier round is missed | test_drawn_texts_end_before_their_stop_string |
-| engine: the earlier output is taken for a part of the prompt | test_a_text_goes_on_in_another_engine_as_if_... |
-| sequence: the earlier output is not shown to the detokenizer | test_a_text_goes_on_in_another_engine_as_if_... |
 """
 
 import itertools
@@ -24,60 +11,35 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.drafting.model import ModelDrafter
-from engine.drafting.registry import METHODS, DraftModel
-from engine.drafting.run_ahead.drafter import RunAheadDrafter
-from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from tests.engine.conftest import VOCAB
 from tests.engine.grammars import GRAMMARS, matches
-from tests.engine.running import make_engine, run_outputs
+from tests.engine.running import DRAFTERS, SENDING_ROWS, drafters, make_engine, run_outputs
 from tests.engine.tokenizers import END, json_tokenizer
-from tests.fakes import ConstantDrafter, ForgetfulDrafter, InterruptedDrafter, TreeDrafter
 
 STOPS = [letter + digit for letter in "abcdefgh" for digit in "0123456789"] + ["{", "q", "null"]
 FEATURES = {
     "penalties": SamplingParams(repetition_penalty=1.4, presence_penalty=0.8, frequency_penalty=0.6, logprobs=0),
     "logprobs": SamplingParams(logprobs=3),
-    "grammar": SamplingParams(grammar=GRAMMARS["regex"], logprobs=2),
+    "grammar": SamplingParams(grammar=GRAMMARS["json"], logprobs=2),
     "stop strings": SamplingParams(stop=STOPS, logprobs=1),
     "stop strings, kept": SamplingParams(stop=STOPS, include_stop_str_in_output=True, min_tokens=3),
 }
-DRAFTERS = {
-    "the target itself": lambda target, _, grammars: lambda config: ModelDrafter(target, config, grammars=grammars),
-    "a random draft": lambda _, draft, grammars: lambda config: ModelDrafter(draft, config, grammars=grammars),
-    "running ahead": lambda target, _, grammars: (
-        lambda config: InterruptedDrafter(RunAheadDrafter(target, config, grammars=grammars))
-    ),
-    "forgetful": lambda target, _, grammars: (
-        lambda config: ForgetfulDrafter(ModelDrafter(target, config, grammars=grammars))
-    ),
-    "a tree": lambda target, _, grammars: (
-        lambda config: METHODS["tree"].make(config, DraftModel(target, VOCAB, grammars))
-    ),
-    "a tree by a random draft": lambda _, draft, grammars: (
-        lambda config: METHODS["tree"].make(config, DraftModel(draft, VOCAB, grammars))
-    ),
-}
-TREES = {
-    "always wrong": lambda *_: lambda _: ConstantDrafter(0),
-    "trees": lambda *_: lambda _: TreeDrafter(range(1, VOCAB)),
-    "a tree that grows on": lambda target, _, grammars: (
-        lambda config: InterruptedDrafter(RunAheadTreeDrafter(target, config, grammars=grammars))
-    ),
-}
-"""Drafts without probabilities, which the rejection rule has no use for."""
+SELF = "the target's first layer"
 
 
 def requests(temperatures):
-    """Every feature at every temperature, over several prompts and draft lengths."""
+    """Every feature at every temperature, over several prompts and draft lengths, and grammars of every notation."""
     generator = torch.Generator().manual_seed(8)
     batch = []
-    for i, (params, temperature, _) in enumerate(itertools.product(FEATURES.values(), temperatures, range(4))):
+    for i, (params, temperature, nth) in enumerate(itertools.product(FEATURES.values(), temperatures, range(5))):
         prompt = torch.randint(2, VOCAB, (2 + i % 13,), generator=generator).tolist()
-        ignore_eos = params.grammar is None
-        sampling = replace(params, temperature=temperature, seed=i, max_tokens=18, ignore_eos=ignore_eos)
-        batch.append((prompt, replace(sampling, num_speculative_tokens=2 + i % 7)))
+        params = replace(params, temperature=temperature, seed=i, num_speculative_tokens=2 + i % 7)
+        if params.grammar is None:
+            params = replace(params, max_tokens=18, ignore_eos=True)
+        else:
+            params = replace(params, max_tokens=120, grammar=[*GRAMMARS.values()][nth])
+        batch.append((prompt, params))
     return batch
 
 
@@ -87,15 +49,11 @@ def start(target, draft, make_grammars):
     tokenizer = json_tokenizer()
 
     def start(name=None, verification="coupled"):
-        drafter = None if name is None else (DRAFTERS | TREES)[name](target, draft, make_grammars())
-        return make_engine(
-            target,
-            drafter,
-            tokenizer=tokenizer,
-            grammars=make_grammars(),
-            verification=verification,
-            num_speculative_tokens=0 if name is None else 8,
-        )
+        settings = {"num_speculative_tokens": 0 if name is None else 8, "verification": verification}
+        if name == SELF:
+            settings |= {"drafting": "self", "self_draft_layers": 1}
+        drafter = drafters(target, draft, make_grammars(), tokens=range(1, VOCAB)).get(name)
+        return make_engine(target, drafter, tokenizer=tokenizer, grammars=make_grammars(), **settings)
 
     return start
 
@@ -145,16 +103,16 @@ def plain(generate):
 @pytest.fixture(scope="module")
 def drawn(generate):
     """The outputs by the rejection rule at temperature 0.8, by drafter."""
-    return {name: generate(requests((0.8,)), name, "rejection") for name in DRAFTERS}
+    return {name: generate(requests((0.8,)), name, "rejection") for name in SENDING_ROWS}
 
 
-@pytest.mark.parametrize("name", [*DRAFTERS, *TREES])
+@pytest.mark.parametrize("name", [*DRAFTERS, SELF])
 def test_coupled_output_is_that_without_speculation(name, generate, plain):
     for actual, expected in zip(generate(requests((0.0, 0.8)), name), plain, strict=True):
         actual.check_equal(expected)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize("name", [None, "a random draft", "running ahead"])
 def test_a_text_goes_on_in_another_engine_as_if_it_had_not_been_cut(name, share, start, plain):
     """The first engine sends a share of each text's rounds; the second one gets their tokens."""
@@ -173,7 +131,7 @@ def test_a_text_goes_on_in_another_engine_as_if_it_had_not_been_cut(name, share,
         Output([*kept, *rest[request_id]]).check_equal(expected)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", SENDING_ROWS)
 def test_greedy_output_by_the_rejection_rule_is_that_without_speculation(name, generate):
     greedy = requests((0.0,))
     for actual, expected in zip(generate(greedy, name, "rejection"), generate(greedy), strict=True):
@@ -188,15 +146,15 @@ def with_feature(name, outputs, temperatures=(0.8,)):
     return list(zip(batch, outputs, strict=True))[first : first + size]
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", SENDING_ROWS)
 def test_drawn_texts_match_their_grammar(name, drawn):
-    actual = [output for _, output in with_feature("grammar", drawn[name])]
-    complete = [output for output in actual if output.token_ids[-1] == END]
-    assert len(complete) >= 2
-    assert all(matches("regex", output.text) for output in complete)
+    actual = zip(GRAMMARS, with_feature("grammar", drawn[name]), strict=True)
+    complete = {grammar: output.text for grammar, (_, output) in actual if output.token_ids[-1] == END}
+    assert len(complete) >= 4
+    assert all(matches(grammar, text) for grammar, text in complete.items())
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", SENDING_ROWS)
 def test_drawn_texts_end_before_their_stop_string(name, drawn):
     actual = [output for _, output in with_feature("stop strings", drawn[name])]
     assert sum(output.reasons[0] == "stop" for output in actual) >= 2
@@ -206,7 +164,7 @@ def test_drawn_texts_end_before_their_stop_string(name, drawn):
         assert (output.reasons[0] == "stop") == any(stop in whole for stop in STOPS)
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("name", SENDING_ROWS)
 def test_logprobs_are_the_targets_own(name, drawn, generate, target):
     """Each text is given to the target again, as a prompt."""
     pairs = [pair for feature in ("logprobs", "penalties", "grammar") for pair in with_feature(feature, drawn[name])]

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine import LLM, SamplingParams
 from engine.drafting.copying.ngram import NgramDrafter
@@ -36,32 +35,9 @@ def token_ids(llm: LLM, prompts: list[list[int]], params: SamplingParams = PARAM
     return [[output.token_ids for output in result.outputs] for result in llm.generate(prompts, params)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"num_spec_tokens": 4}, "unknown argument num_spec_tokens; did you mean num_speculative_tokens?"),
-        ({"tensor_parallel_size": 2}, "unknown argument tensor_parallel_size"),
-        ({"max_num_seqs": 0}, "max_num_seqs is 0; it must be at least 1"),
-        ({"draft_model": None}, "draft_model is None; it must be str"),
-    ],
-)
-def test_a_setting_that_does_not_fit_is_refused_before_anything_loads(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        LLM("/nowhere", **settings)
-    assert str(caught.value) == message
-
-
-def test_every_setting_of_the_engine_arrives(llm: LLM) -> None:
-    assert (llm.engine.config.max_queued_requests, llm.engine.config.max_num_seqs, llm.engine.num_blocks) == (2, 2, 64)
-
-
-def test_the_number_of_threads_is_the_one_that_was_set(models: tuple[Path, Path]) -> None:
-    torch.set_num_threads(2)
-    try:
-        make_llm(models[0], num_threads=1, num_blocks=64)
-        assert torch.get_num_threads() == 1
-    finally:
-        torch.set_num_threads(1)
+def test_a_setting_that_does_not_fit_is_refused_before_anything_loads() -> None:
+    with pytest.raises(ConfigError, match="unknown argument tensor_parallel_size"):
+        LLM("/nowhere", tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("settings", [{"drafting": "none"}, {"speculation": "off"}])
@@ -75,13 +51,12 @@ def test_without_drafts_there_is_no_drafter_and_the_text_is_the_same(
 
 
 @pytest.mark.parametrize(("drafting", "drafter"), [("auto", SuffixDrafter), ("ngram", NgramDrafter)])
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_without_a_draft_model_text_that_occurred_before_is_drafted(
-    models: tuple[Path, Path], drafting: str, drafter: type[NgramDrafter], temperature: float
+    models: tuple[Path, Path], drafting: str, drafter: type[NgramDrafter]
 ) -> None:
     prompts = [[2, 3, 4] * 4, [5, 6, 7, 8] * 3]
     few = {2: 100.0, 3: 100.0, 4: 100.0}  # so that n-grams come again
-    params = SamplingParams(temperature=temperature, max_tokens=60, seed=3, ignore_eos=True, logit_bias=few)
+    params = SamplingParams(temperature=0.7, max_tokens=60, seed=3, ignore_eos=True, logit_bias=few)
     copying = make_llm(models[0], drafting=drafting, speculation="fixed", num_blocks=64)
     assert type(copying.engine.drafter) is drafter
     plain = token_ids(make_llm(models[0], drafting="none", num_blocks=64), prompts, params)
@@ -90,11 +65,8 @@ def test_without_a_draft_model_text_that_occurred_before_is_drafted(
     assert copying.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_target_drafts_for_itself_with_its_first_layer_and_writes_its_own_text(
-    models: tuple[Path, Path], temperature: float
-) -> None:
-    params = SamplingParams(temperature=temperature, max_tokens=40, seed=3, ignore_eos=True, logprobs=1)
+def test_a_target_drafts_for_itself_with_its_first_layer_and_writes_its_own_text(models: tuple[Path, Path]) -> None:
+    params = SamplingParams(temperature=0.7, max_tokens=40, seed=3, ignore_eos=True, logprobs=1)
     prompts = [[2, 3, 4] * 4, [5, 6, 7, 8] * 3]
     drafting = make_llm(models[0], drafting="self", self_draft_layers=1, speculation="fixed", num_blocks=64)
     plain = make_llm(models[0], drafting="none", num_blocks=64)
@@ -132,11 +104,7 @@ def test_text_is_tokenized_and_each_prompt_may_have_its_own_parameters(llm: LLM)
 
 @pytest.mark.parametrize(
     ("prompts", "params"),
-    [
-        ([[2], [3]], [PARAMS]),
-        ([[2], []], PARAMS),
-        ([[2], [3]], [PARAMS, SamplingParams(grammar=from_regex("(a"))]),
-    ],
+    [([[2], [3]], [PARAMS]), ([[2], []], PARAMS), ([[2], [3]], [PARAMS, SamplingParams(grammar=from_regex("(a"))])],
 )
 def test_after_a_refusal_nothing_is_left_in_the_engine(
     llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]

@@ -1,12 +1,4 @@
-"""Log probabilities of prompt tokens: those of transformers' own forward, however the prompt was computed.
-
-| mutant | caught by |
-|---|---|
-| verifier: the logits of the token itself, not of the one before | test_logprobs_equal_those_of_transformers |
-| verifier: a prompt's rows decide for its neighbour | test_prompt_logprobs_do_not_change_other_requests |
-| scheduler: chunks are appended where a preemption began again | test_logprobs_equal_those_of_transformers[preempted] |
-| scheduler: cached blocks are reused | test_prompt_logprobs_of_a_cached_prefix_are_computed |
-"""
+"""Log probabilities of prompt tokens: those of transformers' own forward, however the prompt was computed."""
 
 from dataclasses import replace
 
@@ -14,10 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.drafting.model import ModelDrafter
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from tests.engine.conftest import VOCAB
-from tests.engine.running import make_engine, run, run_outputs
+from tests.engine.running import chains, make_engine, run, run_outputs
 
 PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=20, prompt_logprobs=3, ignore_eos=True)
 
@@ -55,7 +46,7 @@ def check(found, prompt, reference):
     ids=["whole", "chunked", "preempted", "small blocks"],
 )
 def test_logprobs_equal_those_of_transformers(settings, target, reference):
-    engine = make_engine(target, lambda config: ModelDrafter(target, config), num_speculative_tokens=3, **settings)
+    engine = make_engine(target, chains(target), num_speculative_tokens=3, **settings)
     requests = [(prompt, PARAMS) for prompt in prompts()]
     outputs = run_outputs(engine, requests)
     for i, prompt in enumerate(prompts()):
@@ -83,22 +74,5 @@ def test_prompt_logprobs_of_a_cached_prefix_are_computed(target, reference):
 def test_prompt_logprobs_do_not_change_other_requests(target):
     requests = [(prompt, replace(PARAMS, prompt_logprobs=3 if i % 2 else None)) for i, prompt in enumerate(prompts())]
     plain = [(prompt, replace(params, prompt_logprobs=None)) for prompt, params in requests]
-    engine = make_engine(
-        target,
-        lambda config: ModelDrafter(target, config),
-        num_speculative_tokens=3,
-        max_num_batched_tokens=24,
-    )
+    engine = make_engine(target, chains(target), num_speculative_tokens=3, max_num_batched_tokens=24)
     assert run(engine, requests) == run(make_engine(target, num_speculative_tokens=0), plain)
-
-
-def test_prompt_logprobs_survive_the_loss_of_the_kv_cache(target, reference):
-    """Between two chunks of a prompt, when some are known already."""
-    engine = make_engine(target, num_speculative_tokens=0, max_num_batched_tokens=24)
-    outputs = run_outputs(
-        engine,
-        [(prompts()[-1], PARAMS)],
-        between=lambda engine, rounds: engine.reset() if rounds in (1, 4, 12) else None,
-    )
-    check(outputs["0"][0].prompt_logprobs, prompts()[-1], reference)
-    assert sum(output.prompt_logprobs is not None for output in outputs["0"]) == 1

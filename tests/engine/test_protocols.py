@@ -2,18 +2,12 @@
 
 import pytest
 
-from engine.llm import run_in_process
-from engine.protocols import NO_DRAFT, DeferringDrafter, Draft, NoDrafter, ProposeRow, Request, VerifyRow, chain
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
+from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request, VerifyRow, chain, run_in_process
 
 
 def request(token_ids=(5, 6, 7, 8), prompt_length=2, **params):
     return Request("a", list(token_ids), prompt_length, SamplingParams(**params))
-
-
-def test_the_output_is_what_follows_the_prompt():
-    assert request().output == [7, 8]
-    assert request(prompt_length=4).output == []
 
 
 def test_a_copy_does_not_see_what_its_owner_commits_later():
@@ -23,11 +17,6 @@ def test_a_copy_does_not_see_what_its_owner_commits_later():
     assert shared.request.token_ids == [5, 6, 7, 8, 9]
     assert kept.token_ids == [5, 6, 7, 8]
     assert (kept.request_id, kept.prompt_length, kept.params) == ("a", 2, owned.params)
-
-
-@pytest.mark.parametrize(("start", "length", "reaches_tip"), [(0, 4, True), (3, 1, True), (0, 3, False), (1, 2, False)])
-def test_a_row_reaches_the_tip_when_it_computes_the_last_committed_token(start, length, reaches_tip):
-    assert VerifyRow(request(), start, length, [1], NO_DRAFT).reaches_tip == reaches_tip
 
 
 @pytest.mark.parametrize(
@@ -47,13 +36,19 @@ def test_a_chain_is_the_tree_in_which_each_token_follows_the_one_before_it():
     assert not Draft([4, 5], [-1, -1]).is_chain
 
 
-def test_no_drafter_proposes_an_empty_draft_for_every_row():
-    rows = [ProposeRow(request(), 3), ProposeRow(request(), 0)]
-    assert run_in_process(NoDrafter().propose(rows)) == [NO_DRAFT, NO_DRAFT]
+def test_work_in_process_runs_to_its_end_but_may_not_wait():
+    def passes():
+        yield
+        yield
+        return 5
 
+    class Waiting:
+        def __await__(self):
+            yield self
 
-def test_a_deferring_drafter_leaves_each_rows_tokens_to_the_target():
-    rows = [ProposeRow(request(), 3), ProposeRow(request(), 0)]
-    drafter = DeferringDrafter()
-    assert run_in_process(drafter.propose(rows)) == [Draft(num_deferred=3), NO_DRAFT]
-    assert drafter.release("a") is None
+    async def waits():
+        await Waiting()
+
+    assert run_in_process(passes()) == 5
+    with pytest.raises(RuntimeError, match="must only compute"):
+        run_in_process(waits())

@@ -3,9 +3,10 @@
 import pytest
 
 from engine.config import EngineConfig
+from engine.control.plan import Plan
 from engine.errors import QueueFullError
+from engine.params import SamplingParams
 from engine.protocols import Request, TokenLogprobs, Verdict, chain
-from engine.sampling.params import SamplingParams
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 
@@ -31,17 +32,19 @@ def add(scheduler, request_id, prompt, **settings):
 
 def commit(scheduler, rows, *, num_accepted=0, token=7):
     """Commit a round in which each row that reaches its tip has so many draft tokens accepted, all of them `token`."""
-    drafts, verdicts = [], []
+    verdicts = []
     for row in rows:
         accepted = min(num_accepted, row.num_draft_tokens)
-        reaches_tip = row.length == row.sequence.num_uncomputed
-        drafts.append(chain([token] * row.num_draft_tokens))
-        verdicts.append(Verdict([token] * (accepted + 1), list(range(accepted))) if reaches_tip else Verdict())
-    return scheduler.commit(rows, drafts, verdicts)
+        drafted = row.verify(chain([token] * row.num_draft_tokens))
+        tokens = [token] * (accepted + 1)
+        verdicts.append(
+            Verdict(tokens, list(range(accepted)), draft=drafted.draft) if drafted.reaches_tip else Verdict()
+        )
+    return scheduler.commit(rows, verdicts)
 
 
 def run_round(scheduler, k=0, **settings):
-    rows = scheduler.next_batch(k)
+    rows = scheduler.next_batch(Plan(k))
     commit(scheduler, rows, **settings)
     return rows
 
@@ -57,7 +60,7 @@ def tokens(sequence):
 
 def shares(rows):
     """What each row of a round computes: its request, its tokens, its draft tokens."""
-    return [(name(row.sequence), row.length, row.num_draft_tokens) for row in rows]
+    return [(row.request.request_id, row.length, row.num_draft_tokens) for row in rows]
 
 
 def names(queue):
@@ -80,16 +83,8 @@ def test_a_full_queue_refuses_the_next_request():
     add(scheduler, "b", [1])
     with pytest.raises(QueueFullError, match="2 requests are waiting, the limit is 2"):
         add(scheduler, "c", [1])
-    scheduler.next_batch(0)
+    scheduler.next_batch(Plan(0))
     add(scheduler, "c", [1])
-    assert names(scheduler.waiting) == ["c"]
-
-
-def test_requests_are_admitted_in_the_order_they_came_as_many_as_a_round_may_hold():
-    scheduler = make_scheduler(max_num_seqs=2)
-    for letter in "abc":
-        add(scheduler, letter, [1, 2])
-    assert shares(scheduler.next_batch(0)) == [("a", 2, 0), ("b", 2, 0)]
     assert names(scheduler.waiting) == ["c"]
 
 
@@ -108,8 +103,8 @@ def test_after_a_lost_round_decoding_requests_come_before_prompts():
     scheduler = make_scheduler(max_num_batched_tokens=8)
     add(scheduler, "prompt", range(5))
     add(scheduler, "decoding", [1])
-    assert shares(scheduler.next_batch(2)) == [("prompt", 5, 0), ("decoding", 1, 2)]
-    assert shares(scheduler.next_batch(2)) == [("decoding", 1, 2), ("prompt", 5, 0)]
+    assert shares(scheduler.next_batch(Plan(2))) == [("prompt", 5, 0), ("decoding", 1, 2)]
+    assert shares(scheduler.next_batch(Plan(2))) == [("decoding", 1, 2), ("prompt", 5, 0)]
 
 
 def test_no_round_is_larger_than_the_budget():
@@ -122,19 +117,11 @@ def test_no_round_is_larger_than_the_budget():
     assert shares(run_round(scheduler, 1)) == [("a", 1, 1), ("b", 1, 1), ("c", 1, 1), ("d", 1, 0)]
 
 
-def test_a_request_that_fills_the_budget_leaves_the_others_waiting():
-    scheduler = make_scheduler(max_num_batched_tokens=4)
-    add(scheduler, "a", range(4))
-    add(scheduler, "b", [1])
-    assert shares(scheduler.next_batch(0)) == [("a", 4, 0)]
-    assert names(scheduler.waiting) == ["b"]
-
-
 def test_the_draft_of_a_request_that_is_admitted_fills_the_budget_too():
     scheduler = make_scheduler(max_num_batched_tokens=4)
     add(scheduler, "a", [1])  # a prompt of one token can be drafted for at once
     add(scheduler, "b", [1])
-    assert shares(scheduler.next_batch(3)) == [("a", 1, 3)]
+    assert shares(scheduler.next_batch(Plan(3))) == [("a", 1, 3)]
 
 
 def test_a_round_computes_prompts_while_some_are_unfinished_or_can_be_admitted():
@@ -169,7 +156,7 @@ def test_the_next_request_does_not_overtake_one_that_waits_for_blocks():
     add(scheduler, "a", range(6))
     add(scheduler, "large", range(10, 20))
     add(scheduler, "small", [1])
-    assert shares(scheduler.next_batch(0)) == [("a", 6, 0)]
+    assert shares(scheduler.next_batch(Plan(0))) == [("a", 6, 0)]
     assert names(scheduler.waiting) == ["large", "small"]
 
 
@@ -182,12 +169,12 @@ def test_a_draft_leaves_room_for_one_more_token_within_max_tokens(max_tokens):
     sequence = add(scheduler, "a", [1, 2], max_tokens=max_tokens)
     run_round(scheduler, 4)  # computes the prompt and commits a token
     while sequence.finish_reason is None:
-        left = max_tokens - sequence.num_output_tokens
-        (row,) = scheduler.next_batch(4)
+        left = max_tokens - sequence.request.num_output_tokens
+        (row,) = scheduler.next_batch(Plan(4))
         # The round commits a token of the target's own after the draft.
         assert row.num_draft_tokens == min(4, left - 1)
         commit(scheduler, [row], num_accepted=4)
-    assert sequence.num_output_tokens == max_tokens
+    assert sequence.request.num_output_tokens == max_tokens
 
 
 def test_a_draft_stays_within_the_context_length():
@@ -204,18 +191,8 @@ def test_a_request_may_ask_for_shorter_drafts_but_not_for_longer_ones():
     for text, asked in (("none", 0), ("short", 2), ("any", None), ("long", 9)):
         add(scheduler, text, [1], num_speculative_tokens=asked)
     run_round(scheduler, 3)
-    assert scheduler.draft_limits == [0, 2, 3, 3]
-    assert [row.num_draft_tokens for row in scheduler.next_batch(3)] == [0, 2, 3, 3]
-    assert [row.num_draft_tokens for row in scheduler.next_batch(1)] == [0, 1, 1, 1]
-
-
-def test_only_decoding_requests_have_a_draft_limit():
-    scheduler = make_scheduler(max_num_batched_tokens=4, num_speculative_tokens=3)
-    add(scheduler, "a", range(6))
-    run_round(scheduler)
-    assert scheduler.draft_limits == []
-    run_round(scheduler)
-    assert scheduler.draft_limits == [3]
+    assert [row.num_draft_tokens for row in scheduler.next_batch(Plan(3))] == [0, 2, 3, 3]
+    assert [row.num_draft_tokens for row in scheduler.next_batch(Plan(1))] == [0, 1, 1, 1]
 
 
 # Which blocks.
@@ -226,17 +203,10 @@ def test_a_row_has_blocks_for_its_tokens_and_its_draft():
     sequence = add(scheduler, "a", range(BLOCK))
     run_round(scheduler)
     assert len(sequence.block_ids) == 1
-    scheduler.next_batch(BLOCK)  # the tip and 4 draft tokens
+    scheduler.next_batch(Plan(BLOCK))  # the tip and 4 draft tokens
     assert len(sequence.block_ids) == 3
-    scheduler.next_batch(0)
+    scheduler.next_batch(Plan(0))
     assert len(sequence.block_ids) == 3
-
-
-def test_a_request_that_is_drafted_for_at_once_has_blocks_for_that_too():
-    scheduler = make_scheduler()
-    sequence = add(scheduler, "a", [1])
-    assert shares(scheduler.next_batch(BLOCK)) == [("a", 1, BLOCK)]
-    assert len(sequence.block_ids) == 2
 
 
 def test_the_youngest_request_is_preempted_for_older_ones_and_keeps_its_tokens():
@@ -245,7 +215,7 @@ def test_the_youngest_request_is_preempted_for_older_ones_and_keeps_its_tokens()
     run_round(scheduler)
     assert scheduler.pool.num_free == 0
     run_round(scheduler)  # both tips are the 8th token; another one needs a third block
-    assert shares(scheduler.next_batch(0)) == [("old", 1, 0)]
+    assert shares(scheduler.next_batch(Plan(0))) == [("old", 1, 0)]
     assert names(scheduler.running) == ["old"]
     assert names(scheduler.waiting) == ["young"]
     assert len(old.block_ids) == 3
@@ -294,21 +264,12 @@ def test_a_block_is_shared_once_its_last_entry_is_computed_and_not_before():
     assert num_shared(scheduler, [*prompt, 7, 5]) == BLOCK
 
 
-def test_a_prompt_that_fills_its_block_is_shared_after_its_pass():
-    scheduler = make_scheduler()
-    add(scheduler, "a", [1, 2, 3, 4])
-    scheduler.next_batch(0)
-    assert num_shared(scheduler, [1, 2, 3, 4, 5]) == 0
-    commit(scheduler, scheduler.next_batch(0))
-    assert num_shared(scheduler, [1, 2, 3, 4, 5]) == BLOCK
-
-
 def test_rejected_draft_tokens_are_never_shared():
     scheduler = make_scheduler()
     sequence = add(scheduler, "a", [1, 2])
     run_round(scheduler)
-    rows = scheduler.next_batch(4)
-    scheduler.commit(rows, [chain([5, 5, 5, 5])], [Verdict([5, 6], [0])])
+    rows = scheduler.next_batch(Plan(4))
+    scheduler.commit(rows, [Verdict([5, 6], [0], draft=chain([5, 5, 5, 5]))])
     assert tokens(sequence) == [1, 2, 7, 5, 6]
     assert sequence.num_computed == 4
     assert num_shared(scheduler, [1, 2, 7, 5, 6]) == BLOCK
@@ -319,9 +280,9 @@ def test_a_text_that_ends_inside_its_draft_is_shared_up_to_its_end():
     scheduler = make_scheduler()
     add(scheduler, "a", [1, 2])
     run_round(scheduler)
-    rows = scheduler.next_batch(6)
+    rows = scheduler.next_batch(Plan(6))
     draft = [5, END, 5, 5, 5, 5]
-    (output,) = scheduler.commit(rows, [chain(draft)], [Verdict([*draft, 5], list(range(6)))])
+    (output,) = scheduler.commit(rows, [Verdict([*draft, 5], list(range(6)), draft=chain(draft))])
     assert (output.token_ids, output.finish_reason) == ([5, END], "stop")
     assert scheduler.stats.num_generation_tokens == 1 + 2
     assert num_shared(scheduler, [1, 2, 7, 5, END, 5, 5, 5, 5]) == BLOCK
@@ -333,29 +294,10 @@ def test_a_request_does_not_compute_cached_blocks_again():
     add(scheduler, "a", range(10))
     run_round(scheduler)
     sequence = add(scheduler, "b", [*range(9), 99])
-    assert shares(scheduler.next_batch(0))[1] == ("b", 2, 0)
+    assert shares(scheduler.next_batch(Plan(0)))[1] == ("b", 2, 0)
     assert sequence.num_cached == 8
     assert sequence.block_ids[:2] == scheduler.running[0].block_ids[:2]
     assert sequence.block_ids[2] != scheduler.running[0].block_ids[2]
-
-
-def test_requests_with_a_common_prefix_have_the_same_first_digests():
-    scheduler = make_scheduler()
-    first = add(scheduler, "a", range(10))
-    run_round(scheduler)
-    second = add(scheduler, "b", range(14))
-    run_round(scheduler)
-    assert len(second.digests) == 3
-    assert second.digests[:2] == first.digests
-    assert num_shared(scheduler, list(range(14))) == 12
-
-
-def test_requests_of_different_salts_share_nothing():
-    scheduler = make_scheduler()
-    add(scheduler, "a", range(10), salt=b"a")
-    run_round(scheduler)
-    assert num_shared(scheduler, list(range(10)), salt=b"a") == 8
-    assert num_shared(scheduler, list(range(10)), salt=b"b") == 0
 
 
 def test_without_prefix_caching_every_request_computes_its_own():
@@ -363,7 +305,7 @@ def test_without_prefix_caching_every_request_computes_its_own():
     add(scheduler, "a", range(10))
     run_round(scheduler)
     add(scheduler, "b", range(10))
-    assert shares(scheduler.next_batch(0))[1] == ("b", 10, 0)
+    assert shares(scheduler.next_batch(Plan(0)))[1] == ("b", 10, 0)
 
 
 def test_a_request_for_its_prompts_log_probabilities_computes_the_whole_prompt_once():
@@ -373,41 +315,19 @@ def test_a_request_for_its_prompts_log_probabilities_computes_the_whole_prompt_o
     sequence = add(scheduler, "b", range(10), prompt_logprobs=0)
     assert shares(run_round(scheduler))[1] == ("b", 10, 0)
     scheduler.reset()
-    assert sequence.num_output_tokens == 1
+    assert sequence.request.num_output_tokens == 1
     assert not sequence.lacks_prompt_logprobs
 
 
 # What a verdict changes.
 
 
-def test_a_round_computes_its_tokens_and_the_accepted_ones_of_the_draft():
-    scheduler = make_scheduler()
-    sequence = add(scheduler, "a", [1, 2, 3])
-    run_round(scheduler)
-    assert sequence.num_computed == 3
-    run_round(scheduler, 4, num_accepted=2)
-    assert sequence.num_computed == 6
-    assert len(tokens(sequence)) == 7
-    assert sequence.is_decoding
-
-
 def test_an_unfinished_prompt_gives_no_output():
     scheduler = make_scheduler(max_num_batched_tokens=4)
     add(scheduler, "a", range(6))
-    assert commit(scheduler, scheduler.next_batch(0)) == []
-    (output,) = commit(scheduler, scheduler.next_batch(0))
+    assert commit(scheduler, scheduler.next_batch(Plan(0))) == []
+    (output,) = commit(scheduler, scheduler.next_batch(Plan(0)))
     assert output.token_ids == [7]
-
-
-def test_a_finished_request_frees_its_blocks_and_leaves_the_batch():
-    scheduler = make_scheduler(max_num_seqs=1)
-    add(scheduler, "a", range(6), max_tokens=1)
-    add(scheduler, "b", [1])
-    (output,) = commit(scheduler, scheduler.next_batch(0))
-    assert output.finish_reason == "length"
-    assert scheduler.running == []
-    assert scheduler.pool.num_free == 99
-    assert shares(scheduler.next_batch(0)) == [("b", 1, 0)]
 
 
 def test_an_aborted_request_is_removed_whether_it_waits_or_runs():
@@ -427,7 +347,7 @@ def test_a_round_in_flight_changes_nothing_of_a_request_that_was_aborted_meanwhi
     scheduler = make_scheduler()
     sequence = add(scheduler, "a", [1, 2])
     other = add(scheduler, "b", [1, 2])
-    rows = scheduler.next_batch(0)
+    rows = scheduler.next_batch(Plan(0))
     scheduler.abort("a")
     again = add(scheduler, "a", [1, 2])
     outputs = commit(scheduler, rows)
@@ -437,35 +357,15 @@ def test_a_round_in_flight_changes_nothing_of_a_request_that_was_aborted_meanwhi
     assert scheduler.pool.num_free == 99 - len(other.block_ids)
 
 
-def test_log_probabilities_of_a_prompt_are_put_together_from_its_chunks():
-    scheduler = make_scheduler(max_num_batched_tokens=3)
-    add(scheduler, "a", range(7), prompt_logprobs=0)
-    entries = [TokenLogprobs(-float(i), 1, [], []) for i in range(1, 7)]
-    for start, stop, committed in ((0, 3, []), (3, 6, []), (6, 6, [7])):
-        rows = scheduler.next_batch(0)
-        outputs = scheduler.commit(rows, [chain([])], [Verdict(committed, prompt_logprobs=entries[start:stop])])
-    assert outputs[0].prompt_logprobs == entries
-
-
 def test_log_probabilities_of_a_chunk_that_is_computed_again_are_not_doubled():
     scheduler = make_scheduler(max_num_batched_tokens=3)
     add(scheduler, "a", range(5), prompt_logprobs=0)
     entries = [TokenLogprobs(-float(i), 1, [], []) for i in range(1, 5)]
-    scheduler.commit(scheduler.next_batch(0), [chain([])], [Verdict(prompt_logprobs=entries[:3])])
+    scheduler.commit(scheduler.next_batch(Plan(0)), [Verdict(prompt_logprobs=entries[:3])])
     scheduler.reset()
-    scheduler.commit(scheduler.next_batch(0), [chain([])], [Verdict(prompt_logprobs=entries[:3])])
-    (output,) = scheduler.commit(scheduler.next_batch(0), [chain([])], [Verdict([7], prompt_logprobs=entries[3:])])
+    scheduler.commit(scheduler.next_batch(Plan(0)), [Verdict(prompt_logprobs=entries[:3])])
+    (output,) = scheduler.commit(scheduler.next_batch(Plan(0)), [Verdict([7], prompt_logprobs=entries[3:])])
     assert output.prompt_logprobs == entries
-
-
-def test_counters_tell_what_was_computed_and_what_drafts_were_worth():
-    scheduler = make_scheduler(num_speculative_tokens=4)
-    add(scheduler, "a", [1, 2, 3])
-    run_round(scheduler, 4)
-    run_round(scheduler, 4, num_accepted=3)
-    stats = scheduler.stats
-    assert (stats.num_prompt_tokens, stats.num_generation_tokens) == (3, 1 + 4)
-    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (1, 4, 3)
 
 
 # When the memory behind the blocks is lost.
@@ -481,7 +381,7 @@ def test_after_a_reset_every_request_waits_in_its_old_order_and_keeps_its_tokens
     assert [tokens(sequence) for sequence in sequences] == [[*range(6), 7], [*range(6), 7], list(range(6))]
     assert scheduler.pool.num_free == 99
     assert num_shared(scheduler, list(range(6))) == 0
-    assert shares(scheduler.next_batch(0)) == [("a", 7, 0), ("b", 7, 0)]
+    assert shares(scheduler.next_batch(Plan(0))) == [("a", 7, 0), ("b", 7, 0)]
     assert scheduler.stats.num_prompt_tokens == 12
 
 
@@ -516,7 +416,7 @@ def test_an_encoders_input_is_computed_at_once_even_if_the_budget_is_too_small()
     """It waits only while nothing at all is left of the budget."""
     scheduler = make_scheduler(max_num_batched_tokens=6, enable_prefix_caching=False)
     for request_id, length in (("a", 5), ("b", 4), ("c", 3)):
-        request = Request(request_id, [1] * length + [0], length + 1, SamplingParams(), encoder_length=length)
+        request = Request(request_id, [1] * length + [0], length + 1, SamplingParams(), source_length=length)
         scheduler.add(Sequence(request, frozenset(), None))
     assert shares(run_round(scheduler)) == [("a", 6, 0)]
     assert shares(run_round(scheduler)) == [("a", 1, 0), ("b", 5, 0)]

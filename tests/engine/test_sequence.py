@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from engine.config import BUNDLED_TARGET, ModelConfig
 from engine.detokenizer import Detokenizer
 from engine.errors import RequestError
-from engine.models.tokenizer import load_tokenizer
+from engine.models.registry import open_model
+from engine.params import SamplingParams
 from engine.protocols import Request, TokenLogprobs, Verdict
-from engine.sampling.params import SamplingParams
 from engine.sequence import Sequence
 from tests.fakes import byte_tokenizer
 
@@ -33,7 +33,7 @@ def fallback_tokenizer():
 def tokenizers():
     return {
         "fallback": fallback_tokenizer(),
-        "bundled": load_tokenizer(ModelConfig(str(BUNDLED_TARGET))).backend_tokenizer,
+        "bundled": open_model(ModelConfig(str(BUNDLED_TARGET))).tokenizer.backend_tokenizer,
         "bytes": byte_tokenizer(),
     }
 
@@ -56,7 +56,7 @@ def committed(tokenizer, token_ids, cuts, params, end_ids, moves=False):
             sequence = new_sequence(tokenizer, params, end_ids)
             sequence.resume([*ids])
         count = next(cuts)
-        output = sequence.commit(Verdict(left[:count]), count - 1)
+        output = sequence.commit(Verdict(left[:count]))
         text, ids, left = text + output.text, ids + output.token_ids, left[count:]
     return text, ids, sequence.finish_reason, sequence.stop_reason
 
@@ -79,7 +79,7 @@ def first_output(verdict, *, end_ids=(), **params):
     """What a request with a prompt of one token gets of its first round."""
     detokenizer = Detokenizer(byte_tokenizer(), [0], stop=params.get("stop", ()))
     params = SamplingParams(**{"max_tokens": 9, **params})
-    return Sequence(Request("a", [0], 1, params), frozenset(end_ids), detokenizer).commit(verdict, 8)
+    return Sequence(Request("a", [0], 1, params), frozenset(end_ids), detokenizer).commit(verdict)
 
 
 def test_the_stop_reason_is_a_stop_token_but_not_the_end_of_text():
@@ -114,25 +114,6 @@ def test_a_text_may_end_with_the_last_of_its_min_tokens_and_not_before():
     params = SamplingParams(max_tokens=6, min_tokens=3)
     for end, length in ((token_ids[1], 6), (token_ids[2], 3)):
         assert committed(tokenizer, token_ids, ones(), params, [end])[1] == token_ids[:length]
-
-
-def test_no_text_waits_for_a_later_character():
-    tokenizer = tokenizers()["bytes"]
-    first, second = tokenizer.encode("漢").ids, tokenizer.encode("字").ids
-    request = Request("a", [1], 1, SamplingParams(max_tokens=9))
-    sequence = Sequence(request, frozenset(), Detokenizer(tokenizer, [1]))
-    assert sequence.commit(Verdict([*first, second[0]]), 0).text == "漢"
-    assert sequence.commit(Verdict(second[1:]), 0).text == "字"
-
-
-@pytest.mark.parametrize("name", ["fallback", "bundled", "bytes"])
-def test_a_text_that_is_cut_inside_a_character_goes_on_as_one_that_is_not(name):
-    tokenizer = tokenizers()[name]
-    token_ids = tokenizer.encode("漢字 é 🙂e").ids
-    token_ids = [*token_ids[:2], *tokenizer.encode("a").ids, *token_ids]
-    params = SamplingParams(max_tokens=len(token_ids), stop=["🙂x"])
-    alone = committed(tokenizer, token_ids, ones(), params, ())
-    assert committed(tokenizer, token_ids, ones(), params, (), moves=True) == alone
 
 
 def test_output_that_has_ended_cannot_go_on():

@@ -3,21 +3,16 @@
 Random small models, float32, greedy. test_eager.py compares logits of some of them to six digits.
 """
 
-import logging
-
 import pytest
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from engine.config import ModelConfig
-from engine.drafting.model import ModelDrafter
 from engine.errors import ModelError
 from engine.execution.eager import EagerBackend
-from engine.models.loader import load_model
-from engine.sampling.params import SamplingParams
-from tests.engine.running import make_engine, run
-from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES, T5_SIZES, save
+from engine.params import SamplingParams
+from tests.engine.running import chains, make_engine, run
+from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES, T5_SIZES, model_of, save
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +33,6 @@ ENCODER_DECODERS = ("MT5", "T5", "UMT5")
 REFUSED = {
     "Bart": ({}, "encoder-decoder"),
     "Bloom": ({"n_head": 4}, "attention cannot be replaced"),
-    "DiffLlama": (HEADS, "not every layer attends once"),
     "Falcon": ({}, "attention cannot be replaced"),
     "FalconH1": ({}, "hybrid layers, whose state cannot roll back"),
     "GPT2": ({"n_embd": 32, "n_layer": 2, "n_head": 4}, "cannot be run with paged attention"),
@@ -62,13 +56,25 @@ def config_of(name, extra):
     return cls(**SIZES | {key: value for key, value in extra.items() if key in fields})
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-
-
 def load(path):
-    return EagerBackend(load_model(ModelConfig(str(path)), device=torch.device("cpu"), dtype=torch.float32))
+    return EagerBackend(model_of(path))
+
+
+PROMPTS = torch.randint(2, 64, (2, 19), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def save_pair(config, path, factor):
+    for seed, folder in ((0, "target"), (1, "draft")):
+        save(config, path / folder, seed=seed, factor=factor)
+
+
+def check_texts(path, requests, texts):
+    """Without drafts, with another model's and with its own, the target writes these texts; return it."""
+    target, draft = load(path / "target"), load(path / "draft")
+    assert run(make_engine(target, num_speculative_tokens=0), requests) == texts
+    for backend in (draft, target):
+        assert run(make_engine(target, chains(backend), num_speculative_tokens=3), requests) == texts
+    return target
 
 
 def greedy(module, prompt, count):
@@ -82,50 +88,30 @@ def greedy(module, prompt, count):
 
 @pytest.mark.parametrize("name", SERVED)
 def test_a_served_architecture_writes_transformers_own_text(name, tmp_path):
-    config = config_of(name, SERVED[name])
-    for seed, folder in ((0, "target"), (1, "draft")):
-        save(config, tmp_path / folder, seed=seed, factor=2.0)
+    save_pair(config_of(name, SERVED[name]), tmp_path, 2.0)
     module = AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.float32, attn_implementation="eager")
-    target, draft = load(tmp_path / "target"), load(tmp_path / "draft")
-    prompts = torch.randint(2, 64, (2, 19), generator=torch.Generator().manual_seed(5)).tolist()
     # The first goes on alone: a pass over one row is not like one over several.
-    texts = {str(i): greedy(module.eval(), prompt[: 19 - 7 * i], 14 - 9 * i) for i, prompt in enumerate(prompts)}
+    texts = {str(i): greedy(module.eval(), prompt[: 19 - 7 * i], 14 - 9 * i) for i, prompt in enumerate(PROMPTS)}
     params = [SamplingParams(temperature=0.0, max_tokens=14 - 9 * i, ignore_eos=True) for i in range(2)]
-    requests = [(prompt[: 19 - 7 * i], params[i]) for i, prompt in enumerate(prompts)]
-    assert run(make_engine(target, num_speculative_tokens=0), requests) == texts
-    for backend in (draft, target):
-
-        def drafter(config, backend=backend):
-            return ModelDrafter(backend, config, token_limit=64)
-
-        assert run(make_engine(target, drafter, num_speculative_tokens=3), requests) == texts
-    thinned = {"drafting": "self", "self_draft_skip": ("attention.1", "mlp.0")}
-    assert run(make_engine(target, num_speculative_tokens=3, **thinned), requests) == texts
+    requests = [(prompt[: 19 - 7 * i], params[i]) for i, prompt in enumerate(PROMPTS)]
+    target = check_texts(tmp_path, requests, texts)
+    self_drafting = make_engine(target, drafting="self", self_draft_layers=1, num_speculative_tokens=3)
+    assert run(self_drafting, requests) == texts
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODERS)
 def test_a_served_encoder_decoder_writes_transformers_own_text(name, tmp_path):
-    config = getattr(transformers, f"{name}Config")(**T5_SIZES)
-    for seed, folder in ((0, "target"), (1, "draft")):
-        save(config, tmp_path / folder, seed=seed, factor=3.0)
+    save_pair(getattr(transformers, f"{name}Config")(**T5_SIZES), tmp_path, 3.0)
     module = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "target", dtype=torch.float32).eval()
-    prompts = torch.randint(2, 64, (2, 19), generator=torch.Generator().manual_seed(5)).tolist()
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    requests = [(prompt[: 19 - 7 * i], params) for i, prompt in enumerate(prompts)]
+    requests = [(prompt[: 19 - 7 * i], params) for i, prompt in enumerate(PROMPTS)]
     # Its cache would have as many layers as the encoder.
     settings = {"max_new_tokens": 12, "do_sample": False, "use_cache": False}
     texts = {
         str(i): module.generate(torch.tensor([prompt]), **settings)[0, 1:].tolist()
         for i, (prompt, _) in enumerate(requests)
     }
-    target, draft = load(tmp_path / "target"), load(tmp_path / "draft")
-    assert run(make_engine(target, num_speculative_tokens=0), requests) == texts
-    for backend in (draft, target):
-
-        def drafter(config, backend=backend):
-            return ModelDrafter(backend, config, token_limit=64)
-
-        assert run(make_engine(target, drafter, num_speculative_tokens=3), requests) == texts
+    check_texts(tmp_path, requests, texts)
 
 
 @pytest.mark.parametrize("name", REFUSED)

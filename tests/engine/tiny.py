@@ -1,7 +1,12 @@
-"""Tiny random models of several families, as transformers directories."""
+"""Tiny random models of several families, as transformers directories, and loading them."""
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+from engine.config import ModelConfig
+from engine.execution.registry import make_backend
+from engine.models.loader import load_model
+from engine.models.registry import open_model
 
 SIZES = {
     "vocab_size": 64,
@@ -71,3 +76,17 @@ def save(config, path, *, seed=0, factor=6.0):
                 parameter.normal_(std=0.3)
     model.save_pretrained(path)
     return str(path)
+
+
+def source_of(path, **settings):
+    """A model's files, to be loaded in float32 on the CPU unless said otherwise."""
+    return open_model(ModelConfig(str(path), **{"dtype": "float32", "device": "cpu"} | settings))
+
+
+def model_of(path, shard=None, **settings):
+    return load_model(source_of(path, **settings), shard)
+
+
+def backend_of(path, shard=None, **settings):
+    source = source_of(path, **settings)
+    return make_backend(load_model(source, shard), source)

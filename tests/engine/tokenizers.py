@@ -4,6 +4,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from engine.config import ModelConfig
+from engine.models.registry import open_model
+from engine.models.source import ModelSource
 
 END = 1
 """The end-of-sequence token of the models in these tests."""
@@ -45,7 +47,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", eos_token="</s>")
 
 
-def saved(tokenizer: PreTrainedTokenizerFast, path: object) -> ModelConfig:
-    """Save a tokenizer and return the configuration of a model that would have it."""
+def saved(tokenizer: PreTrainedTokenizerFast, path: object) -> ModelSource:
+    """Save a tokenizer and return the source of a model that would have it."""
     tokenizer.save_pretrained(path)
-    return ModelConfig(str(path), dtype="float32", device="cpu")
+    return open_model(ModelConfig(str(path), dtype="float32", device="cpu"))

@@ -16,7 +16,6 @@ from tests.faults.soak import soak
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a command; return the exit status."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)

@@ -56,13 +56,11 @@ class Chaos:
         self.num_missed = 0
 
     async def run(self) -> None:
-        """Strike for ever."""
         while True:
             await asyncio.sleep(self._choices.uniform(*PAUSE_S))
             await self._strike(self._choose())
 
     async def finish(self) -> None:
-        """Wait for the bursts."""
         await asyncio.gather(*self._bursts)
 
     def _choose(self) -> str:

@@ -9,7 +9,7 @@ from typing import Literal
 
 import psutil
 
-from deployments.haproxy.variables import find_haproxy
+from deployments.local.haproxy_variables import find_haproxy
 
 Setup = Literal["one rank", "two ranks", "several nodes", "Redis"]
 """What a server is like: a target of one rank or of two, on one node; nodes for more than one group; or such
@@ -40,7 +40,6 @@ class Fault:
     position: int = 0
 
     def strike(self, process: psutil.Process) -> None:
-        """Send the signal."""
         if self.takes_node:
             _lose_node(process)
             return

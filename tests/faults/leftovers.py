@@ -32,13 +32,11 @@ class Belongings:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment variables that a server must get."""
         return {_MARK: self._mark, "TMPDIR": self._folder.name}
 
     def note(self) -> None:
-        """Note the shared memory that is in use now."""
         for process in self.processes():
-            self._shared |= _shared_memory_of(process)
+            self._shared |= {path for path in _open_paths(process.pid) if path.startswith(SHARED_MEMORY)}
 
     def processes(self) -> list[psutil.Process]:
         """Return the server's processes, those included whose parents have ended."""
@@ -47,14 +45,15 @@ class Belongings:
     def left(self) -> list[str]:
         """Return what is still there after the next process has started, and remove the folder.
 
-        A worker that is killed while it starts leaves its scratch folder to the next process (`engine.scratch`).
+        A worker that is killed while it starts leaves its scratch folder to the next process
+        (`engine.execution.scratch`).
         """
         deadline = time.monotonic() + END_S
         while self.processes() and time.monotonic() < deadline:
             time.sleep(0.2)
         found = [f"process {process.pid}: {title_of(process)[:80]}" for process in self.processes()]
         found += [f"shared memory: {path}" for path in sorted(self._shared) if os.path.exists(path)]
-        next_process = "from engine.scratch import scratch_folder; scratch_folder().cleanup()"
+        next_process = "from engine.execution.scratch import scratch_folder; scratch_folder().cleanup()"
         environment = os.environ | {"TMPDIR": self._folder.name}
         subprocess.run([sys.executable, "-c", next_process], cwd=Path(__file__).parents[2], env=environment, check=True)
         names = sorted(path.name for path in Path(self._folder.name).iterdir())
@@ -70,7 +69,6 @@ class Belongings:
 
 
 def count_roles(server: FaultServer) -> dict[str, int]:
-    """Return how many processes do each part of the work."""
     return {role: len(server.processes(role)) for role in ROLES}
 
 
@@ -87,12 +85,7 @@ def half_closed(server: FaultServer) -> list[str]:
 
 
 def count_files(server: FaultServer, role: str) -> int:
-    """Return how many files and sockets the processes of a role have open."""
     return sum(process.num_fds() for process in server.processes(role))
-
-
-def _shared_memory_of(process: psutil.Process) -> set[str]:
-    return {path for path in _open_paths(process.pid) if path.startswith(SHARED_MEMORY)}
 
 
 def _open_paths(pid: int) -> Iterator[str]:

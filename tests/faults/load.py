@@ -71,18 +71,15 @@ class Load:
         return load
 
     async def be_a_client(self, choices: random.Random, deadline: float) -> None:
-        """Send requests until the deadline."""
         while time.monotonic() < deadline:
             index = choices.randrange(BURST)
             patience_s = choices.uniform(0.0, LONGEST_PATIENCE_S) if choices.random() < ABORTED else None
             await self.send(index, is_stream=choices.random() < 0.6, patience_s=patience_s)
 
     async def burst(self, number: int) -> None:
-        """Send many short requests at once."""
         await asyncio.gather(*(self.send(BURST, is_stream=number % 2 == 0) for number in range(number)))
 
     async def check_all(self) -> None:
-        """Send every request once more."""
         for index in range(len(POOL)):
             await self.send(index, is_stream=index % 2 == 0)
 

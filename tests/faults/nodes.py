@@ -1,14 +1,14 @@
 """NodeServer: the application on several nodes, which are processes of this machine."""
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from unittest.mock import patch
 
 import psutil
 from ray.cluster_utils import Cluster
 
 from deployments.config import AppConfig
-from deployments.environment import serve_environment
+from deployments.local.environment import serve_environment
 from tests.faults.server import FaultServer
 
 _STORE_BYTES = 80 * 2**20
@@ -20,21 +20,15 @@ class NodeServer(FaultServer):
     def __init__(
         self, num_target_nodes: int, node_variables: Mapping[str, str] | None = None, **arguments: object
     ) -> None:
-        """Start the nodes, and the application on them.
-
-        Args:
-            node_variables: environment variables for Ray's own processes.
-            arguments: the application's.
-        """
+        """Start the nodes, with environment variables for Ray's own processes, and the application on them."""
         variables = serve_environment(AppConfig())
         self._node_variables = {**variables, **(node_variables or {})}
-        with _environment(self._node_variables):
+        with patch.dict(os.environ, self._node_variables):
             self._cluster = Cluster()
         self._add_nodes(1, "head", num_cpus=4)
         self._add_nodes(num_target_nodes, "target", num_cpus=1)
         variables |= {"RAY_ADDRESS": self._cluster.address}
-        group = {"pool": "target"}
-        labels = {"target": group, "draft": group, "ingress": {"pool": "head"}}
+        labels = {"target": {"pool": "target"}, "draft": {"pool": "target"}, "ingress": {"pool": "head"}}
         try:
             super().__init__(variables, label_selector=labels, **arguments)
         except BaseException:
@@ -42,7 +36,7 @@ class NodeServer(FaultServer):
             raise
 
     def _add_nodes(self, number: int, pool: str, *, num_cpus: int) -> None:
-        with _environment(self._node_variables):
+        with patch.dict(os.environ, self._node_variables):
             for _ in range(number):
                 self._cluster.add_node(
                     num_cpus=num_cpus,
@@ -58,22 +52,8 @@ class NodeServer(FaultServer):
         return psutil.Process()
 
     def stop(self) -> None:
-        """Stop the application and the nodes."""
         super().stop()
         self.stop_nodes()
 
     def stop_nodes(self) -> None:
-        """Stop the nodes."""
         self._cluster.shutdown()
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Let the processes that are started meanwhile have the variables."""
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

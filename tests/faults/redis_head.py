@@ -1,6 +1,5 @@
 """RedisServer: the application on a head whose state is in Redis, and whose GCS is started again when it has ended."""
 
-import shutil
 import subprocess
 import tempfile
 import threading
@@ -9,34 +8,19 @@ from pathlib import Path
 from tests.e2e.servers import free_port
 from tests.faults.nodes import NodeServer
 
-WITHOUT_REDIS = "no redis-server on this machine"
 GCS_DOWN_S = 3.0
 """How long there is no GCS: about what a container's restart takes."""
 MAX_REPLICAS = 2
-
-
-def find_redis() -> str | None:
-    """Return the path of redis-server, if it is installed."""
-    return shutil.which("redis-server")
 
 
 class RedisServer(NodeServer):
     """A head, and nodes for two groups. A thread starts the head's GCS again when it has ended, as Kubernetes does."""
 
     def __init__(self, **arguments: object) -> None:
-        """Start Redis, the nodes and the application.
-
-        Args:
-            arguments: the application's.
-
-        Raises:
-            RuntimeError: there is no Redis on this machine.
-        """
-        if (program := find_redis()) is None:
-            raise RuntimeError(WITHOUT_REDIS)
+        """Start Redis, the nodes and the application; the arguments are the application's."""
         self._redis_folder = tempfile.TemporaryDirectory(prefix="redis-")
         port = free_port()
-        command = [program, "--port", str(port), "--bind", "127.0.0.1", "--dir", self._redis_folder.name]
+        command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--dir", self._redis_folder.name]
         log = Path(self._redis_folder.name, "log")
         self._redis = subprocess.Popen([*command, "--logfile", str(log), "--save", "", "--appendonly", "no"])
         self._is_over = threading.Event()
@@ -46,7 +30,6 @@ class RedisServer(NodeServer):
         self._keeper.start()
 
     def stop_nodes(self) -> None:
-        """Stop the nodes and Redis."""
         self._is_over.set()
         if self._keeper.is_alive():
             self._keeper.join()

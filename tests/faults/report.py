@@ -2,16 +2,33 @@
 
 import asyncio
 import itertools
+import shutil
 from typing import get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from tests.faults.faults import FAULTS, Setup
-from tests.faults.setups import open_server, why_not
+from tests.faults.nodes import NodeServer
+from tests.faults.redis_head import RedisServer
+from tests.faults.server import FaultServer
 from tests.faults.trial import Trial, run_reference, run_trial
 
 SETUPS = get_args(Setup)
+
+
+def why_not(setup: Setup) -> str | None:
+    """Return why there can be no server of a setup on this machine."""
+    return "no redis-server on this machine" if setup == "Redis" and shutil.which("redis-server") is None else None
+
+
+def open_server(setup: Setup, num_trials: int, **arguments: object) -> FaultServer:
+    """Return a server on which faults of a setup can be tried so often; the arguments are the application's."""
+    if setup == "several nodes":
+        return NodeServer(1 + num_trials, **arguments)
+    if setup == "Redis":
+        return RedisServer(**arguments)
+    return FaultServer(tensor_parallel_size=2 if setup == "two ranks" else 1, **arguments)
 
 
 def report(console: Console, names: list[str], *, num_trials: int, seed: int) -> int:

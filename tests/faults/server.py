@@ -1,13 +1,14 @@
 """FaultServer: the bundled pair as it is served, and its processes by name."""
 
 import time
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
 import httpx
 import psutil
 
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
-from tests.bench.with_serve import Server
+from tests.bench.contestants.with_serve import Server
 from tests.bench.workload import Cell, Workload
 from tests.faults.streams import REQUESTS
 
@@ -19,20 +20,13 @@ class FaultServer(Server):
     """The application on a Ray cluster of its own."""
 
     def __init__(self, variables: Mapping[str, str] | None = None, **arguments: object) -> None:
-        """Start it with the bundled pair.
-
-        Args:
-            variables: environment variables for its processes.
-            arguments: the application's.
-        """
-        pair = Workload(
-            str(BUNDLED_TARGET), str(BUNDLED_DRAFT), "auto", "cpu", "auto", 1, [], [Cell(len(REQUESTS), 0.8)]
-        )
+        """Start it with the bundled pair; the arguments are the application's."""
+        cells = [Cell(len(REQUESTS), 0.8)]
+        pair = Workload(str(BUNDLED_TARGET), str(BUNDLED_DRAFT), "auto", "cpu", "auto", 1, [], cells)
         super().__init__(pair, arguments, variables)
 
     @property
     def root(self) -> psutil.Process:
-        """The process whose descendants serve."""
         return psutil.Process(self.pid)
 
     def process(self, name: str, position: int = 0, timeout_s: float = APPEAR_TIMEOUT_S) -> psutil.Process:
@@ -52,20 +46,12 @@ class FaultServer(Server):
 
     def counts_by(self, name: str, label: str) -> dict[str, float]:
         """Return the samples of one name by the value of a label."""
-        totals: dict[str, float] = {}
-        for sample, value in self._samples():
-            if sample.startswith(f"{name}{{"):
-                key = sample.partition(f'{label}="')[2].partition('"')[0]
-                totals[key] = totals.get(key, 0.0) + value
-        return totals
+        named = [(sample, value) for sample, value in self._samples() if sample.startswith(f"{name}{{")]
+        return _sums((sample.partition(f'{label}="')[2].partition('"')[0], value) for sample, value in named)
 
     def metrics(self) -> dict[str, float]:
         """Return the samples of `/metrics`; those of one name are added."""
-        totals: dict[str, float] = {}
-        for sample, value in self._samples():
-            name = sample.partition("{")[0]
-            totals[name] = totals.get(name, 0.0) + value
-        return totals
+        return _sums((sample.partition("{")[0], value) for sample, value in self._samples())
 
     def _samples(self) -> list[tuple[str, float]]:
         lines = httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text.splitlines()
@@ -73,13 +59,7 @@ class FaultServer(Server):
         return [(sample, float(value)) for sample, _, value in pairs]
 
     @property
-    def log(self) -> str:
-        """What the server has written so far."""
-        return self._log.read_text()
-
-    @property
     def num_resubmissions(self) -> float:
-        """How many requests were sent to a Router again."""
         return self.metrics().get("paceline:resubmissions_total", 0.0)
 
     def what_is_left(self, timeout_s: float = 10.0) -> dict[str, float]:
@@ -91,6 +71,13 @@ class FaultServer(Server):
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.1)
+
+
+def _sums(pairs: Iterable[tuple[str, float]]) -> dict[str, float]:
+    totals: dict[str, float] = defaultdict(float)
+    for key, value in pairs:
+        totals[key] += value
+    return dict(totals)
 
 
 def _is_called(title: str, name: str) -> bool:

@@ -9,7 +9,6 @@ from pathlib import Path
 from statistics import quantiles
 
 from rich.console import Console
-from rich.table import Table
 
 from tests.faults.chaos import BURST_SIZES, Chaos
 from tests.faults.leftovers import Belongings, count_files, count_roles, half_closed
@@ -54,30 +53,8 @@ class SoakReport:
     problems: list[str] = field(default_factory=list)
 
     def show(self, console: Console) -> None:
-        """Print the tables and the problems."""
-        table = Table(title=f"{self.duration_s:g} s of chaos, seed {self.seed}")
-        for column in ("faults", "", "clients' requests", "", "server's counters", ""):
-            table.add_column(column)
-        columns = [
-            [*sorted(self.faults.items()), ("process was just being replaced", self.num_missed)],
-            [
-                *self.requests.items(),
-                ("median", f"{self.median_s:.2f} s"),
-                ("99 of 100 within", f"{self.slowest_percent_s:.1f} s"),
-                ("longest gap", f"{self.longest_gap_s:.1f} s"),
-            ],
-            [*self.counters.items(), *((f"sent again: {reason}", n) for reason, n in self.resubmissions.items())],
-        ]
-        for row in range(max(map(len, columns))):
-            cells = [column[row] if row < len(column) else ("", "") for column in columns]
-            table.add_row(
-                *(f"{entry:g}" if isinstance(entry, float) else str(entry) for cell in cells for entry in cell)
-            )
-        console.print(table)
-        for problem in self.problems[:SHOWN] or ["nothing differs, hangs or is left behind"]:
-            console.print(problem[:1000], markup=False)
-        if len(self.problems) > SHOWN:
-            console.print(f"and {len(self.problems) - SHOWN} more problems")
+        console.print_json(json.dumps(asdict(self) | {"problems": self.problems[:SHOWN]}))
+        console.print(f"{len(self.problems)} problems" if self.problems else "nothing differs, hangs or is left behind")
 
 
 def soak(duration_s: float, seed: int, json_path: Path | None, console: Console) -> SoakReport:
@@ -134,7 +111,6 @@ async def _run(server: FaultServer, belongings: Belongings, report: SoakReport) 
 
 
 def find_imbalance(report: SoakReport) -> list[str]:
-    """Return what is wrong with the server's counts."""
     counts = {"finished": 0.0, "failed": 0.0, "aborted": 0.0, **report.counters}
     problems = []
     if counts["started"] != counts["finished"] + counts["failed"] + counts["aborted"]:

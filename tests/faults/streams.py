@@ -9,33 +9,22 @@ from typing import Any
 
 import aiohttp
 
+from tests.load.client import data_of_events
+
 TIMEOUT_S = 120.0
 NUM_TOKENS = 400
 _PROMPT = "This PEP proposes"
-_COMMON = {
-    "max_tokens": NUM_TOKENS,
-    "stream": True,
-    "stream_options": {"include_usage": True},
-    "return_token_ids": True,
-}
+_STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+_COMMON = {**_STREAM, "max_tokens": NUM_TOKENS, "return_token_ids": True}
 _LONG = {**_COMMON, "ignore_eos": True}
+_PENALTIES = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
 REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {**_LONG, "prompt": _PROMPT, "temperature": 0}),
     ("/v1/completions", {**_LONG, "prompt": _PROMPT, "seed": 1, "temperature": 0.8, "logprobs": 2}),
     ("/v1/completions", {**_LONG, "prompt": _PROMPT, "seed": 2, "n": 2, "max_tokens": 300, "min_p": 0.05}),
     ("/v1/completions", {**_LONG, "prompt": ["def main(", "The 漢字 é"], "seed": 3, "top_p": 0.9, "max_tokens": 300}),
     ("/v1/completions", {**_COMMON, "prompt": "x", "seed": 4, "structured_outputs": {"regex": "([a-z]{3,9} ){60,70}"}}),
-    (
-        "/v1/completions",
-        {
-            **_LONG,
-            "prompt": _PROMPT,
-            "seed": 5,
-            "presence_penalty": 0.7,
-            "frequency_penalty": 0.3,
-            "repetition_penalty": 1.1,
-        },
-    ),
+    ("/v1/completions", {**_LONG, **_PENALTIES, "prompt": _PROMPT, "seed": 5}),
     ("/v1/completions", {**_LONG, "prompt": _PROMPT, "seed": 6, "stop": ["e the ", "\n\n"], "min_tokens": 250}),
     (
         "/v1/chat/completions",
@@ -56,7 +45,6 @@ class Received:
     error: str | None = None
     code: str | None = None
     has_ended: bool = False
-    num_comments: int = 0
     longest_gap_s: float = 0.0
 
     def add(self, event: dict[str, Any]) -> None:
@@ -129,16 +117,12 @@ async def receive(session: aiohttp.ClientSession, path: str, body: dict[str, Any
                 received.add(await response.json())
                 received.has_ended = response.status == 200
                 return received
-            async for line in response.content:
-                received.num_comments += line.startswith(b":")
-                if not line.startswith(b"data: "):
-                    continue
-                now = time.monotonic()
+            async for now, data in data_of_events(response.content.iter_any(), time.monotonic):
                 received.longest_gap_s, last = max(received.longest_gap_s, now - last), now
-                if line.strip() == b"data: [DONE]":
+                if data == "[DONE]":
                     received.has_ended = True
                 else:
-                    received.add(json.loads(line.removeprefix(b"data: ")))
+                    received.add(json.loads(data))
     except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
         received.error = f"{type(error).__name__}: {error}"
     return received
@@ -151,5 +135,4 @@ def open_session(url: str) -> aiohttp.ClientSession:
 
 
 async def receive_all(session: aiohttp.ClientSession) -> list[Received]:
-    """Send all requests at once."""
     return await asyncio.gather(*(receive(session, path, body) for path, body in REQUESTS))

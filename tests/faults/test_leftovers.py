@@ -50,7 +50,7 @@ def test_temporary_files_are_found_except_rays(belongings):
 
 
 def test_the_scratch_folder_of_a_killed_process_is_not_left(belongings):
-    script = "from engine.scratch import scratch_folder; folder = scratch_folder()"
+    script = "from engine.execution.scratch import scratch_folder; folder = scratch_folder()"
     process = run(SCRIPT.format(script), belongings.variables)
     process.kill()
     end(process)

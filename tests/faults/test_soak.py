@@ -11,6 +11,7 @@ from tests.faults.soak import SoakReport, find_imbalance, soak
 
 
 @pytest.mark.e2e
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_twenty_seconds_of_chaos_change_no_text_and_leave_nothing_behind(tmp_path, monkeypatch):
     # Compiling would take both cores for longer than the chaos lasts.

@@ -48,7 +48,6 @@ class Trial:
 
     @property
     def longest_gap_s(self) -> float:
-        """The longest pause of any stream."""
         return max(stream.longest_gap_s for stream in self.streams)
 
     @property
@@ -85,7 +84,6 @@ async def run_trial(server: FaultServer, fault: Fault, reference: Reference, see
 
 
 async def _probe(session: aiohttp.ClientSession) -> float:
-    """Return after how many seconds a request is answered."""
     started = time.monotonic()
     while not (await receive(session, "/v1/completions", _PROBE)).has_ended:
         await asyncio.sleep(_PROBE_PAUSE_S)

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 import transformers
 
-from tests.gpu.kernels import kernels
+from tests.gpu.kernels import kernels, noise_bits
 from tests.gpu.memory import default_pair
-from tests.gpu.noise_bits import noise_bits
 from tests.gpu.passes import bandwidth, chains, passes
 from tests.gpu.texts import equal_texts, flips
 
@@ -50,14 +49,12 @@ STAGES: dict[str, tuple[int, Callable[[str, bool], Iterator[Reading]]]] = {
 
 
 def machine(device: str, *, dry: bool) -> Reading:
-    """Describe device and libraries."""
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
     versions = {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__}
     return {"device": name, **versions, **bandwidth(device, num_bytes=1 << 20 if dry else 1 << 30)}
 
 
 def run_stage(name: str, device: str, *, dry: bool) -> None:
-    """Run one stage in this process and print its readings."""
     _, readings = STAGES[name]
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     for reading in readings(device, dry):
@@ -84,7 +81,6 @@ def start_stage(name: str, device: str) -> list[str]:
 
 
 def main() -> None:
-    """Run the stages that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--stages", default=",".join(STAGES), help="names, separated by commas; all by default")

@@ -1,15 +1,19 @@
-"""Kernels on the GPU: their error against float64, what their bits depend on, and their speed."""
+"""Kernels on the GPU: their error against float64, what their bits depend on, and their speed; noise bit by bit."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from engine.execution.attention import Group, KVShape, KVTensors, additive_mask
+from engine.execution.attention import Group, KVTensors, additive_mask, attend_to_gathered
 from engine.execution.batch import ForwardRow, build
-from engine.execution.cuda import linear, paged_attention
-from engine.execution.dot_product import AttentionParams, attend_to_gathered
+from engine.execution.cuda import linear
+from engine.execution.cuda import triton_attention as paged_attention
+from engine.models.layer_attention import AttentionParams, KVShape
+from engine.sampling import noise
 from tests.gpu.passes import BLOCK_SIZE, median_seconds
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -22,11 +26,11 @@ PRODUCTS = {
     "down_proj of 1B": (2048, 8192),
 }
 """Sizes of the results and of what they are sums over."""
+VOCAB = 131_072
 SPEED_CELLS = ((1, 1, 1024), (1, 5, 1024), (8, 5, 1024), (32, 5, 1024), (1, 5, 8192), (32, 1, 8192), (32, 5, 8192))
 
 
 def kernels(device: str, *, dry: bool) -> Iterator[dict[str, Any]]:
-    """Yield readings of the attention kernels."""
     place = torch.device(device)
     if device == "cuda":
         linear.sum_in_order()
@@ -83,13 +87,7 @@ def speed(device: torch.device, rows: int, count: int, context: int) -> dict[str
     tables = [range(1 + row * width, 1 + (row + 1) * width) for row in range(rows)]
     (group,) = build([ForwardRow([1] * count, context, table, 1) for table in tables], caches[0]).paged.groups
     query = torch.randn(HEADS, rows * count, HEAD_DIM, dtype=torch.bfloat16, device=device)
-    attend(group, query, caches[0])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(2):
-            for kv in caches:
-                attend(group, query, kv)
-    seconds = median_seconds(graph.replay, device.type) / len(caches) / 2
+    seconds = graph_seconds(lambda kv: attend(group, query, kv), caches * 2)
     num_bytes = 2 * rows * (context + count) * KV_HEADS * HEAD_DIM * 2
     return {
         "cell": f"attention: {rows} x {count} tokens at {context}",
@@ -108,7 +106,7 @@ def product(device: torch.device, name: str, shape: tuple[int, int]) -> dict[str
     for count in (1, 5, 40, 160, 1024):
         few = rows[:count]
         reading[f"us_{count}"] = [
-            _product_us(multiply, few, weights, device)
+            round(graph_seconds(partial(multiply, few), weights) * 1e6, 1)
             for multiply in (lambda x, w: linear.multiply(x, w, None), F.linear)
         ]
         ours, theirs = linear.multiply(few, weights[0], None)[:5], F.linear(few, weights[0])[:5]
@@ -116,18 +114,38 @@ def product(device: torch.device, name: str, shape: tuple[int, int]) -> dict[str
     return reading
 
 
-def _product_us(
-    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-    rows: torch.Tensor,
-    weights: list[torch.Tensor],
-    device: torch.device,
-) -> float:
-    multiply(rows, weights[0])
+def graph_seconds(launch: Callable[[Any], object], operands: Sequence[Any]) -> float:
+    """Return the mean time of a kernel in a graph of one launch for each operand."""
+    launch(operands[0])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for weight in weights:
-            multiply(rows, weight)
-    return round(median_seconds(graph.replay, device.type) / len(weights) * 1e6, 1)
+        for operand in operands:
+            launch(operand)
+    return median_seconds(graph.replay, "cuda") / len(operands)
+
+
+def noise_bits(device: str, *, num_rows: int) -> dict[str, Any]:
+    """Compare rows of noise with the CPU's: uniform numbers bit by bit, Gumbel noise by its largest difference."""
+    cpu, other = torch.device("cpu"), torch.device(device)
+    token_ids = torch.arange(VOCAB, dtype=torch.int32)
+    num_different, farthest, num_draws_moved = 0, 0.0, 0
+    started = time.perf_counter()
+    for first in range(0, num_rows, 64):
+        keys = noise.keys(range(first, first + 64), range(64), noise.TARGET_STREAM, cpu)
+        expected = noise.uniform(keys, token_ids)
+        found = noise.uniform(keys.to(other), token_ids.to(other)).cpu()
+        num_different += int((expected != found).sum())
+        gumbel = noise.plain_gumbel(keys, token_ids)
+        gumbel_found = noise.plain_gumbel(keys.to(other), token_ids.to(other)).cpu()
+        farthest = max(farthest, float((gumbel - gumbel_found).abs().max()))
+        num_draws_moved += int((gumbel.argmax(-1) != gumbel_found.argmax(-1)).sum())
+    return {
+        "numbers": num_rows * VOCAB,
+        "uniform_different": num_different,
+        "largest_gumbel_difference": farthest,
+        "argmax_different": num_draws_moved,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
 
 
 def attend(group: Group, query: torch.Tensor, kv: KVTensors) -> torch.Tensor:
@@ -145,12 +163,8 @@ def by_torch(group: Group, query: torch.Tensor, keys: torch.Tensor, values: torc
 
 
 def random_cache(num_blocks: int, device: torch.device) -> KVTensors:
-    kv = KVTensors(
-        KVShape(1, KV_HEADS, HEAD_DIM, HEAD_DIM),
-        num_blocks,
-        BLOCK_SIZE,
-        torch.empty(0, dtype=torch.bfloat16, device=device),
-    )
+    like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    kv = KVTensors(KVShape(1, KV_HEADS, HEAD_DIM, HEAD_DIM), num_blocks, BLOCK_SIZE, like)
     kv.keys[0].normal_()
     kv.values[0].normal_()
     return kv

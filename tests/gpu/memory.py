@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from engine.config import BUNDLED_TARGET
 from engine.llm import LLM
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
 from tests.gpu.models import random_module
 
 

@@ -4,9 +4,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from engine.config import ModelInfo
-from engine.execution.attention import ATTENTION_NAME
 from engine.models.causal_lm import CausalLM
 from engine.models.fusion import fuse_projections
+from engine.models.layer_attention import ATTENTION_NAME
 
 SHAPES = {
     "8b": (4096, 14336, 32, 32, 8, 128),
@@ -19,7 +19,6 @@ MAX_MODEL_LEN = 16_384
 
 
 def llama_config(shape: str) -> LlamaConfig:
-    """Return the configuration of a shape."""
     hidden, inner, layers, heads, kv_heads, head_dim = SHAPES[shape]
     return LlamaConfig(
         vocab_size=1024 if shape == "tiny" else VOCAB_SIZE,

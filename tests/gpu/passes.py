@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from engine.config import EngineConfig, ModelConfig
-from engine.drafting.model import ModelDrafter
+from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.draft_model import DraftModel
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.eager import EagerBackend
-from engine.llm import run_in_process
-from engine.protocols import ProposeRow, Request
-from engine.sampling.params import SamplingParams
+from engine.params import SamplingParams
+from engine.protocols import ProposeRow, Request, run_in_process
 from tests.gpu.models import random_model
 
 BLOCK_SIZE = 16
@@ -66,30 +66,27 @@ def chains(device: str, shape: str, *, context: int = 1024) -> Iterator[dict[str
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     backend = make_backend(shape, device, dtype)
     config = EngineConfig(num_blocks=8 * _blocks(context, 256), num_speculative_tokens=4)
-    for temperature in (0.7,):
-        for rows in (1, 8):
-            drafter = ModelDrafter(backend, config)
-            backend.warm_up()
-            params = SamplingParams(temperature=temperature, seed=1)
-            requests = [Request(str(i), list(range(1, context)), context, params) for i in range(rows)]
+    params = SamplingParams(temperature=0.7, seed=1)
+    for rows in (1, 8):
+        drafter = ModelDrafter(DraftModel(backend), config)
+        backend.warm_up()
+        requests = [Request(str(i), list(range(1, context)), context, params) for i in range(rows)]
 
-            def propose(drafter: ModelDrafter = drafter, requests: list[Request] = requests) -> None:
-                for request in requests:
-                    request.token_ids.extend([5, 6])  # what a round commits
-                run_in_process(drafter.propose([ProposeRow(request, 4) for request in requests]))
+        def propose(drafter: ModelDrafter = drafter, requests: list[Request] = requests) -> None:
+            for request in requests:
+                request.token_ids.extend([5, 6])  # what a round commits
+            run_in_process(drafter.propose([ProposeRow(request, 4) for request in requests]))
 
-            seconds = median_seconds(propose, device)
-            waits = count_waits(propose) if device == "cuda" else 0
-            cell = f"{shape}: {rows} x 4 drafted, T={temperature}"
-            yield {"cell": cell, "ms": round(seconds * 1e3, 3), "waits": waits}
+        seconds = median_seconds(propose, device)
+        waits = count_waits(propose) if device == "cuda" else 0
+        yield {"cell": f"{shape}: {rows} x 4 drafted, T=0.7", "ms": round(seconds * 1e3, 3), "waits": waits}
 
 
 def make_backend(shape: str, device: str, dtype: torch.dtype) -> EagerBackend:
-    """Return the backend of a device with a random model."""
     model = random_model(shape, torch.device(device), dtype)
     if device == "cpu":
         return EagerBackend(model)
-    from engine.execution.cuda.backend import CudaBackend
+    from engine.execution.cuda.cuda_backend import CudaBackend
 
     return CudaBackend(model, ModelConfig(shape, compile="auto"))
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.config import EngineConfig, make_pair
-from engine.drafting.model import ModelDrafter
-from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.execution.backend import Backend
-from engine.execution.registry import load_backend
-from engine.models.tokenizer import load_tokenizer
+from engine.execution.registry import make_backend
+from engine.models.loader import load_model
+from engine.models.registry import open_model
+from engine.params import SamplingParams
 from engine.protocols import Drafter, NoDrafter
-from engine.sampling.params import SamplingParams
 from tests.bench.workload import OWN_PROMPTS
 from tests.engine.running import make_engine, run
 from tests.fakes import InterruptedDrafter, TreeDrafter
@@ -46,17 +48,19 @@ def load_pair(device: str, dtype: str) -> Pair:
     """Load both bundled models, which run eagerly on a CPU."""
     pair = make_pair(device=device, dtype=dtype, compile="off" if device == "cpu" else "auto", num_threads=2)
     assert pair.draft is not None
-    return Pair(load_backend(pair.target), load_backend(pair.draft))
+    target, draft = (open_model(config) for config in (pair.target, pair.draft))
+    return Pair(make_backend(load_model(target), target), make_backend(load_model(draft), draft))
 
 
 def drafters(pair: Pair) -> dict[str, MakeDrafter]:
-    """Return every way to draft, by its name."""
     vocab = pair.target.info.vocab_size
     return {
         "no draft": lambda _: NoDrafter(),
-        "draft": lambda config: ModelDrafter(pair.draft, config, token_limit=vocab),
-        "target as its own draft": lambda config: ModelDrafter(pair.target, config),
-        "running ahead": lambda config: InterruptedDrafter(RunAheadDrafter(pair.draft, config, token_limit=vocab)),
+        "draft": lambda config: ModelDrafter(DraftModel(pair.draft, token_limit=vocab), config),
+        "target as its own draft": lambda config: ModelDrafter(DraftModel(pair.target), config),
+        "running ahead": lambda config: InterruptedDrafter(
+            RunAheadDrafter(DraftModel(pair.draft, token_limit=vocab), config)
+        ),
         "trees": lambda _: TreeDrafter(range(2, 200)),
     }
 
@@ -95,7 +99,7 @@ def flips(device: str, *, num_tokens: int) -> Iterator[dict[str, Any]]:
 
 def generate(pair: Pair, drafter: MakeDrafter, *, batch_size: int, num_tokens: int, **settings: Any) -> Texts:
     """Continue every prompt with every set of parameters, `batch_size` requests at a time."""
-    tokenizer = load_tokenizer(make_pair().target)
+    tokenizer = open_model(make_pair().target).tokenizer
     requests = [
         (tokenizer.encode(prompt), replace(params, seed=i, max_tokens=num_tokens, ignore_eos=True))
         for i, prompt in enumerate(OWN_PROMPTS[:NUM_PROMPTS])

@@ -29,13 +29,11 @@ def stage(path: Path, target: str) -> list[Instruction]:
 
 
 def variables(steps: list[Instruction]) -> dict[str, str]:
-    """Return the environment that instructions set."""
     words = [word for name, rest in steps if name == "ENV" for word in shlex.split(rest)]
     return dict(word.split("=", 1) for word in words)
 
 
 def command(steps: list[Instruction]) -> list[str]:
-    """Return what the image runs."""
     (last,) = [rest for name, rest in steps if name == "CMD"][-1:]
     words: list[str] = json.loads(last)
     return words

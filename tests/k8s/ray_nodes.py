@@ -1,7 +1,7 @@
 """RayPods: Ray nodes with the resources and labels of pods, and an application submitted to them as KubeRay does it."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,20 +52,20 @@ class RayPods:
         keys.write_text(KEY)
         config = on_this_machine(serve_config(self._service), port=self.port, keys=keys)
         ServeSubmissionClient(self._dashboard).deploy_applications(config)
-        wait_until(lambda: self.application().get("status") == "RUNNING", self.application)
+        deadline = time.monotonic() + START_S
+        while (application := self.application()).get("status") != "RUNNING":
+            assert time.monotonic() < deadline, application
+            time.sleep(0.5)
 
     def application(self) -> dict[str, Any]:
-        """Return what Serve knows of the application."""
         details = ServeSubmissionClient(self._dashboard).get_serve_details()
         application: dict[str, Any] = details["applications"].get("paceline", {})
         return application
 
     def nodes_of(self, deployment: str) -> list[str]:
-        """Return the nodes of a deployment's replicas."""
         return [replica["node_id"] for replica in self.application()["deployments"][deployment]["replicas"]]
 
     def end(self) -> None:
-        """Stop all nodes."""
         self._cluster.shutdown()
 
     def _add(self, node: Node) -> str:
@@ -97,17 +97,9 @@ def ray_pods(service: Manifest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ray
 def on_this_machine(config: dict[str, Any], *, port: int, keys: Path) -> dict[str, Any]:
     """Return a configuration with the bundled pair on the CPU, this port and these keys, else unchanged."""
     (application,) = config["applications"]
-    args = {name: value for name, value in application["args"].items() if not name.endswith("accelerator_type")}
+    args = dict(application["args"])
     args |= {"api_key_file": str(keys), "compile": "off", "device": "cpu"}
     if "target_model" in args:
         args |= {"target_model": str(BUNDLED_TARGET), "draft_model": str(BUNDLED_DRAFT), "tensor_parallel_size": 2}
     http = {"host": "127.0.0.1", "port": port}
     return {**config, "http_options": http, "applications": [{**application, "args": args}]}
-
-
-def wait_until(condition: Callable[[], bool], state: Callable[[], Any]) -> None:
-    """Wait until something holds; fail with the state if it takes too long."""
-    deadline = time.monotonic() + START_S
-    while not condition():
-        assert time.monotonic() < deadline, state()
-        time.sleep(0.5)

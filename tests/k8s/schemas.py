@@ -17,66 +17,26 @@ from tests.k8s.manifests import ROOT, Manifest
 KUBERNETES = "1.34"
 CRDS = ROOT.parent / "shared" / "crds"
 RAY_API = "ray.io/v1"
-_INT_OR_STRING = {"anyOf": [{"type": "integer"}, {"type": "string"}]}
-
-_LABELS: dict[str, Any] = {"type": "object", "additionalProperties": {"type": "string"}}
-_SELECTOR: dict[str, Any] = {
-    "type": "object",
-    "properties": {"matchLabels": _LABELS},
-    "required": ["matchLabels"],
-    "additionalProperties": False,
-}
 
 
-def _with_spec(*required: str, **properties: Any) -> dict[str, Any]:
-    spec = {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-    return {"type": "object", "properties": {"spec": spec}, "required": ["spec"]}
+def _schema(example: Any) -> dict[str, Any]:
+    """Return the schema of what has the form of an example; an empty object has any names, with texts."""
+    if isinstance(example, list):
+        return {"type": "array", "items": _schema(example[0]), "minItems": 1}
+    if isinstance(example, dict):
+        properties = {name: _schema(value) for name, value in example.items()}
+        return {"type": "object", "properties": properties, "additionalProperties": not example and {"type": "string"}}
+    return {"type": "string"}
 
 
-def _items(*required: str, **properties: Any) -> dict[str, Any]:
-    item = {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
-    return {"type": "array", "items": item, "minItems": 1}
-
-
-_TEXT = {"type": "string"}
+_RELABELING = {"sourceLabels": [""], "regex": "", "targetLabel": "", "replacement": ""}
+_ENDPOINT = {"port": "", "path": "", "interval": "", "metricRelabelings": [_RELABELING]}
+_RULE = {"alert": "", "expr": "", "for": "", "labels": {}, "annotations": {}}
 _MONITORING = {
-    "PodMonitor": _with_spec(
-        "selector",
-        "podMetricsEndpoints",
-        selector=_SELECTOR,
-        podTargetLabels={"type": "array", "items": _TEXT},
-        podMetricsEndpoints=_items(
-            "port",
-            port=_TEXT,
-            path=_TEXT,
-            interval=_TEXT,
-            metricRelabelings=_items(
-                "sourceLabels",
-                sourceLabels={"type": "array", "items": _TEXT},
-                regex=_TEXT,
-                targetLabel=_TEXT,
-                replacement=_TEXT,
-            ),
-        ),
-    ),
-    "PrometheusRule": _with_spec(
-        "groups",
-        groups=_items(
-            "name",
-            "rules",
-            name=_TEXT,
-            rules=_items(
-                "alert",
-                "expr",
-                "for",
-                "labels",
-                "annotations",
-                **{"for": _TEXT, "alert": _TEXT, "expr": _TEXT, "labels": _LABELS, "annotations": _LABELS},
-            ),
-        ),
-    ),
+    "PodMonitor": {"selector": {"matchLabels": {}}, "podTargetLabels": [""], "podMetricsEndpoints": [_ENDPOINT]},
+    "PrometheusRule": {"groups": [{"name": "", "rules": [_RULE]}]},
 }
-"""The fields that are used here of those that the Prometheus operator knows."""
+"""The specs of the Prometheus operator's kinds, by the fields that are used here."""
 
 
 def schema_problems(manifest: Manifest) -> Iterator[str]:
@@ -87,7 +47,7 @@ def schema_problems(manifest: Manifest) -> Iterator[str]:
         schema = ray_schema(manifest["kind"])
         manifest = with_defaults(manifest, schema)
     elif group == "monitoring.coreos.com":
-        schema = _MONITORING[manifest["kind"]]
+        schema = {"type": "object", "properties": {"spec": _schema(_MONITORING[manifest["kind"]])}}
     else:
         try:
             kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
@@ -114,7 +74,7 @@ def ray_schema(kind: str, folder: Path = CRDS) -> dict[str, Any]:
 def _strict(schema: dict[str, Any]) -> dict[str, Any]:
     """Return a CRD's structural schema as JSON schema."""
     if schema.get("x-kubernetes-int-or-string"):
-        return dict(_INT_OR_STRING)
+        return {"anyOf": [{"type": "integer"}, {"type": "string"}]}
     strict = {key: value for key, value in schema.items() if not key.startswith("x-") and key != "format"}
     if "properties" in schema:
         strict["properties"] = {name: _strict(child) for name, child in schema["properties"].items()}

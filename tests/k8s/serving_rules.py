@@ -17,7 +17,6 @@ from tests.k8s.manifests import Manifest, cluster_of, groups_of
 
 
 def serve_config(service: Manifest) -> dict[str, Any]:
-    """Return the Serve configuration of a RayService."""
     config: dict[str, Any] = yaml.safe_load(service["spec"]["serveConfigV2"])
     return config
 
@@ -88,10 +87,8 @@ def _room_problems(service: Manifest, config: AppConfig) -> Iterator[str]:
         if room < wanted:
             yield f"{counts} have room for {room} of {wanted} replicas: {'; '.join(missing(found[-1], free))}"
         for name in counts:
-            if (
-                counts[name]
-                and _room(found[-1], worker_nodes(cluster, counts | {name: counts[name] - 1}), wanted)[0] >= wanted
-            ):
+            fewer = counts | {name: counts[name] - 1}
+            if counts[name] and _room(found[-1], worker_nodes(cluster, fewer), wanted)[0] >= wanted:
                 yield f"{wanted} replicas fit with one pod less than {counts[name]} in group {name}"
 
 

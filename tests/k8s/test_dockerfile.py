@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from deployments.environment import SERVE_ENVIRONMENT
-from engine.execution.cpu.packages import CACHE_VARIABLE
+from deployments.local.environment import SERVE_ENVIRONMENT
+from engine.execution.cpu.compilation.packages import CACHE_VARIABLE
 from tests.k8s.dockerfile import instructions, stage, variables
 from tests.k8s.manifests import K8S, ROOT
 

@@ -7,13 +7,7 @@ import pytest
 import yaml
 
 from tests.k8s.manifests import K8S
-from tests.k8s.monitoring import (
-    PROMTOOL,
-    WITHOUT_PROMETHEUS,
-    dashboard,
-    rule_groups,
-    write_rules,
-)
+from tests.k8s.monitoring import PROMTOOL, WITHOUT_PROMETHEUS, rule_groups, write_rules
 
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason=WITHOUT_PROMETHEUS)
 
@@ -48,14 +42,12 @@ TROUBLES = {
     "PacelineDraftLost": [series("paceline:drafter_fallbacks_total", "0+2900x40", reason="absent")],
     "PacelineAcceptanceCollapsed": [series("vllm:spec_decode_num_accepted_tokens_total", "0+500x40")],
     "PacelineLoops": [series("vllm:spec_decode_num_accepted_tokens_total", "0+9900x40")],
-    "PacelineQueueGrows": [
-        series("vllm:num_requests_waiting", "0+5x40"),
-        {"series": WANTED, "values": "4x40"},
-    ],
+    "PacelineQueueGrows": [series("vllm:num_requests_waiting", "0+5x40"), {"series": WANTED, "values": "4x40"}],
 }
 """What differs from a healthy service when each alert should fire."""
 
-CALM = {
+CALM: dict[str, list[dict[str, str]]] = {
+    "all is well": [],
     "a queue that autoscaling is about to shorten": [series("vllm:num_requests_waiting", "0+5x40")],
     "a queue that gets shorter": [
         series("vllm:num_requests_waiting", "200-4x40"),
@@ -108,12 +100,6 @@ def test_an_alert_fires(alert: str, tmp_path: Path) -> None:
 
 
 @needs_promtool
-@pytest.mark.parametrize("alert", TROUBLES)
-def test_an_alert_is_silent_while_all_is_well(alert: str, tmp_path: Path) -> None:
-    assert not firing(alert, [], tmp_path)
-
-
-@needs_promtool
 @pytest.mark.parametrize("state", CALM)
 def test_no_alert_fires_without_need(state: str, tmp_path: Path) -> None:
     assert [alert for alert in TROUBLES if firing(alert, CALM[state], tmp_path)] == []
@@ -124,11 +110,3 @@ def test_every_alert_is_tried_and_explained() -> None:
     assert alerts == TROUBLES.keys()
     readme = (K8S / "README.md").read_text()
     assert [alert for alert in alerts if f"`{alert}`" not in readme] == []
-
-
-def test_every_panel_says_what_to_make_of_it() -> None:
-    panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
-    assert all(panel["description"] for panel in panels)
-    assert len({panel["id"] for panel in dashboard()["panels"]}) == len(dashboard()["panels"])
-    rows = {panel["title"] for panel in dashboard()["panels"] if panel["type"] == "row"}
-    assert "Speculation" in rows

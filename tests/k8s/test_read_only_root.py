@@ -6,21 +6,20 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import openai
 import psutil
 import pytest
 
-from engine.execution.cpu.packages import CACHE_VARIABLE
-from tests.e2e.servers import START_S, free_port
+from engine.execution.cpu.compilation.packages import CACHE_VARIABLE
+from tests.e2e.servers import free_port, wait_until_ok
 from tests.k8s.dockerfile import command, stage, variables
-from tests.k8s.manifests import K8S, ROOT, build, cluster_of, groups_of, has_kustomize, of_kind
+from tests.k8s.manifests import K8S, ROOT, build, cluster_of, groups_of, needs_kustomize, of_kind
 from tests.k8s.sandbox import USER, WITHOUT_NAMESPACES, has_namespaces, sandboxed, writable_mounts
 
 pytestmark = [
     pytest.mark.long,
     pytest.mark.e2e,
-    pytest.mark.skipif(not has_kustomize(), reason="kubectl builds the kustomizations"),
+    needs_kustomize,
     pytest.mark.skipif(not has_namespaces(), reason=WITHOUT_NAMESPACES),
 ]
 
@@ -77,25 +76,15 @@ def server(writable: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
         argv = sandboxed([*start, "--port", str(port)], writable, image("cpu"))
         process = subprocess.Popen(argv, stdout=output, stderr=subprocess.STDOUT)
     try:
-        yield wait_until_ready(f"http://127.0.0.1:{port}", process, log), psutil.Process(process.pid).children()[0]
+        url = f"http://127.0.0.1:{port}"
+        wait_until_ok(f"{url}/ready", process, log)
+        yield url, psutil.Process(process.pid).children()[0]
     finally:
         # The first process of its namespace takes all others with it; unshare's death does not reach another user's.
         for child in psutil.Process(process.pid).children():
             child.kill()
         process.kill()
         process.wait()
-
-
-def wait_until_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if httpx.get(f"{url}/ready", timeout=5).status_code == 200:
-                return url
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)
-    pytest.fail(log.read_text())
 
 
 def test_the_server_answers(server: tuple[str, psutil.Process]) -> None:

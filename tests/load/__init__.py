@@ -1,7 +1,7 @@
 """`python -m tests.load`: send load to a server, say what its users would see, and whether the texts were right.
 
-Reading order: options (the command line), server (what is at the other end), prompts, arrivals, traces, plan (which
-requests there are, and their bodies), events, client and records (one request), loops (when requests are sent), arms
-(ways to speculate that take turns), run (all of it together), sweep, slo, summary, reference (texts), report, picture.
-`ci` runs it against the bundled pair; `locustfile` is for Locust and stands alone.
+Reading order: options (the command line), server (what is at the other end), prompts, traces, plan (which
+requests there are, and their bodies), client and records (one request), loops (when requests are sent), arms (ways to
+speculate that take turns), run (all of it together), sweep, summary, reference (texts), report, picture.
+`ci` runs it against the bundled pair.
 """

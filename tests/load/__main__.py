@@ -9,7 +9,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tests.load.arms import Arm, in_turn
 from tests.load.options import Options, parse
-from tests.load.picture import draw_run, draw_sweep
 from tests.load.records import Record
 from tests.load.reference import differences, reference_texts
 from tests.load.report import Report
@@ -30,15 +29,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(str(error), style="red", markup=False)
         return 2
     report.write(options.out, ["python", "-m", "tests.load", *words])
+    is_drawn = _draw(report, options)
+    report.show(console)
+    files = "summary.json,requests.jsonl,config.json" + (",load.png" if is_drawn else "")
+    console.print(f"written: {options.out}/{{{files}}}", style="dim")
+    return 1 if report.problems else 0
+
+
+def _draw(report: Report, options: Options) -> bool:
+    """Draw the run, if matplotlib is installed; return whether it is."""
+    try:
+        from tests.load.picture import draw_run, draw_sweep
+    except ModuleNotFoundError:
+        return False
     png = options.out / "load.png"
     if report.levels:
-        label = "requests per second" if options.rate else "users"
-        draw_sweep(report.levels, options.slo, label, png)
+        draw_sweep(report.levels, options.limits, "requests per second" if options.rate else "users", png)
     else:
-        draw_run(report.run.records, options.slo, png)
-    report.show(console)
-    console.print(f"written: {options.out}/{{summary.json,requests.jsonl,config.json,load.png}}", style="dim")
-    return 1 if report.problems else 0
+        draw_run(report.run.records, options.limits, png)
+    return True
 
 
 async def _test(options: Options, console: Console) -> Report:
@@ -49,8 +58,8 @@ async def _test(options: Options, console: Console) -> Report:
             progress.remove_task(task)
             levels = await _sweep(run, progress) if options.sweep else []
             if not options.sweep:
-                for turn in range(options.turns):
-                    for arm in in_turn(options.arms, turn):
+                for turn in range(options.num_turns):
+                    for arm in in_turn(options.arm_list, turn):
                         await _measure(run, arm, turn, run.load(), progress)
             differing = None
             if options.reference is not None:
@@ -61,11 +70,13 @@ async def _test(options: Options, console: Console) -> Report:
 
 async def _sweep(run: Run, progress: Progress) -> list[Level]:
     """Find the capacity of every arm; they take turns, so that a machine whose speed drifts drifts for all of them."""
-    options, slo = run.options, run.options.slo
+    options, slo = run.options, run.options.limits
     assert slo is not None
     is_users = options.rate is None
     first = options.rate or options.concurrency or 1
-    searches = {arm: search(first=first, highest=options.max_level, is_whole=is_users) for arm in options.arms}
+    searches = {
+        arm: search(first=first, highest=options.max_level or 256, is_whole=is_users) for arm in options.arm_list
+    }
     loads: dict[Arm, float] = {arm: next(steps) for arm, steps in searches.items()}
     levels: list[Level] = []
     while loads:

@@ -131,7 +131,6 @@ def speed_up(records: Sequence[Record], arm: str, baseline: str) -> Ratio | None
 
 
 def verdict(arm: str, baseline: str, ratio: Ratio) -> str:
-    """Say in one sentence whether an arm pays."""
     sentence = f"{arm} generates tokens {ratio} times as fast as {baseline}"
     if ratio.low is None or ratio.high is None:
         return f"{sentence}; one turn does not tell how sure that is"

@@ -3,11 +3,11 @@
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 
-from tests.load.events import data_of_events
 from tests.load.records import Acceptance, Record
 
 DEFAULT_RETRY_AFTER_S = 1.0
@@ -89,8 +89,27 @@ class Client:
             record.outcome, record.message = "no usage", "the server did not report how many tokens it generated"
 
 
+async def data_of_events(stream: AsyncIterator[bytes], now_s: Callable[[], float]) -> AsyncIterator[tuple[float, str]]:
+    """Yield the arrival time and the data of each event, as soon as it is complete; times are equal if it came at once.
+
+    Lines end at LF or CR LF only. httpx's own line iterator also splits at U+2028 and others, which JSON strings may
+    contain. Comments, which servers send to keep a connection open, and fields other than `data` are skipped.
+    """
+    rest = b""
+    data: list[bytes] = []
+    async for piece in stream:
+        arrived_s = now_s()
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            content = line.removesuffix(b"\r")
+            if content.startswith(b"data:"):
+                data.append(content.removeprefix(b"data:").removeprefix(b" "))
+            elif not content and data:
+                yield arrived_s, b"\n".join(data).decode()
+                data = []
+
+
 def _take(event: dict[str, Any], arrived_s: float, record: Record) -> None:
-    """Add an event to a record."""
     text = ""
     for choice in event.get("choices") or ():
         text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""

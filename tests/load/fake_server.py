@@ -55,7 +55,6 @@ class FakeServer(ThreadingHTTPServer):
 
 @contextmanager
 def fake_server() -> Iterator[FakeServer]:
-    """Serve until the block ends."""
     server = FakeServer()
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), name="fake server")
     thread.start()

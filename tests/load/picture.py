@@ -1,40 +1,51 @@
-"""Pictures: the latencies and tokens of a run, or the curves of a sweep."""
+"""Pictures: the latencies and tokens of a run, or the curves of a sweep; legible on a white page and on a dark one."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from matplotlib import rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tests.bench.pictures import INK, STYLE, save
-from tests.load.records import LatencyName, Record
-from tests.load.slo import Slo
+from tests.load.records import LatencyName, Record, Slo
 from tests.load.sweep import Level
 
-COLOURS = ("#2f86c9", "#d9722e", "#3f9c5a", "#8c5fb0", "#b8486a", INK)
+INK = "#818a94"  # between both pages' backgrounds
+COLOURS = ("#2f86c9", "#d9722e", "#3f9c5a", "#8c5fb0", "#b8486a", "#d9b52e", "#5bb5b0", INK)
+STYLE = {
+    "font.size": 8,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "grid.color": INK,
+    "grid.alpha": 0.25,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "lines.markersize": 4,
+}
+"""What a picture is drawn with, by `matplotlib.rc_context`."""
 LABELS: dict[LatencyName, str] = {"ttft": "time to first token, ms", "tpot": "time per token, ms"}
-_NUM_BINS = 60
 
 
 @rc_context(STYLE)
 def draw_run(records: Sequence[Record], slo: Slo | None, png: Path) -> None:
-    """Draw the share of requests within each TTFT and TPOT, and tokens per second over time, by arm."""
-    figure = Figure(figsize=(9, 2.6), layout="constrained")
-    *distributions, throughput = figure.subplots(1, 3)
+    """Draw the share of requests within each TTFT and TPOT, by arm."""
+    figure = Figure(figsize=(6, 2.6), layout="constrained")
+    distributions = figure.subplots(1, 2)
     for arm, colour in zip(dict.fromkeys(record.arm for record in records), COLOURS, strict=False):
         members = [record for record in records if record.arm == arm]
         for axes, name in zip(distributions, LABELS, strict=True):
             values = sorted(1000 * value for record in members if record.is_ok for value in record.latencies_s(name))
             shares = np.arange(1, len(values) + 1) / max(1, len(values))
             axes.step(values, shares, where="post", color=colour, label=arm)
-        _draw_throughput(throughput, members, colour)
     for axes, (name, label) in zip(distributions, LABELS.items(), strict=True):
         axes.set(xlabel=label, ylabel="share of requests", xlim=(0, None), ylim=(0, 1.02))
         if (limit_ms := _limit_ms(slo, name)) is not None and limit_ms < 2 * axes.get_xlim()[1]:
             axes.axvline(limit_ms, color=INK, linestyle=":")
-    throughput.set(xlabel="seconds of the arm's turns", ylabel="tokens per second", ylim=(0, None))
     for axes in figure.axes:
         axes.grid()
     distributions[0].legend()
@@ -89,21 +100,7 @@ def _ticks(levels: Sequence[Level]) -> list[float]:
     return ticks
 
 
-def _draw_throughput(axes: Axes, records: Sequence[Record], colour: str) -> None:
-    """Draw tokens per second over the time that an arm was measured; its turns follow one another."""
-    times: list[float] = []
-    counts: list[float] = []
-    offset_s = 0.0
-    for turn in sorted({record.turn for record in records}):
-        members = [record for record in records if record.turn == turn]
-        start_s = min(record.scheduled_s for record in members)
-        for record in members:
-            previous = 0
-            for time_s, count in record.chunks:
-                times.append(offset_s + time_s - start_s)
-                counts.append(count - previous if count else record.num_tokens / len(record.chunks))
-                previous = count
-        offset_s += max(record.end_s for record in members) - start_s
-    if times:
-        sums, edges = np.histogram(times, bins=_NUM_BINS, range=(0, offset_s), weights=counts)
-        axes.plot((edges[:-1] + edges[1:]) / 2, sums / np.diff(edges), color=colour)
+def save(figure: Figure, png: Path) -> None:
+    """Write a figure on a transparent ground, in a folder that is made if needed."""
+    png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(png, dpi=160, transparent=True)

@@ -73,7 +73,7 @@ async def make_plan(options: Options, client: Client, server: Server) -> Plan:
     Raises:
         LoadError: a file cannot be read, or the server refuses a prompt.
     """
-    prompts = read_prompts(options.prompts, seed=options.seed)
+    prompts = read_prompts(options.prompts.split(","), seed=options.seed)
     if options.trace is None and options.synthetic is None:
         return Plan(prompts, options, server)
 

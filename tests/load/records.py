@@ -1,6 +1,8 @@
-"""Record: what a client saw of one request, and the latencies that follow from it."""
+"""Record: what a client saw of one request, the latencies that follow from it, and whether they keep an SLO."""
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from operator import add, sub
 from typing import Any, Literal
 
 OK, REJECTED = "ok", "429"
@@ -17,14 +19,10 @@ class Acceptance:
     num_accepted_tokens: int = 0
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
-        return Acceptance(
-            self.num_drafts + other.num_drafts,
-            self.num_draft_tokens + other.num_draft_tokens,
-            self.num_accepted_tokens + other.num_accepted_tokens,
-        )
+        return Acceptance(*map(add, astuple(self), astuple(other)))
 
     def __sub__(self, other: "Acceptance") -> "Acceptance":
-        return self + Acceptance(-other.num_drafts, -other.num_draft_tokens, -other.num_accepted_tokens)
+        return Acceptance(*map(sub, astuple(self), astuple(other)))
 
     @property
     def rate(self) -> float | None:
@@ -114,3 +112,45 @@ class Record:
         fields = asdict(self)
         del fields["prompt_token_ids"], fields["retry_after_s"]
         return {**fields, "ttft_s": self.ttft_s, "tpot_s": self.tpot_s, "e2e_s": self.e2e_s}
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Limits in milliseconds on one request's latencies; `itl` limits the longest time between two tokens."""
+
+    limits_ms: tuple[tuple[LatencyName, float], ...]
+    min_share: float
+
+    @classmethod
+    def parse(cls, text: str, min_share: float) -> "Slo":
+        """Return the limits of `ttft=500,tpot=50`.
+
+        Raises:
+            ValueError: a name is unknown, or a limit is no positive number.
+        """
+        limits: dict[LatencyName, float] = {}
+        for part in text.split(","):
+            name, _, value = part.replace(":", "=").partition("=")
+            known = next((latency for latency in LATENCIES if latency == name.strip()), None)
+            if known is None:
+                raise ValueError(f"{name!r} is none of {', '.join(LATENCIES)}")
+            limits[known] = float(value)
+            if not limits[known] > 0:
+                raise ValueError(f"{part!r} is not above 0 ms")
+        return cls(tuple(limits.items()), min_share)
+
+    def is_good(self, record: Record) -> bool:
+        return record.is_ok and all(
+            1000 * max(record.latencies_s(name), default=0.0) <= limit_ms for name, limit_ms in self.limits_ms
+        )
+
+    def share(self, records: Sequence[Record]) -> float:
+        """Return the share of good requests; refused and failed ones are not good."""
+        return sum(map(self.is_good, records)) / len(records) if records else 0.0
+
+    def is_met(self, records: Sequence[Record]) -> bool:
+        return bool(records) and self.share(records) >= self.min_share
+
+    def __str__(self) -> str:
+        limits = ", ".join(f"{name} <= {limit_ms:g} ms" for name, limit_ms in self.limits_ms)
+        return f"{limits} for {self.min_share:.4g} of the requests"

@@ -73,7 +73,7 @@ async def reference_texts(plan: Plan, records: Sequence[Record]) -> dict[int, st
 async def _from_server(url: str, plan: Plan, indices: Sequence[int]) -> dict[int, str]:
     """Ask a server for the texts, some at a time."""
     options = plan.options
-    client = Client(url, PATHS[options.endpoint], api_key=options.api_key, timeout_s=options.timeout_s)
+    client = Client(url, PATHS[options.endpoint], api_key=options.api_key, timeout_s=options.timeout)
     try:
         server = await survey(client, options.endpoint, None)
         clock, room, texts = Clock(), asyncio.Semaphore(_NUM_STREAMS), dict[int, str]()
@@ -93,7 +93,6 @@ async def _from_server(url: str, plan: Plan, indices: Sequence[int]) -> dict[int
 
 
 def _from_engine(model: str, requests: Sequence[tuple[Record, Mapping[str, Any]]]) -> dict[int, str]:
-    """Generate the texts in this process, with the target alone."""
     from engine import LLM, SamplingParams  # loads torch, which nothing else here needs
     from engine.config import BUNDLED
 
@@ -102,5 +101,5 @@ def _from_engine(model: str, requests: Sequence[tuple[Record, Mapping[str, Any]]
     prompts: list[Any] = [record.prompt_token_ids or str(body["prompt"]) for record, body in requests]
     names = ("max_tokens", "temperature", "seed", "ignore_eos")
     params = [SamplingParams(**{name: body[name] for name in names if name in body}) for _, body in requests]
-    results = llm.generate(prompts, params)
+    results = llm.generate(prompts, params, show_progress=False)
     return {record.index: result.outputs[0].text for (record, _), result in zip(requests, results, strict=True)}

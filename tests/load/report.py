@@ -10,10 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.load.arms import Ratio, speed_up, verdict
-from tests.load.records import LATENCIES, Record
+from tests.load.records import LATENCIES, Record, Slo
 from tests.load.reference import Difference
 from tests.load.run import Run
-from tests.load.slo import Slo
 from tests.load.summary import Summary, by_domain, summarize
 from tests.load.sweep import Level, capacity
 
@@ -34,13 +33,14 @@ class Report:
         self.run = run
         self.levels = levels
         self.differing = differing
-        self.baseline = next((arm.name for arm in run.options.arms if arm.name == "off"), run.options.arms[0].name)
-        self.summaries = {arm.name: self._summary(arm.name) for arm in run.options.arms}
+        self.baseline = next(
+            (arm.name for arm in run.options.arm_list if arm.name == "off"), run.options.arm_list[0].name
+        )
+        self.summaries = {arm.name: self._summary(arm.name) for arm in run.options.arm_list}
 
     @property
     def problems(self) -> list[str]:
-        """What makes the exit status 1."""
-        slo, found = self.run.options.slo, []
+        slo, found = self.run.options.limits, []
         for name, summary in self.summaries.items():
             if not summary.num_ok:
                 found.append(f"no request of arm {name} succeeded")
@@ -57,7 +57,6 @@ class Report:
         return found
 
     def notes(self) -> list[str]:
-        """Return what a reader of the figures must know."""
         notes = list(self.run.plan.notes)
         lags = sorted(self.run.lag.lags_s)
         if lags and (lag_s := lags[int(0.99 * (len(lags) - 1))]) > MAX_LAG_S:
@@ -82,22 +81,15 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Return `summary.json`."""
         run = self.run
+        arms: dict[str, Any] = {name: summary.as_json() for name, summary in self.summaries.items()}
+        for name, fields in arms.items():
+            domains = by_domain(self._records(name)).items()
+            fields["domains"] = {domain: summarize(of, run.options.limits).as_json() for domain, of in domains}
+        speed_ups = self.speed_ups().items()
         return {
-            "arms": {
-                name: summary.as_json()
-                | {
-                    "domains": {
-                        domain: summarize(records, run.options.slo).as_json()
-                        for domain, records in by_domain(self._records(name)).items()
-                    }
-                }
-                for name, summary in self.summaries.items()
-            },
+            "arms": arms,
             "baseline": self.baseline,
-            "speed_up": {
-                arm: {domain: asdict(ratio) for domain, ratio in ratios.items()}
-                for arm, ratios in self.speed_ups().items()
-            },
+            "speed_up": {arm: {name: asdict(ratio) for name, ratio in ratios.items()} for arm, ratios in speed_ups},
             "levels": [
                 {"arm": level.arm, "load": level.load, "holds": level.holds, **level.summary.as_json()}
                 for level in self.levels
@@ -119,7 +111,7 @@ class Report:
         config = {
             "command": list(command),
             "start_unix_s": self.run.clock.unix_s,
-            "options": self.run.options.as_json(),
+            "options": self.run.options.model_dump(mode="json"),
             "server": asdict(self.run.plan.server),
         }
         _write_json(folder / "config.json", config)
@@ -128,14 +120,13 @@ class Report:
             file.writelines(json.dumps(record.as_json()) + "\n" for record in self.run.records)
 
     def show(self, console: Console) -> None:
-        """Print the tables, the verdicts and the problems."""
         if self.levels:
             console.print(_levels_table(self.levels, self.run.options.rate is None))
             for name in self.summaries:
                 unit = "users" if self.run.options.rate is None else "requests/s"
-                console.print(f"{name}: {capacity(self.levels, name):g} {unit} at {self.run.options.slo}")
+                console.print(f"{name}: {capacity(self.levels, name):g} {unit} at {self.run.options.limits}")
         else:
-            console.print(_figures_table(self.summaries, self.run.options.slo))
+            console.print(_figures_table(self.summaries, self.run.options.limits))
         speed_ups = self.speed_ups()
         if speed_ups:
             console.print(self._domains_table(speed_ups))
@@ -151,17 +142,15 @@ class Report:
             console.print(problem, style="red", markup=False)
 
     def _domains_table(self, speed_ups: Mapping[str, Mapping[str, Ratio]]) -> Table:
-        table = Table(title=f"tokens as fast as {self.baseline}, times (95 % interval of the mean over turns)")
-        for column in ("arm", "domain", "speed-up", "accepted", "acceptance length", "TPOT p50, ms"):
-            table.add_column(column)
+        title = f"tokens as fast as {self.baseline}, times (95 % interval of the mean over turns)"
+        columns = ("arm", "domain", "speed-up", "accepted", "acceptance length", "TPOT p50, ms")
+        table = Table(*columns, title=title)
         for arm, ratios in speed_ups.items():
             for domain, ratio in ratios.items():
                 records = [record for record in self._records(arm) if domain in ("all", record.domain)]
                 figures = summarize(records, None)
                 tpot = figures.latencies_ms["tpot"]
-                table.add_row(
-                    arm, domain, str(ratio), *_acceptance(figures), "-" if tpot is None else f"{tpot.p50:.1f}"
-                )
+                table.add_row(arm, domain, str(ratio), *_acceptance(figures), f"{tpot.p50:.1f}" if tpot else "-")
         return table
 
     def _records(self, arm: str) -> list[Record]:
@@ -169,14 +158,11 @@ class Report:
 
     def _summary(self, arm: str) -> Summary:
         records = self._records(arm)
-        summary = summarize(records, self.run.options.slo, acceptance=self.run.acceptance.get(arm))
+        summary = summarize(records, self.run.options.limits, acceptance=self.run.acceptance.get(arm))
         if self.differing is None:
             return summary
-        return replace(
-            summary,
-            texts_checked=summary.num_ok,
-            texts_differing=sum(difference.arm == arm for difference in self.differing),
-        )
+        num_differing = sum(difference.arm == arm for difference in self.differing)
+        return replace(summary, texts_checked=summary.num_ok, texts_differing=num_differing)
 
 
 def _write_json(path: Path, content: Any) -> None:
@@ -191,7 +177,6 @@ def _acceptance(summary: Summary) -> tuple[str, str]:
 
 
 def _figures_table(summaries: Mapping[str, Summary], slo: Slo | None) -> Table:
-    """Return a table with a column for each arm."""
     table = Table(title="latencies in ms: p50 / p90 / p99")
     table.add_column("")
     for name in summaries:
@@ -217,7 +202,6 @@ def _figures_table(summaries: Mapping[str, Summary], slo: Slo | None) -> Table:
 
 
 def _levels_table(levels: Sequence[Level], is_users: bool) -> Table:
-    table = Table(title="latencies in ms: p50 / p99")
     columns = (
         "arm",
         "users" if is_users else "requests/s",
@@ -228,8 +212,7 @@ def _levels_table(levels: Sequence[Level], is_users: bool) -> Table:
         "TTFT",
         "TPOT",
     )
-    for column in columns:
-        table.add_column(column)
+    table = Table(*columns, title="latencies in ms: p50 / p99")
     for level in levels:
         summary = level.summary
         latencies = [summary.latencies_ms["ttft"], summary.latencies_ms["tpot"]]

@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from tests.load.arms import DEFAULT, Arm
-from tests.load.arrivals import arrival_times
 from tests.load.client import Client, Clock
-from tests.load.loops import LoopLag, Send, closed_loop, open_loop
+from tests.load.loops import LoopLag, arrival_times, closed_loop, open_loop
 from tests.load.options import Options
 from tests.load.plan import Plan, make_plan
 from tests.load.records import Acceptance, Record
 from tests.load.server import PATHS, LoadError, Server, read_counters, survey
 
 OnRecord = Callable[[Record], None]
+DEFAULT_USERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Load:
 
     @property
     def num_expected(self) -> int | None:
-        """How many requests it will be; None if that depends on the server."""
+        """None if the number of requests depends on the server."""
         return self.num_requests if self.times is None else len(self.times)
 
 
@@ -65,22 +65,20 @@ class Run:
             return Load(times=self.plan.times)
         if options.rate is not None:
             return self.open_load(options.rate)
-        return Load(
-            num_users=options.concurrency or 1, num_requests=options.num_requests, duration_s=options.duration_s
-        )
+        users = options.concurrency or DEFAULT_USERS
+        return Load(num_users=users, num_requests=options.num_requests, duration_s=options.duration_s)
 
     def open_load(self, rate: float) -> Load:
         """Return arrivals at a rate, for as long as the options say."""
         options = self.options
-        return Load(
-            times=arrival_times(
-                rate,
-                burstiness=options.burstiness,
-                num_requests=options.num_requests,
-                duration_s=options.duration_s,
-                seed=options.seed,
-            )
+        times = arrival_times(
+            rate,
+            options.burstiness or 1.0,
+            num_requests=options.num_requests,
+            duration_s=options.duration_s,
+            seed=options.seed,
         )
+        return Load(times)
 
     async def measure(self, arm: Arm, turn: int, load: Load, on_record: OnRecord) -> list[Record]:
         """Send a load for an arm; returns its requests in the order of their ends."""
@@ -117,7 +115,7 @@ class Run:
         """
         before = await read_counters(self.clients[arm.url])
         warming: list[Record] = []
-        users = self.options.concurrency or 8
+        users = self.options.concurrency or DEFAULT_USERS
         await self._send_all(arm, 0, Load(num_users=users, num_requests=self.options.warmup), warming.append)
         failed = next((record for record in warming if not record.is_ok), None)
         if failed is not None:
@@ -136,14 +134,10 @@ class Run:
             on_record(record)
             return record
 
-        await _loop(send, load, self.clock)
-
-
-async def _loop(send: Send, load: Load, clock: Clock) -> None:
-    if load.times is not None:
-        await open_loop(send, load.times, clock)
-    else:
-        await closed_loop(send, load.num_users, clock, num_requests=load.num_requests, duration_s=load.duration_s)
+        if load.times is not None:
+            await open_loop(send, load.times, self.clock)
+        else:
+            await closed_loop(send, load.num_users, self.clock, load.num_requests, load.duration_s)
 
 
 @asynccontextmanager
@@ -155,20 +149,20 @@ async def open_run(options: Options) -> AsyncIterator[Run]:
     """
     path = PATHS[options.endpoint]
     clients = {
-        url: Client(url, path, api_key=options.api_key, timeout_s=options.timeout_s)
-        for url in dict.fromkeys(arm.url for arm in options.arms)
+        url: Client(url, path, api_key=options.api_key, timeout_s=options.timeout)
+        for url in dict.fromkeys(arm.url for arm in options.arm_list)
     }
     try:
         servers: dict[str, Server] = {}
         for url, client in clients.items():
             servers[url] = await survey(client, options.endpoint, options.model)
-        first = options.arms[0]
-        for arm in options.arms:
+        first = options.arm_list[0]
+        for arm in options.arm_list:
             if arm.name != DEFAULT and not servers[arm.url].has_extensions:
                 raise LoadError(f"arm {arm.name}: {arm.url} does not take the field `speculative`")
         plan = await make_plan(options, clients[first.url], servers[first.url])
         run = Run(options, plan, clients)
-        for arm in options.arms:
+        for arm in options.arm_list:
             await run.warm_up(arm)
         run.clock = Clock()
         yield run

@@ -69,12 +69,10 @@ async def survey(client: Client, endpoint: Endpoint, model: str | None) -> Serve
     card = await _model_card(client, model)
     plain = {"model": card["id"], "max_tokens": 1, **prompt_fields(endpoint, "Hello")}
     extended = {**plain, "ignore_eos": True, "stream": True, **extension_fields("survey")}
-    answers = [await _post(client, PATHS[endpoint], extended)]
+    answers = [await _request(client, "POST", PATHS[endpoint], extended)]
     if answers[0].status_code in (400, 422):
-        answers.append(await _post(client, PATHS[endpoint], plain))
-    if answers[-1].status_code != httpx.codes.OK:
-        answer = answers[-1]
-        raise LoadError(f"{client.url} answers a request with {answer.status_code}: {answer.text[:300]}")
+        answers.append(await _request(client, "POST", PATHS[endpoint], plain))
+    _check(answers[-1], client)
     version = await client.http.get("/version", timeout=_PROBE_TIMEOUT_S)
     return Server(
         model=card["id"],
@@ -91,9 +89,8 @@ async def count_prompt_tokens(client: Client, server: Server, endpoint: Endpoint
         LoadError: it refuses the prompt.
     """
     body = {"model": server.model, "max_tokens": 1, **prompt_fields(endpoint, text)}
-    answer = await _post(client, PATHS[endpoint], body)
-    if answer.status_code != httpx.codes.OK:
-        raise LoadError(f"{client.url} answers a request with {answer.status_code}: {answer.text[:300]}")
+    answer = await _request(client, "POST", PATHS[endpoint], body)
+    _check(answer, client)
     count: int = answer.json()["usage"]["prompt_tokens"]
     return count
 
@@ -138,12 +135,8 @@ async def read_counters(client: Client) -> Counters | None:
 
 
 async def _model_card(client: Client, model: str | None) -> dict[str, Any]:
-    try:
-        answer = await client.http.get("/v1/models", timeout=_PROBE_TIMEOUT_S)
-    except httpx.TransportError as error:
-        raise LoadError(f"{client.url} cannot be reached: {error!r}") from error
-    if answer.status_code != httpx.codes.OK:
-        raise LoadError(f"{client.url}/v1/models answers with {answer.status_code}: {answer.text[:300]}")
+    answer = await _request(client, "GET", "/v1/models")
+    _check(answer, client)
     cards: dict[str, dict[str, Any]] = {card["id"]: card for card in answer.json()["data"]}
     if model is None:
         return next(iter(cards.values()))
@@ -152,8 +145,13 @@ async def _model_card(client: Client, model: str | None) -> dict[str, Any]:
     return cards[model]
 
 
-async def _post(client: Client, path: str, body: dict[str, Any]) -> httpx.Response:
+async def _request(client: Client, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
     try:
-        return await client.http.post(path, json=body, timeout=_PROBE_TIMEOUT_S)
+        return await client.http.request(method, path, json=body, timeout=_PROBE_TIMEOUT_S)
     except httpx.TransportError as error:
         raise LoadError(f"{client.url} cannot be reached: {error!r}") from error
+
+
+def _check(answer: httpx.Response, client: Client) -> None:
+    if answer.status_code != httpx.codes.OK:
+        raise LoadError(f"{client.url} answers {answer.url.path} with {answer.status_code}: {answer.text[:300]}")

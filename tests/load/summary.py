@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from tests.load.records import LATENCIES, OK, REJECTED, Acceptance, LatencyName, Record
-from tests.load.slo import Slo
+from tests.load.records import LATENCIES, OK, REJECTED, Acceptance, LatencyName, Record, Slo
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,6 @@ class Summary:
     texts_differing: int | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that `summary.json` has."""
         fields = asdict(self)
         if self.acceptance is not None:
             fields["acceptance"] |= {"rate": self.acceptance.rate, "mean_length": self.acceptance.mean_length}
@@ -91,8 +90,8 @@ def summarize(records: Sequence[Record], slo: Slo | None, *, acceptance: Accepta
         duration_s=duration_s,
         requests_per_s=len(succeeded) / duration_s if duration_s else 0.0,
         tokens_per_s=num_tokens / duration_s if duration_s else 0.0,
-        mean_prompt_tokens=_mean([record.num_prompt_tokens for record in succeeded]),
-        mean_tokens=_mean([record.num_tokens for record in succeeded]),
+        mean_prompt_tokens=sum(record.num_prompt_tokens for record in succeeded) / max(1, len(succeeded)),
+        mean_tokens=num_tokens / max(1, len(succeeded)),
         latencies_ms={
             name: Distribution.of(value for record in succeeded for value in record.latencies_s(name))
             for name in LATENCIES
@@ -100,12 +99,11 @@ def summarize(records: Sequence[Record], slo: Slo | None, *, acceptance: Accepta
         good_share=good_share,
         goodput_per_s=good_share * len(records) / duration_s if good_share is not None and duration_s else None,
         acceptance=sum(counted, Acceptance()) if counted else acceptance,
-        histogram=_added([record.histogram for record in succeeded]),
+        histogram=[sum(counts) for counts in zip_longest(*(record.histogram for record in succeeded), fillvalue=0)],
     )
 
 
 def by_domain(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """Return the requests of each domain, sorted by name."""
     domains = sorted({record.domain for record in records})
     return {domain: [record for record in records if record.domain == domain] for domain in domains}
 
@@ -116,12 +114,3 @@ def _duration_s(records: Sequence[Record]) -> float:
         members = [record for record in records if (record.arm, record.turn) == turn]
         total_s += max(record.end_s for record in members) - min(record.scheduled_s for record in members)
     return total_s
-
-
-def _mean(counts: Sequence[int]) -> float:
-    return sum(counts) / len(counts) if counts else 0.0
-
-
-def _added(histograms: Sequence[Sequence[int]]) -> list[int]:
-    length = max(map(len, histograms), default=0)
-    return [sum(histogram[i] for histogram in histograms if i < len(histogram)) for i in range(length)]

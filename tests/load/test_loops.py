@@ -1,11 +1,14 @@
-"""An open loop does not wait for answers; a closed loop does."""
+"""An open loop does not wait for answers; a closed loop does. Arrivals have the rate and burstiness asked for."""
 
 import asyncio
+import itertools
+import math
+from statistics import fmean, pstdev
 
 import pytest
 
 from tests.load.client import Clock
-from tests.load.loops import LoopLag, closed_loop, open_loop
+from tests.load.loops import arrival_times, closed_loop, open_loop
 from tests.load.records import Record
 
 
@@ -80,16 +83,30 @@ async def test_a_user_who_is_refused_waits_as_long_as_the_server_asks() -> None:
     assert answers.due_s[1] - answers.due_s[0] >= 0.05
 
 
-async def test_lag_is_noticed() -> None:
-    lag = LoopLag()
-    watch = asyncio.create_task(lag.watch())
-    loop = asyncio.get_running_loop()
-    await asyncio.sleep(0.01)
-    end_s = loop.time() + 0.2
-    while loop.time() < end_s:  # keeps the event loop busy
-        pass
-    await asyncio.sleep(0)
-    while not lag.lags_s:
-        await asyncio.sleep(0)
-    watch.cancel()
-    assert lag.lags_s[0] > 0.1
+COUNT = 20_000
+
+
+def gaps(**arguments: float) -> list[float]:
+    times = [0.0, *arrival_times(5.0, num_requests=COUNT, seed=1, **arguments)]
+    return [later - earlier for earlier, later in itertools.pairwise(times)]
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_the_gaps_are_gamma_distributed(burstiness: float) -> None:
+    """The coefficient of variation of a gamma distribution is 1 over the root of its shape."""
+    drawn = gaps(burstiness=burstiness)
+    variation = 1 / math.sqrt(burstiness)
+    assert fmean(drawn) == pytest.approx(0.2, rel=5 * variation / math.sqrt(COUNT))
+    assert pstdev(drawn) / fmean(drawn) == pytest.approx(variation, rel=0.06)
+
+
+def test_infinite_burstiness_is_regular() -> None:
+    assert gaps(burstiness=float("inf")) == pytest.approx([0.2] * COUNT)
+
+
+def test_a_seed_repeats_the_arrivals_and_a_duration_ends_them() -> None:
+    times = arrival_times(5.0, duration_s=10, seed=3)
+    assert times == arrival_times(5.0, duration_s=10, seed=3)
+    assert times != arrival_times(5.0, duration_s=10, seed=4)
+    assert times[-1] < 10
+    assert arrival_times(5.0, num_requests=len(times), seed=3) == times

@@ -74,13 +74,6 @@ def test_refusals_count_against_the_slo_only(server: FakeServer, tmp_path: Path)
     assert (summary["arms"]["default"]["num_rejected"], summary["arms"]["default"]["failures"]) == (1, {})
 
 
-def test_a_failed_request_is_a_failed_run(server: FakeServer, tmp_path: Path) -> None:
-    server.failures = {1 + WARMUP + 2: "cut", 1 + WARMUP + 3: 500}
-    status, summary = run(server, tmp_path, "--requests", "8")
-    assert status == 1
-    assert summary["arms"]["default"]["failures"] == {"500": 1, "cut": 1}
-
-
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
 def test_a_wrong_text_is_a_failed_run(server: FakeServer, tmp_path: Path, endpoint: str) -> None:
     words = ("--requests", "8", "--endpoint", endpoint, "--reference", server.url)
@@ -202,9 +195,6 @@ def test_a_test_that_cannot_be_run_exits_with_2(server: FakeServer, tmp_path: Pa
         "--arm-url fixed=http://x",
         "--arms fixed --arm-url fixed",
         "--slo speed=1",
-        "--slo-share 2",
-        "--rate 0",
-        "--requests 0",
         "--api-key-file /nowhere",
         "--api-key-file /dev/null",
     ],

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.load.prompts import SHARED_PROMPTS, Prompt, SizedText, read_prompts
+from tests.load.prompts import Prompt, SizedText, read_prompts
 from tests.load.server import LoadError
 
 
@@ -30,19 +30,6 @@ def test_lines_of_json_are_read_in_all_their_forms(tmp_path: Path) -> None:
     ]
     assert sorted(read, key=str) == sorted(expected, key=str)
     assert read == read_prompts([str(path)], seed=0)
-
-
-def test_blank_lines_part_the_prompts_of_other_files(tmp_path: Path) -> None:
-    path = tmp_path / "mine.txt"
-    path.write_text("one\ntwo\n\n\n    three\n")
-    assert {prompt.content for prompt in read_prompts([str(path)], seed=0)} == {"one\ntwo", "    three"}
-
-
-def test_several_sources_are_mixed() -> None:
-    if not SHARED_PROMPTS.is_dir():
-        pytest.skip("the shared prompts are not here")
-    prompts = read_prompts(["gsm8k", "humaneval", "bundled"], seed=0)
-    assert {prompt.domain for prompt in prompts[:40]} == {"gsm8k", "humaneval", "bundled"}
 
 
 @pytest.mark.parametrize("content", ["", "[1]\n", "{}\n", "no json\n", '{"prompt": ""}\n'])
@@ -85,14 +72,3 @@ async def test_prompts_whose_blocks_begin_alike_begin_alike() -> None:
     common = next(i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
     assert await words.count(first[:common]) == pytest.approx(1024, rel=0.15)
     assert first[:200] != other[:200]
-
-
-async def test_messages_alone_give_no_text() -> None:
-    with pytest.raises(LoadError, match="messages"):
-        SizedText([Prompt([{"role": "user", "content": "x"}], "d")], Words(0).count)
-
-
-def test_seeds_decide_the_order() -> None:
-    orders = [[prompt.content for prompt in read_prompts(["bundled"], seed=seed)] for seed in range(2)]
-    assert orders[0] != orders[1]
-    assert sorted(orders[0]) == sorted(orders[1])

@@ -1,10 +1,8 @@
-"""Latencies of one request."""
-
-import json
+"""Latencies of one request, and whether it keeps an SLO."""
 
 import pytest
 
-from tests.load.records import Acceptance, Record
+from tests.load.records import Acceptance, Record, Slo
 
 
 def record(*chunks: tuple[float, int], scheduled_s: float = 1.0, sent_s: float = 1.0) -> Record:
@@ -35,8 +33,30 @@ def test_acceptance_is_counted_as_vllm_does() -> None:
     assert (Acceptance().rate, Acceptance().mean_length) == (None, None)
 
 
-def test_a_record_becomes_a_line_of_json() -> None:
-    line = json.loads(json.dumps(record((2.0, 1), (3.0, 2)).as_json()))
-    assert line["ttft_s"] == 1.0
-    assert line["chunks"] == [[2.0, 1], [3.0, 2]]
-    assert line["outcome"] == "ok"
+def answered(ttft_s: float, tpot_s: float = 0.01, outcome: str = "ok") -> Record:
+    return Record(0, "d", 0.0, 0.0, outcome=outcome, chunks=[(ttft_s, 1), (ttft_s + 10 * tpot_s, 11)], num_tokens=11)
+
+
+def test_limits_are_read_with_either_sign() -> None:
+    assert Slo.parse("ttft=500, tpot=50.5", 1.0).limits_ms == (("ttft", 500.0), ("tpot", 50.5))
+    assert Slo.parse("e2e:9000", 1.0).limits_ms == (("e2e", 9000.0),)
+
+
+@pytest.mark.parametrize("text", ["", "ttft", "ttft=", "ttft=x", "speed=5", "tpot=0", "tpot=-1", "tpot=nan"])
+def test_other_limits_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        Slo.parse(text, 1.0)
+
+
+def test_a_good_request_keeps_all_limits() -> None:
+    slo = Slo((("ttft", 500.0), ("tpot", 20.0)), 0.5)
+    assert slo.is_good(answered(0.5))
+    assert not slo.is_good(answered(0.51))
+    assert not slo.is_good(answered(0.1, tpot_s=0.021))
+    assert not slo.is_good(answered(0.1, outcome="429"))
+
+
+def test_the_slowest_token_counts_for_itl() -> None:
+    stalled = Record(0, "d", 0.0, 0.0, chunks=[(0.1, 1), (0.2, 2), (1.2, 3)], num_tokens=3)
+    assert Slo((("itl", 1001.0),), 1.0).is_good(stalled)
+    assert not Slo((("itl", 999.0),), 1.0).is_good(stalled)

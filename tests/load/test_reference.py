@@ -43,17 +43,6 @@ async def test_a_server_is_asked_without_drafts_and_once_for_each_text(server: F
     assert texts[0] == texts[len(plan.prompts)] != texts[1]
 
 
-async def test_seeds_tell_texts_apart(server: FakeServer) -> None:
-    plan = await plan_of(server, server.url, "--temperature", "0.7")
-    texts = await reference_texts(plan, [Record(0, "d", 0, 0), Record(len(plan.prompts), "d", 0, 0)])
-    assert len(set(texts.values())) == 2
-
-
-async def test_failed_requests_are_not_asked_for(server: FakeServer) -> None:
-    plan = await plan_of(server, server.url)
-    assert await reference_texts(plan, [Record(0, "d", 0, 0, outcome="503")]) == {}
-
-
 async def test_a_reference_that_fails_is_an_error(server: FakeServer) -> None:
     with fake_server() as other:
         plan = await plan_of(server, other.url)

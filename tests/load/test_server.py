@@ -57,12 +57,6 @@ async def test_a_server_without_counters_has_none(server: FakeServer, client: Cl
     assert await read_counters(client) is None
 
 
-async def test_a_server_that_is_gone_has_no_counters() -> None:
-    gone = Client("http://127.0.0.1:1", "/v1/completions")
-    assert await read_counters(gone) is None
-    await gone.close()
-
-
 def test_messages_go_to_the_chat_api_only() -> None:
     messages = [{"role": "user", "content": "x"}]
     assert prompt_fields("chat", "x") == prompt_fields("chat", messages) == {"messages": messages}

@@ -33,12 +33,6 @@ def test_rates_are_found_within_the_resolution(limit: float) -> None:
     assert limit / (1 + RESOLUTION) <= found <= limit
 
 
-def test_nothing_holds() -> None:
-    levels = levels_of(0, first=4, highest=64, is_whole=True)
-    assert capacity(levels, "a") == 0
-    assert len(levels) == 1
-
-
 def test_the_highest_load_is_never_passed() -> None:
     levels = levels_of(1000, first=3, highest=20, is_whole=True)
     assert [level.load for level in levels] == [3, 6, 12, 20]

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.arrivals import Arrival
 from tests.load.server import LoadError
-from tests.load.traces import excerpt, fit, read
+from tests.load.traces import Arrival, excerpt, fit, read
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

@@ -1,17 +1,37 @@
 """Traces of production traffic: Azure's CSV files and Mooncake's JSON lines, and the part of one that is replayed.
 
-As for AIPerf, a line of Mooncake's format may have its prompt as `text_input` instead of an `input_length`.
+Azure's traces (AzurePublicDataset, 2023, CC-BY-4.0) have an hour of conversations, 5.5 per second, and of code
+completions, 2.6 per second in bursts. As for AIPerf, a line of Mooncake's format may have its prompt as `text_input`
+instead of an `input_length`.
 """
 
+import csv
 import json
-from dataclasses import replace
+import random
+from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
-from tests.bench.arrivals import Arrival, busiest, rate, read_trace, scale
 from tests.load.server import LoadError
 
 BLOCK_TOKENS = 512
 """Tokens of a block of Mooncake's `hash_ids`; requests whose ids begin alike have prompts that begin alike."""
+_MICROSECONDS = 26
+"""Characters of a time stamp of Azure's, up to its microseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request, and when it comes."""
+
+    time_s: float
+    num_prompt_tokens: int
+    num_tokens: int
+    """Tokens that are generated for it."""
+    block_ids: tuple[int, ...] = ()
+    """Contents of the prompt's blocks, where the trace tells them: prompts with equal ids begin alike."""
+    prompt: str | None = None
+    """The prompt itself, where the trace tells it; its tokens are then not counted."""
 
 
 def read(path: Path) -> list[Arrival]:
@@ -21,7 +41,7 @@ def read(path: Path) -> list[Arrival]:
         LoadError: the file cannot be read, or is no trace.
     """
     try:
-        arrivals = _read_mooncake(path) if path.suffix == ".jsonl" else read_trace(path)
+        arrivals = _read_mooncake(path) if path.suffix == ".jsonl" else _read_azure(path)
     except (OSError, KeyError, ValueError) as error:
         raise LoadError(f"{path} is no trace of Azure's (.csv) or Mooncake's (.jsonl) format: {error!r}") from error
     if not arrivals or not arrivals[-1].time_s:
@@ -55,6 +75,50 @@ def fit(arrivals: list[Arrival], *, max_prompt_tokens: int, max_tokens: int) -> 
         for arrival in arrivals
     ]
     return fitted, sum(after != before for after, before in zip(fitted, arrivals, strict=True))
+
+
+def busiest(arrivals: list[Arrival], duration_s: float) -> list[Arrival]:
+    """Return the requests of the window with the most of them; times count from its start."""
+    best, best_first, first = 0, 0, 0
+    for index, arrival in enumerate(arrivals):
+        while arrival.time_s - arrivals[first].time_s > duration_s:
+            first += 1
+        if index + 1 - first > best:
+            best, best_first = index + 1 - first, first
+    window = arrivals[best_first : best_first + best]
+    return [replace(arrival, time_s=arrival.time_s - window[0].time_s) for arrival in window]
+
+
+def scale(arrivals: list[Arrival], factor: float, *, seed: int = 0) -> list[Arrival]:
+    """Return the same load `factor` times: whole copies at shifted times, and a random part of one more copy."""
+    chance = random.Random(seed)
+    duration_s = arrivals[-1].time_s
+    scaled: list[Arrival] = []
+    for copy in range(int(factor)):
+        shift_s = chance.uniform(0, duration_s) if copy else 0.0
+        scaled += [replace(arrival, time_s=(arrival.time_s + shift_s) % duration_s) for arrival in arrivals]
+    shift_s = chance.uniform(0, duration_s)
+    scaled += [
+        replace(arrival, time_s=(arrival.time_s + shift_s) % duration_s)
+        for arrival in arrivals
+        if chance.random() < factor % 1
+    ]
+    return sorted(scaled, key=lambda arrival: arrival.time_s)
+
+
+def rate(arrivals: list[Arrival]) -> float:
+    return len(arrivals) / arrivals[-1].time_s
+
+
+def _read_azure(path: Path) -> list[Arrival]:
+    with path.open(newline="") as file:
+        rows = [
+            (datetime.fromisoformat(row["TIMESTAMP"][:_MICROSECONDS]), row["ContextTokens"], row["GeneratedTokens"])
+            for row in csv.DictReader(file)
+        ]
+    first = min(time for time, *_ in rows)
+    arrivals = (Arrival((time - first).total_seconds(), int(prompt), max(1, int(text))) for time, prompt, text in rows)
+    return sorted(arrivals, key=lambda arrival: arrival.time_s)
 
 
 def _read_mooncake(path: Path) -> list[Arrival]:

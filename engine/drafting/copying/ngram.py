@@ -3,39 +3,115 @@
 The tokens that followed the latest occurrence are the draft, for the largest n that occurs. It needs no model.
 """
 
+from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from engine.drafting.copying.token_index import MAX_MATCH, TokenIndex
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request, chain
 
+MAX_MATCH = 32
+"""The largest number of a context's tokens that are compared."""
+_MAX_CHAIN = 16
+"""Earlier occurrences that are looked at, the latest first."""
 _MAX_WINDOW = 2**15
 """Tokens of a request that are searched, the latest ones."""
 MAX_READ = 1024
 """Tokens that are added to indexes in a round, so that long prompts do not delay it."""
 
 
-@dataclass(slots=True)
-class RequestText:
-    """The committed tokens of a request, as far as they are indexed."""
+class Match(NamedTuple):
+    """An earlier occurrence of the end of a context: how many tokens agree, and the position after them."""
 
-    index: TokenIndex
-    prompt_length: int
-    salt: bytes
+    length: int
+    end: int
 
-    @property
-    def output(self) -> list[int]:
-        """The indexed tokens after the prompt."""
-        return self.index.tail(max(self.index.length - self.prompt_length, 0))
+
+class TokenIndex:
+    """The last `window` tokens of a text, and where its n-grams occurred, found as LZ77 compressors find matches.
+
+    For each n, a hash table holds the latest position of an n-gram, and a chain leads from each position to the one
+    before it with the same hash. A token costs about a microsecond to add and nothing to evict: old positions are
+    overwritten. In Python, a suffix tree or automaton would take several dictionaries per token.
+
+    Positions count from the start of the text.
+    """
+
+    def __init__(self, window: int, orders: Sequence[int]) -> None:
+        """Make an empty index; `window` is a power of two, `orders` are lengths of n-grams in descending order."""
+        assert window & (window - 1) == 0
+        self.length = 0
+        self._window = window
+        self._orders = orders
+        self._tokens = array("i", bytes(4 * window))
+        self._latest = [array("q", [-1]) * window for _ in orders]
+        self._earlier = [array("q", [-1]) * window for _ in orders]
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        mask, tokens = self._window - 1, self._tokens
+        text = [*self.tail(self._orders[0] - 1), *token_ids]
+        num_known = len(text) - len(token_ids)
+        tables = list(zip(self._orders, self._latest, self._earlier, strict=True))
+        for i in range(num_known, len(text)):
+            position = self.length
+            entry = position & mask
+            tokens[entry] = text[i]
+            for n, latest, earlier in tables:
+                if i + 1 < n:
+                    continue
+                slot = hash(tuple(text[i + 1 - n : i + 1])) & mask
+                earlier[entry] = latest[slot]
+                latest[slot] = position
+            self.length += 1
+
+    def tail(self, count: int) -> list[int]:
+        """Return the last `count` tokens, or as many as there are."""
+        start = max(self.length - min(count, self._window), 0)
+        return [self._tokens[position & (self._window - 1)] for position in range(start, self.length)]
+
+    def token(self, position: int) -> int | None:
+        """Return the token at a position; None at the end of the text."""
+        return self._tokens[position & (self._window - 1)] if position < self.length else None
+
+    def matches(self, context: Sequence[int]) -> list[Match]:
+        """Return earlier occurrences of the end of a context, longest first, and the latest first among equals.
+
+        All share the context's last n tokens, for the largest order n that occurs.
+        """
+        for n, latest, earlier in zip(self._orders, self._latest, self._earlier, strict=True):
+            if len(context) < n:
+                continue
+            mask, matches = self._window - 1, []
+            position = latest[hash(tuple(context[-n:])) & mask]
+            for _ in range(_MAX_CHAIN):
+                if position < max(self.length - self._window, 0):
+                    break
+                length = self._match_length(context, position)
+                if length >= n and position + 1 < self.length:
+                    matches.append(Match(length, position + 1))
+                position = earlier[position & mask]
+            if matches:
+                return sorted(matches, key=lambda match: -match.length)
+        return []
+
+    def _match_length(self, context: Sequence[int], position: int) -> int:
+        """Return how many of the last tokens of a context end at a position, `MAX_MATCH` at most."""
+        tokens, mask = self._tokens, self._window - 1
+        longest = min(len(context), MAX_MATCH, position - max(self.length - self._window, 0) + 1)
+        for length in range(longest):
+            if tokens[(position - length) & mask] != context[-1 - length]:
+                return length
+        return longest
 
 
 class NgramDrafter:
-    """Proposes what followed the latest earlier occurrence of a request's last tokens in the request itself."""
+    """Proposes the tokens that followed the latest earlier occurrence of a request's last tokens."""
 
     orders: Sequence[int] = (4, 3, 2)
 
     def __init__(self) -> None:
-        self._texts: dict[str, RequestText] = {}
+        self._texts: dict[str, tuple[Request, TokenIndex]] = {}
+        """Each request, and its tokens as far as they are indexed."""
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a chain per row; it is empty where the last tokens did not occur before."""
@@ -46,28 +122,21 @@ class NgramDrafter:
         """Index the new tokens of some requests, up to `MAX_READ` of them."""
         room = MAX_READ
         for request in requests:
-            room -= self._read(request, room)
+            if request.request_id not in self._texts:
+                length = request.prompt_length + request.params.max_tokens
+                window = min(1 << (length - 1).bit_length(), _MAX_WINDOW)
+                self._texts[request.request_id] = request, TokenIndex(window, self.orders)
+            _, index = self._texts[request.request_id]
+            tokens = request.token_ids[index.length : index.length + room]
+            index.extend(tokens)
+            room -= len(tokens)
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended; unknown ids are ignored."""
         self._texts.pop(request_id, None)
 
-    def _read(self, request: Request, room: int) -> int:
-        """Index up to `room` new tokens of a request; return how many."""
-        text = self._texts.get(request.request_id)
-        if text is None:
-            length = request.prompt_length + request.params.max_tokens
-            window = min(1 << (length - 1).bit_length(), _MAX_WINDOW)
-            text = RequestText(TokenIndex(window, self.orders), request.prompt_length, request.salt)
-            self._texts[request.request_id] = text
-        start = text.index.length
-        tokens = request.token_ids[start : start + max(room, 0)]
-        text.index.extend(tokens)
-        return len(tokens)
-
     def _continue(self, row: ProposeRow) -> list[int]:
-        """Return up to `num_draft_tokens` tokens for a row that has been read."""
-        index = self._texts[row.request.request_id].index
+        _, index = self._texts[row.request.request_id]
         matches = index.matches(row.request.token_ids[-MAX_MATCH:])
         if not matches:
             return []

@@ -1,25 +1,22 @@
-"""SuffixDrafter: proposes what followed the longest matches in a request's text and in earlier outputs, by frequency.
+"""SuffixDrafter: proposes the most frequent continuation of matches in a request's text and in earlier outputs.
 
 SuffixDecoding (Oliaro et al., "SuffixDecoding: Extreme Speculative Decoding for Emerging AI Applications",
-2411.04975): for each length of match, the draft follows the token that followed most often, as long as it is likely
-enough; of these drafts, the one is proposed of which most tokens are expected to be accepted. How likely a token is
-accepted is its share among the matches, times the rate at which tokens after such matches were accepted lately.
+2411.04975): for each length of match, the draft follows the most frequent next token, as long as it is likely enough.
+The draft with the most expected accepted tokens is proposed. A token's probability is its share among the matches,
+times the recent acceptance rate of tokens after such matches.
 
-Outputs of earlier requests are searched only for requests with the same cache salt. Memory is bounded: of each salt the
-latest tokens are kept, and the salts that were used last.
+Outputs of earlier requests are searched only for requests with the same cache salt. Memory is bounded: the latest
+tokens of the most recently used salts are kept.
 
-Why not Arctic Inference's implementation: there are no wheels for CPUs, building it needs torch and a compiler, and the
-memory of its trees has no bound in tokens.
+Arctic Inference's implementation has no wheels for CPUs, and the memory of its trees has no bound.
 """
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.drafting.copying.ngram import MAX_READ, NgramDrafter
-from engine.drafting.copying.token_index import MAX_MATCH, Match, TokenIndex
-from engine.drafting.copying.track_record import TrackRecord
+from engine.control.acceptance import Rate
+from engine.drafting.copying.ngram import MAX_MATCH, MAX_READ, Match, NgramDrafter, TokenIndex
 from engine.protocols import ProposeRow, Request
 
 _MIN_PROB = 0.2
@@ -30,25 +27,47 @@ _MAX_SALTS = 16
 _MAX_WAITING = 256
 """Outputs that have ended and are not indexed yet; more only wait while nothing is drafted."""
 _MAX_LENGTHS = 4
-"""Different lengths of match from which drafts are tried, the longest first."""
+"""How many lengths of match are tried, longest first."""
 _SEPARATOR = -1
 """Stands between two outputs; no text has this token."""
+_PRIORS = (0.3, 0.5, 0.7, 0.85, 0.95)
+"""Acceptance rates of matches of 1 to 3, 4 to 7, 8 to 15, 16 to 31 and 32 tokens or more, before any was observed."""
+_PRIOR_WEIGHT = 8
+_SKIPS_FORGIVEN = 500
 
 
 class Continuation(NamedTuple):
-    """Draft tokens, how many of them are expected to be accepted, and the length of the match that they followed."""
+    """Draft tokens, the expected number of accepted ones, and the length of the match before them."""
 
     token_ids: list[int]
     num_expected: float = 0.0
     match_length: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Proposed:
-    """What was proposed last for a request, and the number of tokens it had then."""
+class TrackRecord:
+    """Acceptance rates of recent drafts, by length of match: long matches continue more often than short ones."""
 
-    continuation: Continuation
-    length: int
+    def __init__(self) -> None:
+        self._rates = [Rate(prior, _PRIOR_WEIGHT) for prior in _PRIORS]
+
+    def rate(self, match_length: int) -> float:
+        """Return how likely a token is accepted that followed such a match, if all before it were."""
+        return self._rates[_bucket(match_length)].value
+
+    def observe(self, match_length: int, num_draft_tokens: int, num_accepted: int) -> None:
+        """Record a verdict. Tokens after the first rejected one were not decided."""
+        for i in range(min(num_accepted + 1, num_draft_tokens)):
+            self._rates[_bucket(match_length + i)].observe(accepted=i < num_accepted)
+
+    def observe_skip(self, match_length: int) -> None:
+        """Record that a match was not used, so that it is tried again after a while."""
+        bucket = _bucket(match_length)
+        rate = self._rates[bucket]
+        rate.value += (_PRIORS[bucket] - rate.value) / _SKIPS_FORGIVEN
+
+
+def _bucket(match_length: int) -> int:
+    return min(max((match_length >> 1).bit_length() - 1, 0), len(_PRIORS) - 1)
 
 
 class SuffixDrafter(NgramDrafter):
@@ -63,7 +82,8 @@ class SuffixDrafter(NgramDrafter):
         self._outputs: OrderedDict[bytes, TokenIndex] = OrderedDict()
         self._ended: deque[tuple[bytes, list[int]]] = deque(maxlen=_MAX_WAITING)
         self._record = TrackRecord()
-        self._proposed: dict[str, _Proposed] = {}
+        self._proposed: dict[str, tuple[Continuation, int]] = {}
+        """The last proposal for each request, and the number of tokens that the request had then."""
 
     def read(self, requests: Sequence[Request]) -> None:
         """Index the new tokens of some requests and the outputs of those that have ended, up to `MAX_READ` of each."""
@@ -72,9 +92,10 @@ class SuffixDrafter(NgramDrafter):
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended, but keep its output for others of its salt."""
-        text = self._texts.get(request_id)
-        if text is not None and self._remembers_outputs and (output := text.output):
-            self._ended.append((text.salt, [*output, _SEPARATOR]))
+        if self._remembers_outputs and request_id in self._texts:
+            request, index = self._texts[request_id]
+            if output := index.tail(max(index.length - request.prompt_length, 0)):
+                self._ended.append((request.salt, [*output, _SEPARATOR]))
         self._proposed.pop(request_id, None)
         super().release(request_id)
 
@@ -82,7 +103,7 @@ class SuffixDrafter(NgramDrafter):
         """Return the best continuation of up to `num_draft_tokens` tokens for a row that has been read."""
         request = row.request
         self._observe(row)
-        sources = [self._texts[request.request_id].index]
+        sources = [self._texts[request.request_id][1]]
         if (outputs := self._outputs.get(request.salt)) is not None:
             self._outputs.move_to_end(request.salt)
             sources.append(outputs)
@@ -91,25 +112,22 @@ class SuffixDrafter(NgramDrafter):
             (self._best(index, index.matches(context), row.num_draft_tokens) for index in sources),
             key=lambda continuation: continuation.num_expected,
         )
-        self._proposed[request.request_id] = _Proposed(best, len(request.token_ids))
+        self._proposed[request.request_id] = best, len(request.token_ids)
         return best
 
     def _continue(self, row: ProposeRow) -> list[int]:
         return self.look_up(row).token_ids
 
     def _observe(self, row: ProposeRow) -> None:
-        """Learn from the tokens that were committed after the last proposal."""
-        proposed = self._proposed.pop(row.request.request_id, None)
-        if proposed is None or not proposed.continuation.token_ids:
+        if row.request.request_id not in self._proposed:
             return
-        (drafted, _, match_length), start = proposed.continuation, proposed.length
-        committed = row.request.token_ids[start : start + len(drafted)]
-        pairs = zip(drafted, committed, strict=False)
-        num_accepted = next((i for i, (token, truth) in enumerate(pairs) if token != truth), len(committed))
-        self._record.observe(match_length, min(len(drafted), len(committed)), num_accepted)
+        (drafted, _, match_length), start = self._proposed.pop(row.request.request_id)
+        pairs = list(zip(drafted, row.request.token_ids[start:], strict=False))
+        num_accepted = next((i for i, (token, truth) in enumerate(pairs) if token != truth), len(pairs))
+        self._record.observe(match_length, len(pairs), num_accepted)
 
     def _best(self, index: TokenIndex, matches: Sequence[Match], limit: int) -> Continuation:
-        """Return the continuation with the most expected tokens over the lengths of match."""
+        """Return the continuation with the most expected tokens among all match lengths."""
         best = Continuation([])
         lengths = list(dict.fromkeys(match.length for match in matches))[:_MAX_LENGTHS]
         for length in lengths:
@@ -143,7 +161,6 @@ class SuffixDrafter(NgramDrafter):
         return Continuation(drafted, num_expected, match_length)
 
     def _read_ended(self, room: int) -> None:
-        """Index up to `room` tokens of outputs that have ended."""
         while self._ended and room > 0:
             salt, tokens = self._ended.popleft()
             if salt not in self._outputs:

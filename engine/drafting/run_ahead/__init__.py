@@ -1,6 +1,5 @@
-"""Drafting for the likeliest verdicts while the target verifies.
+"""How does a draft model draft before the verdict is known?
 
-In reading order: `verdicts` (how likely each verdict is), `foresight` (which verdicts to draft for), `branches` (their
-drafts as they grow), `pace` (how many passes fit before the next request), `passes` (how they are launched), `drafter`,
-which puts them together, and `trees`, where a tree that was sent grows on.
+In reading order: `passes` (how many fit before the next request, and launching them), `branches` (drafts for the
+likeliest verdicts), `chains`, and `trees`, which keep growing after they were sent.
 """

@@ -1,102 +1,156 @@
-"""Trunk and Branches: drafts for likely verdicts, grown while the target verifies the draft that was sent.
+"""Branches: drafts for the likeliest verdicts, grown while the target verifies the draft that was sent.
 
-A trunk is one request's committed tokens and the draft that was sent for them. A branch assumes a verdict (how many
-tokens are accepted, and which token follows) and holds the draft for that case. The branches of all trunks grow
-together, one token per forward pass. A branch attends to its trunk up to the verdict, and to its own tokens. Its keys
-and values lie in scratch places after the trunk's; when its verdict arrives, they move to their final places.
+A context is one request's committed tokens and the draft that was sent for them. A branch assumes a verdict (how many
+tokens are accepted, and which token follows) and holds the draft for that case. The branches of all contexts grow
+together, one token per forward pass. A branch attends to its context up to the verdict, and to its own tokens. Its keys
+and values lie in scratch places after the context's; when its verdict arrives, they move to their final places.
+
+If draft and target share their noise, the draft's scores predict the verdict: the closer the second-best score is to
+the best, the likelier the target draws that token instead. Kumar, Dao and May, "Speculative Speculative Decoding"
+(2603.03251), Theorem 12, predict it from how often each length was accepted recently. For the bundled pair at
+temperature 1, the actual verdict is among the six likeliest in 0.75 of rounds by scores, in 0.64 by lengths.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from engine.drafting.chain import Chain, Drawn, extend
-from engine.drafting.run_ahead.verdicts import Options
+from engine.control.acceptance import ChainAcceptance
+from engine.drafting.model.draft_cache import CachedPrefix
+from engine.drafting.model.next_tokens import Confidence, NextTokens, Ranking, joined
+from engine.drafting.model.token_drawer import Chain, Drawn, extend
 from engine.execution.attention import Group, KVTensors, PagedContext
 from engine.execution.batch import ForwardBatch
 from engine.protocols import Request
-from engine.sampling.params import SamplingParams
+
+Verdict = tuple[int, int]
+"""How many draft tokens are accepted, and the token after them."""
 
 
 @dataclass(slots=True, eq=False)
-class Trunk:
-    """One request as it was last proposed for.
+class DraftContext:
+    """One request (a copy) at its last proposal, the draft that was sent, and its prefix in the cache.
 
     Attributes:
-        request: a copy, so that its tokens stay those that were committed then.
-        chain: the draft that was sent.
-        outlook: [length + 1], the likeliest tokens after each number of accepted tokens.
-        roots: per branch, the verdict it assumes: how many accepted, and the token after them.
+        next_tokens: [length + 1], the likeliest tokens after each number of accepted tokens.
+        verdicts: per branch, the verdict that it assumes.
     """
 
     request: Request
     chain: Chain
-    outlook: list[Options] = field(default_factory=list)
-    roots: list[tuple[int, int]] = field(default_factory=list)
+    prefix: CachedPrefix
+    next_tokens: list[NextTokens] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
 
     @property
     def base(self) -> int:
         """Number of tokens that were committed when the draft was sent."""
         return len(self.request.token_ids)
 
-    def verdict(self, token_ids: Sequence[int]) -> tuple[int, int] | None:
-        """Return the verdict that leads to these committed tokens: how many accepted, and the token after them.
+    @property
+    def length(self) -> int:
+        """Number of committed and draft tokens."""
+        return self.base + len(self.chain.token_ids)
 
-        None if they are not what one verdict on this draft can commit.
-        """
+    def verdict(self, token_ids: Sequence[int]) -> Verdict | None:
+        """Return the verdict that leads to these committed tokens; None if no single one on this draft does."""
         accepted = len(token_ids) - self.base - 1
-        if not 0 <= accepted <= len(self.chain.token_ids):
-            return None
-        if list(token_ids[self.base : -1]) != self.chain.token_ids[:accepted]:
+        if accepted < 0 or list(token_ids[self.base : -1]) != self.chain.token_ids[:accepted]:
             return None
         return accepted, token_ids[-1]
 
 
+class VerdictPredictor:
+    """Predicts verdicts from the draft's scores; without shared noise, also from recent accepted lengths."""
+
+    def __init__(self, num_draft_tokens: int, *, shares_noise: bool) -> None:
+        self.accepted = ChainAcceptance(num_draft_tokens)
+        self._shares_noise = shares_noise
+        self._confidence = Confidence()
+
+    def learn(self, context: DraftContext, accepted: int, token: int) -> None:
+        """Learn from the verdict on a draft: `accepted` tokens, then `token`."""
+        drafted = context.chain.token_ids
+        if drafted:
+            self.accepted.observe(len(drafted), range(accepted))
+        # Without shared noise, the scores predict only the token after the last accepted one.
+        first = 0 if self._shares_noise else accepted
+        committed = [*drafted[first:accepted], token]
+        for next_tokens, committed_token in zip(context.next_tokens[first : accepted + 1], committed, strict=False):
+            self._confidence.learn(context.request, next_tokens, committed_token)
+
+    def rank(self, contexts: Sequence[DraftContext], tips: Ranking) -> None:
+        """Set the next tokens of some contexts; `tips` rank the tokens after each draft's last token."""
+        rows = [row for i, context in enumerate(contexts) for row in (*context.chain.rankings, (tips, i))]
+        next_tokens = iter(joined(rows).next_tokens())
+        for context in contexts:
+            context.next_tokens = list(itertools.islice(next_tokens, len(context.chain.token_ids) + 1))
+            context.chain.rankings.clear()
+
+    def predict(self, context: DraftContext, count: int, end_ids: Collection[int]) -> list[Verdict]:
+        """Return the likeliest verdicts on a draft, at most `count`, best first, without those that end the text."""
+        drafted = context.chain.token_ids
+        lengths = None if self._shares_noise else self.accepted.length_probabilities(len(drafted))
+        verdicts: list[tuple[float, Verdict]] = []
+        reached = 1.0
+        for accepted, (token_ids, scores) in enumerate(context.next_tokens):
+            if not token_ids:
+                break
+            weights = dict(zip(token_ids, self._confidence.weights(context.request, scores), strict=True))
+            # A draft token cannot be the token after its own rejection.
+            kept = weights.pop(drafted[accepted], 0.0) if accepted < len(drafted) else 0.0
+            rejected = sum(weights.values())
+            if rejected:
+                ends = reached * rejected / (kept + rejected) if lengths is None else lengths[accepted]
+                verdicts += [(ends * weight / rejected, (accepted, token)) for token, weight in weights.items()]
+            reached *= kept / (kept + rejected)
+        verdicts.sort(key=lambda verdict: verdict[0], reverse=True)
+        return [verdict for _, verdict in verdicts if verdict[1] not in end_ids][:count]
+
+
 class Branches:
-    """The branches of some trunks, padded to the same number per trunk, as they grow.
+    """The branches of some contexts, padded to the same number per context, as they grow.
 
-    Branch b's entry of step s lies `s * width + b` places behind its trunk.
-
-    Attributes:
-        roots: [trunks * width] the first token of each branch.
-        num_computed: computed tokens of each branch, its root included.
+    Branch b's entry of step s lies `s * width + b` places behind its context.
     """
 
-    def __init__(self, trunks: Sequence[Trunk], width: int, tables: Sequence[Sequence[int]], kv: KVTensors) -> None:
-        """Lay out the branches.
-
-        Args:
-            width: branches per trunk, padding included.
-            tables: the trunks' block tables, scratch places included.
-        """
-        self.trunks = list(trunks)
-        self.num_computed = 0
+    def __init__(self, contexts: Sequence[DraftContext], width: int, kv: KVTensors) -> None:
+        """Lay out the branches, `width` per context, padding included."""
+        self.contexts = list(contexts)
         self._width = width
         self._kv = kv
         self._drawn: list[Drawn] = []
         device = kv.input_device
-        # A trunk with fewer branches computes its last one more than once.
-        self._verdicts = [(trunk.roots + trunk.roots[-1:] * width)[:width] for trunk in trunks]
-        first_tokens = [token for verdicts in self._verdicts for _, token in verdicts]
-        self.roots = torch.tensor(first_tokens, device=device)
-        accepted = torch.tensor([[count for count, _ in verdicts] for verdicts in self._verdicts], device=device)
-        blocks = max(len(table) for table in tables)
+        # A context with fewer branches computes its last one more than once.
+        self._verdicts = [(context.verdicts + context.verdicts[-1:] * width)[:width] for context in contexts]
+        self._first_tokens = torch.tensor([token for row in self._verdicts for _, token in row], device=device)
+        self.tips = [
+            [context.base + accepted + 1 for accepted, _ in verdicts]
+            for context, verdicts in zip(contexts, self._verdicts, strict=True)
+        ]
+        """Per context and branch, how many tokens are committed if the branch's verdict arrives."""
+        tables = [context.prefix.block_ids for context in contexts]
+        blocks = max(map(len, tables))
         self._table = torch.tensor([[*table, *[0] * (blocks - len(table))] for table in tables], device=device)
-        self._first = torch.tensor([trunk.base for trunk in trunks], device=device).unsqueeze(-1) + accepted
-        self._places = torch.tensor(
-            [trunk.base + len(trunk.chain.token_ids) for trunk in trunks], device=device
-        ).unsqueeze(-1) + torch.arange(width, device=device)
-        self._indices = torch.arange(self.roots.numel(), device=device)
+        self._first = torch.tensor(self.tips, device=device) - 1
+        starts = torch.tensor([[context.length] for context in contexts], device=device)
+        self._places = starts + torch.arange(width, device=device)
+        self._indices = torch.arange(self._first_tokens.numel(), device=device)
 
-    def next_pass(self, tokens: Tensor) -> ForwardBatch:
-        """Return the pass that computes every branch's next token, `tokens` [trunks * width]."""
+    @property
+    def num_computed(self) -> int:
+        """Computed tokens of each branch, its first one included."""
+        return len(self._drawn)
+
+    def next_pass(self) -> ForwardBatch:
+        """Return the pass that computes every branch's last token."""
         step = self.num_computed
         entries = self._places.unsqueeze(-1) + torch.arange(step + 1, device=self._places.device) * self._width
         group = Group(
             start=0,
-            rows=len(self.trunks),
+            rows=len(self.contexts),
             length=self._width,
             blocks=self._table,
             positions=self._first + step,
@@ -104,62 +158,45 @@ class Branches:
             limits=self._first,
             extra=entries,
         )
+        tokens = self._drawn[-1].tokens if self._drawn else self._first_tokens
         return ForwardBatch(tokens, self._indices, PagedContext(self._kv, [group]))
 
     def add(self, drawn: Drawn) -> None:
         """Append the tokens that the pass drew."""
-        self.num_computed += 1
         self._drawn.append(drawn)
 
     def depths(self) -> list[list[int]]:
-        """Return, per trunk and branch, the number of tokens between the tip and the next draw."""
+        """Return, per context and branch, the number of tokens between the tip and the next draw."""
         return [[accepted + 1 + self.num_computed for accepted, _ in verdicts] for verdicts in self._verdicts]
 
-    def tips(self) -> list[list[int]]:
-        """Return, per trunk and branch, how many tokens are committed if the branch's verdict arrives."""
-        return [
-            [trunk.base + accepted + 1 for accepted, _ in verdicts]
-            for trunk, verdicts in zip(self.trunks, self._verdicts, strict=True)
-        ]
-
-    def draws(self) -> tuple[list[SamplingParams], list[int]]:
-        """Return, per branch, the request's parameters and the position of the first token that is drawn."""
-        params = [trunk.request.params for trunk in self.trunks for _ in range(self._width)]
-        return params, [
-            trunk.base + accepted + 1
-            for trunk, verdicts in zip(self.trunks, self._verdicts, strict=True)
-            for accepted, _ in verdicts
-        ]
-
     def paths(self) -> list[list[list[int]]]:
-        """Return, per trunk and branch, the tokens between the tip and the next draw."""
-        drawn = torch.stack([one.tokens for one in self._drawn], -1).tolist() if self._drawn else []
-        rows = iter(drawn or [[]] * self.roots.numel())
+        """Return, per context and branch, the tokens between the tip and the next draw."""
+        steps = [self._first_tokens, *(one.tokens for one in self._drawn)]
+        rows = iter(torch.stack(steps, -1).tolist())
         return [
-            [[*trunk.chain.token_ids[:accepted], token, *next(rows)] for accepted, token in verdicts]
-            for trunk, verdicts in zip(self.trunks, self._verdicts, strict=True)
+            [[*context.chain.token_ids[:accepted], *next(rows)] for accepted, _ in verdicts]
+            for context, verdicts in zip(self.contexts, self._verdicts, strict=True)
         ]
 
-    def chains(self, chosen: Sequence[tuple[Trunk, int]]) -> list[Chain]:
+    def chains(self, chosen: Sequence[tuple[DraftContext, int]]) -> list[Chain]:
         """Return the drafts of some branches, as far as they have grown."""
         chains = [Chain() for _ in chosen]
-        rows = [self.trunks.index(trunk) * self._width + branch for trunk, branch in chosen]
+        rows = [self.contexts.index(context) * self._width + branch for context, branch in chosen]
         extend(chains, self._drawn, rows, [self.num_computed] * len(chains))
         return chains
 
-    def move(self, chosen: Sequence[tuple[Trunk, int]], tables: Sequence[Sequence[int]]) -> None:
-        """Move the keys and values of some branches to their final places; `tables` are the block tables of each."""
+    def move(self, chosen: Sequence[tuple[DraftContext, int]]) -> None:
+        """Move the keys and values of some branches to their final places."""
         sources: list[int] = []
         targets: list[int] = []
-        for (trunk, branch), table in zip(chosen, tables, strict=True):
-            scratch, final = self.entries(trunk, branch)
-            sources += [self._kv.slot(table, place) for place in scratch]
-            targets += [self._kv.slot(table, place) for place in final]
+        for context, branch in chosen:
+            scratch, final = self.entries(context, branch)
+            sources += [self._kv.slot(context.prefix.block_ids, place) for place in scratch]
+            targets += [self._kv.slot(context.prefix.block_ids, place) for place in final]
         self._kv.move(sources, targets)
 
-    def entries(self, trunk: Trunk, branch: int) -> tuple[list[int], list[int]]:
+    def entries(self, context: DraftContext, branch: int) -> tuple[list[int], list[int]]:
         """Return the scratch places of a branch's computed tokens, and their final places."""
-        scratch = trunk.base + len(trunk.chain.token_ids) + branch
-        first = trunk.base + trunk.roots[branch][0]
+        scratch, first = context.length + branch, context.base + context.verdicts[branch][0]
         steps = range(self.num_computed)
         return [scratch + step * self._width for step in steps], [first + step for step in steps]

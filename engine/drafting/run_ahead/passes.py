@@ -1,102 +1,161 @@
-"""PassesAhead: how a drafter launches passes between two proposals, one at a time, and what they were worth."""
+"""Passes between two proposals: how many fit before the next request, and launching them one at a time."""
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
 
 import torch
 
-from engine.drafting.run_ahead.pace import Pace
+from engine.control.stats import RunAheadStats
 from engine.execution.backend import Backend
-from engine.stats import RunAheadStats
+from engine.protocols import Draft, ProposeRow
+
+WIDTHS = (4, 6, 8, 12, 16, 20, 24)
+_SMOOTHING = 0.9
+_LONGEST_ROUND_S = 1.0
+_SLACK = 0.8
+
+
+class Pace:
+    """Measured times of the drafter's passes and of the target's rounds, and the number of branches that fit.
+
+    Attributes:
+        width: index into `WIDTHS` of the number of branches, or of nodes of a tree, that a pass computes per request.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.width = WIDTHS.index(8)
+        self._step_s: float | None = None
+        self._pass_s = 0.0
+        self._gap_s: float | None = None
+        self._answered = self._finished = 0.0
+
+    def observe_request(self, arrived: float, *, is_late: bool) -> None:
+        """Measure the time since the last answer, and adapt the width; `is_late`: too little was prepared by then."""
+        gap = arrived - self._answered
+        if not self._answered or gap > _LONGEST_ROUND_S:
+            return  # the first request, or the drafter was idle
+        self._gap_s = _smooth(self._gap_s, gap)
+        if is_late:
+            self.width = max(0, self.width - 1)
+        elif self._answered < self._finished < self._answered + _SLACK * gap:
+            self.width = min(len(WIDTHS) - 1, self.width + 1)
+
+    def observe_answer(self) -> None:
+        """Note that an answer is sent now."""
+        self._answered = self._clock()
+
+    def observe_finish(self) -> None:
+        """Note that no more passes are left."""
+        self._finished = self._clock()
+
+    @property
+    def has_time(self) -> bool:
+        """Whether at least half of a pass is likely to fit before the next request."""
+        return self._gap_s is None or self._clock() - self._answered + self._pass_s / 2 < self._gap_s
+
+    def observe_pass(self, seconds: float) -> None:
+        """Record the time of a pass that ran ahead of the next request."""
+        self._pass_s = _smooth(self._pass_s or None, seconds)
+
+    def observe_late_steps(self, seconds: float, num_steps: int) -> None:
+        """Record the time of draft steps that the target waited for."""
+        self._step_s = _smooth(self._step_s, seconds / num_steps)
+
+    def slowdown(self, num_steps: int) -> float:
+        """Return the relative round time with `num_steps` late draft steps; 1 until both times are measured."""
+        if self._step_s is None or not self._gap_s:
+            return 1.0
+        return 1 + num_steps * self._step_s / self._gap_s
+
+
+def _smooth(old: float | None, new: float) -> float:
+    return new if old is None else _SMOOTHING * old + (1 - _SMOOTHING) * new
 
 
 class PassesAhead(ABC):
-    """The passes of a drafter between two proposals, their times, and what they were worth.
+    """Drafts between two proposals, in `advance`; subclasses say which passes, and keep the cache."""
 
-    Attributes:
-        stats: counters of proposals and passes.
-    """
-
-    backend: Backend
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        """Start without work; `clock` (seconds, from any start) measures passes and rounds."""
+    def __init__(self, backend: Backend, clock: Callable[[], float] = time.perf_counter) -> None:
         self.stats = RunAheadStats()
+        self._backend = backend
         self._clock = clock
         self._pace = Pace(clock)
         self._work: Generator[None, None, None] | None = None
-        """What is to be prepared; yields after every pass that it has launched."""
+        """The passes to launch; yields after every one."""
+        self._unsettled: Callable[[], None] | None = None
+        """Brings the cache up to date with drafts that were sent as they were prepared."""
         self._launched: float | None = None
         self._num_passes = 0
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        """Return a draft per row; empty if the context or the cache is full."""
+        arrived = self._clock()
+        self._launched = None
+        with torch.inference_mode():
+            self._settle()
+            # Rows are used until the next proposal, and by then the requests' owner may have appended tokens.
+            drafts = self._propose([replace(row, request=row.request.copy()) for row in rows], arrived)
+        self._pace.observe_answer()
+        return drafts
 
     @property
     def has_time(self) -> bool:
         """Whether `advance` should be called: half a pass is likely to fit before the next request."""
-        return not self._is_settled or self._pace.has_time
+        return self._unsettled is not None or self._pace.has_time
 
     @property
     def is_computing(self) -> bool:
         """Whether a pass is under way on the device; until it is over, `advance` does nothing."""
-        return self.backend.is_busy
+        return self._backend.is_busy
 
     def advance(self) -> bool:
         """Settle the last answer, or launch one forward pass ahead; return whether there is more to do.
 
-        At most one pass is under way, so that a verdict that nothing was prepared for waits for one pass at most.
+        At most one pass is under way, so that a verdict without a prepared draft waits for one pass at most.
         """
-        if self.backend.is_busy:
+        if self._backend.is_busy:
             return True
         with torch.inference_mode():
-            self._observe_pass()
-            if not self._is_settled:
+            if self._launched is not None:
+                self._pace.observe_pass(self._clock() - self._launched)
+                self._launched = None
+            if self._unsettled is not None:
                 self._settle()
             elif self._work is not None:
-                self._step()
+                self._step(self._work)
         return self._work is not None
 
-    @property
     @abstractmethod
-    def _is_settled(self) -> bool:
-        """Whether the cache is up to date with the drafts that were sent."""
+    def _propose(self, rows: list[ProposeRow], arrived: float) -> list[Draft]:
+        """Return a draft per row, and plan the next passes; the cache is settled."""
 
-    @abstractmethod
+    @torch.inference_mode()
     def _settle(self) -> None:
-        """Bring the cache up to date with the drafts that were sent."""
-
-    def _begin_proposal(self) -> float:
-        """Settle the last answer; return when the request came."""
-        arrived = self._clock()
-        self._launched = None
-        self._settle()
-        return arrived
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is not None:
+            unsettled()
 
     def _count(self, reason: str | None) -> None:
-        """Count a draft that was prepared, or the reason why it was not."""
         if reason is None:
             self.stats.hits += 1
         else:
             self.stats.misses[reason] = self.stats.misses.get(reason, 0) + 1
 
     def _count_passes(self, *, is_used: bool) -> None:
-        """Count the passes since the last proposal as wasted, if none of their results is used."""
+        """Count the passes since the last proposal as wasted, unless a result of theirs is used."""
         self.stats.num_wasted += 0 if is_used else self._num_passes
         self._num_passes = 0
 
-    def _step(self) -> None:
-        """Launch one forward pass ahead."""
-        assert self._work is not None
+    def _step(self, work: Generator[None, None, None]) -> None:
         started = self._clock()
         try:
-            next(self._work)
+            next(work)
             self._launched = started
             self._num_passes += 1
             self.stats.num_forwards += 1
         except StopIteration:
             self._work = None
             self._pace.observe_finish()
-
-    def _observe_pass(self) -> None:
-        """Take the time of the pass that is over, if one was launched since the last request."""
-        if self._launched is not None:
-            self._pace.observe_pass(self._clock() - self._launched)
-            self._launched = None

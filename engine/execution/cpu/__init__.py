@@ -1,7 +1,5 @@
-"""Forward passes on CPUs.
+"""How is a pass computed on CPUs?
 
-In reading order: `backend` (compiled or eager passes), `compiled` (running a compiled pass), `packages` (compiling one,
-in the background or by `python -m engine.execution.cpu`), `traced` (attention as the compiler sees it),
-`paged_attention`, `half_weights` and `quantized_weights` (operators in C++), `kernels` (their registration with torch),
-`threads` (how many a pass uses) and `host_memory` (how much is free).
+In reading order: `cpu_backend` (compiled or eager passes), `compilation/` (compiling them, in the background or by
+`python -m engine.execution.cpu`), `kernels/` (operators in C++) and `host` (threads and free memory).
 """

@@ -1,10 +1,6 @@
-"""Fast passes on NVIDIA GPUs, made so that no bit depends on the batch.
+"""How is a pass computed on NVIDIA GPUs, so that no bit depends on the batch?
 
-- `backend`: `CudaBackend`, which prepares the following at load.
-- `graphs`: a CUDA graph for each shape of a decoding batch.
-- `static_pass`: a pass over buffers of fixed size, which is what a graph records.
-- `compiled`: decoder layers, compiled once for every number of tokens.
-- `linear`: matrix products that sum in one order.
-- `paged_attention`: attention that splits a context in one way.
-- `noise_kernel`: the noise of a whole vocabulary.
+In reading order: `cuda_backend` (prepares the rest at load), `graphs` (one for each shape of a decoding batch),
+`static_pass` (what a graph records), `compiled_layers` (compiled once for every number of tokens), `linear` (products
+that sum in one order), `triton_attention` (splits a context in one way) and `noise_kernel` (of a whole vocabulary).
 """

@@ -15,7 +15,7 @@ import torch
 from engine.execution.attention import KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch
-from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass
+from engine.execution.cuda.static_pass import Shape, StaticPass
 from engine.models.causal_lm import CausalLM
 from engine.sampling.noise import Draws
 
@@ -28,7 +28,7 @@ MAX_TOKENS = 320
 """Tokens of a graph, at most; a larger batch computes long enough for its kernels to be launched meanwhile."""
 _RECORDED = [
     *itertools.product((1, 2, 4, 8, 16, 32), (1, 2, 3, 5)),
-    *itertools.product((1, 2, 4), (9, 16)),  # what the prefix cache has left of a prompt
+    *itertools.product((1, 2, 4), (9, 16)),  # the uncached end of a prompt
 ]
 """Rows and lengths of the graphs that are recorded in advance."""
 _MAX_PARTIAL_TOKENS = 1 << 22
@@ -49,7 +49,7 @@ class Graphs:
         longest = min(-(-model.info.max_model_len // kv.block_size) + 1, num_blocks)
         self._widths = sorted({min(SHORT_CONTEXT // kv.block_size, longest), longest})
         size = (MAX_TOKENS, model.info.vocab_size)
-        self._outputs = Outputs(
+        self._outputs = PassOutput(
             torch.empty(size, device=model.device),
             torch.empty(size, device=model.device),
             torch.empty(MAX_TOKENS, dtype=torch.int64, device=model.device),
@@ -66,7 +66,7 @@ class Graphs:
         logger.info(text, self._model.info.name, len(self._recorded), time.monotonic() - started)
 
     def run(self, batch: ForwardBatch, draws: Draws | None) -> PassOutput | None:
-        """Compute a batch with a graph; None if no graph may be as large."""
+        """Compute a batch with a graph; None if it exceeds the largest graph."""
         shape = choose_shape(batch, self._widths)
         if shape is None:
             return None
@@ -93,11 +93,7 @@ class Graphs:
 
 
 def choose_shape(batch: ForwardBatch, widths: Sequence[int]) -> Shape | None:
-    """Return the smallest shape that holds a batch; None if there is none.
-
-    Args:
-        widths: block tables, in blocks, the smaller first.
-    """
+    """Return the smallest shape that holds a batch, or None; `widths` are those of block tables, ascending."""
     if len(batch.paged.groups) != 1:
         return None
     (group,) = batch.paged.groups

@@ -1,9 +1,8 @@
 """Linear layers whose rows round alike in every batch: a Triton product for few rows, cuBLAS for many.
 
-cuBLAS splits the inner dimension of a product with few rows over several blocks, and rounds otherwise than for many
-rows. Without a split it can be several times slower. The kernel here never splits: each number of the result is one sum
-over the inner dimension, in order, whatever the number of rows and the tiles. For many rows cuBLAS is faster, and is
-used if it gives the same bits.
+With few rows, cuBLAS splits the inner dimension over several blocks, so it rounds differently than for many rows. The
+kernel here never splits: each result is one ordered sum over the inner dimension, whatever the rows and tiles. For many
+rows cuBLAS is faster, and is used if it gives the same bits.
 """
 
 import functools
@@ -15,7 +14,7 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from engine.models.quantized_linear import QuantizedLinear
+from engine.models.quantization import QuantizedLinear
 
 MAX_KERNEL_ROWS = 64
 """Rows up to which the kernel is used."""
@@ -122,7 +121,6 @@ def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    """Return the shared memory that one program can have."""
     if device.type != "cuda":
         return 1 << 17
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)

@@ -9,16 +9,12 @@ _TILE = 1024
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return what `engine.sampling.noise.plain_gumbel` does, [n, vocab].
-
-    Args:
-        keys: [n, 2] int32; token_ids: [vocab] int32.
-    """
+    """Return `noise.plain_gumbel` [n, vocab] of keys [n, 2] and token ids [vocab], both int32."""
     return uniform(keys, token_ids).neg_().log1p_().neg_().log_().neg_()
 
 
 def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Return what `engine.sampling.noise.uniform` does, bit by bit."""
+    """Return the same bits as `engine.sampling.noise.uniform`."""
     vocab = len(token_ids)
     output = torch.empty((len(keys), vocab), dtype=torch.float32, device=keys.device)
     if len(keys):
@@ -29,7 +25,6 @@ def uniform(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 @triton.jit
 def _uniform_kernel(keys, token_ids, output, key_stride, word_stride, vocab, TILE: tl.constexpr):
-    """Hash one key with a tile of token ids."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     is_column = column < vocab

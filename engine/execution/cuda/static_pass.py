@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.execution.attention import Group, KVTensors, slots_of
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch
-from engine.execution.cuda.compiled import TritonContext
+from engine.execution.cuda.compiled_layers import TritonContext
 from engine.models.causal_lm import CausalLM, forward
 from engine.sampling import noise
 from engine.sampling.noise import Draws
@@ -35,7 +35,7 @@ class Shape:
 
     Attributes:
         rows: requests; length: tokens of each.
-        num_extra: places beside the committed ones that a token attends to, for trees and branches; 0 for chains.
+        num_extra: uncommitted places that a token attends to, for trees and branches; 0 for chains.
         width: blocks of a request's table.
     """
 
@@ -50,19 +50,11 @@ class Shape:
         return self.rows * self.length
 
 
-@dataclass(slots=True)
-class Outputs:
-    """Where every static pass of a model leaves its results; logits and scores are [tokens, vocab] float32."""
-
-    logits: Tensor
-    scores: Tensor
-    tokens: Tensor
-
-
 class StaticPass:
     """A pass of one shape. `fill`, then `compute` or a recording of it, then `output`."""
 
-    def __init__(self, model: CausalLM, kv: KVTensors, shape: Shape, outputs: Outputs) -> None:
+    def __init__(self, model: CausalLM, kv: KVTensors, shape: Shape, outputs: PassOutput) -> None:
+        """Allocate the inputs; every pass of a model leaves its results in `outputs`."""
         self._model = model
         self._outputs = outputs
         self.shape = shape
@@ -128,7 +120,7 @@ class StaticPass:
             self._device["token_ids"].view(size)[corner] = batch.token_ids.view(group.rows, -1).to(torch.int32)
 
     def compute(self) -> None:
-        """Compute what the buffers hold."""
+        """Compute the batch in the buffers."""
         fields = self._device
         with self._context.current() as context:
             token_ids, positions = fields["token_ids"].long(), fields["positions"].long()
@@ -138,17 +130,12 @@ class StaticPass:
         is_drawn = fields["is_drawn"].bool().unsqueeze(-1)
         gumbel = noise.gumbel(keys, vocab).masked_fill_(~is_drawn, 0.0)
         scores = gumbel.add_(logits / fields["temperatures"].view(torch.float32).unsqueeze(-1))
-        tokens = self.shape.tokens
-        self._outputs.logits[:tokens].copy_(logits)
-        self._outputs.scores[:tokens].copy_(scores)
-        self._outputs.tokens[:tokens].copy_(scores.argmax(-1))
+        for output, result in zip(self._outputs, (logits, scores, scores.argmax(-1)), strict=True):
+            output[: self.shape.tokens].copy_(result)
 
     def output(self, count: int) -> PassOutput:
         """Return copies of the first `count` results, which later passes do not overwrite."""
-        outputs = self._outputs
-        return PassOutput(
-            outputs.logits[:count].clone(), outputs.scores[:count].clone(), outputs.tokens[:count].clone()
-        )
+        return PassOutput(*(output[:count].clone() for output in self._outputs))
 
     def _split(self, packed: Tensor) -> dict[str, Tensor]:
         """Return the fields of a packed tensor, by name; the last is as long as the rest of it."""

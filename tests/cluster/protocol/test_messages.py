@@ -26,8 +26,8 @@ from cluster.protocol.messages import (
     decode_request,
     encode,
 )
+from engine.params import SamplingParams
 from engine.protocols import Draft, TokenLogprobs, Verdict, chain
-from engine.sampling.params import SamplingParams
 
 PARAMS = SamplingParams(
     temperature=0.7,
@@ -50,8 +50,7 @@ DELTAS = st.builds(
     block_ids=st.lists(st.integers(0, 2**31), max_size=4),
 )
 DRAFTS = st.one_of(
-    st.lists(st.integers(0, 2**20), max_size=5).map(chain),
-    st.just(Draft([4], [-1], [[4, 9]], [[0.75, 0.25]])),
+    st.lists(st.integers(0, 2**20), max_size=5).map(chain), st.just(Draft([4], [-1], [[4, 9]], [[0.75, 0.25]]))
 )
 HEAD = {
     "round": st.integers(0, 2**40),

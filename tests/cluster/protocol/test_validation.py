@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.protocol.messages import MalformedMessageError
-from cluster.protocol.validation import check_drafts, check_verdicts
+from cluster.protocol.validation import check_proposal, check_verdicts, with_drafts
 from engine.protocols import Draft, TokenLogprobs, Verdict, chain
 from tests.cluster.fakes import propose_row, verify_row
 
@@ -15,7 +15,7 @@ TREE = Draft([5, 6, 7], [-1, 0, -1])
 
 @pytest.mark.parametrize("draft", [Draft(), chain([1, 2, 9]), TREE, Draft([4], [-1], [[4, 9]], [[0.5, 0.5]])])
 def test_a_valid_draft_passes(draft):
-    check_drafts([draft], [ROW], 10)
+    check_proposal([draft], [ROW], 10)
 
 
 @pytest.mark.parametrize(
@@ -28,12 +28,11 @@ def test_a_valid_draft_passes(draft):
 )
 def test_a_malformed_draft_is_refused_with_its_request_and_its_reason(draft, message):
     with pytest.raises(MalformedMessageError, match=f"draft of a: .*{message}"):
-        check_drafts([draft], [ROW], 10)
+        check_proposal([draft], [ROW], 10)
 
 
-def test_there_is_one_draft_per_row():
-    with pytest.raises(MalformedMessageError, match="0 drafts for 1 rows"):
-        check_drafts([], [ROW], 10)
+def check(verdicts, rows):
+    check_verdicts(with_drafts(verdicts, rows), rows, 10)
 
 
 def tree_row():
@@ -44,7 +43,7 @@ def tree_row():
     "verdict", [Verdict([9]), Verdict([5, 1], [0]), Verdict([5, 6, 1], [0, 1]), Verdict([7, 1], [2])]
 )
 def test_a_valid_verdict_passes(verdict):
-    check_verdicts([verdict], [tree_row()], 10)
+    check([verdict], [tree_row()])
 
 
 @pytest.mark.parametrize(
@@ -62,7 +61,7 @@ def test_a_valid_verdict_passes(verdict):
 )
 def test_an_invalid_verdict_is_refused_with_its_reason(verdict, message):
     with pytest.raises(MalformedMessageError, match=f"verdict of a: .*{message}"):
-        check_verdicts([verdict], [tree_row()], 10)
+        check([verdict], [tree_row()])
 
 
 def deferred_row():
@@ -73,22 +72,28 @@ def deferred_row():
     "verdict", [Verdict([5, 1], [0], draft=chain([5, 6])), Verdict([9], draft=chain([5])), Verdict([9], draft=Draft())]
 )
 def test_a_verdict_on_what_the_target_drafted_itself_passes(verdict):
-    check_verdicts([verdict], [deferred_row()], 10)
+    check([verdict], [deferred_row()])
 
 
 @pytest.mark.parametrize(
-    ("verdict", "row", "message"),
+    ("verdict", "message"),
     [
-        (Verdict([9]), deferred_row(), "no draft, though it was left to it"),
-        (Verdict([9], draft=chain([5, 6, 7])), deferred_row(), "3 tokens, at most 2 requested"),
-        (Verdict([9], draft=Draft([5], [])), deferred_row(), "0 parents for 1"),
-        (Verdict([5, 1], [0], draft=chain([6])), deferred_row(), "not drafted"),
-        (Verdict([9], draft=chain([5])), tree_row(), "a draft that was not left to it"),
+        (Verdict([5, 1], [0]), "a path that is not in the draft"),
+        (Verdict([9], draft=chain([5, 6, 7])), "3 tokens, at most 2 requested"),
+        (Verdict([9], draft=Draft([5], [])), "0 parents for 1"),
+        (Verdict([5, 1], [0], draft=chain([6])), "not drafted"),
     ],
 )
-def test_an_invalid_draft_of_the_target_is_refused_with_its_reason(verdict, row, message):
+def test_an_invalid_draft_of_the_target_is_refused_with_its_reason(verdict, message):
     with pytest.raises(MalformedMessageError, match=f"verdict of a: .*{message}"):
-        check_verdicts([verdict], [row], 10)
+        check([verdict], [deferred_row()])
+
+
+def test_a_verdict_gets_the_draft_that_was_sent_and_keeps_that_of_the_target():
+    verdicts = [Verdict([9], draft=chain([5])), Verdict([9], draft=chain([5]))]
+    assert [verdict.draft for verdict in with_drafts(verdicts, [tree_row(), deferred_row()])] == [TREE, chain([5])]
+    with pytest.raises(MalformedMessageError, match="2 verdicts for 1 rows"):
+        with_drafts(verdicts, [tree_row()])
 
 
 def test_an_unfinished_prefill_brings_no_token():

@@ -1,4 +1,6 @@
-"""Messages come out of a stream as they went in, in whatever pieces it arrives."""
+"""Messages come out of a stream as they went in, in whatever pieces it arrives; and the options of a connection."""
+
+import socket
 
 import pytest
 from hypothesis import given
@@ -6,7 +8,19 @@ from hypothesis import strategies as st
 
 from cluster.protocol.messages import MalformedMessageError
 from cluster.transport import frames as frames_module
-from cluster.transport.frames import FrameReader, frame
+from cluster.transport.frames import FrameReader, frame, set_options
+
+
+def test_a_tcp_connection_sends_at_once_and_notices_that_its_peer_has_vanished() -> None:
+    """While sent data is unacknowledged, keepalive does not run: the user timeout ends the connection then."""
+    with socket.socket() as connection:
+        set_options(connection)
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+        idle, interval, count, user_ms = (connection.getsockopt(socket.IPPROTO_TCP, option) for option in options)
+        assert idle + interval * count <= 30
+        assert 0 < user_ms <= 30_000
 
 
 @given(payloads=st.lists(st.binary(max_size=50), max_size=8), sizes=st.lists(st.integers(1, 40), min_size=1))
@@ -18,12 +32,6 @@ def test_any_pieces_give_the_same_messages(payloads: list[bytes], sizes: list[in
             payloads_read += frames.feed(stream[start : start + size])
             start += size
     assert payloads_read == payloads
-
-
-def test_a_message_is_complete_with_its_last_byte() -> None:
-    frames = FrameReader()
-    stream = frame(b"abc") + frame(b"")
-    assert [frames.feed(stream[i : i + 1]) for i in range(len(stream))] == [[]] * 6 + [[b"abc"]] + [[]] * 3 + [[b""]]
 
 
 def test_too_long_a_message_is_refused_before_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:

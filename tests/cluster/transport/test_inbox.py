@@ -1,4 +1,4 @@
-"""An inbox with its senders: order, secret, and what a broken connection means."""
+"""An inbox with its senders: order, secret, a slow receiver, and what a broken connection means."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from cluster.protocol.messages import MalformedMessageError
-from cluster.transport import ConnectionLostError, Inbox, Outbox
+from cluster.transport import Inbox, InboxAddress, Outbox
 from cluster.transport import inbox as inbox_module
 from cluster.transport.credentials import tls_context
 from cluster.transport.frames import frame
@@ -42,7 +42,7 @@ async def mail() -> AsyncIterator[Mail]:
     mail.inbox.close()
 
 
-async def read_to_end(address: inbox_module.InboxAddress, data: bytes) -> bytes:
+async def read_to_end(address: InboxAddress, data: bytes) -> bytes:
     """Send data as a stranger; return what comes back until the inbox closes the connection."""
     tls = tls_context(None, address.certificate, is_server=False)
     reader, writer = await asyncio.open_connection(address.host, address.port, ssl=tls)
@@ -61,7 +61,7 @@ async def test_messages_of_several_senders_come_in_the_order_of_each(mail: Mail)
     for number in range(50):
         for index, sender in enumerate(senders):
             await sender.room()
-            sender.send([b"%d %d" % (index, number), b"%d more" % index])
+            sender.post([b"%d %d" % (index, number), b"%d more" % index])
     messages = await mail.until(300)
     for index, sender in enumerate(senders):
         numbers = [message for message in messages if message.startswith(b"%d " % index) and b"more" not in message]
@@ -91,8 +91,7 @@ async def test_a_secret_may_come_in_pieces_but_not_late(mail: Mail, monkeypatch:
 async def test_a_sender_trusts_only_the_inbox_with_the_certificate(mail: Mail) -> None:
     other = await Inbox.open("127.0.0.1", mail.deliver)
     sender = Outbox(mail.inbox.address._replace(port=other.address.port))
-    with pytest.raises(ConnectionLostError, match="cannot connect"):
-        await sender.room()
+    assert not await sender.room()
     other.close()
 
 
@@ -100,15 +99,91 @@ async def test_a_malformed_message_ends_its_connection_only(mail: Mail) -> None:
     bad, good = Outbox(mail.inbox.address), Outbox(mail.inbox.address)
     for sender in (bad, good):
         await sender.room()
-    bad.send([b"malformed"])
+    bad.post([b"malformed"])
     async with asyncio.timeout(10):
         while not bad.is_lost:
             await asyncio.sleep(0.01)
-    good.send([b"fine"])
+    good.post([b"fine"])
     assert await mail.until(1) == [b"fine"]
     good.close()
 
 
 def test_the_secret_is_not_shown() -> None:
-    address = inbox_module.InboxAddress("host", 1, "certificate", b"hidden")
+    address = InboxAddress("host", 1, "certificate", b"hidden")
     assert "hidden" not in repr(address)
+
+
+async def test_what_is_sent_before_the_connection_is_made_comes_first() -> None:
+    messages: list[bytes] = []
+    inbox = await Inbox.open("127.0.0.1", messages.append)
+    outbox = Outbox(inbox.address)
+    outbox.post([b"1", b"2"])
+    assert not outbox.has_room
+    assert await outbox.room()
+    outbox.post([b"3"])
+    outbox.close()  # which sends what was written
+    async with asyncio.timeout(10):
+        while len(messages) < 3:
+            await asyncio.sleep(0.01)
+    assert messages == [b"1", b"2", b"3"]
+    inbox.close()
+
+
+async def test_a_sender_is_told_that_the_inbox_does_not_read() -> None:
+    received = 0
+
+    def count(payload: bytes) -> None:
+        nonlocal received
+        received += len(payload)
+
+    inbox = await Inbox.open("127.0.0.1", count)
+    outbox = Outbox(inbox.address)
+    await outbox.room()
+    while not inbox._senders:
+        await asyncio.sleep(0.01)
+    (connection,) = inbox._senders
+    connection._transport.pause_reading()
+    sent = 0
+    while outbox.has_room:
+        outbox.post([bytes(2**20)])
+        sent += 2**20
+        await asyncio.sleep(0.01)
+    connection._transport.resume_reading()
+    assert sent < 2**28
+    async with asyncio.timeout(30):
+        await outbox.room()
+        while received < sent:
+            await asyncio.sleep(0.01)
+    outbox.close()
+    inbox.close()
+
+
+async def test_a_loss_is_told_once() -> None:
+    reasons: list[str] = []
+    inbox = await Inbox.open("127.0.0.1", lambda _: None)
+    outbox = Outbox(inbox.address, reasons.append)
+    await outbox.room()
+    while not inbox._senders:
+        await asyncio.sleep(0.01)
+    outbox.pause_writing()
+    waiting = asyncio.create_task(outbox.room())
+    await asyncio.sleep(0)
+    inbox.close()
+    assert not await waiting
+    outbox.post([b"lost"])
+    outbox.close()
+    await asyncio.sleep(0)
+    assert (outbox.is_lost, outbox.has_room, len(reasons)) == (True, False, 1)
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+async def test_a_connection_that_cannot_be_made_is_lost(is_closed: bool) -> None:
+    reasons: list[str] = []
+    inbox = await Inbox.open("127.0.0.1", lambda _: None)
+    inbox.close()
+    outbox = Outbox(InboxAddress(*inbox.address), reasons.append)
+    if is_closed:
+        outbox.close()
+    assert not await outbox.room()
+    assert len(reasons) == 1
+    assert ("the outbox was closed" if is_closed else "cannot connect") in reasons[0]

@@ -1,27 +1,56 @@
-"""The worker's end of a connection: what it answers, what it drops, and how it ends."""
+"""The worker's end: which connections it accepts, what it answers and drops, and how it ends."""
 
 import asyncio
+import contextlib
 import socket
+import struct
+import tempfile
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from cluster.protocol.messages import AnyReply, AnyRequest, encode
+from cluster.transport import ConnectionLostError, DeadlineError, Server
 from cluster.transport import frames as frames_module
-from cluster.transport.credentials import Credentials, make_credentials, tls_context
-from cluster.transport.errors import ConnectionLostError, DeadlineError
+from cluster.transport import server as server_module
+from cluster.transport.credentials import Credentials, tls_context
 from cluster.transport.frames import frame
 from engine.errors import TargetError
-from tests.cluster.wire import connected, make_server, ping, pong, serving
+from tests.cluster.wire import NODE_ID, linked, ping, pong, serving
+
+RESET = struct.pack("ii", 1, 0)  # linger for 0 s: closing sends a reset
 
 
 @pytest.fixture
-def credentials() -> Credentials:
-    return make_credentials()
+def server(credentials: Credentials) -> Iterator[Server]:
+    with serving(credentials.certificate) as server:
+        yield server
+
+
+def connect_by_tcp(server: Server) -> socket.socket:
+    return socket.create_connection((server.endpoint.host, server.endpoint.port), 10)
+
+
+def connect_by_tls(server: Server, credentials: Credentials) -> socket.socket:
+    return tls_context(credentials, server.endpoint.certificate, is_server=False).wrap_socket(connect_by_tcp(server))
+
+
+def assert_answers(connection: socket.socket, number: int = 1) -> None:
+    connection.sendall(frame(encode(ping(number))))
+    assert connection.recv(1000) == frame(encode(pong(ping(number))))
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("the condition did not become true")
 
 
 async def test_a_reply_after_its_deadline_is_not_sent(
@@ -29,31 +58,33 @@ async def test_a_reply_after_its_deadline_is_not_sent(
 ) -> None:
     def answer(request: AnyRequest) -> AnyReply:
         if request.round == 1:
-            threading.Event().wait(0.5)
+            time.sleep(0.5)
         return pong(request)
 
-    with serving(credentials, answer) as server, connected(server.endpoint, credentials) as channel:
+    with serving(credentials.certificate, answer) as server, linked(server.endpoint, credentials) as link:
         with pytest.raises(DeadlineError):
-            await channel.call(ping(1, deadline_s=0.2))
-        assert (await channel.call(ping(2))).round == 2
+            await link.call(ping(1, deadline_s=0.2))
+        assert (await link.call(ping(2))).round == 2
         assert dropped() == {"overdue": 1}
 
 
-async def test_a_malformed_message_is_dropped(credentials: Credentials, dropped: Callable[[], Counter[str]]) -> None:
-    with serving(credentials) as server, connected(server.endpoint, credentials) as channel:
-        await channel._send(b"\xc1 no message")
-        await channel.call(ping(1))
-        assert dropped() == {"malformed": 1}
+def test_a_malformed_message_is_dropped(
+    server: Server, credentials: Credentials, dropped: Callable[[], Counter[str]]
+) -> None:
+    with connect_by_tls(server, credentials) as client:
+        client.sendall(frame(b"\xc1 no message"))
+        assert_answers(client)
+    assert dropped() == {"malformed": 1}
 
 
 async def test_a_client_that_announces_too_long_a_message_is_disconnected_and_may_connect_again(
-    credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+    server: Server, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frames_module, "MAX_MESSAGE_BYTES", 1000)
-    with serving(credentials) as server, connected(server.endpoint, credentials) as channel:
+    with linked(server.endpoint, credentials) as link:
         with pytest.raises(ConnectionLostError):
-            await channel.call(ping(1, released=["x" * 2000]))
-        await channel.call(ping(2))
+            await link.call(ping(1, released=["x" * 2000]))
+        await link.call(ping(2))
 
 
 async def test_half_a_message_does_not_interrupt_the_work(credentials: Credentials) -> None:
@@ -68,7 +99,7 @@ async def test_half_a_message_does_not_interrupt_the_work(credentials: Credentia
             has_worked.set()
         return True
 
-    with serving(credentials, work=work) as server, socket.socket(socket.AF_UNIX) as client:
+    with serving(credentials.certificate, work=work) as server, socket.socket(socket.AF_UNIX) as client:
         client.connect(server.endpoint.path)
         first, second = (frame(encode(ping(number))) for number in (1, 2))
         client.sendall(first + second[:-1])
@@ -78,19 +109,125 @@ async def test_half_a_message_does_not_interrupt_the_work(credentials: Credentia
         assert client.recv(1000) == frame(encode(pong(ping(2))))
 
 
-def test_a_client_that_connects_again_replaces_its_earlier_connection(credentials: Credentials) -> None:
+def test_a_client_that_connects_again_replaces_its_earlier_connection(server: Server, credentials: Credentials) -> None:
     """Half a message left over from the old connection is not read as part of the new one."""
-    with serving(credentials) as server:
-        tls = tls_context(credentials, server.endpoint.certificate, is_server=False)
-        address = (server.endpoint.host, server.endpoint.port)
-        with tls.wrap_socket(socket.create_connection(address)) as old:
-            old.sendall(frame(encode(ping(1))))
-            assert old.recv(1000) == frame(encode(pong(ping(1))))
-            old.sendall(frame(encode(ping(2)))[:-1])
-            with tls.wrap_socket(socket.create_connection(address)) as new:
-                new.sendall(frame(encode(ping(3))))
-                assert new.recv(1000) == frame(encode(pong(ping(3))))
-                assert old.recv(1000) == b""
+    with connect_by_tls(server, credentials) as old:
+        assert_answers(old)
+        old.sendall(frame(encode(ping(2)))[:-1])
+        with connect_by_tls(server, credentials) as new:
+            assert_answers(new, 3)
+            assert old.recv(1000) == b""
+
+
+def test_a_client_without_tls_is_refused(server: Server) -> None:
+    with connect_by_tcp(server) as plain:
+        plain.sendall(frame(encode(ping(1))))
+        with contextlib.suppress(ConnectionResetError):
+            while plain.recv(1000):
+                pass
+    wait_for(lambda: server._num_refused == 1)
+
+
+@pytest.mark.parametrize("how", ["closed", "reset"])
+def test_a_client_that_leaves_before_its_handshake_is_not_accepted(credentials: Credentials, how: str) -> None:
+    """On a socket without a peer, wrap_socket itself does no handshake and raises nothing."""
+    server = Server("127.0.0.1", NODE_ID, credentials.certificate)
+    with connect_by_tcp(server) as client:
+        if how == "reset":
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        client.sendall(frame(encode(ping(1))))
+    thread = threading.Thread(target=server.serve, args=(pong,))
+    thread.start()
+    wait_for(lambda: server._num_refused == 1)
+    assert server._client is None
+    server.close()
+    thread.join(10)
+
+
+def test_slow_handshakes_do_not_delay_the_client(
+    server: Server, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_module, "_MAX_HANDSHAKES", 10)
+    monkeypatch.setattr(server_module, "_HANDSHAKE_S", 60)
+    with contextlib.ExitStack() as slow:
+        connections = [slow.enter_context(connect_by_tcp(server)) for _ in range(25)]
+        with connect_by_tls(server, credentials) as client:
+            assert_answers(client)
+        assert connections[0].recv(1) == b""  # the oldest ones made room
+        wait_for(lambda: server._num_refused == 16)
+
+
+def test_a_handshake_that_takes_too_long_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_HANDSHAKE_S", 0.1)
+    with connect_by_tcp(server) as connection:
+        assert connection.recv(1) == b""
+
+
+def test_a_handshake_that_began_earlier_does_not_replace_a_later_client(
+    server: Server, credentials: Credentials
+) -> None:
+    with connect_by_tcp(server) as slow:
+        wait_for(lambda: server._handshakes)
+        with connect_by_tls(server, credentials) as later:
+            assert_answers(later)
+            context = tls_context(credentials, server.endpoint.certificate, is_server=False)
+            with context.wrap_socket(slow) as finished:
+                assert finished.recv(1) == b""
+            assert_answers(later)
+
+
+def test_a_lack_of_file_descriptors_does_not_end_the_server(
+    server: Server, credentials: Credentials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [OSError(24, "Too many open files")] * 3
+    accept = socket.socket.accept
+
+    def failing(self: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise failures.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    with connect_by_tls(server, credentials) as client:
+        assert_answers(client)
+
+
+@pytest.mark.parametrize("by", ["unix socket", "tls"])
+def test_the_folder_is_removed_once_a_client_is_accepted(server: Server, credentials: Credentials, by: str) -> None:
+    """Workers are killed, so they cannot remove it at their end."""
+    folder = Path(server.endpoint.path).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    with socket.socket(socket.AF_UNIX) if by == "unix socket" else connect_by_tls(server, credentials) as client:
+        if by == "unix socket":
+            client.connect(server.endpoint.path)
+        wait_for(lambda: not folder.exists())
+
+
+def test_with_too_long_a_path_clients_connect_by_tls(
+    credentials: Credentials, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with serving(credentials.certificate) as server:
+        monkeypatch.undo()
+        assert server.endpoint.path == ""
+        with connect_by_tls(server, credentials) as client:
+            assert_answers(client)
+
+
+def test_a_server_closes_during_a_handshake(credentials: Credentials) -> None:
+    with serving(credentials.certificate) as server, connect_by_tcp(server) as client:
+        wait_for(lambda: server._handshakes)
+        server.close()
+        assert client.recv(1) == b""
+
+
+def test_a_server_that_was_closed_before_it_serves_returns_at_once(credentials: Credentials) -> None:
+    server = Server("127.0.0.1", NODE_ID, credentials.certificate)
+    server.close()
+    server.serve(pong)
+    assert not Path(server.endpoint.path).exists()
 
 
 async def test_an_exception_of_the_worker_ends_the_call_at_once(credentials: Credentials) -> None:
@@ -99,16 +236,9 @@ async def test_an_exception_of_the_worker_ends_the_call_at_once(credentials: Cre
     def answer(request: AnyRequest) -> AnyReply:
         raise TargetError("rank 0 was sent round 3 after round 1")
 
-    server = make_server(credentials)
-    with ThreadPoolExecutor(1) as thread, connected(server.endpoint, credentials) as channel:
+    server = Server("127.0.0.1", NODE_ID, credentials.certificate)
+    with ThreadPoolExecutor(1) as thread, linked(server.endpoint, credentials) as link:
         serving_ends = thread.submit(server.serve, answer)
         with pytest.raises(ConnectionLostError):
-            await channel.call(ping(1, deadline_s=60))
+            await link.call(ping(1, deadline_s=60))
         assert isinstance(await asyncio.to_thread(serving_ends.exception, 10), TargetError)
-
-
-def test_a_server_that_was_closed_before_it_serves_returns_at_once(credentials: Credentials) -> None:
-    server = make_server(credentials)
-    server.close()
-    server.serve(pong)
-    assert not Path(server.endpoint.path).exists()

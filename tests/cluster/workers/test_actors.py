@@ -2,39 +2,44 @@
 
 import gc
 import json
-import subprocess
-import sys
+import logging
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from cluster.workers.actors import _importing
+from cluster.workers.actors import _importing, show_progress
+from engine.config import ModelConfig
+from engine.models.loader import load_model
+from engine.models.registry import open_model
 from tests.cluster.models import save_llama
 
-LOAD = """
-import sys
-from cluster.workers.actors import show_progress
-from engine.config import ModelConfig
-from engine.execution.registry import load_backend
-show_progress(sys.argv[2])
-load_backend(ModelConfig(sys.argv[1], dtype="float32", device="cpu"))
-"""
+
+@pytest.fixture
+def logging_as_before() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in (None, "cluster", "engine")]
+    before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
+    yield
+    for logger, handlers, level in before:
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
 
 
-def test_a_worker_says_what_it_loaded_and_how_long_that_took(tmp_path):
-    path = str(save_llama(tmp_path / "model", seed=0))
-    process = subprocess.run([sys.executable, "-c", LOAD, path, "text"], capture_output=True, text=True, check=True)
-    [line] = process.stderr.splitlines()
-    assert line.startswith("INFO ")
-    assert f"{path}: 0.0 M parameters in float32 on cpu, loaded in " in line
-
-
-def test_a_worker_says_it_as_json_on_request(tmp_path):
-    path = str(save_llama(tmp_path / "model", seed=0))
-    command = [sys.executable, "-c", LOAD, path, "json"]
-    process = subprocess.run(command, capture_output=True, text=True, check=True)
-    line = json.loads(process.stderr)
-    assert line["levelname"] == "INFO"
-    assert line["message"].startswith(f"{path}: 0.0 M parameters")
+@pytest.mark.usefixtures("logging_as_before")
+def test_a_worker_says_what_it_loaded_and_how_long_that_took(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = ModelConfig(str(save_llama(tmp_path / "model", seed=0)), dtype="float32", device="cpu")
+    capsys.readouterr()  # what transformers says when it saves
+    for log_format in ("text", "json"):
+        show_progress(log_format)
+        load_model(open_model(config))
+    text, as_json = capsys.readouterr().err.splitlines()
+    loaded = f"{config.path}: 0.0 M parameters in float32 on cpu, loaded in "
+    assert text.startswith("INFO ")
+    assert loaded in text
+    assert json.loads(as_json)["levelname"] == "INFO"
+    assert json.loads(as_json)["message"].startswith(loaded)
 
 
 def test_what_is_imported_is_left_out_of_garbage_collections_which_go_on_afterwards():

@@ -1,49 +1,38 @@
 """A world of two real processes on the loopback address, and what NCCL is told."""
 
-import asyncio
 import os
+import subprocess
 import sys
 
 import pytest
 import torch
+from torch import distributed
 
 from cluster.workers import tensor_parallel
-from cluster.workers.tensor_parallel import find_interface, join_world
+from cluster.workers.tensor_parallel import find_interface, join_world, open_store
 
-PROGRAM = """
+JOIN = """
 import sys
-import torch
-import torch.distributed as dist
-from cluster.workers.tensor_parallel import StoreAddress, join_store, join_world, open_store
-
-rank = int(sys.argv[1])
-torch.set_num_threads(1)
-if rank == 0:
-    store, address = open_store("127.0.0.1", 2, 60)
-    print(address.port, flush=True)
-else:
-    store = join_store(StoreAddress("127.0.0.1", int(input())), 2, 60)
-shard = join_world(store, rank=rank, world_size=2, device=torch.device("cpu"), host="127.0.0.1", timeout_s=60)
-partial = torch.tensor([1.0 + rank, 10.0])
-whole = shard.all_reduce(partial)
-assert whole is partial
-print(whole.tolist(), flush=True)
-dist.destroy_process_group()
+from tests.cluster.workers.test_tensor_parallel import sum_parts
+from cluster.workers.tensor_parallel import join_store
+sum_parts(1, join_store(("127.0.0.1", int(sys.argv[1])), 2, 60))
 """
 
 
-async def start(rank: int) -> asyncio.subprocess.Process:
-    pipe = asyncio.subprocess.PIPE
-    return await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, str(rank), stdin=pipe, stdout=pipe)
+def sum_parts(rank, store):
+    device = torch.device("cpu")
+    shard = join_world(store, rank=rank, world_size=2, device=device, host="127.0.0.1", timeout_s=60)
+    partial = torch.tensor([1.0 + rank, 10.0])
+    assert shard.all_reduce(partial) is partial
+    assert partial.tolist() == [3.0, 20.0]
+    distributed.destroy_process_group()
 
 
-async def test_two_ranks_sum_their_parts():
-    first, second = await start(0), await start(1)
-    assert first.stdout is not None
-    port = await first.stdout.readline()
-    results = await asyncio.gather(first.communicate(), second.communicate(port))
-    assert [out.decode().strip() for out, _ in results] == ["[3.0, 20.0]"] * 2
-    assert first.returncode == second.returncode == 0
+def test_two_ranks_sum_their_parts():
+    store, address = open_store("127.0.0.1", 2, 60)
+    with subprocess.Popen([sys.executable, "-c", JOIN, str(address[1])]) as other:
+        sum_parts(0, store)
+    assert other.returncode == 0
 
 
 ADDRESSES = {

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -13,15 +14,15 @@ import pytest
 from deployments.config import AppConfig
 from deployments.errors import KINDS
 from deployments.ingress import answer as answer_module
-from deployments.ingress.answer import KEEP_ALIVE, Answer
-from deployments.ingress.prompts import PromptEncoder
-from deployments.openai.choices import Choice
-from deployments.openai.responses.writer import ResponsesWriter
+from deployments.ingress.answer import KEEP_ALIVE, Answer, IdleTimer
+from deployments.openai.responses_writer import ResponsesWriter
+from deployments.openai.writer import Choice
+from deployments.prompts.encoder import PromptEncoder
 from engine.errors import ModelError, QueueFullError, TargetError
-from engine.sequence import FinishReason, RequestOutput
+from engine.protocols import FinishReason, RequestOutput
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
-from tests.deployments.requests import GREEDY, events
+from tests.deployments.requests import GREEDY, events, http_scope
 
 
 def output(token: int, *, finish_reason: FinishReason | None = None, request_id: str = "a-0") -> RequestOutput:
@@ -93,13 +94,13 @@ async def test_events_that_repeat_many_log_probabilities_are_written_on_a_thread
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: dict[str, set[str]] = {}
-    frame = ResponsesWriter.frame
+    write = ResponsesWriter._named_event
 
-    def traced(writer: ResponsesWriter, event: Any) -> str:
-        threads.setdefault(event.type, set()).add(threading.current_thread().name)
-        return frame(writer, event)
+    def traced(writer: ResponsesWriter, type: str, **fields: Any) -> str:
+        threads.setdefault(type, set()).add(threading.current_thread().name)
+        return write(writer, type, **fields)
 
-    monkeypatch.setattr(ResponsesWriter, "frame", traced)
+    monkeypatch.setattr(ResponsesWriter, "_named_event", traced)
     monkeypatch.setattr(answer_module, "MANY_LOGPROBS", 10)  # more than a round has
     logprobs = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
     body = {"input": "hi", "temperature": 0, "max_output_tokens": 8, "stream": True, **logprobs}
@@ -112,10 +113,10 @@ async def test_events_that_repeat_many_log_probabilities_are_written_on_a_thread
 async def test_acceptance_is_counted_by_rounds_however_they_were_sent() -> None:
     choice = Choice(0, [1])
     rounds = [replace(output(token), num_draft_tokens=4, num_accepted_tokens=token) for token in range(3)]
-    writer = SimpleNamespace(choices=[choice], chunk=lambda choice, output: [output])
-    [joined] = Answer(writer, SlowOutputs())._chunks(rounds)
+    writer = plain_writer(choice)
+    writer.chunk = lambda _, joined: f"{joined.token_ids} {joined.text}"
+    assert Answer(writer, SlowOutputs())._chunks(rounds) == "[0, 1, 2] xxx"
     assert (choice.num_drafted, choice.num_accepted) == ([4, 4, 4], [0, 1, 2])
-    assert (joined.token_ids, joined.text, joined.num_accepted_tokens) == ([0, 1, 2], "xxx", 3)
 
 
 class SlowOutputs:
@@ -140,25 +141,24 @@ class SlowOutputs:
 
 
 def plain_writer(*choices: Choice) -> Any:
-    """Writes tokens as they are."""
+    """Writes tokens as they are, of a stream."""
     return SimpleNamespace(
-        id="a",
+        REPEATS_ALL=False,
+        END="DONE",
+        request=SimpleNamespace(stream=True),
         choices=choices,
-        chunk=lambda _, output: output.token_ids,
-        frame=str,
-        opening=lambda: (),
-        closing=lambda: ("end",),
-        end=lambda: "DONE",
-        failed=lambda error: error["code"],
+        chunk=lambda _, output: str(*output.token_ids),
+        opening=str,
+        closing=lambda: "end",
+        failed=lambda body: body["error"]["code"],
     )
 
 
 async def test_a_silent_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_module, "KEEP_ALIVE_S", 0.001)
     outputs = SlowOutputs(output(1), output(2), error=TimeoutError("the deadline"))
-    answer = Answer(plain_writer(Choice(0, [1])), outputs)
-    await answer.start()  # returns without tokens, so that the headers are sent
-    events = answer.events()
+    answer = await Answer(plain_writer(Choice(0, [1])), outputs).begin()  # without tokens: the headers are sent
+    events = answer.body_iterator
     received = []
     for _ in range(3):
         received.append(await anext(events))
@@ -211,20 +211,12 @@ async def test_an_error_before_the_first_byte_is_a_status(
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-async def test_every_request_is_closed_once_it_has_ended(
-    client: httpx.AsyncClient, routers: LocalRouters, is_stream: bool
-) -> None:
-    await client.post("/v1/completions", json={"prompt": "abc", **GREEDY, "stream": is_stream})
-    assert routers.num_closed == 1
-
-
-@pytest.mark.parametrize("is_stream", [True, False])
-@pytest.mark.parametrize("error", [TargetError("gone"), ValueError("bug")])
-async def test_a_request_that_fails_is_closed_too(
-    client: httpx.AsyncClient, routers: LocalRouters, rig: Rig, is_stream: bool, error: Exception
+@pytest.mark.parametrize("error", [None, TargetError("gone"), ValueError("bug")])
+async def test_every_request_is_closed_once_however_it_ends(
+    client: httpx.AsyncClient, routers: LocalRouters, rig: Rig, is_stream: bool, error: Exception | None
 ) -> None:
     routers.error = error
-    await client.post("/v1/completions", json={"prompt": ["a", "bc"], "max_tokens": 400, "stream": is_stream})
+    await client.post("/v1/completions", json={"prompt": ["a", "bc"], **GREEDY, "stream": is_stream})
     assert routers.num_closed == 1
     assert rig.engine.num_free_blocks == rig.engine.num_blocks
 
@@ -249,15 +241,7 @@ async def test_a_client_that_leaves_before_the_headers_are_sent_ends_its_request
         is_sending.set()
         await asyncio.Event().wait()
 
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": "POST",
-        "path": "/v1/completions",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }
+    scope = http_scope("/v1/completions")
     async with asyncio.timeout(30):
         await app(scope, receive, send)
     assert routers.num_closed == 1
@@ -287,3 +271,51 @@ def content_of(response: httpx.Response) -> dict[str, Any]:
         content["usage"] = event.get("usage") or content.get("usage")
     assert len(content) > 2, response.text
     return content
+
+
+@pytest.fixture
+def timer() -> Iterator[IdleTimer]:
+    timer = IdleTimer(0.02)
+    yield timer
+    timer.close()
+
+
+async def number(delay_s: float) -> int:
+    await asyncio.sleep(delay_s)
+    return 5
+
+
+async def test_a_short_wait_has_its_result(timer: IdleTimer) -> None:
+    assert await timer.wait(number(0)) == 5
+
+
+async def test_a_wait_that_lasts_too_long_is_cancelled_each_time(timer: IdleTimer) -> None:
+    for _ in range(3):
+        assert await timer.wait(number(60)) is None
+    task = asyncio.current_task()
+    assert task is not None
+    assert not task.cancelling()
+    assert await timer.wait(number(0)) == 5
+
+
+async def test_many_short_waits_are_none_that_lasts_too_long(timer: IdleTimer) -> None:
+    """Together they last for three limits, so that the one timer looks several times."""
+    assert [await timer.wait(number(0.002)) for _ in range(30)] == [5] * 30
+
+
+@pytest.mark.parametrize("is_due", [False, True], ids=["alone", "at the same moment as the timer"])
+async def test_a_wait_that_somebody_else_cancels_is_cancelled(timer: IdleTimer, is_due: bool) -> None:
+    waiting = asyncio.create_task(timer.wait(number(60)))
+    await asyncio.sleep(0)
+    if is_due:
+        timer._started -= 60.0
+        timer._check()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_between_waits_nothing_is_cancelled(timer: IdleTimer) -> None:
+    assert await timer.wait(number(0)) == 5
+    await asyncio.sleep(0.05)
+    assert await timer.wait(number(60)) is None

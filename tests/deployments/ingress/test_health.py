@@ -6,16 +6,11 @@ import httpx
 import pytest
 
 from deployments.config import AppConfig
-from deployments.ingress import readiness
+from engine.config import CompileProgress
 from tests.deployments.conftest import make_app, make_client
-from tests.deployments.fakes import LocalRouters, Rig, generation
+from tests.deployments.fakes import LocalOutputs, LocalRouters, Rig, generation
 
 PATHS = ["/live", "/ready", "/health"]
-
-
-@pytest.fixture(autouse=True)
-def always_asking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readiness, "PERIOD_S", 0.0)
 
 
 async def until(client: httpx.AsyncClient, path: str, status: int) -> httpx.Response:
@@ -31,6 +26,15 @@ async def test_a_server_that_works_is_live_and_ready(client: httpx.AsyncClient) 
     body = (await until(client, "/health", 200)).json()
     assert body["routers"].pop().items() >= {"replica": "router", "ready": True, "reason": None}.items()
     assert body == {"status": "ok", "live": True, "ready": True, "reason": None, "routers": []}
+
+
+async def test_a_server_that_compiles_says_how_far_it_is(client: httpx.AsyncClient, routers: LocalRouters) -> None:
+    await until(client, "/ready", 200)
+    [router] = (await client.get("/health")).json()["routers"]
+    assert "compiling" not in router
+    routers.compiling = CompileProgress(3, 6, 41.7)
+    [router] = (await client.get("/health")).json()["routers"]
+    assert router["compiling"] == {"done": 3, "of": 6, "left_s": 42}
 
 
 async def test_a_server_that_loads_is_live_and_not_ready(config: AppConfig, routers: LocalRouters) -> None:
@@ -63,15 +67,11 @@ async def test_head_is_get_without_a_body(client: httpx.AsyncClient, path: str) 
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_no_route_waits_for_a_router(config: AppConfig, rig: Rig, path: str) -> None:
-    class Silent(LocalRouters):
-        async def states(self):
-            await asyncio.Event().wait()
-
-    async with make_client(await make_app(config, Silent(rig))) as client:
-        rig.verifier.gate.clear()
-        stream = asyncio.create_task(anext(rig.loop.generate(generation())))
-        async with asyncio.timeout(0.5):
-            assert (await client.get(path)).status_code == (200 if path == "/live" else 503)
-        rig.verifier.gate.set()
-        await stream
+async def test_no_route_waits_for_a_router(client: httpx.AsyncClient, rig: Rig, path: str) -> None:
+    await until(client, "/ready", 200)
+    rig.verifier.gate.clear()
+    stream = LocalOutputs(rig.loop, generation())
+    async with asyncio.timeout(0.5):
+        assert (await client.get(path)).status_code == 200
+    rig.verifier.gate.set()
+    await stream.close()

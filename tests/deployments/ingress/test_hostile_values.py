@@ -1,14 +1,5 @@
-"""Values that JSON, or Python's parser, lets pass, but no text and no computation can have: each is refused by name.
+"""Values that JSON, or Python's parser, lets pass, but no text and no computation can have: each is refused by name."""
 
-| mutant | caught by |
-|---|---|
-| `check_json` lets numbers pass that are not finite | test_what_no_text_can_hold_is_refused_by_name |
-| `check_json` lets half a surrogate pair pass | test_what_no_text_can_hold_is_refused_by_name |
-| the arguments of earlier calls are not checked | test_what_no_text_can_hold_is_refused_by_name |
-| errors that a template raises are not caught | test_a_template_that_fails_is_the_requests_fault |
-"""
-
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,24 +7,21 @@ from typing import Any
 import httpx
 import pytest
 
-from deployments.config import AppConfig
-from tests.deployments.conftest import make_app, make_client
+from tests.deployments.conftest import client_of
 from tests.deployments.fakes import LocalRouters
-from tests.deployments.templates import HERMES, save_tokenizer
+from tests.deployments.templates import HERMES
 
 USER = '"messages": [{"role": "user", "content": "a"}], "max_tokens": 3'
 JSON = {"content-type": "application/json"}
 HUGE = "9" * 1000
-VALUES = ["NaN", "-Infinity", "1e999", r'"\ud800"', r'{"\udfff": 1}', r'["a", {"b": "\udfff\ud800"}]']
-"""Python's parser makes something of each."""
+VALUES = ["NaN", "-Infinity", "1e999"]
+"""The parser makes a number of each."""
 
 
 @pytest.fixture
 async def client(routers: LocalRouters, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
     """The client of a model whose template writes tools, calls and variables."""
-    save_tokenizer(HERMES + "{{ kind }}", tmp_path)
-    config = AppConfig(target_model=str(tmp_path), served_model_name="tiny", stream_interval_s=0)
-    async with make_client(await make_app(config, routers)) as client:
+    async with client_of(HERMES + "{{ kind }}", routers, tmp_path) as client:
         yield client
 
 
@@ -49,13 +37,8 @@ def tool(parameters: str, *, is_nested: bool = True) -> str:
     return f'[{{"type": "function", {f""""function": {{{function}}}""" if is_nested else function}}}]'
 
 
-def call(arguments: str) -> str:
-    function = {"name": "f", "arguments": arguments}
-    return json.dumps({"role": "assistant", "tool_calls": [{"type": "function", "id": "c", "function": function}]})
-
-
 @pytest.mark.parametrize("value", VALUES)
-async def test_what_no_text_can_hold_is_refused_by_name(client: httpx.AsyncClient, value: str) -> None:
+async def test_numbers_that_json_does_not_have_are_refused_by_name(client: httpx.AsyncClient, value: str) -> None:
     chat = "/v1/chat/completions"
     form = f'"type": "json_schema", "name": "f", "schema": {{"x": {value}}}'
     for path, body, param in (
@@ -64,7 +47,6 @@ async def test_what_no_text_can_hold_is_refused_by_name(client: httpx.AsyncClien
         (chat, f'{{{USER}, "chat_template_kwargs": {{"kind": {value}}}}}', "chat_template_kwargs"),
         ("/tokenize", f'{{{USER.rpartition(",")[0]}, "tools": {tool(value)}}}', "tools.0.function.parameters"),
         ("/v1/completions", f'{{"prompt": "a", "structured_outputs": {{"json": {{"x": {value}}}}}}}', None),
-        (chat, f'{{"messages": [{call(f"""{{"x": {value}}}""")}]}}', "messages"),
         ("/v1/responses", f'{{"input": "a", "tools": {tool(value, is_nested=False)}}}', "tools.0.parameters"),
         (
             "/v1/responses",
@@ -91,19 +73,13 @@ async def test_numbers_of_any_size_are_refused_by_name(client: httpx.AsyncClient
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"prompt": "a", "prompt": 1.5}',
         b'{"prompt": 1.5, "prompt": "a", "temperature": 1, "temperature": -1}',
         b'{"prompt": "a", "logit_bias": {"1": 1, "1": 1000}}',
         b'{"prompt": "\xff"}',
-        b'{"prompt": "\xc0\x80"}',
-        b'{"prompt": "\xed\xa0\x80"}',
         b'{"prompt": "a\x00b"}',
-        b'{"prompt": "a",}',
-        b"{'prompt': 'a'}",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a", "metadata": {"\\udfff\\ud800": "a"}}',
         b'{"prompt": "a"} {}',
-        b'{"prompt": 0x10}',
-        b'{"prompt": "a", "seed": 01}',
-        b'{"prompt": "a"} // comment',
     ],
 )
 async def test_what_is_no_json_or_says_a_thing_twice_is_judged_by_what_counts(
@@ -115,33 +91,10 @@ async def test_what_is_no_json_or_says_a_thing_twice_is_judged_by_what_counts(
     assert response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"messages": []},
-        {"tools": [{}]},
-        {"chat_template": "{{ 7 * 7 }}"},
-        {"tokenize": True},
-        {"add_generation_prompt": False},
-        {"self": 1},
-        {"conversation": []},
-        {"tojson": 1, "raise_exception": "x"},
-        {"kind": "</s>"},
-    ],
-)
-async def test_a_variable_takes_no_argument_of_the_templates_place(
-    client: httpx.AsyncClient, variables: dict[str, Any]
-) -> None:
-    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "chat_template_kwargs": variables}
-    response = await client.post("/v1/chat/completions", json=body)
-    is_harmless = "tojson" in variables  # no variable is called here
-    assert response.status_code == (200 if is_harmless else 400), response.text
-
-
 async def test_a_template_that_fails_is_the_requests_fault(routers: LocalRouters, tmp_path: Path) -> None:
-    save_tokenizer("{{ kind.upper() }}{{ kind[0] }}{{ raise_exception(kind) if kind else '' }}", tmp_path)
-    config = AppConfig(target_model=str(tmp_path), served_model_name="tiny", stream_interval_s=0)
-    async with make_client(await make_app(config, routers)) as client:
+    async with client_of(
+        "{{ kind.upper() }}{{ kind[0] }}{{ raise_exception(kind) if kind else '' }}", routers, tmp_path
+    ) as client:
         for kind in (1, "", None, {"upper": 1}, "x" * 5000):
             body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"kind": kind}}
             response = await client.post("/v1/chat/completions", json=body)

@@ -5,15 +5,10 @@ import asyncio
 import httpx
 import pytest
 
-from deployments.config import AppConfig, Limits
+from deployments.config import AppConfig, Limits, ingress_config
 from deployments.ingress.ingress import Ingress
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig
-
-
-async def test_another_model_is_404(client: httpx.AsyncClient) -> None:
-    response = await client.post("/v1/completions", json={"prompt": "a", "model": "gpt"})
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
 async def test_a_full_queue_is_429_before_a_stream_starts(config: AppConfig) -> None:
@@ -67,7 +62,7 @@ async def test_an_ingress_that_cannot_find_out_what_is_served_is_replaced(
     """Serve replaces replicas whose health check fails."""
     routers.has_loaded.clear()
     ingress = object.__new__(Ingress)
-    await ingress.__init__(config, routers)
+    await ingress.__init__(ingress_config(config), routers)
     await ingress.check_health()
     monkeypatch.delattr(LocalRouters, "base_url")
     routers.has_loaded.set()

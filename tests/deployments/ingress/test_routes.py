@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import httpx
-import openai
 import pytest
 
 from deployments.config import AppConfig
@@ -50,12 +49,6 @@ async def test_wrong_routes_have_the_same_shape(client: httpx.AsyncClient, metho
     assert response.json()["error"]["code"]
 
 
-@pytest.mark.parametrize("path", ["/health", "/live", "/ready"])
-async def test_health_can_be_asked_for_without_a_body(client: httpx.AsyncClient, path: str) -> None:
-    response = await client.head(path)
-    assert (response.status_code, response.text) == (200, "")
-
-
 @pytest.mark.parametrize("origins", [[], ["https://chat.example.com"], ["*"]], ids=["none", "one", "all"])
 async def test_a_browser_may_call_from_pages_that_the_operator_names(
     config: AppConfig, routers: LocalRouters, origins: list[str]
@@ -82,12 +75,8 @@ async def test_metrics_show_the_rounds(client: httpx.AsyncClient) -> None:
     text = (await client.get("/metrics")).text
     for line in (
         'vllm:generation_tokens_total{model_name="tiny",replica="router"} 8.0',
-        'vllm:num_requests_running{model_name="tiny",replica="router"} 0.0',
-        'vllm:kv_cache_usage_perc{model_name="tiny",replica="router"} 0.0',
         'vllm:request_success_total{finished_reason="length",model_name="tiny",replica="router"} 1.0',
         'vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="tiny",replica="router"} 1.0',
-        'vllm:e2e_request_latency_seconds_count{model_name="tiny",replica="router"} 1.0',
-        'vllm:spec_decode_num_drafts_total{model_name="tiny",replica="router"} 0.0',
     ):
         assert line in text
 
@@ -99,32 +88,20 @@ async def test_the_description_tells_the_truth(client: httpx.AsyncClient) -> Non
     assert all("422" not in op["responses"] for path in schema["paths"].values() for op in path.values())
 
 
-async def test_the_openai_client_works_unchanged(config: AppConfig, routers: LocalRouters) -> None:
-    transport = httpx.ASGITransport(await make_app(config, routers))
-    async with openai.AsyncOpenAI(
-        base_url="http://paceline/v1", api_key="x", http_client=httpx.AsyncClient(transport=transport)
-    ) as client:
-        whole = await client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=6, temperature=0
-        )
-        stream = await client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=6, temperature=0, stream=True
-        )
-        text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-        assert text == whole.choices[0].message.content
-        assert [model.id async for model in client.models.list()] == ["tiny"]
-        with pytest.raises(openai.BadRequestError, match="temperature"):
-            await client.completions.create(model="tiny", prompt="a", temperature=-1)
+SMALL = ("--phases", "coverage", "--exclude-path", "/v1/chat/completions", "--exclude-path", "/v1/responses")
+"""Each field of an operation adds some twenty cases, and those two have most fields."""
+WHOLE = ("--phases", "coverage,fuzzing", "--max-examples", "6")
 
 
-def test_the_schema_holds_under_a_fuzzer(config: AppConfig, model_dir: Path) -> None:
+@pytest.mark.parametrize(
+    "scope", [pytest.param(SMALL, id="small operations"), pytest.param(WHOLE, id="all", marks=pytest.mark.long)]
+)
+def test_the_schema_holds_under_a_fuzzer(config: AppConfig, model_dir: Path, scope: tuple[str, ...]) -> None:
     with serving(config, model_dir) as (url, rig):
         command = [
-            *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json"),
-            *("--checks", ",".join(CHECKS), "--mode", "all", "--phases", "coverage,fuzzing"),
-            *("--max-examples", "6", "--seed", "1", "--max-failures", "20", "--request-timeout", "60"),
-            *("--max-time", "60"),  # each field adds cases
-            *("--generation-database", "none", "--no-color"),
+            *(sys.executable, "-m", "schemathesis.cli", "run", f"{url}/openapi.json", *scope),
+            *("--checks", ",".join(CHECKS), "--mode", "all", "--seed", "1", "--max-failures", "20"),
+            *("--request-timeout", "60", "--generation-database", "none", "--no-color"),
         ]
         result = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=model_dir, check=False)
         assert result.returncode == 0, result.stdout[-12000:] + result.stderr[-2000:]

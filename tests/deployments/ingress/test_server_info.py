@@ -8,9 +8,8 @@ import httpx
 import openai
 import pytest
 
-from deployments.config import AppConfig
+from deployments.config import AppConfig, ingress_config
 from deployments.ingress.server_info import announcement, fingerprint
-from deployments.rollout import ingress_settings
 from tests.deployments.conftest import make_app, make_client, make_sdk
 from tests.deployments.fakes import LocalRouters
 
@@ -46,7 +45,7 @@ async def test_the_log_says_what_is_served_where_and_how_to_try_it(
     draft_model: str | None, told: str, config: AppConfig, routers: LocalRouters
 ) -> None:
     description = replace(await routers.describe(), draft_model=draft_model)
-    text = announcement(config, description, "http://127.0.0.1:8000")
+    text = announcement(ingress_config(config), description, "http://127.0.0.1:8000")
     assert text.startswith(f"serving target {description.target.name} (")
     assert told in text
     assert "curl -s http://127.0.0.1:8000/v1/completions" in text
@@ -57,20 +56,13 @@ def test_a_fingerprint_changes_with_what_texts_depend_on() -> None:
     settings: list[dict[str, Any]] = [
         {},
         {"target_model": "other"},
-        {"target_revision": "a"},
+        {"target_model": "other@a"},
         {"dtype": "bfloat16"},
         {"target_quantization": "int8"},
         {"device": "cpu"},
         {"verification": "rejection"},
         {"tensor_parallel_size": 2},
     ]
-    names = [fingerprint(AppConfig.model_validate(setting)) for setting in settings]
+    names = [fingerprint(ingress_config(AppConfig.model_validate(setting))) for setting in settings]
     assert len(set(names)) == len(settings)
-    assert fingerprint(AppConfig(draft_model="none", stream_interval_s=1)) == names[0]
-
-
-def test_an_ingress_knows_all_that_the_fingerprint_needs() -> None:
-    settings = ({"dtype": "bfloat16"}, {"target_quantization": "int8"}, {"verification": "rejection"})
-    for setting in (*settings, {"tensor_parallel_size": 2}):
-        config = AppConfig.model_validate(setting)
-        assert fingerprint(ingress_settings(config)) == fingerprint(config)
+    assert fingerprint(ingress_config(AppConfig(draft_model="none", stream_interval_s=1))) == names[0]

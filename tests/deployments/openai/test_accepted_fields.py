@@ -9,10 +9,10 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from deployments.ingress.tokenization import DetokenizeRequest, TokenizeRequest
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.openai.completions import CompletionRequest
-from deployments.openai.responses.request import ResponsesRequest
+from deployments.openai.responses_request import ResponsesRequest
+from deployments.prompts.tokenization import DetokenizeRequest, TokenizeRequest
 from tests.deployments.fakes import LocalRouters
 from tests.test_readme import SETTINGS
 
@@ -38,9 +38,6 @@ BODIES = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-
-
-# --- Ignored --------------------------------------------------------------------------------------------------------
 
 
 def described_fields(schema: dict[str, Any], definitions: dict[str, Any], prefix: str = "") -> set[tuple[str, str]]:
@@ -98,9 +95,6 @@ async def test_streams_are_sent_without_padding(sdk: openai.AsyncOpenAI) -> None
     assert error.value.param == "stream_options.include_obfuscation"
 
 
-# --- Written in another way -----------------------------------------------------------------------------------------
-
-
 async def test_nothing_in_a_field_is_as_good_as_no_field(sdk: openai.AsyncOpenAI) -> None:
     completion = await sdk.completions.create(**COMPLETION)
     nothing: Any = {"stop": "", "suffix": "", "stream_options": None, "logit_bias": {}, "stop_token_ids": []}
@@ -137,9 +131,6 @@ async def test_no_text_is_the_beginning_of_a_document(sdk: openai.AsyncOpenAI, r
     assert error.value.param == "prompt"
 
 
-# --- Prompts --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("keep", "max_tokens", "kept"), [(2, 6, 2), (600, 6, None), (0, 6, None), (506, 6, 506), (-1, 6, 506), (-1, 1, 511)]
 )
@@ -168,9 +159,6 @@ async def test_a_conversation_is_cut_from_its_beginning(sdk: openai.AsyncOpenAI,
     assert routers.last.prompts == [whole[-5:]]
     await sdk.chat.completions.create(**CHAT, extra_body={"truncate_prompt_tokens": -1})
     assert routers.last.prompts == [whole]
-
-
-# --- Answers --------------------------------------------------------------------------------------------------------
 
 
 async def test_answers_name_what_computed_them(sdk: openai.AsyncOpenAI) -> None:
@@ -210,24 +198,9 @@ async def test_the_prompts_log_probabilities_come_in_vllms_form(
     assert [len(position) for position in (none.choices[0].model_extra or {})["prompt_logprobs"][1:]] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    "fields", [{"prompt_logprobs": 21}, {"prompt_logprobs": -1}, {"prompt_logprobs": 1, "stream": True}]
-)
-async def test_log_probabilities_of_a_prompt_are_refused_by_name(
-    client: httpx.AsyncClient, fields: dict[str, Any]
-) -> None:
-    response = await client.post("/v1/completions", json={"prompt": "abc", **fields})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_logprobs")
-
-
 async def test_a_completion_can_have_a_form(sdk: openai.AsyncOpenAI) -> None:
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     options = {**COMPLETION, "max_tokens": 300}
     completion = await sdk.completions.create(**options, extra_body={"response_format": form})
     jsonschema.validate(json.loads(completion.choices[0].text), schema)
-    with pytest.raises(openai.BadRequestError) as error:
-        await sdk.completions.create(
-            **options, extra_body={"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}
-        )
-    assert error.value.param == "structured_outputs"

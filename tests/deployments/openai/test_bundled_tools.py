@@ -9,10 +9,11 @@ import jsonschema
 import openai
 import pytest
 
+from cluster.remote import RemoteDrafter, RemoteVerifier
 from deployments.config import AppConfig
-from deployments.metrics import RouterMetrics
-from deployments.router.generation import Description, ModelLimits
+from deployments.observe.metrics import RouterMetrics
 from deployments.router.round_loop import RoundLoop
+from deployments.wire import Description, ModelLimits
 from engine.config import ModelInfo
 from engine.llm import LLM
 from tests.deployments.conftest import make_app, make_client, make_sdk
@@ -49,8 +50,8 @@ def pair() -> LLM:
 
 @pytest.fixture
 async def sdk(pair: LLM) -> AsyncIterator[openai.AsyncOpenAI]:
-    metrics = RouterMetrics("paceline", pair.engine, pair.engine.drafter)
-    loop = RoundLoop(pair.engine, SimpleNamespace(), metrics, max_recoveries=0, round_timeout_s=60.0)
+    metrics = RouterMetrics(pair.engine, RemoteDrafter(timeout_s=1.0), RemoteVerifier(timeout_s=1.0))
+    loop = RoundLoop(pair.engine, SimpleNamespace(), metrics, round_timeout_s=60.0)
     routers = BundledRouters(SimpleNamespace(engine=pair.engine, loop=loop, metrics=metrics))
     async with make_client(await make_app(AppConfig(stream_interval_s=0), routers)) as client:
         yield make_sdk(client)
@@ -60,13 +61,6 @@ async def sdk(pair: LLM) -> AsyncIterator[openai.AsyncOpenAI]:
 def check(call: Any) -> None:
     arguments = json.loads(call.arguments)
     jsonschema.validate(arguments, {"weather": SCHEMA, "clock": {"type": "object", "maxProperties": 0}}[call.name])
-
-
-async def test_the_model_may_choose_not_to_call(sdk: openai.AsyncOpenAI) -> None:
-    for choice in ("auto", "none"):
-        chat = await sdk.chat.completions.create(**{**OPTIONS, "max_tokens": 12, "seed": 1}, tool_choice=choice)
-        assert chat.choices[0].message.content
-        assert chat.choices[0].message.tool_calls is None
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}], ids=str)
@@ -84,28 +78,6 @@ async def test_a_call_that_is_required_fits_its_schema(sdk: openai.AsyncOpenAI, 
         assert [(c.function.name, c.function.arguments) for c in streamed.message.tool_calls or []] == [
             (call.function.name, call.function.arguments)
         ]
-
-
-async def test_several_calls_stream_side_by_side(sdk: openai.AsyncOpenAI) -> None:
-    written = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-    text = f"Let me see.\n{written}\n{written}"
-    options = {**OPTIONS, "extra_body": {"structured_outputs": {"choice": [text]}}}
-    stream = await sdk.chat.completions.create(**options, stream=True)
-    chunks = [chunk.choices[0] async for chunk in stream]
-    deltas = [delta for chunk in chunks for delta in chunk.delta.tool_calls or []]
-    assert [delta.index for delta in deltas if delta.id] == [0, 1]
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == "Let me see.\n"
-    assert chunks[-1].finish_reason == "tool_calls"
-
-
-async def test_a_result_is_part_of_the_conversation(sdk: openai.AsyncOpenAI) -> None:
-    options = {**OPTIONS, "tool_choice": "required", "parallel_tool_calls": False, "seed": 0}
-    message = (await sdk.chat.completions.create(**options)).choices[0].message
-    (call,) = message.tool_calls or []
-    result: Any = {"role": "tool", "tool_call_id": call.id, "content": "rain"}
-    messages = [USER, message.model_dump(exclude_none=True), result]
-    chat = await sdk.chat.completions.create(**{**OPTIONS, "messages": messages, "max_tokens": 12})
-    assert chat.choices[0].message.content
 
 
 async def test_responses_call_and_take_results_too(sdk: openai.AsyncOpenAI) -> None:

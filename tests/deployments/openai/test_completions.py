@@ -43,13 +43,6 @@ async def test_usage_comes_with_every_chunk_when_requested(client: httpx.AsyncCl
     assert (last["choices"], last["usage"]["completion_tokens"]) == ([], 8)
 
 
-async def test_no_usage_comes_if_the_client_wants_none(client: httpx.AsyncClient) -> None:
-    options = {"include_usage": False, "continuous_usage_stats": True}
-    chunks = await events(client, "/v1/completions", prompt="abc", stream_options=options)
-    assert len(chunks) == 8
-    assert all("usage" not in chunk for chunk in chunks)
-
-
 @pytest.mark.parametrize(
     ("prompt", "num_choices"), [("ab", 2), (["ab", "cd"], 4), ([64, 65], 2), ([[64, 65], [66]], 4)]
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deployments.config import AppConfig
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.openai.completions import CompletionRequest
-from deployments.openai.responses.request import ResponsesRequest
+from deployments.openai.responses_request import ResponsesRequest
 from engine.sampling.grammar import Grammars
 from tests.deployments.conftest import make_app, make_client
 from tests.deployments.fakes import LocalRouters, Rig

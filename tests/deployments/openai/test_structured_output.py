@@ -65,15 +65,6 @@ async def test_the_openai_client_gets_the_requested_format(client: httpx.AsyncCl
     assert len(chat.choices[0].message.content or "") == 3
 
 
-async def test_a_stream_says_the_same(client: httpx.AsyncClient) -> None:
-    outputs = {"json": SCHEMA}
-    whole = await text_of(client, structured_outputs=outputs, temperature=1, seed=9)
-    body = {"prompt": "abc", "temperature": 1, "seed": 9, "max_tokens": 300, "structured_outputs": outputs}
-    response = await client.post("/v1/completions", json={**body, "stream": True})
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: {")]
-    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == whole
-
-
 MESSAGES = [{"role": "user", "content": "x"}]
 
 
@@ -82,20 +73,14 @@ MESSAGES = [{"role": "user", "content": "x"}]
     [
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "has regex, choice"),
-        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "at least 1"),
-        ({"structured_outputs": {"choice": [3]}}, "structured_outputs.choice.0", "valid string"),
-        ({"structured_outputs": {"ebnf": "x"}}, "structured_outputs.ebnf", "not a field"),
-        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
         ({"structured_outputs": {"grammar": "hello"}}, "structured_outputs.grammar", "neither Lark nor GBNF"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not JSON"),
-        ({"structured_outputs": {"json": "[" * 5000}}, "structured_outputs.json", "not JSON"),
         ({"structured_outputs": {"json": "3"}}, "structured_outputs.json", "is an object"),
         ({"structured_outputs": {"json": {"type": "mouse"}}}, "structured_outputs.json", "mouse"),
         ({"structured_outputs": {"json": {"$ref": "http://localhost/"}}}, "structured_outputs.json", "not present"),
         ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs.regex", "70,000 characters, at most"),
         ({"structured_outputs": {"regex": "a"}, "min_tokens": 3}, "min_tokens", "cannot be combined with a grammar"),
         ({"structured_outputs": {"regex": "a"}, "ignore_eos": True}, "ignore_eos", "cannot be combined with a grammar"),
-        ({"messages": MESSAGES, "response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
         ({"messages": MESSAGES, "response_format": {"type": "json_schema"}}, "response_format.json_schema", "required"),
         (
             {"messages": MESSAGES, "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deployments.openai.tool_calls import Arguments, CallReader, CallStart
-from deployments.openai.tools import Hermes, Llama3
+from deployments.openai.tools import HERMES, LLAMA3, ToolForm
 
 Read = tuple[str, list[tuple[str, str]]]
 
 
-def read(form: Hermes | Llama3, pieces: list[str]) -> Read:
-    reader = form.reader()
+def read(form: ToolForm, pieces: list[str], *, calls_only: bool = False) -> Read:
+    reader = form.reader(calls_only=calls_only)
     text = ""
     calls: list[tuple[str, str]] = []
     for i, piece in enumerate(pieces):
@@ -34,7 +34,7 @@ TRICKY = r'<tool_call>{"name": "g", "arguments": {"s": "</tool_call>}\"{"}}</too
 G = ("g", r'{"s": "</tool_call>}\"{"}')
 F = ("f", '{"a": 1}')
 LLAMA = '{"name": "f", "parameters": {"a": 1}}'
-HERMES = [
+HERMES_TEXTS = [
     ("hello", "hello", []),
     ("", "", []),
     (ONE, "", [F]),
@@ -68,7 +68,7 @@ HERMES = [
     ('<tool_call>{"name": "f", "arguments": {"a": 1}} and so on', "and so on", [F]),
     ('<tool_call>{"name": "f", "arguments": {"a": 1} and so on', "and so on", [F]),
 ]
-LLAMA3 = [
+LLAMA3_TEXTS = [
     ("", "", []),
     (" \n", " \n", []),
     ("hello {", "hello {", []),
@@ -87,7 +87,7 @@ LLAMA3 = [
     (f"{LLAMA}; hello", "; hello", [F]),
     (f"{LLAMA} \n<b>", "<b>", [F]),
 ]
-CASES: Any = [(Hermes(), *case) for case in HERMES] + [(Llama3(), *case) for case in LLAMA3]
+CASES: Any = [(HERMES, *case) for case in HERMES_TEXTS] + [(LLAMA3, *case) for case in LLAMA3_TEXTS]
 
 
 @pytest.mark.parametrize(("form", "text", "expected", "calls"), CASES)
@@ -98,51 +98,34 @@ def test_a_text_is_read_the_same_letter_by_letter(form: Any, text: str, expected
 
 FRAGMENTS = st.sampled_from(
     [
+        *["<tool_call>", "</tool_call>", "<|python_tag|>", ";", "{", "}", "}}", '"', "\\", ",", "[", "]", "<", "text"],
         *(
-            "<tool_call>",
-            "</tool_call>",
-            "<|python_tag|>",
             "\n",
             " ",
-            ";",
-            "{",
-            "}",
-            "}}",
-            '"',
-            "\\",
-            ",",
-            "[",
-            "]",
-            "<",
-        ),
-        *(
             '{"name": "f", "arguments": ',
             '{"name": "f", "parameters": {"a": ',
             '{"arguments": {}, "name": "g"}',
-            "text",
         ),
         *(ONE, TRICKY, LLAMA),
     ]
 )
 
 
-@given(st.sampled_from([Hermes(), Llama3()]), st.lists(FRAGMENTS, max_size=12), st.data())
-def test_any_text_is_read_the_same_however_it_is_cut(
-    form: Hermes | Llama3, fragments: list[str], data: st.DataObject
-) -> None:
+@given(st.sampled_from([HERMES, LLAMA3]), st.lists(FRAGMENTS, max_size=12), st.data())
+def test_any_text_is_read_the_same_however_it_is_cut(form: ToolForm, fragments: list[str], data: st.DataObject) -> None:
     text = "".join(fragments)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
     assert read(form, pieces) == read(form, [text]) == read(form, [*text, ""])
 
 
-@given(st.sampled_from([Hermes(), Llama3()]), st.text("<tool_cal>/|pyhng{}\"';, \n", max_size=60))
-def test_a_text_without_a_call_loses_no_character(form: Hermes | Llama3, text: str) -> None:
+@given(st.sampled_from([HERMES, LLAMA3]), st.text("<tool_cal>/|pyhng{}\"';, \n", max_size=60))
+def test_a_text_without_a_call_loses_no_character(form: ToolForm, text: str) -> None:
     assert read(form, [*text, ""]) == (text, [])
 
 
 def test_nothing_is_held_back_longer_than_it_must_be() -> None:
-    reader = Hermes().reader()
+    reader = HERMES.reader()
     assert reader.feed("hello <", is_last=False) == ["hello "]
     assert reader.feed("b>", is_last=False) == ["<b>"]
     assert reader.feed('<tool_call>\n{"name": "f", "arguments": ', is_last=False) == []
@@ -152,7 +135,12 @@ def test_nothing_is_held_back_longer_than_it_must_be() -> None:
     assert rest == [Arguments('{"a": "b')]
     assert reader.feed('c</t"', is_last=False) == [Arguments('c</t"')]
     assert reader.feed("}}\n</tool_call>\nbye", is_last=False) == [Arguments("}"), "bye"]
-    assert Llama3().reader().feed("hello", is_last=False) == ["hello"]
+    assert LLAMA3.reader().feed("hello", is_last=False) == ["hello"]
+
+
+def test_a_text_that_must_be_calls_has_no_content() -> None:
+    for form, text, _, calls in CASES:
+        assert read(form, [text], calls_only=True) == ("", calls)
 
 
 def test_a_call_has_an_id_of_its_own() -> None:

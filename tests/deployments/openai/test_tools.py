@@ -9,16 +9,13 @@ import httpx
 import jsonschema
 import openai
 import pytest
-from pydantic import TypeAdapter
 from transformers import PreTrainedTokenizerFast
 
-from deployments.config import AppConfig
-from deployments.ingress.prompts import PromptEncoder
-from deployments.openai.chat_template import Rendering
-from deployments.openai.messages import ChatMessage, message_of
-from deployments.openai.tools import Hermes, Llama3, Tool, form_of
-from engine.errors import RequestError
-from tests.deployments.conftest import make_app, make_client, make_sdk
+from deployments.openai import tools as forms
+from deployments.openai.chat import ChatCompletionRequest
+from deployments.openai.tools import form_of
+from deployments.prompts.encoder import PromptEncoder
+from tests.deployments.conftest import client_of, make_sdk
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.templates import HERMES, LLAMA, TEMPLATE, save_tokenizer
 
@@ -36,17 +33,10 @@ TOOLS: Any = [
 USER: Any = [{"role": "user", "content": "x"}]
 
 
-# --- Forms ----------------------------------------------------------------------------------------------------------
-
-
 def test_the_form_is_the_templates() -> None:
-    assert isinstance(form_of(HERMES), Hermes)
-    assert isinstance(form_of(LLAMA), Llama3)
+    assert (form_of(HERMES), form_of(LLAMA)) == (forms.HERMES, forms.LLAMA3)
     assert form_of(TEMPLATE) is None
     assert form_of(None) is None
-
-
-# --- Prompts --------------------------------------------------------------------------------------------------------
 
 
 async def test_a_conversation_with_calls_is_rendered_as_the_template_wants(tmp_path: Path) -> None:
@@ -58,55 +48,25 @@ async def test_a_conversation_with_calls_is_rendered_as_the_template_wants(tmp_p
         {"role": "tool", "tool_call_id": "c1", "content": "12 </s>"},
     ]
     encoder = PromptEncoder(tokenizer)
-    tools = [Tool.model_validate(tool) for tool in TOOLS]
-    conversation = TypeAdapter(list[ChatMessage]).validate_python(messages)
-    ids = await encoder.encode_chat(conversation, 4096, Rendering(tools=tools))
+    ids = await encoder.encode_chat(ChatCompletionRequest(messages=messages, tools=TOOLS), 4096)
     text = await encoder.decode_tokens(ids)
     assert '"name": "weather"' in text
     assert '<tool_call>\n{"name": "clock", "arguments": {"a": [1]}}\n</tool_call><|end|>' in text
     assert "<|start|>tool\n12 </s><|end|>" in text
     assert 256 not in ids  # </s> is four characters
-    bad = Tool.model_validate({"type": "function", "function": {"name": "f", "description": "a <|end|>"}})
-    with pytest.raises(RequestError, match="special token"):
-        await encoder.encode_chat([message_of("user", "x")], 4096, Rendering(tools=[bad]))
-
-
-# --- HTTP -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=[HERMES, LLAMA], ids=["hermes", "llama"])
 async def sdk(
     request: pytest.FixtureRequest, routers: LocalRouters, tmp_path: Path
 ) -> AsyncIterator[openai.AsyncOpenAI]:
-    save_tokenizer(request.param, tmp_path)
-    config = AppConfig(target_model=str(tmp_path), served_model_name="tiny", stream_interval_s=0)
-    async with make_client(await make_app(config, routers)) as client:
+    async with client_of(request.param, routers, tmp_path) as client:
         yield make_sdk(client)
 
 
 def check(name: str, arguments: str) -> None:
     assert name in ("weather", "clock")
     jsonschema.validate(json.loads(arguments), SCHEMA if name == "weather" else {"type": "object"})
-
-
-@pytest.mark.parametrize("seed", range(3))
-async def test_a_named_function_is_called_with_its_schema(sdk: openai.AsyncOpenAI, seed: int) -> None:
-    chat = await sdk.chat.completions.create(
-        model="tiny",
-        messages=USER,
-        tools=TOOLS[:1],
-        tool_choice={"type": "function", "function": {"name": "weather"}},
-        temperature=1,
-        seed=seed,
-        extra_body={"repetition_penalty": 2.0},
-    )
-    message = chat.choices[0].message
-    (call,) = message.tool_calls or []
-    assert call.type == "function"
-    assert call.function.name == "weather"
-    check(call.function.name, call.function.arguments)
-    assert message.content is None
-    assert chat.choices[0].finish_reason == "stop"  # as at OpenAI, for a function that the client named
 
 
 NAMED = {"type": "function", "function": {"name": "weather"}}
@@ -159,18 +119,6 @@ async def test_a_stream_of_deltas_is_the_whole_answer(
         assert logprobs == whole.logprobs.content
 
 
-async def test_the_clients_own_helper_puts_a_stream_together(sdk: openai.AsyncOpenAI) -> None:
-    whole = (await sdk.chat.completions.create(**FORCED)).choices[0]
-    async with sdk.chat.completions.stream(**FORCED) as stream:
-        streamed = (await stream.get_final_completion()).choices[0]
-
-    def calls(message: Any) -> list[tuple[str, str]]:
-        return [(call.function.name, call.function.arguments) for call in message.tool_calls]
-
-    assert calls(streamed.message) == calls(whole.message)
-    assert streamed.finish_reason == whole.finish_reason
-
-
 async def test_a_call_that_the_limit_cuts_is_sent_as_far_as_it_came(sdk: openai.AsyncOpenAI) -> None:
     cut = (await sdk.chat.completions.create(**FORCED, max_tokens=60)).choices[0]
     whole = (await sdk.chat.completions.create(**FORCED)).choices[0]
@@ -179,6 +127,43 @@ async def test_a_call_that_the_limit_cuts_is_sent_as_far_as_it_came(sdk: openai.
     assert cut.finish_reason == "length"
     assert 0 < len(part.function.arguments) < len(call.function.arguments)
     assert call.function.arguments.startswith(part.function.arguments)
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
+async def test_the_markup_of_a_call_that_the_limit_cuts_is_no_content(sdk: openai.AsyncOpenAI, choice: Any) -> None:
+    options = {**FORCED, "tool_choice": choice, "max_tokens": 16}
+    cut = (await sdk.chat.completions.create(**options)).choices[0]
+    assert (cut.message.content or "", cut.message.tool_calls, cut.finish_reason) == ("", None, "length")
+    chunks = [chunk.choices[0] async for chunk in await sdk.chat.completions.create(**options, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
+    tools = [{"type": "function", **TOOLS[0]["function"]}]
+    response = await sdk.responses.create(
+        model="tiny", input="x", tools=tools, tool_choice="required", max_output_tokens=16
+    )
+    assert (response.output_text, response.status) == ("", "incomplete")
+
+
+async def test_a_cut_call_can_be_sent_back(sdk: openai.AsyncOpenAI) -> None:
+    """As an agent's loop does, through LiteLLM or not."""
+    message = (await sdk.chat.completions.create(**FORCED, max_tokens=60)).choices[0].message.model_dump()
+    more = {"provider_specific_fields": {"refusal": None}, "cache_control": {"type": "ephemeral"}}
+    message |= {**more, "thinking_blocks": [{"type": "thinking", "thinking": "a", "signature": "b"}]}
+    (call,) = message["tool_calls"]
+    call |= {"index": 0, "provider_specific_fields": None}
+    call["function"]["provider_specific_fields"] = {"thought_signature": "c"}
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "sunny"}
+    chat = await sdk.chat.completions.create(**{**FORCED, "messages": [*USER, message, result], "max_tokens": 4})
+    assert chat.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError) as error:
+        await sdk.chat.completions.create(**{**FORCED, "messages": [*USER, {**message, "other_fields": {}}]})
+    assert error.value.param == "messages.1.other_fields"
+
+
+async def test_a_required_call_wins_over_a_form_of_the_text(sdk: openai.AsyncOpenAI) -> None:
+    choice = (await sdk.chat.completions.create(**FORCED, response_format={"type": "json_object"})).choices[0]
+    (call,) = choice.message.tool_calls or []
+    assert call.type == "function"
+    check(call.function.name, call.function.arguments)
 
 
 async def test_text_and_several_calls_stream_each_in_its_place(sdk: openai.AsyncOpenAI) -> None:
@@ -229,7 +214,6 @@ async def test_a_template_without_tools_refuses_them(client: httpx.AsyncClient) 
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         (

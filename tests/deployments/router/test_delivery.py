@@ -1,121 +1,233 @@
-"""Outputs on their way to the Ingress."""
+"""The outputs of a request, gathered, and messages on their way to the Ingress."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from cluster.protocol.messages import MalformedMessageError
-from cluster.transport import ConnectionLostError, Inbox, InboxAddress
-from deployments.router.delivery import Deliveries, decode, encode
-from deployments.router.load import Load
-from engine.protocols import TokenLogprobs
-from engine.sequence import RequestOutput
+from cluster.transport import Inbox
+from deployments.router import delivery as delivery_module
+from deployments.router.delivery import Delivery, Stream
+from deployments.wire import End, Generation, Message, Outputs, Report, decode
+from engine.errors import RequestError, TargetError
+from engine.protocols import FinishReason, RequestOutput
+from tests.deployments.fakes import LocalOutputs, Rig, generation
 
-LOGPROBS = [TokenLogprobs(-0.5, 1, [3, 4], [-0.5, -1.25])]
-OUTPUT = RequestOutput("a-0", [1, 2], "é\ufffd", "stop", "end", LOGPROBS, 3, 1, 4, 2, prompt_logprobs=LOGPROBS)
-PLAIN = RequestOutput("b-1", [7], "", None, None, None, 3, 0, 0, 0)
-
-
-@pytest.mark.parametrize("output", [OUTPUT, PLAIN, RequestOutput("c-2", [], "", "stop", 5, [], 1, 0, 0, 0)])
-def test_an_output_arrives_as_it_was_sent(output: RequestOutput) -> None:
-    assert decode(encode(output)) == output
+REPORT = Report("here", None, 3, 2, 2.0, 1)
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x80", encode(PLAIN)[:-1]])
-def test_anything_else_is_malformed(payload: bytes) -> None:
-    with pytest.raises(MalformedMessageError):
-        decode(payload)
+def output(request_id: str, token: int) -> RequestOutput:
+    return RequestOutput(f"{request_id}-0", [token], "", None, None, None, 3, 0, 0, 0)
 
 
-def nobody(_: InboxAddress) -> list[str]:
-    """No request may leave."""
-    return []
+def named(request_id: str, **options: int) -> Generation:
+    request = generation(**options)
+    return Generation(request_id, request.prompts, request.params, 60.0)
 
 
-async def test_a_load_is_told_when_it_changes_and_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    payloads: list[bytes] = []
-    inbox = await Inbox.open("127.0.0.1", payloads.append)
-    deliveries = Deliveries()
-    delivery = deliveries.to(inbox.address)
-    deliveries.report("here", 1, 2.0, nobody)  # not connected yet
-    await delivery._outbox.room()
-    with delivery.holding(2):
-        for num_requests in (3, 3, 4):
-            deliveries.report("here", num_requests, 2.04, nobody)
-    monkeypatch.setattr("deployments.router.delivery.HEARTBEAT_S", 0.0)
-    for _ in range(2):
-        deliveries.report("here", 4, 2.04, nobody)
-    deliveries.report("here", 4, 2.04, lambda address: ["a", "b"] if address == inbox.address else [])
-    async with asyncio.timeout(10):
-        while len(payloads) < 5:
-            await asyncio.sleep(0.001)
-    assert list(map(decode, payloads)) == [
-        Load("here", *load)
-        for load in ((3, 2, 2.0, 1), (4, 2, 2.0, 1), *2 * [(4, 0, 2.0, 1)], (4, 0, 2.0, 1, ("a", "b")))
+class Mail:
+    """An Ingress's inbox and the messages that have come."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+        self.inbox: Inbox
+
+    async def until(self, count: int) -> list[Message]:
+        async with asyncio.timeout(10):
+            while len(self.messages) < count:
+                await asyncio.sleep(0.001)
+        return self.messages
+
+
+@pytest.fixture
+async def mail() -> AsyncIterator[Mail]:
+    mail = Mail()
+    mail.inbox = await Inbox.open("127.0.0.1", lambda payload: mail.messages.append(decode(payload)))
+    yield mail
+    mail.inbox.close()
+
+
+async def test_a_round_is_one_write_in_the_order_of_its_requests_and_may_come_before_the_connection(mail: Mail) -> None:
+    delivery = Delivery(mail.inbox.address)
+    writes: list[int] = []
+    post = delivery.post
+
+    def record(payloads: list[bytes]) -> None:
+        writes.append(len(payloads))
+        post(payloads)
+
+    delivery.post = record  # type: ignore[method-assign]
+    end = End.by(RequestError("bad"), "b")
+    with delivery.stream(named("a")) as first, delivery.stream(named("b")) as second:
+        for token in (1, 2):
+            first.put([output("a", token)])
+            second.put([output("b", token)])
+        delivery.end(end)
+        messages = await mail.until(5)
+    assert writes == [5]
+    assert messages == [
+        *(Outputs(request_id, [output(request_id, token)]) for token in (1, 2) for request_id in "ab"),
+        end,
     ]
-    deliveries.close()
-    inbox.close()
+    delivery.close()
 
 
-async def test_a_load_tells_how_many_ingresses_are_connected() -> None:
-    payloads: list[bytes] = []
-    inboxes = [await Inbox.open("127.0.0.1", payloads.append) for _ in range(2)]
-    deliveries = Deliveries()
-    ways = [deliveries.to(inbox.address) for inbox in inboxes]
-    for way in ways:
-        await way._outbox.room()
-    async with asyncio.timeout(10):
-        deliveries.report("here", 1, 2.0, nobody)
-        while len(payloads) < 2:
+async def test_a_report_is_sent_when_it_changes_and_now_and_then(mail: Mail, monkeypatch: pytest.MonkeyPatch) -> None:
+    delivery = Delivery(mail.inbox.address)
+    delivery.report(REPORT)  # not connected yet
+    await delivery.room()
+    changed = Report("here", None, 4, 2, 2.0, 1)
+    for report in (REPORT, REPORT, changed):
+        delivery.report(report)
+    monkeypatch.setattr(delivery_module, "HEARTBEAT_S", 0.0)
+    delivery.report(changed)
+    assert await mail.until(3) == [REPORT, changed, changed]
+    delivery.pause_writing()
+    delivery.report(REPORT)  # the Ingress does not read
+    assert not delivery._payloads
+    delivery.close()
+
+
+async def test_the_movable_requests_are_whole_and_the_newest_come_first(
+    mail: Mail, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivery = Delivery(mail.inbox.address)
+    assert not delivery.has_requested
+    with delivery.stream(named("a")) as a, delivery.stream(named("b", n=2)) as b, delivery.stream(named("c")) as c:
+        assert (delivery.has_requested, delivery.num_sequences) == (True, 4)
+        for stream in (a, b, c):
+            stream.unfinished.update(sequence.request_id for sequence in stream.request.sequences())
+        assert delivery.movable(frozenset(["a-0", "b-0", "b-1", "c-0", "of another Ingress-0"])) == ("c", "b", "a")
+        assert delivery.movable(frozenset(["a-0", "b-1"])) == ("a",), "a sequence of b has begun"
+        assert delivery.movable(frozenset()) == ()
+        monkeypatch.setattr(delivery_module, "MAX_MOVABLE", 2)
+        assert delivery.movable(frozenset(["a-0", "b-0", "b-1", "c-0"])) == ("c", "b")
+    assert delivery.num_sequences == 0
+    delivery.close()
+
+
+async def test_a_lost_connection_fails_its_streams(mail: Mail) -> None:
+    delivery = Delivery(mail.inbox.address)
+    await delivery.room()
+    with delivery.stream(named("a")) as stream:
+        delivery.abort()
+        with pytest.raises(TargetError, match="the Ingress cannot be reached"):
+            await stream.ended
+    with pytest.raises(TargetError, match="the Ingress cannot be reached"):
+        delivery.end(End.by(RequestError("bad"), "a"))
+
+
+async def test_what_was_sent_before_the_end_arrives(mail: Mail) -> None:
+    delivery = Delivery(mail.inbox.address)
+    await delivery.room()
+    delivery.deliver(REPORT)
+    delivery.close()
+    assert await mail.until(1) == [REPORT]
+
+
+async def test_a_message_that_cannot_be_encoded_takes_no_other_with_it(mail: Mail) -> None:
+    delivery = Delivery(mail.inbox.address)
+    fine = Outputs("a", [output("a", 1)])
+    delivery.deliver(fine)
+    with pytest.raises(TypeError):
+        delivery.deliver(Outputs("b", [object()]))  # type: ignore[list-item]
+    assert await mail.until(1) == [fine]
+    delivery.close()
+
+
+def step(token: int, *, finish_reason: FinishReason | None = None, choice: int = 0) -> RequestOutput:
+    return RequestOutput(f"request-{choice}", [token], "x", finish_reason, None, None, 3, 0, 0, 0)
+
+
+class Sent:
+    """A stream of two sequences, and the tokens that it has sent."""
+
+    def __init__(self, interval_s: float, **settings: Any) -> None:
+        self.deliveries: list[list[int]] = []
+        self.stream = Stream(replace(generation(n=2), interval_s=interval_s, **settings), self._take)
+        self.stream.unfinished |= {"request-0", "request-1"}
+
+    def _take(self, message: Outputs) -> None:
+        self.deliveries.append([token for output in message.outputs for token in output.token_ids])
+
+
+async def test_the_first_round_is_sent_at_once_and_those_within_the_interval_with_the_first_after_it() -> None:
+    sent = Sent(3600.0)
+    for token in range(3):
+        sent.stream.put([step(token)])
+    assert sent.deliveries == [[0]]
+    sent.stream._due = 0.0  # the interval is over, and nothing else is due
+    sent.stream.put([step(3)])
+    sent.stream.put([step(4)])
+    assert sent.deliveries == [[0], [1, 2, 3]]
+    sent.stream.close()
+
+
+async def test_outputs_that_no_round_follows_are_sent_after_the_interval() -> None:
+    sent = Sent(0.02)
+    sent.stream.put([step(0)])
+    sent.stream.put([step(1)])
+    async with asyncio.timeout(5):
+        while len(sent.deliveries) < 2:
             await asyncio.sleep(0.001)
-        inboxes[0].close()
-        while not ways[0].is_lost:
-            await asyncio.sleep(0.001)
-        deliveries.report("here", 2, 2.0, nobody)
-        while len(payloads) < 3:
-            await asyncio.sleep(0.001)
-    assert list(map(decode, payloads)) == [*2 * [Load("here", 1, 0, 2.0, 2)], Load("here", 2, 0, 2.0, 1)]
-    deliveries.close()
-    inboxes[1].close()
+    assert sent.deliveries == [[0], [1]]
 
 
-async def test_outputs_of_a_round_are_one_write_in_the_order_of_their_requests() -> None:
-    payloads: list[bytes] = []
-    inbox = await Inbox.open("127.0.0.1", payloads.append)
-    deliveries = Deliveries()
-    delivery = deliveries.to(inbox.address)
-    assert deliveries.to(InboxAddress(*inbox.address)) is delivery
-    writes: list[list[bytes]] = []
-    send = delivery._outbox.send
+@pytest.mark.parametrize("gathers_first", [False, True])
+async def test_the_last_round_of_a_sequence_is_sent_at_once(gathers_first: bool) -> None:
+    sent = Sent(3600.0, gathers_first=gathers_first)
+    sent.stream.put([step(0), step(7, choice=1)])
+    sent.stream.put([step(1)])
+    assert sent.deliveries == ([] if gathers_first else [[0, 7]])
+    sent.stream.put([step(2, finish_reason="stop"), step(8, choice=1)])
+    assert sent.deliveries[-1][-3:] == [1, 2, 8]
+    assert not sent.stream.ended.done()
+    sent.stream.put([step(9, choice=1)])
+    sent.stream.put([step(10, finish_reason="length", choice=1)])
+    assert sent.deliveries[-1] == [9, 10]
+    assert sent.stream.ended.result() is None
+    assert sent.stream._timer is None
 
-    def record(round_payloads: list[bytes]) -> None:
-        writes.append(round_payloads)
-        send(round_payloads)
 
-    delivery._outbox.send = record  # type: ignore[method-assign]
-    await asyncio.gather(delivery.put([OUTPUT]), delivery.put([PLAIN, PLAIN]))
-    while not writes:
+async def test_an_error_comes_after_the_outputs_before_it() -> None:
+    sent = Sent(3600.0)
+    sent.stream.put([step(0)])
+    sent.stream.put([step(1)])
+    sent.stream.fail(TargetError("lost"))
+    sent.stream.fail(TargetError("again"))
+    assert sent.deliveries == [[0], [1]]
+    with pytest.raises(TargetError, match="lost"):
+        await sent.stream.ended
+
+
+async def test_a_closed_stream_sends_nothing_by_itself() -> None:
+    sent = Sent(0.001)
+    sent.stream.put([step(0)])
+    sent.stream.put([step(1)])
+    sent.stream.close()
+    await asyncio.sleep(0.01)
+    assert sent.deliveries == [[0]]
+
+
+async def test_the_longest_choice_includes_the_tokens_of_other_routers() -> None:
+    sent = Sent(0.0, output_token_ids={0: [1, 2, 3], 1: [4]})
+    assert sent.stream.has_tokens
+    sent.stream.put([step(0), step(1, choice=1)])
+    assert sent.stream.longest == 4
+
+
+async def test_a_deadline_withholds_nothing() -> None:
+    rig = Rig()
+    outputs = LocalOutputs(rig.loop, replace(generation(max_tokens=400), interval_s=3600.0, timeout_s=0.5))
+    assert len(await outputs.next()) == 1
+    rounds = rig.verifier.num_rounds
+    while rig.verifier.num_rounds < rounds + 3:
         await asyncio.sleep(0)
-    assert [len(write) for write in writes] == [3]
-    async with asyncio.timeout(10):
-        while len(payloads) < 3:
-            await asyncio.sleep(0.01)
-    assert list(map(decode, payloads)) == [OUTPUT, PLAIN, PLAIN]
-    deliveries.close()
-    inbox.close()
-
-
-async def test_a_lost_way_is_an_error_once_and_then_made_again() -> None:
-    inbox = await Inbox.open("127.0.0.1", lambda _: None)
-    deliveries = Deliveries()
-    delivery = deliveries.to(inbox.address)
-    await delivery.put([PLAIN])
-    delivery._outbox.connection_lost(None)
-    with pytest.raises(ConnectionLostError):
-        await delivery.put([PLAIN])
-    again = deliveries.to(inbox.address)
-    assert again is not delivery
-    await again.put([PLAIN])
-    assert list(deliveries._by_address.values()) == [again]
-    deliveries.close()
-    inbox.close()
+    rig.verifier.gate.clear()
+    assert len(await outputs.next()) >= 2
+    with pytest.raises(TimeoutError, match=r"0\.5 s"):
+        await outputs.next()
+    rig.verifier.gate.set()
+    await rig.loop.stop()

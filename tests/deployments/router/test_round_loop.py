@@ -1,29 +1,20 @@
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
 from cluster.remote import Calls
-from deployments.metrics import ReplicaMetrics, exposition
-from deployments.router import waiting
-from deployments.router.generation import Generation, WithdrawnError
-from deployments.router.round_loop import RoundLoop
+from deployments.observe.metrics import ReplicaMetrics, exposition
+from deployments.router.round_loop import HALF_LIFE_S, DrainRate, RoundLoop
+from deployments.wire import Generation
 from engine.errors import QueueFullError, RequestError, TargetError
-from engine.protocols import NO_DRAFT, Draft, ProposeRow, Verdict, VerifyRow
-from engine.sequence import RequestOutput
-from tests.deployments.fakes import Rig, generation
-
-
-@pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    rig = Rig()
-    yield rig
-    await rig.loop.stop()
+from engine.protocols import NO_DRAFT, Draft, ProposeRow, RequestOutput, Verdict, VerifyRow
+from tests.deployments.fakes import Rig, generation, rounds_of
 
 
 async def tokens(loop: RoundLoop, request: Generation) -> list[int]:
-    return [token async for outputs in loop.generate(request) for output in outputs for token in output.token_ids]
+    return [token async for outputs in rounds_of(loop, request) for output in outputs for token in output.token_ids]
 
 
 async def rounds_to_settle(rig: Rig) -> int:
@@ -34,7 +25,7 @@ async def rounds_to_settle(rig: Rig) -> int:
 
 
 async def test_a_request_gets_its_tokens_once_per_round(rig: Rig) -> None:
-    rounds = [outputs async for outputs in rig.loop.generate(generation())]
+    rounds = [outputs async for outputs in rounds_of(rig.loop, generation())]
     assert [len(outputs) for outputs in rounds] == [1] * 8
     assert rounds[-1][0].finish_reason == "length"
     assert not rig.engine.has_work
@@ -48,39 +39,6 @@ async def test_a_request_that_another_router_began_gets_the_rest_of_its_tokens(r
     assert [sample.value for sample in samples if sample.name == "vllm:time_to_first_token_seconds_count"] == [1]
 
 
-async def test_a_request_that_is_withdrawn_leaves_nothing_behind_and_can_be_sent_again(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting, "SHORTEST_WAIT_S", 0.0)
-
-    async def send(name: str, n: int) -> list[int]:
-        request = replace(generation(n=n), request_id=name)
-        return [token async for outputs in rig.loop.generate(request, "me") for o in outputs for token in o.token_ids]
-
-    expected = await send("alone", 2)
-    rig.verifier.gate.clear()
-    running = [asyncio.create_task(send(f"running {index}", 4)) for index in range(2)]
-    while rig.engine.num_running < 8:
-        await asyncio.sleep(0)
-    first, *others = [asyncio.create_task(send(f"waiting {index}", 2)) for index in range(3)]
-    while rig.engine.num_waiting < 6:
-        await asyncio.sleep(0)
-    assert rig.loop.waiting.num_movable("me") == 6
-    assert rig.loop.withdraw("you", 9) == 0
-    assert rig.loop.withdraw("me", 5) == 4
-    for task in others:
-        with pytest.raises(WithdrawnError):
-            await task
-    assert (rig.engine.num_running, rig.engine.num_waiting) == (8, 2)
-    rig.verifier.gate.set()
-    await asyncio.gather(*running)
-    assert await first == await send("waiting 1", 2) == expected
-    assert rig.loop.waiting.num_movable() == 0
-    assert rig.engine.num_free_blocks == rig.engine.num_blocks
-    samples = [sample for metric in rig.metrics.collect() for sample in metric.samples]
-    assert sum(sample.value for sample in samples if sample.name == "vllm:request_success_total") == 2 + 8 + 2 + 2
-
-
 async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("deployments.router.round_loop.time.perf_counter", lambda: now)
@@ -88,8 +46,8 @@ async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeyp
     class Worker:
         """A worker that computes three quarters of the seconds that its calls take."""
 
-        def __init__(self, seconds: float) -> None:
-            self.calls, self.seconds = Calls(), seconds
+        def __init__(self, seconds: float, calls: Calls) -> None:
+            self.seconds, self.calls = seconds, calls
 
         def call(self) -> None:
             nonlocal now
@@ -114,9 +72,10 @@ async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeyp
         def release(self, request_id: str) -> None:
             rig.verifier.release(request_id)
 
-    rig = Rig(drafter=Drafting(1.0))
-    rig.engine.verifier = Verifying(4.0)
-    rig.engine.goodput.choose = lambda limits, **_: 2 if len(limits) else 0  # type: ignore[method-assign]
+    rig = Rig()
+    rig.engine.drafter = Drafting(1.0, rig.remote_drafter.calls)
+    rig.engine.verifier = Verifying(4.0, rig.remote_verifier.calls)
+    rig.engine.planner.goodput.choose = lambda limits, **_: (2 if len(limits) else 0, "goodput")  # type: ignore[method-assign]
     deliver = rig.loop._deliver
 
     def deliver_slowly(outputs: Sequence[RequestOutput]) -> None:
@@ -128,7 +87,7 @@ async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeyp
     await tokens(rig.loop, generation())
     await asyncio.sleep(0)
     await rig.loop.stop()
-    text = exposition([ReplicaMetrics("r1", rig.metrics.collect())]).decode()
+    text = exposition([ReplicaMetrics("r1", rig.metrics.collect())], "tiny").decode()
     for name, prefill, decode in (
         ("rounds", 1.0, 7.0),
         ("round_seconds", 4.5, 7 * 5.5),
@@ -144,13 +103,13 @@ async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeyp
 
 
 async def test_a_request_of_many_sequences_is_one_stream(rig: Rig) -> None:
-    rounds = [outputs async for outputs in rig.loop.generate(generation(n=2, num_prompts=2))]
+    rounds = [outputs async for outputs in rounds_of(rig.loop, generation(n=2, num_prompts=2))]
     assert {output.request_id for output in rounds[0]} == {f"request-{index}" for index in range(4)}
     assert len(rounds) == 8
 
 
 async def test_a_client_that_leaves_frees_its_blocks_within_a_round(rig: Rig) -> None:
-    stream = rig.loop.generate(generation(max_tokens=400))
+    stream = rounds_of(rig.loop, generation(max_tokens=400))
     await anext(stream)
     await stream.aclose()
     assert rig.engine.num_running == 0
@@ -160,7 +119,7 @@ async def test_a_client_that_leaves_frees_its_blocks_within_a_round(rig: Rig) ->
 
 async def test_a_client_that_leaves_in_the_middle_of_a_round_does_not_disturb_the_others(rig: Rig) -> None:
     alone = await tokens(rig.loop, generation())
-    leaving = rig.loop.generate(Generation("other", [[9, 9]], generation(max_tokens=400).params, 60.0))
+    leaving = rounds_of(rig.loop, Generation("other", [[9, 9]], generation(max_tokens=400).params, 60.0))
     await anext(leaving)
     staying = asyncio.create_task(tokens(rig.loop, generation()))
     await asyncio.sleep(0)
@@ -172,7 +131,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_round_does_not_disturb_th
 
 
 async def test_a_client_that_leaves_before_taking_its_last_round_is_no_error(rig: Rig) -> None:
-    stream = rig.loop.generate(generation(max_tokens=2))
+    stream = rounds_of(rig.loop, generation(max_tokens=2))
     await anext(stream)
     await rounds_to_settle(rig)
     await stream.aclose()
@@ -210,6 +169,23 @@ async def test_a_lost_target_does_not_change_the_tokens(rig: Rig, lose_after: in
     rig.loop.check()
 
 
+async def test_a_target_that_was_restarted_computes_every_committed_token_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its KV cache is empty. The target of these tests has none, so only the rows that it gets show this."""
+    rows: list[tuple[int, int]] = []
+    verify = rig.verifier.verify
+
+    async def recorded(batch: Sequence[VerifyRow]) -> list[Verdict]:
+        rows.extend((row.start, row.length) for row in batch)
+        return await verify(batch)
+
+    monkeypatch.setattr(rig.verifier, "verify", recorded)
+    rig.verifier.lose_after = 3
+    assert len(await tokens(rig.loop, generation())) == 8
+    assert rows == [(0, 3), (3, 1), (4, 1), (5, 1), (0, 6), (6, 1), (7, 1), (8, 1), (9, 1)]
+
+
 async def test_recovery_is_tried_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.router.round_loop.RECOVERY_PAUSE_S", 0.0)
     rig.group.num_failures = 2
@@ -243,7 +219,8 @@ async def test_no_progress_in_time_is_unhealthy(rig: Rig) -> None:
     rig.loop.check()
     rig.verifier.gate.clear()
     stream = asyncio.create_task(tokens(rig.loop, generation()))
-    await asyncio.sleep(0)
+    while not rig.engine.has_work:
+        await asyncio.sleep(0)
     rig.loop._last_progress -= 61
     with pytest.raises(TargetError, match="no round was finished"):
         rig.loop.check()
@@ -252,7 +229,7 @@ async def test_no_progress_in_time_is_unhealthy(rig: Rig) -> None:
 
 
 async def test_a_loop_that_stops_says_so_to_open_streams(rig: Rig) -> None:
-    stream = rig.loop.generate(generation(max_tokens=400))
+    stream = rounds_of(rig.loop, generation(max_tokens=400))
     await anext(stream)
     await rig.loop.stop()
     with pytest.raises(TargetError, match="shutting down"):
@@ -280,3 +257,36 @@ async def test_a_loss_that_is_reported_during_the_recovery_from_it_restarts_noth
     rig.loop.report_loss(TargetError("noticed by a health check"))
     assert len(await stream) == 8
     assert rig.group.num_recoveries == 1
+
+
+def run(rate: DrainRate, per_s: float, duration_s: float, started: float = 0.0) -> float:
+    """Observe rounds of 0.1 s in which so many requests finish; return the time after them."""
+    due = 0.0
+    rounds = round(duration_s * 10)
+    for number in range(rounds + 1):
+        due += per_s / 10 if number else 0
+        rate.observe(int(due), started + number / 10, has_work=True)
+        due -= int(due)
+    return started + duration_s
+
+
+def test_the_rate_is_what_finished_per_second_of_work() -> None:
+    rate = DrainRate()
+    run(rate, 5.0, 60.0)
+    assert rate.per_s == pytest.approx(5.0, rel=0.05)
+
+
+def test_the_last_seconds_count_most() -> None:
+    rate = DrainRate()
+    now = run(rate, 20.0, 60.0)
+    run(rate, 2.0, HALF_LIFE_S, now)
+    assert rate.per_s == pytest.approx((20 + 2) / 2, rel=0.05)
+
+
+def test_time_without_work_does_not_count() -> None:
+    rate = DrainRate()
+    now = run(rate, 5.0, 60.0)
+    before = rate.per_s
+    rate.observe(0, now, has_work=False)
+    rate.observe(0, now + 3600, has_work=True)
+    assert rate.per_s == before

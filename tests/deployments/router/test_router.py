@@ -6,19 +6,25 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
-from cluster.transport import Inbox
-from deployments.autoscaling import IS_RECOVERING, NUM_REQUESTS
-from deployments.router import waiting
-from deployments.router.delivery import Deliveries, decode
-from deployments.router.drain_rate import LONGEST_RETRY_S
-from deployments.router.generation import Description, ModelLimits, QueueReport, WithdrawnError
-from deployments.router.load import Load
+from cluster.transport import Inbox, InboxAddress
 from deployments.router.router import Router
-from deployments.router.state import RouterState
-from engine.config import ModelInfo
+from deployments.wire import (
+    IS_RECOVERING,
+    LONGEST_RETRY_S,
+    NUM_REQUESTS,
+    Description,
+    End,
+    Generation,
+    ModelLimits,
+    Outputs,
+    Report,
+    decode,
+)
+from engine.config import CompileProgress, ModelInfo
 from engine.errors import QueueFullError, RequestError, TargetError
-from engine.sequence import RequestOutput
+from engine.protocols import RequestOutput
 from tests.deployments.fakes import EOS_TOKEN_IDS, MAX_MODEL_LEN, VOCAB_SIZE, Rig, generation
 
 INFO = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, 1000, "float32", "cpu")
@@ -29,38 +35,44 @@ class Group:
 
     is_available = True
     draft_info: ModelInfo | None = None
+    compiling: CompileProgress | None = None
 
     async def stop(self) -> None:
         pass
 
 
-@pytest.fixture
-async def rig() -> AsyncIterator[Rig]:
-    rig = Rig()
-    yield rig
-    await rig.loop.stop()
-
-
 class Mail:
-    """An Ingress's inbox and the outputs that have come."""
+    """An Ingress's inbox and the messages that have come."""
 
     def __init__(self) -> None:
         self.outputs: list[RequestOutput] = []
-        self.loads: list[Load] = []
+        self.ends: list[End] = []
+        self.reports: list[Report] = []
         self.inbox: Inbox
 
     def deliver(self, payload: bytes) -> None:
-        content = decode(payload)
-        if isinstance(content, Load):
-            self.loads.append(content)
+        message = decode(payload)
+        if isinstance(message, Report):
+            self.reports.append(message)
+        elif isinstance(message, End):
+            self.ends.append(message)
         else:
-            self.outputs.append(content)
+            assert isinstance(message, Outputs)
+            self.outputs += message.outputs
 
     async def until(self, count: int) -> list[RequestOutput]:
         async with asyncio.timeout(10):
             while len(self.outputs) < count:
                 await asyncio.sleep(0.001)
         return self.outputs
+
+    async def end(self) -> tuple[Exception, str | None]:
+        """Return the next error, and who refused the request."""
+        async with asyncio.timeout(10):
+            while not self.ends:
+                await asyncio.sleep(0.001)
+        end = self.ends.pop(0)
+        return end.exception(), end.refused_by
 
 
 @pytest.fixture
@@ -75,48 +87,52 @@ async def mail() -> AsyncIterator[Mail]:
 def router(rig: Rig) -> Iterator[Any]:
     router: Any = object.__new__(Router)
     router._engine, router._loop, router._metrics, router._group = rig.engine, rig.loop, rig.metrics, Group()
-    router._deliveries, router._id, router._replica = Deliveries(), "a", "r1"
+    router._deliveries, router._id = {}, "a"
     router._description = Description(INFO, None, ModelLimits(VOCAB_SIZE, MAX_MODEL_LEN, 4), 9, target_id="/models/a")
     yield router
-    router._deliveries.close()
+    router._disconnect()
 
 
-async def test_tokens_go_to_the_inbox_and_their_number_to_the_caller(router: Any, mail: Mail) -> None:
-    sent = [number async for number in router.generate(generation(n=2), mail.inbox.address)]
-    outputs = await mail.until(sum(sent))
-    assert sent == [16]
-    assert {output.request_id: output.finish_reason for output in outputs} == dict.fromkeys(
+def call(router: Any, request: Generation, mail: Mail) -> asyncio.Task[None]:
+    """Serve's call, which yields once at the end."""
+
+    async def consume() -> None:
+        assert len([item async for item in router.generate(request, mail.inbox.address)]) == 1
+
+    return asyncio.create_task(consume())
+
+
+async def test_tokens_go_to_the_inbox_while_the_call_lasts(router: Any, mail: Mail) -> None:
+    await call(router, generation(n=2), mail)
+    assert {output.request_id: output.finish_reason for output in await mail.until(16)} == dict.fromkeys(
         ("request-0", "request-1"), "length"
     )
+    assert not mail.ends
 
 
-async def test_an_error_after_tokens_follows_their_number(router: Any, rig: Rig, mail: Mail) -> None:
-    call = router.generate(generation(max_tokens=400), mail.inbox.address)
-    ending = asyncio.create_task(anext(call))
+async def test_an_error_comes_after_the_tokens_before_it(router: Any, rig: Rig, mail: Mail) -> None:
+    request = call(router, generation(max_tokens=400), mail)
     await mail.until(2)
     await rig.loop.stop()
-    num_sent = await ending
-    assert len(await mail.until(num_sent)) == num_sent
-    with pytest.raises(TargetError, match="shutting down"):
-        await anext(call)
+    error, refused_by = await mail.end()
+    assert (type(error), str(error), refused_by) == (TargetError, "the replica is shutting down", None)
+    await request
 
 
-async def test_a_refusal_is_the_first_answer(router: Any, mail: Mail) -> None:
-    answers = [answer async for answer in router.generate(generation(logit_bias={999: 1.0}), mail.inbox.address)]
-    assert isinstance(answers[0].error, RequestError)
-    assert len(answers) == 1
-    assert not mail.outputs
+async def test_a_request_that_does_not_fit_is_an_error(router: Any, mail: Mail) -> None:
+    await call(router, generation(logit_bias={999: 1.0}), mail)
+    error, refused_by = await mail.end()
+    assert isinstance(error, RequestError)
+    assert refused_by is None
 
 
-async def test_a_full_queue_says_when_it_will_have_drained(rig: Rig, router: Any, mail: Mail) -> None:
+async def test_a_full_queue_refuses_and_says_when_it_will_have_drained(rig: Rig, router: Any, mail: Mail) -> None:
     rig.verifier.gate.clear()
-    calls = [router.generate(generation(n=8, max_tokens=400), mail.inbox.address) for _ in range(10)]
-    tasks = [asyncio.create_task(anext(call)) for call in calls]
-    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    failure = done.pop().result()
-    error = failure.error
+    requests = [replace(generation(n=8, max_tokens=400), request_id=str(number)) for number in range(10)]
+    tasks = [call(router, request, mail) for request in requests]
+    error, refused_by = await mail.end()
     assert isinstance(error, QueueFullError)
-    assert failure.refused_by == "a"
+    assert refused_by == "a"
     assert error.retry_after_s == LONGEST_RETRY_S, "64 requests, and nothing was measured"
     for task in tasks:
         task.cancel()
@@ -124,119 +140,95 @@ async def test_a_full_queue_says_when_it_will_have_drained(rig: Rig, router: Any
     rig.verifier.gate.set()
 
 
-async def test_a_request_over_its_deadline_is_a_failure_after_its_tokens(router: Any, rig: Rig, mail: Mail) -> None:
-    call = router.generate(generation(max_tokens=400, timeout_s=0.05), mail.inbox.address)
-    answers = [answer async for answer in call]
-    assert isinstance(answers[-1].error, TimeoutError)
-    assert len(await mail.until(answers[0])) == answers[0]
+async def test_a_bug_is_raised_by_the_call(router: Any, rig: Rig, mail: Mail, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rig.engine, "add", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        await call(router, generation(), mail)
 
 
-async def test_an_ingress_hears_of_the_queue(
+async def test_an_ingress_that_subscribes_gets_reports(
     router: Any, rig: Rig, mail: Mail, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deployments.router.router.REPORT_INTERVAL_S", 0.001)
-    reporting = asyncio.create_task(router._report_load())
-    call = asyncio.create_task(anext(router.generate(generation(n=3, max_tokens=400), mail.inbox.address)))
-    async with asyncio.timeout(10):
-        while not any((load.router, load.num_requests, load.num_yours) == ("a", 3, 3) for load in mail.loads):
-            await asyncio.sleep(0.001)
-        call.cancel()
-        while mail.loads[-1].num_requests or mail.loads[-1].num_yours:
-            await asyncio.sleep(0.001)
+    reporting = asyncio.create_task(router._keep_reporting())
+    await router.subscribe(mail.inbox.address)
+
+    def report(problem: str | None = None, **counts: Any) -> Report:
+        return Report("a", problem, target_id="/models/a", **counts)
+
+    async def until(expected: Report) -> None:
+        async with asyncio.timeout(10):
+            while not mail.reports or structs.replace(mail.reports[-1], drain_rate=1.0) != expected:
+                await asyncio.sleep(0.001)
+
+    await until(report(num_ingresses=0))
+    rig.verifier.gate.clear()
+    requests = [replace(generation(n=n), request_id=key) for key, n in (("running", 8), ("b", 1), ("c", 2))]
+    tasks = [call(router, request, mail) for request in requests]
+    await until(report(num_requests=11, num_yours=11, movable=("c", "b")))
+    router._group.is_available, router._group.compiling = False, CompileProgress(1, 6, 90.0)
+    tasks.pop().cancel()
+    restarting = {"num_requests": 9, "num_yours": 9, "movable": ("b",), "compiling": CompileProgress(1, 6, 90.0)}
+    await until(report("the target is being restarted", **restarting))
+    router._group.compiling = None
+    rig.verifier.gate.set()
+    await asyncio.gather(*tasks)
+    await rig.loop.stop()
+    await until(report("the round loop has ended"))
     reporting.cancel()
 
 
 async def test_a_request_for_another_target_is_refused(router: Any, mail: Mail) -> None:
     for request in (generation(), replace(generation(), target_id="/models/a")):
-        assert [number async for number in router.generate(request, mail.inbox.address)] == [8]
-    other = replace(generation(), target_id="/models/b")
-    [failure] = [answer async for answer in router.generate(other, mail.inbox.address)]
-    assert isinstance(failure.error, TargetError)
-    assert (str(failure.error).partition(",")[0], failure.refused_by) == ("this Router serves /models/a", "a")
+        await call(router, request, mail)
+    await call(router, replace(generation(), target_id="/models/b"), mail)
+    error, refused_by = await mail.end()
+    assert isinstance(error, TargetError)
+    assert (str(error).partition(",")[0], refused_by) == ("this Router serves /models/a", "a")
+    assert len(await mail.until(16)) == 16
+
+
+async def test_a_connection_is_kept_until_it_is_lost_and_made_again(router: Any, mail: Mail) -> None:
+    async def lose(delivery: Any) -> None:
+        await delivery.room()
+        delivery.abort()
+        while not delivery.is_lost:
+            await asyncio.sleep(0)
+
+    delivery = router._delivery(mail.inbox.address)
+    assert router._delivery(InboxAddress(*mail.inbox.address)) is delivery
+    await lose(delivery)
+    again = router._delivery(mail.inbox.address)
+    assert again is not delivery
+    await lose(again)
+    router._report()
+    assert router._deliveries == {}
 
 
 async def test_an_ingress_that_cannot_be_reached_ends_the_request(router: Any, rig: Rig, mail: Mail) -> None:
     mail.inbox.close()
     with pytest.raises(TargetError, match="the Ingress cannot be reached"):
-        await anext(router.generate(generation(max_tokens=400), mail.inbox.address))
+        await call(router, generation(max_tokens=400), mail)
     assert rig.engine.num_free_blocks == rig.engine.num_blocks
 
 
-async def test_cancelling_the_call_frees_the_blocks_at_once(router: Any, rig: Rig, mail: Mail) -> None:
-    call = asyncio.create_task(anext(router.generate(generation(max_tokens=400), mail.inbox.address)))
-    await mail.until(1)
-    assert rig.engine.num_free_blocks < rig.engine.num_blocks
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
-    assert rig.engine.num_free_blocks == rig.engine.num_blocks
-    assert router.record_autoscaling_stats() == {NUM_REQUESTS: 0, IS_RECOVERING: 0}
-
-
-async def test_cancelling_a_call_that_waits_for_tokens_frees_the_blocks(router: Any, rig: Rig, mail: Mail) -> None:
-    rig.verifier.gate.clear()
-
-    async def consume() -> None:
-        async for _ in router.generate(generation(max_tokens=400), mail.inbox.address):
-            pass
-
-    task = asyncio.create_task(consume())
+@pytest.mark.parametrize("has_tokens", [True, False])
+async def test_cancelling_the_call_frees_the_blocks_at_once(
+    router: Any, rig: Rig, mail: Mail, has_tokens: bool
+) -> None:
+    if not has_tokens:
+        rig.verifier.gate.clear()
+    request = call(router, generation(max_tokens=400), mail)
+    await mail.until(has_tokens)
     while not rig.engine.num_running:
         await asyncio.sleep(0)
-    task.cancel()
+    assert rig.engine.num_free_blocks < rig.engine.num_blocks
+    request.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await task
+        await request
     assert rig.engine.num_free_blocks == rig.engine.num_blocks
+    assert router.record_autoscaling_stats() == {NUM_REQUESTS: 0, IS_RECOVERING: 0}
     rig.verifier.gate.set()
-
-
-async def test_requests_that_wait_are_withdrawn_from_the_replica_that_is_meant(
-    router: Any, rig: Rig, mail: Mail, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting, "SHORTEST_WAIT_S", 0.0)
-    rig.verifier.gate.clear()
-    me = mail.inbox.address
-    running = asyncio.create_task(anext(router.generate(generation(n=8), me)))
-    while rig.engine.num_running < 8:
-        await asyncio.sleep(0)
-    call = router.generate(replace(generation(n=3), request_id="waiting"), me)
-    ending = asyncio.create_task(anext(call))
-    while rig.engine.num_waiting < 3:
-        await asyncio.sleep(0)
-    assert await router.report_queue(me) == QueueReport("a", 11, 3, 3, True)
-    assert await router.report_queue(me._replace(port=1)) == QueueReport("a", 11, 3, 0, True)
-    assert await router.withdraw("b", me, 9) == 0
-    assert await router.withdraw("a", me._replace(port=1), 9) == 0
-    assert await router.withdraw("a", me, 9) == 3
-    assert isinstance((await ending).error, WithdrawnError)
-    assert [item async for item in call] == []
-    rig.verifier.gate.set()
-    assert await running == 64
-
-
-async def test_a_replica_that_was_stopped_says_which_requests_may_leave_it(
-    router: Any, rig: Rig, mail: Mail, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(waiting, "SHORTEST_WAIT_S", 0.0)
-    monkeypatch.setattr("deployments.router.router.REPORT_INTERVAL_S", 0.001)
-    rig.verifier.gate.clear()
-    requests = [
-        replace(generation(n=8), request_id="running"),
-        *(replace(generation(), request_id=key) for key in "bc"),
-    ]
-    calls = [asyncio.create_task(anext(router.generate(request, mail.inbox.address))) for request in requests]
-    reporting = asyncio.create_task(router._report_load())
-    async with asyncio.timeout(10):
-        while not mail.loads or mail.loads[-1].num_requests < 10:
-            await asyncio.sleep(0.001)
-        assert mail.loads[-1].leaving == ()
-        monkeypatch.setattr("deployments.router.router.stopped_replica", object)
-        while not mail.loads[-1].leaving:
-            await asyncio.sleep(0.001)
-    assert mail.loads[-1].leaving == ("c", "b")
-    reporting.cancel()
-    rig.verifier.gate.set()
-    assert await asyncio.gather(*calls) == [64, 8, 8]
 
 
 async def test_the_draft_is_described_as_soon_as_it_has_joined(router: Any) -> None:
@@ -246,14 +238,11 @@ async def test_the_draft_is_described_as_soon_as_it_has_joined(router: Any) -> N
 
 
 async def test_the_autoscaler_is_told_of_all_sequences(router: Any, mail: Mail) -> None:
-    call = asyncio.create_task(
-        anext(router.generate(generation(n=2, num_prompts=6, max_tokens=400), mail.inbox.address))
-    )
+    request = call(router, generation(n=2, num_prompts=6, max_tokens=400), mail)
     await mail.until(12)
     assert router.record_autoscaling_stats() == {NUM_REQUESTS: 12, IS_RECOVERING: 0}
-    call.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await call
+    request.cancel()
+    await asyncio.wait([request])
 
 
 async def test_the_autoscaler_is_told_that_the_target_is_down(router: Any) -> None:
@@ -268,15 +257,3 @@ async def test_a_health_check_has_a_lost_target_restarted(router: Any, rig: Rig)
     await router.check_health()
     while not rig.group.num_recoveries:
         await asyncio.sleep(0)
-
-
-async def test_an_ingress_is_told_whether_the_target_can_take_rounds(router: Any, rig: Rig) -> None:
-    assert await router.state() == RouterState("r1", None)
-    router._group.is_available = False
-    assert await router.state() == RouterState("r1", "the target is being restarted")
-    await rig.loop.stop()
-    assert await router.state() == RouterState("r1", "the round loop has ended")
-
-
-async def test_metrics_say_whose_they_are(router: Any) -> None:
-    assert (await router.collect()).replica == "r1"

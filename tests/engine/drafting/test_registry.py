@@ -7,27 +7,27 @@ import pytest
 
 from engine.config import Drafting, EngineConfig, ModelConfig, PairConfig
 from engine.drafting.copying.combined import CombinedDrafter
-from engine.drafting.model import ModelDrafter
+from engine.drafting.in_target.self_draft import SelfDrafter
+from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.sampled_tree import SampledTreeDrafter
+from engine.drafting.model.tree_drafter import TreeDrafter
 from engine.drafting.registry import (
     METHODS,
     DraftModel,
     acceptance_of,
-    check_family,
+    check_kinds,
     check_run_ahead,
     choose_method,
     settle_drafting,
 )
-from engine.drafting.run_ahead.drafter import RunAheadDrafter
+from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
-from engine.drafting.sampled_tree import SampledTreeDrafter
-from engine.drafting.self_draft import SelfDrafter
-from engine.drafting.tree import TreeDrafter
 from engine.errors import ConfigError, ModelError, ModelMismatchError
 from engine.llm import LLM, run_in_process
+from engine.models.registry import open_model
+from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, DeferringDrafter, ProposeRow, Request, chain
-from engine.sampling.params import SamplingParams
-from engine.verification.rule import RULES
-from tests.engine.drafting.run_ahead.test_drafter import MODEL
+from tests.engine.drafting.run_ahead.test_chains import MODEL
 from tests.fakes import SelfDraftingModel
 
 
@@ -41,22 +41,11 @@ def test_the_configuration_offers_the_methods_of_the_registry():
     [
         ({}, True, "model"),
         ({}, False, "suffix"),
-        ({"drafting": "model"}, True, "model"),
-        ({"drafting": "none"}, True, "none"),
-        ({"drafting": "none"}, False, "none"),
         ({"drafting": "ngram"}, True, "ngram"),
-        ({"drafting": "suffix"}, True, "suffix"),
-        ({"drafting": "suffix", "speculation": "off"}, False, "none"),
         ({"num_speculative_tokens": 0}, True, "none"),
-        ({"speculation": "off"}, True, "none"),
         ({"drafting": "model", "speculation": "off"}, False, "none"),
-        ({"drafting": "tree"}, True, "tree"),
         ({"drafting": "tree", "verification": "rejection", "tree_width": 2}, True, "tree"),
         ({"drafting": "tree", "verification": "k_sequential"}, True, "tree"),
-        ({"drafting": "none", "verification": "k_sequential"}, True, "none"),
-        ({"verification": "block"}, True, "model"),
-        ({"drafting": "self", "self_draft_layers": 2}, False, "self"),
-        ({"drafting": "self", "self_draft_skip": ("mlp.2", "attention.0")}, False, "self"),
         ({"drafting": "self", "self_draft_layers": 2, "verification": "block"}, True, "self"),
         ({"drafting": "self", "self_draft_layers": 2, "speculation": "off"}, False, "none"),
     ],
@@ -79,21 +68,8 @@ def test_a_configuration_chooses_one_method(settings, has_draft_model, expected)
             {"drafting": "self", "self_draft_layers": 2, "verification": "k_sequential"},
             "verification is 'k_sequential', but drafting is 'self', which allows coupled or rejection",
         ),
-        (
-            {"drafting": "self"},
-            "drafting is 'self', which needs self_draft_layers or self_draft_skip, and neither",
-        ),
-        (
-            {"drafting": "self", "self_draft_layers": 2, "self_draft_skip": ("mlp.1",)},
-            "self_draft_layers and self_draft_skip are set; each says which layers draft, so only one can be",
-        ),
-        ({"self_draft_skip": ("mlp.1",)}, "self_draft_skip is set, but drafting is 'auto', which does not draft with"),
-        ({"drafting": "self", "self_draft_skip": ("mlp.1", "ffn.2")}, "has 'ffn.2'; a sub-layer is attention.N or mlp"),
-        ({"drafting": "self", "self_draft_skip": ()}, "self_draft_skip is empty"),
-        (
-            {"self_draft_layers": 2},
-            "self_draft_layers is set, but drafting is 'auto', which does not draft with the",
-        ),
+        ({"drafting": "self"}, "drafting is 'self', which needs self_draft_layers"),
+        ({"self_draft_layers": 2}, "self_draft_layers is set, but drafting is 'auto', which does not draft with the"),
     ],
 )
 def test_settings_that_do_not_fit_each_other_are_refused_with_both_names(settings, message):
@@ -108,32 +84,6 @@ def test_run_ahead_is_refused_where_drafts_need_to_know_the_verdict():
     check_run_ahead(config, "auto", has_draft_model=True)
     for settings in ({}, {"drafting": "none"}, {"drafting": "tree"}, {"verification": "block"}):
         check_run_ahead(EngineConfig(**settings), "on", has_draft_model=True)
-
-
-def test_for_which_rules_a_method_runs_ahead():
-    can = {
-        (name, rule)
-        for name, method in METHODS.items()
-        for rule in RULES
-        if method.can_run_ahead(EngineConfig(verification=rule))
-    }
-    chains = {(name, rule) for name in ("model", "model+suffix") for rule in ("coupled", "rejection", "block")}
-    assert can == chains | {("tree", "coupled")}
-
-
-@pytest.mark.parametrize(
-    ("verification", "expected"),
-    [("coupled", TreeDrafter), ("rejection", SampledTreeDrafter), ("k_sequential", SampledTreeDrafter)],
-)
-def test_trees_are_made_for_the_rule_that_verifies_them(verification, expected):
-    config = EngineConfig(num_blocks=10, drafting="tree", verification=verification)
-    drafter = METHODS["tree"].make(config, DraftModel(MODEL, 4))
-    assert type(drafter) is expected
-    params = SamplingParams(temperature=9.0, seed=1, ignore_eos=True)
-    [draft] = run_in_process(drafter.propose([ProposeRow(Request("a", [1, 2], 1, params), 3)]))
-    assert len(draft.token_ids) == 3
-    assert max(draft.token_ids) < 4
-    assert (draft.top_ids is None) == (verification == "coupled")
 
 
 @pytest.mark.parametrize(
@@ -155,22 +105,14 @@ def test_a_method_without_its_draft_model_is_refused():
         choose_method(EngineConfig(drafting="model"), has_draft_model=False)
 
 
-def test_an_unknown_method_is_refused_with_the_known_ones():
-    with pytest.raises(ConfigError, match="drafting is 'ngrm'; it must be auto or none or model or tree or self or"):
-        EngineConfig(drafting="ngrm")
-
-
 @pytest.mark.parametrize(
     ("settings", "draft", "num_speculative_tokens"),
     [
         ({"draft_model": "/small"}, "/small", 4),
-        ({"draft_model": "none"}, None, 4),
-        ({"draft_model": "none", "drafting": "none"}, None, 0),
+        ({"target_model": "/big"}, None, 4),
         ({"draft_model": "/small", "drafting": "ngram"}, None, 4),
         ({"draft_model": "/small", "drafting": "none"}, None, 0),
-        ({"draft_model": "/small", "num_speculative_tokens": 0}, None, 0),
         ({"draft_model": "/small", "speculation": "off"}, None, 0),
-        ({"target_model": "/big"}, None, 4),
     ],
 )
 def test_only_a_method_that_uses_the_draft_model_loads_it(settings, draft, num_speculative_tokens):
@@ -193,47 +135,38 @@ def test_an_llm_refuses_a_method_before_it_loads_anything():
         LLM("/nowhere", "none", drafting="model")
 
 
-def test_a_draft_model_is_used_in_the_draft_worker_only():
-    assert METHODS["model"].runs_in == "draft"
-    assert METHODS["model"].loads_model
-    assert [name for name, method in METHODS.items() if method.loads_model and method.runs_in != "draft"] == []
-
-
-def test_a_method_that_proposes_nothing_makes_a_drafter_that_proposes_nothing():
-    drafter = METHODS["none"].make(EngineConfig(), None)
-    row = ProposeRow(Request("a", [1, 2], 1, SamplingParams()), 3)
-    assert run_in_process(drafter.propose([row])) == [NO_DRAFT]
-    assert [name for name, method in METHODS.items() if not method.proposes] == ["none"]
-
-
-@pytest.mark.parametrize(("run_ahead", "expected"), [(False, ModelDrafter), (True, RunAheadDrafter)])
-def test_the_model_method_runs_ahead_where_somebody_calls_advance(run_ahead, expected):
-    check_made("model", run_ahead, expected)
-
-
-@pytest.mark.parametrize(("run_ahead", "expected"), [(False, TreeDrafter), (True, RunAheadTreeDrafter)])
-def test_trees_grow_on_where_somebody_calls_advance(run_ahead, expected):
-    check_made("tree", run_ahead, expected)
-
-
-def check_made(drafting, run_ahead, expected):
-    config = EngineConfig(num_blocks=10, drafting=drafting)
+@pytest.mark.parametrize(
+    ("drafting", "verification", "run_ahead", "expected"),
+    [
+        ("model", "coupled", False, ModelDrafter),
+        ("model", "rejection", True, RunAheadDrafter),
+        ("tree", "coupled", False, TreeDrafter),
+        ("tree", "coupled", True, RunAheadTreeDrafter),
+        ("tree", "rejection", False, SampledTreeDrafter),
+        ("tree", "k_sequential", False, SampledTreeDrafter),
+    ],
+)
+def test_a_drafter_suits_its_rule_and_runs_ahead_if_its_worker_calls_advance(
+    drafting, verification, run_ahead, expected
+):
+    config = EngineConfig(num_blocks=10, drafting=drafting, verification=verification)
     drafter = METHODS[drafting].make(config, DraftModel(MODEL, 4, run_ahead=run_ahead))
     assert type(drafter) is expected
-    row = ProposeRow(Request("a", [1, 2], 1, SamplingParams(temperature=9.0, seed=1)), 3)
+    row = ProposeRow(Request("a", [1, 2], 1, SamplingParams(temperature=9.0, seed=1, ignore_eos=True)), 3)
     [draft] = run_in_process(drafter.propose([row]))
     assert len(draft.token_ids) == 3
     assert max(draft.token_ids) < 4
+    assert (draft.top_ids is None) == (verification == "coupled")
 
 
 def test_the_self_method_leaves_drafts_to_the_target_and_makes_a_drafter_there():
     method, config = METHODS["self"], EngineConfig(num_blocks=10, drafting="self", self_draft_layers=1)
-    assert (method.runs_in, method.loads_model, method.proposes) == ("target", False, True)
+    assert (method.runs_in, method.proposes) == ("target", True)
     assert type(method.make(config, None)) is DeferringDrafter
     target = SelfDraftingModel(MODEL.laws, MODEL.laws)
     drafter = method.make_in_target(config, target, target.allocate_kv(10, 16), None)
     assert type(drafter) is SelfDrafter
-    assert drafter.backend is target.thinned
+    assert drafter._backend is target.thinned
     assert [name for name, method in METHODS.items() if method.make_in_target is not None] == ["self"]
     with pytest.raises(ConfigError, match="run_ahead is on, but drafting is 'self'"):
         check_run_ahead(config, "on", has_draft_model=False)
@@ -241,7 +174,6 @@ def test_the_self_method_leaves_drafts_to_the_target_and_makes_a_drafter_there()
 
 def test_copies_stand_in_front_of_a_model_wherever_that_runs():
     method, config = METHODS["model+suffix"], EngineConfig(num_blocks=10)
-    assert (method.runs_in, method.loads_model) == ("draft", True)
     model = method.make(config, DraftModel(MODEL, 4))
     assert type(model) is ModelDrafter
     assert type(method.drafter_of_engine(config, model)) is CombinedDrafter
@@ -251,7 +183,7 @@ def test_copies_stand_in_front_of_a_model_wherever_that_runs():
 @pytest.mark.parametrize("name", ["ngram", "suffix"])
 def test_methods_that_copy_run_in_the_router_without_a_model(name):
     method = METHODS[name]
-    assert (method.runs_in, method.loads_model, method.proposes) == ("router", False, True)
+    assert (method.runs_in, method.proposes) == ("router", True)
     row = ProposeRow(Request("a", [1, 2, 3, 1, 2], 5, SamplingParams()), 1)
     assert run_in_process(method.make(EngineConfig(), None).propose([row])) == [chain([3])]
 
@@ -277,7 +209,7 @@ def model(tmp_path):
     def make(name, model_type):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(f'{{"model_type": "{model_type}"}}')
-        return ModelConfig(str(tmp_path / name))
+        return open_model(ModelConfig(str(tmp_path / name)))
 
     return make
 
@@ -285,13 +217,13 @@ def model(tmp_path):
 def test_a_pair_has_an_encoder_or_has_none(model):
     t5, small, llama = model("t5", "t5"), model("small", "mt5"), model("llama", "llama")
     method = METHODS["model"]
-    assert check_family(t5, small, method)
-    assert check_family(t5, None, METHODS["suffix"])
-    assert not check_family(llama, llama, method)
+    check_kinds(t5, small, method)
+    check_kinds(t5, None, METHODS["suffix"])
+    check_kinds(llama, llama, method)
     with pytest.raises(ModelMismatchError, match=r"/t5 is an encoder-decoder, the draft .*/llama is decoder-only"):
-        check_family(t5, llama, method)
+        check_kinds(t5, llama, method)
     with pytest.raises(ModelMismatchError, match=r"/llama is decoder-only, the draft .*/t5 is an encoder-decoder"):
-        check_family(llama, t5, method)
+        check_kinds(llama, t5, method)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +236,6 @@ def test_a_pair_has_an_encoder_or_has_none(model):
 def test_a_method_that_does_not_fit_an_encoder_decoder_is_refused(method, message, model):
     t5 = model("t5", "t5")
     with pytest.raises(ModelError, match=message):
-        check_family(t5, t5, method)
+        check_kinds(t5, t5, method)
     llama = model("llama", "llama")
-    assert not check_family(llama, llama, method)
+    check_kinds(llama, llama, method)

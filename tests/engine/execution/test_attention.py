@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from engine.errors import ModelError
-from engine.execution.attention import KVShape, KVTensors, additive_mask, paged_attention, slots_of
+from engine.execution.attention import KVTensors, additive_mask, attend_to_gathered, attend_to_self, slots_of
 from engine.execution.batch import MAX_DRAFT_LENGTH, MAX_GROUPED_LENGTH, ForwardRow, build, depths
+from engine.models.layer_attention import AttentionParams, KVShape, paged_attention
 
 KV_HEADS, HEADS, DIM, BLOCK = 2, 4, 8, 4
 LONG = MAX_GROUPED_LENGTH + MAX_DRAFT_LENGTH + 3
@@ -116,19 +117,6 @@ def test_a_long_chunk_attends_to_the_chunk_before_it():
     torch.testing.assert_close(*layer.run(prompt(LONG, A, LONG), prompt(LONG, B), prompt(2, C)))
 
 
-def test_a_rejected_draft_is_overwritten_by_what_comes_next():
-    layer = Layer()
-    layer.run(prompt(6, A))
-    layer.run(prompt(4, A, 6))
-    torch.testing.assert_close(*layer.run(prompt(2, A, 7)))
-
-
-def test_requests_that_share_a_block_read_the_same_entries():
-    layer = Layer()
-    layer.run(prompt(4, A))
-    torch.testing.assert_close(*layer.run(prompt(2, [A[0], 136], 4)))
-
-
 def test_padding_changes_no_entry_but_those_of_block_0():
     layer = Layer()
     layer.run(prompt(6, A))
@@ -176,43 +164,32 @@ def test_a_mask_is_built_once_per_window():
     first = group.mask(None, 2, torch.empty(0), BLOCK)
     assert first.shape == (2, 1, 6, BLOCK)
     assert group.mask(None, 2, torch.empty(0), BLOCK) is first
-    group.mask(7, 2, torch.empty(0), BLOCK)
-    assert group.windows == [None, 7]
+    assert group.mask(7, 2, torch.empty(0), BLOCK) is not first
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"head_mask": 1, "alibi": 2}, "alibi, head_mask"), ({"dropout": 0.1}, "dropout")],
+    ("mask", "settings", "message"),
+    [
+        (None, {"paged": None, "head_mask": 1, "alibi": 2}, "alibi, head_mask"),
+        (None, {"paged": None, "dropout": 0.1}, "dropout"),
+        (torch.zeros(1), {"paged": None}, "a mask"),
+        (None, {}, "do not pass keyword arguments on"),
+        (None, {"paged": "off", "softcap": None, "alibi": None, "dropout": 0.0}, None),
+    ],
 )
-def test_a_feature_that_is_not_computed_is_refused_by_name(settings, message):
+def test_a_feature_that_is_not_computed_is_refused_by_name_unless_it_is_off(mask, settings, message):
     states = [torch.zeros(1, heads, 1, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    with pytest.raises(ModelError, match=message):
-        paged_attention(SimpleNamespace(layer_idx=0), *states, None, paged=None, **settings)
-
-
-def test_a_mask_of_the_models_own_is_refused():
-    states = [torch.zeros(1, heads, 1, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    with pytest.raises(ModelError, match="a mask"):
-        paged_attention(SimpleNamespace(layer_idx=0), *states, torch.zeros(1), paged=None)
-
-
-def test_layers_that_drop_keyword_arguments_are_refused():
-    states = [torch.zeros(1, heads, 1, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    with pytest.raises(ModelError, match="do not pass keyword arguments on"):
-        paged_attention(SimpleNamespace(layer_idx=0), *states, None)
-
-
-def test_a_feature_that_is_off_is_not_refused():
-    batch = build([prompt(1, A)], Layer().kv)
-    states = [torch.zeros(1, heads, 1, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    paged_attention(
-        SimpleNamespace(layer_idx=0), *states, None, paged=batch.paged, softcap=None, alibi=None, dropout=0.0
-    )
+    if message is None:
+        settings["paged"] = build([prompt(1, A)], Layer().kv).paged
+        paged_attention(SimpleNamespace(layer_idx=0), *states, mask, **settings)
+    else:
+        with pytest.raises(ModelError, match=message):
+            paged_attention(SimpleNamespace(layer_idx=0), *states, mask, **settings)
 
 
 def test_only_cross_attention_sees_an_encoders_tokens_and_it_sees_nothing_else():
     kv = KVTensors(KVShape(1, HEADS, DIM, DIM), num_blocks=4, block_size=BLOCK, like=torch.empty(0))
-    rows = [ForwardRow([1, 1], 3, [1, 2], 0, encoder_length=3), ForwardRow([1], 6, [3, 2], 0, encoder_length=1)]
+    rows = [ForwardRow([1, 1], 3, [1, 2], 0, source_length=3), ForwardRow([1], 6, [3, 2], 0, source_length=1)]
     (group,) = build(rows, kv).paged.groups
     bias = torch.arange(3.0).repeat(HEADS, 1)
     cross = group.cross_mask(torch.empty(0), BLOCK)
@@ -225,3 +202,67 @@ def test_only_cross_attention_sees_an_encoders_tokens_and_it_sees_nothing_else()
     del own
     assert group.biased_mask(bias.clone(), BLOCK).shape == (2, HEADS, 2, 2 * BLOCK)
     assert known() is None, "the mask of another layer's bias is not kept"
+
+
+VALUE_DIM = 6
+SINKS = torch.tensor([-2.0, 0.0, 1.0, 20.0])
+PARAMS = {
+    "plain": AttentionParams(),
+    "a scale": AttentionParams(scaling=0.2),
+    "a soft cap": AttentionParams(softcap=1.5),
+    "sinks": AttentionParams(sinks=SINKS),
+    "all": AttentionParams(scaling=0.7, softcap=3.0, sinks=SINKS),
+}
+
+
+def attended(query, keys, values, visible, params, head):
+    """One token and head: [key_dim], [places, key_dim], [places, value_dim] -> [value_dim]."""
+    scale = 1 / math.sqrt(DIM) if params.scaling is None else params.scaling
+    total, output = 0.0, torch.zeros(VALUE_DIM, dtype=torch.float64)
+    for key, value, is_visible in zip(keys.double(), values.double(), visible, strict=True):
+        score = float(query.double() @ key) * scale
+        if params.softcap is not None:
+            score = params.softcap * math.tanh(score / params.softcap)
+        if is_visible:
+            total += math.exp(score)
+            output += math.exp(score) * value
+    if params.sinks is not None:
+        total += math.exp(params.sinks[head])
+    return output / total
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_each_token_gets_the_weighted_mean_of_the_values_that_it_sees(name):
+    params = PARAMS[name]
+    rows, length, context = 2, 3, 8
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(HEADS, rows * length, DIM, generator=generator)
+    key = torch.randn(rows, context, KV_HEADS, DIM, generator=generator)
+    value = torch.randn(rows, context, KV_HEADS, VALUE_DIM, generator=generator)
+    visible = torch.rand(rows, length, context, generator=generator) < 0.6
+    visible[..., 0] = True
+    mask = torch.where(visible, 0.0, float("-inf")).unsqueeze(1).repeat(1, 1, HEADS // KV_HEADS, 1)
+    output = attend_to_gathered(rows, length, query, key, value, mask, params)
+    assert output.shape == (rows * length, HEADS, VALUE_DIM)
+    for row in range(rows):
+        for token in range(length):
+            for head in range(HEADS):
+                keys, values = key[row, :, head // 2], value[row, :, head // 2]
+                place = row * length + token
+                right = attended(query[head, place], keys, values, visible[row, token], params, head)
+                torch.testing.assert_close(output[place, head].double(), right, atol=1e-5, rtol=0)
+
+
+def test_a_prompt_attends_to_itself_causally():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(HEADS, 5, DIM, generator=generator)
+    key = torch.randn(KV_HEADS, 5, DIM, generator=generator)
+    value = torch.randn(KV_HEADS, 5, VALUE_DIM, generator=generator)
+    output = attend_to_self(query, key, value, 0.3)
+    for token in range(5):
+        for head in range(HEADS):
+            visible = [place <= token for place in range(5)]
+            right = attended(
+                query[head, token], key[head // 2], value[head // 2], visible, AttentionParams(scaling=0.3), head
+            )
+            torch.testing.assert_close(output[token, head].double(), right, atol=1e-5, rtol=0)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from engine.execution.attention import KVShape, KVTensors
-from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardRow, build, depths, next_tokens
+from engine.execution.attention import KVTensors
+from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardRow, build, next_tokens
+from engine.models.layer_attention import KVShape
 
 LONG = MAX_GROUPED_LENGTH + 1
 
@@ -18,22 +19,6 @@ def slots(batch):
     return batch.paged.slots.tolist()
 
 
-def test_the_depth_of_a_node_is_its_distance_from_the_tip():
-    assert depths([]) == []
-    assert depths([-1, 0, 1]) == [1, 2, 3]
-    assert depths([-1, -1, 0, 1, 3]) == [1, 1, 2, 2, 3]
-
-
-def test_a_decoding_row_writes_behind_what_is_computed(kv):
-    batch = build([ForwardRow([7], 5, [3, 9], 1)], kv)
-    (group,) = batch.paged.groups
-    assert batch.token_ids.tolist() == [7]
-    assert batch.positions.tolist() == [5]
-    assert group.limits.tolist() == [[6]]
-    assert slots(batch) == [9 * 4 + 1]
-    assert batch.logit_indices.tolist() == [0]
-
-
 def test_short_rows_are_padded_to_one_group(kv):
     rows = [ForwardRow([7], 5, [3, 9], 1), ForwardRow([1, 2, 3], 0, [2], 2)]
     batch = build(rows, kv)
@@ -43,6 +28,8 @@ def test_short_rows_are_padded_to_one_group(kv):
     assert group.places.tolist() == [[5, -1, -1], [0, 1, 2]]
     assert group.limits.tolist() == [[6, 1, 1], [1, 2, 3]]  # padding sees place 0, so that its softmax is finite
     assert group.blocks.tolist() == [[3, 9], [2, 0]]
+    assert group.extra is None
+    assert batch.positions.tolist() == [5, 0, 0, 0, 1, 2]
     assert slots(batch) == [37, 0, 0, 8, 9, 10]
     assert batch.logit_indices.tolist() == [0, 4, 5]
 
@@ -126,10 +113,6 @@ def test_a_tree_beside_other_rows_changes_nothing_of_theirs(kv):
     assert group.extra[1].tolist() == [[0], [0], [0]]  # place 0, which every token sees anyway
 
 
-def test_without_trees_nothing_extra_is_seen(kv):
-    assert build([ForwardRow([5, 11], 4, [3, 9], 1)], kv).paged.groups[0].extra is None
-
-
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
@@ -149,7 +132,7 @@ def test_prepared_steps_are_what_building_each_pass_would_give(kv):
     tables, lengths = [[1, 2], [3, 4, 5]], [3, 8]
     prepared = next_tokens(tables, lengths, 4, kv, max_length=100)
     for step in range(4):
-        batch = prepared.at(step, torch.tensor([7, 8]))
+        batch = prepared(step, torch.tensor([7, 8]))
         rows = [ForwardRow([7 + i], length + step, tables[i], 1) for i, length in enumerate(lengths)]
         built = build(rows, kv)
         assert batch.token_ids.tolist() == built.token_ids.tolist()
@@ -161,42 +144,43 @@ def test_prepared_steps_are_what_building_each_pass_would_give(kv):
 
 def test_a_row_whose_table_ends_writes_its_surplus_to_block_0(kv):
     prepared = next_tokens([[1], [3, 4]], [3, 3], 2, kv, max_length=100)
-    assert slots(prepared.at(0, torch.tensor([7, 8]))) == [7, 15]
-    assert slots(prepared.at(1, torch.tensor([7, 8]))) == [0, 16]
+    assert slots(prepared(0, torch.tensor([7, 8]))) == [7, 15]
+    assert slots(prepared(1, torch.tensor([7, 8]))) == [0, 16]
 
 
 def test_no_position_lies_beyond_the_models_context(kv):
     prepared = next_tokens([[1, 2]], [3], 3, kv, max_length=5)
-    assert prepared.positions.flatten().tolist() == [3, 4, 4]
-    assert prepared.places.flatten().tolist() == [3, 4, 5]
+    groups = [prepared(step, torch.tensor([7])).paged.groups[0] for step in range(3)]
+    assert [int(group.positions) for group in groups] == [3, 4, 4]
+    assert [int(group.places) for group in groups] == [3, 4, 5]
 
 
 def test_an_encoders_input_is_taken_out_of_its_row_and_the_rest_attends_to_what_follows_it(kv):
     rows = [
-        ForwardRow([7, 8, 9, 0, 5], 0, [3, 9], 2, encoder_length=3),
-        ForwardRow([6], 7, [4, 2], 1, encoder_length=2),
+        ForwardRow([7, 8, 9, 0, 5], 0, [3, 9], 2, source_length=3),
+        ForwardRow([6], 7, [4, 2], 1, source_length=2),
     ]
     batch = build(rows, kv)
-    (encoder_input,) = batch.encoder_inputs
-    assert (encoder_input.token_ids.tolist(), encoder_input.slots.tolist()) == ([7, 8, 9], [12, 13, 14])
+    (source_input,) = batch.source_inputs
+    assert (source_input.token_ids.tolist(), source_input.slots.tolist()) == ([7, 8, 9], [12, 13, 14])
     (group,) = batch.paged.groups
     assert batch.token_ids.tolist() == [0, 5, 6, 0]
     assert group.places.tolist() == [[3, 4], [7, -1]]
     assert group.limits.tolist() == [[4, 5], [8, 3]]  # padding sees its row's first token after the input
-    assert group.encoder_lengths.tolist() == [3, 2]
+    assert group.source_lengths.tolist() == [3, 2]
     assert batch.logit_indices.tolist() == [0, 1, 2]
     assert batch.num_tokens == 3 + 4
 
 
 def test_a_row_of_an_encoders_input_alone_leaves_nothing_for_the_decoder(kv):
-    alone = ForwardRow([7, 8, 9], 0, [3], 0, encoder_length=3)
-    batch = build([alone, ForwardRow([6], 7, [4, 2], 1, encoder_length=2)], kv)
+    alone = ForwardRow([7, 8, 9], 0, [3], 0, source_length=3)
+    batch = build([alone, ForwardRow([6], 7, [4, 2], 1, source_length=2)], kv)
     assert (batch.token_ids.tolist(), batch.paged.groups[0].rows, batch.num_tokens) == ([6], 1, 4)
     batch = build([alone], kv)
     assert (batch.token_ids.tolist(), batch.paged.groups, batch.logit_indices.tolist()) == ([], [], [])
 
 
 def test_prepared_passes_know_the_encoders_lengths(kv):
-    prepared = next_tokens([[1], [3, 4]], [3, 3], 1, kv, max_length=100, encoder_lengths=[2, 1])
-    assert prepared.at(0, torch.tensor([5, 6])).paged.groups[0].encoder_lengths.tolist() == [2, 1]
-    assert next_tokens([[1]], [3], 1, kv, 100, [0]).at(0, torch.tensor([5])).paged.groups[0].encoder_lengths is None
+    prepared = next_tokens([[1], [3, 4]], [3, 3], 1, kv, max_length=100, source_lengths=[2, 1])
+    assert prepared(0, torch.tensor([5, 6])).paged.groups[0].source_lengths.tolist() == [2, 1]
+    assert next_tokens([[1]], [3], 1, kv, 100, [0])(0, torch.tensor([5])).paged.groups[0].source_lengths is None

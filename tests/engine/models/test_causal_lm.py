@@ -4,10 +4,8 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, Gemma3Config, LlamaConfig, Qwen3Config, T5Config
 
-from engine.config import ModelConfig
-from engine.models.causal_lm import Shard, forward, kv_shape
-from engine.models.loader import load_model
-from tests.engine.tiny import SIZES, T5_SIZES
+from engine.models.causal_lm import forward, kv_shape
+from tests.engine.tiny import SIZES, T5_SIZES, model_of
 
 CPU = torch.device("cpu")
 
@@ -33,13 +31,6 @@ def test_the_cache_has_a_place_for_every_layer_and_key_value_head_of_a_rank(conf
     assert kv_shape(config, world_size) == shape
 
 
-def test_a_model_knows_whether_it_is_a_rank(target_path):
-    config = ModelConfig(target_path)
-    assert load_model(config, device=CPU, dtype=torch.float32).kv_shape == (2, 2, 8, 8)
-    rank = load_model(config, device=CPU, dtype=torch.float32, shard=Shard(1, 2, lambda x: x))
-    assert rank.kv_shape == (2, 1, 8, 8)
-
-
 class NoAttention:
     """A context in which no token sees another; it notes what it is called with."""
 
@@ -52,7 +43,7 @@ class NoAttention:
 
 
 def test_a_pass_asks_the_context_once_per_layer_and_returns_the_rows_that_are_wanted(target_path):
-    model = load_model(ModelConfig(target_path), device=CPU, dtype=torch.float32)
+    model = model_of(target_path)
     token_ids, positions = torch.tensor([9, 4, 9, 7]), torch.tensor([0, 1, 2, 3])
     context = NoAttention()
     with torch.no_grad():

@@ -1,33 +1,25 @@
 """The loader: what a loaded model is and is known by, and what is refused before a backend tries it."""
 
-import logging
-
 import pytest
 import torch
 import transformers
 
-from engine.config import ModelConfig
 from engine.errors import ModelError
-from engine.execution.attention import ATTENTION_NAME
 from engine.models.causal_lm import Shard
 from engine.models.fusion import FusedLinear
-from engine.models.loader import load_model
-from tests.engine.tiny import HEADS, SIZES, save
+from engine.models.layer_attention import ATTENTION_NAME
+from engine.models.loader import resolve_device, resolve_dtype
+from tests.engine.tiny import HEADS, SIZES, model_of, save
 
 CPU = torch.device("cpu")
+SECOND_GPU = torch.device("cuda", 1)
 
 
-@pytest.fixture(autouse=True)
-def quiet():
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-
-
-def load(path, dtype=torch.float32, shard=None, **settings):
-    return load_model(ModelConfig(str(path), **settings), device=CPU, dtype=dtype, shard=shard)
-
-
-def test_a_loaded_model_is_frozen_fused_and_attends_with_our_function(target_path):
-    model = load(target_path)
+def test_a_loaded_model_is_frozen_fused_and_attends_with_our_function(target_path, caplog):
+    with caplog.at_level("INFO"):
+        model = model_of(target_path)
+    size = f"{model.info.num_parameters / 1e6:.1f} M parameters in float32 on cpu"
+    assert f"{target_path}: {size}, loaded in " in caplog.text
     assert not model.module.training
     assert not any(parameter.requires_grad for parameter in model.module.parameters())
     assert model.module.config._attn_implementation == ATTENTION_NAME
@@ -35,28 +27,28 @@ def test_a_loaded_model_is_frozen_fused_and_attends_with_our_function(target_pat
     assert (model.device, model.dtype, model.shard) == (CPU, torch.float32, None)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_known_of_a_model_comes_from_its_files(dtype, tmp_path):
     config = transformers.LlamaConfig(**SIZES)
     save(config, tmp_path)
     transformers.GenerationConfig(eos_token_id=[1, 7]).save_pretrained(tmp_path)
-    info = load(tmp_path, dtype).info
+    info = model_of(tmp_path, dtype=dtype).info
     assert (info.name, info.vocab_size, info.max_model_len) == (str(tmp_path), 64, 512)
     assert info.eos_token_ids == [1, 7]
     assert info.num_parameters == transformers.AutoModelForCausalLM.from_config(config).num_parameters()
-    assert (info.dtype, info.device) == (str(dtype).removeprefix("torch."), "cpu")
+    assert (info.dtype, info.device) == (dtype, "cpu")
 
 
 def test_weights_are_converted_to_the_number_format(target_path):
-    model = load(target_path, torch.bfloat16)
+    model = model_of(target_path, dtype="bfloat16")
     assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
 
 
 def test_a_rank_loads_its_own_slices_and_a_single_rank_the_whole_model(target_path):
-    whole = load(target_path).info.num_parameters
-    assert load(target_path, shard=Shard(0, 1, lambda x: x)).info.num_parameters == whole
+    whole = model_of(target_path).info.num_parameters
+    assert model_of(target_path, Shard(0, 1, lambda x: x)).info.num_parameters == whole
     shard = Shard(1, 2, lambda x: x)
-    rank = load(target_path, shard=shard)
+    rank = model_of(target_path, shard)
     assert rank.shard is shard
     assert rank.info.num_parameters < whole
 
@@ -76,16 +68,46 @@ def test_an_architecture_that_cannot_be_served_exactly_is_refused_by_its_configu
     cls, extra, reason = UNSERVED[name]
     getattr(transformers, cls)(**{**SIZES, **extra}).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=reason):
-        load(tmp_path)
-
-
-def test_a_directory_that_does_not_exist_is_refused(tmp_path):
-    with pytest.raises(ModelError, match="does not exist"):
-        load(tmp_path / "nowhere")
+        model_of(tmp_path)
 
 
 def test_weights_that_are_pickles_are_refused(tmp_path):
     save(transformers.LlamaConfig(**SIZES), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match="cannot load"):
-        load(tmp_path)
+        model_of(tmp_path)
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_a_gpu_is_the_processs_current_one_with_its_index(device, cuda):
+    """NCCL needs the index: "cuda" alone is not equal to "cuda:1"."""
+    assert resolve_device(device) == SECOND_GPU
+
+
+def test_the_cpu_is_taken_where_it_is_configured_in_spite_of_a_gpu(cuda):
+    assert resolve_device("cpu") == CPU
+
+
+def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == CPU
+    with pytest.raises(ModelError, match="no CUDA device"):
+        resolve_device("cuda")
+
+
+@pytest.mark.parametrize("device", [CPU, SECOND_GPU])
+def test_a_configured_dtype_is_taken(device):
+    assert resolve_dtype("float16", device) is torch.float16
+
+
+@pytest.mark.parametrize(("has_bf16", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_a_gpu_serves_in_bfloat16_unless_it_is_too_old_for_it(has_bf16, dtype, cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: has_bf16)
+    assert resolve_dtype("auto", SECOND_GPU) is dtype
+
+
+@pytest.mark.parametrize(("has_amx", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_a_cpu_serves_in_bfloat16_where_it_multiplies_that_faster(has_amx, dtype, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert resolve_dtype("auto", CPU) is dtype

@@ -1,23 +1,20 @@
-"""Masks: what may follow a text and a draft; and what is no grammar.
+"""Masks: what may follow a text and a draft; and what is no grammar."""
 
-| mutant | caught by |
-|---|---|
-| mask: the draft's path is ignored | test_a_mask_is_that_of_a_fresh_matcher |
-| mask: no rollback after a path | test_a_mask_is_that_of_a_fresh_matcher |
-| matcher: a restart keeps the old output | test_a_mask_is_that_of_a_fresh_matcher |
-"""
+import json
 
+import jsonschema
 import pytest
 import torch
 
 from engine.errors import ModelError, RequestError
+from engine.llm import LLM
+from engine.params import SamplingParams
 from engine.sampling import grammar as grammar_module
 from engine.sampling.grammar import Grammars, from_json_schema, from_regex, from_text
 from engine.sampling.logits import forbid
-from engine.sampling.params import SamplingParams
 from tests.engine.conftest import VOCAB
-from tests.engine.grammars import GRAMMARS
-from tests.engine.running import make_engine, run
+from tests.engine.grammars import GRAMMARS, SCHEMA
+from tests.engine.running import chains, drafters, make_engine, run
 from tests.engine.tokenizers import END, json_tokenizer, saved
 
 
@@ -124,8 +121,51 @@ def test_a_text_whose_grammar_gets_too_complex_ends_with_a_warning(target, make_
     assert "too complex" in caplog.text
 
 
-@pytest.mark.parametrize("field", ["min_tokens", "ignore_eos"])
-def test_parameters_that_contradict_a_grammar_are_refused(field):
-    with pytest.raises(RequestError) as error:
-        SamplingParams(grammar=GRAMMARS["json"], **{field: 1})
-    assert error.value.param == field
+@pytest.fixture
+def requests():
+    """Every grammar at several temperatures, and requests without one between them."""
+    prompts = torch.randint(2, VOCAB, (30, 12), generator=torch.Generator().manual_seed(3)).tolist()
+    grammars = [*GRAMMARS.values(), None] * 5
+    temperatures = (0.0, 0.7, 1.0)
+    return [
+        (
+            prompt,
+            SamplingParams(temperature=temperatures[i % 3], seed=i, max_tokens=60 if grammar else 10, grammar=grammar),
+        )
+        for i, (prompt, grammar) in enumerate(zip(prompts, grammars, strict=True))
+    ]
+
+
+def test_a_draft_by_the_target_itself_follows_the_grammar(target, make_grammars, requests):
+    engine = make_engine(target, chains(target, make_grammars()), grammars=make_grammars(), num_speculative_tokens=4)
+    run(engine, [one for one in requests if one[1].grammar is not None])
+    ended_inside_a_draft = 1 - engine.stats.acceptance_rate
+    assert ended_inside_a_draft < 0.1
+
+
+def test_text_survives_the_loss_of_every_matcher(target, make_grammars, requests):
+    plain = run(make_engine(target, grammars=make_grammars()), requests)
+    grammars = make_grammars()
+    lost = run(make_engine(target, grammars=grammars), requests, between=lambda *_: grammars._matchers.clear())
+    assert lost == plain
+
+
+def test_nothing_is_kept_of_requests_that_ended(target, make_grammars, requests):
+    ours, theirs = make_grammars(), make_grammars()
+    drafter = drafters(target, None, theirs)["running ahead"]
+    run(make_engine(target, drafter, grammars=ours), requests)
+    assert not ours._matchers
+    assert not theirs._matchers
+    assert len(ours._compiled) <= grammar_module.NUM_COMPILED
+
+
+def test_the_bundled_pair_writes_json():
+    llm = LLM(dtype="float32", device="cpu", compile="off")
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=200, grammar=from_json_schema(SCHEMA))
+    (result,) = llm.generate(["The answer is "], params)
+    output = result.outputs[0]
+    assert output.finish_reason == "stop"
+    jsonschema.validate(json.loads(output.text), SCHEMA)
+    assert output.stats.num_accepted_tokens > 0
+    with pytest.raises(RequestError, match="unclosed group"):
+        llm.generate(["x"], SamplingParams(grammar=from_regex("(a")))

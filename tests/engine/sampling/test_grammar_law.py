@@ -1,9 +1,4 @@
-"""Texts with a grammar have the target's law under that grammar, by every rule and with every kind of draft.
-
-| mutant | caught by |
-|---|---|
-| verifier: no grammar | test_two_rules_have_the_targets_law, test_copies_... |
-"""
+"""Texts with a grammar have the target's law under that grammar, by every rule and with every kind of draft."""
 
 import itertools
 import re
@@ -16,11 +11,11 @@ import torch
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
-from engine.drafting.model import ModelDrafter
-from engine.drafting.registry import METHODS, DraftModel
+from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.registry import METHODS
+from engine.params import SamplingParams
 from engine.sampling.grammar import Grammars, from_regex
-from engine.sampling.params import SamplingParams
-from engine.verification.rule import RULES
 from tests.engine.laws import p_value
 from tests.engine.running import make_engine, run
 from tests.engine.tokenizers import letter_tokenizer, saved
@@ -56,92 +51,6 @@ def letters_law(model, prompt):
     return law
 
 
-@pytest.mark.parametrize("verification", RULES)
-@pytest.mark.parametrize("draft", ["itself", "unlike", "itself, without the grammar", "mixed"])
-def test_two_rules_have_the_targets_law(draft, verification, tmp_path):
-    """Eight tests at 1e-5 each."""
-    weights = torch.randn(2, 9, 5, generator=torch.Generator().manual_seed(4)).softmax(-1)
-    model = ContextModel(weights[0], eos_token_ids=[4])
-    config = saved(letter_tokenizer(), tmp_path)
-
-    def make():
-        return Grammars(config, vocab_size=5, eos_token_ids=[4])
-
-    def drafter(engine_config):
-        drafting = ContextModel(weights[1], eos_token_ids=[4]) if draft == "unlike" else model
-        if draft == "mixed":
-            return CuttingDrafter(ModelDrafter(drafting, engine_config, grammars=make()))
-        if draft == "itself, without the grammar":
-            return Unconstrained(ModelDrafter(drafting, engine_config))
-        return ModelDrafter(drafting, engine_config, grammars=make())
-
-    engine = make_engine(
-        model,
-        drafter,
-        grammars=make(),
-        verification=verification,
-        num_speculative_tokens=DRAFT_LENGTH,
-        max_num_seqs=1500,
-        max_num_batched_tokens=10**6,
-        num_blocks=6000,
-        block_size=4,
-    )
-    # Two more: the first token and the last one are never drafted.
-    params = SamplingParams(max_tokens=DRAFT_LENGTH + 2, grammar=from_regex(LETTERS.pattern))
-    prompt = [3, 1, 2, 1, 0, 2, 2]
-    tokens = run(engine, [(prompt, replace(params, seed=seed)) for seed in range(NUM_SAMPLES)])
-    assert p_value(first_tokens(tokens), letters_law(model, prompt)) > 1e-5
-    accepted = engine.stats.num_accepted_tokens_per_pos
-    # Drafts of every length were there, and some held so many tokens that were right.
-    assert len(accepted) == DRAFT_LENGTH
-    assert accepted[2] > 20
-
-
-def first_tokens(texts):
-    return Counter(tuple(text[:LENGTH]) for text in texts.values())
-
-
-COPIES = {
-    "n-grams": lambda *_: NgramDrafter(),
-    "suffixes": lambda *_: SuffixDrafter(remembers_outputs=False),
-    "model and copies": lambda config, draft: CombinedDrafter(
-        METHODS["model"].make(config, draft), SuffixDrafter(remembers_outputs=False)
-    ),
-    "trees": lambda config, draft: METHODS["tree"].make(config, draft),
-}
-RULES_OF = {name: METHODS["tree" if name == "trees" else "suffix"].rules for name in COPIES}
-PROMPT_WITH_TEXTS = [0, 1, 2, 1, 2, 2, 3, 0, 1, 1, 2, 2, 3, 2, 0, 2, 2, 1, 0, 3]
-"""Its pieces occur in texts of the grammar; what follows them is often forbidden there."""
-
-
-@pytest.mark.parametrize(("draft", "verification"), [(name, rule) for name in COPIES for rule in RULES_OF[name]])
-def test_copies_and_trees_have_the_targets_law(draft, verification, tmp_path):
-    """Twelve tests at 1e-5 each. Copies know no grammar; trees follow one."""
-    weights = torch.randn(2, 9, 5, generator=torch.Generator().manual_seed(4)).softmax(-1)
-    model, unlike = (ContextModel(rows, eos_token_ids=[4]) for rows in weights)
-    config = saved(letter_tokenizer(), tmp_path)
-
-    def make():
-        return Grammars(config, vocab_size=5, eos_token_ids=[4])
-
-    engine = make_engine(
-        model,
-        lambda engine_config: COPIES[draft](engine_config, DraftModel(unlike, 5, make())),
-        grammars=make(),
-        verification=verification,
-        num_speculative_tokens=DRAFT_LENGTH,
-        max_num_seqs=1500,
-        max_num_batched_tokens=10**6,
-        num_blocks=12_000,
-        block_size=4,
-    )
-    params = SamplingParams(max_tokens=DRAFT_LENGTH + 2, grammar=from_regex(LETTERS.pattern))
-    tokens = run(engine, [(PROMPT_WITH_TEXTS, replace(params, seed=seed)) for seed in range(NUM_SAMPLES)])
-    assert p_value(first_tokens(tokens), letters_law(model, PROMPT_WITH_TEXTS)) > 1e-5
-    assert engine.stats.num_accepted_tokens > 50
-    assert engine.stats.num_draft_tokens > engine.stats.num_accepted_tokens
-
-
 class Unconstrained:
     """Drafts as if there were no grammar: forbidden tokens, and rows below them."""
 
@@ -157,3 +66,55 @@ class Unconstrained:
 
     def release(self, request_id):
         self._drafter.release(request_id)
+
+
+WEIGHTS = torch.randn(2, 9, 5, generator=torch.Generator().manual_seed(4)).softmax(-1)
+TARGET, UNLIKE = (ContextModel(laws, eos_token_ids=[4]) for laws in WEIGHTS)
+CHAINS, TREES, COPIES = METHODS["model"].rules, METHODS["tree"].rules, METHODS["suffix"].rules
+DRAFTERS = {
+    "itself": (CHAINS, lambda config, grammars: ModelDrafter(DraftModel(TARGET, grammars=grammars), config)),
+    "unlike": (CHAINS, lambda config, grammars: ModelDrafter(DraftModel(UNLIKE, grammars=grammars), config)),
+    "without the grammar": (CHAINS, lambda config, _: Unconstrained(ModelDrafter(DraftModel(TARGET), config))),
+    "mixed": (
+        CHAINS,
+        lambda config, grammars: CuttingDrafter(ModelDrafter(DraftModel(TARGET, grammars=grammars), config)),
+    ),
+    "n-grams": (COPIES, lambda *_: NgramDrafter()),
+    "suffixes": (COPIES, lambda *_: SuffixDrafter(remembers_outputs=False)),
+    "model and copies": (
+        COPIES,
+        lambda config, grammars: CombinedDrafter(
+            METHODS["model"].make(config, DraftModel(UNLIKE, 5, grammars)), SuffixDrafter(remembers_outputs=False)
+        ),
+    ),
+    "trees": (TREES, lambda config, grammars: METHODS["tree"].make(config, DraftModel(UNLIKE, 5, grammars))),
+}
+"""The rules that can verify each kind of draft, and how to make its drafter."""
+PROMPT = [0, 1, 2, 1, 2, 2, 3, 0, 1, 1, 2, 2, 3, 2, 0, 2, 2, 1, 0, 3]
+"""Its pieces occur in texts of the grammar; what follows them is often forbidden there."""
+
+
+@pytest.mark.parametrize(("draft", "verification"), [(name, rule) for name in DRAFTERS for rule in DRAFTERS[name][0]])
+def test_texts_have_the_targets_law(draft, verification, tmp_path):
+    """26 tests at 1e-5 each. Copies know no grammar."""
+    source = saved(letter_tokenizer(), tmp_path)
+    ours, theirs = (Grammars(source, vocab_size=5, eos_token_ids=[4]) for _ in range(2))
+    engine = make_engine(
+        TARGET,
+        lambda config: DRAFTERS[draft][1](config, theirs),
+        grammars=ours,
+        verification=verification,
+        num_speculative_tokens=DRAFT_LENGTH,
+        max_num_seqs=1500,
+        max_num_batched_tokens=10**6,
+        num_blocks=12_000,
+        block_size=4,
+    )
+    # Two more: the first token and the last one are never drafted.
+    params = SamplingParams(max_tokens=DRAFT_LENGTH + 2, grammar=from_regex(LETTERS.pattern))
+    texts = run(engine, [(PROMPT, replace(params, seed=seed)) for seed in range(NUM_SAMPLES)])
+    counts = Counter(tuple(text[:LENGTH]) for text in texts.values())
+    assert p_value(counts, letters_law(TARGET, PROMPT)) > 1e-5
+    assert engine.stats.num_accepted_tokens > 50
+    if draft not in ("itself", "mixed"):
+        assert engine.stats.num_draft_tokens > engine.stats.num_accepted_tokens

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
+from engine.params import SamplingParams
 from engine.protocols import Request
 from engine.sampling.logits import Run, draw, needs_shaping, probabilities, shape
-from engine.sampling.params import SamplingParams
 from tests.engine.laws import shaped_law
 
 VOCAB = 12
@@ -74,53 +74,6 @@ def one(params, *, committed=(1, 2), prompt_length=2, depth=0, path=(), end_ids=
     return Run(Request("", list(committed), prompt_length, params), [depth], [list(path)], end_ids)
 
 
-def law_of(logits, run):
-    return probabilities(shape(torch.tensor([logits]), [run]), [run])[0].tolist()
-
-
-def test_a_draft_token_counts_for_the_rows_below_it_only():
-    params = SamplingParams(presence_penalty=2.0)
-    runs = [Run(Request("", [1], 1, params), [0, 1, 1], [[], [0], [2]])]
-    shaped = shape(torch.zeros(3, 3), runs)
-    assert shaped.tolist() == [[0, 0, 0], [-2, 0, 0], [0, 0, -2]]
-
-
-def test_presence_and_frequency_leave_the_prompt_alone():
-    run = one(SamplingParams(presence_penalty=1.0, frequency_penalty=0.5), committed=[0, 0, 1, 1], prompt_length=2)
-    assert shape(torch.zeros(1, 3), [run]).tolist() == [[0, -2, 0]]
-
-
-def test_repetition_counts_the_prompt_too():
-    run = one(SamplingParams(repetition_penalty=2.0), committed=[0, 1], prompt_length=1)
-    assert shape(torch.tensor([[4.0, -4.0, 4.0]]), [run]).tolist() == [[2, -8, 4]]
-
-
-def test_min_tokens_forbids_the_end_up_to_the_row_that_draws_token_number_min_tokens():
-    run = Run(Request("", [5, 5], 1, SamplingParams(min_tokens=3)), [0, 1, 2, 3], (), (0,))
-    assert shape(torch.zeros(4, 2), [run])[:, 0].isinf().tolist() == [True, True, False, False]
-
-
-def test_top_p_never_leaves_a_row_empty():
-    assert law_of([0.0, 1.0, 2.0], one(SamplingParams(top_p=1e-6))) == [0, 0, 1]
-
-
-def test_top_p_keeps_the_smallest_set_that_holds_enough():
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
-    kept = [sum(p > 0 for p in law_of(logits, one(SamplingParams(top_p=p)))) for p in (0.49, 0.51, 0.79, 0.81, 0.96)]
-    assert kept == [1, 2, 2, 3, 4]
-
-
-def test_top_p_is_taken_of_what_temperature_and_top_k_left():
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
-    assert sum(p > 0 for p in law_of(logits, one(SamplingParams(top_p=0.6, top_k=2)))) == 1
-    assert sum(p > 0 for p in law_of(logits, one(SamplingParams(top_p=0.51, temperature=0.5)))) == 1
-    assert sum(p > 0 for p in law_of(logits, one(SamplingParams(top_p=0.51, temperature=2.0)))) == 2
-
-
-def test_of_equal_logits_top_k_keeps_the_lowest_ids():
-    assert law_of([1.0, 1.0, 1.0, 1.0], one(SamplingParams(top_k=2))) == [0.5, 0.5, 0, 0]
-
-
 def test_a_greedy_row_takes_the_highest_logit_whatever_else_is_set():
     run = one(SamplingParams(temperature=0, top_p=0.5, top_k=3, min_p=0.2, seed=4))
     shaped = shape(torch.tensor([[0.1, 0.3, 0.2]]), [run])
@@ -149,56 +102,6 @@ def test_the_noise_of_a_row_is_that_of_the_position_it_draws_for():
     assert draw(logits, [early]).tolist() == draw(logits, [late]).tolist()
     draws = {int(draw(logits, [one(params, depth=depth)])) for depth in range(20)}
     assert len(draws) > 10
-
-
-@pytest.mark.parametrize("temperature", [1e-3, 100.0])
-def test_extreme_temperatures_stay_finite(temperature):
-    law = law_of([3.0, 30.0, -20.0], one(SamplingParams(temperature=temperature)))
-    assert sum(law) == pytest.approx(1)
-
-
-def test_a_top_p_that_rounds_to_nothing_keeps_the_likeliest():
-    assert law_of([1.0, 3.0, 2.0], one(SamplingParams(temperature=1.0, top_p=1e-60))) == [0, 1, 0]
-
-
-def kept_by_sorting(row, top_k, top_p):
-    """The rule, token by token, over a stable sort."""
-    order = sorted(range(len(row)), key=lambda i: -row[i])[: top_k or None]
-    weights = torch.tensor([row[i] for i in order], dtype=torch.float64).softmax(-1).tolist()
-    kept, before = set(), 0.0
-    for token, weight in zip(order, weights, strict=True):
-        if top_p < 1 and before >= top_p:
-            break
-        kept.add(token)
-        before += weight
-    return kept
-
-
-@pytest.mark.parametrize("reads_cheaply", [True, False])
-@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 4.0])
-def test_searching_the_likeliest_tokens_keeps_what_a_full_sort_keeps(scale, reads_cheaply, monkeypatch):
-    """A large vocabulary with many equal logits; flat rows need more tokens than are looked among first."""
-    monkeypatch.setattr("engine.sampling.logits._reads_cheaply", lambda _: reads_cheaply)
-    chance = random.Random(5)
-    generator = torch.Generator().manual_seed(6)
-    vocab = 1000
-    for _ in range(8):
-        params = [
-            SamplingParams(
-                temperature=1.0,
-                top_p=chance.choice([1.0, 0.3003, 0.7007, 0.98765]),
-                top_k=chance.choice([0, 0, 1, 40, 300, 2000]),
-            )
-            for _ in range(5)
-        ]
-        runs = [one(row_params) for row_params in params]
-        logits = (torch.randn(5, vocab, generator=generator) * scale * 8).round() / 8
-        actual = shape(logits.clone(), runs)
-        for i, row_params in enumerate(params):
-            top_k = row_params.top_k if row_params.top_k < vocab else 0
-            kept = kept_by_sorting(logits[i].tolist(), top_k, row_params.top_p)
-            assert {token for token in range(vocab) if actual[i, token] > float("-inf")} == kept
-            assert torch.equal(actual[i], shape(logits[i : i + 1].clone(), runs[i : i + 1])[0])
 
 
 @pytest.mark.parametrize(

@@ -97,12 +97,6 @@ def test_two_tokens_numbers_are_independent(first, second):
     assert p_of_equal(torch.bincount(cells[:, 0] * bins + cells[:, 1], minlength=bins**2).double()) > LEVEL
 
 
-def test_four_tokens_numbers_are_independent():
-    cells = (noise.uniform(random_keys(200_000, 1), ids(0, 1, 2, 3)) * 6).long()
-    index = ((cells[:, 0] * 6 + cells[:, 1]) * 6 + cells[:, 2]) * 6 + cells[:, 3]
-    assert p_of_equal(torch.bincount(index, minlength=6**4).double()) > LEVEL
-
-
 @pytest.mark.parametrize("stream", [noise.TARGET_STREAM, noise.ACCEPT_STREAM])
 def test_neighbouring_positions_and_streams_are_independent(stream):
     """The keys come from counters here, as in a round."""
@@ -113,14 +107,6 @@ def test_neighbouring_positions_and_streams_are_independent(stream):
     for other in (second, third):
         index = (first * 12).long() * 12 + (other * 12).long()
         assert p_of_equal(torch.bincount(index.squeeze(-1), minlength=144).double()) > LEVEL
-
-
-def test_the_largest_noisy_logit_has_the_softmax_law():
-    law = torch.tensor([0.5, 0.25, 0.15, 0.08, 0.0195, 0.0005], dtype=torch.float64)
-    draws = (law.log().float() + noise.gumbel(random_keys(400_000, 2), torch.arange(6, dtype=torch.int32))).argmax(-1)
-    expected = law * 400_000
-    statistic = ((torch.bincount(draws, minlength=6) - expected) ** 2 / expected).sum().item()
-    assert chi2.sf(statistic, 5) > LEVEL
 
 
 def test_numbers_do_not_depend_on_the_batch():

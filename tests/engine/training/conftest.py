@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from engine.training.loop import Plan
-from engine.training.models import Size
 from engine.training.pretrain import PretrainOptions, pretrain
+from engine.training.small_model import Size
 
 WORDS = "the whale swam past a ship and every sailor saw it rise from sea to sky before night fell".split()  # noqa: SIM905
 TINY = Size(layers=2, hidden=32, intermediate=64, heads=1, kv_heads=1, context=64)
-OPTIONS = PretrainOptions(TINY, vocab_size=300, batch_tokens=128, length=32)
+OPTIONS = PretrainOptions(size=TINY, vocab_size=300, batch_tokens=128, length=32)
 
 
 @pytest.fixture
@@ -33,5 +33,5 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def target(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("target")
-    assert pretrain([corpus], folder, OPTIONS, Plan(steps=30, lr_warmup=5), Console(file=io.StringIO()))
+    pretrain([corpus], folder, OPTIONS, Plan(steps=30, lr_warmup=5), Console(file=io.StringIO()))
     return folder

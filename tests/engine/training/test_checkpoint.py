@@ -1,14 +1,11 @@
 import errno
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from engine.training import checkpoint
-from engine.training.checkpoint import Checkpointer, write_whole
-from engine.training.errors import TrainingError
+from engine.training.checkpoint import CHECKPOINT, Checkpointer, TrainingError, write_whole
 
 
 def make(folder: Path, seed: int = 0) -> Checkpointer:
@@ -27,7 +24,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(TrainingError, match="No space left on device; the previous one is kept"):
         checkpointer.save(8)
     assert make(tmp_path).restore() == 7
-    assert [path.name for path in tmp_path.iterdir()] == [checkpoint.CHECKPOINT]
+    assert [path.name for path in tmp_path.iterdir()] == [CHECKPOINT]
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
@@ -41,11 +38,3 @@ def test_an_output_that_is_a_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(TrainingError, match="cannot write"):
         write_whole(tmp_path / "file" / "x", b"")
-
-
-def test_what_was_saved_comes_back(tmp_path: Path) -> None:
-    first, second = make(tmp_path), make(tmp_path)
-    first.save(3)
-    assert second.restore() == 3
-    state: dict[str, Any] = second.model.state_dict()
-    assert all(torch.equal(value, state[name]) for name, value in first.model.state_dict().items())

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.training.corpus import Batches, Rows, as_dialogue, read_corpus
-from engine.training.errors import TrainingError
+from engine.training.checkpoint import TrainingError
+from engine.training.corpus import Batches, as_dialogue, read_corpus
 
 
 def test_every_fiftieth_piece_is_held_out_and_none_is_lost(tmp_path: Path) -> None:
@@ -56,12 +56,6 @@ def test_an_epoch_visits_every_window_once_and_a_batch_depends_on_its_index_alon
     assert len({int(row[0]) for row in epoch}) == 99
     assert torch.equal(batches[7], batches[7])
     assert torch.equal(epoch.diff(dim=1), torch.ones(99, 10, dtype=torch.int64))
-
-
-def test_rows_come_whole_and_each_once_per_epoch() -> None:
-    given = torch.arange(12).reshape(4, 3)
-    rows = Rows(given, rows=2)
-    assert sorted(torch.cat([rows[0], rows[1]]).tolist()) == given.tolist()
 
 
 def test_a_corpus_shorter_than_a_row_is_refused() -> None:

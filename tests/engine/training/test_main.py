@@ -1,11 +1,12 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from engine.training.__main__ import main
-from engine.training.models import Size, build_model, load_model
-from engine.training.tokenizer import train_tokenizer
+from engine.training.small_model import Size, build_model, load_model, train_tokenizer
 
 
 def options(target: Path, output: Path) -> list[str]:
@@ -24,9 +25,9 @@ def test_distill_writes_a_draft_and_reports_before_during_and_after(
     assert draft.config.num_hidden_layers == 1
 
 
-def test_evaluate_writes_json_and_a_chart(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_evaluate_shows_and_writes_figures(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the whale"}\n{"prompt": "a ship"}\n')
-    paths = f"--prompts {tmp_path}/prompts.jsonl --json {tmp_path}/e.json --png {tmp_path}/e.png".split()
+    paths = f"--prompts {tmp_path}/prompts.jsonl --json {tmp_path}/e.json".split()
     assert main(["evaluate", "--target", str(target), "--draft", str(target), "--k", "3", *paths]) == 0
     figures = json.loads((tmp_path / "e.json").read_text())
     assert set(figures) == {"temperatures", "t_draft_ms", "t_target_ms", "held_out_loss"}
@@ -34,7 +35,6 @@ def test_evaluate_writes_json_and_a_chart(target: Path, tmp_path: Path, capsys: 
     assert figures["temperatures"]["1"]["acceptance_per_position"] == [1.0, 1.0, 1.0]
     assert figures["temperatures"]["1"]["mean_acceptance_length"] == 4.0
     assert figures["held_out_loss"] > 0
-    assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
     assert "cost ratio" in capsys.readouterr().out
 
 
@@ -55,7 +55,6 @@ def test_a_draft_with_another_tokenizer_is_one_line(
         ("pretrain nowhere.txt --output x --size 12by192", "size '12by192' is not LAYERSxHIDDEN"),
         ("pretrain nowhere.txt --output x --steps 0", "--steps is 0"),
         ("distill nowhere.txt --target nowhere --output x", "nowhere is not a model directory"),
-        ("evaluate --prompts nowhere.txt", "cannot read nowhere.txt"),
         ("evaluate --prompts nowhere[red].txt", "cannot read nowhere[red].txt"),
         ("evaluate --k 0", "--k is 0"),
     ],
@@ -65,3 +64,9 @@ def test_a_mistake_is_reported_on_one_line(command: str, message: str, capsys: p
     shown = capsys.readouterr().err.strip()
     assert message in shown
     assert shown.count("\n") == 0
+
+
+def test_without_its_extra_one_line_says_what_to_install() -> None:
+    program = "import sys, runpy; sys.modules['rich'] = None; runpy.run_module('engine.training', run_name='__main__')"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "engine.training needs rich: pip install 'paceline[training]'\n")

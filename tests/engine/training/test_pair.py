@@ -4,10 +4,12 @@ import json
 
 import pytest
 
-from engine.training.acceptance import CONTINUATION_TOKENS, continue_prompts
-from engine.training.evaluate import BUNDLED_DRAFT, BUNDLED_PROMPTS, BUNDLED_TARGET, PAIR, read_prompts
-from engine.training.models import count_parameters, load_model
+from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
+from engine.training.evaluate import BUNDLED_PROMPTS, read_prompts
+from engine.training.measured_acceptance import CONTINUATION_TOKENS, continue_prompts
+from engine.training.small_model import load_model
 
+PAIR = BUNDLED_TARGET.parent
 CARD = json.loads((PAIR / "figures.json").read_text())
 
 
@@ -31,8 +33,8 @@ def test_the_card_prints_the_figures() -> None:
 
 def test_the_pair_is_as_small_as_promised() -> None:
     target, draft = (load_model(folder)[0] for folder in (BUNDLED_TARGET, BUNDLED_DRAFT))
-    assert count_parameters(target) <= 12e6
-    assert count_parameters(draft) <= 1.5e6
+    assert target.num_parameters() <= 12e6
+    assert draft.num_parameters() <= 1.5e6
     assert draft.config.num_hidden_layers <= 2
     assert target.config.max_position_embeddings >= 2048
     assert sum(file.stat().st_size for file in PAIR.rglob("*") if file.is_file()) <= 28e6

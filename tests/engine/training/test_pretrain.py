@@ -1,5 +1,5 @@
-import os
-import signal
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,43 +9,44 @@ import torch
 from rich.console import Console
 
 from engine.training import loop
-from engine.training.checkpoint import CHECKPOINT
-from engine.training.errors import TrainingError
+from engine.training.checkpoint import CHECKPOINT, TrainingError
 from engine.training.loop import Plan
-from engine.training.models import load_model
 from engine.training.pretrain import pretrain
+from engine.training.small_model import load_model
 from tests.engine.training.conftest import OPTIONS
 
-PLAN = Plan(steps=8, lr_warmup=2)
+PLAN = Plan(steps=8, lr_warmup=2, checkpoint_every_s=0)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return safetensors.torch.load_file(folder / "model.safetensors")
 
 
-def interrupt_after(monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-    """Send the process a Ctrl-C in the middle of step `steps`."""
+@contextlib.contextmanager
+def interrupted_in(step: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Press Ctrl-C in the middle of a step, whose gradients are then lost."""
     real, count = loop.accumulate_gradients, 0
 
     def interrupting(task: loop.Task, batch: torch.Tensor) -> float:
         nonlocal count
         count += 1
-        if count == steps:
-            os.kill(os.getpid(), signal.SIGINT)
+        if count == step:
+            raise KeyboardInterrupt
         return real(task, batch)
 
-    monkeypatch.setattr(loop, "accumulate_gradients", interrupting)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "accumulate_gradients", interrupting)
+        yield
 
 
 def test_a_run_interrupted_by_ctrl_c_and_resumed_equals_an_uninterrupted_one(
     corpus: Path, tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert pretrain([corpus], tmp_path / "whole", OPTIONS, PLAN, console)
-    with monkeypatch.context() as patch:
-        interrupt_after(patch, 3)
-        assert not pretrain([corpus], tmp_path / "parts", OPTIONS, PLAN, console)
+    pretrain([corpus], tmp_path / "whole", OPTIONS, PLAN, console)
+    with interrupted_in(3, monkeypatch), pytest.raises(KeyboardInterrupt):
+        pretrain([corpus], tmp_path / "parts", OPTIONS, PLAN, console)
     assert not (tmp_path / "parts" / "model.safetensors").exists()
-    assert pretrain([corpus], tmp_path / "parts", OPTIONS, PLAN, console)
+    pretrain([corpus], tmp_path / "parts", OPTIONS, PLAN, console)
     whole, parts = weights(tmp_path / "whole"), weights(tmp_path / "parts")
     assert whole.keys() == parts.keys()
     assert all(torch.equal(whole[name], parts[name]) for name in whole)

@@ -54,9 +54,8 @@ def rounds(accept, target, proposals, cuts=CUTS):
             coins += [coin for coin, _ in fall]
             drafts.append(draft)
             weights.append(prob * math.prod(length for _, length in fall))
-    accepted, after = accept(torch.stack(rows), torch.tensor(coins, dtype=torch.float64), drafts)
+    paths, after = accept(torch.stack(rows), torch.tensor(coins, dtype=torch.float64), drafts)
     after = after / after.sum(-1, keepdim=True)
-    paths = [list(range(path)) if isinstance(path, int) else path for path in accepted]
     return list(zip(drafts, paths, after.tolist(), weights, strict=True))
 
 

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from engine.protocols import Draft, chain
+from engine.protocols import Draft
 from engine.verification import rejection
 from engine.verification.k_sequential import accept, division
 from tests.engine.laws import VOCAB, joint, random_tables, total_variation
@@ -101,12 +101,3 @@ def test_drafts_that_begin_alike_go_on_together():
     paths, law = accept(target, torch.full((4,), 0.1, dtype=torch.float64), [draft])
     assert paths == [[1, 3]]
     assert law.tolist() == [[0.0, 1.0, 0.0]]
-
-
-def test_each_request_is_decided_by_its_own_rows_and_coins():
-    target = random_tables(5)
-    drafts = [chain([0, 1]), Draft(), Draft([2, 2], [-1, -1])]
-    rows = torch.stack([row for draft in drafts for row in own_rows(target, draft)])
-    paths, law = accept(rows, torch.tensor([0.0, 0.999, 0.999, 0.0], dtype=torch.float64), drafts)
-    assert paths == [[0], [], [1]]
-    assert torch.equal(law[1], rows[3])

@@ -1,26 +1,10 @@
-"""SuffixDrafter: the most frequent continuation of the longest matches, in the request and in its salt's outputs.
-
-Mutants, and the test that failed for each when it was tried:
-
-| mutant | caught by |
-|---|---|
-| outputs of every salt are searched | test_outputs_of_another_salt_are_never_drafted_from |
-| the engine gives requests no salt | test_the_same_request_again_is_drafted_whole_but_not_for_another_salt |
-| no separator after an output; it is drafted | test_a_draft_does_not_go_on_from_one_output_into_the_next |
-| prompts are kept, too | test_prompts_of_ended_requests_are_not |
-| the latest continuation, not the most frequent | test_the_most_frequent_continuation_is_drafted_... |
-| unlikely tokens are drafted | test_a_short_match_is_continued_for_a_token_only |
-| salts are never evicted, or by age | test_the_salts_that_were_used_last_are_kept |
-| verdicts are not learned from | test_drafts_grow_while_they_are_accepted_... |
-| outputs are kept under the rejection rule | test_registry.py, test_suffixes_draft_from_earlier_... |
-"""
+"""SuffixDrafter: the most frequent continuation of the longest matches, in the request and in its salt's outputs."""
 
 import torch
 
-from engine.drafting.copying.suffix import _MAX_SALTS, SuffixDrafter
-from engine.llm import run_in_process
-from engine.protocols import NO_DRAFT, ProposeRow, Request, chain
-from engine.sampling.params import SamplingParams
+from engine.drafting.copying.suffix import _MAX_SALTS, SuffixDrafter, TrackRecord
+from engine.params import SamplingParams
+from engine.protocols import NO_DRAFT, ProposeRow, Request, chain, run_in_process
 from tests.engine.running import make_engine, step
 from tests.fakes import ContextModel
 
@@ -115,10 +99,6 @@ def test_without_memory_outputs_are_not_drafted_from():
     assert propose(drafter, request("b", [1], LONG[:10])) == [NO_DRAFT]
 
 
-def test_a_release_without_a_proposal_is_ignored():
-    SuffixDrafter().release("never seen")
-
-
 def test_drafts_grow_while_they_are_accepted_and_shrink_while_they_are_not():
     drafter = SuffixDrafter()
     for i in range(60):
@@ -143,9 +123,34 @@ def test_the_same_request_again_is_drafted_whole_but_not_for_another_salt():
     rounds = []
     for i, salt in enumerate(["mine", "mine", "yours"]):
         engine.add(str(i), [3, 1, 4], params, cache_salt=salt)
-        before = engine.stats.num_rounds
+        before = engine.stats.num_rounds_by_length.total()
         while engine.has_work:
             step(engine)
-        rounds.append(engine.stats.num_rounds - before)
+        rounds.append(engine.stats.num_rounds_by_length.total() - before)
     assert rounds[1] < 0.7 * rounds[0]
     assert rounds[2] > 1.3 * rounds[1]
+
+
+def test_longer_matches_are_expected_to_go_on_more_often_before_anything_is_known():
+    rates = [TrackRecord().rate(length) for length in (1, 2, 4, 8, 16, 32, 100)]
+    assert rates == sorted(rates)
+    assert rates[0] == rates[1] < rates[2] < rates[3]
+    assert rates[-1] == rates[-2]
+
+
+def test_tokens_after_the_first_rejected_one_do_not_count():
+    record, other = TrackRecord(), TrackRecord()
+    record.observe(2, 8, 1)
+    other.observe(2, 2, 1)
+    assert [record.rate(n) for n in (2, 4, 8)] == [other.rate(n) for n in (2, 4, 8)]
+
+
+def test_a_length_that_is_not_drafted_from_any_more_is_tried_again_after_a_while():
+    record = TrackRecord()
+    for _ in range(300):
+        record.observe(2, 1, 0)
+    low = record.rate(2)
+    assert low < 0.05
+    for _ in range(1000):
+        record.observe_skip(2)
+    assert record.rate(2) > 0.2

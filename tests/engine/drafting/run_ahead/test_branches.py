@@ -1,28 +1,18 @@
-"""Branches: which verdict leads where, what each branch attends to, and where its entries belong."""
+"""Branches: how likely verdicts are, and which leads where; what branches draft is tested in `test_chains`."""
+
+import itertools
+import math
+import random
 
 import pytest
 import torch
 
-from engine.drafting.chain import Chain, Drawn
-from engine.drafting.run_ahead.branches import Branches, Trunk
-from engine.execution.attention import KVShape, KVTensors
+from engine.drafting.model.draft_cache import CachedPrefix
+from engine.drafting.model.next_tokens import NUM_CANDIDATES, Confidence, NextTokens, Ranking
+from engine.drafting.model.token_drawer import Chain
+from engine.drafting.run_ahead.branches import DraftContext, VerdictPredictor
+from engine.params import SamplingParams
 from engine.protocols import Request
-from engine.sampling.params import SamplingParams
-
-WIDTH = 3
-BLOCK_SIZE = 4
-
-
-def trunk(name, num_committed, drafted, roots):
-    request = Request(name, [9] * num_committed, 1, SamplingParams())
-    return Trunk(request, Chain(list(drafted)), roots=list(roots))
-
-
-def branches():
-    """Two trunks: five tokens with a draft of two and three verdicts, and two tokens with no draft and one verdict."""
-    trunks = [trunk("a", 5, [3, 4], [(2, 7), (0, 8), (1, 6)]), trunk("b", 2, [], [(0, 5)])]
-    kv = KVTensors(KVShape(1, 1, 1, 1), 12, BLOCK_SIZE, torch.empty(0))
-    return Branches(trunks, WIDTH, [[1, 2, 3, 4], [5, 6, 7]], kv)
 
 
 @pytest.mark.parametrize(
@@ -39,71 +29,130 @@ def branches():
     ids=["none accepted", "one", "all", "again", "another token", "no new token", "more than one round"],
 )
 def test_committed_tokens_tell_the_verdict(committed, expected):
-    one_trunk = Trunk(Request("a", [1, 2], 1, SamplingParams()), Chain([3, 4]))
-    assert one_trunk.verdict(committed) == expected
+    context = DraftContext(Request("a", [1, 2], 1, SamplingParams()), Chain([3, 4]), CachedPrefix())
+    assert context.verdict(committed) == expected
 
 
-def test_every_branch_begins_with_the_token_of_its_verdict():
-    """A trunk with fewer verdicts repeats its last one."""
-    assert branches().roots.tolist() == [7, 8, 6, 5, 5, 5]
+NO = float("-inf")
 
 
-def test_a_branch_attends_to_its_trunk_up_to_the_verdict_and_to_its_own_tokens():
-    grown = branches()
-    for step in range(3):
-        [group] = grown.next_pass(grown.roots).paged.groups
-        accepted = torch.tensor([[2, 0, 1], [0, 0, 0]])
-        committed = torch.tensor([[5], [2]])
-        assert torch.equal(group.limits, committed + accepted)
-        assert torch.equal(group.positions, committed + accepted + step)
-        assert group.extra is not None
-        for row, scratch in enumerate((7, 2)):
-            for branch in range(WIDTH):
-                branch_places = [scratch + branch + s * WIDTH for s in range(step + 1)]
-                assert group.extra[row, branch].tolist() == branch_places
-                assert group.places[row, branch] == branch_places[-1]
-        grown.add(Drawn(grown.roots))
-    assert grown.num_computed == 3
+def draft_context(drafted=(), rankings=(), next_tokens=(), **params):
+    request = Request("a", [1, 2], 1, SamplingParams(**params))
+    rows = [(Ranking(torch.tensor([row])), 0) for row in rankings]
+    return DraftContext(request, Chain(list(drafted), rankings=rows), CachedPrefix(), list(next_tokens))
 
 
-def test_no_two_branches_of_a_trunk_share_a_place():
-    grown = branches()
-    for _ in range(3):
-        grown.add(Drawn(grown.roots))
-    one_trunk = grown.trunks[0]
-    places = [place for branch in range(WIDTH) for place in grown.entries(one_trunk, branch)[0]]
-    assert sorted(places) == list(range(7, 7 + 3 * WIDTH))
+def likeliest(context, lengths=None):
+    """All verdicts on a draft, the likeliest first; without shared noise, if lengths are known."""
+    predictor = VerdictPredictor(4, shares_noise=lengths is None)
+    predictor.accepted.length_probabilities = lambda _: lengths
+    return predictor.predict(context, 100, ())
 
 
-@pytest.mark.parametrize(("branch", "first"), [(0, 7), (1, 5), (2, 6)])
-def test_the_entries_of_a_branch_belong_after_the_tokens_that_its_verdict_accepts(branch, first):
-    grown = branches()
-    grown.add(Drawn(grown.roots))
-    grown.add(Drawn(grown.roots))
-    scratch, final = grown.entries(grown.trunks[0], branch)
-    assert scratch == [7 + branch, 7 + branch + WIDTH]
-    assert final == [first, first + 1]
+def test_the_closer_the_runner_up_the_earlier_it_is_prepared_for():
+    next_tokens = [
+        NextTokens([5, 6, 7], [9.0, 5.0, 4.9]),
+        NextTokens([8, 9], [3.0, 2.9]),
+        NextTokens([1, 2], [7.0, 6.0]),
+    ]
+    # The draft is 5, 8. Its second token is all but a coin's throw, the first is as good as certain.
+    assert likeliest(draft_context([5, 8], (), next_tokens)) == [(2, 1), (1, 9), (2, 2), (0, 6), (0, 7)]
 
 
-def test_what_is_drawn_is_drawn_for_the_position_after_the_branchs_tokens():
-    grown = branches()
-    params, positions = grown.draws()
-    assert len(params) == 2 * WIDTH
-    assert positions == [8, 6, 7, 3, 3, 3]
-    depths = []
-    for _ in range(2):
-        grown.next_pass(grown.roots)
-        depths.append(grown.depths())
-        grown.add(Drawn(grown.roots))
-    # From the tip: the accepted tokens, the verdict's own, and one more for each step.
-    assert depths == [[[3, 1, 2], [1, 1, 1]], [[4, 2, 3], [2, 2, 2]]]
+def test_verdicts_are_ranked_as_often_as_they_come():
+    """By counting verdicts that are drawn as the confidence says."""
+    chance = random.Random(3)
+    next_tokens = [
+        NextTokens(list(range(4)), sorted((chance.random() for _ in range(4)), reverse=True)) for _ in range(4)
+    ]
+    context = draft_context([0, 0, 0], (), next_tokens)
+    counts: dict[tuple[int, int], int] = {}
+    for _ in range(40_000):
+        for accepted, options in enumerate(next_tokens):
+            [token] = chance.choices(options.token_ids, Confidence().weights(context.request, options.scores))
+            if accepted == 3 or token != 0:
+                counts[accepted, token] = counts.get((accepted, token), 0) + 1
+                break
+    order = likeliest(context)
+    assert len(order) == 3 * 3 + 4
+    seen = [counts.get(verdict, 0) for verdict in order]
+    assert all(later < earlier + 4 * math.sqrt(earlier) for earlier, later in itertools.pairwise(seen))
 
 
-def test_paths_and_chains_are_what_was_drawn_for_each_branch():
-    grown = branches()
-    assert grown.paths() == [[[3, 4, 7], [8], [3, 6]], [[5], [5], [5]]]
-    grown.add(Drawn(torch.tensor([10, 11, 12, 13, 14, 15])))
-    grown.add(Drawn(torch.tensor([20, 21, 22, 23, 24, 25])))
-    assert grown.paths()[0] == [[3, 4, 7, 10, 20], [8, 11, 21], [3, 6, 12, 22]]
-    first, second = grown.trunks
-    assert [chain.token_ids for chain in grown.chains([(second, 0), (first, 2)])] == [[13, 23], [12, 22]]
+def test_known_lengths_take_the_place_of_the_scores():
+    context = draft_context([5], (), [NextTokens([5, 6], [9.0, 1.0]), NextTokens([7, 8], [3.0, 2.9])])
+    assert likeliest(context, [0.9, 0.1]) == [(0, 6), (1, 7), (1, 8)]
+    assert likeliest(context, [0.01, 0.99]) == [(1, 7), (1, 8), (0, 6)]
+
+
+def test_a_position_where_nothing_may_follow_ends_the_next_tokens():
+    assert likeliest(draft_context([5], (), [NextTokens([], []), NextTokens([7, 8], [3.0, 2.9])])) == []
+
+
+@pytest.mark.parametrize("shares_noise", [True, False])
+def test_a_verdict_teaches_what_its_rule_lets_the_scores_say(shares_noise):
+    """Without shared noise, that drafted tokens were kept says nothing about the scores above them."""
+    predictor = VerdictPredictor(2, shares_noise=shares_noise)
+    options = [NextTokens([5, 6], [2.0, 1.0]), NextTokens([7, 8], [2.0, 1.0]), NextTokens([9, 4], [1.0, 1.0])]
+    context, sampled = draft_context([5, 7], (), options, temperature=0), draft_context().request
+    before = Confidence().weights(sampled, [2.0, 1.0])
+    for _ in range(50):
+        predictor.learn(context, 2, 9)
+    after = predictor._confidence.weights(context.request, [2.0, 1.0])
+    assert (after[1] < before[1] - 0.001) == shares_noise
+    assert predictor._confidence.weights(sampled, [2.0, 1.0]) == before
+
+
+def test_every_context_gets_the_options_of_its_own_positions():
+    """Two contexts of different lengths: the rankings of their draft tokens, then the tip's."""
+    long, short = draft_context([1, 0], [[1.0, 4.0, 2.0], [5.0, 3.0, 4.0]]), draft_context()
+    VerdictPredictor(2, shares_noise=True).rank(
+        [long, short], Ranking(torch.tensor([[7.0, 8.0, 9.0], [3.0, 1.0, 2.0]]))
+    )
+    assert long.next_tokens == [
+        NextTokens([1, 2, 0], [4, 2, 1]),
+        NextTokens([0, 2, 1], [5, 4, 3]),
+        NextTokens([2, 1, 0], [9, 8, 7]),
+    ]
+    assert short.next_tokens == [NextTokens([0, 2, 1], [3, 2, 1])]
+    assert long.chain.rankings == []  # their scores are large, and are not needed any more
+
+
+def test_tokens_that_may_not_come_are_no_options():
+    context = draft_context()
+    VerdictPredictor(2, shares_noise=True).rank([context], Ranking(torch.tensor([[NO, 2.0, NO, 5.0]])))
+    assert context.next_tokens == [NextTokens([3, 1], [5, 2])]
+
+
+def test_the_next_tokens_holds_a_few_tokens_of_a_large_vocabulary():
+    context = draft_context()
+    VerdictPredictor(2, shares_noise=True).rank([context], Ranking(torch.arange(100.0).unsqueeze(0)))
+    assert context.next_tokens[0].token_ids == list(range(99, 99 - NUM_CANDIDATES, -1))
+
+
+@pytest.mark.parametrize(("width", "expected"), [(1, [(0, 6)]), (9, [(0, 6), (0, 7)])])
+def test_the_likeliest_verdicts_are_chosen_but_for_those_that_end_the_text(width, expected):
+    context = draft_context()
+    context.next_tokens = [NextTokens([5, 6, 7], [3.0, 2.0, 1.0])]
+    assert VerdictPredictor(2, shares_noise=True).predict(context, width, {5}) == expected
+
+
+def test_without_shared_noise_recent_lengths_decide_how_far_a_draft_gets():
+    predictor = VerdictPredictor(1, shares_noise=False)
+    context = draft_context([5])
+    context.next_tokens = [NextTokens([5, 6], [9.0, 0.0]), NextTokens([7], [0.0])]
+    for _ in range(500):
+        predictor.learn(context, 0, 6)
+    assert predictor.predict(context, 1, ()) == [(0, 6)]
+    for _ in range(500):
+        predictor.learn(context, 1, 7)
+    assert predictor.predict(context, 1, ()) == [(1, 7)]
+
+
+def test_an_empty_draft_teaches_nothing_about_accepted_lengths():
+    predictor = VerdictPredictor(2, shares_noise=True)
+    before = predictor.accepted.gains()
+    predictor.learn(draft_context(), 0, 5)
+    assert predictor.accepted.gains() == before
+    predictor.learn(draft_context([4, 5]), 0, 6)
+    assert predictor.accepted.gains() != before

@@ -1,4 +1,5 @@
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config
 
 from engine.sampling import noise
@@ -9,20 +10,28 @@ from tests.engine.tiny import SIZES, save
 def plain_noise():
     """No compiled noise is left for the tests that follow."""
     yield
-    noise.implement("cpu", None)
+    noise.IMPLEMENTATIONS.clear()
 
 
 @pytest.fixture(scope="session")
-def save_windowed():
-    """Writes a model of two layers: one attends to all, the other through a window. One package has both."""
+def save_mixed():
+    """Writes a model whose package has both of everything: compiling takes long.
+
+    The first layer attends to all and has weights that are 16-bit numbers, the second attends through a window and has
+    weights that are not. Heads are large enough for attention in C++.
+    """
 
     def save_at(path, *, seed):
-        config = Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=24, max_window_layers=1)
-        return save(config, path, seed=seed)
+        sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128}
+        save(Qwen2Config(**sizes, use_sliding_window=True, sliding_window=24, max_window_layers=1), path, seed=seed)
+        weights = load_file(f"{path}/model.safetensors")
+        weights |= {name: weight.bfloat16().float() for name, weight in weights.items() if "layers.0." in name}
+        save_file(weights, f"{path}/model.safetensors", {"format": "pt"})
+        return str(path)
 
     return save_at
 
 
 @pytest.fixture(scope="session")
-def windowed_path(tmp_path_factory, save_windowed):
-    return save_windowed(tmp_path_factory.mktemp("windowed"), seed=1)
+def mixed_path(tmp_path_factory, save_mixed):
+    return save_mixed(tmp_path_factory.mktemp("mixed"), seed=1)

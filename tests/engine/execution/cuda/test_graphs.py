@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from engine.execution.attention import KVShape, KVTensors
+from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
+from engine.models.layer_attention import KVShape
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda.graphs import MAX_TOKENS, choose_shape

@@ -6,7 +6,16 @@ from torch import nn
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda import linear
-from tests.engine.models.test_quantized_linear import layer_of
+from tests.engine.models.test_quantization import layer_of
+
+
+@pytest.fixture
+def multiplied(monkeypatch):
+    """The numbers of rows that the kernel has multiplied."""
+    counts, multiply = [], linear.multiply
+    monkeypatch.setattr(linear, "multiply", lambda rows, *rest: counts.append(len(rows)) or multiply(rows, *rest))
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda _: None)
+    return counts
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -24,14 +33,10 @@ def test_rows_that_are_not_contiguous_are_multiplied():
     assert torch.equal(linear.multiply(rows, weight, None), linear.multiply(rows.contiguous(), weight, None))
 
 
-def test_every_linear_layer_is_replaced_and_cublas_is_asked_for_many_rows(monkeypatch):
+def test_every_linear_layer_is_replaced_and_cublas_is_asked_for_many_rows(multiplied, monkeypatch):
     module = nn.Sequential(nn.Linear(128, 16, bias=False), nn.Sequential(nn.Linear(16, 32))).half()
     monkeypatch.setattr(linear, "cublas_agrees", lambda *_: True)
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda _: None)
     monkeypatch.setattr(linear, "MAX_KERNEL_ROWS", 8)
-    multiplied = []
-    multiply = linear.multiply
-    monkeypatch.setattr(linear, "multiply", lambda rows, *rest: multiplied.append(len(rows)) or multiply(rows, *rest))
     expected = module(x := torch.randn(1, 9, 128, dtype=torch.float16))
     linear.make_invariant(module, torch.float16)
     assert not any(type(layer) is nn.Linear for layer in module.modules())
@@ -42,17 +47,25 @@ def test_every_linear_layer_is_replaced_and_cublas_is_asked_for_many_rows(monkey
     assert multiplied == [5, 5]
 
 
+@pytest.mark.parametrize(
+    ("count", "uses_kernel"), [(linear.MAX_KERNEL_ROWS, True), (linear.MAX_KERNEL_ROWS + 1, False)]
+)
+def test_cublas_is_asked_only_for_more_rows_than_the_kernel_takes(count, uses_kernel, monkeypatch):
+    assert min(linear._CHECKED_ROWS) > linear.MAX_KERNEL_ROWS
+    multiplied = []
+    monkeypatch.setattr(linear, "multiply", lambda rows, weight, _: multiplied.append(len(rows)) or rows @ weight.T)
+    rows, weight = torch.randn(count, 16), torch.randn(8, 16)
+    torch.ops.paceline.invariant_linear(rows, weight, None, True)
+    assert multiplied == ([count] if uses_kernel else [])
+
+
 @pytest.mark.parametrize(("num_bits", "groups"), [(8, 1), (4, 4)])
-def test_quantised_layers_are_multiplied_by_the_same_product(num_bits, groups, monkeypatch):
+def test_quantised_layers_are_multiplied_by_the_same_product(num_bits, groups, multiplied, monkeypatch):
     monkeypatch.setattr(linear, "cublas_agrees", lambda *_: False)
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda _: None)
     layer, weight = layer_of(num_bits, groups=groups, outputs=40, inputs=128)
     module = nn.Sequential(layer.half())
     linear.make_invariant(module, torch.float16)
     x = torch.randn(1, 9, 128, dtype=torch.float16)
-    multiplied = []
-    multiply = linear.multiply
-    monkeypatch.setattr(linear, "multiply", lambda rows, *rest: multiplied.append(len(rows)) or multiply(rows, *rest))
     with torch.inference_mode():
         product = module(x)
     torch.testing.assert_close(product.float(), x.float() @ weight.T + layer.bias.float(), atol=2.0, rtol=0.01)

@@ -1,0 +1,80 @@
+"""Bodies: parses the bytes of requests, so that no body delays the others.
+
+The values in a body are counted before it is parsed: with at most `MAX_VALUES` and 1 MiB, parsing and validation take
+at most 30 ms (two million empty lists took seconds). Large bodies are parsed one at a time, and each is followed by a
+pause as long as its parsing took: half of the time is left to streams, health routes and small bodies.
+"""
+
+import asyncio
+import codecs
+import re
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi.routing import APIRoute
+from pydantic_core import from_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.errors import RequestError
+
+MAX_VALUES = 2**16
+"""Strings, lists and objects in one body; keys are strings. Numbers take too little to be counted."""
+SMALL_BYTES = 16 * 2**10
+"""A body of this size takes about a millisecond, whatever it holds."""
+
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # one that has no end is read once, to the end
+
+
+def check_size(json_text: bytes, what: str, field: str | None = None) -> None:
+    """Raise RequestError for JSON with too many values, before it is parsed; takes about 10 ms for 1 MiB."""
+    bare, num_values = _STRING.subn(b"", json_text, MAX_VALUES + 1)
+    num_values += bare.count(b"[") + bare.count(b"{")
+    if num_values > MAX_VALUES:
+        raise RequestError(f"{what} has more than {MAX_VALUES:,} strings, lists and objects, the most allowed", field)
+
+
+class Bodies:
+    """Parses the bodies of one Ingress."""
+
+    def __init__(self) -> None:
+        self._turn = asyncio.Lock()
+
+    async def parse(self, body: bytes) -> Any:
+        """Return the value in a body; raise RequestError if it is not JSON in UTF-8, or has too many values."""
+        if len(body) <= SMALL_BYTES:
+            return _parse(body)
+        await self._turn.acquire()
+        started = time.perf_counter()
+        try:
+            return _parse(body)
+        finally:
+            asyncio.get_running_loop().call_later(time.perf_counter() - started, self._turn.release)
+
+
+def _parse(body: bytes) -> Any:
+    check_size(body, "the body")
+    try:
+        return from_json(body.removeprefix(codecs.BOM_UTF8))
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+
+
+def route_class(bodies: Bodies) -> type[APIRoute]:
+    """Return a FastAPI route class that parses with `bodies`."""
+
+    class BodyRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
+            if self.body_field is None:
+                return handle
+
+            async def parse_first(request: Request) -> Response:
+                if body := await request.body():
+                    request._json = await bodies.parse(body)  # where `request.json()` looks first
+                return await handle(request)
+
+            return parse_first
+
+    return BodyRoute

@@ -1,0 +1,178 @@
+"""The ASGI middleware before every route: request ids, limits, the API key, full queues, and clients that leave.
+
+`middlewares` are for Serve's HTTP servers, which load them by the variables of `deployments/local/environment.py`: in
+Serve's own proxy or, behind HAProxy, before the Ingress. With Serve's control headers a client can switch off its
+deadline and its disconnect detection there. `Guard` does not rely on them being dropped: the Router keeps the
+deadlines, and the Guard notices clients that leave.
+"""
+
+import asyncio
+import hmac
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from starlette._utils import get_route_path
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deployments.config import Limits
+from deployments.errors import current_request_id, describe, error_body, headers_of, kind_of_status
+from deployments.guard.admission import GENERATING_ROUTES, Admission
+from engine.errors import QueueFullError
+
+OPEN_ROUTES = frozenset({"/live", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
+"""The paths that need no key. They are compared as FastAPI routes: without Serve's prefix, whatever headers say."""
+MAX_HEADER_BYTES = 16 * 2**10
+"""Bytes of all request headers; HAProxy's buffer holds twice as many, so that such a request gets an answer."""
+SERVE_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
+REQUEST_ID = b"x-request-id"
+SAFE_ID = r"[A-Za-z0-9._:-]{1,128}"
+"""What a client may call its request: safe to log and to send back."""
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+def request_id_of(headers: Headers) -> str:
+    """Return the id in the headers, or a new one if they hold none, several or an unsafe one.
+
+    Answers, error bodies and Serve's log lines have it. KV blocks and cached prefixes have other ids, made here.
+    """
+    sent = [value for name, value in headers if name.lower() == REQUEST_ID]
+    if len(sent) == 1 and re.fullmatch(SAFE_ID.encode(), sent[0]):
+        return sent[0].decode()
+    return f"req_{secrets.token_hex(16)}"
+
+
+class SafeHeaders:
+    """Drops Serve's control headers, and gives each request its id and its answer the same.
+
+    Serve accepts any id, however long, and may send its header twice.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = REQUEST_ID, request_id_of(scope["headers"]).encode()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*_other_headers(message.get("headers", ())), request_id]}
+            await send(message)
+
+        await self._app({**scope, "headers": [*_other_headers(scope["headers"]), request_id]}, receive, send_with_id)
+
+
+def _other_headers(headers: Headers) -> Headers:
+    return (field for field in headers if field[0].lower() not in SERVE_HEADERS | {REQUEST_ID})
+
+
+def middlewares() -> list[Middleware]:
+    """Return the middlewares that Serve's HTTP servers put before their own."""
+    return [Middleware(SafeHeaders)]
+
+
+class Guard:
+    """Refuses requests that are too large, have no key, or find the queue full, before anything parses them."""
+
+    def __init__(self, app: ASGIApp, *, limits: Limits, api_keys: Sequence[str], admission: Admission) -> None:
+        self._app = app
+        self._admission = admission
+        self._limits = limits
+        self._keys = [key.encode() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        current_request_id.set(request_id_of(scope["headers"]))
+        path = get_route_path(scope)
+        is_generating = path in GENERATING_ROUTES
+        try:
+            self._check_headers(scope["headers"], path)
+            if is_generating:
+                self._admission.check()
+            body = await self._read(receive)
+            if is_generating:
+                self._admission.check()  # others may have come during a slow body
+        except ClientDisconnect:
+            return
+        except HTTPException as error:
+            kind = kind_of_status(error.status_code)
+            headers = {**headers_of(kind), **(error.headers or {})}
+            await JSONResponse(error_body(kind, error.detail), kind.status, headers)(scope, receive, send)
+        except QueueFullError as error:
+            kind, content = describe(error)
+            await JSONResponse(content, kind.status, headers_of(kind, error))(scope, receive, send)
+        else:
+            if not is_generating:
+                await self._run_while_connected(scope, body, receive, send)
+                return
+            with self._admission.preparing():
+                await self._admission.turn()
+                await self._run_while_connected(scope, body, receive, send)
+
+    def _check_headers(self, headers: list[tuple[bytes, bytes]], path: str) -> None:
+        size = sum(len(name) + len(value) for name, value in headers)
+        if size > (limit := MAX_HEADER_BYTES):
+            raise HTTPException(431, f"the headers have {size:,} bytes, at most {limit:,} are allowed")
+        if self._keys and path not in OPEN_ROUTES and not self._has_key(headers):
+            raise HTTPException(401, "no valid API key; send 'Authorization: Bearer <key>'")
+
+    def _has_key(self, headers: Headers) -> bool:
+        sent = [value for name, value in headers if name.lower() == b"authorization"]
+        if len(sent) != 1 or sent[0][:7].lower() != b"bearer ":
+            return False
+        # Every key is compared, each in constant time, so that the time of the answer reveals nothing.
+        matches = [hmac.compare_digest(sent[0][7:], key) for key in self._keys]
+        return any(matches)
+
+    async def _read(self, receive: Receive) -> bytes:
+        """Return the body, sent whole or in chunks."""
+        limit_s, limit = self._limits.body_timeout_s, self._limits.max_body_bytes
+        body = bytearray()
+        try:
+            async with asyncio.timeout(limit_s):
+                while (message := await receive())["type"] == "http.request":
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise HTTPException(413, f"the body is larger than {limit:,} bytes")
+                    if not message.get("more_body"):
+                        return bytes(body)
+        except TimeoutError:
+            raise HTTPException(408, f"the body took longer than {limit_s:g} s", {"Connection": "close"}) from None
+        raise ClientDisconnect
+
+    async def _run_while_connected(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+        """Run a route on a body that has been read; cancel it when the client leaves, streaming or not."""
+        pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return pending.pop() if pending else await asyncio.Future()
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        tasks: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(self._app(scope, replay, send)),
+            asyncio.create_task(watch()),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        if not tasks[0].cancelled():
+            tasks[0].result()

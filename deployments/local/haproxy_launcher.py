@@ -1,0 +1,78 @@
+"""Program `haproxy_launcher.py HAPROXY ANSWER -f CONFIG ...`: complete Serve's configuration, and be HAProxy.
+
+Serve (2.60) has no setting for any of this:
+
+- No splicing (`-dS`). With Serve's `option splice-request`, HAProxy 2.8 misses that a client leaves during a request
+  whose body came after its headers, and takes most of a core until the answer comes.
+- Metrics and statistics for this machine only; Serve opens them to every network.
+- Ten seconds for a client's headers; Serve allows an hour.
+- JSON with status 503 while there is no application or replica, instead of plain text with 500 or 404.
+- A request id in every answer.
+- HAProxy ends when Ray is killed, instead of keeping the server's port.
+
+This file imports only the standard library, because it runs at each change of replicas.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+HEADER_TIMEOUT_S = 10
+NO_APPLICATION = "http-response deny deny_status 503 if { status 404 } { res.hdr(content-type) -m beg text/plain }"
+"""Serve's own proxy answers 404 in plain text while it has no application; the Ingress answers 404 in JSON."""
+REQUEST_IDS = (
+    "http-request del-header x-request-id if { req.fhdr_cnt(x-request-id) gt 1 }",
+    "http-request set-header x-request-id req_%[uuid]"
+    " unless { req.fhdr(x-request-id) -m reg ^[A-Za-z0-9._:-]{1,128}$ }",
+    "http-request set-var(txn.request_id) req.fhdr(x-request-id)",
+    "http-after-response set-header x-request-id %[var(txn.request_id)] if { var(txn.request_id) -m found }",
+)
+"""The rules of `deployments/guard/middleware.py`, for the answers that no Ingress gives."""
+CHANGES = (
+    ("\ndefaults\n", f"\ndefaults\n    timeout http-request {HEADER_TIMEOUT_S}s\n"),
+    ("\nfrontend prometheus\n    bind :", "\nfrontend prometheus\n    bind 127.0.0.1:"),
+    ("\nlisten stats\n  bind *:", "\nlisten stats\n  bind 127.0.0.1:"),
+    ("\nfrontend http_frontend\n", "\n    ".join(("\nfrontend http_frontend", *REQUEST_IDS, NO_APPLICATION)) + "\n"),
+    ("\nbackend default_backend\n", "\nbackend default_backend\n    http-request deny deny_status 503\n"),
+)
+"""Texts that Serve's configuration contains once, and their replacements."""
+
+
+class TemplateError(Exception):
+    """Serve's configuration lacks a line that this program changes; it comes from another Ray release."""
+
+
+def complete(config: str) -> str:
+    """Return Serve's configuration with the missing lines; raise TemplateError if a line to change is missing."""
+    for text, replacement in CHANGES:
+        if config.count(text) != 1:
+            raise TemplateError(f"Serve's configuration has {text!r} {config.count(text)} times instead of once")
+        config = config.replace(text, replacement)
+    return config
+
+
+def end_with_parent() -> None:
+    """Make Linux end this process, also as HAProxy, when its parent dies; raise OSError if Linux refuses."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM):
+        raise OSError(ctypes.get_errno(), "prctl")
+    if os.getppid() == 1:
+        sys.exit("the process that started HAProxy has ended")
+
+
+def main() -> None:
+    """Replace this process by HAProxy, which Serve watches by its process id."""
+    end_with_parent()
+    haproxy, answer, *arguments = sys.argv[1:]
+    config = Path(arguments[arguments.index("-f") + 1])
+    config.write_text(complete(config.read_text()))
+    # Serve's configuration names this file for every status that HAProxy answers with by itself.
+    config.with_name("500.http").write_bytes(Path(answer).read_bytes())
+    os.execv(haproxy, [haproxy, "-dS", *arguments])
+
+
+if __name__ == "__main__":
+    main()

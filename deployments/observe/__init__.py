@@ -1,0 +1,4 @@
+"""What do operators see?
+
+In reading order: `metrics` (the figures of `/metrics`) and `logs`.
+"""

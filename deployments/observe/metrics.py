@@ -1,0 +1,250 @@
+"""Prometheus metrics: the counters of a Router and of an Ingress, and the text of `/metrics` with all of them.
+
+Names are vLLM's, so that its dashboards and load tools work. The usual queries:
+
+    acceptance rate          rate(vllm:spec_decode_num_accepted_tokens_total[1m])
+                               / rate(vllm:spec_decode_num_draft_tokens_total[1m])
+    mean acceptance length   1 + rate(vllm:spec_decode_num_accepted_tokens_total[1m])
+                               / rate(vllm:spec_decode_num_drafts_total[1m])
+    acceptance at position   rate(vllm:spec_decode_num_accepted_tokens_per_pos_total[1m])
+                               / ignoring(position) group_left rate(vllm:spec_decode_num_drafts_total[1m])
+    tokens per second        rate(vllm:generation_tokens_total[1m])
+    overhead of a round      (rate(paceline:round_seconds_total[1m]) - rate(paceline:draft_compute_seconds_total[1m])
+                               - rate(paceline:target_compute_seconds_total[1m])) / rate(paceline:rounds_total[1m])
+    waiting for a draft      rate(paceline:run_ahead_wait_seconds_sum[1m])
+                               / rate(paceline:run_ahead_wait_seconds_count[1m]), by outcome: hit or miss
+    prefix cache hit rate    rate(vllm:prefix_cache_hits_total[1m]) / rate(vllm:prefix_cache_queries_total[1m])
+    median time to first     histogram_quantile(0.5, rate(vllm:time_to_first_token_seconds_bucket[1m]))
+
+Every sample has a label `replica`, Serve's name of the Router or Ingress that counted it, and any Ingress answers for
+all, so scrape one address, such as a load balancer's. The queries above are for each replica; for all together,
+write `sum without (replica) (rate(...))`.
+
+Counters of rounds and of their times have a label `phase`: prefill where prompts were computed, else decode. As in
+vLLM, `vllm:inter_token_latency_seconds` is the time between two rounds of a sequence, which bring several tokens with
+drafts; `vllm:request_time_per_output_token_seconds` is the time per token.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import starmap
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+
+from cluster.remote import Calls, RemoteDrafter, RemoteVerifier
+from engine.control.stats import REQUEST_BOUNDS_S, Distribution, token_bounds
+from engine.engine import Engine
+from engine.params import SamplingParams
+
+_Row = tuple[Any, ...]
+"""A metric's name, its text, its value or a value for each value of its labels, and the names of these."""
+LATENCY_BOUNDS_S = sorted((*REQUEST_BOUNDS_S, 0.75))
+_ROUND_TIMES = {
+    "round": "Time of rounds, delivery included.",
+    "draft_wait": "Time rounds waited for their drafts.",
+    "draft_compute": "Time the draft worker computed.",
+    "target_wait": "Time rounds waited for their verdicts.",
+    "target_compute": "Time the target's first rank computed.",
+    "delivery": "Time rounds took to give their tokens to the streams, and for other tasks to run.",
+}
+
+
+class RouterMetrics:
+    """The metrics of one Router: counts of its own, and those that its engine and workers keep.
+
+    Attributes:
+        num_recoveries: restarts of the target.
+        longest: tokens of the longest choice of each finished request.
+        first_token_s: from a request's arrival to its first token.
+    """
+
+    def __init__(self, engine: Engine, drafter: RemoteDrafter, verifier: RemoteVerifier) -> None:
+        self._engine, self._drafter, self._verifier = engine, drafter, verifier
+        self.num_recoveries = 0
+        self.longest = Distribution(token_bounds(engine.max_model_len))
+        self.first_token_s = Distribution(LATENCY_BOUNDS_S)
+        self._n = Distribution((1, 2, 5, 10, 20))
+        self._max_tokens = Distribution(token_bounds(engine.max_model_len))
+        self._whole_s = Distribution(LATENCY_BOUNDS_S)
+        self._finished = Counter[str]()
+        self._rounds = {"prefill": 0, "decode": 0}
+        self._round_s = {name: dict.fromkeys(self._rounds, 0.0) for name in _ROUND_TIMES}
+        self._run_ahead_wait_s = {"hit": Distribution(()), "miss": Distribution(())}
+
+    def observe_request(self, params: SamplingParams) -> None:
+        """Count the parameters of a request that was admitted."""
+        self._n.observe(params.n)
+        self._max_tokens.observe(params.max_tokens)
+
+    def observe_finished(self, reason: str, latency_s: float) -> None:
+        """Count a sequence that ended: stop, length or abort."""
+        self._finished[reason] += 1
+        if reason != "abort":
+            self._whole_s.observe(latency_s)
+
+    def calls(self) -> tuple[Calls, Calls]:
+        """Return copies of the counters of calls to the draft worker and to the target."""
+        return replace(self._drafter.calls), replace(self._verifier.calls)
+
+    def observe_round(self, calls: tuple[Calls, Calls], *, round_s: float, delivery_s: float, is_prefill: bool) -> None:
+        """Count a round of `round_s` seconds; `delivery_s` of them gave tokens to streams and let other tasks run.
+
+        `calls` are the counters before the round; `is_prefill` says that it computed prompts.
+        """
+        draft, target = self._drafter.calls.since(calls[0]), self._verifier.calls.since(calls[1])
+        phase = "prefill" if is_prefill else "decode"
+        self._rounds[phase] += 1
+        times = (round_s, draft.wait_s, draft.compute_s, target.wait_s, target.compute_s, delivery_s)
+        for name, seconds in zip(_ROUND_TIMES, times, strict=True):
+            self._round_s[name][phase] += seconds
+        for outcome, count in (("hit", draft.num_hits), ("miss", draft.num_misses)):
+            if count:
+                self._run_ahead_wait_s[outcome].observe(draft.wait_s)
+
+    def collect(self) -> list[Metric]:
+        """Return all metrics; Ray can send them to the Ingress."""
+        waits = SummaryMetricFamily(
+            "paceline:run_ahead_wait_seconds",
+            "Time rounds waited for the drafts of a worker that runs ahead; hit: all rows' drafts were prepared.",
+            labels=["outcome"],
+        )
+        for outcome, wait_s in self._run_ahead_wait_s.items():
+            waits.add_metric([outcome], wait_s.cumulative[-1], wait_s.total)
+        rows = [*_families(CounterMetricFamily, self._counters()), *_families(GaugeMetricFamily, self._gauges())]
+        return [*rows, *starmap(_histogram, self._distributions()), waits]
+
+    def _counters(self) -> Iterator[_Row]:
+        stats, cached = self._engine.stats, self._engine.stats.num_cached_prompt_tokens
+        sources = {"local_compute": stats.num_prompt_tokens - cached, "local_cache_hit": cached}
+        accepted = {str(position): count for position, count in enumerate(stats.num_accepted_tokens_per_pos)}
+        lengths = {(str(length), reason): count for (length, reason), count in stats.num_rounds_by_length.items()}
+        reasons = "Rounds by draft length and why it was chosen: goodput, trial, fixed, off or request."
+        draft = "vllm:spec_decode_num"
+        yield f"{draft}_drafts", "Verified drafts.", stats.num_drafts
+        yield f"{draft}_draft_tokens", "Verified draft tokens.", stats.num_draft_tokens
+        yield f"{draft}_accepted_tokens", "Accepted draft tokens.", stats.num_accepted_tokens
+        yield f"{draft}_accepted_tokens_per_pos", "Accepted tokens by position in the draft.", accepted, "position"
+        yield "vllm:prompt_tokens", "Prompt tokens.", stats.num_prompt_tokens
+        yield "vllm:prompt_tokens_cached", "Prompt tokens that were cached.", cached
+        yield "vllm:prompt_tokens_by_source", "Prompt tokens, computed or cached.", sources, "source"
+        yield "vllm:prompt_tokens_cached_by_source", "Cached tokens by where they were.", {"device": cached}, "source"
+        yield "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", stats.num_prefix_queries
+        yield "vllm:prefix_cache_hits", "Looked-up tokens that were cached.", stats.num_prefix_hits
+        yield "vllm:generation_tokens", "Generated tokens.", stats.num_generation_tokens
+        yield "vllm:num_preemptions", "Sequences sent back to the queue.", stats.num_preemptions
+        yield "vllm:request_success", "Finished sequences by reason.", self._finished, "finished_reason"
+        yield "paceline:target_recoveries", "Times the target ranks were restarted.", self.num_recoveries
+        yield "paceline:rounds_by_draft_length", reasons, lengths, "num_draft_tokens", "reason"
+        yield "paceline:rounds", "Finished rounds.", self._rounds, "phase"
+        for name, seconds in self._round_s.items():
+            yield f"paceline:{name}_seconds", _ROUND_TIMES[name], seconds, "phase"
+        yield "paceline:drafter_fallbacks", "Rounds without a draft, by reason.", self._drafter.fallbacks, "reason"
+        if (ahead := self._drafter.run_ahead) is not None:
+            forwards, wasted = "paceline:run_ahead_forwards", "Draft passes spent on preparing, for nothing."
+            yield "paceline:verdict_cache_hits", "Drafts that were prepared when they were requested.", ahead.hits
+            yield "paceline:verdict_cache_misses", "Drafts that were not, by reason.", ahead.misses, "reason"
+            yield forwards, "Draft passes spent on preparing.", ahead.num_forwards
+            yield f"{forwards}_wasted", wasted, ahead.num_wasted
+
+    def _gauges(self) -> Iterator[_Row]:
+        engine, waiting = self._engine, "vllm:num_requests_waiting"
+        cache = {
+            "num_gpu_blocks": str(engine.num_blocks),
+            "block_size": str(engine.config.block_size),
+            "enable_prefix_caching": str(engine.config.enable_prefix_caching),
+            "prefix_caching_hash_algo": "sha256",
+            "gpu_memory_utilization": str(engine.config.memory_fraction),
+        }
+        usage = 1 - engine.num_free_blocks / engine.num_blocks
+        # vLLM's status board shows a model as down unless an engine says that it is awake.
+        states = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
+        yield "vllm:num_requests_running", "Sequences in the batch.", engine.num_running
+        yield waiting, "Sequences in the queue.", engine.num_waiting
+        yield f"{waiting}_by_reason", "Sequences in the queue.", {"capacity": engine.num_waiting}, "reason"
+        yield "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage
+        yield "vllm:cache_config_info", "The KV cache; always 1.", {tuple(cache.values()): 1}, *cache
+        yield "vllm:engine_sleep_state", "Always awake.", states, "sleep_state"
+        length = engine.planner.goodput.num_draft_tokens
+        yield "paceline:num_speculative_tokens", "Draft length chosen last.", length
+
+    def _distributions(self) -> Iterator[tuple[str, str, Distribution]]:
+        stats = self._engine.request_stats
+        yield "time_to_first_token_seconds", "Arrival to first token.", self.first_token_s
+        yield "e2e_request_latency_seconds", "Arrival to last token.", self._whole_s
+        yield "request_queue_time_seconds", "Arrival to first round.", stats.queue_s
+        yield "request_prefill_time_seconds", "First round to first token.", stats.prefill_s
+        yield "request_decode_time_seconds", "First token to last token.", stats.decode_s
+        yield "inter_token_latency_seconds", "Time between two rounds.", stats.inter_token_s
+        yield "request_time_per_output_token_seconds", "Time per token after the first.", stats.output_token_s
+        yield "request_prompt_tokens", "Prompt tokens of a sequence.", stats.num_prompt_tokens
+        yield "request_generation_tokens", "Tokens of a sequence.", stats.num_output_tokens
+        yield "request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", stats.num_computed_tokens
+        yield "iteration_tokens_total", "Tokens that a round computes, drafts included.", stats.num_round_tokens
+        yield "request_params_n", "Choices that a request asks for.", self._n
+        yield "request_params_max_tokens", "Tokens that a request allows.", self._max_tokens
+        yield "request_max_num_generation_tokens", "Tokens of a request's longest choice.", self.longest
+
+
+class IngressMetrics:
+    """The requests of one Ingress: started, sent again by reason, and ended by outcome and, if failed, reason."""
+
+    def __init__(self) -> None:
+        self.num_started = 0
+        self.resubmissions = Counter[str]()
+        self.ended = Counter[tuple[str, str]]()
+
+    def collect(self) -> list[Metric]:
+        """Return all metrics."""
+        resubmitted = "Requests that were sent to another Router, by the reason why the first could not continue."
+        ended = "Requests that have ended: finished; failed, by the error's code; aborted by their client."
+        rows: list[_Row] = [
+            ("paceline:resubmissions", resubmitted, self.resubmissions, "reason"),
+            ("paceline:requests_started", "Requests that were sent to a Router.", self.num_started),
+            ("paceline:requests_ended", ended, self.ended, "outcome", "reason"),
+        ]
+        return list(_families(CounterMetricFamily, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMetrics:
+    """The metrics of one replica, by Serve's name of it."""
+
+    replica: str
+    metrics: list[Metric]
+
+
+def exposition(replicas: Sequence[ReplicaMetrics], model_name: str) -> bytes:
+    """Return the text that `/metrics` answers with: the metrics of several replicas, each with its label."""
+    families: dict[str, Metric] = {}
+    for replica in replicas:
+        for metric in replica.metrics:
+            family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            for sample in metric.samples:
+                labels = {**sample.labels, "model_name": model_name, "replica": replica.replica}
+                family.add_sample(sample.name, labels, sample.value)
+    registry: Any = SimpleNamespace(collect=families.values)
+    return generate_latest(registry)
+
+
+def _families(kind: type[CounterMetricFamily] | type[GaugeMetricFamily], rows: Iterable[_Row]) -> Iterator[Metric]:
+    for name, text, values, *labels in rows:
+        family = kind(name, text, labels=labels)
+        for key, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+            family.add_metric([key] if isinstance(key, str) else key, value)
+        yield family
+
+
+def _histogram(name: str, text: str, values: Distribution) -> Metric:
+    bounds = [*(str(float(bound)) for bound in values.bounds), "+Inf"]
+    buckets = list(zip(bounds, values.cumulative, strict=True))
+    return HistogramMetricFamily(f"vllm:{name}", text, buckets=buckets, sum_value=values.total)

@@ -1,0 +1,251 @@
+"""/v1/responses: its body, its events, and ResponsesWriter, which turns a chat completion into them."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from deployments.openai.chat import ChatWriter
+from deployments.openai.logprobs import TokenLogprob, chat_logprobs
+from deployments.openai.responses_request import ResponsesRequest
+from deployments.openai.tool_calls import Arguments, CallStart, Piece
+from deployments.openai.types import ResponseModel, to_json
+from deployments.openai.writer import Choice
+from engine.protocols import RequestOutput
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(ResponseModel):
+    """The text of a message."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[str]
+    logprobs: list[TokenLogprob]
+
+
+class OutputMessage(ResponseModel):
+    """A message."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    status: Status
+    content: list[OutputText]
+
+
+class OutputCall(ResponseModel):
+    """A call of a function."""
+
+    id: str
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+OutputItem = OutputMessage | OutputCall
+
+
+class ResponseUsage(ResponseModel):
+    """Token counts of a response."""
+
+    input_tokens: int
+    input_tokens_details: dict[Literal["cached_tokens"], int]
+    output_tokens: int
+    output_tokens_details: dict[Literal["reasoning_tokens"], int]
+    total_tokens: int
+
+
+class Response(ResponseModel):
+    """The body of a response."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    model: str
+    status: Status
+    output: list[OutputItem]
+    usage: ResponseUsage | None
+    error: None
+    incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: None
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"]
+
+
+@dataclass(slots=True, kw_only=True)
+class ResponsesWriter(ChatWriter):
+    """Writes one response; `request` is the chat completion that generates its text.
+
+    The text becomes items: messages, and calls of functions. Only the last item can be in progress.
+    """
+
+    END: ClassVar[str] = ""
+    REPEATS_ALL: ClassVar[bool] = True
+
+    responses_request: ResponsesRequest
+    num_events: int = field(default=0, init=False)
+    items: list[OutputItem] = field(default_factory=list, init=False)
+    logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
+    """Of the tokens whose text is still to come."""
+
+    def opening(self) -> str:
+        """Return the events before the first tokens."""
+        response = self._response("in_progress")
+        return "".join(self._named_event(f"response.{name}", response=response) for name in ("created", "in_progress"))
+
+    def chunk(self, choice: Choice, output: RequestOutput) -> str:
+        """Return the events with the next text; none if the tokens have no text yet."""
+        return self._add(choice, output, is_last=output.finish_reason is not None)
+
+    def closing(self) -> str:
+        """Return the events after the last tokens."""
+        return self._finish() + self._named_event(f"response.{self._status}", response=self._response(self._status))
+
+    def failed(self, body: dict[str, Any]) -> str:
+        """Return the event of an error after the first byte."""
+        error = body["error"]
+        return self._named_event("error", message=error["message"], param=error["param"], code=error["code"])
+
+    def whole(self) -> ResponseModel:
+        """Return the body of a response that was not streamed."""
+        self._add(self.choices[0], self.choices[0], is_last=True)
+        self._finish()
+        return self._response(self._status)
+
+    @property
+    def _status(self) -> Status:
+        return "incomplete" if self.choices[0].finish_reason == "length" else "completed"
+
+    @property
+    def _location(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
+
+    def _named_event(self, type: str, **fields: Any) -> str:
+        """Return an event with its type as its name; none where only the whole body is sent."""
+        if not self.request.stream:
+            return ""
+        self.num_events += 1
+        return f"event: {type}\ndata: {to_json({'type': type, 'sequence_number': self.num_events - 1, **fields})}\n\n"
+
+    def _add(self, choice: Choice, tokens: Choice | RequestOutput, *, is_last: bool) -> str:
+        if tokens.logprobs:
+            self.logprobs += chat_logprobs(tokens.token_ids, tokens.logprobs, self.reply.token_texts).content
+        return "".join(self._add_piece(piece) for piece in self.read(choice, tokens.text, is_last=is_last) if piece)
+
+    def _add_piece(self, piece: Piece) -> str:
+        last = self.items[-1] if self.items else None
+        match piece:
+            case CallStart():
+                return self._end_item("completed") + self._begin_call(piece)
+            case Arguments():
+                assert isinstance(last, OutputCall)
+                last.arguments += piece.text
+                return self._named_event("response.function_call_arguments.delta", **self._location, delta=piece.text)
+            case _ if isinstance(last, OutputMessage):
+                return self._add_text(last.content[0], piece)
+            case _:
+                start = self._end_item("completed")
+                message, begun = self._begin_message()
+                return start + begun + self._add_text(message.content[0], piece)
+
+    def _begin_message(self) -> tuple[OutputMessage, str]:
+        message = OutputMessage(
+            id=self._item_id("msg"), type="message", role="assistant", status="in_progress", content=[]
+        )
+        self.items.append(message)
+        added = self._named_event("response.output_item.added", item=message, output_index=len(self.items) - 1)
+        message.content = [OutputText(type="output_text", text="", annotations=[], logprobs=[])]
+        part = {"part": message.content[0], **self._location, "content_index": 0}
+        return message, added + self._named_event("response.content_part.added", **part)
+
+    def _begin_call(self, start: CallStart) -> str:
+        call = OutputCall(
+            id=self._item_id("fc"),
+            type="function_call",
+            call_id=start.id,
+            name=start.name,
+            arguments="",
+            status="in_progress",
+        )
+        self.items.append(call)
+        return self._named_event("response.output_item.added", item=call, output_index=len(self.items) - 1)
+
+    def _add_text(self, part: OutputText, text: str) -> str:
+        logprobs, self.logprobs = self.logprobs, []
+        part.text += text
+        part.logprobs += logprobs
+        fields = {**self._location, "content_index": 0, "delta": text, "logprobs": logprobs}
+        return self._named_event("response.output_text.delta", **fields)
+
+    def _finish(self) -> str:
+        """End the last item, or an empty message if there is none."""
+        start = "" if self.items else self._begin_message()[1]
+        return start + self._end_item(self._status)
+
+    def _end_item(self, status: Status) -> str:
+        if not self.items:
+            return ""
+        item = self.items[-1]
+        item.status = status
+        if isinstance(item, OutputMessage):
+            location, part = {**self._location, "content_index": 0}, item.content[0]
+            part.logprobs += self.logprobs  # of tokens that had no text
+            self.logprobs = []
+            ends = self._named_event("response.output_text.done", **location, text=part.text, logprobs=part.logprobs)
+            ends += self._named_event("response.content_part.done", part=part, **location)
+        else:
+            done = "response.function_call_arguments.done"
+            ends = self._named_event(done, **self._location, arguments=item.arguments)
+        return ends + self._named_event("response.output_item.done", item=item, output_index=len(self.items) - 1)
+
+    def _item_id(self, prefix: str) -> str:
+        return f"{prefix}_{self.reply.id.removeprefix('resp_')}_{len(self.items)}"
+
+    def _response(self, status: Status) -> Response:
+        request, has_ended, usage = self.responses_request, status != "in_progress", self.usage()
+        text_format: dict[str, Any] = {"type": "text"}
+        if request.text and request.text.format:
+            shown = request.text.format
+            text_format = {"type": shown.type, **shown.model_dump(by_alias=True, exclude_none=True)}
+        choice, tools = request.tool_choice or "auto", request.tools or []
+        response_usage = ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=usage.prompt_tokens_details,
+            output_tokens=usage.completion_tokens,
+            output_tokens_details={"reasoning_tokens": 0},
+            total_tokens=usage.total_tokens,
+        )
+        return Response(
+            id=self.reply.id,
+            object="response",
+            created_at=self.reply.created,
+            model=self.reply.model,
+            status=status,
+            output=self.items if has_ended else [],
+            usage=response_usage if has_ended else None,
+            error=None,
+            incomplete_details={"reason": "max_output_tokens"} if status == "incomplete" else None,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            metadata=request.metadata or {},
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            previous_response_id=None,
+            store=False,
+            temperature=1.0 if request.temperature is None else request.temperature,
+            text={"format": text_format},
+            tool_choice=choice if isinstance(choice, str) else choice.model_dump(),
+            tools=[{"strict": False, **tool.model_dump(exclude_none=True)} for tool in tools],
+            top_p=1.0 if request.top_p is None else request.top_p,
+            truncation="disabled",
+        )

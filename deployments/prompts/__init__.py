@@ -1,0 +1,8 @@
+"""Which token ids and parameters is a request?
+
+- `parameters`: fields to sampling parameters; limits that depend on the model; truncated prompts.
+- `encoder`: text to token ids and back, on threads.
+- `conversation`: messages and tools to text, by the chat template.
+- `tokenization`: the fields of /tokenize and /detokenize.
+- `grammar_compiler`: makes and tries clients' grammars, in the process `grammar_process`.
+"""

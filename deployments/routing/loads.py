@@ -1,0 +1,205 @@
+"""RouterLoads: the load of each Router: its last report, plus this Ingress's requests since; and the choice by it.
+
+Reports come every tenth of a second, and include the requests of other Ingress replicas.
+"""
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from deployments.routing.moving import Queue
+from deployments.wire import HEARTBEAT_S, Generation, Report, retry_after_s
+
+BELIEVED_S = 5 * HEARTBEAT_S
+"""How old a report may be. After that, only the requests that this Ingress has sent are known of the Router."""
+UNKNOWN_DRAIN_RATE = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """A Router's report and its age in seconds."""
+
+    report: Report
+    age_s: float
+
+
+def problem_of(routers: Sequence[Heard]) -> str | None:
+    """Return why none of these Routers can take rounds now; None if one can."""
+    problems = [heard.report.problem for heard in routers]
+    if None in problems:
+        return None
+    return problems[0] if problems else "no Router is running"
+
+
+class RouterLoads:
+    """The running Routers, their last reports, and this Ingress's requests there.
+
+    All numbers of requests count each choice of a request, as Routers do. A lock guards them, because Serve chooses
+    Routers in another thread.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.routers: frozenset[str] = frozenset()
+        self._clock = clock
+        self._reports: dict[str, tuple[float, Report]] = {}
+        self._requests: dict[str, tuple[int, str | None]] = {}
+        self._sent: Counter[str | None] = Counter()
+        self._lock = threading.Lock()
+
+    def set_routers(self, routers: Iterable[str]) -> None:
+        """Set the available Routers; forget the others."""
+        self.routers = frozenset(routers)
+        self._reports = {name: report for name, report in list(self._reports.items()) if name in self.routers}
+
+    def note(self, report: Report) -> None:
+        """Take a Router's report."""
+        self._reports[report.router] = self._clock(), report
+
+    @property
+    def heard(self) -> list[Heard]:
+        """The last reports of the available Routers."""
+        return [heard for router in sorted(self.routers) if (heard := self._heard_of(router))]
+
+    @property
+    def is_one_silent(self) -> bool:
+        """Whether an available Router has not reported."""
+        return len(self.heard) < len(self.routers)
+
+    def begin(self, request_id: str, num_sequences: int) -> None:
+        """Count a request before it is sent."""
+        with self._lock:
+            self._requests[request_id] = num_sequences, None
+            self._sent[None] += num_sequences
+
+    def assign(self, request_id: str, router: str) -> None:
+        """Count a request at its Router, unless it has ended."""
+        with self._lock:
+            if request_id in self._requests:
+                num_sequences, before = self._requests[request_id]
+                self._requests[request_id] = num_sequences, router
+                self._sent[before] -= num_sequences
+                self._sent[router] += num_sequences
+
+    def end(self, request_id: str) -> None:
+        """Forget a request."""
+        with self._lock:
+            num_sequences, router = self._requests.pop(request_id)
+            self._sent[router] -= num_sequences
+            if not self._sent[router]:
+                del self._sent[router]
+
+    def depth(self, router: str) -> int:
+        """Return a Router's waiting and running requests."""
+        heard = self._heard_of(router)
+        # Choices that have finished are still in both numbers of this Ingress's requests.
+        others = 0 if heard is None else heard.report.num_requests - heard.report.num_yours
+        return max(0, others + self._sent[router])
+
+    def ranked(self, routers: Sequence[str]) -> list[str]:
+        """Return two of these Routers at random, the one with fewer requests first; or the only one."""
+        return sorted(random.sample(routers, min(2, len(routers))), key=self.depth)
+
+    def queues(self, is_movable: Callable[[str], bool]) -> list[Queue]:
+        """Return the queue of each Router that reports, also of stopped ones.
+
+        `is_movable` tells whether a request of this Ingress may move, if its Router allows it.
+        """
+        heard = [heard for router in [*self._reports] if (heard := self._heard_of(router))]
+        return [self._queue(entry.report, filter(is_movable, entry.report.movable)) for entry in heard]
+
+    def _queue(self, report: Report, request_ids: Iterable[str]) -> Queue:
+        movable = {
+            request_id: self._requests[request_id][0] for request_id in request_ids if request_id in self._requests
+        }
+        share = min(1.0, report.num_yours / max(1, report.num_requests))
+        is_stopped = report.router not in self.routers
+        return Queue(self.depth(report.router), movable, share, is_stopped, report.problem is None)
+
+    def room(self, capacity: int) -> float:
+        """Return the number of requests that this Ingress may still send, if a Router holds `capacity`.
+
+        It is an equal share of the reported room, less the requests sent since. Only Ingresses that have sent a request
+        to a Router share its room.
+        """
+        reports = [heard.report for heard in self.heard]
+        # While there is no Router, requests wait for one to start again.
+        total = capacity * max(1, len(self.routers))
+        reported = sum(report.num_requests for report in reports)
+        num_sent = self._sent[None] + sum(self._sent[router] for router in self.routers)
+        num_new = num_sent - sum(report.num_yours for report in reports)
+        num_ingresses = max((report.num_ingresses for report in reports), default=1)
+        return (total - reported) / max(1, num_ingresses) - num_new
+
+    def retry_after_s(self) -> int:
+        """Return the seconds after which the Routers have probably finished their present requests."""
+        heard = self.heard
+        per_s = sum(entry.report.drain_rate for entry in heard)
+        per_s += UNKNOWN_DRAIN_RATE * (len(self.routers) - len(heard))
+        num_requests = sum(map(self.depth, self.routers)) + self._sent[None]
+        return retry_after_s(num_requests, per_s or UNKNOWN_DRAIN_RATE)
+
+    def _heard_of(self, router: str) -> Heard | None:
+        """Return a Router's last report, unless it is too old to be believed."""
+        noted_s, report = self._reports.get(router, (0.0, None))
+        age_s = self._clock() - noted_s
+        return None if report is None or age_s >= BELIEVED_S else Heard(report, age_s)
+
+
+LOADS = RouterLoads()
+"""Process-wide, because Serve makes the request router from its pickled class, which no object can be handed to."""
+
+
+class QueueDepthRouter(RequestRouter):
+    """Serve's choice of a Router in an Ingress: the one with the shorter queue of two at random.
+
+    Serve compares numbers of calls, but one call may have many sequences.
+    """
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return two replicas, the better one first; Serve uses the second if the first cannot be reached."""
+        replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
+        refusing = {name for request in _requests(pending_request) for name in request.refused_by}
+        names = _loads().ranked([name for name in replicas if name not in refusing] or [*replicas])
+        if names:
+            self._assign(pending_request, names[0])  # at once: others are chosen before Serve has sent this one
+        return [[replicas[name]] for name in names]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
+        """Count a request at the replica that it was sent to."""
+        self._assign(pending_request, replica_id.unique_id)
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Set the running replicas."""
+        _loads().set_routers(replica.replica_id.unique_id for replica in replicas)
+        super().update_replicas(replicas)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Drop a dead replica before Serve's controller does."""
+        _loads().set_routers(_loads().routers - {replica_id.unique_id})
+        super().on_replica_actor_died(replica_id)
+
+    @staticmethod
+    def _assign(pending_request: PendingRequest | None, router: str) -> None:
+        for request in _requests(pending_request):
+            _loads().assign(request.request_id, router)
+
+
+def _requests(pending_request: PendingRequest | None) -> list[Generation]:
+    """Return the request in a call's arguments; calls of `describe` have none."""
+    arguments = [] if pending_request is None else pending_request.args
+    return [argument for argument in arguments if isinstance(argument, Generation)]
+
+
+def _loads() -> Any:
+    """Return LOADS itself: Serve sends the class above with copies of all variables of this module that it uses."""
+    from deployments.routing.loads import LOADS
+
+    return LOADS

@@ -1,0 +1,231 @@
+"""What Ingress and Router say to each other.
+
+An Ingress calls a Router with a `Generation`; the call lasts until the Router has finished the request. The Router
+answers on the connection that the Ingress has subscribed to: `Outputs` and `End` for a request, `Report` on itself.
+"""
+
+import math
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from cluster.protocol.messages import MalformedMessageError
+from engine.config import CompileProgress, ModelConfig, ModelInfo
+from engine.errors import CapacityError, PromptTooLongError, QueueFullError, RequestError, TargetError
+from engine.params import SamplingParams, nth_seed
+from engine.protocols import RequestOutput
+
+REPORT_INTERVAL_S = 0.1
+HEARTBEAT_S = 1.0
+"""How often a report is sent although nothing has changed: an Ingress does not believe old ones."""
+MAX_MOVABLE = 256
+"""Movable requests named in one report; when these have moved, the next report names more."""
+LONGEST_RETRY_S = 60
+
+NUM_REQUESTS = "num_requests"
+IS_RECOVERING = "is_recovering"
+"""The names under which a Router reports its queue, and whether its target is down, to Serve's autoscaler."""
+
+_ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error
+    for error in (RequestError, PromptTooLongError, CapacityError, QueueFullError, TargetError, TimeoutError)
+}
+SENT_ERRORS = (RequestError, CapacityError, TargetError, TimeoutError)
+"""The errors that end a request by a message. Any other one is a bug: Serve's call raises it and logs its traceback."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """The limits of the served pair."""
+
+    vocab_size: int
+    max_model_len: int
+    num_speculative_tokens: int
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Request fields that the target cannot serve, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """The models that a Router serves; `capacity` is its most running and waiting requests."""
+
+    target: ModelInfo
+    draft: ModelInfo | None
+    """None until the draft has loaded, or if there is none."""
+    limits: ModelLimits
+    capacity: int
+    target_id: str = ""
+    """`target_id` of the target."""
+    draft_model: str | None = None
+    """The draft model's path, loaded or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRequest:
+    """One sequence to generate: `n` of them per prompt."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    output_token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The prompts of one HTTP request and how to continue them.
+
+    The Ingress makes the id, never the client: it names KV blocks and the drafter's prefixes.
+
+    Attributes:
+        interval_s: how long tokens are gathered after a delivery.
+        gathers_first: gather the first tokens for as long, instead of sending them at once.
+        drawn_seed: seed of a request that names none, chosen here so that a resumed request draws the same tokens.
+        output_token_ids: by choice, the tokens received from a lost Router.
+        finished: the choices that have ended.
+        target_id: the target whose text is expected; None is any. During an update, Routers of two targets run.
+        refused_by: Routers that refused the request; others are tried first.
+    """
+
+    request_id: str
+    prompts: list[list[int]]
+    params: SamplingParams
+    timeout_s: float
+    cache_salt: str | None = None
+    interval_s: float = 0.0
+    gathers_first: bool = False
+    drawn_seed: int = field(default_factory=lambda: secrets.randbits(63))
+    output_token_ids: dict[int, list[int]] = field(default_factory=dict)
+    finished: frozenset[int] = frozenset()
+    target_id: str | None = None
+    refused_by: frozenset[str] = frozenset()
+
+    @property
+    def num_choices(self) -> int:
+        """Sequences to generate, finished or not."""
+        return len(self.prompts) * self.params.n
+
+    @property
+    def num_unfinished(self) -> int:
+        """Sequences that have not ended."""
+        return self.num_choices - len(self.finished)
+
+    def sequences(self) -> list[SequenceRequest]:
+        """Return the sequences that have not ended; their ids end with the index of the choice.
+
+        Choice j of every prompt draws with the seed plus j, so a prompt's text does not depend on the request's other
+        prompts. Without a seed, equal prompts get different texts.
+        """
+        sequences = []
+        for index in range(self.num_choices):
+            if index in self.finished:
+                continue
+            prompt, choice = divmod(index, self.params.n)
+            seed = self.params.seed
+            seed = nth_seed(self.drawn_seed, index) if seed is None else nth_seed(seed, choice)
+            params = replace(self.params, n=1, seed=seed)
+            outputs = self.output_token_ids.get(index, [])
+            sequences.append(SequenceRequest(f"{self.request_id}-{index}", self.prompts[prompt], params, outputs))
+        return sequences
+
+
+def target_id(target: ModelConfig) -> str:
+    """Return a name that differs between targets whose texts differ."""
+    name = target.path if target.revision is None else f"{target.path}@{target.revision}"
+    return name if target.quantization == "none" else f"{name}, {target.quantization}"
+
+
+def choice_index(sequence_id: str) -> int:
+    """Return the index of a sequence's choice in the response."""
+    return int(sequence_id.rpartition("-")[2])
+
+
+class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=0):
+    """The next outputs of one request, oldest first."""
+
+    request_id: str
+    outputs: list[RequestOutput]
+
+
+class End(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """The error that ends one request. Without an error, the finish reasons of its outputs end it.
+
+    Attributes:
+        error: the name of the error's class.
+        refused_by: the Router, if it refused the request and another one may accept it.
+    """
+
+    request_id: str
+    error: str
+    message: str
+    param: str | None = None
+    retry_after_s: int = 1
+    refused_by: str | None = None
+
+    @classmethod
+    def by(cls, error: Exception, request_id: str, refused_by: str | None = None) -> "End":
+        """Return the end of a request by one of `SENT_ERRORS` or a subclass."""
+        name = next(base.__name__ for base in type(error).__mro__ if base.__name__ in _ERRORS)
+        param = error.param if isinstance(error, RequestError) else None
+        retry_after_s = error.retry_after_s if isinstance(error, CapacityError) else 1
+        return cls(request_id, name, str(error), param, retry_after_s, refused_by)
+
+    def exception(self) -> Exception:
+        """Return the error as the Router raised it; raise MalformedMessageError if no error has this name."""
+        error_class = _ERRORS.get(self.error)
+        if error_class is None:
+            raise MalformedMessageError(f"error is {self.error!r}, expected one of {[*_ERRORS]}")
+        error = error_class(self.message)
+        if isinstance(error, RequestError):
+            error.param = self.param
+        if isinstance(error, CapacityError):
+            error.retry_after_s = self.retry_after_s
+        return error
+
+
+class Report(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """The state of one Router, sent to each Ingress several times a second.
+
+    Attributes:
+        router: the replica's id in Serve, as in the log and in `/metrics`.
+        problem: why it cannot run rounds now; None if it can.
+        num_requests: running and waiting, counting each choice of a request.
+        num_yours: the receiver's requests; of each, finished choices count until the last one has finished.
+        drain_rate: requests finished per second.
+        num_ingresses: Ingress replicas that have sent it requests.
+        movable: the receiver's requests without any computation, newest first; moving them loses no work.
+        target_id: `target_id` of the target.
+        compiling: how far the workers' compiling is; None if they are compiled, or run eagerly.
+    """
+
+    router: str
+    problem: str | None
+    num_requests: int = 0
+    num_yours: int = 0
+    drain_rate: float = 1.0
+    num_ingresses: int = 1
+    movable: tuple[str, ...] = ()
+    target_id: str = ""
+    compiling: CompileProgress | None = None
+
+
+def retry_after_s(num_requests: int, per_s: float) -> int:
+    """Return the seconds until this many requests have finished, between 1 and `LONGEST_RETRY_S`."""
+    if num_requests >= per_s * LONGEST_RETRY_S:
+        return LONGEST_RETRY_S
+    return max(1, math.ceil(num_requests / per_s))
+
+
+Message = Outputs | End | Report
+
+encode = msgspec.msgpack.Encoder().encode
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def decode(payload: bytes) -> Message:
+    """Return the message of a Router in these bytes; raise MalformedMessageError if there is none."""
+    try:
+        return _decoder.decode(payload)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedMessageError(f"not a message of a Router: {error}") from error

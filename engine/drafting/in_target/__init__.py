@@ -1,0 +1,4 @@
+"""How does the target draft for itself?
+
+Only `self_draft`.
+"""

@@ -1,0 +1,50 @@
+"""ModelDrafter: a small model drafts a chain for every request of a batch, k forward passes for k tokens."""
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.config import EngineConfig
+from engine.drafting.model.draft_cache import DraftCache
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.token_drawer import Chain, TokenDrawer
+from engine.protocols import NO_DRAFT, Draft, ProposeRow, run_in_process
+
+
+class ModelDrafter:
+    """Drafts chains with a model in this process."""
+
+    def __init__(self, draft: DraftModel, config: EngineConfig) -> None:
+        """Make the draft's KV cache; the configuration's `num_blocks` must be planned."""
+        self.cache = DraftCache(draft.backend, config)
+        self._drawer = TokenDrawer(draft, self.cache.kv, config)
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        """Return a chain per row; empty if the context or the cache is full."""
+        current = {row.request.request_id for row in rows}
+        able = [row for row in rows if row.num_draft_tokens and self.cache.make_room(row, [], current)]
+        chains = {row.request.request_id: Chain() for row in able}
+        if able:
+            with torch.inference_mode():
+                complete_chains(self._drawer, self.cache, able, list(chains.values()))
+        drawn = [chains.get(row.request.request_id) for row in rows]
+        return [chain.draft() if chain else NO_DRAFT for chain in drawn]
+
+    def release(self, request_id: str) -> None:
+        """Free a request's blocks."""
+        self.cache.release(request_id)
+        self._drawer.release(request_id)
+
+
+def complete_chains(
+    drawer: TokenDrawer, cache: DraftCache, rows: Sequence[ProposeRow], chains: Sequence[Chain]
+) -> None:
+    """Draw until every row's chain has `num_draft_tokens` tokens; at least one is missing in each."""
+    requests = [row.request for row in rows]
+    prefixes = [cache.prefixes[request.request_id] for request in requests]
+    lengths = [len(chain.token_ids) for chain in chains]
+    counts = [row.num_draft_tokens - length for row, length in zip(rows, lengths, strict=True)]
+    batch = run_in_process(cache.catch_up(requests, [chain.token_ids for chain in chains]))
+    drawer.extend(batch, requests, [prefix.block_ids for prefix in prefixes], chains, counts)
+    for prefix, chain, length in zip(prefixes, chains, lengths, strict=True):
+        prefix.token_ids += chain.token_ids[length:-1]  # the last draft token is not computed yet

@@ -1,0 +1,161 @@
+"""DraftCache: a draft model's KV cache, and the prefix of each request that it holds.
+
+Each proposal brings the committed tokens. The cache keeps the longest common prefix of them and its own tokens, and the
+drafter computes the others. A rejected draft token, an unknown request and an evicted one are the same case.
+"""
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Container, Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from engine.config import EngineConfig
+from engine.execution.backend import Backend
+from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.protocols import ProposeRow, Request
+
+MAX_TAIL = 8
+"""Rows that lag by at most this many tokens compute them in the pass of their last token."""
+
+
+@dataclass(slots=True)
+class CachedPrefix:
+    """The tokens of one request whose keys and values are cached, and the blocks that hold them.
+
+    Attributes:
+        num_committed: how many tokens were committed at the last comparison; these never change.
+        source_length: the number of source tokens at the start; they are cached together.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    num_committed: int = 0
+    source_length: int = 0
+
+
+class Text(NamedTuple):
+    """A request's committed tokens and the draft tokens after them, which are not copied: texts can be long."""
+
+    committed: Sequence[int]
+    drafted: Sequence[int]
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return len(self.committed) + len(self.drafted)
+
+    def slice(self, start: int, end: int) -> list[int]:
+        """Return the tokens from `start` to before `end`."""
+        base = len(self.committed)
+        return [*self.committed[start:end], *self.drafted[max(start - base, 0) : max(end - base, 0)]]
+
+
+class DraftCache:
+    """The draft's keys and values, with a block table per request; the least recently used requests are evicted."""
+
+    def __init__(self, backend: Backend, config: EngineConfig) -> None:
+        assert config.num_blocks is not None
+        self.kv = backend.allocate_kv(config.num_blocks + 1, config.block_size)
+        self.free_blocks = list(range(1, config.num_blocks + 1))  # padding writes to block 0
+        self.prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
+        self.backend = backend
+        self._chunk = config.max_num_batched_tokens
+
+    def release(self, request_id: str) -> None:
+        """Free a request's blocks; unknown ids are ignored."""
+        if (prefix := self.prefixes.pop(request_id, None)) is not None:
+            self.free_blocks += prefix.block_ids
+
+    def make_room(self, row: ProposeRow, drafted: Sequence[int], current: Container[str]) -> bool:
+        """Cut a row's cached prefix to its common prefix with the text, and reserve blocks for its draft.
+
+        Return False if the text does not fit the context or the cache, or has a token that the draft does not know.
+
+        Args:
+            drafted: the draft tokens already drawn after the committed ones.
+            current: requests that must not be evicted.
+        """
+        request, info = row.request, self.backend.info
+        length = len(request.token_ids) + row.num_draft_tokens
+        if length > info.max_model_len:
+            return False
+        prefix = self.prefixes.setdefault(request.request_id, CachedPrefix(source_length=request.source_length))
+        self.prefixes.move_to_end(request.request_id)
+        text = Text(request.token_ids, drafted)
+        del prefix.token_ids[common_length(prefix, text) :]
+        if max(text.slice(len(prefix.token_ids), text.length)) >= info.vocab_size:
+            return False
+        while not self.reserve(prefix, length):
+            victim = next((name for name in self.prefixes if name not in current), None)
+            if victim is None:
+                return False
+            self.release(victim)
+        return True
+
+    def reserve(self, prefix: CachedPrefix, length: int) -> bool:
+        """Give a prefix blocks for `length` tokens; return False if there are not enough free ones."""
+        missing = max(self._blocks_for(length) - len(prefix.block_ids), 0)
+        if missing > len(self.free_blocks):
+            return False
+        prefix.block_ids += [self.free_blocks.pop() for _ in range(missing)]
+        return True
+
+    def trim(self, request_id: str, length: int | None = None) -> None:
+        """Free a request's blocks beyond `length` tokens, by default beyond its cached prefix."""
+        prefix = self.prefixes[request_id]
+        kept = self._blocks_for(len(prefix.token_ids) if length is None else length)
+        self.free_blocks += prefix.block_ids[kept:]
+        del prefix.block_ids[kept:]
+
+    def catch_up(
+        self, requests: Sequence[Request], drafted: Iterable[Sequence[int]] = itertools.repeat(())
+    ) -> Generator[None, None, ForwardBatch]:
+        """Compute all but the last committed and `drafted` tokens of every request, yielding after every pass.
+
+        Returns:
+            The remaining pass: the last tokens, with a row of logits for each request. The caller runs it next.
+        """
+        prefixes = [self.prefixes[request.request_id] for request in requests]
+        texts = [Text(request.token_ids, tokens) for request, tokens in zip(requests, drafted, strict=False)]
+        while True:
+            room = self._chunk
+            chunks = []
+            for text, prefix in zip(texts, prefixes, strict=True):
+                start = len(prefix.token_ids)
+                count = min(text.length - start - 1, room)
+                # A source is computed all at once, so it waits for a pass that has room for it.
+                if count > MAX_TAIL and start + count >= prefix.source_length:
+                    chunks.append((prefix, _row(text, prefix, start + count)))
+                    room -= count
+            if not chunks:
+                break
+            self.backend.run(build([row for _, row in chunks], self.kv))
+            for prefix, row in chunks:
+                prefix.token_ids += row.token_ids
+            yield
+        tips = [_row(text, prefix, text.length, num_logits=1) for text, prefix in zip(texts, prefixes, strict=True)]
+        for prefix, tip in zip(prefixes, tips, strict=True):
+            prefix.token_ids += tip.token_ids
+        return build(tips, self.kv)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.kv.block_size)
+
+
+def common_length(prefix: CachedPrefix, text: Text) -> int:
+    """Return how many of a prefix's tokens a text begins with; committed tokens are compared once.
+
+    The text's last token never counts: its logits are needed, so it is always computed again.
+    """
+    length = min(len(prefix.token_ids), text.length - 1)
+    first = min(prefix.num_committed, length)
+    pairs = zip(prefix.token_ids[first:length], text.slice(first, length), strict=True)
+    same = next((i for i, (known, token) in enumerate(pairs, first) if known != token), length)
+    prefix.num_committed = min(same, len(text.committed))
+    return same
+
+
+def _row(text: Text, prefix: CachedPrefix, end: int, num_logits: int = 0) -> ForwardRow:
+    start = len(prefix.token_ids)
+    return ForwardRow(text.slice(start, end), start, prefix.block_ids, num_logits, source_length=prefix.source_length)

@@ -1,0 +1,234 @@
+"""LevelwiseDrafter: drafts a tree for every request of a batch, one forward pass for each level.
+
+A node's keys and values follow the committed tokens, in the order of computation. Accepted nodes' entries are moved to
+their final slots when the next proposal brings the committed tokens.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from engine.config import TREE_WIDTH, EngineConfig
+from engine.drafting.model.draft_cache import CachedPrefix, DraftCache
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.token_drawer import TokenDrawer
+from engine.execution.attention import Group, PagedContext
+from engine.execution.batch import ForwardBatch
+from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request, run_in_process
+
+TIP = -1
+"""In place of a node: the committed tip."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A node of a tree; children of the tip have depth 1."""
+
+    token_id: int
+    parent: int
+    depth: int
+    compute_index: int | None = None
+    """Position in the order of computation; None before it is computed."""
+
+
+class Tree(ABC):
+    """Nodes that are appended, a parent before its children; subclasses decide how it grows."""
+
+    def __init__(self, base: int, end_ids: Collection[int]) -> None:
+        """Make an empty tree at a tip with `base` committed tokens; nothing is drafted after tokens `end_ids`."""
+        self.base = base
+        self.nodes: list[Node] = []
+        self.num_computed = 0
+        self._end_ids = end_ids
+        self._children: dict[tuple[int, int], int] = {}
+
+    @abstractmethod
+    def next_level(self) -> list[int]:
+        """Return the nodes to compute next, all of one depth; empty when the tree is complete."""
+
+    @abstractmethod
+    def draft(self) -> Draft:
+        """Return the tree as it is sent to the target, a node before its later siblings."""
+
+    def child(self, parent: int, token: int) -> int | None:
+        """Return the first node for a token after a node or the tip."""
+        return self._children.get((parent, token))
+
+    def path(self, node: int) -> list[int]:
+        """Return the nodes from the tip to a node, itself included."""
+        nodes: list[int] = []
+        while node != TIP:
+            nodes.append(node)
+            node = self.nodes[node].parent
+        return nodes[::-1]
+
+    def compute_index(self, node: int) -> int:
+        """Return a computed node's position in the order of computation."""
+        index = self.nodes[node].compute_index
+        assert index is not None, "the node was not computed"
+        return index
+
+    def _append(self, parent: int, token: int) -> None:
+        self._children.setdefault((parent, token), len(self.nodes))
+        self.nodes.append(Node(token, parent, 1 if parent == TIP else self.nodes[parent].depth + 1))
+
+    def _ends(self, node: int) -> bool:
+        return self.nodes[node].token_id in self._end_ids
+
+    def _compute(self, level: Sequence[int]) -> None:
+        for node in level:
+            self.nodes[node].compute_index = self.num_computed
+            self.num_computed += 1
+
+    def _draft_of(self, chosen: Sequence[int]) -> Draft:
+        index = {TIP: TIP} | {node: i for i, node in enumerate(chosen)}
+        nodes = [self.nodes[node] for node in chosen]
+        return Draft([node.token_id for node in nodes], [index[node.parent] for node in nodes])
+
+
+T = TypeVar("T", bound=Tree)
+
+
+class TreeLevel(NamedTuple, Generic[T]):
+    """The nodes of one request's tree that a pass computes."""
+
+    request: Request
+    tree: T
+    nodes: list[int]
+
+    @property
+    def paths(self) -> list[list[int]]:
+        """Per node, the draft tokens up to it."""
+        return [[self.tree.nodes[step].token_id for step in self.tree.path(node)] for node in self.nodes]
+
+    @property
+    def depths(self) -> list[int]:
+        """Per node, the number of draft tokens between the committed tip and the next draw."""
+        return [0 if node == TIP else self.tree.nodes[node].depth for node in self.nodes]
+
+
+class Kept(NamedTuple):
+    """The part of a request's cache that stays after a verdict, before its entries are moved."""
+
+    prefix: CachedPrefix
+    base: int
+    """How many tokens were committed before the verdict."""
+    token_ids: list[int]
+    """The committed tokens after them whose entries stay."""
+    compute_indices: list[int]
+    """For each entry after `base` that stays, its computation index in the tree."""
+
+
+class LevelwiseDrafter(ABC, Generic[T]):
+    """Drafts trees with a model in this process; subclasses choose their shape and their tokens."""
+
+    def __init__(self, draft: DraftModel, config: EngineConfig) -> None:
+        self.cache = DraftCache(draft.backend, config)
+        self.width = config.tree_width or TREE_WIDTH
+        self._backend = draft.backend
+        self._drawer = TokenDrawer(draft, self.cache.kv, config, ranks=True)
+        self._sent: dict[str, T] = {}
+        """The last tree of each request."""
+
+    async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
+        """Return a tree per row; empty if the context or the cache is full."""
+        with torch.inference_mode():
+            trees = [(row.request, self._sent.pop(row.request.request_id, None)) for row in rows]
+            # A request that was not in every proposal may have been evicted.
+            held = [(request, tree) for request, tree in trees if tree and request.request_id in self.cache.prefixes]
+            self.keep(self.follow(request, tree)[1] for request, tree in held)
+            current = {row.request.request_id for row in rows}
+            able = [row for row in rows if row.num_draft_tokens and self.cache.make_room(row, [], current)]
+            if able:
+                grown = self._grow(able)
+                self._sent.update({row.request.request_id: tree for row, tree in zip(able, grown, strict=True)})
+            sent = [self._sent.get(row.request.request_id) for row in rows]
+            return [tree.draft() if tree else NO_DRAFT for tree in sent]
+
+    def release(self, request_id: str) -> None:
+        """Free a request's blocks."""
+        self._sent.pop(request_id, None)
+        self.cache.release(request_id)
+        self._drawer.release(request_id)
+
+    @abstractmethod
+    def plant(self, request: Request, num_nodes: int) -> T:
+        """Return an empty tree for a request, of at most `num_nodes` nodes."""
+
+    @abstractmethod
+    def compute(self, batch: ForwardBatch, levels: Sequence[TreeLevel[T]]) -> None:
+        """Compute a level and add its children."""
+
+    @abstractmethod
+    def learn(self, request: Request, tree: T, node: int, token: int) -> None:
+        """Learn which token was committed after a node or the tip."""
+
+    def follow(self, request: Request, tree: T) -> tuple[int, Kept]:
+        """Return the last computed node of a tree that was committed, and the entries that stay; learn from both."""
+        node, indices = TIP, []
+        for token in request.token_ids[tree.base :]:
+            self.learn(request, tree, node, token)
+            child = tree.child(node, token)
+            if child is None or tree.nodes[child].compute_index is None:
+                break
+            node = child
+            indices.append(tree.compute_index(node))
+        accepted = request.token_ids[tree.base : tree.base + len(indices)]
+        return node, Kept(self.cache.prefixes[request.request_id], tree.base, accepted, indices)
+
+    def keep(self, kept: Iterable[Kept]) -> None:
+        """Move entries that stay to their final slots."""
+        sources, targets = [], []
+        for prefix, base, token_ids, compute_indices in kept:
+            moved = [(base + index, base + i) for i, index in enumerate(compute_indices) if index != i]
+            sources += [self.cache.kv.slot(prefix.block_ids, source) for source, _ in moved]
+            targets += [self.cache.kv.slot(prefix.block_ids, target) for _, target in moved]
+            prefix.token_ids += token_ids
+        if sources:
+            self.cache.kv.move(sources, targets)
+
+    def batch(self, levels: Sequence[TreeLevel[T]]) -> ForwardBatch:
+        """Return the pass that computes a level: a node attends to the committed tokens, its path and itself."""
+        length = max(len(level.nodes) for level in levels)
+        deepest = max(depth for level in levels for depth in level.depths)
+        tables = [self.cache.prefixes[level.request.request_id].block_ids for level in levels]
+        num_blocks = max(map(len, tables))
+        tokens, positions, places, extra = [], [], [], []
+        indices: list[int] = []
+        for row, (_, tree, nodes) in enumerate(levels):
+            padding = length - len(nodes)
+            tokens += [tree.nodes[node].token_id for node in nodes] + [0] * padding
+            positions.append([tree.base + tree.nodes[node].depth - 1 for node in nodes] + [0] * padding)
+            places.append([tree.base + tree.compute_index(node) for node in nodes] + [-1] * padding)
+            paths = [[tree.base + tree.compute_index(step) for step in tree.path(node)] for node in nodes]
+            # Place 0 is committed, so every node attends to it in any case.
+            extra.append([path + [0] * (deepest - len(path)) for path in paths + [[]] * padding])
+            indices += range(row * length, row * length + len(nodes))
+        device = self.cache.kv.input_device
+        group = Group(
+            start=0,
+            rows=len(levels),
+            length=length,
+            blocks=torch.tensor([table + [0] * (num_blocks - len(table)) for table in tables], device=device),
+            positions=torch.tensor(positions, device=device),
+            places=torch.tensor(places, device=device),
+            limits=torch.tensor([[level.tree.base] * length for level in levels], device=device),
+            extra=torch.tensor(extra, device=device),
+        )
+        context = PagedContext(self.cache.kv, [group])
+        return ForwardBatch(torch.tensor(tokens, device=device), torch.tensor(indices, device=device), context)
+
+    def _grow(self, rows: Sequence[ProposeRow]) -> list[T]:
+        trees = [self.plant(row.request, row.num_draft_tokens) for row in rows]
+        levels = [TreeLevel(row.request, tree, [TIP]) for row, tree in zip(rows, trees, strict=True)]
+        batch = run_in_process(self.cache.catch_up([row.request for row in rows]))
+        while True:
+            self.compute(batch, levels)
+            levels = [TreeLevel(row.request, tree, tree.next_level()) for row, tree in zip(rows, trees, strict=True)]
+            levels = [level for level in levels if level.nodes]
+            if not levels:
+                return trees
+            batch = self.batch(levels)

@@ -1,0 +1,95 @@
+"""The likeliest next tokens by a draft's scores: ranked on the device, and how probable they are."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.protocols import Request
+
+NUM_CANDIDATES = 10
+"""Next tokens that are considered at each position."""
+_PRIOR_SHARPNESS = 3.0
+_STEP = 0.03
+_LARGEST_SURPRISE = 5.0
+
+
+class NextTokens(NamedTuple):
+    """The likeliest next tokens at one position, best first, and their scores; all are possible."""
+
+    token_ids: list[int]
+    scores: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """Scores of the possible next tokens: the higher a token's score, the likelier it is committed.
+
+    Attributes:
+        scores: [n, m].
+        token_ids: [n, m] the tokens that the scores belong to; None where column i is token i.
+    """
+
+    scores: Tensor
+    token_ids: Tensor | None = None
+
+    def top(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the highest scores of each row and their tokens, [n, count] each, best first."""
+        scores, ids = self.scores.topk(min(count, self.scores.shape[-1]), -1)
+        return scores, ids if self.token_ids is None else self.token_ids.gather(-1, ids)
+
+    def next_tokens(self) -> list[NextTokens]:
+        """Return the likeliest possible tokens of each row, at most `NUM_CANDIDATES`; this waits for the device."""
+        scores, ids = (tensor.tolist() for tensor in self.top(NUM_CANDIDATES))
+        counts = [row.index(-math.inf) if -math.inf in row else len(row) for row in scores]
+        return [NextTokens(tokens[:n], row[:n]) for tokens, row, n in zip(ids, scores, counts, strict=True)]
+
+
+RankedRow = tuple[Ranking, int]
+"""One row of a ranking, which is not copied until it is needed."""
+
+
+def joined(rows: Sequence[RankedRow]) -> Ranking:
+    """Return one ranking of these rows, in their order; all must agree on having `token_ids`."""
+    groups: dict[int, list[int]] = {}
+    for place, (ranking, _) in enumerate(rows):
+        groups.setdefault(id(ranking), []).append(place)
+    places = [place for group in groups.values() for place in group]
+    order = sorted(range(len(places)), key=places.__getitem__)
+    members = [(rows[group[0]][0], [rows[place][1] for place in group]) for group in groups.values()]
+    scores = torch.cat([ranking.scores[indices] for ranking, indices in members])[order]
+    ids = [ranking.token_ids[indices] for ranking, indices in members if ranking.token_ids is not None]
+    return Ranking(scores, torch.cat(ids)[order] if ids else None)
+
+
+class Confidence:
+    """How reliable the draft's scores are: P(token) ~ exp(sharpness * score), with a learned sharpness.
+
+    Greedy and sampled requests have one each: noise lets unlikely tokens win, where draft and target differ more.
+    """
+
+    def __init__(self) -> None:
+        self._sharpness = dict.fromkeys((False, True), _PRIOR_SHARPNESS)
+
+    def weights(self, request: Request, scores: Sequence[float]) -> list[float]:
+        """Return unnormalised probabilities of tokens with these descending scores; the first is 1."""
+        sharpness = self._sharpness[request.params.temperature == 0]
+        return [math.exp(sharpness * (score - scores[0])) for score in scores]
+
+    def learn(self, request: Request, next_tokens: NextTokens, committed: int) -> None:
+        """Learn which token was committed, by a step up the gradient of its log probability.
+
+        A token that is not listed counts as the last one.
+        """
+        ids, scores = next_tokens
+        if not ids:
+            return
+        weights = self.weights(request, scores)
+        expected = sum(weight * score for weight, score in zip(weights, scores, strict=True)) / sum(weights)
+        is_greedy = request.params.temperature == 0
+        score = scores[ids.index(committed)] if committed in ids else scores[-1]
+        surprise = self._sharpness[is_greedy] * (score - expected)
+        self._sharpness[is_greedy] *= math.exp(_STEP * max(-_LARGEST_SURPRISE, min(_LARGEST_SURPRISE, surprise)))

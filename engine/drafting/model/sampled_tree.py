@@ -1,0 +1,178 @@
+"""SampledTreeDrafter: trees of sampled tokens, each with its distribution, for rules that need draft rows.
+
+Where siblings are drawn without replacement (the rejection rule), a sibling's row lacks the earlier siblings. Where
+they are independent (k-sequential selection), the tree is several chains from the tip; equal beginnings are not merged,
+because the rule counts them.
+
+The emitted law is the target's only if a tree's shape does not depend on the tokens it holds. So the shape is chosen
+before the first token is drawn, by how often each sibling was accepted in earlier rounds; each node adds the product
+of these rates up to it (Chen et al., "Sequoia", 2402.12374, Section 3.1), and the best n are taken.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.levelwise import TIP, LevelwiseDrafter, Tree, TreeLevel
+from engine.drafting.model.token_drawer import likeliest
+from engine.execution.batch import ForwardBatch
+from engine.protocols import Draft, Request
+from engine.sampling import noise
+from engine.sampling.logits import Run, noised, shape
+from engine.verification.rule import RULES
+
+_PRIOR_RATES = (0.7, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01)
+_PRIOR_ROUNDS = 20
+_ROUNDS_REMEMBERED = 500
+
+
+class SampledTree(Tree):
+    """A tree of a given shape, whose tokens are filled in level by level."""
+
+    def __init__(self, base: int, parents: Sequence[int], end_ids: Collection[int] = ()) -> None:
+        """Make an empty tree; `parents` are its shape, as in `Draft`."""
+        super().__init__(base, end_ids)
+        self._shape: dict[int, list[int]] = {}
+        for position, parent in enumerate(parents):
+            self._shape.setdefault(parent, []).append(position)
+        self._positions: list[int] = []
+        """Per node, its index in the shape."""
+        self._rows: list[tuple[list[int], list[float]]] = []
+        self._newest = 0
+
+    def children_in_shape(self, node: int) -> list[int]:
+        """Return the positions in the shape of the children of a node or the tip."""
+        return self._shape.get(node if node == TIP else self._positions[node], [])
+
+    def add(self, parent: int, token_ids: Sequence[int], rows: Sequence[tuple[list[int], list[float]]]) -> None:
+        """Add children in the order of drawing, each with its distribution given its earlier siblings."""
+        for position, token, row in zip(self.children_in_shape(parent), token_ids, rows, strict=False):
+            self._append(parent, token)
+            self._positions.append(position)
+            self._rows.append(row)
+
+    def next_level(self) -> list[int]:
+        """Return the nodes of the last level that have children in the shape."""
+        newest = range(self._newest, len(self.nodes))
+        level = [node for node in newest if self.children_in_shape(node) and not self._ends(node)]
+        self._newest = len(self.nodes)
+        self._compute(level)
+        return level
+
+    def draft(self) -> Draft:
+        """Return the tree in the order of its shape."""
+        order = sorted(range(len(self.nodes)), key=self._positions.__getitem__)
+        rows = [self._rows[node] for node in order]
+        return replace(self._draft_of(order), top_ids=[ids for ids, _ in rows], top_probs=[probs for _, probs in rows])
+
+
+class SampledTreeDrafter(LevelwiseDrafter[SampledTree]):
+    """Drafts trees by sampling, for rules that need draft rows."""
+
+    def __init__(self, draft: DraftModel, config: EngineConfig) -> None:
+        super().__init__(draft, config)
+        self._independent = RULES[config.verification].independent_siblings
+        self._rates = {is_greedy: list(_PRIOR_RATES[: self.width]) for is_greedy in (False, True)}
+        self._num_seen = {is_greedy: [_PRIOR_ROUNDS] * self.width for is_greedy in (False, True)}
+
+    def plant(self, request: Request, num_nodes: int) -> SampledTree:
+        """Return an empty tree for a request, of at most `num_nodes` nodes."""
+        is_greedy = request.params.temperature == 0
+        if self._independent:
+            # Greedy chains would all be the same one.
+            parents = chains(num_nodes, 1 if is_greedy else self.width)
+        else:
+            parents = likeliest_shape(num_nodes, self._rates[is_greedy])
+        return SampledTree(len(request.token_ids), parents, self._drawer.end_ids(request))
+
+    def compute(self, batch: ForwardBatch, levels: Sequence[TreeLevel[SampledTree]]) -> None:
+        """Compute a level and add its children."""
+        output = self._backend.run(batch)
+        requests, depths = [level.request for level in levels], [level.depths for level in levels]
+        runs = self._drawer.runs(requests, depths, lambda: [level.paths for level in levels])
+        shaped = shape(self._drawer.in_target_ids(output.logits), runs)
+        ids, top, sparse = likeliest(shaped)
+        drawn = self._independently(sparse, levels, runs) if self._independent else self._in_order(sparse, runs)
+        computed = [(level, node) for level in levels for node in level.nodes]
+        for (level, node), tokens, row_ids, logits in zip(computed, drawn, ids.tolist(), top.tolist(), strict=True):
+            level.tree.add(node, tokens, self._rows_of(level.request, tokens, row_ids, logits))
+
+    def _in_order(self, sparse: Tensor, runs: Sequence[Run]) -> list[list[int]]:
+        """Return tokens that are drawn from each row without replacement: the highest scores with Gumbel noise."""
+        scores, tokens = noised(sparse, runs, noise.DRAFT_STREAM).topk(self.width, -1)
+        self._backend.wait()
+        return [
+            [token for token, score in zip(*row, strict=True) if score > float("-inf")]
+            for row in zip(tokens.tolist(), scores.tolist(), strict=True)
+        ]
+
+    def _independently(
+        self, sparse: Tensor, levels: Sequence[TreeLevel[SampledTree]], runs: Sequence[Run]
+    ) -> list[list[int]]:
+        """Return tokens that are drawn from each row independently, one for each chain through it."""
+        children = [level.tree.children_in_shape(node) for level in levels for node in level.nodes]
+        repeated = [row for row, positions in enumerate(children) for _ in positions]
+        row_children = iter(children)
+        draws = []
+        for run in runs:
+            seed, tip = run.params.seed or 0, len(run.request.token_ids)
+            chain_indices = [position % self.width for _ in run.depths for position in next(row_children)]
+            seeds = [noise.round_seed(seed, tip, chain) for chain in chain_indices]
+            draws.append(Run(run.request, list(run.depths[:1]) * len(seeds), seeds=seeds))
+        tokens = iter(noised(sparse[repeated], draws, noise.DRAFT_STREAM).argmax(-1).tolist())
+        return [list(itertools.islice(tokens, len(positions))) for positions in children]
+
+    def _rows_of(
+        self, request: Request, tokens: Sequence[int], ids: list[int], logits: list[float]
+    ) -> list[tuple[list[int], list[float]]]:
+        """Return the distribution that each sibling was sampled from, given its earlier siblings; it sums to 1."""
+        if request.params.temperature == 0:
+            return [(ids, [float(row_id == token) for row_id in ids]) for token in tokens]
+        rows = []
+        for token in tokens:
+            rows.append((ids, _softmax(logits)))
+            if not self._independent:  # logits, because at a low temperature all probabilities but the first underflow
+                logits = [-math.inf if row_id == token else logit for row_id, logit in zip(ids, logits, strict=True)]
+        return rows
+
+    def learn(self, request: Request, tree: SampledTree, node: int, token: int) -> None:
+        """Learn how often each sibling is the accepted one; a rejected one cannot be the recovered token."""
+        is_greedy = request.params.temperature == 0
+        rates, seen = self._rates[is_greedy], self._num_seen[is_greedy]
+        siblings = [child.token_id for child in tree.nodes if child.parent == node]
+        for rank, sibling in enumerate(siblings[: self.width]):
+            seen[rank] = min(seen[rank] + 1, _ROUNDS_REMEMBERED)
+            rates[rank] += ((sibling == token) - rates[rank]) / seen[rank]
+
+
+def _softmax(logits: Sequence[float]) -> list[float]:
+    highest = max(logits)
+    weights = [math.exp(logit - highest) for logit in logits]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def likeliest_shape(num_nodes: int, rates: Sequence[float]) -> list[int]:
+    """Return the parents of the tree with the most accepted tokens expected; `rates` are of siblings in order."""
+    rates = list(itertools.accumulate(rates, min))  # a later sibling never comes without the earlier ones
+    parents: list[int] = []
+    # Entries: minus a node's probability, a tie-breaker, its parent, its rank, and its parent's probability.
+    heap = [(-rates[0], 0, TIP, 0, 1.0)]
+    for node in range(num_nodes):
+        negative, _, parent, rank, reached = heapq.heappop(heap)
+        parents.append(parent)
+        heapq.heappush(heap, (negative * rates[0], 2 * node + 1, node, 0, -negative))
+        if rank + 1 < len(rates):
+            heapq.heappush(heap, (-reached * rates[rank + 1], 2 * node + 2, parent, rank + 1, reached))
+    return parents
+
+
+def chains(num_nodes: int, count: int) -> list[int]:
+    """Return the parents of `count` chains from the tip, with `num_nodes` nodes in all."""
+    return [node - count if node >= count else TIP for node in range(num_nodes)]

@@ -1,0 +1,237 @@
+"""TokenDrawer: runs the passes of a draft model and draws tokens from them, for a chain one pass per token."""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.next_tokens import RankedRow, Ranking
+from engine.execution.attention import KVTensors
+from engine.execution.batch import ForwardBatch, next_tokens
+from engine.protocols import Draft, Request, chain
+from engine.sampling import noise
+from engine.sampling.grammar import matcher_of
+from engine.sampling.logits import Run, draw, needs_shaping, noised, plan_draws, shape
+from engine.sampling.noise import Draws
+from engine.verification.rule import RULES
+
+TOP_M = 32
+"""For rules that need draft rows, tokens are sampled from the m likeliest only, so that a sparse row can travel."""
+Paths = Callable[[], list[list[list[int]]]]
+"""Returns, per request and row, the draft tokens before the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The tokens that one forward pass drew, still on the device.
+
+    Attributes:
+        tokens: [n].
+        top: [n, m] ids and [n, m] probabilities that the tokens were sampled from; for rules that need draft rows.
+        ranking: one row per token: the tokens that may be committed in its place; for running ahead.
+    """
+
+    tokens: Tensor
+    top: tuple[Tensor, Tensor] | None = None
+    ranking: Ranking | None = None
+
+
+@dataclass(slots=True)
+class Chain:
+    """One request's draft tokens as they are drawn; `top_ids`, `top_probs` and `rankings` are per token, or empty."""
+
+    token_ids: list[int] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    top_probs: list[list[float]] = field(default_factory=list)
+    rankings: list[RankedRow] = field(default_factory=list)
+
+    def cut(self, length: int) -> None:
+        """Keep the first `length` tokens."""
+        del self.token_ids[length:], self.top_ids[length:], self.top_probs[length:], self.rankings[length:]
+
+    def draft(self) -> Draft:
+        """Return a copy of the chain as it is sent to the target."""
+        draft = chain(list(self.token_ids))
+        return replace(draft, top_ids=list(self.top_ids), top_probs=list(self.top_probs)) if self.top_ids else draft
+
+
+def extend(chains: Sequence[Chain], drawn: Sequence[Drawn], rows: Sequence[int], counts: Sequence[int]) -> None:
+    """Append the first `counts[i]` tokens drawn for row `rows[i]` to chain i; rankings stay on the device."""
+    tokens = torch.stack([step.tokens for step in drawn], 1).tolist()
+    tops = [step.top for step in drawn if step.top is not None]
+    ids, probs = (torch.stack(steps, 1).tolist() for steps in zip(*tops, strict=True)) if tops else ([], [])
+    rankings = [step.ranking for step in drawn if step.ranking is not None]
+    for extended, row, count in zip(chains, rows, counts, strict=True):
+        extended.token_ids += tokens[row][:count]
+        if tops:
+            extended.top_ids += ids[row][:count]
+            extended.top_probs += probs[row][:count]
+        extended.rankings += [(ranking, row) for ranking in rankings[:count]]
+
+
+def likeliest(shaped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the top m ids and logits of each row [n, m], and all logits with -inf elsewhere [n, vocab]."""
+    top, ids = shaped.topk(min(TOP_M, shaped.shape[-1]), -1)
+    return ids, top, torch.full_like(shaped, float("-inf")).scatter_(-1, ids, top)
+
+
+class TokenDrawer:
+    """Draws draft tokens from a model in this process."""
+
+    def __init__(
+        self,
+        draft: DraftModel,
+        kv: KVTensors,
+        config: EngineConfig,
+        *,
+        ranks: bool = False,
+        num_ranked: int | None = None,
+    ) -> None:
+        """Draw for the configuration's rule; `ranks` keeps the `num_ranked` best tokens (None: all) of each draw."""
+        self._backend = draft.backend
+        self._kv = kv
+        self._grammars = draft.grammars
+        self.vocab_size = draft.vocab_size
+        self._sends_rows = RULES[config.verification].needs_draft_rows
+        self._ranks = ranks
+        self._num_ranked = num_ranked
+
+    def release(self, request_id: str) -> None:
+        """Forget the grammar of a request that has ended."""
+        if self._grammars is not None:
+            self._grammars.release(request_id)
+
+    def end_ids(self, request: Request) -> set[int]:
+        """Return the tokens that end a request."""
+        eos = () if request.params.ignore_eos else self._backend.info.eos_token_ids
+        return {*eos, *request.params.stop_token_ids}
+
+    def extend(
+        self,
+        batch: ForwardBatch,
+        requests: Sequence[Request],
+        tables: Sequence[Sequence[int]],
+        chains: Sequence[Chain],
+        counts: Sequence[int],
+    ) -> None:
+        """Append `counts[i]` tokens to chain i.
+
+        Args:
+            batch: the pass that computes the missing tokens up to the end of the chains, a row of logits for each.
+            tables: the requests' block tables, with room for the new tokens.
+        """
+        heads = [len(chain.token_ids) for chain in chains]
+        lengths = [len(request.token_ids) + head for request, head in zip(requests, heads, strict=True)]
+        depth = max(counts)
+        plan = self.plan(requests, [[head] for head in heads], depth)
+        drawn: list[Drawn] = []
+
+        def paths() -> list[list[list[int]]]:
+            new = torch.stack([step.tokens for step in drawn], -1).tolist() if drawn else [[]] * len(chains)
+            return [[[*chain.token_ids, *tokens]] for chain, tokens in zip(chains, new, strict=True)]
+
+        for step in range(depth):
+            if step == 1:  # while the first pass computes
+                source_lengths = [request.source_length for request in requests]
+                max_length = self._backend.info.max_model_len
+                next_batch = next_tokens(tables, lengths, depth - 1, self._kv, max_length, source_lengths)
+            if step:
+                batch = next_batch(step - 1, drawn[-1].tokens)
+            runs = functools.partial(self.runs, requests, [[head + step] for head in heads], paths)
+            drawn.append(self.run(batch, plan[step], runs))
+        self._backend.wait()
+        extend(chains, drawn, range(len(chains)), counts)
+
+    def plan(
+        self, requests: Sequence[Request], depths: Sequence[Sequence[int]], steps: int = 1
+    ) -> Sequence[Draws | None]:
+        """Return each step's draws, for passes that draw tokens themselves; None if parameters or rule need logits.
+
+        Args:
+            depths: per request, the depths of its rows in the first step.
+        """
+        needs_logits = self._sends_rows or self._backend.info.vocab_size > self.vocab_size
+        if needs_logits or any(needs_shaping(request.params) for request in requests):
+            return [None] * steps
+        rows = [(request, depth) for request, row in zip(requests, depths, strict=True) for depth in row]
+        positions = [len(request.token_ids) + depth for request, depth in rows]
+        return plan_draws([request.params for request, _ in rows], positions, self._kv.input_device, steps)
+
+    def step(
+        self, batch: ForwardBatch, requests: Sequence[Request], depths: Sequence[list[int]], paths: Paths
+    ) -> Drawn:
+        """Compute a batch and draw the next draft token of every row; see `runs`."""
+        (draws,) = self.plan(requests, depths)
+        return self.run(batch, draws, lambda: self.runs(requests, depths, paths))
+
+    def run(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
+        """Compute a batch and draw the next draft token of every row."""
+        output = self._backend.run(batch, draws)
+        if draws is None:
+            return self._draw(output.logits, runs())
+        return Drawn(output.tokens, None, self._ranking(output.scores))
+
+    def _ranking(self, scores: Tensor) -> Ranking | None:
+        """Rank possible tokens by scores [n, vocab]; the token that is committed is likely to have the highest."""
+        if not self._ranks:
+            return None
+        ranking = Ranking(self.in_target_ids(scores))
+        return ranking if self._num_ranked is None else Ranking(*ranking.top(self._num_ranked))
+
+    def in_target_ids(self, logits: Tensor) -> Tensor:
+        """Cut or pad logits [rows, draft's vocab] to the target's vocabulary."""
+        missing = self.vocab_size - logits.shape[-1]
+        return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+
+    def runs(
+        self,
+        requests: Sequence[Request],
+        depths: Sequence[list[int]],
+        paths: Paths,
+        tips: Sequence[Sequence[int]] = (),
+    ) -> list[Run]:
+        """Return a run per request.
+
+        Args:
+            depths: per request, the depths of its rows.
+            paths: called after waiting for the device, and only if parameters depend on them.
+            tips: per request and row, the committed length when the row is drawn; empty if that is the next round.
+        """
+        known_paths: Sequence[Sequence[list[int]]] = [()] * len(requests)
+        if any(request.params.depends_on_path for request in requests):
+            self._backend.wait()
+            known_paths = paths()
+        eos = self._backend.info.eos_token_ids
+        return [
+            Run(
+                request,
+                depths=row_depths,
+                paths=row_paths,
+                end_ids=(*eos, *request.params.stop_token_ids),
+                matcher=matcher_of(self._grammars, request),
+                seeds=[noise.round_seed(request.params.seed or 0, tip) for tip in row_tips] if self._sends_rows else (),
+            )
+            for request, row_depths, row_paths, row_tips in zip(
+                requests, depths, known_paths, tips or [[]] * len(requests), strict=True
+            )
+        ]
+
+    def _draw(self, logits: Tensor, runs: Sequence[Run]) -> Drawn:
+        shaped = shape(self.in_target_ids(logits), runs)
+        if not self._sends_rows:
+            scores = noised(shaped, runs)
+            return Drawn(scores.argmax(-1), None, self._ranking(scores))
+        ids, top, sparse = likeliest(shaped)
+        tokens = draw(sparse, runs, noise.DRAFT_STREAM)
+        flags = [run.params.temperature == 0 for run in runs for _ in run.depths]
+        greedy = torch.tensor(flags, device=shaped.device).unsqueeze(-1)
+        probs = torch.where(greedy, (ids == tokens.unsqueeze(-1)).to(top.dtype), top.softmax(-1))
+        if not self._ranks:
+            return Drawn(tokens, (ids, probs))
+        # The draft can predict the token after a rejection, which the verifier draws with this noise.
+        return Drawn(tokens, (ids, probs), self._ranking(noised(shaped, runs, noise.RESIDUAL_STREAM)))

@@ -1,0 +1,139 @@
+"""BackgroundCompiler: compiles a model's passes in another process while the model is served eagerly.
+
+The process runs only while nothing else needs its core, and one model of a machine compiles at a time: decoding comes
+first. Later starts find the result in the cache.
+"""
+
+import fcntl
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from engine.config import CompileProgress
+from engine.execution.cpu.compilation.packages import cache_folder
+from engine.execution.scratch import scratch_folder
+from engine.models.source import ModelSource
+
+logger = logging.getLogger(__name__)
+
+_LOG_PERIOD_S = 30.0
+_START_S = 23.0
+_LAYER_S = 1.7
+"""CPU seconds of a compilation, and of each layer in it as measured for 2 to 24 layers; for estimates only."""
+
+
+class BackgroundCompiler:
+    """A process that compiles a model, and the thread that waits for it.
+
+    The process ends when its standard input ends, so it never outlives this process, even if that is killed.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        dtype: str,
+        parts: Sequence[Path],
+        ready: Callable[[], None],
+        *,
+        num_layers: int,
+        is_self_draft: bool = False,
+    ) -> None:
+        """Start the thread; it calls `ready` after success and logs a failure.
+
+        Args:
+            parts: the files that it makes, unless they are in the cache.
+            num_layers: the layers of the compiled model.
+            is_self_draft: whether they are the first ones of the source's model.
+        """
+        # Absolute, because the process runs in another folder.
+        directory = str(source.directory.resolve())
+        options = ["--dtype", dtype, "--quantization", source.config.quantization, "--until-input-ends"]
+        options += ["--self-draft-layers", str(num_layers)] if is_self_draft else []
+        self._command = ["-m", "engine.execution.cpu", directory, *options]
+        self._name = source.path
+        self._ready = ready
+        self._expected_s = _START_S + _LAYER_S * num_layers
+        self._process: subprocess.Popen[str] | None = None
+        self._parts = parts
+        self._has_ended = False
+        threading.Thread(target=self._run, daemon=True, name="compiling").start()
+
+    @property
+    def progress(self) -> CompileProgress | None:
+        """How far it is; None once it has ended."""
+        return None if self._has_ended else self._estimate()
+
+    def _estimate(self) -> CompileProgress:
+        left_s = self._expected_s
+        if self._process is not None:  # no other model compiles
+            elapsed_s = time.monotonic() - self._started
+            computed_s = _cpu_seconds(self._process.pid) or elapsed_s
+            left_s = max(1.0, left_s - computed_s) * elapsed_s / computed_s
+        return CompileProgress(sum(path.exists() for path in self._parts), len(self._parts), left_s)
+
+    def _run(self) -> None:
+        try:
+            reason = self._compile()
+        except OSError as error:
+            reason = str(error)
+        self._has_ended = True
+        if reason is None:
+            self._ready()
+        else:
+            logger.warning("%s: serving eagerly, compiling failed: %s", self._name, reason)
+
+    def _compile(self) -> str | None:
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        with (
+            (cache_folder() / "compiling.lock").open("w") as lock,
+            scratch_folder() as folder,  # a C++ compiler that is killed leaves its files behind
+            tempfile.TemporaryFile("w+", dir=folder) as errors,
+        ):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            self._started = time.monotonic()
+            self._process = process = self._start(folder, errors.fileno())
+            logger.info("%s runs eagerly until it is compiled", self._name)
+            while True:
+                try:
+                    status = process.wait(_LOG_PERIOD_S)
+                    break
+                except subprocess.TimeoutExpired:
+                    logger.info("%s: compiled passes: %d of %d, about %.0f s left", self._name, *self._estimate())
+            if status == 0:
+                logger.info("%s: compiled in %.0f s", self._name, time.monotonic() - self._started)
+                return None
+            errors.seek(0)
+            return (errors.read().strip().splitlines() or [f"exit status {status}"])[-1]
+
+    def _start(self, folder: str, errors: int) -> subprocess.Popen[str]:
+        few_threads = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        process = subprocess.Popen(
+            [sys.executable, *self._command],
+            cwd=Path(__file__).parents[4],
+            env=os.environ | few_threads | {"TMPDIR": folder},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            text=True,
+            # Not a session: Linux shares cores between sessions first, and priorities count within one.
+            process_group=0,
+        )
+        os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+        if hasattr(os, "sched_setscheduler"):  # Linux
+            os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
+        return process
+
+
+def _cpu_seconds(process_id: int) -> float | None:
+    """Return the CPU time of a process and of those that it has waited for; None where the system does not say."""
+    try:
+        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")

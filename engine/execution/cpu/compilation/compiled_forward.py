@@ -1,0 +1,267 @@
+"""CompiledForward: runs a model's forward pass compiled ahead of time, which removes per-operator overhead.
+
+On a CPU, a small model spends most of an eager pass between its matrix products. AOTInductor compiles the pass to one
+call. One package serves every batch, because the numbers of rows, tokens and places are symbolic. A package contains
+code only and uses the loaded model's weights.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import PacelineError
+from engine.execution.attention import Group, KVTensors, PagedContext, attend_to_gathered, slots_of, write_slots
+from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.cpu.kernels.paged_attention import attend_to_blocks, suits
+from engine.execution.cpu.kernels.panel_linear import packed_copy
+from engine.execution.scratch import scratch_folder
+from engine.models.causal_lm import forward
+from engine.models.layer_attention import AttentionParams
+from engine.sampling import noise
+from engine.sampling.noise import Draws
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PIECE_LENGTH = 128
+"""Prompts are computed in pieces of this many tokens, whose activations fit into the CPU's cache."""
+_OPENING = threading.Lock()
+"""Held while TMPDIR, which belongs to the whole process, names another folder."""
+_NOISE_TOLERANCE = 1e-4
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+class CompileError(PacelineError):
+    """A forward pass cannot be compiled, or the compiled pass computes something else."""
+
+
+class TracedContext(NamedTuple):
+    """The context of the attention function while it is traced: one group, without branches on tensor values.
+
+    Attributes:
+        slots: [rows * length].
+        ends: [rows, length] each token attends to places before its end only.
+    """
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    group: Group
+    slots: Tensor
+    ends: Tensor
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """Write, then attend; see `AttentionContext.attend`."""
+        keys, values, group = self.keys[layer], self.values[layer], self.group
+        write_slots(keys, self.slots, key)
+        write_slots(values, self.slots, value)
+        _, size, kv_heads, _ = keys.shape
+        if params.is_plain and key.shape[-1] == value.shape[-1] and suits(query.shape[-1], query.dtype):
+            mask = group.mask(params.window, 1, query, size)
+            return attend_to_blocks(query.transpose(0, 1), keys, values, group.blocks, self.ends, mask, params.scaling)
+        mask = group.mask(params.window, query.shape[0] // kv_heads, query, size)
+        # Indexed by rows of blocks: with flat indices, the compiled code would divide to find each number's row.
+        key, value = keys[group.blocks], values[group.blocks]
+        return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)
+
+
+class Step(nn.Module):
+    """The compiled module: computes logits and draws tokens, and writes keys and values to the KV cache."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = packed_copy(module)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every parameter and buffer, by its name in a package."""
+        return dict(self.named_parameters(remove_duplicate=False)) | dict(self.named_buffers(remove_duplicate=False))
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        places: Tensor,
+        limits: Tensor,
+        extra: Tensor,
+        blocks: Tensor,
+        logit_indices: Tensor,
+        temperatures: Tensor,
+        noise_keys: Tensor,
+        noise_rows: Tensor,
+        keys: list[Tensor],
+        values: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return [n, vocab] logits at `logit_indices`, [n, vocab] scores and [n] drawn tokens; see `arguments`."""
+        rows, length = positions.shape
+        group = Group(0, rows, length, blocks, positions, places, limits, extra)
+        slots = slots_of(blocks, places, keys[0].shape[1]).flatten()
+        ends = torch.cat([limits.unsqueeze(-1), extra + 1], -1).amax(-1)
+        context = TracedContext(keys, values, group, slots, ends)
+        logits = forward(self.module, token_ids, positions.flatten(), logit_indices, context).float()
+        scores = noise.scores(logits, temperatures, noise_keys, noise_rows)
+        return logits, scores, scores.argmax(-1)
+
+
+def can_run(batch: ForwardBatch) -> bool:
+    """Return whether one compiled pass can run a batch: one group of rows no longer than a piece."""
+    groups = batch.paged.groups
+    return len(groups) == 1 and groups[0].length <= PIECE_LENGTH
+
+
+def pieces(batch: ForwardBatch) -> Iterator[tuple[ForwardBatch, Tensor]]:
+    """Split a batch into compiled passes: one per group, or per piece of a long prompt.
+
+    Yields:
+        A pass, and the [n] indices of its logits in the batch.
+    """
+    for group in batch.paged.groups:
+        # Only prompt chunks are longer than a piece, and they are groups of one row.
+        for first in range(0, group.length, PIECE_LENGTH):
+            last = min(first + PIECE_LENGTH, group.length)
+            start, stop = group.start + first, group.start + group.rows * last
+            indices = batch.logit_indices
+            (where,) = ((indices >= start) & (indices < stop)).nonzero(as_tuple=True)
+            paged = PagedContext(batch.paged.kv, [_slice(group, first, last, batch.paged.kv.block_size)])
+            yield ForwardBatch(batch.token_ids[start:stop], indices[where] - start, paged), where
+
+
+def _slice(group: Group, first: int, last: int, block_size: int) -> Group:
+    """Return tokens `first` to `last` of every row, with the blocks that they attend to."""
+    width = int(group.places[:, last - 1].amax()) // block_size + 1 if last < group.length else group.blocks.shape[1]
+    return Group(
+        start=0,
+        rows=group.rows,
+        length=last - first,
+        blocks=group.blocks[:, :width],
+        positions=group.positions[:, first:last],
+        places=group.places[:, first:last],
+        limits=group.limits[:, first:last],
+        extra=None if group.extra is None else group.extra[:, first:last],
+    )
+
+
+def arguments(batch: ForwardBatch, draws: Draws | None = None) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return the arguments of `Step.forward`: the batch's tensors, the keys and the values."""
+    kv, (group,) = batch.paged.kv, batch.paged.groups
+    extra, logit_indices = group.extra, batch.logit_indices
+    if extra is None:
+        extra = torch.empty((group.rows, group.length, 0), dtype=torch.int64)
+    if draws is None:
+        no_keys = torch.empty((0, 2), dtype=torch.int32)
+        draws = Draws(torch.ones((len(logit_indices), 1)), no_keys, torch.zeros_like(logit_indices))
+    tensors = [batch.token_ids, group.positions, group.places, group.limits, extra, group.blocks, logit_indices]
+    return [*tensors, draws.temperatures, draws.keys, draws.rows], kv.keys, kv.values
+
+
+def _open(path: Path) -> torch._C._aoti.AOTIModelPackageLoader:
+    """Load a package as `torch._inductor.aoti_load_package` does, without its check of the CPU's instructions.
+
+    That check starts several processes. Here the instructions are part of a package's path.
+    """
+    run_single_threaded, num_runners, device_index = False, 1, -1
+    with _removing_temporary_files():
+        return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", run_single_threaded, num_runners, device_index)
+
+
+@contextlib.contextmanager
+def _removing_temporary_files() -> Iterator[None]:
+    """Remove the files that a package is unpacked to, once it has been loaded.
+
+    The loader removes them when it is destroyed, but workers are killed: each one would leave megabytes behind.
+    """
+    variable = "TMPDIR"
+    with _OPENING, scratch_folder() as folder:
+        before = os.environ.get(variable)
+        os.environ[variable] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[variable]
+            else:
+                os.environ[variable] = before
+
+
+class CompiledForward:
+    """Runs a loaded package with a loaded model's weights."""
+
+    def __init__(self, path: Path, step: Step) -> None:
+        loader = _open(path)
+        weights = step.tensors
+        # The package keeps pointers into these tensors, so they must stay alive.
+        self._step = step
+        self._weights = {name: weights[name].detach() for name in loader.get_constant_fqns()}
+        use_inactive, check_full_update, user_managed = False, True, True
+        loader.load_constants(self._weights, use_inactive, check_full_update, user_managed)
+        # `loader.run` parses a description of the arguments in every call, which takes longer than a small layer.
+        self._run: Callable[[list[Tensor]], list[Tensor]] = loader.boxed_run
+
+    def __call__(self, batch: ForwardBatch, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Run a batch that `can_run` accepts; see `Step.forward`. Without `draws`, draws are greedy."""
+        tensors, keys, values = arguments(batch, draws)
+        # A package assumes contiguous tensors and does not check strides.
+        logits, scores, tokens = self._run([*(tensor.contiguous() for tensor in tensors), *keys, *values])
+        return logits, scores, tokens
+
+    def in_pieces(self, batch: ForwardBatch) -> Tensor:
+        """Run any batch, one group or piece of a prompt after the other; returns [n, vocab] logits."""
+        results = [(self(piece)[0], where) for piece, where in pieces(batch)]
+        logits = torch.empty(len(batch.logit_indices), results[0][0].shape[-1])
+        for piece_logits, where in results:
+            logits[where] = piece_logits
+        return logits
+
+    def check(self, batch: ForwardBatch, expected: Tensor) -> None:
+        """Raise CompileError if logits or drawn tokens differ from an eager pass."""
+        count = len(batch.logit_indices)
+        keys = noise.keys(range(1, count), range(1, count), noise.TARGET_STREAM, torch.device("cpu"))
+        draws = Draws(torch.linspace(0.5, 1.5, count).unsqueeze(-1), keys, torch.arange(count))
+        logits, scores, tokens = self(batch, draws)
+        drawn = noise.scores(logits, draws.temperatures, draws.keys, draws.rows)
+        if not (drawn - scores).abs().amax() < _NOISE_TOLERANCE or not torch.equal(tokens, scores.argmax(-1)):
+            raise CompileError("the compiled pass draws tokens that do not follow from its logits and noise")
+        difference = float((expected - logits).abs().amax() / expected.abs().amax().clamp_min(1.0))
+        if not difference < _TOLERANCE[batch.paged.kv.keys[0].dtype]:
+            raise CompileError(f"the compiled pass differs from the eager one by {difference:.1e}")
+
+
+def example(kv: KVTensors) -> tuple[ForwardBatch, Draws]:
+    """Return an example to trace: two rows of five tokens in three blocks, one with a tree, seven logits, six keys."""
+    parents = [-1, 0, 1, 2]
+    rows = [ForwardRow([1] * 5, 40, [1, 2, 3], 5, parents), ForwardRow([2] * 5, 36, [4, 5, 6], 2)]
+    keys = noise.keys(range(6), range(6), noise.TARGET_STREAM, torch.device("cpu"))
+    return build(rows, kv), Draws(torch.full((7, 1), 0.7), keys, torch.arange(7))
+
+
+def samples() -> list[list[ForwardRow]]:
+    """Return batches of the shapes that rounds have: one row, several rows, a chain, a tree and a prompt piece."""
+    one, five = ForwardRow([1], 20, [1, 2], 1), ForwardRow([1, 2, 3, 4, 5], 17, [3, 4], 5)
+    tree = ForwardRow([1, 2, 3, 4], 9, [5], 4, parents=[-1, -1, 0])
+    piece = ForwardRow([i % 8 for i in range(PIECE_LENGTH)], 30, [*range(1, 11)], 3)
+    return [[one], [five], [tree], [one, five, tree], [ForwardRow([i], 0, [1 + i], 1) for i in range(9)], [piece]]
+
+
+class GumbelNoise(nn.Module):
+    """`noise.gumbel` as a module, for compiling."""
+
+    def forward(self, keys: Tensor, token_ids: Tensor) -> Tensor:
+        """Return [n, vocab] noise."""
+        return noise.plain_gumbel(keys, token_ids)
+
+
+def load_noise(path: Path) -> None:
+    """Use a compiled package for `noise.gumbel`; raise CompileError if it differs from `noise.plain_gumbel`."""
+    run: Callable[[list[Tensor]], list[Tensor]] = _open(path).boxed_run
+    for count, vocab in ((1, 4096), (7, 1000)):
+        keys = noise.keys(range(count), range(count), noise.TARGET_STREAM, torch.device("cpu"))
+        token_ids = torch.arange(vocab, dtype=torch.int32)
+        difference = float((run([keys, token_ids])[0] - noise.plain_gumbel(keys, token_ids)).abs().amax())
+        if not difference < _NOISE_TOLERANCE:
+            raise CompileError(f"the compiled noise differs from the eager one by {difference:.1e}")
+    noise.IMPLEMENTATIONS["cpu"] = lambda keys, token_ids: run([keys, token_ids])[0]

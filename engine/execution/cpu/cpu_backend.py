@@ -1,0 +1,195 @@
+"""CpuBackend: compiled passes, packed 16-bit weights, and a number of threads for each pass."""
+
+import functools
+import logging
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from engine.config import CompileProgress
+from engine.execution.attention import KVTensors
+from engine.execution.backend import PassOutput
+from engine.execution.batch import ForwardBatch, build
+from engine.execution.cpu.compilation import packages
+from engine.execution.cpu.compilation.background_compiler import BackgroundCompiler
+from engine.execution.cpu.compilation.compiled_forward import (
+    CompiledForward,
+    CompileError,
+    Step,
+    can_run,
+    example,
+    load_noise,
+    samples,
+)
+from engine.execution.cpu.host import num_threads
+from engine.execution.cpu.kernels.panel_linear import pack_large_model
+from engine.execution.eager import EagerBackend
+from engine.models.causal_lm import CausalLM
+from engine.models.first_layers import first_layers
+from engine.models.source import ModelSource
+from engine.sampling import noise
+from engine.sampling.noise import Draws
+
+logger = logging.getLogger(__name__)
+
+
+class CpuBackend(EagerBackend):
+    """Runs a model on the CPU: eagerly at first, compiled as soon as its package exists."""
+
+    def __init__(self, model: CausalLM, source: ModelSource, *, whole: "CpuBackend | None" = None) -> None:
+        """Pack quantised and exact 16-bit weights, if the model has large layers and its passes can be compiled.
+
+        Passes use at most `num_threads` threads, by default as many as torch.
+
+        Args:
+            whole: the backend whose model's first layers this one is.
+        """
+        self._whole = whole
+        self._thinned: list[CpuBackend] = []
+        self._source = source
+        self._num_bytes = sum(tensor.nbytes for tensor in [*model.module.parameters(), *model.module.buffers()])
+        self._compiled: CompiledForward | None = None
+        self._compiler: BackgroundCompiler | None = None
+        if model.runs_eagerly is None:
+            _pack(model)
+        self._max_threads: int = whole._max_threads if whole else source.config.num_threads or torch.get_num_threads()
+        torch.set_num_threads(self._max_threads)
+        super().__init__(model)
+
+    @torch.inference_mode()
+    def run(self, batch: ForwardBatch, draws: Draws | None = None) -> PassOutput:
+        """Compute a batch; see `Backend.run`."""
+        torch.set_num_threads(num_threads(self.info.num_parameters * batch.num_tokens, self._max_threads))
+        compiled = self._compiled
+        if compiled is None:
+            return super().run(batch, draws)
+        if can_run(batch):
+            return PassOutput(*compiled(batch, draws))
+        logits = compiled.in_pieces(batch)
+        scores = logits if draws is None else noise.noised_logits(logits, draws)
+        return PassOutput(logits, scores, scores.argmax(-1))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether passes run compiled."""
+        return self._compiled is not None
+
+    @property
+    def compiling(self) -> list[CompileProgress]:
+        """How far this model is, and its first layers that draft; nothing if they are compiled."""
+        compilers = [backend._compiler for backend in (self, *self._thinned)]
+        return [progress for compiler in compilers if compiler and (progress := compiler.progress)]
+
+    def warm_up(self, *, compile_missing: bool = True) -> None:
+        """Load compiled passes from the cache, or once a background process has compiled them."""
+        if self._source.config.compile == "auto":
+            if (reason := self._reason_not_to_compile()) is not None:
+                logger.info("%s runs eagerly: %s", self.info.name, reason)
+            elif not self.use_compiled() and compile_missing:
+                self._compiler = BackgroundCompiler(
+                    self._source,
+                    self.info.dtype,
+                    self._package_files,
+                    self._try_to_adopt,
+                    num_layers=self.model.kv_shape.layers,
+                    is_self_draft=self._whole is not None,
+                )
+        for thinned in self._thinned:
+            thinned.warm_up(compile_missing=compile_missing)
+
+    def thin(self, num_layers: int, kv: KVTensors) -> "tuple[CpuBackend, KVTensors]":
+        """Return this model's first layers; see `Backend.thin`."""
+        thinned = CpuBackend(first_layers(self.model, num_layers), self._source, whole=self)
+        self._thinned.append(thinned)
+        return thinned, kv.first_layers(num_layers)
+
+    def compile(self) -> None:
+        """Compile and load the model's passes; this takes a minute if they are not in the cache.
+
+        Raises:
+            CompileError: the model cannot be compiled here, or its compiled passes compute something else.
+        """
+        if (reason := self._reason_not_to_compile()) is not None:
+            raise CompileError(reason)
+        packages.load_kernels()
+        kv, step = self.allocate_kv(16, 16), self._step
+        with torch.inference_mode():
+            packages.compile_once(self._package, lambda path: packages.compile_step(step, *example(kv), path))
+        packages.compile_once(packages.noise_path(), packages.compile_noise)
+        self._adopt()
+
+    def use_compiled(self) -> bool:
+        """Load compiled passes if they are in the cache; return whether they are."""
+        if self._reason_not_to_compile() is not None:
+            return False
+        was_compiled = all(path.exists() for path in self._package_files)
+        if was_compiled:
+            self._try_to_adopt()
+        return was_compiled
+
+    @functools.cached_property
+    def _step(self) -> Step:
+        module = self.model.module
+        if self._whole is not None:  # so that both share packed weights, too
+            whole = replace(self._whole.model, module=self._whole._step.module)
+            module = first_layers(whole, self.model.kv_shape.layers).module
+        return Step(module)
+
+    @functools.cached_property
+    def _package(self) -> Path:
+        return packages.package_path(self._step, self.model.config)
+
+    @property
+    def _package_files(self) -> list[Path]:
+        return [self._package, packages.noise_path(), packages.kernels_path()]
+
+    def _reason_not_to_compile(self) -> str | None:
+        if self._whole is not None:
+            return self._whole._reason_not_to_compile()
+        shard = self.model.shard
+        if shard is not None and shard.world_size > 1:
+            return "it is one of several ranks"
+        if self.model.runs_eagerly is not None:
+            return self.model.runs_eagerly
+        if self._num_bytes > packages.MAX_BYTES:
+            return "it is bound by memory, not by calls"
+        if not packages.has_compiler():
+            return "there is no C++ compiler"
+        return None
+
+    def _try_to_adopt(self) -> None:
+        try:
+            self._adopt()
+        except (CompileError, OSError, RuntimeError) as error:
+            logger.warning("%s runs eagerly: %s", self.info.name, error)
+
+    @torch.inference_mode()
+    def _adopt(self) -> None:
+        """Load the package and use it, if it agrees with the eager pass on batches of several shapes."""
+        started = time.monotonic()
+        packages.load_kernels()
+        candidate = CompiledForward(self._package, self._step)
+        kv = self.allocate_kv(16, 16)
+        for rows in samples():
+            batch = build(rows, kv)
+            candidate.check(batch, self.logits(batch))
+        load_noise(packages.noise_path())
+        self._compiled = candidate
+        # Frees the eager module, whose unpacked weights take half of the memory or more.
+        self.model.module = self._step.module
+        logger.info("%s: compiled pass loaded and checked in %.1f s", self.info.name, time.monotonic() - started)
+
+
+def bytes_per_weight(dtype: torch.dtype) -> int:
+    """Return a weight's peak memory during loading: float32 weights are packed to 16 bits before they are freed."""
+    return dtype.itemsize + (2 if dtype == torch.float32 else 0)
+
+
+def _pack(model: CausalLM) -> None:
+    """Pack layers whose weights are quantised or exact 16-bit numbers, if the C++ library can be loaded."""
+    try:
+        pack_large_model(model.module, model.info.name, packages.load_kernels)
+    except (CompileError, OSError) as error:
+        logger.info("%s: weights are converted in every pass, or float32 in memory: %s", model.info.name, error)

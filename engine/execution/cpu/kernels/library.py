@@ -1,0 +1,74 @@
+"""Kernels: registers our torch operators, and builds and loads their C++ implementations.
+
+torch's operators have much overhead for small matrix products and attention. Until the C++ library is loaded, an
+operator runs its Python definition.
+"""
+
+import ctypes
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SOURCES = [Path(__file__).with_name(name) for name in ("panel_linear.cpp", "paged_attention.cpp")]
+_C_TYPES = {"Tensor": "AtenTensorHandle", "int": "int64_t", "float": "double"}
+_library = torch.library.Library("paceline", "DEF")  # type: ignore[no-untyped-call]
+
+
+def define(schema: str, compute: Callable[..., Tensor], shape: Callable[..., Tensor]) -> None:
+    """Define `torch.ops.paceline.NAME`; `shape` returns an empty tensor of the result's shape.
+
+    `compute` is the implementation until the C++ library is loaded, which registers its own for CPUs.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)  # type: ignore[no-untyped-call]
+    _library.impl(name, compute, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.impl(name, shape, "Meta")  # type: ignore[no-untyped-call]
+
+
+def shims(schemas: list[str]) -> dict[Any, list[str]]:
+    """Return C declarations that let torch's compiler call these operators."""
+    names = [schema.partition("(")[0] for schema in schemas]
+    return {
+        getattr(torch.ops.paceline, name).default: [_declaration(schema)]
+        for name, schema in zip(names, schemas, strict=True)
+    }
+
+
+def symbol(schema: str) -> str:
+    """Return the name of an operator's C function."""
+    return "aoti_torch_cpu_" + schema.partition("(")[0]
+
+
+def _declaration(schema: str) -> str:
+    inner = schema[schema.index("(") + 1 : schema.index(")")]
+    parameters = [f"{_C_TYPES[type_name]} {name}" for type_name, name in (text.split() for text in inner.split(", "))]
+    return f"AOTITorchError {symbol(schema)}({', '.join(parameters)}, AtenTensorHandle* output)"
+
+
+def build(path: Path) -> None:
+    """Build the C++ library at `path`, or raise torch's CppCompileError."""
+    from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    # Warnings are off, because torch's headers cause some.
+    options = CppTorchOptions(vec_isa=pick_vec_isa(), warning_all=False, extra_flags=("-w",))
+    # Built in a temporary folder, because the builder cannot handle spaces in paths.
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory(dir=path.parent) as beside:
+        sources = [shutil.copy(source, folder) for source in SOURCES]
+        builder = CppBuilder("kernels", sources, options, output_dir=folder)
+        builder.build()
+        Path(shutil.copy(builder.get_target_file_path(), beside)).replace(path)
+
+
+def load(path: Path) -> None:
+    """Load the C++ library, for packages that are loaded later.
+
+    Raises:
+        OSError: the library cannot be loaded.
+    """
+    ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

@@ -1,0 +1,107 @@
+"""Compiled decoder layers: Inductor fuses the operators between a layer's matrix products.
+
+All layers of a model share one compilation, whose number of tokens is symbolic. Attention is an opaque operator; it
+finds keys, values and block tables in the context of the pass that is being computed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch._dynamo
+import torch._inductor.config
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from engine.errors import ModelError
+from engine.execution.attention import PagedContext
+from engine.execution.cuda import triton_attention as paged_attention
+from engine.models.layer_attention import AttentionParams
+
+_MAX_COMPILATIONS = 64
+"""Layers of different kinds are compiled separately; a model has a few kinds."""
+
+_contexts: list["TritonContext"] = []
+"""The pass that is being computed, last."""
+
+
+@dataclass(slots=True)
+class TritonContext(PagedContext):
+    """The context of passes on CUDA: attends group by group with Triton kernels."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """Write, then attend; see `AttentionContext.attend`."""
+        self.layers.append(layer)
+        keys, values = self.kv.keys[layer], self.kv.values[layer]
+        paged_attention.write(key, value, keys, values, self.slots)
+        output = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
+        for group in self.groups:
+            tokens = slice(group.start, group.start + group.rows * group.length)
+            paged_attention.attend(group, query[:, tokens], keys, values, output[tokens], params)
+        return output
+
+    @contextmanager
+    def current(self) -> Iterator["OperatorContext"]:
+        """Make this the pass whose layers are computed, and return the context to give to the model."""
+        _contexts.append(self)
+        try:
+            yield OperatorContext()
+        finally:
+            _contexts.pop()
+
+
+class OperatorContext:
+    """Attends through an operator, so that a compiler can treat it as one call."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """Write, then attend, in the context of the current pass; see `AttentionContext.attend`."""
+        window, scaling, softcap, sinks, bias, is_cross = params
+        assert bias is None, "models with these run eagerly"
+        assert not is_cross, "models with these run eagerly"
+        output: Tensor = torch.ops.paceline.attend_in_context(query, key, value, layer, window, scaling, softcap, sinks)
+        return output
+
+
+@torch.library.custom_op("paceline::attend_in_context", mutates_args=())
+def _attend_in_context(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    window: int | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    return _contexts[-1].attend(layer, query, key, value, AttentionParams(window, scaling, softcap, sinks))
+
+
+@_attend_in_context.register_fake
+def _(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:
+    return query.new_empty(query.shape[1], query.shape[0], value.shape[2])
+
+
+def compile_layers(module: nn.Module) -> None:
+    """Compile every decoder layer of a transformers model, at its first pass.
+
+    Raises:
+        ModelError: the model has no layers of the kind that transformers' models are made of.
+    """
+    layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    if not layers:
+        raise ModelError(f"{type(module).__name__} has no decoder layers that can be compiled")
+    # A layer's index is data, so that one compilation serves all layers.
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
+    torch._dynamo.config.recompile_limit = _MAX_COMPILATIONS
+    # Kernels are chosen by rule: a choice by measurement could round differently in the next process.
+    torch._inductor.config.deterministic = True
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True)
+
+
+def uncompile_layers(module: nn.Module) -> None:
+    """Undo `compile_layers`."""
+    for layer in module.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            layer.__dict__.pop("forward", None)

@@ -1,0 +1,262 @@
+"""Paged attention for CUDA: Triton kernels that read keys and values in their blocks.
+
+A row's context is cut into chunks of fixed length. Each chunk is attended to by itself, and the results are merged in
+order. So every bit of a token's result depends only on its query and its context, not on other tokens or rows, nor on
+how many programs computed the chunks. This is flash-decoding (Dao et al., 2023) with a split that does not depend on
+the batch.
+"""
+
+import torch
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from torch import Tensor
+
+from engine.execution.attention import Group
+from engine.models.layer_attention import AttentionParams
+
+CHUNK = 256
+"""Places of a context that are attended to together."""
+TILE = 128
+"""Places that are loaded at once."""
+MAX_PROGRAMS = 32
+"""Programs that share the chunks of one row and head."""
+MAX_SPLIT_LENGTH = 32
+"""Rows of more tokens have enough programs without splitting their context."""
+_QUERY_ROWS = 64
+_LOG2_E = 1.4426950408889634
+
+
+def attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, output: Tensor, params: AttentionParams) -> None:
+    """Attend to a group's blocks.
+
+    Args:
+        query: [heads, rows * length, key_dim].
+        keys, values: [num_blocks, block_size, kv_heads, key_dim or value_dim], one layer's cache.
+        output: [rows * length, heads, value_dim], filled by this call.
+    """
+    heads, _, key_dim = query.shape
+    value_dim = values.shape[-1]
+    _, block_size, kv_heads, _ = keys.shape
+    copies = heads // kv_heads
+    is_split = group.length <= MAX_SPLIT_LENGTH
+    tile_tokens = triton.next_power_of_2(min(group.length, max(1, _QUERY_ROWS // copies)))
+    num_chunks = triton.cdiv(group.blocks.shape[1] * block_size, CHUNK)
+    num_programs = min(num_chunks, MAX_PROGRAMS) if is_split else 1
+    tokens = group.rows * group.length
+    partials, stats = output, output
+    if is_split:
+        partials = torch.empty((tokens, heads, num_chunks, value_dim), dtype=torch.float32, device=query.device)
+        stats = torch.empty((tokens, heads, num_chunks, 2), dtype=torch.float32, device=query.device)
+    extra = group.limits if group.extra is None else group.extra
+    num_extra = 0 if group.extra is None else group.extra.shape[-1]
+    common = {
+        "VALUE_DIM": value_dim,
+        "VALUE_PAD": triton.next_power_of_2(value_dim),
+        "NUM_EXTRA": num_extra,
+        "CHUNK": CHUNK,
+        "WINDOW": params.window or 0,
+        "HAS_SINKS": params.sinks is not None,
+    }
+    sinks = output if params.sinks is None else params.sinks
+    scale = key_dim**-0.5 if params.scaling is None else params.scaling
+    # Scores are in units of log2, for `exp2`.
+    cap = 0.0 if params.softcap is None else params.softcap * _LOG2_E
+    scale = scale * _LOG2_E if params.softcap is None else scale / params.softcap
+    grid = (group.rows * triton.cdiv(group.length, tile_tokens), kv_heads, num_programs)
+    _attend_kernel[grid](
+        query, keys, values, output, partials, stats,
+        group.blocks, group.limits, group.positions, extra, sinks,
+        scale, cap, group.length, num_chunks,
+        query.stride(0), query.stride(1), *group.blocks.stride(),
+        HEADS=heads, KV_HEADS=kv_heads, COPIES=copies, BLOCK_SIZE=block_size, TILE_TOKENS=tile_tokens,
+        ROWS=max(16, triton.next_power_of_2(tile_tokens * copies)), TILE=TILE, IS_SPLIT=is_split,
+        KEY_DIM=key_dim, KEY_PAD=triton.next_power_of_2(key_dim), HAS_CAP=params.softcap is not None,
+        num_stages=2, enable_fp_fusion=False, **common,
+    )  # fmt: skip
+    if is_split:
+        _merge_kernel[(tokens, heads)](
+            partials, stats, output, group.limits, group.positions, extra, sinks, num_chunks, HEADS=heads,
+            enable_fp_fusion=False, **common,
+        )  # fmt: skip
+
+
+def write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    """Write keys and values [kv_heads, tokens, key_dim or value_dim] to their slots [tokens] of one layer's cache."""
+    kv_heads, tokens, key_dim = key.shape
+    value_dim = value.shape[-1]
+    _write_kernel[(tokens,)](
+        key, value, keys, values, slots, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        KV_HEADS=kv_heads, HEADS_PAD=triton.next_power_of_2(kv_heads),
+        KEY_DIM=key_dim, KEY_PAD=triton.next_power_of_2(key_dim),
+        VALUE_DIM=value_dim, VALUE_PAD=triton.next_power_of_2(value_dim),
+    )  # fmt: skip
+
+
+@triton.jit
+def _bounds(limits, positions, extra, token, is_token, NUM_EXTRA: tl.constexpr, WINDOW: tl.constexpr):
+    limit = tl.load(limits + token, mask=is_token, other=0).to(tl.int32)
+    first = tl.zeros_like(limit)
+    if WINDOW > 0:
+        position = tl.load(positions + token, mask=is_token, other=0).to(tl.int32)
+        first = tl.maximum(position - WINDOW + 1, 0)
+    end = limit
+    for i in tl.static_range(NUM_EXTRA):
+        end = tl.maximum(end, tl.load(extra + token * NUM_EXTRA + i, mask=is_token, other=-1).to(tl.int32) + 1)
+    return first, limit, end
+
+
+@triton.jit
+def _merged(best, total, other_best, other_total):
+    """Merge two parts of a softmax: return the highest score, the total and the factors of both parts' sums.
+
+    Written with explicit multiply-adds, so that every compilation rounds alike.
+    """
+    new_best = tl.maximum(best, other_best)
+    shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+    kept = tl.exp2(best - shift)
+    added = tl.exp2(other_best - shift)
+    return new_best, tl.fma(total, kept, other_total * added), kept, added
+
+
+@triton.jit
+def _left_to_sink(best, total, sink):
+    """Return the softmax's total with a sink's weight in it, and the factor of the sums so far."""
+    new_best = tl.maximum(best, sink)
+    kept = tl.exp2(best - new_best)
+    return tl.fma(total, kept, tl.exp2(sink - new_best)), kept
+
+
+@triton.jit
+def _attend_kernel(
+    query, keys, values, output, partials, stats, blocks, limits, positions, extra, sinks,
+    scale, cap, length, num_chunks, query_head_stride, query_token_stride, blocks_row_stride, blocks_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, COPIES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, IS_SPLIT: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+    NUM_EXTRA: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Attend to the chunks of one tile of tokens and one key/value head.
+
+    The query heads of that head are rows of the same product: row i is query head i % COPIES of token i // COPIES.
+    """
+    num_tiles = tl.cdiv(length, TILE_TOKENS)
+    row = tl.program_id(0) // num_tiles
+    kv_head = tl.program_id(1)
+    lane = tl.arange(0, ROWS)
+    token_in_row = tl.program_id(0) % num_tiles * TILE_TOKENS + lane // COPIES
+    is_token = (token_in_row < length) & (lane < TILE_TOKENS * COPIES)
+    token = row * length + token_in_row
+    head = kv_head * COPIES + lane % COPIES
+    first, limit, end = _bounds(limits, positions, extra, token, is_token, NUM_EXTRA, WINDOW)
+    last = tl.max(tl.where(is_token, end, 0), 0)
+    start = tl.min(tl.where(is_token, first, last), 0)
+    key_column = tl.arange(0, KEY_PAD)
+    is_key_column = key_column < KEY_DIM
+    column = tl.arange(0, VALUE_PAD)
+    is_column = column < VALUE_DIM
+    rows = tl.load(
+        query + head[:, None] * query_head_stride + token[:, None] * query_token_stride + key_column[None, :],
+        mask=is_token[:, None] & is_key_column[None, :], other=0.0,
+    )  # fmt: skip
+    best = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, VALUE_PAD), tl.float32)
+    for chunk in range(start // CHUNK + tl.program_id(2), tl.cdiv(last, CHUNK), tl.num_programs(2)):
+        chunk_best = tl.full((ROWS,), float("-inf"), tl.float32)
+        chunk_total = tl.zeros((ROWS,), tl.float32)
+        chunk_sums = tl.zeros((ROWS, VALUE_PAD), tl.float32)
+        for place_start in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, last), TILE):
+            place = place_start + tl.arange(0, TILE)
+            is_place = place < last
+            block = tl.load(blocks + row * blocks_row_stride + place // BLOCK_SIZE * blocks_stride, is_place, 0)
+            entry = (block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE) * KV_HEADS + kv_head
+            key_entry = keys + entry[None, :] * KEY_DIM + key_column[:, None]
+            key = tl.load(key_entry, is_place[None, :] & is_key_column[:, None], 0.0)
+            scores = tl.dot(rows, key, input_precision="ieee") * scale
+            if HAS_CAP:  # tanh
+                scores = (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0)) * cap
+            is_visible = place[None, :] < limit[:, None]
+            for i in tl.static_range(NUM_EXTRA):
+                node = tl.load(extra + token * NUM_EXTRA + i, mask=is_token, other=-1).to(tl.int32)
+                is_visible = is_visible | (place[None, :] == node[:, None])
+            if WINDOW > 0:
+                is_visible = is_visible & (place[None, :] >= first[:, None])
+            scores = tl.where(is_visible, scores, float("-inf"))
+            new_best = tl.maximum(chunk_best, tl.max(scores, 1))
+            shift = tl.where(new_best == float("-inf"), 0.0, new_best)
+            weights = tl.exp2(scores - shift[:, None])
+            kept = tl.exp2(chunk_best - shift)
+            value_entry = values + entry[:, None] * VALUE_DIM + column[None, :]
+            value = tl.load(value_entry, is_place[:, None] & is_column[None, :], 0.0)
+            # A product with ones sums in order of places; `tl.sum` would sum in an order that depends on the tile.
+            ones = tl.full((TILE, 16), 1.0, value.dtype)
+            tile_totals = tl.dot(weights.to(value.dtype), ones, input_precision="ieee")
+            tile_total = tl.max(tile_totals, 1)  # all columns are alike
+            chunk_total = tl.fma(chunk_total, kept, tile_total)
+            chunk_sums = tl.dot(weights.to(value.dtype), value, chunk_sums * kept[:, None], input_precision="ieee")
+            chunk_best = new_best
+        if IS_SPLIT:
+            part = (token * HEADS + head) * num_chunks + chunk
+            is_part = is_token[:, None] & is_column[None, :]
+            tl.store(partials + part.to(tl.int64)[:, None] * VALUE_DIM + column[None, :], chunk_sums, is_part)
+            tl.store(stats + part * 2, chunk_best, is_token)
+            tl.store(stats + part * 2 + 1, chunk_total, is_token)
+        else:
+            best, total, kept, added = _merged(best, total, chunk_best, chunk_total)
+            sums = tl.fma(sums, tl.broadcast_to(kept[:, None], sums.shape), chunk_sums * added[:, None])
+    if not IS_SPLIT:
+        if HAS_SINKS:
+            sink = tl.load(sinks + head, mask=is_token, other=0.0).to(tl.float32) * 1.4426950408889634
+            total, kept = _left_to_sink(best, total, sink)
+            sums *= kept[:, None]
+        place = (token * HEADS + head).to(tl.int64)[:, None] * VALUE_DIM + column[None, :]
+        is_written = is_token[:, None] & is_column[None, :]
+        sums /= tl.where(is_token, total, 1.0)[:, None]
+        tl.store(output + place, sums.to(output.dtype.element_ty), is_written)
+
+
+@triton.jit
+def _merge_kernel(
+    partials, stats, output, limits, positions, extra, sinks, num_chunks,
+    HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+    NUM_EXTRA: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    head = tl.program_id(1)
+    first, _, end = _bounds(limits, positions, extra, token, True, NUM_EXTRA, WINDOW)
+    column = tl.arange(0, VALUE_PAD)
+    is_column = column < VALUE_DIM
+    best = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    sums = tl.zeros((VALUE_PAD,), tl.float32)
+    for chunk in range(first // CHUNK, tl.cdiv(end, CHUNK)):
+        part = (token * HEADS + head).to(tl.int64) * num_chunks + chunk
+        chunk_best = tl.load(stats + part * 2)
+        chunk_total = tl.load(stats + part * 2 + 1)
+        chunk_sums = tl.load(partials + part * VALUE_DIM + column, is_column, 0.0)
+        best, total, kept, added = _merged(best, total, chunk_best, chunk_total)
+        sums = tl.fma(sums, tl.broadcast_to(kept, sums.shape), chunk_sums * added)
+    if HAS_SINKS:
+        total, kept = _left_to_sink(best, total, tl.load(sinks + head).to(tl.float32) * 1.4426950408889634)
+        sums *= kept
+    place = (token * HEADS + head).to(tl.int64) * VALUE_DIM + column
+    tl.store(output + place, (sums / total).to(output.dtype.element_ty), is_column)
+
+
+@triton.jit
+def _write_kernel(
+    key, value, keys, values, slots, key_head_stride, key_token_stride, value_head_stride, value_token_stride,
+    KV_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
+    KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    head = tl.arange(0, HEADS_PAD)[:, None]
+    entry = tl.load(slots + token).to(tl.int64) * KV_HEADS + head
+    column = tl.arange(0, KEY_PAD)[None, :]
+    is_entry = (head < KV_HEADS) & (column < KEY_DIM)
+    new_key = tl.load(key + head * key_head_stride + token * key_token_stride + column, is_entry)
+    tl.store(keys + entry * KEY_DIM + column, new_key, is_entry)
+    column = tl.arange(0, VALUE_PAD)[None, :]
+    is_entry = (head < KV_HEADS) & (column < VALUE_DIM)
+    new_value = tl.load(value + head * value_head_stride + token * value_token_stride + column, is_entry)
+    tl.store(values + entry * VALUE_DIM + column, new_value, is_entry)

@@ -1,0 +1,101 @@
+"""Footprint: computes a model's memory from its configuration and file headers, before it loads."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedConfig
+
+from engine.config import EngineConfig
+from engine.execution.memory import Footprint
+from engine.models.causal_lm import kv_shape
+from engine.models.quantization import check_quantization, layer_bytes, linear_layers, on_meta, saved_format
+from engine.models.shards import plan_of, style_of
+from engine.models.source import ModelSource
+
+_BYTES = {"I8", "U8"}
+"""Number formats in files that stay as they are: weights that are saved quantised."""
+_LOGIT_COPIES = 4
+"""Logits, scores, and copies made by shaping and log probabilities."""
+_MASK_COPIES = 2
+_ACTIVATION_COPIES = 6
+
+
+def footprint(
+    source: ModelSource, engine: EngineConfig, *, dtype: torch.dtype, bytes_per_weight: int, world_size: int = 1
+) -> Footprint:
+    """Return the footprint of a model, or of one of its ranks, without loading it.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be served.
+    """
+    configuration = source.configuration
+    check_quantization(source.config, configuration, world_size)
+    weight_bytes = _weight_bytes(source, bytes_per_weight, world_size)
+    longest = source.kind.context_length(configuration)
+    return of_weights(
+        source.path, weight_bytes, configuration, engine, longest=longest, dtype=dtype, world_size=world_size
+    )
+
+
+def of_weights(
+    name: str,
+    weight_bytes: int,
+    model_config: PreTrainedConfig,
+    engine: EngineConfig,
+    *,
+    longest: int,
+    dtype: torch.dtype,
+    world_size: int = 1,
+) -> Footprint:
+    """Return the footprint of a model with `weight_bytes` of weights on each rank; a pure function."""
+    text = model_config.get_text_config()
+    shape = kv_shape(model_config, world_size)
+    max_model_len = min(engine.max_model_len or longest, longest)
+    layer_token_bytes = shape.kv_heads * (shape.key_dim + shape.value_dim) * dtype.itemsize
+    num_tokens = engine.max_num_batched_tokens
+    num_logits = min(num_tokens, engine.max_num_seqs * (1 + engine.num_speculative_tokens))
+    inner = getattr(text, "intermediate_size", None) or getattr(text, "d_ff", None) or 4 * text.hidden_size
+    # Where scores are biased by distance, each head has its own mask.
+    has_biases = getattr(text, "relative_attention_num_buckets", None) is not None
+    num_masks = _MASK_COPIES * (shape.kv_heads if has_biases else 1)
+    widest = max(text.hidden_size, *(inner if isinstance(inner, list) else [inner]))
+    workspace_bytes = (
+        num_masks * num_tokens * max_model_len * dtype.itemsize
+        + 2 * max_model_len * layer_token_bytes
+        + _ACTIVATION_COPIES * num_tokens * widest * dtype.itemsize
+        + _LOGIT_COPIES * num_logits * text.vocab_size * torch.float32.itemsize
+    )
+    return Footprint(name, weight_bytes, workspace_bytes, shape.layers * layer_token_bytes, max_model_len)
+
+
+def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -> int:
+    quantization, model_config = source.config.quantization, source.configuration
+    if saved_format(model_config) not in (None, "torchao"):  # all weights become floats
+        return sum(p.numel() for p in on_meta(model_config).parameters()) * bytes_per_weight
+    quantized: dict[str, int] = {}
+    if quantization != "none":
+        layers = linear_layers(model_config).items()
+        quantized = {f"{name}.weight": layer_bytes(quantization, layer) for name, layer in layers}
+    plan = plan_of(source, world_size) if world_size > 1 else {}
+    return sum(_bytes_of(file, plan, world_size, bytes_per_weight, quantized) for file in source.weight_files)
+
+
+def _bytes_of(
+    file: Path, plan: dict[str, str], world_size: int, bytes_per_weight: int, quantized: Mapping[str, int]
+) -> int:
+    """Return the memory of a rank's weights by a file's header; `quantized` has those of weights that are rounded."""
+    total = 0
+    with safe_open(file, framework="pt") as weights:
+        for name in weights.keys():  # noqa: SIM118 - not a dict
+            if name in quantized:
+                total += quantized[name]
+                continue
+            weight = weights.get_slice(name)
+            size = math.prod(weight.get_shape())
+            is_integer = weight.get_dtype() in _BYTES
+            is_sliced = style_of(plan, name.rpartition(".")[0]) is not None
+            total += (1 if is_integer else bytes_per_weight) * (size // world_size if is_sliced else size)
+    return total

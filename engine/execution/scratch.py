@@ -1,0 +1,37 @@
+"""scratch_folder: a temporary folder that the next process removes if its own is killed."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a new temporary folder, which only this user may enter.
+
+    First remove those whose processes have ended without removing them: workers are killed at any moment.
+    """
+    prefix = f"paceline-{_process_namespace()}-"
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        process_id = folder.name.removeprefix(prefix).partition("-")[0]
+        if process_id.isdigit() and not _is_alive(int(process_id)):
+            shutil.rmtree(folder, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", ignore_cleanup_errors=True)
+
+
+def _process_namespace() -> int:
+    """Return the PID namespace: containers can share the temporary folder, but not process ids."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:  # not Linux
+        return 0
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

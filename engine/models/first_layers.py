@@ -1,0 +1,75 @@
+"""The first layers of a model with its own final norm and head, over the same weights, so that it can self-draft."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from engine.config import EngineConfig
+from engine.errors import ModelError
+from engine.models.causal_lm import CausalLM
+from engine.models.source import ModelSource
+
+
+def check_self_draft(config: EngineConfig, target: ModelSource) -> None:
+    """If the target self-drafts, check that it has more layers than it drafts with, before loading it.
+
+    Raises:
+        ModelError: it has not, or there is no such model, or it cannot be served.
+    """
+    if (count := config.self_draft_layers) is None:
+        return
+    num_layers = target.configuration.get_text_config().num_hidden_layers
+    if count >= num_layers:
+        bounds = f"must be at most {num_layers - 1}" if num_layers > 1 else "cannot be used"
+        raise ModelError(f"self_draft_layers is {count}; it {bounds}, because {target.path} has {num_layers} layers")
+
+
+def first_layers(model: CausalLM, count: int) -> CausalLM:
+    """Return a model of the first `count` decoder layers, which shares everything else with `model`.
+
+    Raises:
+        ModelError: the model does not have one list of decoder layers.
+    """
+    lists = [
+        (path, list(child))
+        for path, child in model.module.named_modules()
+        if isinstance(child, nn.ModuleList)
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in child)
+        and any(hasattr(inner, "layer_idx") for inner in child.modules())
+    ]
+    if len(lists) != 1 or len(lists[0][1]) != model.kv_shape.layers:
+        raise ModelError(f"{model.info.name} cannot draft for itself: {len(lists)} lists of decoder layers in it")
+    path, layers = lists[0]
+    config = copy.deepcopy(model.config)
+    config.get_text_config().num_hidden_layers = count
+    info = replace(model.info, num_parameters=model.info.num_parameters - sum(map(_num_weights, layers[count:])))
+    # Copies, because a backend may replace a layer's `forward` by a compiled one.
+    module = _replaced(model.module, path, nn.ModuleList(map(_shallow, layers[:count])))
+    return replace(model, module=module, config=config, info=info)
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    copied = copy.copy(module)
+    copied._modules = dict(module._modules)
+    return copied
+
+
+def _replaced(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
+    """Return a shallow copy of a module with another module at a path; those above it are copied, too."""
+    copied = _shallow(module)
+    name, _, rest = path.partition(".")
+    setattr(copied, name, _replaced(module.get_submodule(name), rest, new) if rest else new)
+    return copied
+
+
+def _num_weights(module: nn.Module) -> int:
+    """Return how many weights a module has, packed and quantised ones included, and their scales not."""
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(layer, "in_features")]
+    counted = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+    others = [parameter for parameter in module.parameters() if id(parameter) not in counted]
+    num_products: int = sum(layer.in_features * layer.out_features for layer in layers)
+    return num_products + sum(tensor.numel() for tensor in (*biases, *others))

@@ -1,0 +1,115 @@
+"""The attention parameters of a model's layers, and the attention function that transformers calls.
+
+The function's name is not in transformers' mask registry, so that transformers builds no mask itself.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from engine.errors import ModelError
+
+ATTENTION_NAME = "paceline"
+_SUPPORTED = {
+    *("paged", "sliding_window", "softcap", "s_aux", "position_bias", "dropout", "logit_indices"),
+    *("position_ids", "is_causal", "use_cache", "output_attentions", "output_router_logits"),
+}
+
+
+class KVShape(NamedTuple):
+    """The size of a KV cache per token: layers, key/value heads, and the sizes of keys and values."""
+
+    layers: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class AttentionParams(NamedTuple):
+    """How a layer attends.
+
+    Attributes:
+        window: length of a sliding window; None for full attention.
+        scaling: factor of the dot products; None for 1 / sqrt(head_dim).
+        softcap: bound on the scores, `softcap * tanh(score / softcap)` (Gemma 2, arXiv:2408.00118, section 2).
+        sinks: [heads] an extra score per head, without a value (gpt-oss; Xiao et al., arXiv:2309.17453).
+        bias: [heads, distances] added to a score by the distance between two tokens; longer distances have the last
+            (Raffel et al., arXiv:1910.10683, section 2.1).
+        is_cross: the layer attends to the source's tokens, whose keys and values are in the cache already.
+    """
+
+    window: int | None = None
+    scaling: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+    is_cross: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether torch's operator suffices: a softmax of scaled dot products."""
+        return self.softcap is None and self.sinks is None
+
+
+class AttentionContext(Protocol):
+    """The attention function's access to one forward pass; backends implement it."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
+        """Write a layer's new keys and values to their slots, then attend.
+
+        Args:
+            query: [heads, tokens, key_dim].
+            key, value: [kv_heads, tokens, key_dim or value_dim].
+
+        Returns:
+            [tokens, heads, value_dim].
+        """
+        ...
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Write keys and values to their slots, then attend; transformers calls this in every layer.
+
+    Args:
+        query: [1, heads, tokens, key_dim].
+        key, value: [1, kv_heads, tokens, key_dim or value_dim].
+        kwargs: `position_bias` has [heads, distances] in an encoder-decoder's self-attention.
+
+    Returns:
+        [1, tokens, heads, value_dim], and None for the attention weights.
+
+    Raises:
+        ModelError: the layer needs an attention feature that is not supported.
+    """
+    unsupported = sorted(name for name in kwargs.keys() - _SUPPORTED if kwargs[name] is not None)
+    if unsupported or attention_mask is not None or kwargs.get("dropout"):
+        raise ModelError(f"attention with {', '.join(unsupported) or 'a mask or dropout'} is not supported")
+    if "paged" not in kwargs:
+        raise ModelError("its layers do not pass keyword arguments on to their attention")
+    context: AttentionContext = kwargs["paged"]
+    # Not made an int: while layers are compiled, their index is symbolic.
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    bias = kwargs.get("position_bias")
+    is_cross = bias is not None and not module.is_causal
+    params = AttentionParams(
+        kwargs.get("sliding_window"),
+        scaling,
+        kwargs.get("softcap"),
+        kwargs.get("s_aux"),
+        bias=None if is_cross else bias,
+        is_cross=is_cross,
+    )
+    # Contiguous, because some models view it as [1, tokens, heads * value_dim].
+    return context.attend(layer, query[0], key[0], value[0], params).unsqueeze(0).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,0 +1,199 @@
+"""ModelSource: a model's files, found once, and each read at most once in a process, when it is first needed.
+
+Files are in a directory or in the local cache of the Hugging Face hub; nothing is downloaded. The Router and the
+Ingress use this file, too, and do not import torch, so torch and transformers are imported inside the properties.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.config import ModelConfig
+from engine.errors import ModelError, ModelMismatchError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+
+    from engine.models.causal_lm import CausalLM
+
+
+class ModelKind:
+    """How decoder-only models are served; other kinds derive from it. `refusals` tells why, by feature."""
+
+    name = "decoder-only"
+    refusals: Mapping[str, str] = {}
+
+    def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
+        """Raise ModelError if the model's architecture or quantisation cannot be served."""
+        from transformers import AutoModelForCausalLM
+
+        from engine.models.causal_lm import kv_shape
+
+        text, description = configuration.get_text_config(), f"{config.path} is {configuration.model_type}"
+        if configuration.is_encoder_decoder:
+            raise ModelError(f"{description}, an encoder-decoder of a family that is not served")
+        layer_types = set(getattr(text, "layer_types", None) or [])
+        if "chunked_attention" in layer_types or getattr(text, "attn_temperature_tuning", False):
+            raise ModelError(f"{description}, whose layers attend in chunks or by positions that they count themselves")
+        if unsupported := ", ".join(sorted(layer_types - {"full_attention", "sliding_attention"})):
+            raise ModelError(f"{description} with {unsupported} layers, whose state cannot roll back")
+        try:
+            kv_shape(configuration, 1)
+        except RuntimeError as error:
+            raise ModelError(f"{description}, whose layers differ in their heads: {error}") from error
+        if type(configuration) not in AutoModelForCausalLM._model_mapping:
+            raise ModelError(f"{description}, which has no causal language model in transformers")
+        architecture = AutoModelForCausalLM._model_mapping[type(configuration)]
+        if not getattr(architecture, "_supports_attention_backend", False):
+            raise ModelError(f"{description}, whose attention cannot be replaced in transformers")
+
+    def context_length(self, configuration: Any) -> int:
+        """Return how many tokens a request may have, prompt and text together."""
+        return int(configuration.get_text_config().max_position_embeddings)
+
+    def start_id(self, settings: Mapping[str, Any], generation_settings: Mapping[str, Any]) -> int | None:
+        """Return the token that a text starts with after its prompt; None for decoder-only models."""
+        return None
+
+    @property
+    def model_class(self) -> "type[CausalLM]":
+        """The class of loaded models."""
+        from engine.models.causal_lm import CausalLM
+
+        return CausalLM
+
+
+class ModelSource:
+    """A model's directory, and its configuration, tokenizer and generation settings; `open_model` makes it.
+
+    Each property raises ModelError if there is no such model, or if its files cannot be read or served.
+    """
+
+    def __init__(self, config: ModelConfig, kinds: Mapping[str, Callable[[], ModelKind]]) -> None:
+        """Store where the model is; `kinds` are the kinds of the models that are not decoder-only, by `model_type`."""
+        self.config = config
+        self.path = config.path
+        self._kinds = kinds
+
+    @cached_property
+    def directory(self) -> Path:
+        """The directory of the model's files."""
+        if (directory := Path(self.path)).is_dir():
+            return directory
+        # Imported here, because most models are directories.
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(self.path, revision=self.config.revision, local_files_only=True))
+        except (OSError, ValueError) as error:
+            message = f"model directory {self.path} does not exist, nor does the local hub cache hold such a model"
+            raise ModelError(message) from error
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The contents of config.json."""
+        return self._read("config.json")
+
+    @cached_property
+    def kind(self) -> ModelKind:
+        """The kind of the model."""
+        return self._kinds.get(self.settings.get("model_type", ""), ModelKind)()
+
+    @cached_property
+    def configuration(self) -> "PreTrainedConfig":
+        """The configuration of a model that can be served."""
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import CONFIG_MAPPING
+
+        model_type = self.settings.get("model_type", "")
+        if model_type == "mistral" and "layer_types" in self.settings:  # as in `AutoConfig`
+            model_type = "ministral"
+        try:
+            configuration: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(
+                self.settings | {"model_type": model_type}
+            )
+        except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+            raise ModelError(f"cannot read a model configuration from {self.path}: {error}") from error
+        self.kind.check(self.config, configuration, self.generation_settings)
+        return configuration
+
+    @cached_property
+    def generation_settings(self) -> dict[str, Any]:
+        """The contents of generation_config.json; empty if there is none."""
+        return self._read("generation_config.json") if (self.directory / "generation_config.json").exists() else {}
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The end-of-sequence ids, from the generation settings or else the configuration."""
+        eos: Any = self.generation_settings.get("eos_token_id")
+        if eos is None:
+            eos = self.configuration.get_text_config().eos_token_id
+        return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of the model's logits."""
+        return int(self.configuration.get_text_config().vocab_size)
+
+    @cached_property
+    def tokenizer(self) -> "PreTrainedTokenizerFast":
+        """The tokenizer in tokenizer.json.
+
+        `AutoTokenizer` is not used: it imports torch, and rebuilds the tokenizers of some families from the vocabulary.
+        """
+        # Imported here, because it takes a second, and `serve run` and starting workers import this file as well.
+        from transformers import PreTrainedTokenizerFast
+
+        try:
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(self.directory)
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelError(f"cannot load a tokenizer from {self.path}: {error}") from error
+        assert isinstance(tokenizer, PreTrainedTokenizerFast)
+        return tokenizer
+
+    @cached_property
+    def weight_files(self) -> list[Path]:
+        """The safetensors files."""
+        names, index = ["model.safetensors"], self.directory / "model.safetensors.index.json"
+        if index.exists():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if missing := [name for name in names if not (self.directory / name).exists()]:
+            raise ModelError(f"cannot load {self.path}: it lacks {', '.join(missing[:3])}")
+        return [self.directory / name for name in names]
+
+    def refuse(self, feature: str) -> None:
+        """Raise ModelError if models of this kind do not support a feature; it gives the reason."""
+        if (reason := self.kind.refusals.get(feature)) is not None:
+            raise ModelError(f"{self.path} is {self.kind.name}, {reason}")
+
+    def _read(self, name: str) -> dict[str, Any]:
+        try:
+            content = json.loads((self.directory / name).read_text(), object_hook=_special_float)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"cannot read a model configuration from {self.path}: {error}") from error
+        if not isinstance(content, dict):
+            raise ModelError(f"cannot read a model configuration from {self.path}: {name} holds no object")
+        return content
+
+
+def _special_float(value: dict[str, Any]) -> Any:
+    """Return the float of {"__float__": "Infinity"}, transformers' form of it, and any other object as it is."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
+def check_same_vocabulary(target: ModelSource, draft: ModelSource) -> None:
+    """Raise ModelMismatchError unless two tokenizers give every token the same id.
+
+    The check compares tokenizers and not `vocab_size`, because families pad their embeddings differently (Qwen2.5
+    does), and because a pair with equal sizes but different ids would silently lose its acceptance rate.
+    """
+    target_ids, draft_ids = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    if target_ids == draft_ids:
+        return
+    token, token_id = min(target_ids.items() ^ draft_ids.items(), key=lambda item: item[1])
+    raise ModelMismatchError(
+        f"the draft {draft.path} and the target {target.path} do not share their token ids: "
+        f"id {token_id} ({token!r}) is not the same token in both ({len(draft_ids)} and {len(target_ids)} tokens)"
+    )

@@ -1,0 +1,89 @@
+"""Encoder-decoders of the T5 family, whose encoder's output lies in the same KV cache as the decoder's tokens.
+
+A request's context is the encoder's input, the token that starts the text, and the text. In every layer of the cache,
+the encoder's tokens have their keys and values for cross-attention, the decoder's tokens theirs for self-attention. So
+a request has one block table, planned, allocated and preempted like any other.
+
+The encoder runs once, over one whole input at a time. The decoder's passes are flat and paged, as in `attention`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSeq2SeqLM
+
+from engine.models.causal_lm import CausalLM
+from engine.models.layer_attention import ATTENTION_NAME
+
+
+@dataclass
+class EncoderDecoderLM(CausalLM):
+    """A loaded encoder-decoder.
+
+    The keys and values of cross-attention are computed from the encoder's output, so the decoder's layers lose their
+    projections for them. Its self-attention passes on a table of biases by distance in place of a bias for every pair.
+    """
+
+    loaded_by = AutoModelForSeq2SeqLM
+    attention = "sdpa"
+    runs_eagerly = "it is an encoder-decoder"
+
+    def __post_init__(self) -> None:
+        decoder: Any = self.module.decoder
+        decoder.config._attn_implementation = ATTENTION_NAME
+        decoder.register_forward_hook(_keep_tokens_with_logits, with_kwargs=True)
+        projections = nn.ModuleList()
+        for block in decoder.block:
+            self_attention, cross_attention = block.layer[0].SelfAttention, block.layer[1].EncDecAttention
+            if self_attention.has_relative_attention_bias:
+                self_attention.compute_bias = _constant(bias_by_distance(self_attention))
+            projections.append(nn.ModuleList([cross_attention.k, cross_attention.v]))
+            cross_attention.k, cross_attention.v = nn.Identity(), nn.Identity()
+        self.module.encoder_projections = projections
+
+    def forward(self, batch: Any) -> Tensor:
+        """Encode the batch's inputs, then run the decoder; see `CausalLM.forward`."""
+        for source_input in batch.source_inputs:
+            self._encode(source_input.token_ids, source_input.slots, batch.paged)
+        config: Any = self.module.config
+        if not len(batch.token_ids):
+            return torch.empty(0, config.vocab_size, device=batch.token_ids.device)
+        # Tells the layers to call cross-attention; its content does not matter, as keys and values are in the cache.
+        placeholder = torch.zeros(1, 1, config.num_heads * config.d_kv, device=batch.token_ids.device)
+        logits: Tensor = self.module(
+            decoder_input_ids=batch.token_ids.unsqueeze(0),
+            encoder_outputs=(placeholder,),
+            use_cache=False,
+            logit_indices=batch.logit_indices,
+            paged=batch.paged,
+        ).logits
+        return logits[0]
+
+    def _encode(self, token_ids: Tensor, slots: Tensor, paged: Any) -> None:
+        """Run the encoder, and write the keys and values of every layer's cross-attention to the slots."""
+        module: Any = self.module
+        hidden = module.encoder(input_ids=token_ids.unsqueeze(0)).last_hidden_state[0]
+        heads = (module.config.num_heads, module.config.d_kv)
+        for layer, pair in enumerate(module.encoder_projections):
+            key, value = (projection(hidden).unflatten(-1, heads).transpose(0, 1) for projection in pair)
+            paged.write(layer, slots, key, value)
+
+
+def bias_by_distance(attention: Any) -> Tensor:
+    """Return [heads, distances] the biases between a token and those before it; all longer distances have the last."""
+    longest = attention.relative_attention_max_distance
+    bias: Tensor = attention.compute_bias(1, longest + 1, past_seen_tokens=longest)
+    return bias[0, :, 0].flip(-1)
+
+
+def _constant(tensor: Tensor) -> Callable[..., Tensor]:
+    return lambda *_, **__: tensor
+
+
+def _keep_tokens_with_logits(_: nn.Module, __: object, kwargs: dict[str, Any], output: Any) -> Any:
+    """Drop the decoder's other outputs, before the head computes logits from them."""
+    output.last_hidden_state = output.last_hidden_state[:, kwargs["logit_indices"]]
+    return output

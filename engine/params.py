@@ -1,0 +1,104 @@
+"""SamplingParams: how tokens are drawn and when a text ends, with vLLM's names and ranges."""
+
+import math
+from dataclasses import dataclass, field
+
+from engine.errors import RequestError
+
+MAX_SEED = 2**63 - 1
+_MIN_TEMPERATURE, _MIN_REPETITION_PENALTY = 1e-6, 1e-20
+"""Lower temperatures count as 0, because they resolve less than the rounding of logits; lower penalties are raised to
+this one, which has the same effect. Both would make logits infinite."""
+
+
+def nth_seed(first: int, index: int) -> int:
+    """Return the seed of the text number `index`, which is `first` plus the index, wrapped to the range of seeds."""
+    span = 2 * (MAX_SEED + 1)
+    return (first + index + MAX_SEED + 1) % span - MAX_SEED - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are drawn and when they end.
+
+    Raises:
+        RequestError: a value is out of range; the message names the field, the value and the limits.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    min_tokens: int = 0
+    max_tokens: int = 16
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    num_speculative_tokens: int | None = None
+    fixes_draft_length: bool = False
+    """Draft `num_speculative_tokens` in every round, whatever `speculation=adaptive` chooses for other requests."""
+    n: int = 1
+    grammar: str | None = None
+    """A grammar that the text must match, made by a function of `engine.sampling.grammar`."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and low <= value <= high):
+                raise RequestError(f"{name} is {value}, allowed are {low} to {high}", name)
+        for name in ("top_p", "repetition_penalty"):
+            if (value := getattr(self, name)) <= 0:
+                raise RequestError(f"{name} is {value}; it must be above 0", name)
+        if self.temperature < _MIN_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
+        if self.repetition_penalty < _MIN_REPETITION_PENALTY:
+            object.__setattr__(self, "repetition_penalty", _MIN_REPETITION_PENALTY)
+        if self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens is {self.min_tokens}, max_tokens only {self.max_tokens}", "min_tokens")
+        for token_id, bias in self.logit_bias.items():
+            if not (math.isfinite(bias) and -100 <= bias <= 100):
+                raise RequestError(f"logit_bias of token {token_id} is {bias}, allowed are -100 to 100", "logit_bias")
+        if self.fixes_draft_length and self.num_speculative_tokens is None:
+            raise RequestError("a fixed draft length needs num_speculative_tokens", "num_speculative_tokens")
+        if "" in self.stop:
+            raise RequestError("stop contains an empty string", "stop")
+        for name in ("min_tokens", "ignore_eos"):
+            if self.grammar is not None and (value := getattr(self, name)):
+                raise RequestError(f"{name} is {value}; it cannot be combined with a grammar", name)
+
+    @property
+    def depends_on_path(self) -> bool:
+        """Whether the draft tokens before a row change its distribution."""
+        return self.has_penalties or self.grammar is not None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether a penalty depends on earlier tokens."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("temperature", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("top_k", -1, 2**31 - 1),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 100.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("seed", -(2**63), MAX_SEED),
+    ("min_tokens", 0, 2**31 - 1),
+    ("max_tokens", 1, 2**31 - 1),
+    ("logprobs", 0, 20),
+    ("prompt_logprobs", 0, 20),
+    ("num_speculative_tokens", 0, 64),
+    ("n", 1, 128),
+)

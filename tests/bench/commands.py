@@ -1,0 +1,169 @@
+"""python -m tests.bench COMMAND: how fast Paceline is, and where the time goes.
+
+compare   every way to decode the same prompts, at batch 1 and 8, T = 0 and 0.7 (also `make bench JSON=path`)
+profile   what the parts of a round cost, in process and served
+methods   every drafting method with every verification rule, by domain of text, and transformers' own methods;
+          --large: on a target of 0.4 billion weights that writes the same text
+paced     passes take as long as on named GPUs: what a round takes besides its passes, and what drafts gain
+abuse     16 clients with costly bodies: what another client notices
+
+How a comparison is kept fair: every method gets the same token ids, ends with text, and makes the same number of tokens
+per prompt, end-of-text ignored. Models are loaded in the same number format with the same number of threads (the served
+application divides the cores among its processes itself, as it does for any user). Each method has a fresh process, so
+that thread pools and allocators do not disturb each other, and each cell is warmed up before it is timed. All processes
+exist at the same time and take the batches of a cell in turn, in an order that changes, while the others sleep: a
+machine's speed drifts by half over minutes, and so it drifts for all of them alike. A ratio is the median, over turns,
+of the two methods' speeds in the same turn. No method may keep the keys and values of an earlier prompt. transformers
+runs at its best ordinary setting (sdpa attention; assisted generation both with its own draft length and with ours, the
+faster one counts). A served stream is timed by its client.
+"""
+
+import os
+import sys
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import get_args
+
+from rich.console import Console
+
+from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, Drafting, Dtype, Verification
+from engine.errors import PacelineError
+from tests.bench.abuse import abuse
+from tests.bench.compare import CELLS, compile_models, show, write
+from tests.bench.methods.comparison import Selection, methods, show_parts
+from tests.bench.paced.comparison import paced
+from tests.bench.profile import profile
+from tests.bench.turns import collect
+from tests.bench.workload import Cell, Setting, Workload, read_prompts
+
+METHODS = tuple(name for name in get_args(Drafting) if name not in ("auto", "none"))
+RULES = get_args(Verification)
+NAMES = ("transformers", "transformers-assisted")
+NAMES += ("engine-plain", "engine-speculative", "serve-plain", "serve-speculative")
+PEERS = ("vllm-plain", "vllm-speculative")
+"""In the environment that `make bench-peers` makes."""
+PLOTS = Path(__file__).parent / "plots"
+Command = Callable[[Namespace, Workload, Console], list[str]]
+
+
+def run(arguments: list[str]) -> int:
+    """Run a command; return the exit status: 1 if something went wrong, 2 if it cannot be measured."""
+    options = parse(arguments)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    workload = Workload(
+        target=str(options.target),
+        draft=str(options.draft),
+        dtype=options.dtype,
+        device="auto",
+        compile="auto",
+        num_threads=options.threads,
+        prompts=read_prompts(str(options.target)),
+        cells=CELLS,
+        num_tokens=options.num_tokens,
+        num_turns=options.turns,
+    )
+    try:
+        failures: list[str] = options.run(options, workload, console)
+    except PacelineError as error:
+        console.print(error, markup=False)
+        return 2
+    for failure in failures:
+        console.print(failure, style="red", markup=False)
+    return 1 if failures else 0
+
+
+def parse(arguments: list[str]) -> Namespace:
+    """Return the options of a command; without a command they are those of `compare`."""
+    summary, details = (__doc__ or "").split("\n\n", 1)
+    layout = RawDescriptionHelpFormatter
+    parser = ArgumentParser("python -m tests.bench", description=summary, epilog=details, formatter_class=layout)
+    commands = parser.add_subparsers(required=True)
+
+    def add(name: str, run: Command, num_tokens: int = 128) -> ArgumentParser:
+        """Add a command with the options that say which models continue prompts, and how far."""
+        command = commands.add_parser(name, formatter_class=ArgumentDefaultsHelpFormatter)
+        command.set_defaults(run=run)
+        command.add_argument("--target", type=Path, default=BUNDLED_TARGET, help="a transformers directory")
+        command.add_argument("--draft", type=Path, default=BUNDLED_DRAFT, help="a transformers directory")
+        command.add_argument("--dtype", choices=get_args(Dtype), default="auto")
+        command.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads in process")
+        command.add_argument("--num-tokens", type=int, default=num_tokens, help="new tokens per prompt")
+        command.add_argument("--turns", type=int, help="batches of each cell")
+        command.add_argument("--json", type=Path, help="where the rows go")
+        return command
+
+    compare = add("compare", _compare)
+    compare.add_argument("--only", nargs="+", choices=NAMES + PEERS, help="these methods")
+    compare.add_argument("--peers", action="store_true", help="vLLM, too (`make bench-peers`)")
+    add("profile", _profile)
+    add("abuse", _abuse)
+    arms_help = "plain, speculative, adaptive, fixed-K; with -run-ahead behind it, or run-ahead alone"
+    paced = add("paced", _paced, num_tokens=256)
+    paced.add_argument("--pair", default="h100x4-70b+h100-1b", help="devices and models; as %(default)s")
+    paced.add_argument("--streams", type=_integers, default=(1, 8, 64), help="concurrent streams, as 1,8,64")
+    paced.add_argument("--arms", nargs="+", default=("plain", "speculative", "run-ahead"), help=arms_help)
+    paced.add_argument("--temperatures", type=_numbers, default=(0.0, 0.7, 1.0), help="as 0,0.7,1")
+    paced.add_argument("--png", type=Path, default=PLOTS / "paced.png", help="where the plot goes")
+    methods = add("methods", _methods, num_tokens=48)
+    methods.add_argument("--large", action="store_true", help="on the large target")
+    methods.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="who drafts")
+    methods.add_argument("--rules", nargs="+", choices=RULES, default=RULES, help="who verifies")
+    methods.add_argument("--lengths", type=_integers, default=(2, 4, 8, 16), help="draft lengths, as 2,4,8,16")
+    adaptive = ("model", "model+suffix")
+    methods.add_argument("--adaptive", nargs="*", choices=METHODS, default=adaptive, help="speculation=adaptive, too")
+    methods.add_argument("--batch-sizes", type=_integers, default=(1, 8), help="as 1,8")
+    methods.add_argument("--domains", nargs="+", default=[], help="these domains of text (default: all)")
+    methods.add_argument("--temperatures", type=_numbers, default=(0.0, 0.7), help="as 0,0.7")
+    methods.add_argument("--parts", nargs="+", type=Path, help="measure nothing, show these JSON files")
+    methods.add_argument("--png", type=Path, help="where the plot goes")
+    is_command = arguments and (arguments[0] in commands.choices or arguments[0] in ("-h", "--help"))
+    return parser.parse_args(arguments if is_command else ["compare", *arguments])
+
+
+def _compare(options: Namespace, workload: Workload, console: Console) -> list[str]:
+    names = options.only or (NAMES + PEERS if options.peers else NAMES)
+    compile_models(workload, console)
+    rows, failures = collect(names, workload, console)
+    show(rows, workload, console)
+    if options.json is not None:
+        write(rows, options.json)
+    return failures
+
+
+def _profile(options: Namespace, workload: Workload, console: Console) -> list[str]:
+    compile_models(workload, console)
+    profile(workload, console)
+    return []
+
+
+def _methods(options: Namespace, workload: Workload, console: Console) -> list[str]:
+    if options.parts:
+        show_parts(options.parts, console, json=options.json, png=options.png or PLOTS / "methods.png")
+        return []
+    compile_models(workload, console)
+    selection = Selection(**{field.name: getattr(options, field.name) for field in fields(Selection)})
+    methods(workload, selection, console, json=options.json, png=options.png)
+    return []
+
+
+def _paced(options: Namespace, workload: Workload, console: Console) -> list[str]:
+    for arm in options.arms:
+        Setting.of(arm, workload.num_speculative_tokens)
+    cells = [Cell(size, heat) for size in options.streams for heat in options.temperatures]
+    workload = replace(workload, device="cpu", cells=cells)
+    return paced(workload, options.pair, options.arms, console, json=options.json, png=options.png)
+
+
+def _abuse(options: Namespace, workload: Workload, console: Console) -> list[str]:
+    compile_models(workload, console)
+    return abuse(workload, console)
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))

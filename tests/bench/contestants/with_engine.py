@@ -1,0 +1,97 @@
+"""Paceline in this process: the engine behind `LLM`, with stopwatches around its two models."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from engine.control.stats import SpeculationStats
+from engine.engine import Engine
+from engine.llm import LLM, run_in_process
+from engine.params import SamplingParams
+from tests.bench.figures import Batch, RoundSplit, Timeline
+from tests.bench.spans import Spans
+from tests.bench.workload import Cell, Setting, Workload
+from tests.load.records import Acceptance
+
+
+class EngineMethod:
+    """The engine's own loop, with speculation or without."""
+
+    def __init__(self, workload: Workload, setting: Setting) -> None:
+        torch.set_num_threads(workload.num_threads)
+        self.num_speculative_tokens: int | None = setting.num_speculative_tokens
+        self._num_tokens = workload.num_tokens
+        self.engine = load(workload, setting).engine
+        self._spans = Spans()
+        self._spans.wrap(self.engine.verifier, "verify", "target")
+        self._spans.wrap(self.engine.drafter, "propose", "draft")
+
+    def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
+        before = acceptance(self.engine.stats)
+        rounds: list[tuple[float, float, float]] = []  # without prompts: all, the target's and the draft's seconds
+
+        def observe(round_s: float, has_prompts: bool) -> None:
+            if not has_prompts:
+                rounds.append((round_s, self._spans.seconds["target"], self._spans.seconds["draft"]))
+            self._spans.seconds.clear()
+
+        started = time.perf_counter()
+        timelines = generate(self.engine, prompts, cell.temperature, self._num_tokens, observe)
+        elapsed = time.perf_counter() - started
+        means = [sum(seconds) / len(rounds) for seconds in zip(*rounds, strict=True)]
+        split = RoundSplit(len(rounds), *means) if rounds else None
+        return Batch(elapsed, timelines, acceptance(self.engine.stats) - before, split)
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+def acceptance(stats: SpeculationStats) -> Acceptance:
+    return Acceptance(stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)
+
+
+def load(workload: Workload, setting: Setting) -> LLM:
+    """Load the engine; it may not keep a prompt's keys and values for the next time, since transformers does not."""
+    return LLM(
+        workload.target,
+        workload.draft,
+        num_speculative_tokens=setting.num_speculative_tokens,
+        speculation=setting.speculation,
+        dtype=workload.dtype,
+        device=workload.device,
+        compile=workload.compile,
+        enable_prefix_caching=False,
+        max_num_seqs=workload.max_num_seqs,
+    )
+
+
+def generate(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    num_tokens: int,
+    observe: Callable[[float, bool], None] = lambda round_s, has_prompts: None,
+) -> list[Timeline]:
+    """Continue prompts as `LLM.generate` does, noting when each round's tokens came.
+
+    Args:
+        observe: takes the seconds of each round, and whether it computed prompts.
+    """
+    counts = [0] * len(prompts)
+    now = time.perf_counter()
+    timelines = [Timeline(now) for _ in prompts]
+    for index, prompt in enumerate(prompts):
+        params = SamplingParams(temperature=temperature, seed=index, max_tokens=num_tokens, ignore_eos=True)
+        engine.add(str(index), prompt, params)
+    while engine.has_work:
+        started, has_prompts = time.perf_counter(), engine.scheduler.has_prompts
+        outputs = run_in_process(engine.step())
+        now = time.perf_counter()
+        observe(now - started, has_prompts)
+        for output in outputs:
+            timelines[int(output.request_id)].arrivals_s.append(now)
+            counts[int(output.request_id)] += len(output.token_ids)
+    if any(count != num_tokens for count in counts):
+        raise RuntimeError(f"the engine returned {counts} tokens, {num_tokens} each were asked for")
+    return timelines

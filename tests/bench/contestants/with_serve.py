@@ -1,0 +1,195 @@
+"""Paceline as it is served: the application on a Ray cluster of its own, asked over HTTP by streaming clients."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import aiohttp
+import httpx
+
+from deployments.config import AppConfig
+from deployments.local.environment import serve_environment
+from tests.bench.contestants.processes import cpu_seconds, freeze, thaw
+from tests.bench.contestants.readings import Reading, split_between
+from tests.bench.figures import Batch, Timeline
+from tests.bench.workload import Cell, Setting, Workload
+from tests.e2e.servers import free_port
+from tests.load.client import data_of_events
+
+ROOT = Path(__file__).parents[3]
+ENVIRONMENT = {
+    "RAY_ADDRESS": "local",  # a cluster of its own, whatever else runs on this machine
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 60.0
+READ_TIMEOUT_S = 120.0
+FIRST_SETTLE_S = 2.0
+"""After the first answer: caches of the processes fill."""
+SETTLE_S = 0.5
+"""After a thaw, what has become due meanwhile is done first."""
+
+
+class Server:
+    """`serve run` of the application on a free port, until `stop`.
+
+    Args:
+        arguments: the application's, besides those that follow from the workload.
+        variables: more environment variables for its processes.
+
+    Attributes:
+        pid: the process whose descendants serve.
+    """
+
+    def __init__(
+        self, workload: Workload, arguments: dict[str, object], variables: Mapping[str, str] | None = None
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="paceline-bench-")
+        folder, port = Path(self._folder.name), free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._log = folder / "log"
+        fields = "dtype", "device", "compile", "max_num_seqs"
+        models = {"target_model": workload.target, "draft_model": workload.draft, "enable_prefix_caching": False}
+        settings = models | {name: getattr(workload, name) for name in fields} | arguments
+        application = {"name": "paceline", "import_path": "deployments:app", "args": settings}
+        config = {"http_options": {"host": "127.0.0.1", "port": port}, "applications": [application]}
+        (folder / "serve.json").write_text(json.dumps({"proxy_location": "HeadOnly", **config}))
+        environment = os.environ | ENVIRONMENT | serve_environment(AppConfig()) | {"PYTHONPATH": str(ROOT)}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [Path(sys.executable).with_name("serve"), "run", folder / "serve.json"],
+                cwd=ROOT,
+                env=environment | (variables or {}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        try:
+            self._wait()
+        except BaseException:
+            self.stop()
+            raise
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text()
+
+    @contextmanager
+    def frozen_afterwards(self) -> Iterator[None]:
+        """Let it run for the block only; it costs nothing until the next one."""
+        thaw(self.pid)
+        time.sleep(SETTLE_S)
+        try:
+            yield
+        finally:
+            freeze(self.pid)
+
+    def stop(self) -> None:
+        if self._process.poll() is None:
+            thaw(self.pid)
+            self._process.send_signal(signal.SIGINT)
+            try:
+                self._process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+        self._folder.cleanup()
+
+    def _wait(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == httpx.codes.OK:
+                    return
+            except httpx.TransportError:
+                pass
+            time.sleep(0.25)
+        raise RuntimeError(f"the application did not start:\n{self._log.read_text()[-4000:]}")
+
+
+class ServeMethod:
+    """Completions streamed over HTTP, one connection per stream; times are the client's. Frozen between batches.
+
+    The client is aiohttp's, which reads HTTP in C: it shares the cores, and httpx would be a tenth of what is measured.
+
+    Args:
+        setting: its draft length, control and running ahead; a length of 0 serves without a draft.
+    """
+
+    def __init__(self, workload: Workload, setting: Setting) -> None:
+        self.num_speculative_tokens: int | None = setting.num_speculative_tokens
+        self._num_tokens = workload.num_tokens
+        self._server = Server(workload, setting._asdict())
+        self._runner = asyncio.Runner()
+        try:
+            self._client = self._runner.run(_open_client(self._server.url))
+            time.sleep(FIRST_SETTLE_S)
+            freeze(self._server.pid)
+        except BaseException:
+            self._server.stop()
+            raise
+
+    def run(self, prompts: Sequence[Sequence[int]], cell: Cell) -> Batch:
+        with self._server.frozen_afterwards():
+            return self._runner.run(self._run(prompts, cell.temperature))
+
+    def close(self) -> None:
+        self._runner.run(self._client.close())
+        self._runner.close()
+        self._server.stop()
+
+    async def _run(self, prompts: Sequence[Sequence[int]], temperature: float) -> Batch:
+        before, computed = await self._read(), self._cpu_seconds()
+        started = time.perf_counter()
+        streams = [self._stream(ids, temperature, seed) for seed, ids in enumerate(prompts)]
+        timelines = await asyncio.gather(*streams)
+        elapsed = time.perf_counter() - started
+        cpu_s = {name: seconds - computed[name] for name, seconds in self._cpu_seconds().items()}
+        after = await self._read()
+        run_ahead = after.run_ahead - before.run_ahead if before.run_ahead and after.run_ahead else None
+        acceptance = after.acceptance - before.acceptance
+        return Batch(elapsed, timelines, acceptance, split_between(before, after), run_ahead, cpu_s)
+
+    def _cpu_seconds(self) -> dict[str, float]:
+        return cpu_seconds(self._server.pid) | {"client": time.process_time()}
+
+    async def _read(self) -> Reading:
+        async with self._client.get("/metrics", raise_for_status=True) as answer:
+            return Reading.parse(await answer.text())
+
+    async def _stream(self, ids: Sequence[int], temperature: float, seed: int) -> Timeline:
+        body = {"prompt": list(ids), "max_tokens": self._num_tokens, "temperature": temperature, "seed": seed}
+        body |= {"ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        timeline = Timeline(time.perf_counter())
+        usage = None
+        async with self._client.post("/v1/completions", json=body) as answer:
+            if not answer.ok:
+                raise RuntimeError(f"{answer.status}: {await answer.text()}")
+            async for now, data in data_of_events(answer.content.iter_any(), time.perf_counter):
+                if data == "[DONE]":
+                    break
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    raise RuntimeError(str(chunk["error"]))
+                if chunk["choices"]:
+                    timeline.arrivals_s.append(now)
+                usage = chunk.get("usage") or usage
+        if usage is None or usage["completion_tokens"] != self._num_tokens:
+            raise RuntimeError(f"the server counted {usage}, {self._num_tokens} tokens were asked for")
+        return timeline
+
+
+async def _open_client(url: str) -> aiohttp.ClientSession:
+    """Return a client for any number of streams; it must be made within the event loop that uses it."""
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=READ_TIMEOUT_S)
+    return aiohttp.ClientSession(url, timeout=timeout, connector=aiohttp.TCPConnector(limit=0))

@@ -1,0 +1,159 @@
+"""Every drafting method with every verification rule, by domain: what is accepted, how fast, and if the text is right.
+
+All methods share one loaded target and one draft, in this process, and take the prompts of a cell in turn. Each method
+has an engine of its own in each cell, which keeps no keys, values or outputs from one turn to the next. In the domain
+`repeat` each prompt was answered before with one token of it changed, and methods that copy may copy that answer. An
+engine that chooses draft lengths itself learns from `WARM_UP_ROUNDS` rounds before its first turn, as a server has
+before most of its requests. `exact` compares with the token ids of plain decoding; the rule `rejection` and its kin
+keep the distribution at T > 0, but not the text for a seed.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean, median
+from tempfile import TemporaryDirectory
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from engine.config import Dtype, ModelConfig
+from engine.errors import ConfigError
+from engine.models.registry import open_model
+from tests.bench.compare import compile_models, conditions, write
+from tests.bench.methods.domains import REPEAT, changed, read_domains
+from tests.bench.methods.large_target import DESCRIPTION, make_large_target
+from tests.bench.methods.pairs import Contender, LoadedPair, TransformersWays, Turn, contenders, copies_outputs, run
+from tests.bench.methods.tables import MethodCell, adaptive, best, draw, every_row, read
+from tests.bench.workload import Cell, Workload
+
+NUM_TURNS = 2
+WARM_UP_ROUNDS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What is measured.
+
+    Attributes:
+        adaptive: the methods that also choose their draft lengths themselves.
+        domains: all, if empty.
+        large: the large target takes the place of the workload's.
+    """
+
+    methods: Sequence[str]
+    rules: Sequence[str]
+    lengths: Sequence[int]
+    adaptive: Sequence[str]
+    temperatures: Sequence[float]
+    batch_sizes: Sequence[int]
+    domains: Sequence[str] = ()
+    large: bool = False
+
+
+def methods(
+    workload: Workload, selection: Selection, console: Console, *, json: Path | None = None, png: Path | None = None
+) -> list[MethodCell]:
+    torch.set_num_threads(workload.num_threads)
+    known = read_domains(open_model(ModelConfig(workload.target)).tokenizer)
+    domains = {name: known[name] for name in known if name in (selection.domains or known)}
+    if not domains:
+        raise ConfigError(f"--domains is {', '.join(selection.domains)}; it must be of {', '.join(known)}")
+    with TemporaryDirectory(prefix="paceline-large-") as folder:
+        if selection.large:
+            workload = replace(workload, target=str(make_large_target(Path(workload.target), Path(folder))))
+            compile_models(workload, console)
+        workload = replace(workload, prompts=[ids for prompts in domains.values() for ids in prompts])
+        pair = LoadedPair(
+            workload,
+            max_num_seqs=max(selection.batch_sizes),
+            max_length=max(map(len, workload.prompts)) + workload.num_tokens + max(selection.lengths),
+        )
+        peer_dtype: Dtype = "bfloat16" if selection.large else "auto"  # the faster one
+        ways = TransformersWays(replace(workload, dtype=peer_dtype))
+        cells: list[MethodCell] = []
+        # Each temperature and batch size with all domains, so that a table's rows are whole.
+        places = list(itertools.product(selection.temperatures, selection.batch_sizes, domains))
+        for heat, size, domain in track(places, console=console, description="cells"):
+            turns = _turns(domains[domain], size, workload.num_turns or NUM_TURNS)
+            cells += _measure(pair, ways, selection, turns, Cell(size, heat), domain, workload.num_tokens)
+    if selection.large:
+        console.print(DESCRIPTION, highlight=False)
+    _show(cells, console, json, png)
+    console.print(f"transformers computes in {peer_dtype}", highlight=False)
+    console.print(conditions(workload), highlight=False)
+    return cells
+
+
+def show_parts(sources: Sequence[Path], console: Console, *, json: Path | None, png: Path | None) -> None:
+    """Print and draw what earlier runs have measured in parts, and write their cells to one file."""
+    _show(read(sources), console, json, png)
+
+
+def _show(cells: Sequence[MethodCell], console: Console, json: Path | None, png: Path | None) -> None:
+    for table in (every_row(cells), best(cells), adaptive(cells)):
+        if table.row_count:
+            console.print(table)
+    if json is not None:
+        write(cells, json)
+    if png is not None:
+        draw(cells, png)
+
+
+def _measure(
+    pair: LoadedPair,
+    ways: TransformersWays,
+    selection: Selection,
+    turns: list[list[list[int]]],
+    cell: Cell,
+    domain: str,
+    num_tokens: int,
+) -> list[MethodCell]:
+    """Let all rows take each turn's prompts one after the other, from another row on each time."""
+    rows = list(contenders(selection.methods, selection.rules, selection.lengths, selection.adaptive))
+    engines = [pair.engine(row, remembers_outputs=domain == REPEAT) for row in rows]
+    for row, engine in zip(rows, engines, strict=True):
+        for prompts in itertools.cycle(turns):
+            if not row.is_adaptive or engine.stats.num_rounds_by_length.total() >= WARM_UP_ROUNDS:
+                break
+            run(engine, prompts, cell.temperature, num_tokens)
+    run(engines[0], turns[0], cell.temperature, 2)
+    if domain == REPEAT:
+        for engine, prompts in itertools.product(filter(copies_outputs, engines), turns):
+            run(engine, prompts, cell.temperature, num_tokens)
+        turns = [[changed(ids, nth) for ids in prompts] for nth, prompts in enumerate(turns)]
+    results: list[list[Turn]] = [[] for _ in rows]
+    peers: dict[str, list[Turn]] = {}
+    for turn, prompts in enumerate(turns):
+        first = turn * 3 % len(rows)
+        for index in [*range(first, len(rows)), *range(first)]:
+            results[index].append(run(engines[index], prompts, cell.temperature, num_tokens))
+        for name, continued in ways.run(prompts, cell.temperature):
+            peers.setdefault(name, []).append(continued)
+    plain = results[0]
+    return [
+        MethodCell(
+            row.name,
+            row.verification,
+            row.num_tokens,
+            cell.temperature,
+            cell.batch_size,
+            domain,
+            mean_acceptance_length=fmean(turn.tokens_per_pass for turn in result),
+            tokens_per_s=median(cell.batch_size * num_tokens / turn.seconds for turn in result),
+            speedup=median(base.seconds / turn.seconds for base, turn in zip(plain, result, strict=True)),
+            exact=all(base.texts == turn.texts for base, turn in zip(plain, result, strict=True)),
+            large=selection.large,
+        )
+        for row, result in [
+            *zip(rows, results, strict=True),
+            *((Contender(name, "", 0), turns_of) for name, turns_of in peers.items()),
+        ]
+    ]
+
+
+def _turns(prompts: list[list[int]], size: int, count: int) -> list[list[list[int]]]:
+    endless = prompts * (1 + size * count // len(prompts))
+    return [endless[turn * size : (turn + 1) * size] for turn in range(count)]

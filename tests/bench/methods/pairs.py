@@ -1,0 +1,163 @@
+"""One loaded pair under many methods: an engine for each of them, and what a turn of it takes."""
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from engine.config import EngineConfig, ModelConfig
+from engine.drafting.copying.combined import CombinedDrafter
+from engine.drafting.copying.suffix import SuffixDrafter
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.registry import METHODS, choose_method
+from engine.engine import Engine
+from engine.errors import ConfigError
+from engine.execution.registry import make_backend
+from engine.models.loader import load_model
+from engine.models.registry import open_model
+from engine.params import SamplingParams
+from engine.protocols import run_in_process
+from engine.verification.verifier import ModelVerifier
+from tests.bench.contestants.with_transformers import generate, load, load_assistant
+from tests.bench.methods.tables import ADAPTIVE, PLAIN
+from tests.bench.workload import Workload
+
+SELF_DRAFT_LAYERS = 4
+NUM_LOOKUP_TOKENS = 10
+NUM_ASSISTANT_TOKENS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A method with its rule and its draft length."""
+
+    method: str
+    verification: str
+    num_tokens: int
+    settings: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def is_adaptive(self) -> bool:
+        return self.settings.get("speculation") == "adaptive"
+
+    @property
+    def name(self) -> str:
+        return self.method + (ADAPTIVE if self.is_adaptive else "")
+
+
+def contenders(
+    methods: Sequence[str], rules: Sequence[str], lengths: Sequence[int], adaptive: Sequence[str]
+) -> Iterator[Contender]:
+    """Yield plain decoding, and each pair that the engine takes at each length and, for `adaptive` ones, at any."""
+    yield Contender(PLAIN, "coupled", 0)
+    for method, rule in itertools.product(methods, rules):
+        own = {"self_draft_layers": SELF_DRAFT_LAYERS} if METHODS[method].runs_in == "target" else {}
+        try:
+            config = EngineConfig(drafting=method, verification=rule, **own)  # type: ignore[arg-type]
+            choose_method(config, has_draft_model=True)
+        except ConfigError:
+            continue
+        for length in lengths:
+            yield Contender(method, rule, length, {"speculation": "fixed"} | own)
+        if method in adaptive:
+            yield Contender(method, rule, max(lengths), {"speculation": "adaptive"} | own)
+
+
+@dataclass(slots=True)
+class Turn:
+    """What a batch took, and its texts as token ids.
+
+    Attributes:
+        tokens_per_pass: tokens of a request per pass, the pass that ended its prompt not counted; 0 if not counted.
+    """
+
+    seconds: float
+    texts: list[list[int]]
+    tokens_per_pass: float = 0.0
+
+
+class LoadedPair:
+    """A target and a draft. All engines share them and the KV cache of each rule's verifier, one after the other."""
+
+    def __init__(self, workload: Workload, *, max_num_seqs: int, max_length: int) -> None:
+        """Load both models; `max_length` bounds the tokens of a request, drafts included."""
+        settings = {"dtype": workload.dtype, "device": workload.device, "compile": workload.compile}
+        sources = [open_model(ModelConfig(path, **settings)) for path in (workload.target, workload.draft)]
+        self.target, self.draft = (make_backend(load_model(source), source) for source in sources)
+        for backend in (self.target, self.draft):
+            backend.warm_up()
+        self._max_num_seqs = max_num_seqs
+        self._num_blocks = max_num_seqs * (1 + max_length // EngineConfig.block_size)
+        self._verifiers: dict[tuple[str, str], ModelVerifier] = {}
+
+    def engine(self, contender: Contender, *, remembers_outputs: bool = False) -> Engine:
+        """Return an engine for a contender; no keys and values of a request are kept for the next one.
+
+        Args:
+            remembers_outputs: whether a method that copies may copy from earlier outputs.
+        """
+        config = EngineConfig(
+            drafting=contender.method,  # type: ignore[arg-type]
+            verification=contender.verification,  # type: ignore[arg-type]
+            num_speculative_tokens=contender.num_tokens,
+            enable_prefix_caching=False,
+            num_blocks=self._num_blocks,
+            max_num_seqs=self._max_num_seqs,
+            **contender.settings,  # type: ignore[arg-type]
+        )
+        method = choose_method(config, has_draft_model=True)
+        info = self.target.info
+        drafting = replace(config, enable_prefix_caching=remembers_outputs)
+        drafter = method.make(drafting, DraftModel(self.draft, info.vocab_size) if method.runs_in == "draft" else None)
+        key = contender.verification, contender.method if method.make_in_target else ""
+        if key not in self._verifiers:
+            self._verifiers[key] = ModelVerifier(self.target, config, make_drafter=method.make_in_target)
+        verifier = self._verifiers[key]
+        return Engine(
+            config,
+            info,
+            drafter=method.drafter_of_engine(drafting, drafter),
+            verifier=verifier,
+            num_blocks=verifier.num_blocks,
+        )
+
+
+def copies_outputs(engine: Engine) -> bool:
+    return isinstance(engine.drafter, SuffixDrafter | CombinedDrafter)
+
+
+def run(engine: Engine, prompts: Sequence[list[int]], temperature: float, num_tokens: int) -> Turn:
+    """Continue the prompts together, each by `num_tokens` tokens."""
+    texts: list[list[int]] = [[] for _ in prompts]
+    passes = 0
+    started = time.perf_counter()
+    for index, ids in enumerate(prompts):
+        params = SamplingParams(temperature=temperature, seed=index, max_tokens=num_tokens, ignore_eos=True)
+        engine.add(str(index), ids, params)
+    while engine.has_work:
+        for output in run_in_process(engine.step()):
+            index = int(output.request_id)
+            passes += bool(texts[index])
+            texts[index] += output.token_ids
+    seconds, num_tokens = time.perf_counter() - started, sum(len(text) - 1 for text in texts)
+    return Turn(seconds, texts, num_tokens / passes if passes else 1.0)
+
+
+class TransformersWays:
+    """transformers' own ways to continue texts: plain, and, one text at a time, by prompt lookup or assisted."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._model = load(workload, workload.target)
+        lengths = {"transformers-assisted": None, f"transformers-assisted-{NUM_ASSISTANT_TOKENS}": NUM_ASSISTANT_TOKENS}
+        self._single = {name: {"assistant_model": load_assistant(workload, k)} for name, k in lengths.items()}
+        self._single["transformers-lookup"] = {"prompt_lookup_num_tokens": NUM_LOOKUP_TOKENS}
+        self._num_tokens = workload.num_tokens
+
+    def run(self, prompts: Sequence[list[int]], temperature: float) -> Iterator[tuple[str, Turn]]:
+        """Continue the prompts together in each way that can; sampled texts have seeds of their own."""
+        ways: dict[str, dict[str, Any]] = {"transformers": {}} | (self._single if len(prompts) == 1 else {})
+        for name, options in ways.items():
+            started = time.perf_counter()
+            texts = generate(self._model, prompts, temperature, self._num_tokens, **options)
+            yield name, Turn(time.perf_counter() - started, texts)

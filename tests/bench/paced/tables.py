@@ -1,0 +1,149 @@
+"""Cells of the paced comparison, and the tables and the picture that are made of them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from tests.bench.contestants.processes import NAMES
+from tests.bench.figures import Row, figure, paired_ratio
+from tests.bench.paced.roofline import Pair
+from tests.bench.workload import Setting, Workload
+from tests.load.picture import COLOURS, STYLE, save
+
+LATE = 1.1
+"""A target pass that takes so many times its roofline was not only paced."""
+LABELS = {"plain": "no draft", "speculative": "draft in turn", "run-ahead": "draft runs ahead"}
+
+
+@dataclass(frozen=True, slots=True)
+class PacedCell:
+    """One method in one cell; None where a figure does not apply.
+
+    Attributes:
+        target_roof_ms: a target pass by the roofline.
+        added_ms: what a round takes beyond the passes that it waits for; with a prepared draft, for the target only.
+        gain: tokens/s of running ahead over those of speculation.
+        share_of_bound: of what running ahead would gain if drafting took no time.
+        over_engine: tokens/s over those of the same method in process.
+    """
+
+    place: str
+    arm: str
+    row: Row
+    target_roof_ms: float | None
+    added_ms: float | None
+    gain: float | None
+    share_of_bound: float | None
+    over_engine: float | None
+
+
+def paced_cells(rows: Sequence[Row], pair: Pair, workload: Workload) -> Iterator[PacedCell]:
+    named = {(row.name, row.cell): row for row in rows}
+    # The mean context of a row while it is decoded.
+    context = sum(map(len, workload.prompts)) / len(workload.prompts) + workload.num_tokens / 2
+    for row in rows:
+        place, arm = row.name.split("-", 1)
+        gain = share_of_bound = target_ms = added_ms = over_engine = None
+        setting = Setting.of(arm, workload.num_speculative_tokens)
+        k, num_rows = setting.num_speculative_tokens, row.rows_per_round
+        if num_rows is not None and row.round_ms is not None and setting.speculation != "adaptive":
+            late = 1.0 if row.hit_rounds is None else 1 - row.hit_rounds
+            target_ms = 1e3 * pair.target_s(num_rows, k, context)
+            added_ms = row.round_ms - target_ms - 1e3 * late * pair.draft_s(num_rows, k, context)
+        speculative = named.get(("serve-speculative", row.cell))
+        if row.name == "serve-run-ahead" and speculative is not None:
+            gain = paired_ratio(row, speculative)
+            share_of_bound = (gain - 1) / (pair.bound(num_rows or 1, k, context) - 1)
+        if place == "serve" and (alone := named.get((f"engine-{arm}", row.cell))) is not None:
+            over_engine = paired_ratio(row, alone)
+        yield PacedCell(place, arm, row, target_ms, added_ms, gain, share_of_bound, over_engine)
+
+
+Column = tuple[str, Callable[[PacedCell], float | None], str]
+
+RATES: tuple[Column, ...] = (
+    ("tokens/s", lambda cell: cell.row.tokens_per_s, ".1f"),
+    ("of engine", lambda cell: cell.over_engine, ".3f"),
+    ("last TTFT", lambda cell: cell.row.ttft_last_ms, ".1f"),
+    ("length", lambda cell: cell.row.mean_acceptance_length, ".2f"),
+    ("rows", lambda cell: cell.row.rows_per_round, ".1f"),
+)
+ROUND: tuple[Column, ...] = (
+    ("target", lambda cell: cell.row.target_ms, ".2f"),
+    ("draft", lambda cell: cell.row.draft_ms, ".2f"),
+    ("wire", lambda cell: cell.row.wire_ms, ".2f"),
+    ("scheduling", lambda cell: cell.row.scheduling_ms, ".2f"),
+    ("delivery", lambda cell: cell.row.delivery_ms, ".2f"),
+    ("round", lambda cell: cell.row.round_ms, ".2f"),
+    ("added", lambda cell: cell.added_ms, ".2f"),
+)
+AHEAD: tuple[Column, ...] = (
+    ("gain", lambda cell: cell.gain, ".2f"),
+    ("share of bound", lambda cell: cell.share_of_bound, ".0%"),
+    ("hit rate", lambda cell: cell.row.hit_rate, ".2f"),
+    ("rounds of hits", lambda cell: cell.row.hit_rounds, ".2f"),
+    ("hit ms", lambda cell: cell.row.hit_wait_ms, ".2f"),
+    ("miss ms", lambda cell: cell.row.miss_wait_ms, ".2f"),
+)
+
+
+def show(cells: Sequence[PacedCell], pair: str, console: Console) -> None:
+    console.print(_table(f"PACED, not a GPU: {pair}", cells, RATES))
+    console.print(_table("A round without prompts, ms; added: beyond the passes that it waits for", cells, ROUND))
+    ahead = [cell for cell in cells if cell.gain is not None]
+    console.print(_table("Running ahead over speculation; waiting for drafts, ms", ahead, AHEAD))
+    busy = [cell for cell in cells if cell.row.cpu_us]
+    console.print(_table("CPU time per token, in microseconds", busy, [_cpu(name) for name in (*NAMES, "client")]))
+    for warning in warnings(cells):
+        console.print(warning, style="yellow", markup=False)
+
+
+def warnings(cells: Sequence[PacedCell]) -> Iterator[str]:
+    """Yield what makes figures doubtful."""
+    for cell in cells:
+        row, roof_ms = cell.row, cell.target_roof_ms
+        if row.target_ms is not None and roof_ms is not None and row.target_ms > LATE * roof_ms:
+            took = f"a target pass took {row.target_ms:.2f} ms, {roof_ms:.2f} by the roofline"
+            why = "other work took the CPU, or the real compute does not fit"
+            yield f"{row.name}, {row.batch_size} streams, T = {row.temperature:g}: {took}; {why}"
+
+
+@rc_context(STYLE)
+def draw(cells: Sequence[PacedCell], png: Path) -> None:
+    """Draw tokens per second over concurrent streams: a panel for each temperature, a line for each served arm."""
+    served = [cell for cell in cells if cell.place == "serve"]
+    temperatures, ticks = ({cell.row.temperature for cell in served}, {cell.row.batch_size for cell in served})
+    picture = Figure(figsize=(3.0 * len(temperatures) + 0.5, 2.8), layout="constrained")
+    panels = picture.subplots(1, len(temperatures), squeeze=False, sharey=True)[0]
+    for axes, temperature in zip(panels, sorted(temperatures), strict=True):
+        for name, colour in zip(dict.fromkeys(cell.arm for cell in served), COLOURS, strict=False):
+            line = [cell.row for cell in served if (cell.arm, cell.row.temperature) == (name, temperature)]
+            rates = [row.tokens_per_s for row in line]
+            axes.plot([row.batch_size for row in line], rates, "o-", color=colour, label=LABELS.get(name, name))
+        axes.set(xscale="log", yscale="log", xlabel="streams", title=f"T = {temperature:g}")
+        axes.set_xticks(sorted(ticks), labels=map(str, sorted(ticks)))
+        axes.minorticks_off()
+        axes.grid()
+    panels[0].set_ylabel("tokens per second")
+    picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    save(picture, png)
+
+
+def _cpu(name: str) -> Column:
+    return name, lambda cell: cell.row.cpu_us.get(name), ".0f"
+
+
+def _table(title: str, cells: Sequence[PacedCell], columns: Sequence[Column]) -> Table:
+    table = Table("streams", "T", "", title=title)
+    for name, _, _ in columns:
+        table.add_column(name, justify="right", no_wrap=True)
+    for cell in cells:
+        row = cell.row
+        texts = (figure(read(cell), form) for _, read, form in columns)
+        table.add_row(str(row.batch_size), f"{row.temperature:g}", row.name, *texts)
+    return table

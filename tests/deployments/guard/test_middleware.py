@@ -1,0 +1,296 @@
+"""What enters, under which id, and what becomes of a request whose client leaves."""
+
+import asyncio
+import json
+import re
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from deployments.config import AppConfig, Limits
+from deployments.guard.body import Bodies
+from deployments.guard.middleware import OPEN_ROUTES, REQUEST_ID, SERVE_HEADERS, SafeHeaders, request_id_of
+from engine.errors import TargetError
+from tests.deployments.conftest import make_app, make_client
+from tests.deployments.fakes import LocalRouters, Rig
+from tests.deployments.requests import http_scope
+from tests.deployments.serving import serving
+
+KEY = "secret-key"
+BODY = {"prompt": "a", "max_tokens": 2}
+MADE = re.compile(r"req_[0-9a-f]{32}")
+
+
+@pytest.fixture
+async def guarded(config: AppConfig, routers: LocalRouters) -> AsyncIterator[httpx.AsyncClient]:
+    async with make_client(await make_app(config, routers, keys=("another", KEY))) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    "header", [None, "Bearer wrong", "Bearer ", "Basic secret-key", "secret-key", "Bearer SECRET-KEY"]
+)
+async def test_only_a_known_key_opens(guarded: httpx.AsyncClient, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header}
+    response = await guarded.post("/v1/completions", json=BODY, headers=headers)
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
+    assert response.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize("header", ["Bearer another", f"Bearer {KEY}", f"bearer {KEY}"])
+async def test_every_known_key_opens(guarded: httpx.AsyncClient, header: str) -> None:
+    response = await guarded.post("/v1/completions", json=BODY, headers={"Authorization": header})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "//v1/models", "/health/../v1/models", "/health/x", "/nothing", "/v1/models?path=/health"]
+)
+async def test_no_path_gets_around_the_key(guarded: httpx.AsyncClient, path: str) -> None:
+    response = await guarded.get(path, headers={"Host": "/health", "X-Original-URL": "/health"})
+    assert response.status_code == 401
+
+
+@pytest.fixture
+async def under_a_prefix(config: AppConfig, routers: LocalRouters) -> AsyncIterator[httpx.AsyncClient]:
+    """As Serve calls an application whose `route_prefix` is /llm."""
+    app = await make_app(config, routers, keys=(KEY,))
+    transport = httpx.ASGITransport(app, root_path="/llm")
+    async with httpx.AsyncClient(transport=transport, base_url="http://paceline/llm") as client:
+        yield client
+
+
+async def test_a_prefix_changes_neither_which_routes_are_open_nor_which_are_refused(
+    under_a_prefix: httpx.AsyncClient, routers: LocalRouters
+) -> None:
+    routers.free = 0.0
+    headers = {"Authorization": f"Bearer {KEY}"}
+    assert (await under_a_prefix.get("/live")).status_code == 200
+    assert (await under_a_prefix.get("/v1/models")).status_code == 401
+    assert (await under_a_prefix.get("/v1/models", headers=headers)).status_code == 200
+    assert (await under_a_prefix.post("/v1/completions", json=BODY, headers=headers)).status_code == 429
+
+
+async def test_open_routes_need_no_key(guarded: httpx.AsyncClient) -> None:
+    statuses = {path: (await guarded.get(path)).status_code for path in OPEN_ROUTES}
+    assert statuses == dict.fromkeys(OPEN_ROUTES, 200)
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+async def test_a_large_body_is_refused(client: httpx.AsyncClient, is_chunked: bool) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield b"x" * 2**20
+
+    content = pieces() if is_chunked else b"x" * (5 * 2**20)
+    response = await client.post("/v1/completions", content=content)
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "body_too_large"
+
+
+async def test_a_client_cannot_name_a_request_in_the_engine(client: httpx.AsyncClient, routers: LocalRouters) -> None:
+    response = await client.post("/v1/completions", json=BODY, headers={"x-request-id": "mine"})
+    assert routers.last is not None
+    assert response.json()["id"] == routers.last.request_id
+    assert "mine" not in routers.last.request_id
+    assert response.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+async def test_a_client_that_leaves_ends_its_request_whatever_its_headers(
+    config: AppConfig, routers: LocalRouters, rig: Rig, is_stream: bool
+) -> None:
+    app = await make_app(config, routers)
+    left = asyncio.Event()
+    body = b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true, "stream": %s}' % str(is_stream).lower().encode()
+    messages = [
+        {"type": "http.request", "body": body[i : i + 20], "more_body": i + 20 < len(body)}
+        for i in range(0, len(body), 20)
+    ]
+
+    async def receive():
+        if messages:
+            await asyncio.sleep(0.002)  # after the headers, and piece by piece
+            return messages.pop(0)
+        await left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        pass
+
+    scope = http_scope("/v1/completions")
+    scope["headers"].append((b"x-request-disconnect-disabled", b"?1"))
+    call = asyncio.create_task(app(scope, receive, send))
+    while rig.verifier.num_rounds < 3:
+        await asyncio.sleep(0.001)
+    left.set()
+    await call
+    assert rig.engine.num_running == 0
+    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+
+
+async def test_a_full_queue_refuses_before_the_body_is_read(config: AppConfig, routers: LocalRouters) -> None:
+    routers.free = 0.0
+    app = await make_app(config, routers, keys=(KEY,))
+
+    async def endless() -> AsyncIterator[bytes]:
+        raise AssertionError("the body was read")
+        yield b""
+
+    async with make_client(app) as client:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        response = await client.post("/v1/completions", content=endless(), headers=headers)
+        assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+        assert response.headers["retry-after"] == "7"
+        assert (await client.post("/v1/completions", json=BODY)).status_code == 401
+        for path in (*OPEN_ROUTES, "/v1/models"):
+            assert (await client.get(path, headers=headers)).status_code == 200
+        assert (await client.post("/tokenize", json={"prompt": "a"}, headers=headers)).status_code == 200
+
+
+async def test_a_slow_body_takes_no_room_and_may_come_too_late(config: AppConfig, routers: LocalRouters) -> None:
+    routers.free = 1.0
+    app = await make_app(config, routers)
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b'{"prompt": '
+        async with make_client(app) as other:
+            assert (await other.post("/v1/completions", json=BODY)).status_code == 200
+        routers.free = 0.0
+        yield b'"a"}'
+
+    async with make_client(app) as client:
+        assert (await client.post("/v1/completions", content=slow())).status_code == 429
+
+
+@pytest.mark.parametrize("body", [BODY, {"prompt": 1.5}, {"prompt": "a", "model": "gpt"}])
+async def test_a_request_takes_room_until_a_router_has_it_or_it_fails(
+    config: AppConfig, routers: LocalRouters, body: dict[str, object]
+) -> None:
+    routers.free = 1.0
+    async with make_client(await make_app(config, routers)) as client:
+        statuses = {(await client.post("/v1/completions", json=body)).status_code for _ in range(3)}
+    assert statuses <= {200, 400, 404}
+
+
+def test_a_connection_whose_request_was_refused_unread_takes_the_next(
+    config: AppConfig, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalRouters, "free", 0.0)
+    with serving(config, model_dir) as (url, _), httpx.Client(base_url=url) as client:
+        for _ in range(3):
+            assert client.post("/v1/completions", content=b"x" * 2**20).status_code == 429
+        assert client.get("/v1/models").status_code == 200
+
+
+async def test_a_client_that_left_while_its_body_came_costs_nothing_more(
+    config: AppConfig, routers: LocalRouters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Bodies, "parse", lambda *_: pytest.fail("the body was parsed"))
+    app = await make_app(config, routers)
+    messages = [{"type": "http.disconnect"}, {"type": "http.request", "body": b"{", "more_body": True}]
+    sent = []
+
+    async def receive():
+        return messages.pop()
+
+    async def send(message):
+        sent.append(message)
+
+    await app(http_scope("/tokenize"), receive, send)
+    assert sent == []
+
+
+def test_a_body_that_trickles_is_refused_and_its_connection_closed(config: AppConfig, model_dir: Path) -> None:
+    limits = Limits(body_timeout_s=0.3)
+    with serving(config.model_copy(update={"limits": limits}), model_dir) as (url, _):
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            answer = b"".join(iter(lambda: connection.recv(4096), b""))
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"the body took longer than 0.3 s" in answer
+    assert b"\r\nconnection: close\r\n" in answer, "its body would be read as the next request"
+
+
+def ids(response: httpx.Response) -> list[str]:
+    return response.headers.get_list("x-request-id")
+
+
+@pytest.mark.parametrize("sent", ["mine", "A-1_2.3:4", "x" * 128])
+def test_a_safe_id_is_the_clients(sent: str) -> None:
+    assert request_id_of([(b"X-Request-Id", sent.encode())]) == sent
+
+
+@pytest.mark.parametrize("sent", ["", "x" * 129, "a b", 'a"b', "a\x1b[31m", "a,b", "\xe9"])
+def test_an_unsafe_id_is_replaced(sent: str) -> None:
+    assert MADE.fullmatch(request_id_of([(b"x-request-id", sent.encode("latin-1"))]))
+
+
+def test_several_ids_are_none() -> None:
+    assert MADE.fullmatch(request_id_of([(b"x-request-id", b"a"), (b"X-Request-ID", b"b")]))
+
+
+async def test_every_answer_has_one_id(client: httpx.AsyncClient) -> None:
+    for path in ("/v1/models", "/nowhere", "/health"):
+        assert ids(await client.get(path, headers={"x-request-id": "mine"})) == ["mine"]
+        [made] = ids(await client.get(path))
+        assert MADE.fullmatch(made)
+
+
+async def test_an_application_gets_one_id_and_no_orders_to_serve_and_its_answer_has_that_id_alone() -> None:
+    scopes: list[Scope] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scopes.append(scope)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"X-Request-ID", b"other")]})
+
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is read")
+
+    orders = [(name.title(), b"1") for name in SERVE_HEADERS]
+    headers = [*orders, (b"x-mine", b"1"), (b"X-Request-ID", b"mine")]
+    await SafeHeaders(app)({"type": "http", "headers": headers}, receive, send)
+    assert scopes[0]["headers"] == [(b"x-mine", b"1"), (REQUEST_ID, b"mine")]
+    assert sent[0]["headers"] == [(REQUEST_ID, b"mine")]
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "status"),
+    [(b"{", {}, 400), (b'{"prompt": "a", "model": "x"}', {}, 404), (b"", {"x-large": "x" * 20_000}, 431)],
+)
+async def test_error_bodies_hold_the_id(
+    client: httpx.AsyncClient, content: bytes, headers: dict[str, str], status: int
+) -> None:
+    headers = {"content-type": "application/json", "x-request-id": "mine", **headers}
+    response = await client.post("/v1/completions", content=content, headers=headers)
+    assert response.status_code == status
+    assert response.json()["error"]["request_id"] == "mine"
+
+
+async def test_an_error_in_mid_stream_holds_the_id(client: httpx.AsyncClient, routers: LocalRouters) -> None:
+    routers.error = TargetError("gone")
+    body = {**BODY, "stream": True, "max_tokens": 100}
+    response = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    assert (events[-1]["error"]["request_id"], ids(response)) == ("mine", ["mine"])
+
+
+async def test_concurrent_requests_do_not_mix_their_ids(client: httpx.AsyncClient) -> None:
+    async def refused(name: str) -> str:
+        response = await client.post("/v1/completions", json={}, headers={"x-request-id": name})
+        request_id: str = response.json()["error"]["request_id"]
+        return request_id
+
+    names = [f"n{number}" for number in range(20)]
+    assert await asyncio.gather(*map(refused, names)) == names

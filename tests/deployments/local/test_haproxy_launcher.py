@@ -1,0 +1,87 @@
+"""The program that completes Serve's configuration and becomes HAProxy."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from ray.serve._private.haproxy import BackendConfig, HAProxyApi, HAProxyConfig
+from ray.serve.config import HTTPOptions
+
+from deployments.guard.middleware import SAFE_ID
+from deployments.local import haproxy_launcher as launcher
+from deployments.local.haproxy_launcher import TemplateError, complete
+from deployments.local.haproxy_variables import find_haproxy
+
+
+@pytest.fixture
+def answer(tmp_path: Path) -> Path:
+    path = tmp_path / "answer.http"
+    path.write_bytes(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 2\r\n\r\n{}")
+    return path
+
+
+@pytest.fixture(params=[False, True], ids=["no application", "an application"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """What this release of Ray writes."""
+    path = tmp_path / "haproxy.cfg"
+    settings = HAProxyConfig(
+        socket_path=str(tmp_path / "admin.sock"),
+        server_state_base=str(tmp_path),
+        server_state_file=str(tmp_path / "state"),
+        metrics_socket_path=str(tmp_path / "metrics.sock"),
+        http_options=HTTPOptions(host="127.0.0.1", port=8000),
+        is_head=True,
+    )
+    backends = {"http-default": BackendConfig(name="http-default", path_prefix="/")} if request.param else {}
+    HAProxyApi(settings, backends, str(path))._generate_config_file_internal()
+    return path
+
+
+def test_nothing_listens_to_other_machines(config: Path) -> None:
+    bound = [line.split()[1] for line in complete(config.read_text()).splitlines() if line.strip().startswith("bind")]
+    assert len(bound) == 3
+    assert all(address.startswith("127.0.0.1:") for address in bound)
+
+
+def test_request_ids_are_kept_by_the_rules_of_the_ingress() -> None:
+    assert f"^{SAFE_ID}$" in "".join(launcher.REQUEST_IDS)
+
+
+@pytest.mark.parametrize("text", [text for text, _ in launcher.CHANGES])
+def test_another_releases_configuration_is_refused(config: Path, text: str) -> None:
+    with pytest.raises(TemplateError, match="0 times instead of once"):
+        complete(config.read_text().replace(text, "\n#"))
+
+
+@pytest.mark.skipif(find_haproxy() is None, reason="no HAProxy on this machine")
+def test_haproxy_takes_the_configuration_and_answers_with_our_file(config: Path, answer: Path) -> None:
+    program = [sys.executable, "-IS", launcher.__file__, str(find_haproxy()), str(answer)]
+    command = [*program, "-f", str(config), "-c"]
+    result = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "127.0.0.1:9101" in config.read_text()
+    assert {line.split()[2] for line in config.read_text().splitlines() if "errorfile" in line} == {
+        str(config.with_name("500.http"))
+    }
+    assert config.with_name("500.http").read_bytes() == answer.read_bytes()
+
+
+def test_haproxy_splices_nothing_and_ends_with_the_process_that_started_it(
+    config: Path, answer: Path, tmp_path: Path
+) -> None:
+    haproxy = tmp_path / "haproxy"
+    haproxy.write_text("#!/bin/sh\necho $$ $1\nexec sleep 60\n")
+    haproxy.chmod(0o700)
+    start = "import subprocess, sys; subprocess.Popen(sys.argv[1:]).wait()"
+    program = [sys.executable, "-IS", launcher.__file__, str(haproxy), str(answer)]
+    launch = [*program, "-f", str(config)]
+    with subprocess.Popen([sys.executable, "-c", start, *launch], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        pid, flag = parent.stdout.readline().split()
+        process = psutil.Process(int(pid))
+        parent.kill()
+    _, alive = psutil.wait_procs([process], timeout=10)
+    assert (alive, flag) == ([], "-dS")

@@ -1,0 +1,125 @@
+"""The variables with which Serve starts HAProxy."""
+
+import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from ray.serve._private import constants
+from ray.serve._private.haproxy import HAProxyApi, HAProxyConfig
+from ray.serve.config import HTTPOptions
+
+from deployments.local import haproxy_variables as variables
+from deployments.local.haproxy_variables import find_haproxy, haproxy_variables
+
+NODE_ID_CHARS = 56
+SOCKET_PATH_CHARS = 97
+
+pytestmark = pytest.mark.skipif(find_haproxy() is None, reason="no HAProxy on this machine")
+
+
+@pytest.fixture
+def values() -> dict[str, str]:
+    return haproxy_variables(longest_stream_s=300)
+
+
+def test_serve_knows_each_variable(values: dict[str, str]) -> None:
+    assert [name for name in values if not hasattr(constants, name)] == []
+
+
+def test_two_servers_share_no_port_and_no_file(values: dict[str, str]) -> None:
+    other = haproxy_variables(longest_stream_s=300)
+    shared = {name for name, value in values.items() if other[name] == value}
+    assert all(not name.endswith(("_PORT", "_PATH", "_LOC", "_BASE", "_FILE")) for name in shared)
+    first, last = "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT", "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"
+    assert int(values[last]) < int(other[first]) or int(other[last]) < int(values[first])
+
+
+def test_a_server_that_finds_no_free_ports_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(variables, "PORTS", range(32_100, 32_200))
+    haproxy_variables(longest_stream_s=300)
+    with pytest.raises(OSError, match="no free ports"):
+        haproxy_variables(longest_stream_s=300)
+
+
+def test_only_this_user_reaches_the_socket_that_commands_haproxy(values: dict[str, str]) -> None:
+    folder = Path(values["RAY_SERVE_HAPROXY_SOCKET_PATH"]).parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_socket_paths_are_short_enough(values: dict[str, str]) -> None:
+    for name in ("RAY_SERVE_HAPROXY_SOCKET_PATH", "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH"):
+        assert len(values[name]) + 1 + NODE_ID_CHARS <= SOCKET_PATH_CHARS
+
+
+def test_the_ingress_gets_to_see_headers_that_are_too_large(values: dict[str, str]) -> None:
+    assert int(values["RAY_SERVE_HAPROXY_TUNE_BUFSIZE"]) > 2 * 2**14
+
+
+@pytest.mark.parametrize(
+    ("limit", "connections"), [(1024, 329), (20_000, 7_920), (2**20, 10_000), (resource.RLIM_INFINITY, 10_000)]
+)
+def test_connections_are_no_more_than_the_files_that_a_process_may_open(
+    monkeypatch: pytest.MonkeyPatch, limit: int, connections: int
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, limit))
+    values = haproxy_variables(longest_stream_s=300)
+    assert values["RAY_SERVE_HAPROXY_MAXCONN"] == str(connections)
+
+
+def test_haproxy_starts_with_as_many_connections_as_the_limit_of_files_allows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limit = 4096
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    values = haproxy_variables(longest_stream_s=300)
+    settings = HAProxyConfig(
+        socket_path=str(tmp_path / "admin.sock"),
+        metrics_socket_path=str(tmp_path / "metrics.sock"),
+        enable_hap_optimization=False,
+        maxconn=int(values["RAY_SERVE_HAPROXY_MAXCONN"]),
+        metrics_port=int(values["RAY_SERVE_HAPROXY_METRICS_PORT"]),
+        stats_port=int(values["RAY_SERVE_HAPROXY_STATS_PORT"]),
+        http_options=HTTPOptions(host="127.0.0.1", port=int(values["RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT"])),
+    )
+    config = tmp_path / "haproxy.cfg"
+    HAProxyApi(settings, {}, str(config))._generate_config_file_internal()
+    command = f"ulimit -n {limit}; exec {values['RAY_SERVE_HAPROXY_BINARY_PATH']} -D -p {tmp_path / 'pid'} -f {config}"
+    result = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 0, result.stderr
+    os.kill(int((tmp_path / "pid").read_text()), signal.SIGTERM)
+
+
+def test_the_answer_of_haproxy_itself_is_json_of_its_length(values: dict[str, str]) -> None:
+    folder = Path(values["RAY_SERVE_HAPROXY_CONFIG_FILE_LOC"]).parent
+    head, _, body = (folder / "answer.http").read_bytes().partition(b"\r\n\r\n")
+    lines = head.decode().split("\r\n")
+    assert lines[0] == "HTTP/1.1 503 Service Unavailable"
+    assert {f"Content-Length: {len(body)}", "Retry-After: 1"} <= set(lines)
+    assert json.loads(body)["error"]["message"] == variables.MESSAGE
+
+
+def test_without_haproxy_serves_own_proxy_is_used_and_the_log_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(variables, "find_haproxy", lambda: None)
+    with caplog.at_level(logging.WARNING, logger="ray.serve"):
+        variables.logger.addHandler(caplog.handler)
+        try:
+            assert haproxy_variables(longest_stream_s=300) == {"RAY_SERVE_ENABLE_HA_PROXY": "0"}
+        finally:
+            variables.logger.removeHandler(caplog.handler)
+    assert "Serve's own proxy is used" in caplog.text
+
+
+def test_a_program_that_does_not_run_here_is_not_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "haproxy"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_BINARY_PATH", str(broken))
+    assert os.access(broken, os.X_OK)
+    assert find_haproxy() is None

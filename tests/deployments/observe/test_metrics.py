@@ -1,0 +1,235 @@
+"""The text of `/metrics`, and what vLLM's published Grafana dashboards query, and which of it is there.
+
+The names are those of the queries in vLLM's repository, at commit 0b9faa4: `prometheus_grafana/grafana.json` and
+`dashboards/grafana/*.json` under `examples/observability`.
+
+Series have a label `replica` instead of `engine`; with all engines, `engine=~"..."` selects series without `engine`.
+"""
+
+import re
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from deployments.observe.metrics import IngressMetrics, ReplicaMetrics, RouterMetrics, exposition
+from tests.deployments.fakes import Rig, generation, rounds_of
+
+HISTOGRAMS = [
+    "vllm:e2e_request_latency_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:iteration_tokens_total",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_generation_tokens",
+    "vllm:request_max_num_generation_tokens",
+    "vllm:request_prefill_kv_computed_tokens",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_time_per_output_token_seconds",
+    "vllm:time_to_first_token_seconds",
+]
+COUNTERS_AND_GAUGES = [
+    "vllm:cache_config_info",
+    "vllm:engine_sleep_state",
+    "vllm:generation_tokens_total",
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_preemptions_total",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:num_requests_waiting_by_reason",
+    "vllm:prefix_cache_hits_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prompt_tokens_by_source_total",
+    "vllm:prompt_tokens_cached_by_source_total",
+    "vllm:prompt_tokens_cached_total",
+    "vllm:prompt_tokens_total",
+    "vllm:request_success_total",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_drafts_total",
+]
+ABSENT = {
+    r"http_request": "Serve's own exporter counts HTTP requests (ray_serve_num_http_requests)",
+    r"process_": "one scrape answers for many processes; Ray's own exporter has them by process",
+    r"vllm:lora_": "there are no adapters",
+    r"vllm:(sleep_mode|rl_weight)": "an engine neither sleeps nor changes its weights",
+    r"vllm:estimated_": "vLLM has them only with --enable-mfu-metrics; a bench computes the roofline here",
+    r"vllm:kv_block_": "vLLM has them only with --kv-cache-metrics",
+    r"vllm:mm_cache": "models take text only",
+    r"vllm:(external_prefix|nixl|kv_offload|simple_kv|num_requests_kv_fetch)": "KV blocks never leave their device",
+}
+"""Why a name that dashboards query is not there, by a pattern of its start."""
+
+
+def text_of(metrics: RouterMetrics | IngressMetrics) -> str:
+    return exposition([ReplicaMetrics("a", metrics.collect())], "tiny").decode()
+
+
+async def samples() -> dict[str, list[dict[str, str]]]:
+    """The labels of each sample's series after a request, by its name."""
+    rig = Rig()
+    async for _ in rounds_of(rig.loop, generation(n=2, seed=1)):
+        pass
+    rig.engine.stats.observe_draft(3, 2)
+    replicas = [ReplicaMetrics("router", rig.metrics.collect()), ReplicaMetrics("ingress", IngressMetrics().collect())]
+    found: dict[str, list[dict[str, str]]] = {}
+    for family in text_string_to_metric_families(exposition(replicas, "tiny").decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, []).append(sample.labels)
+    await rig.loop.stop()
+    return found
+
+
+async def test_every_name_that_dashboards_query_is_there_or_has_a_reason() -> None:
+    found = await samples()
+    histograms = {f"{name}_{suffix}" for name in HISTOGRAMS for suffix in ("bucket", "sum", "count")}
+    assert histograms | set(COUNTERS_AND_GAUGES) <= found.keys()
+    assert [name for name in found for prefix in ABSENT if re.match(prefix, name)] == []
+
+
+async def test_labels_that_queries_select_are_there() -> None:
+    found = await samples()
+
+    def values(name: str, label: str) -> set[str]:
+        return {labels[label] for labels in found[name]}
+
+    assert values("vllm:num_requests_waiting_by_reason", "reason") == {"capacity"}
+    assert values("vllm:prompt_tokens_by_source_total", "source") == {"local_compute", "local_cache_hit"}
+    assert values("vllm:prompt_tokens_cached_by_source_total", "source") == {"device"}
+    assert values("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position") == {"0", "1", "2"}
+    assert values("vllm:request_success_total", "finished_reason") == {"length"}
+    assert values("vllm:engine_sleep_state", "sleep_state") == {"awake", "weights_offloaded", "discard_all"}
+    (info,) = found["vllm:cache_config_info"]
+    assert (info["block_size"], info["num_gpu_blocks"], info["enable_prefix_caching"]) == ("16", "256", "True")
+
+
+async def test_the_slos_that_dashboards_offer_are_bounds() -> None:
+    """Grafana's variables select a bucket by its exact bound."""
+    found = await samples()
+    for name, slos in {
+        "vllm:time_to_first_token_seconds_bucket": {"0.1", "0.25", "0.5", "0.75", "1.0", "2.5", "5.0", "10.0"},
+        "vllm:request_time_per_output_token_seconds_bucket": {
+            "0.025",
+            "0.05",
+            "0.075",
+            "0.1",
+            "0.15",
+            "0.2",
+            "0.3",
+            "0.5",
+        },
+    }.items():
+        assert slos <= {labels["le"] for labels in found[name]}
+
+
+async def test_requests_are_counted_by_what_they_ask_for_and_how_long_they_get() -> None:
+    rig = Rig()
+    for n, max_tokens in ((1, 8), (3, 2)):
+        async for _ in rounds_of(rig.loop, generation(n=n, max_tokens=max_tokens, seed=1)):
+            pass
+    stream = rounds_of(rig.loop, generation(max_tokens=100))
+    await anext(stream)
+    await stream.aclose()
+    lines = text_of(rig.metrics).splitlines()
+    labels = '{model_name="tiny",replica="a"}'
+    for name, total, count in (
+        ("request_params_n", 1 + 3 + 1, 3),
+        ("request_params_max_tokens", 8 + 2 + 100, 3),
+        ("request_max_num_generation_tokens", 8 + 2, 2),
+        ("request_generation_tokens", 8 + 3 * 2, 4),
+    ):
+        assert f"vllm:{name}_sum{labels} {float(total)}" in lines
+        assert f"vllm:{name}_count{labels} {float(count)}" in lines
+    assert f"vllm:prompt_tokens_total{labels} 15.0" in lines
+    awake = '{model_name="tiny",replica="a",sleep_state="awake"}'
+    assert f"vllm:engine_sleep_state{awake} 1.0" in lines  # else a status board says that the model is down
+    await rig.loop.stop()
+
+
+def values(text: str, replica: str = "a") -> dict[tuple[str, str], float]:
+    return {
+        (sample.name, sample.labels.get("position") or sample.labels.get("finished_reason") or ""): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "bucket" not in sample.name and sample.labels["replica"] == replica
+    }
+
+
+async def test_replicas_keep_their_samples_apart() -> None:
+    rigs = {"a": Rig(), "b": Rig()}
+    for rig in rigs.values():
+        async for _ in rounds_of(rig.loop, generation()):
+            pass
+        rig.engine.stats.observe_draft(3, 2)
+    rigs["a"].engine.add("held", [1, 2, 3], generation().params)
+    await rigs["a"].engine.step()
+    text = exposition([ReplicaMetrics(name, rig.metrics.collect()) for name, rig in rigs.items()], "tiny").decode()
+    samples = {name: values(text, replica=name) for name in rigs}
+    for name, num_tokens, num_running in (("a", 9, 1), ("b", 8, 0)):
+        assert samples[name]["vllm:generation_tokens_total", ""] == num_tokens
+        assert samples[name]["vllm:request_success_total", "length"] == 1
+        assert samples[name]["vllm:num_requests_running", ""] == num_running
+        assert samples[name]["vllm:spec_decode_num_draft_tokens_total", ""] == 3
+        accepted = [samples[name]["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(i)] for i in range(3)]
+        assert accepted == [1, 1, 0]
+        assert samples[name]["vllm:kv_cache_usage_perc", ""] == num_running / rigs[name].engine.num_blocks
+        assert samples[name]["vllm:e2e_request_latency_seconds_count", ""] == 1
+        await rigs[name].loop.stop()
+
+
+def test_a_family_has_one_header_whatever_the_number_of_replicas() -> None:
+    replicas = [ReplicaMetrics(name, IngressMetrics().collect()) for name in ("a", "b")]
+    text = exposition(replicas, "tiny").decode()
+    assert text.count("# TYPE paceline:resubmissions_total counter") == 1
+
+
+async def test_a_client_that_left_is_counted_but_not_timed() -> None:
+    rig = Rig()
+    stream = rounds_of(rig.loop, generation(max_tokens=100))
+    await anext(stream)
+    await stream.aclose()
+    samples = values(text_of(rig.metrics))
+    assert samples["vllm:request_success_total", "abort"] == 1
+    assert samples["vllm:e2e_request_latency_seconds_count", ""] == 0
+    await rig.loop.stop()
+
+
+async def test_draft_lengths_are_counted_with_their_reasons() -> None:
+    rig = Rig()
+    async for _ in rounds_of(rig.loop, generation()):
+        pass
+    rig.engine.planner.goodput.num_draft_tokens = 3
+    rig.engine.stats.num_rounds_by_length[3, "trial"] += 1
+    text = text_of(rig.metrics)
+    labels = 'model_name="tiny",num_draft_tokens="3",reason="trial",replica="a"'
+    assert 'paceline:num_speculative_tokens{model_name="tiny",replica="a"} 3.0' in text
+    assert f"paceline:rounds_by_draft_length_total{{{labels}}} 1.0" in text
+
+    await rig.loop.stop()
+
+
+async def test_waits_for_drafts_are_told_apart_by_outcome() -> None:
+    rig = Rig()
+    calls = rig.remote_drafter.calls
+    for wait_s, num_hits, num_misses in ((2.0, 1, 0), (2.0, 1, 0), (3.0, 0, 1), (9.0, 0, 0)):
+        before = rig.metrics.calls()
+        calls.wait_s, calls.num_hits, calls.num_misses = (
+            calls.wait_s + wait_s,
+            calls.num_hits + num_hits,
+            calls.num_misses + num_misses,
+        )
+        rig.metrics.observe_round(before, round_s=10.0, delivery_s=0.5, is_prefill=False)
+    text = text_of(rig.metrics)
+    for outcome, count, seconds in (("hit", 2.0, 4.0), ("miss", 1.0, 3.0)):
+        labels = f'{{model_name="tiny",outcome="{outcome}",replica="a"}}'
+        assert f"paceline:run_ahead_wait_seconds_count{labels} {count}" in text
+        assert f"paceline:run_ahead_wait_seconds_sum{labels} {seconds}" in text
+    await rig.loop.stop()
+
+
+async def test_fallbacks_are_counted_by_reason() -> None:
+    rig = Rig()
+    rig.remote_drafter.fallbacks["absent"] = 3
+    text = text_of(rig.metrics)
+    assert 'paceline:drafter_fallbacks_total{model_name="tiny",reason="absent",replica="a"} 3.0' in text
+    await rig.loop.stop()

@@ -1,0 +1,116 @@
+"""Messages, and how a conversation becomes a prompt, through the official client."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import TypeAdapter
+
+from deployments.openai.conversation_fields import ChatMessage
+from tests.deployments.conftest import client_of, make_sdk
+from tests.deployments.fakes import LocalRouters
+
+TEMPLATE = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.last %}({{ m.reasoning_content }}){% endif %}"
+    "{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}no thoughts {% endif %}"
+    "{% if reasoning_effort %}effort: {{ reasoning_effort }} {% endif %}"
+    "{% if tone %}{{ tone | upper }} {% endif %}{% endif %}"
+)
+USER: Any = [{"role": "user", "content": "hi"}]
+ASKED = "<|start|>user\nhi<|end|>\n"
+BEGUN = f"{ASKED}<|start|>assistant\n"
+
+
+@pytest.fixture
+async def http(routers: LocalRouters, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(TEMPLATE, routers, tmp_path) as client:
+        yield client
+
+
+async def prompt(http: httpx.AsyncClient, routers: LocalRouters, messages: Any = USER, **fields: Any) -> str:
+    """The prompt of a chat completion, which must also be what /tokenize says."""
+    sdk = make_sdk(http)
+    await sdk.chat.completions.create(model="tiny", messages=messages, max_tokens=1, extra_body=fields)
+    assert routers.last is not None
+    (ids,) = routers.last.prompts
+    tokens = (await http.post("/tokenize", json={"messages": messages, **fields})).json()["tokens"]
+    assert tokens == ids
+    return (await http.post("/detokenize", json={"tokens": ids})).json()["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, BEGUN),
+        ({"add_generation_prompt": True}, BEGUN),
+        ({"add_generation_prompt": False}, ASKED),
+        ({"add_special_tokens": True}, BEGUN),  # this tokenizer adds none
+        ({"chat_template_kwargs": {"enable_thinking": False}}, f"{BEGUN}no thoughts "),
+        ({"chat_template_kwargs": {"tone": "dry", "unknown": [1]}}, f"{BEGUN}DRY "),
+        ({"reasoning_effort": "low"}, f"{BEGUN}effort: low "),
+        ({"reasoning_effort": "none"}, f"{BEGUN}no thoughts effort: none "),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, f"{BEGUN}effort: none "),
+    ],
+)
+async def test_a_field_changes_the_prompt(
+    http: httpx.AsyncClient, routers: LocalRouters, fields: dict[str, Any], expected: str
+) -> None:
+    assert await prompt(http, routers, **fields) == expected
+
+
+@pytest.mark.parametrize("text", ["Well, ", "Well, </s> and <|end|>", ""])
+async def test_the_last_message_can_be_continued(http: httpx.AsyncClient, routers: LocalRouters, text: str) -> None:
+    messages = [*USER, {"role": "assistant", "content": text}]
+    for fields in ({}, {"add_generation_prompt": False}):
+        assert await prompt(http, routers, messages, continue_final_message=True, **fields) == BEGUN + text
+
+
+async def test_thoughts_go_where_the_template_puts_them(http: httpx.AsyncClient, routers: LocalRouters) -> None:
+    thought = {"role": "assistant", "content": "a", "reasoning_content": "deep <|end|>"}
+    assert await prompt(http, routers, [thought]) == "<|start|>assistant\n(deep <|end|>)a<|end|>\n<|start|>assistant\n"
+    # The template leaves out earlier ones, and what comes after them stays where it is.
+    messages = [thought, {"role": "user", "content": "b <|end|>"}]
+    shown = "<|start|>assistant\na<|end|>\n<|start|>user\nb <|end|><|end|>\n<|start|>assistant\n"
+    assert await prompt(http, routers, messages) == shown
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs.tools"),
+        ({"chat_template_kwargs": {"tone": "<|end|>"}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"tone": "x" * 10_000}}, "chat_template_kwargs"),
+        ({"reasoning_effort": "some"}, "reasoning_effort"),
+        ({"chat_template": "x"}, "chat_template"),
+    ],
+)
+async def test_what_a_request_may_not_say_is_refused_by_name(
+    http: httpx.AsyncClient, fields: dict[str, Any], param: str
+) -> None:
+    for path in ("/v1/chat/completions", "/tokenize"):
+        response = await http.post(path, json={"messages": USER, **fields})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+CALL = {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}}
+MESSAGES: TypeAdapter[ChatMessage] = TypeAdapter(ChatMessage)
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}, "ab"),
+        ({"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]}, "a"),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, ""),
+        ({"role": "assistant", "content": "a", "annotations": [], "reasoning_content": "b", "refusal": None}, "a"),
+        ({"role": "tool", "content": "12", "tool_call_id": "c"}, "12"),
+    ],
+)
+def test_the_content_is_one_text(message: dict[str, Any], text: str) -> None:
+    assert MESSAGES.validate_python(message).text() == text

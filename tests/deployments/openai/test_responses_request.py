@@ -1,0 +1,133 @@
+"""A responses request is a chat completion with other names, and its items are a conversation."""
+
+from typing import Any
+
+import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from deployments.openai.conversation_fields import ChatMessage
+from deployments.openai.responses_request import Item, ResponsesRequest, conversation, with_responses_names
+from engine.errors import PromptTooLongError, RequestError
+
+ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+MESSAGES: TypeAdapter[list[ChatMessage]] = TypeAdapter(list[ChatMessage])
+
+
+def call(call_id: str) -> dict[str, Any]:
+    return {
+        "type": "function_call",
+        "id": f"fc_{call_id}",
+        "status": "completed",
+        "call_id": call_id,
+        "name": "f",
+        "arguments": "{}",
+    }
+
+
+def chat_call(call_id: str) -> dict[str, Any]:
+    return {"type": "function", "id": call_id, "function": {"name": "f", "arguments": "{}"}}
+
+
+def test_an_earlier_answer_becomes_a_chat_message() -> None:
+    part = {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}
+    answer = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": [part, part]}
+    expected = MESSAGES.validate_python([{"role": "assistant", "content": "aa"}])
+    assert conversation(ITEMS.validate_python([answer])) == expected
+
+
+def test_earlier_thoughts_are_ignored() -> None:
+    thoughts = {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": "x"}
+    user = {"role": "user", "content": "a", "provider_specific_fields": {}}
+    expected = MESSAGES.validate_python([{"role": "user", "content": "a"}])
+    assert conversation(ITEMS.validate_python([user, thoughts])) == expected
+    with pytest.raises(RequestError, match="nothing but earlier thoughts") as caught:
+        ResponsesRequest.model_validate({"input": [thoughts]}).to_chat()
+    assert caught.value.param == "input"
+
+
+def test_calls_belong_to_the_answer_that_made_them() -> None:
+    result = {"type": "function_call_output", "call_id": "1", "output": "12"}
+    parts = {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "13"}]}
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    items = [user, answer, call("1"), call("2"), result, parts, call("3"), {**result, "call_id": "3"}]
+    expected = [
+        user,
+        {**answer, "tool_calls": [chat_call("1"), chat_call("2")]},
+        {"role": "tool", "tool_call_id": "1", "content": "12"},
+        {"role": "tool", "tool_call_id": "2", "content": "13"},
+        {"role": "assistant", "tool_calls": [chat_call("3")]},
+        {"role": "tool", "tool_call_id": "3", "content": "12"},
+    ]
+    assert conversation(ITEMS.validate_python(items)) == MESSAGES.validate_python(expected)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"role": "tool", "content": "a"},
+        {"type": "item_reference", "id": "msg_1"},
+        {"type": "function_call", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "1"},
+        {"type": 1, "role": "user"},
+        "a",
+    ],
+)
+def test_other_items_are_refused(item: Any) -> None:
+    with pytest.raises(ValidationError):
+        ITEMS.validate_python([item])
+
+
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return ResponsesRequest.model_validate({"input": "a", **fields}).to_chat().model_dump(exclude_none=True)
+
+
+def test_a_text_is_what_the_user_says() -> None:
+    assert chat(instructions="b")["messages"] == [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_output_tokens": 3}, {"max_completion_tokens": 3}),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, {"reasoning_effort": "low"}),
+        ({"include": ["message.output_text.logprobs"], "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
+        ({"top_logprobs": 2}, {"logprobs": False}),
+        ({"tools": [TOOL], "tool_choice": "required"}, {"tool_choice": "required"}),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "f"}},
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+        ),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, {"parallel_tool_calls": False}),
+        ({"temperature": 0.5, "seed": 1, "cache_salt": "s"}, {"temperature": 0.5, "seed": 1, "cache_salt": "s"}),
+    ],
+)
+def test_a_field_has_another_name(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    request = chat(**fields)
+    assert {name: request.get(name) for name in expected} == expected
+    assert "top_logprobs" in expected or "top_logprobs" not in request
+
+
+def test_a_tool_is_sent_to_the_model_without_strict() -> None:
+    function = {"name": "f", "parameters": {"type": "object"}}
+    assert chat(tools=[TOOL])["tools"] == [{"type": "function", "function": function}]
+
+
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_openais_default_choice_needs_no_tools(choice: str) -> None:
+    assert "tool_choice" not in chat(tool_choice=choice)
+    assert chat(tool_choice=choice, tools=[TOOL])["tool_choice"] == choice
+
+
+def test_log_probabilities_are_not_available_with_tools() -> None:
+    with pytest.raises(RequestError) as error:
+        chat(tools=[TOOL], include=["message.output_text.logprobs"])
+    assert error.value.param == "include"
+
+
+def test_an_error_has_the_names_of_this_request() -> None:
+    error = with_responses_names(PromptTooLongError("max_completion_tokens is 9, messages has 5", "messages"))
+    assert (str(error), error.param) == ("max_output_tokens is 9, input has 5", "input")
+    assert isinstance(error, PromptTooLongError)

@@ -1,0 +1,185 @@
+"""sampling_params: every field reaches the engine, and a bad one is refused by name."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from deployments.openai.chat import ChatCompletionRequest
+from deployments.openai.completions import CompletionRequest
+from deployments.prompts import parameters
+from deployments.prompts.encoder import PromptEncoder
+from deployments.prompts.parameters import sampling_params
+from deployments.wire import ModelLimits
+from engine.errors import RequestError
+from engine.models.encoder_decoder import REFUSED
+from tests.deployments.fakes import LocalRouters
+from tests.deployments.requests import GREEDY, complete
+
+ENCODER_LIMITS = ModelLimits(259, 512, 4, refused=REFUSED)
+
+CONTENT: Any = {
+    "/v1/completions": {"prompt": "abcdef"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/responses": {"input": "abc", "max_output_tokens": 1},
+}
+
+
+async def test_every_field_reaches_the_engine(client: httpx.AsyncClient, routers: LocalRouters) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "seed": 7,
+        "stop": ["zz"],
+        "stop_token_ids": [3],
+        "include_stop_str_in_output": True,
+        "min_tokens": 2,
+        "max_tokens": 4,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "logprobs": 1,
+        "n": 1,
+    }
+    await complete(client, **fields, logit_bias={"5": 2.5}, cache_salt="s", speculative={"num_speculative_tokens": 3})
+    assert routers.last is not None
+    params = routers.last.params
+    assert {name: getattr(params, name) for name in fields} == fields
+    assert (params.logit_bias, params.num_speculative_tokens, routers.last.cache_salt) == ({5: 2.5}, 3, "s")
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")])
+async def test_the_log_probabilities_of_all_prompts_together_have_a_limit(
+    client: httpx.AsyncClient, path: str, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = (await client.post("/tokenize", json=CONTENT[path])).json()["count"]
+    monkeypatch.setattr(parameters, "MAX_PROMPT_LOGPROBS", 2 * 3 * tokens)
+    for n, count, status in ((2, 2, 200), (3, 2, 400), (2, 3, 400), (8, None, 200)):
+        body = {**CONTENT[path], "n": n, "max_tokens": 1, "prompt_logprobs": count}
+        response = await client.post(path, json=body)
+        assert response.status_code == status, response.text
+        if status == 400:
+            assert response.json()["error"]["param"] == field
+            assert f"at most {6 * tokens} are allowed" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("speculative", "length", "is_fixed"),
+    [
+        ({"num_speculative_tokens": 2, "fixed": True}, 2, True),
+        ({"fixed": True}, 4, True),  # as many as the server allows
+        ({"num_speculative_tokens": 0, "fixed": True}, 0, True),
+        ({"num_speculative_tokens": 2, "fixed": False}, 2, False),
+        ({"num_speculative_tokens": 2}, 2, False),
+        ({}, None, False),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_a_draft_length_is_a_limit_or_fixed(
+    client: httpx.AsyncClient,
+    routers: LocalRouters,
+    path: str,
+    speculative: dict[str, Any],
+    length: int | None,
+    is_fixed: bool,
+) -> None:
+    response = await client.post(path, json={**CONTENT[path], "speculative": speculative})
+    assert response.status_code == 200, response.text
+    assert routers.last is not None
+    params = routers.last.params
+    assert (params.num_speculative_tokens, params.fixes_draft_length) == (length, is_fixed)
+
+
+def test_a_server_that_makes_no_drafts_says_so() -> None:
+    request = CompletionRequest.model_validate({"prompt": "a", "speculative": {"fixed": True}})
+    with pytest.raises(RequestError, match="this server makes no drafts") as refused:
+        sampling_params(request, ModelLimits(259, 512, num_speculative_tokens=0), max_n=8)
+    assert refused.value.param == "speculative.fixed"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt.0"),
+        ({"prompt": [999]}, "prompt"),
+        ({"prompt": "a" * 600}, "prompt"),
+        ({"prompt": "a" * 100_000}, "prompt"),
+        ({"prompt": "\ud800"}, None),
+        ({"\ud800": 1}, None),
+        ({"suffix": "x"}, "suffix"),
+        ({"best_of": 2}, "best_of"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 510}, "max_tokens"),
+        ({"min_tokens": 9}, "min_tokens"),
+        ({"max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens"),
+        ({"n": 9}, "n"),
+        ({"stop_token_ids": [999]}, "stop_token_ids"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"999": 1}}, "logit_bias"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"speculative": {"num_speculative_tokens": 5}}, "speculative.num_speculative_tokens"),
+        ({"speculative": {"enabled": False, "num_speculative_tokens": 2}}, "speculative.num_speculative_tokens"),
+        ({"speculative": {"enabled": False, "fixed": True}}, "speculative.fixed"),
+    ],
+)
+async def test_a_bad_field_is_named(client: httpx.AsyncClient, fields: dict[str, Any], param: str | None) -> None:
+    content = json.dumps({"prompt": "abc", **GREEDY, **fields})
+    response = await client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (400, "invalid_request_error"), error
+    assert error["param"] == param, error
+    assert error["message"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"n": 9},
+        {"max_tokens": 512},
+        {"logprobs": 21},
+        {"stop_token_ids": [999]},
+        {"prompt": ["a", [999]]},
+        {"speculative": {"num_speculative_tokens": 5}},
+        {"structured_outputs": {}},
+    ],
+)
+async def test_nothing_is_tokenized_for_a_request_that_no_prompt_could_make_right(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    for method in ("encode", "encode_chat"):
+        monkeypatch.setattr(PromptEncoder, method, lambda *_, **__: pytest.fail("it was tokenized"))
+    assert (await client.post("/v1/completions", json={"prompt": "abc", **fields})).status_code == 400
+    if not fields.keys() & {"prompt", "logprobs"}:
+        body = {"messages": [{"role": "user", "content": "a"}], **fields}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"echo": True}, "does not continue the prompt"),
+        ({"echo": True, "logprobs": 2}, "does not continue the prompt"),
+        ({"prompt_logprobs": 0}, "predicts none of it"),
+    ],
+)
+def test_an_encoder_decoder_predicts_nothing_of_its_prompt(fields: dict[str, Any], message: str) -> None:
+    request = CompletionRequest.model_validate({"prompt": "a", **fields})
+    with pytest.raises(RequestError, match=message) as refused:
+        sampling_params(request, ENCODER_LIMITS, max_n=8)
+    assert refused.value.param == next(iter(fields))
+    sampling_params(request, ModelLimits(259, 512, 4), max_n=8)
+
+
+def test_an_encoder_decoder_takes_prompts_and_no_conversations() -> None:
+    sampling_params(CompletionRequest.model_validate({"prompt": "a", "echo": False}), ENCODER_LIMITS, max_n=8)
+    chat = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}]})
+    with pytest.raises(RequestError, match="takes no conversations; use /v1/completions") as refused:
+        sampling_params(chat, ENCODER_LIMITS, max_n=8)
+    assert refused.value.param == "messages"

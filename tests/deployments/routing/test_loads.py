@@ -1,0 +1,227 @@
+"""How the Routers are, by their reports and by the requests of this Ingress since, and which one Serve takes."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from ray.serve._private.common import DeploymentID, ReplicaID, RequestMetadata
+from ray.serve.config import RequestRouterConfig
+from ray.serve.request_router import PendingRequest
+
+from deployments.routing import loads as router_loads
+from deployments.routing.loads import BELIEVED_S, QueueDepthRouter, RouterLoads, problem_of
+from deployments.routing.moving import Queue, plan_moves
+from deployments.wire import Report
+from tests.deployments.fakes import generation
+
+CAPACITY = 8
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def loads(clock: Clock) -> RouterLoads:
+    loads = RouterLoads(clock)
+    loads.set_routers(["a", "b"])
+    return loads
+
+
+def send(loads: RouterLoads, request_id: str, router: str, num_sequences: int = 1) -> None:
+    loads.begin(request_id, num_sequences)
+    loads.assign(request_id, router)
+
+
+def test_the_depth_is_the_report_of_the_others_and_the_own_requests_as_they_are(loads: RouterLoads) -> None:
+    send(loads, "1", "a")
+    assert [loads.depth(router) for router in "ab"] == [1, 0]
+    loads.note(Report("a", None, 5, 1, 2.0, 1))
+    send(loads, "2", "a", num_sequences=3)
+    assert loads.depth("a") == 4 + 4
+    loads.end("1")
+    assert loads.depth("a") == 4 + 3
+
+
+def test_finished_choices_do_not_make_a_queue_longer_or_its_share_more_than_all(loads: RouterLoads) -> None:
+    """Of 64 choices one still runs. Counting all of them, a plan would move every request that waits."""
+    send(loads, "long", "a", num_sequences=64)
+    for number in range(20):
+        send(loads, str(number), "a")
+    loads.note(Report("a", None, 21, 84, 2.0, 1, tuple(map(str, range(20)))))
+    loads.note(Report("b", None, 0, 0, 2.0, 1))
+    queues = loads.queues(lambda _: True)
+    assert [(queue.depth, queue.share) for queue in queues] == [(21, 1.0), (0, 0.0)]
+    assert len(plan_moves(queues, 100)) == 10
+    loads.end("long")
+    assert loads.depth("a") == 0, "until the next report"
+
+
+def test_a_request_counts_where_it_was_sent_last_and_not_after_its_end(loads: RouterLoads) -> None:
+    send(loads, "1", "a", num_sequences=2)
+    loads.assign("1", "b")
+    assert [loads.depth(router) for router in "ab"] == [0, 2]
+    loads.end("1")
+    loads.assign("1", "a")
+    assert [loads.depth(router) for router in "ab"] == [0, 0]
+
+
+def test_the_shorter_queue_of_two_comes_first(loads: RouterLoads) -> None:
+    loads.note(Report("a", None, 5, 0, 2.0, 1))
+    loads.note(Report("b", None, 4, 0, 2.0, 1))
+    assert loads.ranked(["a", "b"]) == ["b", "a"]
+    assert loads.ranked(["a"]) == ["a"]
+    assert loads.ranked([]) == []
+
+
+def test_requests_spread_before_any_report_comes_back(loads: RouterLoads) -> None:
+    random.seed(1)
+    routers = [f"router {number}" for number in range(8)]
+    loads.set_routers(routers)
+    for number in range(800):
+        send(loads, str(number), loads.ranked(routers)[0])
+    depths = Counter({router: loads.depth(router) for router in routers})
+    assert max(depths.values()) - min(depths.values()) <= 6
+
+
+def test_one_ingress_may_use_all_the_room(loads: RouterLoads) -> None:
+    assert loads.room(CAPACITY) == 16
+    for number in range(15):
+        send(loads, str(number), "a")
+    loads.begin("not sent yet", 1)
+    assert loads.room(CAPACITY) == 0
+    loads.note(Report("a", None, 6, 6, 2.0, 1))  # the others are still on their way
+    assert loads.room(CAPACITY) == 0
+    loads.end("0")
+    assert loads.room(CAPACITY) == 1
+
+
+def test_each_ingress_takes_its_share_of_the_room_that_was_reported(loads: RouterLoads) -> None:
+    for number in range(8):
+        send(loads, str(number), "a")
+    loads.note(Report("a", None, 8, 8, 2.0, 1))
+    loads.note(Report("b", None, 2, 0, 2.0, 2))
+    assert loads.room(CAPACITY) == (16 - 10) / 2
+    loads.note(Report("b", None, 2, 0, 2.0, 1))
+    assert loads.room(CAPACITY) == 16 - 10, "the other one has ended"
+
+
+def test_old_reports_are_not_believed(loads: RouterLoads, clock: Clock) -> None:
+    loads.note(Report("a", None, 8, 0, 2.0, 1))
+    assert loads.room(CAPACITY) == 8
+    clock.now += BELIEVED_S
+    assert loads.room(CAPACITY) == 16
+    assert loads.depth("a") == 0
+
+
+def test_only_routers_that_run_have_room(loads: RouterLoads) -> None:
+    loads.note(Report("a", None, 8, 1, 2.0, 1))
+    send(loads, "1", "a")
+    loads.set_routers(["b"])
+    assert loads.room(CAPACITY) == 8
+    loads.set_routers(["a", "b"])
+    assert loads.depth("a") == 1, "its report was forgotten"
+
+
+def test_requests_may_wait_for_the_first_router_that_comes_back(loads: RouterLoads) -> None:
+    loads.set_routers([])
+    assert loads.room(CAPACITY) == 8
+
+
+def test_clients_come_again_when_all_routers_have_drained(loads: RouterLoads) -> None:
+    loads.note(Report("a", None, 30, 0, 2.0, 1))
+    loads.note(Report("b", None, 30, 0, 4.0, 1))
+    loads.begin("1", 30)
+    assert loads.retry_after_s() == 90 / 6
+    loads.set_routers([])
+    assert loads.retry_after_s() == 30
+
+
+def test_a_queue_names_the_requests_that_may_move_and_their_sequences(loads: RouterLoads, clock: Clock) -> None:
+    send(loads, "1", "a", num_sequences=2)
+    send(loads, "2", "a")
+    loads.note(Report("a", None, 12, 3, 2.0, 2, ("2", "1", "ended")))
+    loads.note(Report("b", "the target is being restarted", 4, 0, 2.0, 2))
+    recovering = Queue(4, {}, 0.0, can_serve=False)
+    assert loads.queues(lambda _: True) == [Queue(12, {"2": 1, "1": 2}, 0.25), recovering]
+    assert loads.queues(lambda request_id: request_id == "1")[0].movable == {"1": 2}
+    loads.set_routers(["b"])
+    assert loads.queues(lambda _: True) == [recovering], "nothing was heard of it since"
+    loads.note(Report("a", None, 12, 3, 2.0, 2, ("2", "1")))
+    assert loads.queues(lambda _: True)[1] == Queue(12, {"2": 1, "1": 2}, 0.25, is_stopped=True)
+    clock.now += BELIEVED_S
+    assert loads.queues(lambda _: True) == [], "both hang, or have ended"
+
+
+def test_one_router_that_can_serve_is_enough(loads: RouterLoads, clock: Clock) -> None:
+    assert (problem_of(loads.heard), loads.is_one_silent) == ("no Router is running", True)
+    loads.note(Report("a", "the target is being restarted", 0, 0, 2.0, 1))
+    assert (problem_of(loads.heard), loads.is_one_silent) == ("the target is being restarted", True)
+    clock.now += 1.0
+    loads.note(Report("b", None, 0, 0, 2.0, 1))
+    assert (problem_of(loads.heard), loads.is_one_silent) == (None, False)
+    assert [(heard.report.router, heard.age_s) for heard in loads.heard] == [("a", 1.0), ("b", 0.0)]
+    loads.set_routers(["a"])
+    loads.note(Report("b", None, 0, 0, 2.0, 1))  # it was stopped, and finishes its requests
+    assert problem_of(loads.heard) == "the target is being restarted"
+    clock.now += BELIEVED_S
+    assert (problem_of(loads.heard), loads.is_one_silent) == ("no Router is running", True)
+
+
+@dataclass
+class Replica:
+    replica_id: ReplicaID
+
+
+def replica(name: str) -> Any:
+    return Replica(ReplicaID(name, DeploymentID("Router")))
+
+
+def pending(*args: object) -> PendingRequest:
+    return PendingRequest(args=list(args), kwargs={}, metadata=RequestMetadata("request", "internal"))
+
+
+@pytest.fixture
+def router(loads: RouterLoads, monkeypatch: pytest.MonkeyPatch) -> Any:
+    loads.note(Report("a", None, 5))
+    monkeypatch.setattr(router_loads, "LOADS", loads)
+    # As Serve gets it: from its pickle, which must not hold a copy of what is known of the Routers.
+    cls = RequestRouterConfig(request_router_class=QueueDepthRouter).get_request_router_class()  # type: ignore[arg-type]
+    return object.__new__(cls)
+
+
+async def test_the_router_with_fewer_requests_is_first_and_counts_at_once(loads: RouterLoads, router: Any) -> None:
+    request = generation(n=7)
+    loads.begin(request.request_id, 7)
+    replicas = [replica("a"), replica("b")]
+    assert await router.choose_replicas(replicas, pending(request)) == [[replica("b")], [replica("a")]]
+    assert loads.depth("b") == 7
+    assert await router.choose_replicas(replicas, pending()) == [[replica("a")], [replica("b")]]
+    router.on_request_routed(pending(request, "an address"), replica("a").replica_id, None)
+    assert [loads.depth(name) for name in "ab"] == [12, 0]
+
+
+@pytest.mark.parametrize(
+    ("refused_by", "expected"), [("", "ba"), ("b", "a"), ("a", "b"), ("ab", "ba"), ("z", "ba")], ids=str
+)
+async def test_a_router_that_has_refused_a_request_is_asked_last(
+    loads: RouterLoads, router: Any, refused_by: str, expected: str
+) -> None:
+    request = replace(generation(), refused_by=frozenset(refused_by))
+    loads.begin(request.request_id, 1)
+    chosen = await router.choose_replicas([replica("a"), replica("b")], pending(request))
+    assert chosen == [[replica(name)] for name in expected]
+
+
+async def test_without_replicas_nothing_is_chosen(router: Any) -> None:
+    assert await router.choose_replicas([], None) == []

@@ -1,0 +1,123 @@
+"""What operators see of two Routers and two Ingresses: health, metrics, request ids and logs as JSON."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from tests.e2e.servers import Server
+
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
+
+BODY = {"prompt": "A", "max_tokens": 800, "ignore_eos": True, "temperature": 0.8, "seed": 3}
+NUM_SCRAPES = 8
+"""Over connections of their own, so that both Ingresses are asked."""
+
+
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def get(url: str, path: str) -> httpx.Response:
+    """The answer over a new connection, of whatever status; while there is no server, the next one's."""
+    return httpx.get(f"{url}{path}", timeout=30)
+
+
+def all_know(url: str, num_routers: int) -> bool:
+    """Whether every Ingress has heard of so many Routers."""
+    answers = [get(url, "/health").json() for _ in range(NUM_SCRAPES)]
+    return all(sum(router["ready"] for router in answer["routers"]) == num_routers for answer in answers)
+
+
+def scrapes(url: str, name: str) -> list[dict[str, float]]:
+    """The samples of a metric by replica, as several scrapes show them."""
+    shown = []
+    for _ in range(NUM_SCRAPES):
+        response = get(url, "/metrics")
+        assert response.status_code == 200
+        samples = re.findall(rf'^{name}{{.*replica="(\w+)".*}} (\S+)$', response.text, re.MULTILINE)
+        shown.append({replica: float(value) for replica, value in samples})
+    return shown
+
+
+def resubmissions(url: str) -> list[float]:
+    """The requests that went on at another Router because theirs was lost, as several scrapes show them."""
+    shown = []
+    for _ in range(NUM_SCRAPES):
+        lines = get(url, "/metrics").text.splitlines()
+        lost = [line for line in lines if line.startswith("paceline:resubmissions_total{") and '"moved"' not in line]
+        shown.append(sum(float(line.rpartition(" ")[2]) for line in lost))
+    return shown
+
+
+def test_both_routers_and_ingresses_are_ready_and_head_works(server: Server, url: str) -> None:
+    wait_for(lambda: all_know(url, 2) and len({line["replica"] for line in server.logged("GET /health")}) == 2)
+    assert get(url, "/health").json()["status"] == "ok"
+    for path in ("/live", "/ready", "/health"):
+        response = httpx.head(f"{url}{path}")
+        assert (response.status_code, response.content) == (200, b"")
+
+
+def test_every_scrape_shows_both_routers(server: Server, url: str) -> None:
+    before = scrapes(url, "vllm:generation_tokens_total")[0]
+    for _ in range(NUM_SCRAPES):
+        assert httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 5}).status_code == 200
+    shown = scrapes(url, "vllm:generation_tokens_total")
+    assert all(sample == shown[0] for sample in shown)
+    assert len(shown[0]) == 2
+    assert sum(shown[0].values()) - sum(before.values()) == 5 * NUM_SCRAPES
+
+
+@pytest.mark.parametrize("sent", ["mine-1", None, "x" * 200, "two words"])
+def test_an_answer_has_one_request_id(url: str, sent: str | None) -> None:
+    headers = {} if sent is None else {"x-request-id": sent}
+    for path, status in (("/live", 200), ("/nowhere", 404)):
+        response = httpx.get(f"{url}{path}", headers=headers)
+        assert response.status_code == status
+        [received] = response.headers.get_list("x-request-id")
+        assert (received == sent) == (sent == "mine-1")
+        assert re.fullmatch(r"[\w-]{1,64}", received)
+        if status == 404:
+            assert response.json()["error"]["request_id"] == received
+
+
+def check_that_nothing_but_readiness_is_lost(url: str) -> None:
+    wait_for(lambda: all_know(url, 0))
+    health = get(url, "/health")
+    assert get(url, "/ready").status_code == 503
+    assert (health.status_code, health.json()["live"], health.json()["ready"]) == (503, True, False)
+    assert health.headers["retry-after"]
+    assert get(url, "/live").status_code == 200
+
+
+def test_a_request_keeps_its_id_and_its_text_and_the_service_its_metrics_when_all_routers_die(
+    server: Server, url: str
+) -> None:
+    wait_for(lambda: all_know(url, 2))
+    text = httpx.post(f"{url}/v1/completions", json=BODY, timeout=60).json()["choices"][0]["text"]
+    before = resubmissions(url)
+    received, is_first = "", True
+    headers = {"x-request-id": "survivor"}
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json={**BODY, "stream": True}, headers=headers, timeout=60
+    ) as response:
+        assert response.headers.get_list("x-request-id") == ["survivor"]
+        for line in response.iter_lines():
+            if line.startswith("data: {"):
+                if is_first:
+                    for process in server.processes("Replica:default:Router"):  # whichever has the stream
+                        process.kill()
+                    check_that_nothing_but_readiness_is_lost(url)
+                is_first = False
+                received += json.loads(line[6:])["choices"][0]["text"]
+    assert received == text
+    [line] = server.logged("resumes at another Router")
+    assert line["request_id"] == "survivor"
+    assert set(resubmissions(url)) == {before[0] + 1}
+    wait_for(lambda: get(url, "/ready").status_code == 200)

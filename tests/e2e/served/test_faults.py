@@ -1,0 +1,48 @@
+"""Each process of the way is killed once under eight streams; tests/faults has more faults, which take longer."""
+
+import asyncio
+
+import pytest
+
+from tests.e2e.servers import Server
+from tests.faults.faults import FAULTS, Fault
+from tests.faults.server import FaultServer
+from tests.faults.trial import Reference, run_reference, run_trial
+
+pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
+
+IN_EVERY_RUN = [f"{process} SIGKILL" for process in ("draft", "target", "Router", "Ingress", "HTTP proxy")]
+
+
+class FaultyServer(FaultServer):
+    """The server of this folder, for trials."""
+
+    def __init__(self, server: Server) -> None:
+        self.url = server.url
+        self.pid = server.process.pid
+        self._log = server.log
+
+
+@pytest.fixture(scope="module")
+def faulty(server: Server) -> FaultyServer:
+    return FaultyServer(server)
+
+
+@pytest.fixture(scope="module")
+def reference(faulty: FaultyServer) -> Reference:
+    reference = asyncio.run(run_reference(faulty))
+    assert all(stream.has_ended and stream.error is None for stream in reference.streams)
+    return reference
+
+
+@pytest.mark.parametrize("fault", [FAULTS[name] for name in IN_EVERY_RUN], ids=lambda fault: fault.name)
+def test_streams_have_their_text_although_a_process_is_killed(
+    fault: Fault, faulty: FaultyServer, reference: Reference
+) -> None:
+    """Where the connections end at the process, the text is that of the request sent again."""
+    before = faulty.num_resubmissions
+    trial = asyncio.run(run_trial(faulty, fault, reference, seed=len(fault.name)))
+    assert trial.problems == []
+    assert faulty.what_is_left() == {}
+    if not fault.cuts_streams:
+        assert (faulty.num_resubmissions > before) == (fault.process == ":Router")

@@ -1,0 +1,139 @@
+"""What clients see of HAProxy: abuse, connections that trickle or are too many, and processes that are killed."""
+
+import json
+import socket
+import time
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from deployments.local.haproxy_launcher import HEADER_TIMEOUT_S
+from deployments.local.haproxy_variables import find_haproxy
+from tests.bench import abuse
+from tests.bench.abuse import ABUSES, HEAVY, outcomes
+from tests.e2e.servers import Server
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(find_haproxy() is None, reason="no HAProxy on this machine"),
+]
+
+QUIET_S = 2.0
+EACH_S = 1.5
+TRIES = 3
+"""Other programs hold clients up as well, but not three times in a row."""
+BODY = {"prompt": "This PEP", "max_tokens": 600, "ignore_eos": True, "temperature": 0.7, "seed": 3}
+
+
+def test_costly_bodies_hold_nobody_up(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abuse, "QUIET_S", QUIET_S)
+    names, failures = [name for name in ABUSES if name not in HEAVY], [""]
+    for _ in range(TRIES):
+        rows = [(row.name, row.failures(ABUSES[row.name].statuses)) for row in outcomes(server.url, names, EACH_S)]
+        names = [name for name, problems in rows if problems]
+        failures = [problem for _, problems in rows for problem in problems]
+        if not names:
+            break
+    assert failures == []
+
+
+def connect(server: Server) -> socket.socket:
+    """Return a new connection.
+
+    Raises:
+        ConnectionResetError: it was closed at once.
+    """
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def trickle(connections: list[socket.socket], duration_s: float) -> list[bytes | None]:
+    """Send a letter on each connection every half a second; return what came back, None where it is still open."""
+    deadline = time.monotonic() + duration_s
+    answers: list[bytes | None] = [None] * len(connections)
+    while None in answers and time.monotonic() < deadline:
+        time.sleep(0.5)
+        for number, connection in enumerate(connections):
+            if answers[number] is None:
+                connection.settimeout(0.001)
+                try:
+                    connection.sendall(b"x")
+                    answers[number] = connection.recv(4096)
+                except TimeoutError:
+                    pass
+                except OSError:
+                    answers[number] = b""
+    return answers
+
+
+def test_connections_that_trickle_are_closed(server: Server) -> None:
+    connections = [connect(server) for _ in range(40)]
+    for number, connection in enumerate(connections):
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + (b"X-Slow: " if number % 2 else b"Content-Length: 1000000\r\n\r\n"))
+    answers = trickle(connections, HEADER_TIMEOUT_S + 6)
+    for connection in connections:
+        connection.close()
+    assert None not in answers
+    assert {(answer or b"")[:12] for answer in answers[0::2]} == {b"HTTP/1.1 408"}
+    assert all(b"the body took longer than 4 s" in (answer or b"") for answer in answers[0::2])
+    assert {(answer or b"")[:12] for answer in answers[1::2]} <= {b"", b"HTTP/1.1 408"}
+
+
+def running(server: Server) -> float:
+    text = httpx.get(f"{server.url}/metrics", timeout=30).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_requests_running{"))
+
+
+def wait_for(condition: Callable[[], bool], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_an_answer_in_one_piece_ends_with_its_client_whose_body_came_late(server: Server) -> None:
+    """HAProxy that splices does not notice that such a client has left, and takes most of a core meanwhile."""
+    body = json.dumps({**BODY, "max_tokens": 2000}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    connections = [connect(server) for _ in range(4)]
+    for connection in connections:
+        connection.sendall(f"{head}\r\n\r\n".encode())
+    time.sleep(0.02)
+    for connection in connections:
+        connection.sendall(body)
+    wait_for(lambda: running(server) == len(connections), 30)
+    for connection in connections:
+        connection.close()
+    wait_for(lambda: running(server) == 0, 2)
+    processes = server.processes("haproxy.cfg")
+    used_s = -sum(sum(process.cpu_times()[:2]) for process in processes)
+    time.sleep(1)
+    used_s += sum(sum(process.cpu_times()[:2]) for process in processes)
+    assert used_s < 0.3
+
+
+def stream_and_kill(server: Server, title: str) -> None:
+    """Read a stream to its end, and kill the processes with a title at its first line."""
+    with httpx.stream("POST", f"{server.url}/v1/completions", json={**BODY, "stream": True}, timeout=60) as response:
+        for number, _ in enumerate(response.iter_lines()):
+            if number == 0:
+                for process in server.processes(title):
+                    process.kill()
+
+
+def test_a_killed_ingress_cuts_its_streams_and_refuses_nobody(server: Server) -> None:
+    with pytest.raises(httpx.RemoteProtocolError):
+        stream_and_kill(server, "Replica:default:Ingress")
+    assert httpx.get(f"{server.url}/v1/models", timeout=60).is_success
+
+
+def test_a_killed_haproxy_cuts_its_streams_and_the_same_request_gives_the_same_text(server: Server) -> None:
+    url = f"{server.url}/v1/completions"
+    text = httpx.post(url, json=BODY, timeout=60).json()["choices"][0]["text"]
+    with pytest.raises(httpx.RemoteProtocolError):
+        stream_and_kill(server, "haproxy.cfg")
+    server.wait_until_ready()
+    assert httpx.post(url, json=BODY, timeout=60).json()["choices"][0]["text"] == text

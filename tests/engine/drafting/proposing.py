@@ -1,0 +1,62 @@
+"""Proposals of a drafter, and models that show what it computes."""
+
+import torch
+
+from engine.params import SamplingParams
+from engine.protocols import ProposeRow, Request, run_in_process
+from tests.engine.conftest import VOCAB
+from tests.fakes import ContextModel
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def context_model(seed, sharpness=3):
+    """Many laws: each token of the context decides which one holds, so a wrong entry shows."""
+    weights = sharpness * torch.randn(101, VOCAB, generator=torch.Generator().manual_seed(seed))
+    return ContextModel(weights.softmax(-1), [1])
+
+
+def row(token_ids, k=4, *, name="a", params=GREEDY):
+    return ProposeRow(Request(name, list(token_ids), 3, params), k)
+
+
+def propose(drafter, *rows):
+    return run_in_process(drafter.propose(rows))
+
+
+def finish(drafter):
+    """Let a drafter run ahead until it has nothing more to do."""
+    while drafter.advance():
+        pass
+
+
+class Advanced:
+    """Lets a drafter run ahead for so many passes after each proposal."""
+
+    def __init__(self, drafter, num_passes):
+        self.drafter, self.num_passes = drafter, num_passes
+
+    async def propose(self, rows):
+        drafts = await self.drafter.propose(rows)
+        for _ in range(self.num_passes):
+            if not self.drafter.advance():
+                break
+        return drafts
+
+    def release(self, request_id):
+        self.drafter.release(request_id)
+
+
+class Counting:
+    """A model that counts its forward passes and their tokens."""
+
+    def __init__(self, model):
+        self.model = model
+        self.passes = []
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def run(self, batch, draws=None):
+        self.passes.append(batch.token_ids.numel())
+        return self.model.run(batch, draws)

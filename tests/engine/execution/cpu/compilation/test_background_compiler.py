@@ -1,0 +1,101 @@
+"""BackgroundCompiler: its process yields to all others, ends with its parent, and says how far it is."""
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.config import ModelConfig
+from engine.execution.cpu.compilation import background_compiler
+from engine.execution.cpu.compilation.background_compiler import BackgroundCompiler
+from engine.execution.cpu.compilation.packages import CACHE_VARIABLE
+from engine.models.registry import open_model
+
+
+@pytest.fixture
+def interpreter(tmp_path, monkeypatch):
+    """Replaces Python by a script, so that nothing is compiled."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+
+    def replace(script):
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o700)
+        monkeypatch.setattr(sys, "executable", str(path))
+
+    return replace
+
+
+def compile_in_background(path, ready, *, dtype="float32", parts=(), **settings):
+    return BackgroundCompiler(open_model(ModelConfig(str(path), **settings)), dtype, parts, ready, num_layers=2)
+
+
+def wait_for(condition):
+    ends = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_its_process_compiles_the_same_model_with_one_thread(interpreter, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    interpreter(f'echo "$@" $OMP_NUM_THREADS $TMPDIR > {tmp_path}/arguments')
+    is_ready = threading.Event()
+    compile_in_background("model", is_ready.set, dtype="bfloat16", quantization="int4")
+    assert is_ready.wait(30)
+    *arguments, folder = (tmp_path / "arguments").read_text().split()
+    options = ["--dtype", "bfloat16", "--quantization", "int4", "--until-input-ends"]
+    assert arguments == ["-m", "engine.execution.cpu", f"{tmp_path}/model", *options, "1"]
+    assert not Path(folder).exists(), "what its compilers leave behind is removed"
+
+
+def test_decoding_comes_first_and_the_process_ends_no_sooner_than_this_one(interpreter, tmp_path):
+    interpreter(f"cat; touch {tmp_path}/ended")
+    is_ready = threading.Event()
+    compiler = compile_in_background(tmp_path, is_ready.set)
+    wait_for(lambda: compiler._process is not None)
+    process = compiler._process
+    wait_for(lambda: os.sched_getscheduler(process.pid) == os.SCHED_IDLE)
+    assert os.getpriority(os.PRIO_PROCESS, process.pid) == 19
+    assert os.getsid(process.pid) == os.getsid(0)
+    assert os.getpgid(process.pid) == process.pid
+    assert not is_ready.wait(0.2)
+    process.stdin.close()
+    assert is_ready.wait(30)
+    assert (tmp_path / "ended").exists()
+    assert compiler.progress is None
+
+
+def test_one_model_compiles_at_a_time_and_each_says_how_far_it_is(interpreter, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    monkeypatch.setattr(background_compiler, "_LOG_PERIOD_S", 0.05)
+    interpreter("cat")
+    (tmp_path / "first.pt2").touch()
+    parts = [tmp_path / "first.pt2", tmp_path / "second.pt2"]
+    both_ready = threading.Semaphore(0)
+    compilers = [compile_in_background(tmp_path, both_ready.release, parts=parts) for _ in range(2)]
+    wait_for(lambda: any(compiler._process for compiler in compilers))
+    [first], [second] = ([c for c in compilers if bool(c._process) == has] for has in (True, False))
+    assert second.progress == (1, 2, second._expected_s), "it has not begun"
+    wait_for(lambda: f"{tmp_path}: compiled passes: 1 of 2, about " in caplog.text)
+    assert first.progress[:2] == (1, 2)
+    first._process.stdin.close()
+    assert both_ready.acquire(timeout=30)
+    wait_for(lambda: second._process is not None)
+    second._process.stdin.close()
+    assert both_ready.acquire(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [("echo first >&2; echo 'the last line' >&2; exit 1", "the last line"), ("exit 3", "exit status 3")],
+)
+def test_a_failed_compilation_is_logged_and_never_taken(script, reason, interpreter, tmp_path, caplog):
+    interpreter(script)
+    compiler = compile_in_background(tmp_path, pytest.fail)
+    wait_for(lambda: compiler.progress is None)
+    wait_for(lambda: f"serving eagerly, compiling failed: {reason}" in caplog.text)

@@ -1,0 +1,191 @@
+"""Compiled passes: the same logits and caches as the eager ones, whole and in pieces, traced and compiled."""
+
+import os
+import threading
+
+import pytest
+import torch
+from transformers import MistralConfig
+
+from engine.execution.attention import KVTensors, slots_of
+from engine.execution.batch import ForwardRow, build
+from engine.execution.cpu.compilation import packages as compilation
+from engine.execution.cpu.compilation.compiled_forward import (
+    PIECE_LENGTH,
+    CompiledForward,
+    CompileError,
+    TracedContext,
+    _removing_temporary_files,
+    can_run,
+    example,
+    load_noise,
+    pieces,
+    samples,
+)
+from engine.execution.cpu.kernels.paged_attention import suits
+from engine.models.layer_attention import AttentionParams, KVShape
+from tests.engine.execution.cpu.batches import assert_same_caches, both_caches, mixed_rows
+from tests.engine.tiny import SIZES, backend_of, save
+
+# torch's exporter warns of parts of itself.
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")]
+needs_compiler = pytest.mark.skipif(not compilation.has_compiler(), reason="there is no C++ compiler")
+
+
+KV_HEADS, BLOCK = 2, 4
+ROWS = {
+    "single tokens": [ForwardRow([1], 9, [1, 2, 3], 1), ForwardRow([2], 0, [4], 1)],
+    "rows of several lengths": [ForwardRow([1] * 5, 3, [1, 2], 5), ForwardRow([1] * 2, 6, [3, 4], 2)],
+    "a tree and a chain": [
+        ForwardRow([1] * 5, 6, [1, 2, 3], 5, parents=[-1, -1, 0, 1]),
+        ForwardRow([1] * 3, 2, [4, 5], 3),
+    ],
+    "part of a prompt": [ForwardRow([1] * 20, 7, [1, 2, 3, 4, 5, 6, 7], 20)],
+}
+
+
+def traced(batch):
+    """Return a batch's context with the tensors that the compiled step makes of it."""
+    kv, (group,) = batch.paged.kv, batch.paged.groups
+    ends = group.limits if group.extra is None else torch.maximum(group.limits, group.extra.amax(-1) + 1)
+    slots = slots_of(group.blocks, group.places, kv.block_size).flatten()
+    return TracedContext(kv.keys, kv.values, group, slots, ends)
+
+
+def caches(head_dim):
+    """Two caches of two layers with the same random entries."""
+    generator = torch.Generator().manual_seed(0)
+    one, other = (KVTensors(KVShape(2, KV_HEADS, head_dim, head_dim), 10, BLOCK, torch.empty(0)) for _ in range(2))
+    for cache, copied in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
+        copied.copy_(cache.normal_(generator=generator))
+    return one, other
+
+
+@pytest.mark.parametrize("head_dim", [8, 16], ids=["small heads", "heads that the C++ computes"])
+@pytest.mark.parametrize("heads", [2, 6], ids=["a key head per query head", "grouped heads"])
+@pytest.mark.parametrize("name", ROWS)
+def test_the_traced_context_attends_and_writes_as_the_eager_context_does(name, heads, head_dim):
+    assert suits(head_dim, torch.float32) == (head_dim == 16)
+    kv, others = caches(head_dim)
+    batch, same = build(ROWS[name], kv), build(ROWS[name], others)
+    windows = [None, 3] if batch.paged.groups[0].extra is None else [None, 9]
+    context = traced(same)
+    generator = torch.Generator().manual_seed(1)
+    # Some tokens are padding: nobody reads what is computed for them.
+    sinks = torch.randn(heads, generator=generator)
+    for layer, params in (
+        (0, AttentionParams()),
+        (1, AttentionParams(windows[1], 0.5)),
+        (0, AttentionParams(windows[1])),
+        (1, AttentionParams(windows[1], softcap=2.0)),
+        (0, AttentionParams(scaling=0.3, sinks=sinks)),
+    ):
+        query, key, value = (
+            torch.randn(count, len(batch.token_ids), head_dim, generator=generator)
+            for count in (heads, KV_HEADS, KV_HEADS)
+        )
+        expected = batch.paged.attend(layer, query, key, value, params)
+        found = context.attend(layer, query, key, value, params)
+        assert found.shape == expected.shape
+        wanted = batch.logit_indices
+        assert torch.allclose(found[wanted], expected[wanted], atol=1e-5)
+    for cache, copied in zip((*kv.keys, *kv.values), (*others.keys, *others.values), strict=True):
+        assert torch.equal(cache[1:], copied[1:])
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_pieces_compute_what_the_whole_batch_does(window, tmp_path):
+    save(MistralConfig(**SIZES, sliding_window=window), tmp_path)
+    backend = backend_of(str(tmp_path))
+    kv, others = both_caches(backend)
+    batch = build(mixed_rows(), kv)
+    with torch.inference_mode():
+        expected = backend.logits(build(mixed_rows(), others))
+        found = torch.full_like(expected, float("nan"))
+        lengths = []
+        for piece, where in pieces(batch):
+            found[where] = backend.logits(piece)
+            lengths.append(len(piece.token_ids))
+    assert max(lengths) == PIECE_LENGTH
+    assert sum(lengths) == len(batch.token_ids)
+    assert (found - expected).abs().max() < 1e-4
+    assert_same_caches(kv, others)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_a_loaded_package_leaves_no_temporary_files(tmp_path, monkeypatch):
+    """A worker that is killed cannot remove them."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    compilation.compile_once(compilation.noise_path(), compilation.compile_noise)
+    load_noise(compilation.noise_path())
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith("torchinductor")] == []
+    assert os.environ["TMPDIR"] == str(tmp_path)
+
+
+def test_packages_that_are_opened_at_once_leave_the_folder_of_temporary_files_as_it_was(tmp_path, monkeypatch):
+    """Opening one changes it for the whole process: with two at once, one would leave that of the other."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    is_open, may_close, folders = threading.Event(), threading.Event(), []
+
+    def open_first():
+        with _removing_temporary_files():
+            is_open.set()
+            assert may_close.wait(30)
+
+    def open_second():
+        with _removing_temporary_files():
+            folders.append(os.environ["TMPDIR"])
+
+    threads = [threading.Thread(target=target, daemon=True) for target in (open_first, open_second)]
+    threads[0].start()
+    assert is_open.wait(30)
+    threads[1].start()
+    threads[1].join(0.1)
+    assert not folders
+    may_close.set()
+    for thread in threads:
+        thread.join(30)
+    assert len(folders) == 1
+    assert os.environ["TMPDIR"] == str(tmp_path)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_prompts_run_compiled_however_many_threads_there_are(mixed_path, monkeypatch):
+    backend = backend_of(mixed_path)
+    backend.compile()
+    kv, others = both_caches(backend)
+    with torch.inference_mode():
+        expected = backend.logits(build(mixed_rows(), others))
+    monkeypatch.setattr(backend, "logits", lambda batch: pytest.fail("it ran eagerly"))
+    for count in (2, 1):
+        torch.set_num_threads(count)
+        assert (backend.run(build(mixed_rows(), kv)).logits - expected).abs().max() < 1e-4
+        assert_same_caches(kv, others)
+
+
+@pytest.mark.slow
+@needs_compiler
+def test_other_weights_use_the_same_package_and_a_pass_of_other_weights_is_refused(mixed_path, save_mixed, tmp_path):
+    backend = backend_of(mixed_path)
+    backend.compile()
+    path = backend._package
+    before = path.stat().st_mtime_ns
+    other = backend_of(save_mixed(tmp_path / "other", seed=9))
+    other.compile()
+    assert path.stat().st_mtime_ns == before
+    candidate = CompiledForward(path, other._step)
+    batch = build(samples()[0], other.allocate_kv(16, 16))
+    with torch.inference_mode(), pytest.raises(CompileError, match="differs from the eager one"):
+        candidate.check(batch, backend.logits(batch))
+
+
+def test_one_pass_computes_short_rows_only(target):
+    kv = target.allocate_kv(16, 16)
+    assert can_run(example(kv)[0])
+    assert can_run(build([ForwardRow([3] * 20, 0, [1, 2], 1)], kv))
+    assert can_run(build([ForwardRow([3] * PIECE_LENGTH, 16, list(range(1, 10)), 1)], kv))
+    assert not can_run(build([ForwardRow([3] * (PIECE_LENGTH + 1), 16, list(range(1, 11)), 1)], kv))
+    assert not can_run(build([ForwardRow([3], 5, [1], 1), ForwardRow([3] * 20, 0, [1, 2], 1)], kv))

@@ -1,0 +1,225 @@
+"""Paged attention in C++: what torch's own computes, and for each token the same bits in whatever company it comes."""
+
+import ctypes
+
+import pytest
+import torch
+
+from engine.execution.cpu.compilation import packages as compilation
+from engine.execution.cpu.kernels import library as kernels
+from engine.execution.cpu.kernels import paged_attention
+
+INF = float("inf")
+
+
+@pytest.fixture
+def kernel(library):
+    """The C++ as packages call it: with handles of tensors."""
+    function = getattr(ctypes.CDLL(str(library)), kernels.symbol(paged_attention.SCHEMA))
+    function.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_double, ctypes.c_void_p]
+    pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+
+    def call(query, keys, values, blocks, mask, *, scale):
+        tensors = [query, keys, values, blocks, ends_of(mask), mask]
+        capsules = torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(tensors)
+        output = ctypes.c_void_p()
+        assert function(*(pointer_of(capsule, None) for capsule in capsules), scale, ctypes.byref(output)) == 0
+        return torch._C._aoti.alloc_tensor_by_stealing_from_void_ptr(new_capsule(output, None, None))
+
+    new_capsule = ctypes.pythonapi.PyCapsule_New
+    new_capsule.restype, new_capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    return call
+
+
+def ends_of(mask):
+    """Return the place behind the last that each token sees."""
+    return ((mask[:, 0] == 0) * torch.arange(1, mask.shape[-1] + 1)).amax(-1)
+
+
+def example(rows, length, width, *, heads=6, kv_heads=2, dim=32, size=16, seed=0):
+    """Random queries, caches and tables; each token sees some places up to one of its own, as in a drafted tree."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(1 + rows * width, size, kv_heads, dim, generator=generator) for _ in range(2))
+    blocks = 1 + torch.randperm(rows * width, generator=generator).view(rows, width)
+    query = torch.randn(rows * length, heads, dim, generator=generator)
+    last = torch.randint(1, width * size + 1, (rows, 1, length, 1), generator=generator)
+    places = torch.arange(width * size)
+    seen = (places < last) & ((places < 2) | (torch.rand(rows, 1, length, width * size, generator=generator) < 0.9))
+    return query, keys, values, blocks, torch.where(seen | (places == 0), 0.0, -INF)
+
+
+def by_torch(tensors, scale):
+    *cache, mask = tensors
+    return torch.ops.paceline.paged_attention(*cache, ends_of(mask), mask, scale)
+
+
+SHAPES = [
+    {"rows": 1, "length": 1, "width": 1},
+    {"rows": 9, "length": 1, "width": 14},
+    {"rows": 8, "length": 5, "width": 14},
+    {"rows": 2, "length": 70, "width": 9},  # more queries than share a reading
+    {"rows": 3, "length": 2, "width": 4, "size": 3},
+    {"rows": 3, "length": 3, "width": 4, "size": 24},
+    {"rows": 2, "length": 3, "width": 5, "dim": 16},
+    {"rows": 2, "length": 3, "width": 5, "dim": 80},
+    {"rows": 2, "length": 3, "width": 5, "dim": 128, "heads": 8, "kv_heads": 8},
+    {"rows": 2, "length": 1, "width": 5, "heads": 7, "kv_heads": 1},
+    {"rows": 2, "length": 50, "width": 9},
+    {"rows": 2, "length": 29, "width": 30, "size": 3, "dim": 80, "heads": 2},
+    {"rows": 1, "length": 29, "width": 3, "size": 80, "dim": 16},
+    {"rows": 1, "length": 29, "width": 4, "size": 22, "dim": 128},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_computes_what_torch_does(kernel, shape):
+    tensors = example(**shape)
+    expected = by_torch(tensors, 0.3)
+    assert (kernel(*tensors, scale=0.3) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("size", [3, 16, 24])
+@pytest.mark.parametrize("length", [3, 11])
+def test_scores_far_below_zero_are_softened_as_any(kernel, length, size):
+    query, keys, values, blocks, mask = example(2, length, 3, size=size)
+    tensors = (-query.abs() - 9, keys.abs() + 1, values, blocks, mask)
+    expected = by_torch(tensors, 1.0)
+    assert (kernel(*tensors, scale=1.0) - expected).abs().max() < 1e-3
+
+
+def test_threads_change_no_bit(kernel):
+    tensors = example(8, 40, 20)
+    one = kernel(*tensors, scale=0.2)
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(kernel(*tensors, scale=0.2), one)
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_queries_may_lie_apart(kernel):
+    query, *others = example(4, 3, 6)
+    wide = torch.zeros(query.shape[0], query.shape[1] + 2, query.shape[2] + 16)
+    wide[:, 1:-1, :-16] = query
+    assert torch.equal(kernel(wide[:, 1:-1, :-16], *others, scale=0.2), kernel(query, *others, scale=0.2))
+
+
+def test_a_row_gets_the_same_bits_alone_and_in_a_batch(kernel):
+    query, keys, values, blocks, mask = example(7, 3, 9)
+    together = kernel(query, keys, values, blocks, mask, scale=0.2)
+    for row in range(7):
+        own = slice(3 * row, 3 * row + 3)
+        alone = kernel(query[own], keys, values, blocks[row : row + 1], mask[row : row + 1], scale=0.2)
+        assert torch.equal(alone, together[own])
+
+
+@pytest.mark.parametrize(
+    "shape", [{}, {"size": 3}, {"size": 24}, {"dim": 80}, {"heads": 7, "kv_heads": 1}, {"heads": 2}], ids=str
+)
+def test_a_token_gets_the_same_bits_in_a_draft_of_any_length(kernel, shape):
+    """Few queries and many are computed by different code."""
+    query, keys, values, blocks, mask = example(1, 40, 9, **shape)
+    mask[:, :, :3, 20:] = -INF
+    together = kernel(query, keys, values, blocks, mask, scale=0.2)
+    for length in (1, 2, 3, 4, 5, 7, 9, 33):
+        some = kernel(query[:length], keys, values, blocks, mask[:, :, :length].contiguous(), scale=0.2)
+        assert torch.equal(some, together[:length])
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("missed", [None, 14])
+def test_a_token_of_a_prompt_gets_the_same_bits_in_pieces_of_any_length(kernel, missed, window):
+    """Blocks that all tokens see are scored without a mask; a place that one of them does not see counts."""
+    query, keys, values, blocks, mask = example(1, 40, 9)
+    places = torch.arange(9 * 16)
+    last = 70 + torch.arange(40).unsqueeze(-1)
+    seen = (places <= last) & (places > last - (window or 200))
+    if missed is not None:
+        seen[missed, 40] = False
+    mask = torch.where(seen, 0.0, -INF).view(mask.shape)
+    together = kernel(query, keys, values, blocks, mask, scale=0.2)
+    assert (together - by_torch((query, keys, values, blocks, mask), 0.2)).abs().max() < 1e-5
+    for length in (1, 7, 8, 10):
+        for first in range(0, 40, length):
+            part = slice(first, first + length)
+            some = kernel(query[part], keys, values, blocks, mask[:, :, part].contiguous(), scale=0.2)
+            assert torch.equal(some, together[part])
+
+
+@pytest.mark.parametrize("gap", [1, 5, 16, 23])
+def test_what_lies_between_the_places_seen_changes_no_bit(kernel, gap):
+    """A token of a drafted tree has others before it, which it does not see; in a chain it has not."""
+    query, keys, values, blocks, mask = example(1, 1, 9)
+    places = torch.arange(9 * 16)
+    later = (places >= 40) & (places < 60)
+    moved = torch.where(later, places + gap, places)
+    caches = []
+    for own in (keys, values):
+        chain = own.clone()
+        chain[blocks] = own[blocks].flatten(0, 2)[moved].view(1, 9, *own.shape[1:])
+        caches.append(chain)
+    seen = torch.full_like(mask, -INF)
+    seen[..., :60] = 0.0
+    mask[...] = -INF
+    mask[..., moved[:60]] = 0.0
+    expected = kernel(query, *caches, blocks, seen, scale=0.2)
+    assert torch.equal(kernel(query, keys, values, blocks, mask, scale=0.2), expected)
+
+
+def test_a_wider_table_changes_no_bit(kernel):
+    """Another row of the batch may have a longer context; the rest of a short one's table is block 0."""
+    query, keys, values, blocks, mask = example(2, 3, 5)
+    padding = torch.full((2, 1, 3, 3 * 16), -INF)
+    wider = (torch.cat([blocks, torch.zeros(2, 3, dtype=torch.int64)], 1), torch.cat([mask, padding], -1))
+    assert torch.equal(
+        kernel(query, keys, values, *wider, scale=0.2), kernel(query, keys, values, blocks, mask, scale=0.2)
+    )
+
+
+def test_what_is_not_seen_does_not_count(kernel):
+    query, keys, values, blocks, mask = example(2, 3, 5)
+    expected = kernel(query, keys, values, blocks, mask, scale=0.2)
+    unseen = (mask == -INF).all(2).view(2, 5, 16)
+    for row, table in enumerate(blocks):
+        for part in (keys, values):
+            part[table] = torch.where(unseen[row][..., None, None], 7e4, part[table])
+    assert torch.equal(kernel(query, keys, values, blocks, mask, scale=0.2), expected)
+
+
+@pytest.mark.parametrize("length", [3, 11])
+def test_a_token_that_sees_nothing_gets_zeros(kernel, length):
+    """Nobody reads it, but nan would spread."""
+    query, keys, values, blocks, mask = example(2, length, 5)
+    expected = kernel(query, keys, values, blocks, mask, scale=0.2)
+    mask[1, :, -1] = -INF
+    found = kernel(query, keys, values, blocks, mask, scale=0.2)
+    assert torch.equal(found[:-1], expected[:-1])
+    assert not found[-1].any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), INF])
+@pytest.mark.parametrize("length", [3, 11])
+def test_what_is_not_finite_stays_visible(kernel, length, value):
+    query, keys, values, blocks, mask = example(2, length, 5)
+    query[4, 1, 7] = value
+    found = kernel(query, keys, values, blocks, mask, scale=0.2)
+    assert found[4, 1].isnan().all()
+    found[4, 1] = 0.0
+    assert found.isfinite().all()
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(40, torch.float32), (32, torch.bfloat16)])
+def test_other_heads_are_left_to_torch(dim, dtype):
+    assert paged_attention.suits(32, torch.float32)
+    assert not paged_attention.suits(dim, dtype)
+
+
+@pytest.mark.skipif(not compilation.has_compiler(), reason="there is no C++ compiler")
+def test_a_source_that_the_compiler_refuses_is_told_in_a_line(tmp_path, monkeypatch):
+    source = tmp_path / "wrong.cpp"
+    source.write_text("int main( {")
+    monkeypatch.setattr(kernels, "SOURCES", [source])
+    with pytest.raises(compilation.CompileError, match=r"^CppCompileError: [^\n]+$"):
+        compilation.compile_kernels(tmp_path / "attention.so")
+    assert list(tmp_path.iterdir()) == [source]

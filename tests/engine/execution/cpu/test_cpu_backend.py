@@ -1,0 +1,284 @@
+"""The CPU's backend: compiled where that pays and eager where not, the same tokens either way, 16-bit weights kept."""
+
+import gc
+import logging
+import re
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from engine.config import CompileProgress
+from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.run_ahead.chains import RunAheadDrafter
+from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
+from engine.execution.batch import ForwardRow, build
+from engine.execution.cpu import cpu_backend
+from engine.execution.cpu.compilation import packages
+from engine.execution.cpu.compilation.compiled_forward import CompiledForward, CompileError, can_run
+from engine.execution.cpu.cpu_backend import CpuBackend
+from engine.execution.cpu.kernels.paged_attention import suits
+from engine.execution.cpu.kernels.panel_linear import PanelLinear
+from engine.models.causal_lm import Shard
+from engine.params import SamplingParams
+from engine.sampling import noise
+from engine.sampling.grammar import Grammars, from_regex
+from engine.sampling.noise import Draws
+from tests.engine.conftest import VOCAB
+from tests.engine.execution.cpu.batches import assert_same_caches, both_caches, mixed_rows
+from tests.engine.running import make_engine, run
+from tests.engine.tiny import SIZES, backend_of, save
+from tests.engine.tokenizers import END, json_tokenizer, saved
+from tests.fakes import InterruptedDrafter, TreeDrafter
+
+# torch's exporter warns of parts of itself.
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")]
+needs_compiler = pytest.mark.skipif(not packages.has_compiler(), reason="there is no C++ compiler")
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("quantization", ["none", "int4"], ids=["16-bit and 32-bit weights", "4-bit weights"])
+def test_compiled_text_does_not_depend_on_the_draft(quantization, mixed_path, tmp_path):
+    """The quantised model has heads that are too small for attention in C++."""
+    path = mixed_path if quantization == "none" else save(LlamaConfig(**SIZES), tmp_path)
+    backend = backend_of(path, quantization=quantization)
+    weights = [layer.weight for layer in backend.model.module.modules() if type(layer) is nn.Linear]
+    are_exact = [(weakref.ref(weight), torch.equal(weight.bfloat16().float(), weight)) for weight in weights]
+    del weights
+    backend.compile()
+    assert backend.is_compiled
+    dtypes = {child.panels.dtype for child in backend._step.modules() if isinstance(child, PanelLinear)}
+    assert dtypes == {torch.bfloat16 if quantization == "none" else torch.uint8}
+    gc.collect()
+    assert all((weight() is None) == replaced for weight, replaced in are_exact), "nobody keeps those"
+    assert suits(backend.model.kv_shape.key_dim, backend.model.dtype) == (quantization == "none")
+    generator = torch.Generator().manual_seed(0)
+    requests = []
+    for i in range(60):
+        length = 3 + i % 40 + 130 * (i % 10 == 0)  # some are longer than a piece
+        prompt = torch.randint(2, VOCAB, (length,), generator=generator).tolist()
+        temperature = (0.0, 0.7, 1.0)[i % 3]
+        # What the pass draws by itself, and in the same batch what it cannot.
+        more = {"ignore_eos": True}
+        if i % 4 == 0:
+            more |= {"top_p": 0.8, "presence_penalty": 0.5}
+        if i % 8 == 2:
+            more = {"grammar": from_regex("[a-z0-9 ]{300}")}
+        if i % 8 == 3:
+            more |= {"prompt_logprobs": 1}
+        requests.append((prompt, SamplingParams(temperature=temperature, seed=i, max_tokens=24, **more)))
+    grammars = Grammars(saved(json_tokenizer(), tmp_path / "tokenizer"), vocab_size=VOCAB, eos_token_ids=[END])
+    plain = run(make_engine(backend, grammars=grammars, num_speculative_tokens=0), requests)
+    for drafter, least in (
+        (lambda config: ModelDrafter(DraftModel(backend, grammars=grammars), config), 0.98),
+        (lambda config: InterruptedDrafter(RunAheadDrafter(DraftModel(backend, grammars=grammars), config)), 0.98),
+        (lambda config: InterruptedDrafter(RunAheadTreeDrafter(DraftModel(backend, grammars=grammars), config)), 0.5),
+        (lambda _: TreeDrafter(range(2, 20)), 0),
+    ):
+        engine = make_engine(backend, drafter, grammars=grammars, num_speculative_tokens=4)
+        assert run(engine, requests) == plain
+        assert engine.stats.acceptance_rate > least
+    noise.IMPLEMENTATIONS.clear()
+    eager = run(
+        make_engine(backend_of(path, quantization=quantization), grammars=grammars, num_speculative_tokens=0), requests
+    )
+    assert sum(eager[name] == plain[name] for name in plain) >= 58  # a rounding may tip a near-tie
+
+
+class EagerPasses(CompiledForward):
+    """Computes eagerly what a package computes compiled: one group of short rows, and draws."""
+
+    def __init__(self, backend):
+        self.eager = CpuBackend(backend.model, backend._source)
+        self.num_calls = 0
+
+    def __call__(self, batch, draws=None):
+        assert can_run(batch)
+        self.num_calls += 1
+        return tuple(self.eager.run(batch, draws))
+
+
+def draws_for(count):
+    """Every third row is greedy; the others have temperatures and seeds of their own."""
+    keys = noise.keys(range(count), range(count), noise.TARGET_STREAM, torch.device("cpu"))
+    rows = torch.tensor([0 if row % 3 == 0 else row + 1 for row in range(count)])
+    return Draws(torch.where(rows > 0, torch.linspace(0.5, 1.5, count), 1.0).unsqueeze(-1), keys, rows)
+
+
+@pytest.mark.parametrize("has_draws", [True, False])
+@pytest.mark.parametrize("num_passes", [1, 8])
+def test_a_compiled_backend_draws_the_tokens_that_an_eager_one_draws(num_passes, has_draws, target_path):
+    rows = mixed_rows() if num_passes > 1 else mixed_rows()[1:4:2]  # a short row and a tree
+    backend = backend_of(target_path)
+    kv, others = both_caches(backend)
+    draws = draws_for(sum(row.num_logits for row in rows)) if has_draws else None
+    expected = backend.run(build(rows, others), draws)
+    backend._compiled = passes = EagerPasses(backend)
+    logits, scores, tokens = backend.run(build(rows, kv), draws)
+    assert passes.num_calls == num_passes
+    assert torch.allclose(logits, expected.logits, atol=1e-4)
+    assert torch.allclose(scores, expected.scores, atol=1e-4)
+    assert torch.equal(tokens, expected.tokens)
+    assert torch.equal(scores, logits) == (not has_draws)
+    assert_same_caches(kv, others)
+
+
+REASONS = {
+    "one of several ranks": "it is one of several ranks",
+    "too large": "it is bound by memory, not by calls",
+    "no compiler": "there is no C++ compiler",
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_where_compiling_does_not_pay_it_stays_eager_and_says_why(name, target_path, monkeypatch, caplog):
+    monkeypatch.setattr(packages, "has_compiler", lambda: name != "no compiler")
+    monkeypatch.setattr(packages, "MAX_BYTES", 1 if name == "too large" else 2**31)
+    monkeypatch.setattr(cpu_backend, "BackgroundCompiler", pytest.fail)
+    shard = Shard(0, 2, lambda x: x) if name == "one of several ranks" else None
+    backend = backend_of(target_path, shard, compile="auto")
+    with caplog.at_level(logging.INFO):
+        backend.warm_up()
+    assert f"{target_path} runs eagerly: {REASONS[name]}" in caplog.text
+    assert not backend.is_compiled
+    assert not backend.use_compiled()
+    with pytest.raises(CompileError, match=re.escape(REASONS[name])):
+        backend.compile()
+
+
+@pytest.fixture
+def empty_cache(tmp_path, monkeypatch):
+    """A machine with a compiler on which nothing was compiled; the list notes what is compiled in the background."""
+    monkeypatch.setattr(packages, "has_compiler", lambda: True)
+    monkeypatch.setenv(packages.CACHE_VARIABLE, str(tmp_path / "cache"))
+    started = []
+    monkeypatch.setattr(cpu_backend, "BackgroundCompiler", lambda *args, **options: started.append((*args, options)))
+    return started
+
+
+def fill(backend, content=b"no package"):
+    for path in backend._package_files:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+
+
+def test_what_was_never_compiled_is_compiled_in_the_background(empty_cache, target_path, caplog):
+    backend = backend_of(target_path, compile="auto")
+    backend.warm_up()
+    ((source, dtype, parts, ready, options),) = empty_cache
+    assert (source.path, dtype, options) == (target_path, "float32", {"num_layers": 2, "is_self_draft": False})
+    assert parts == backend._package_files
+    assert not backend.is_compiled
+    fill(backend)
+    ready()
+    assert not backend.is_compiled
+    assert f"{target_path} runs eagerly: " in caplog.text, "it tried what was compiled meanwhile"
+
+
+def test_a_backend_says_how_far_its_models_are(empty_cache, target_path, monkeypatch):
+    def compiler(*_, num_layers, **options):
+        return SimpleNamespace(progress=CompileProgress(0, 3, 2.0 * num_layers) if num_layers == 1 else None)
+
+    monkeypatch.setattr(cpu_backend, "BackgroundCompiler", compiler)
+    backend = backend_of(target_path, compile="auto")
+    backend.thin(1, backend.allocate_kv(4, 16))
+    assert backend.compiling == []
+    backend.warm_up()
+    assert backend.compiling == [CompileProgress(0, 3, 2.0)], "of the two, only the first layers are still compiled"
+
+
+def test_a_warm_up_that_may_not_compile_starts_no_compiler(empty_cache, target_path):
+    backend = backend_of(target_path, compile="auto")
+    backend.warm_up(compile_missing=False)
+    assert empty_cache == []
+    assert not backend.is_compiled
+
+
+def test_a_broken_package_is_not_compiled_again_but_named(empty_cache, target_path, caplog):
+    backend = backend_of(target_path, compile="auto")
+    fill(backend)
+    with caplog.at_level(logging.WARNING):
+        backend.warm_up()
+    assert empty_cache == []
+    assert not backend.is_compiled
+    assert f"{target_path} runs eagerly: " in caplog.text
+    rows = [ForwardRow([3, 4], 0, [1], 1)]
+    assert backend.run(build(rows, backend.allocate_kv(2, 16))).tokens.shape == (1,)
+
+
+def test_with_compile_off_nothing_is_compiled_or_taken_from_the_cache(empty_cache, target_path, monkeypatch):
+    backend = backend_of(target_path, compile="off")
+    fill(backend)
+    monkeypatch.setattr(CpuBackend, "_adopt", pytest.fail)
+    backend.warm_up()
+    assert empty_cache == []
+    assert not backend.is_compiled
+
+
+def test_a_package_is_taken_only_when_all_of_its_parts_are_there(empty_cache, target_path, monkeypatch):
+    backend = backend_of(target_path, compile="auto")
+    adopted = []
+    monkeypatch.setattr(backend, "_adopt", lambda: adopted.append(True))
+    fill(backend)
+    backend._package_files[1].unlink()
+    assert not backend.use_compiled()
+    assert adopted == []
+    fill(backend)
+    assert backend.use_compiled()
+    assert adopted == [True]
+
+
+@pytest.mark.parametrize(("num_threads", "expected"), [(3, 3), (None, 2)])
+def test_passes_have_the_threads_that_are_configured_or_those_of_the_process(num_threads, expected, target_path):
+    torch.set_num_threads(2)
+    try:
+        backend = backend_of(target_path, num_threads=num_threads)
+        assert torch.get_num_threads() == expected
+        assert backend._max_threads == expected
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["a library", "a broken library", "no compiler"])
+def has_library(request, monkeypatch):
+    """Whether this machine has the library that multiplies rows by 16-bit weights."""
+    if "library" in request.param and not packages.has_compiler():
+        pytest.skip("there is no C++ compiler")
+    if request.param == "a broken library":
+        monkeypatch.setattr(packages, "kernels_path", lambda: Path(__file__))
+    elif request.param == "no compiler":
+        monkeypatch.setattr(packages, "has_compiler", lambda: False)
+    return request.param == "a library"
+
+
+def test_16_bit_weights_stay_16_bit_in_eager_passes_where_the_library_is(has_library, tmp_path, monkeypatch):
+    config = LlamaConfig(**SIZES, tie_word_embeddings=True)
+    save(config, tmp_path, factor=3.0)
+    module = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    module.save_pretrained(tmp_path)
+    monkeypatch.setattr("engine.execution.cpu.kernels.panel_linear.MIN_LARGE", 64 * 32)
+    model, widened = backend_of(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    layers = [layer for layer in model.model.module.modules() if isinstance(layer, nn.Linear | PanelLinear)]
+    assert {type(layer) for layer in layers} == {PanelLinear if has_library else nn.Linear}
+    assert model.info.num_parameters == module.num_parameters()
+    thinned, _ = model.thin(1, model.allocate_kv(2, 16))
+    num_dropped = sum(parameter.numel() for parameter in module.model.layers[1].parameters())
+    assert thinned.info.num_parameters == model.info.num_parameters - num_dropped
+    text = list(range(2, 40))
+    kv = model.allocate_kv(4, 16)
+    assert model.run(build([ForwardRow(text[:20], 0, [1, 2, 3], 0)], kv)).logits.shape == (0, 64)
+    logits = model.run(build([ForwardRow(text[20:], 20, [1, 2, 3], len(text) - 20)], kv)).logits
+    expected = widened(torch.tensor([text])).logits[0, 20:]
+    assert (logits - expected).abs().max() < 1e-4
+
+
+def test_a_model_without_large_layers_does_not_wait_for_the_library(tmp_path, monkeypatch):
+    save(LlamaConfig(**SIZES), tmp_path)
+    monkeypatch.setattr(packages, "load_kernels", pytest.fail)
+    backend_of(tmp_path)

@@ -1,0 +1,122 @@
+"""The Triton kernels, interpreted on the CPU, against torch's attention in float64."""
+
+import pytest
+import torch
+
+from engine.execution.attention import KVTensors, additive_mask, attend_to_gathered
+from engine.execution.batch import ForwardRow, build
+from engine.models.layer_attention import AttentionParams, KVShape
+
+pytest.importorskip("triton", reason="the kernels need triton")
+from engine.execution.cuda import triton_attention as paged_attention
+
+BLOCK_SIZE = 16
+
+
+@pytest.fixture(autouse=True)
+def short_chunks(monkeypatch):
+    """Interpreted kernels are slow; several chunks of several tiles are what counts."""
+    monkeypatch.setattr(paged_attention, "CHUNK", 64)
+    monkeypatch.setattr(paged_attention, "TILE", 32)
+
+
+def context(num_blocks, kv_heads, head_dim, value_dim=None, dtype=torch.float32):
+    kv = KVTensors(
+        KVShape(1, kv_heads, head_dim, value_dim or head_dim), num_blocks, BLOCK_SIZE, torch.empty(0, dtype=dtype)
+    )
+    generator = torch.Generator().manual_seed(1)
+    for cache in (*kv.keys, *kv.values):
+        cache.copy_(torch.randn(cache.shape, generator=generator))
+    return kv
+
+
+def attend(group, query, kv, params=AttentionParams()):  # noqa: B008 - a tuple
+    output = torch.full((query.shape[1], query.shape[0], kv.values[0].shape[-1]), 7.0, dtype=query.dtype)
+    paged_attention.attend(group, query, kv.keys[0], kv.values[0], output, params)
+    return output
+
+
+def expected(group, query, kv, params):
+    keys, values = kv.keys[0].double(), kv.values[0].double()
+    length = group.blocks.shape[1] * BLOCK_SIZE
+    mask = additive_mask(length, group.positions, group.limits, group.extra, params.window, torch.float64)
+    mask = mask.repeat(1, 1, query.shape[0] // keys.shape[2], 1)
+    return attend_to_gathered(
+        group.rows, group.length, query.double(), keys[group.blocks], values[group.blocks], mask, params
+    )
+
+
+ROWS = {
+    "one token": [ForwardRow([1], 37, [3, 1, 5], 1)],
+    "a chain": [ForwardRow([1] * 5, 75, [*range(1, 7)], 5)],
+    "rows of different lengths": [
+        ForwardRow([1] * 5, 17, [1, 2], 5), ForwardRow([1], 150, [*range(3, 13)], 1), ForwardRow([1] * 3, 0, [2], 3),
+    ],
+    "trees": [
+        ForwardRow([1] * 5, 66, [*range(1, 8)], 5, [-1, -1, 0, 1]), ForwardRow([1] * 4, 9, [40], 4, [-1, 0, 0]),
+    ],
+    "a prompt": [ForwardRow([1] * 40, 65, [*range(1, 9)], 1)],
+}  # fmt: skip
+
+
+PARAMS = {
+    "plain": AttentionParams(),
+    "a window": AttentionParams(24),
+    "a long window": AttentionParams(90, scaling=0.4),
+    "a soft cap": AttentionParams(softcap=1.5),
+    "sinks": AttentionParams(90, sinks=torch.tensor([-3.0, 0.0, 1.0, 2.0, 30.0, 0.5, -0.5, 4.0])),
+    "a soft cap and sinks": AttentionParams(24, 0.3, 2.0, torch.linspace(-1, 4, 8)),
+}
+
+
+GROUPED, ODD, LATENT = (8, 2, 16, 16), (3, 1, 24, 24), (2, 2, 24, 10)
+CASES = [
+    (GROUPED, "plain"), (GROUPED, "a window"), (GROUPED, "a soft cap and sinks"),
+    (ODD, "a long window"), (ODD, "sinks"),
+    (LATENT, "plain"), (LATENT, "a soft cap"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "form"), CASES)
+@pytest.mark.parametrize("name", ROWS)
+def test_attention_is_that_of_torch(name, sizes, form):
+    heads, kv_heads, head_dim, value_dim = sizes
+    kv = context(90, kv_heads, head_dim, value_dim)
+    params = PARAMS[form]
+    if params.sinks is not None:
+        params = params._replace(sinks=params.sinks[:heads])
+    for group in build(ROWS[name], kv).paged.groups:
+        query = torch.randn(heads, group.rows * group.length, head_dim)
+        is_real = (group.places >= 0).flatten()
+        found = attend(group, query, kv, params)
+        torch.testing.assert_close(
+            found[is_real].double(), expected(group, query, kv, params)[is_real], atol=2e-5, rtol=0
+        )
+
+
+@pytest.mark.parametrize("form", ["plain", "a soft cap and sinks"])
+def test_no_bit_depends_on_the_rows_beside_it_or_on_the_split(form, monkeypatch):
+    """The tokens of a chain: alone, beside another row, and computed by one program each. More needs a GPU."""
+    params = PARAMS[form]
+    kv = context(90, 2, 16)
+    start, blocks = 129, [*range(1, 12)]
+    query = torch.randn(8, 5, 16)
+    (group,) = build([ForwardRow([1] * 5, start, blocks, 5)], kv).paged.groups
+    together = attend(group, query, kv, params)
+    (beside,) = build([ForwardRow([1] * 7, 2, [80], 7), ForwardRow([1] * 5, start, blocks, 5)], kv).paged.groups
+    wide = torch.randn(8, 14, 16)
+    wide[:, 7:12] = query
+    assert torch.equal(attend(beside, wide, kv, params)[7:12], together)
+    monkeypatch.setattr(paged_attention, "MAX_SPLIT_LENGTH", 0)
+    assert torch.equal(attend(group, query, kv, params), together)
+
+
+def test_keys_and_values_are_written_to_their_slots():
+    kv = context(4, 2, 24, 10)
+    before = kv.keys[0].clone(), kv.values[0].clone()
+    key, value = torch.randn(2, 3, 24), torch.randn(3, 2, 10).transpose(0, 1)
+    slots = torch.tensor([5, 40, 17])
+    paged_attention.write(key, value, kv.keys[0], kv.values[0], slots)
+    for cache, old, new in zip((kv.keys[0], kv.values[0]), before, (key, value), strict=True):
+        old.view(-1, *old.shape[2:])[slots] = new.transpose(0, 1)
+        assert torch.equal(cache, old)

@@ -1,0 +1,96 @@
+"""What a model takes, read before it loads, against what it takes once it is loaded."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig, T5Config
+
+from engine.config import EngineConfig, ModelConfig
+from engine.execution.footprint import footprint, of_weights
+from engine.models.registry import open_model
+from tests.engine.conftest import VOCAB, save_llama
+from tests.engine.tiny import T5_SIZES, backend_of, save
+
+
+def measure(path, *, world_size=1, **settings):
+    return footprint(
+        open_model(ModelConfig(path)),
+        EngineConfig(**settings),
+        dtype=torch.float32,
+        bytes_per_weight=4,
+        world_size=world_size,
+    )
+
+
+def test_the_weights_counted_in_the_files_are_those_that_are_loaded(target_path):
+    model = backend_of(target_path).model
+    assert measure(target_path).weight_bytes == 4 * sum(p.numel() for p in model.module.parameters())
+
+
+def test_a_rank_takes_its_slices_and_all_that_every_rank_holds_whole(target_path):
+    """Embeddings, head and norms are whole on both ranks; all other layers are halves."""
+    whole, half = measure(target_path), measure(target_path, world_size=2)
+    kept_whole = 4 * (2 * VOCAB * 32 + 5 * 32)
+    assert half.weight_bytes == kept_whole + (whole.weight_bytes - kept_whole) // 2
+    assert half.kv_token_bytes == whole.kv_token_bytes // 2
+
+
+def test_keys_and_values_of_a_token_take_what_the_cache_allocates(target):
+    kv = target.allocate_kv(3, 16)
+    allocated = sum(cache.nbytes for cache in (*kv.keys, *kv.values))
+    assert measure(target.info.name).kv_token_bytes == allocated // (3 * 16)
+
+
+def test_the_context_is_the_models_own_or_a_shorter_one(target_path):
+    assert measure(target_path).max_model_len == 512
+    assert measure(target_path, max_model_len=100).max_model_len == 100
+    assert measure(target_path, max_model_len=100_000).max_model_len == 512
+
+
+@pytest.mark.parametrize("field", ["max_num_batched_tokens", "max_num_seqs", "num_speculative_tokens"])
+def test_a_pass_over_more_needs_more_workspace(target_path, field):
+    small, large = measure(target_path, **{field: 4}), measure(target_path, **{field: 64})
+    assert small.workspace_bytes < large.workspace_bytes
+
+
+def test_the_widest_of_layers_that_differ_counts():
+    narrow, mixed, wide = (
+        Gemma3nTextConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=widths)
+        for widths in ([64, 64], [64, 1024], [1024, 1024])
+    )
+    workspace = [
+        of_weights("x", 0, config, EngineConfig(), longest=2048, dtype=torch.float32).workspace_bytes
+        for config in (narrow, mixed, wide)
+    ]
+    assert workspace[0] < workspace[1] == workspace[2]
+
+
+def test_several_files_are_counted_together(tmp_path):
+    path = save_llama(tmp_path, seed=1)
+    whole = measure(path).weight_bytes
+
+    AutoModelForCausalLM.from_pretrained(path).save_pretrained(path, max_shard_size="10KB")
+    (tmp_path / "model.safetensors").unlink()
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    assert measure(path).weight_bytes == whole
+
+
+def test_an_encoder_decoder_is_counted_whole_and_has_a_mask_for_each_head(tmp_path):
+    path = save(T5Config(**T5_SIZES), tmp_path)
+    backend = backend_of(path)
+    kv = backend.allocate_kv(3, 16)
+    planned = measure(path)
+    assert planned.weight_bytes == 4 * sum(p.numel() for p in backend.model.module.parameters())
+    assert planned.kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)
+    assert planned.max_model_len == backend.info.max_model_len == 2048
+    few, many = (
+        of_weights(
+            "x",
+            0,
+            T5Config(**T5_SIZES | {"num_heads": heads, "d_kv": 48 // heads}),
+            EngineConfig(),
+            longest=2048,
+            dtype=torch.float32,
+        )
+        for heads in (2, 4)
+    )
+    assert many.workspace_bytes - few.workspace_bytes == 2 * 2 * 1024 * 2048 * 4

@@ -1,0 +1,69 @@
+"""top_k and top_p keep what a full sort keeps."""
+
+import random
+
+import pytest
+import torch
+
+from engine.params import SamplingParams
+from engine.protocols import Request
+from engine.sampling.logits import Run, probabilities, shape
+
+
+def law_of(logits, params):
+    run = Run(Request("", [1], 1, params), [0])
+    return probabilities(shape(torch.tensor([logits]), [run]), [run])[0].tolist()
+
+
+def test_top_p_never_leaves_a_row_empty():
+    assert [law_of([0.0, 2.0, 1.0], SamplingParams(top_p=top_p)) for top_p in (1e-6, 1e-60)] == [[0, 1, 0]] * 2
+
+
+def test_top_p_keeps_the_smallest_set_that_holds_enough():
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    kept = [sum(p > 0 for p in law_of(logits, SamplingParams(top_p=p))) for p in (0.49, 0.51, 0.79, 0.81, 0.96)]
+    assert kept == [1, 2, 2, 3, 4]
+
+
+def test_of_equal_logits_top_k_keeps_the_lowest_ids():
+    assert law_of([1.0, 1.0, 1.0, 1.0], SamplingParams(top_k=2)) == [0.5, 0.5, 0, 0]
+
+
+def kept_by_sorting(row, top_k, top_p):
+    """The rule, token by token, over a stable sort."""
+    order = sorted(range(len(row)), key=lambda i: -row[i])[: top_k or None]
+    weights = torch.tensor([row[i] for i in order], dtype=torch.float64).softmax(-1).tolist()
+    kept, before = set(), 0.0
+    for token, weight in zip(order, weights, strict=True):
+        if top_p < 1 and before >= top_p:
+            break
+        kept.add(token)
+        before += weight
+    return kept
+
+
+@pytest.mark.parametrize("reads_cheaply", [True, False])
+@pytest.mark.parametrize("scale", [0.0, 0.01, 1.0, 4.0])
+def test_searching_the_likeliest_tokens_keeps_what_a_full_sort_keeps(scale, reads_cheaply, monkeypatch):
+    """A large vocabulary with many equal logits; flat rows need more tokens than are looked among first."""
+    monkeypatch.setattr("engine.sampling.top_tokens._reads_cheaply", lambda _: reads_cheaply)
+    chance = random.Random(5)
+    generator = torch.Generator().manual_seed(6)
+    vocab = 1000
+    for _ in range(8):
+        params = [
+            SamplingParams(
+                temperature=1.0,
+                top_p=chance.choice([1.0, 0.3003, 0.7007, 0.98765]),
+                top_k=chance.choice([0, 0, 1, 40, 300, 2000]),
+            )
+            for _ in range(5)
+        ]
+        runs = [Run(Request("", [1], 1, row_params), [0]) for row_params in params]
+        logits = (torch.randn(5, vocab, generator=generator) * scale * 8).round() / 8
+        actual = shape(logits.clone(), runs)
+        for i, row_params in enumerate(params):
+            top_k = row_params.top_k if row_params.top_k < vocab else 0
+            kept = kept_by_sorting(logits[i].tolist(), top_k, row_params.top_p)
+            assert {token for token in range(vocab) if actual[i, token] > float("-inf")} == kept
+            assert torch.equal(actual[i], shape(logits[i : i + 1].clone(), runs[i : i + 1])[0])

@@ -1,0 +1,57 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import LLM, SamplingParams
+from engine.training.measured_acceptance import Acceptance, continue_prompts
+from engine.training.small_model import Size, build_model, load_model
+
+PROMPTS = ["the whale", "a ship and every sailor saw the", "night"]
+
+
+def test_rounds_end_at_the_first_disagreement_and_a_cut_round_is_left_out() -> None:
+    yes, no = True, False
+    acceptance = Acceptance([[yes, yes, no, yes, no, yes, yes, yes, yes, yes]])
+    assert acceptance.accepted_lengths(2) == [2, 1, 2, 2]
+    assert acceptance.per_position(2) == [1.0, 0.75]
+    assert acceptance.mean_acceptance_length(2) == 2.75
+    assert acceptance.rate() == pytest.approx(0.8)
+    assert Acceptance([]).mean_acceptance_length(4) == 1.0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_a_target_accepts_everything_from_itself(target: Path, temperature: float) -> None:
+    model, tokenizer = load_model(target)
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    continuations = continue_prompts(model, prompts, 24, temperature)
+    assert continuations.acceptance(model).rate() == 1.0
+
+
+def test_padding_changes_no_continuation(target: Path) -> None:
+    model, tokenizer = load_model(target)
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    together = continue_prompts(model, prompts, 24, 0.7)
+    for i, prompt in enumerate(prompts):
+        alone = continue_prompts(model, [prompt], 24, 0.7, first_seed=i)
+        assert torch.equal(alone.token_ids[0, -24:], together.token_ids[i, -24:])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_measured_is_what_the_engine_serves(target: Path, tmp_path: Path, temperature: float) -> None:
+    model, tokenizer = load_model(target)
+    draft = build_model(Size.parse("1x32", context=64), tokenizer, seed=1)
+    draft.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    measured = continue_prompts(model, prompts, 24, temperature)
+    llm = LLM(target, tmp_path, num_speculative_tokens=4, dtype="float32", compile="off")
+    params = [
+        SamplingParams(temperature=temperature, seed=seed, max_tokens=24, ignore_eos=True)
+        for seed in range(len(prompts))
+    ]
+    served = llm.generate(prompts, params, show_progress=False)
+    assert [out.outputs[0].token_ids for out in served] == measured.token_ids[:, -24:].tolist()
+    accepted = measured.acceptance(draft).accepted_lengths(4)
+    # The engine also counts the round that max_tokens cuts short.
+    assert abs(llm.stats.num_accepted_tokens - sum(accepted)) <= 4 * len(prompts)

@@ -44,12 +44,14 @@ def test_other_ways_to_draft_write_the_text_of_plain_decoding(url, pair, changes
     names = {"target_model": pair[0], "draft_model": pair[1], "dtype": "float32", "compile": "off"}
     serve.run(app(AppConfig(**(names | {"speculation": "fixed"} | changes))))
     deadline = time.monotonic() + 60
-    while httpx.get(f"{url}/ready").status_code != 200:
+    while httpx.get(f"{url}/ready", timeout=60).status_code != 200:
         assert time.monotonic() < deadline
     llm = LLM(pair[0], "none", dtype="float32", compile="off")
     for temperature in (0.0, 0.8):
         params = {"temperature": temperature, "seed": 5, "max_tokens": 60, "ignore_eos": True}
         answer = httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT, **params}, timeout=60).json()
         assert answer["choices"][0]["text"] == llm.generate([PROMPT], SamplingParams(**params))[0].outputs[0].text
-    samples = [line for line in httpx.get(f"{url}/metrics").text.splitlines() if "num_draft_tokens_total{" in line]
+    samples = [
+        line for line in httpx.get(f"{url}/metrics", timeout=60).text.splitlines() if "num_draft_tokens_total{" in line
+    ]
     assert sum(float(line.rpartition(" ")[2]) for line in samples) > 0

@@ -81,5 +81,5 @@ def test_a_worker_killed_in_mid_stream_does_not_change_the_text(client, expected
     text += "".join(chunk.choices[0].text for chunk in stream)
     assert text == expected(300)
     deadline = time.monotonic() + 60
-    while httpx.get(f"{url}/ready").status_code != 200:
+    while httpx.get(f"{url}/ready", timeout=60).status_code != 200:
         assert time.monotonic() < deadline

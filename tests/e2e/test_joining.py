@@ -128,7 +128,7 @@ def deploy_nothing(head: Head, config: Path) -> None:
         config.write_text(yaml.safe_dump({"http_options": {"port": head.http}, "applications": []}))
         deployed = head.run("serve", "deploy", str(config), "--address", head.dashboard_address)
         assert deployed.returncode == 0, deployed.stderr
-        while (status := httpx.get(f"{url}/live").status_code) == 200:
+        while (status := httpx.get(f"{url}/live", timeout=60).status_code) == 200:
             time.sleep(0.1)
         assert status in (404, 503)  # Serve's own proxy answers 404
         *_, last, done = [line for line in lines if line.startswith("data: ")]

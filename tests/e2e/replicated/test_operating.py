@@ -46,6 +46,14 @@ def scrapes(url: str, name: str) -> list[dict[str, float]]:
     return shown
 
 
+def agreed(url: str, name: str) -> float:
+    """The sum of a metric over two Routers, once every scrape shows the same samples."""
+    while True:
+        first, *others = scrapes(url, name)
+        if len(first) == 2 and all(other == first for other in others):
+            return sum(first.values())
+
+
 def resubmissions(url: str) -> list[float]:
     """The requests that went on at another Router because theirs was lost, as several scrapes show them."""
     shown = []
@@ -60,25 +68,22 @@ def test_both_routers_and_ingresses_are_ready_and_head_works(server: Server, url
     wait_for(lambda: all_know(url, 2) and len({line["replica"] for line in server.logged("GET /health")}) == 2)
     assert get(url, "/health").json()["status"] == "ok"
     for path in ("/live", "/ready", "/health"):
-        response = httpx.head(f"{url}{path}")
+        response = httpx.head(f"{url}{path}", timeout=30)
         assert (response.status_code, response.content) == (200, b"")
 
 
 def test_every_scrape_shows_both_routers(server: Server, url: str) -> None:
-    before = scrapes(url, "vllm:generation_tokens_total")[0]
+    before = agreed(url, "vllm:generation_tokens_total")
     for _ in range(NUM_SCRAPES):
-        assert httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 5}).status_code == 200
-    shown = scrapes(url, "vllm:generation_tokens_total")
-    assert all(sample == shown[0] for sample in shown)
-    assert len(shown[0]) == 2
-    assert sum(shown[0].values()) - sum(before.values()) == 5 * NUM_SCRAPES
+        assert httpx.post(f"{url}/v1/completions", json={**BODY, "max_tokens": 5}, timeout=60).status_code == 200
+    wait_for(lambda: agreed(url, "vllm:generation_tokens_total") == before + 5 * NUM_SCRAPES)
 
 
 @pytest.mark.parametrize("sent", ["mine-1", None, "x" * 200, "two words"])
 def test_an_answer_has_one_request_id(url: str, sent: str | None) -> None:
     headers = {} if sent is None else {"x-request-id": sent}
     for path, status in (("/live", 200), ("/nowhere", 404)):
-        response = httpx.get(f"{url}{path}", headers=headers)
+        response = httpx.get(f"{url}{path}", headers=headers, timeout=30)
         assert response.status_code == status
         [received] = response.headers.get_list("x-request-id")
         assert (received == sent) == (sent == "mine-1")
@@ -117,7 +122,8 @@ def test_a_request_keeps_its_id_and_its_text_and_the_service_its_metrics_when_al
                 is_first = False
                 received += json.loads(line[6:])["choices"][0]["text"]
     assert received == text
-    [line] = server.logged("resumes at another Router")
-    assert line["request_id"] == "survivor"
-    assert set(resubmissions(url)) == {before[0] + 1}
+    # Twice, if it had resumed at the second Router before that was killed, too.
+    assert {line["request_id"] for line in server.logged("resumes at another Router")} == {"survivor"}
+    [after] = set(resubmissions(url))
+    assert after > before[0]
     wait_for(lambda: get(url, "/ready").status_code == 200)

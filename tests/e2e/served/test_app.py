@@ -31,7 +31,7 @@ def expected(target):
 
 
 def gauge(url, name):
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"vllm:{name}"))
 
 
@@ -107,7 +107,7 @@ def test_the_async_client_gets_several_choices(url):
     ],
 )
 def test_bad_input_is_refused_by_name(url, body, status, param):
-    response = httpx.post(f"{url}/v1/completions", json=body)
+    response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (status, param)
     assert error["message"]
@@ -119,7 +119,7 @@ def test_a_body_over_the_limit_is_refused_chunked_or_not(url):
             yield b"x" * 2**20
 
     for content in (b"x" * (5 * 2**20), pieces()):
-        assert httpx.post(f"{url}/v1/completions", content=content).status_code == 413
+        assert httpx.post(f"{url}/v1/completions", content=content, timeout=60).status_code == 413
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-request-disconnect-disabled": "?1"}], ids=["open", "hiding"])

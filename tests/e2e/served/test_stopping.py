@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 
 
 def refusal(server: Server) -> tuple[int, str, str, str]:
-    while (response := httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "refused"})).is_success:
+    headers = {"x-request-id": "refused"}
+    while (response := httpx.get(f"{server.url}/v1/models", headers=headers, timeout=60)).is_success:
         pass
     [request_id] = response.headers.get_list("x-request-id")
     return response.status_code, response.json()["error"]["code"], response.headers["retry-after"], request_id

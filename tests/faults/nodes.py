@@ -39,10 +39,7 @@ class NodeServer(FaultServer):
         with patch.dict(os.environ, self._node_variables):
             for _ in range(number):
                 self._cluster.add_node(
-                    num_cpus=num_cpus,
-                    labels={"pool": pool},
-                    object_store_memory=_STORE_BYTES,
-                    include_dashboard=False,
+                    num_cpus=num_cpus, labels={"pool": pool}, object_store_memory=_STORE_BYTES, include_dashboard=False
                 )
             self._cluster.wait_for_nodes()
 

@@ -93,34 +93,28 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("port: 8265", "port: 8266", "the dashboard's port is closed"),
     ],
     "overlays/gpu-heterogeneous/kustomization.yaml": [
-        ("images:\n  - {name: paceline, newTag: 0.1.0-cuda}\n", "", "one image with a tag"),
+        ("images:\n  - {name: paceline, newTag: 0.1.0-cuda}\n", "", "one image with a tag")
     ],
     "overlays/gpu-heterogeneous/serve.yaml": [
         ("tensor_parallel_size: 4", "tensor_parallel_size: 5", "room for 0 of 1 replicas"),
         ("{pool: target}", "{pool: targets}", "label pool=targets"),
     ],
-    "overlays/gpu/serve.yaml": [
-        ("device: cuda", "device: auto", "how many pods have joined"),
-    ],
+    "overlays/gpu/serve.yaml": [("device: cuda", "device: auto", "how many pods have joined")],
     "overlays/gpu/workers.yaml": [
         (
             'limits: {cpu: "16", memory: 200Gi, nvidia.com/gpu: "5"}',
             'limits: {cpu: "16", memory: 200Gi, nvidia.com/gpu: "6"}',
             "request and limit of nvidia.com/gpu differ",
-        ),
+        )
     ],
     "models/claim/claim.yaml": [
-        ("name: paceline-models", "name: models", "there is no PersistentVolumeClaim paceline-models"),
+        ("name: paceline-models", "name: models", "there is no PersistentVolumeClaim paceline-models")
     ],
     "models/job.yaml": [
-        ("claimName: paceline-models", "claimName: models", "there is no PersistentVolumeClaim models"),
+        ("claimName: paceline-models", "claimName: models", "there is no PersistentVolumeClaim models")
     ],
     "overlays/gpu-heterogeneous/workers.yaml": [
-        (
-            'object-store-memory: "1073741824"',
-            'num-gpus: "4"\n        resources: {GPU: "4"}',
-            "both set ['num-gpus']",
-        ),
+        ('object-store-memory: "1073741824"', 'num-gpus: "4"\n        resources: {GPU: "4"}', "both set ['num-gpus']"),
         ('object-store-memory: "1073741824"', 'labels: "pool=target"', "labels belong into the group's labels"),
     ],
     "components/high-availability/poddisruptionbudget.yaml": [
@@ -129,10 +123,10 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
         ("ray.io/group: target", "ray.io/group: worker", "PodDisruptionBudget paceline-target selects no pod"),
     ],
     "components/high-availability/redis.yaml": [
-        ("targetPort: redis", "targetPort: rediss", "the port rediss, which no pod has"),
+        ("targetPort: redis", "targetPort: rediss", "the port rediss, which no pod has")
     ],
     "components/high-availability/kustomization.yaml": [
-        ("redisPassword:", "redisPasswort:", "'redisPasswort' was unexpected"),
+        ("redisPassword:", "redisPasswort:", "'redisPasswort' was unexpected")
     ],
 }
 """By file: what stands there, what a mistake makes of it, and words of the sentence that reports it."""

@@ -12,12 +12,7 @@ from tests.k8s.manifests import K8S, OVERLAYS, build, cluster_of, groups_of, nee
 from tests.k8s.ray_nodes import KEY, ray_pods
 from tests.k8s.serving_rules import app_config
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.e2e,
-    pytest.mark.filterwarnings("ignore"),
-    needs_kustomize,
-]
+pytestmark = [pytest.mark.long, pytest.mark.e2e, pytest.mark.filterwarnings("ignore"), needs_kustomize]
 
 PROMPT = "This PEP proposes"
 TOKENS = 400

@@ -189,11 +189,7 @@ class TokenDrawer:
         return F.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
     def runs(
-        self,
-        requests: Sequence[Request],
-        depths: Sequence[list[int]],
-        paths: Paths,
-        tips: Sequence[Sequence[int]] = (),
+        self, requests: Sequence[Request], depths: Sequence[list[int]], paths: Paths, tips: Sequence[Sequence[int]] = ()
     ) -> list[Run]:
         """Return a run per request.
 

@@ -67,13 +67,7 @@ async def text_of_one_process(config: GroupConfig) -> Text:
     model = make_backend(load_model(source), source)
     verifier = ModelVerifier(model, ENGINE)
     generation = submit(
-        Engine(
-            ENGINE,
-            model.info,
-            drafter=NoDrafter(),
-            verifier=verifier,
-            num_blocks=verifier.num_blocks,
-        )
+        Engine(ENGINE, model.info, drafter=NoDrafter(), verifier=verifier, num_blocks=verifier.num_blocks)
     )
     await generation.run()
     return generation.text

@@ -101,10 +101,7 @@ def test_the_async_client_gets_several_choices(url):
 
 @pytest.mark.parametrize(
     ("body", "status", "param"),
-    [
-        ({"prompt": "a", "top_p": 0}, 400, "top_p"),
-        ({"prompt": "a", "model": "other"}, 404, "model"),
-    ],
+    [({"prompt": "a", "top_p": 0}, 400, "top_p"), ({"prompt": "a", "model": "other"}, 404, "model")],
 )
 def test_bad_input_is_refused_by_name(url, body, status, param):
     response = httpx.post(f"{url}/v1/completions", json=body, timeout=60)

@@ -227,11 +227,7 @@ def test_a_pair_has_an_encoder_or_has_none(model):
 
 
 @pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        (METHODS["tree"], "cannot verify trees"),
-        (METHODS["self"], "cannot draft for itself"),
-    ],
+    ("method", "message"), [(METHODS["tree"], "cannot verify trees"), (METHODS["self"], "cannot draft for itself")]
 )
 def test_a_method_that_does_not_fit_an_encoder_decoder_is_refused(method, message, model):
     t5 = model("t5", "t5")

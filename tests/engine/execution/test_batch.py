@@ -156,10 +156,7 @@ def test_no_position_lies_beyond_the_models_context(kv):
 
 
 def test_an_encoders_input_is_taken_out_of_its_row_and_the_rest_attends_to_what_follows_it(kv):
-    rows = [
-        ForwardRow([7, 8, 9, 0, 5], 0, [3, 9], 2, source_length=3),
-        ForwardRow([6], 7, [4, 2], 1, source_length=2),
-    ]
+    rows = [ForwardRow([7, 8, 9, 0, 5], 0, [3, 9], 2, source_length=3), ForwardRow([6], 7, [4, 2], 1, source_length=2)]
     batch = build(rows, kv)
     (source_input,) = batch.source_inputs
     assert (source_input.token_ids.tolist(), source_input.slots.tolist()) == ([7, 8, 9], [12, 13, 14])

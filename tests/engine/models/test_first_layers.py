@@ -2,13 +2,7 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma2Config,
-    GPTNeoXConfig,
-    GptOssConfig,
-    LlamaConfig,
-)
+from transformers import AutoModelForCausalLM, Gemma2Config, GPTNeoXConfig, GptOssConfig, LlamaConfig
 
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import ModelError

@@ -209,12 +209,7 @@ def test_a_model_that_torchao_has_saved_stays_quantised(name, path, draft_path, 
 
 
 def test_torchaos_other_weights_become_floats_and_quantised_inputs_are_refused(path, draft_path, tmp_path):
-    from torchao.quantization import (
-        Int8DynamicActivationInt8WeightConfig,
-        IntxWeightOnlyConfig,
-        MappingType,
-        PerGroup,
-    )
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, IntxWeightOnlyConfig, MappingType, PerGroup
 
     settings = IntxWeightOnlyConfig(
         weight_dtype=torch.int8, granularity=PerGroup(32), mapping_type=MappingType.ASYMMETRIC

@@ -9,14 +9,7 @@ from rich.console import Console
 
 from engine.training import evaluate
 from engine.training.checkpoint import TrainingError
-from engine.training.evaluate import (
-    Evaluation,
-    expected_length,
-    read_prompts,
-    run_ahead_bound,
-    show,
-    theorem_3_8,
-)
+from engine.training.evaluate import Evaluation, expected_length, read_prompts, run_ahead_bound, show, theorem_3_8
 from engine.training.measured_acceptance import Acceptance
 
 YES, NO = True, False

@@ -125,10 +125,7 @@ def test_a_tree_has_more_accepted_than_a_chain_of_as_many_nodes(num_nodes, tempe
     lengths = []
     for drafting, drafter in (("model", ModelDrafter), ("tree", TreeDrafter)):
         engine = make_engine(
-            target,
-            partial(drafter, DraftModel(draft)),
-            num_speculative_tokens=num_nodes,
-            drafting=drafting,
+            target, partial(drafter, DraftModel(draft)), num_speculative_tokens=num_nodes, drafting=drafting
         )
         run(engine, requests)
         lengths.append(engine.stats.num_accepted_tokens / engine.stats.num_drafts)

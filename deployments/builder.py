@@ -111,7 +111,7 @@ def _version(*arguments: object) -> str:
 def surge_percent(num_replicas: int, room: int) -> int:
     """Return the percentage of replicas that Serve may start before it stops the old ones, within `room`.
 
-    If that is 0, Serve stops a replica first; if that is the only one, new requests wait.
+    At 0, Serve stops an old replica before it starts a new one; if there is only one, new requests wait meanwhile.
     """
     # Serve takes the percentage of the present replicas and rounds up; together they never exceed `room`.
     return min(100, max(0, 100 * (room - num_replicas) // num_replicas))

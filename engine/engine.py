@@ -17,7 +17,7 @@ from engine.drafting.registry import acceptance_of
 from engine.errors import PromptTooLongError, RequestError
 from engine.models.registry import refused_fields
 from engine.params import SamplingParams
-from engine.protocols import NO_DRAFT, Draft, Drafter, Request, RequestOutput, ScheduledRow, Verifier
+from engine.protocols import NO_DRAFT, Draft, Drafter, Request, RequestOutput, ScheduledRow, Verdict, Verifier
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
 
@@ -153,6 +153,18 @@ class Engine:
         drafts = await self._propose(plan, batch)
         verdicts = await self.verifier.verify([row.verify(draft) for row, draft in zip(batch, drafts, strict=True)])
         outputs = self.scheduler.commit(batch, verdicts)
+        self._learn(plan, batch, verdicts, outputs, started)
+        return outputs
+
+    def _learn(
+        self,
+        plan: Plan,
+        batch: list[ScheduledRow],
+        verdicts: Ids[Verdict],
+        outputs: list[RequestOutput],
+        started: float,
+    ) -> None:
+        """Teach the planner and the statistics a round, and let go of the requests that it finished."""
         ended = self._clock()
         self.planner.observe(plan, batch, verdicts, ended - started)
         self.stats.num_rounds_by_length[plan.num_draft_tokens, plan.reason] += 1
@@ -161,7 +173,6 @@ class Engine:
             if output.finish_reason is not None:
                 self._release(output.request_id)
         self._round_ended = ended if self.has_work else None
-        return outputs
 
     async def _propose(self, plan: Plan, batch: list[ScheduledRow]) -> list[Draft]:
         # A row in prefill gets no draft yet, but its prompt lets a drafter that runs ahead prepare one.

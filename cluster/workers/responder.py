@@ -97,7 +97,7 @@ class TargetResponder:
         self._round = 0
 
     def answer(self, request: AnyRequest) -> AnyReply | None:
-        """Return the reply on rank 0, else None; None also for a request for another version of the group.
+        """Return rank 0's reply; None on other ranks, and for a request to another version of the group.
 
         Raises TargetError if this rank missed a round, or the request is not a `Verify`.
         """

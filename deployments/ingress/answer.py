@@ -51,7 +51,7 @@ class Answer(StreamingResponse):
         self._idle = IdleTimer(KEEP_ALIVE_S)
 
     async def begin(self) -> Response:
-        """Return the whole body when it is there, or this stream.
+        """Return the response: the whole body once it is complete, or this object, which streams.
 
         A stream begins with its first tokens, or after `KEEP_ALIVE_S` without any. Errors until then are raised.
         """

@@ -87,7 +87,7 @@ class ToolForm:
     arguments: str
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return the grammar of one call of these tools or, if parallel, any number.
+        """Return the grammar of one call of these tools or, if parallel, of one or more.
 
         Schemas are embedded whole, so that references inside them resolve.
         """

@@ -55,7 +55,7 @@ class Acceptance(ABC):
         """Return the expected accepted tokens that each further draft token adds: the probability of each."""
 
     def fade(self, num_draft_tokens: int) -> None:
-        """Weigh the history of tokens beyond a round's drafts less."""
+        """Let older observations count less at positions that this round's drafts did not reach."""
         for rate in self._rates[num_draft_tokens:]:
             rate.fade()
 

@@ -47,7 +47,7 @@ class FusedSibling(nn.Module):
         self._index = index
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return this projection of `x`: the stored one, if the group's first layer stored it last."""
+        """Return this projection of `x`: the one stored on `x`, or a new one if another group has stored over it."""
         (first,) = self._first
         layer, projections = getattr(x, "fused", (None, ()))
         return projections[self._index] if layer is first else first.project(x)[self._index]

@@ -26,7 +26,7 @@ class ModelKind:
     refusals: Mapping[str, str] = {}
 
     def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
-        """Raise ModelError if the model's architecture or quantisation cannot be served."""
+        """Raise ModelError if the model's architecture cannot be served; other kinds check more."""
         from transformers import AutoModelForCausalLM
 
         from engine.models.causal_lm import kv_shape
@@ -98,7 +98,7 @@ class ModelSource:
 
     @cached_property
     def kind(self) -> ModelKind:
-        """The kind of the model."""
+        """How models of this `model_type` are served."""
         return self._kinds.get(self.settings.get("model_type", ""), ModelKind)()
 
     @cached_property

@@ -4,8 +4,8 @@
 
 - Leviathan, Kalman and Matias (https://arxiv.org/abs/2211.17192), Theorem 3.8, assumes that tokens are accepted
   independently, and that a target pass over k + 1 tokens takes as long as a pass over one.
-- The run-ahead bound assumes that drafting is hidden behind the target's pass while k + 1 draft steps fit into it. This
-  is at most a factor of 1 + k c over drafting in turn.
+- The run-ahead bound assumes that drafting is hidden behind the target's pass while k + 1 draft steps fit into it. So
+  running ahead is at most 1 + k c times as fast as drafting in turn.
 """
 
 import json

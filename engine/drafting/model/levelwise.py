@@ -106,7 +106,7 @@ class TreeLevel(NamedTuple, Generic[T]):
 
     @property
     def depths(self) -> list[int]:
-        """Per node, the number of draft tokens between the committed tip and the next draw."""
+        """Per node, its depth: the draft tokens from the committed tip up to it; 0 for the tip."""
         return [0 if node == TIP else self.tree.nodes[node].depth for node in self.nodes]
 
 

@@ -65,7 +65,7 @@ class Pace:
         self._step_s = _smooth(self._step_s, seconds / num_steps)
 
     def slowdown(self, num_steps: int) -> float:
-        """Return the relative round time with `num_steps` late draft steps; 1 until both times are measured."""
+        """Return how many times longer a round is if the target waits for `num_steps` steps; 1 until both are timed."""
         if self._step_s is None or not self._gap_s:
             return 1.0
         return 1 + num_steps * self._step_s / self._gap_s
@@ -103,7 +103,7 @@ class PassesAhead(ABC):
 
     @property
     def has_time(self) -> bool:
-        """Whether `advance` should be called: half a pass is likely to fit before the next request."""
+        """Whether `advance` should be called: half a pass is likely to fit in, or an answer is unsettled."""
         return self._unsettled is not None or self._pace.has_time
 
     @property

@@ -28,6 +28,9 @@ SUBSCRIBE_PERIOD_S = 0.5
 MOVE_PERIOD_S = 1.0
 END_TIMEOUT_S = 5.0
 """How long after its call a request's last outputs or its end may come: the Router sent them before."""
+CANCEL_PAUSE_S = 0.3
+"""A cancelled call has failed if its request is still open then: when a client leaves, Serve cancels its request's
+calls, too, and on a busy machine before the request itself."""
 ANSWER_TIMEOUT_S = 2.0
 
 
@@ -193,13 +196,15 @@ class RouterCall:
             async for _ in self._response:
                 pass
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - every error is passed on
-            self._fail(raised_error(error))
+            self._fail(raised_error(error), CANCEL_PAUSE_S if isinstance(error, asyncio.CancelledError) else 0.0)
         else:
-            lost = TargetError("the connection to the Router was lost")
-            asyncio.get_running_loop().call_later(END_TIMEOUT_S, self._fail, lost)
+            self._fail(TargetError("the connection to the Router was lost"), END_TIMEOUT_S)
 
-    def _fail(self, error: BaseException) -> None:
-        if (stream := self._streams.get(self._request_id)) is not None:
+    def _fail(self, error: BaseException, pause_s: float = 0.0) -> None:
+        """Fail the stream, unless its call is closed; after a pause, if its end may still come."""
+        if pause_s:
+            asyncio.get_running_loop().call_later(pause_s, self._fail, error)
+        elif (stream := self._streams.get(self._request_id)) is not None:
             stream.fail(error)
 
 

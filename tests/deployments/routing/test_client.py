@@ -284,7 +284,6 @@ class Events:
     [
         (TargetError("dead"), "dead"),
         (RayTaskError("generate", "a traceback", ValueError("bug")).as_instanceof_cause(), "^bug$"),
-        (asyncio.CancelledError(), "the replica is shutting down"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -309,6 +308,21 @@ async def test_a_request_whose_last_outputs_do_not_come_has_failed(
     [failure] = events.failures
     assert isinstance(failure, TargetError)
     assert "connection to the Router was lost" in str(failure)
+
+
+@pytest.mark.parametrize("client_leaves", [False, True])
+async def test_a_cancelled_call_has_failed_unless_its_client_has_left(
+    loads: RouterLoads, client_leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Serve cancels the call if the Router ends, and also before it cancels the request of a client that leaves."""
+    monkeypatch.setattr(router_client, "CANCEL_PAUSE_S", 0.02)
+    events = Events(loads, asyncio.CancelledError())
+    await events.end()
+    assert (events.failures, events.has_returned) == ([], True)
+    if client_leaves:
+        events.call.close(cancels=True)
+    await asyncio.sleep(0.05)
+    assert [str(failure) for failure in events.failures] == ["the replica is shutting down"] * (not client_leaves)
 
 
 @pytest.mark.parametrize("cancels", [False, True])

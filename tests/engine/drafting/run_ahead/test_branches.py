@@ -1,4 +1,4 @@
-"""Branches: how likely verdicts are, and which leads where; what branches draft is tested in `test_chains`."""
+"""Branches: how likely verdicts are, and where each leads; what branches draft is tested in `test_chains`."""
 
 import itertools
 import math
@@ -9,8 +9,10 @@ import torch
 
 from engine.drafting.model.draft_cache import CachedPrefix
 from engine.drafting.model.next_tokens import NUM_CANDIDATES, Confidence, NextTokens, Ranking
-from engine.drafting.model.token_drawer import Chain
-from engine.drafting.run_ahead.branches import DraftContext, VerdictPredictor
+from engine.drafting.model.token_drawer import Chain, Drawn
+from engine.drafting.run_ahead.branches import Branches, DraftContext, VerdictPredictor
+from engine.execution.attention import KVTensors
+from engine.models.layer_attention import KVShape
 from engine.params import SamplingParams
 from engine.protocols import Request
 
@@ -156,3 +158,13 @@ def test_an_empty_draft_teaches_nothing_about_accepted_lengths():
     assert predictor.accepted.gains() == before
     predictor.learn(draft_context([4, 5]), 0, 6)
     assert predictor.accepted.gains() != before
+
+
+def test_a_branch_has_its_tokens_in_the_order_in_which_they_will_be_committed():
+    """The accepted draft tokens, the token after them, and what was drawn; a grammar reads them in this order."""
+    contexts = [draft_context([5, 6]), draft_context()]
+    contexts[0].verdicts, contexts[1].verdicts = [(2, 7), (0, 8)], [(0, 9)]
+    branches = Branches(contexts, 2, KVTensors(KVShape(1, 1, 1, 1), 1, 1, torch.zeros(1)))
+    for drawn in ([10, 11, 12, 13], [20, 21, 22, 23]):
+        branches.add(Drawn(torch.tensor(drawn)))
+    assert branches.paths() == [[[5, 6, 7, 10, 20], [8, 11, 21]], [[9, 12, 22], [9, 13, 23]]]

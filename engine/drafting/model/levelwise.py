@@ -19,17 +19,17 @@ from engine.execution.attention import Group, PagedContext
 from engine.execution.batch import ForwardBatch
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request, run_in_process
 
-TIP = -1
-"""In place of a node: the committed tip."""
+TIP = 0
+"""The root of every tree, which stands for the committed tip and is not drafted."""
 
 
 @dataclass(slots=True)
 class Node:
-    """A node of a tree; children of the tip have depth 1."""
+    """A node of a tree; `path` leads from the tip's child to it, itself included, and is empty for the tip."""
 
     token_id: int
     parent: int
-    depth: int
+    path: list[int]
     compute_index: int | None = None
     """Position in the order of computation; None before it is computed."""
 
@@ -40,7 +40,7 @@ class Tree(ABC):
     def __init__(self, base: int, end_ids: Collection[int]) -> None:
         """Make an empty tree at a tip with `base` committed tokens; nothing is drafted after tokens `end_ids`."""
         self.base = base
-        self.nodes: list[Node] = []
+        self.nodes = [Node(-1, -1, [])]
         self.num_computed = 0
         self._end_ids = end_ids
         self._children: dict[tuple[int, int], int] = {}
@@ -54,16 +54,8 @@ class Tree(ABC):
         """Return the tree as it is sent to the target, a node before its later siblings."""
 
     def child(self, parent: int, token: int) -> int | None:
-        """Return the first node for a token after a node or the tip."""
+        """Return the first node for a token after a node."""
         return self._children.get((parent, token))
-
-    def path(self, node: int) -> list[int]:
-        """Return the nodes from the tip to a node, itself included."""
-        nodes: list[int] = []
-        while node != TIP:
-            nodes.append(node)
-            node = self.nodes[node].parent
-        return nodes[::-1]
 
     def compute_index(self, node: int) -> int:
         """Return a computed node's position in the order of computation."""
@@ -72,8 +64,9 @@ class Tree(ABC):
         return index
 
     def _append(self, parent: int, token: int) -> None:
-        self._children.setdefault((parent, token), len(self.nodes))
-        self.nodes.append(Node(token, parent, 1 if parent == TIP else self.nodes[parent].depth + 1))
+        node = len(self.nodes)
+        self._children.setdefault((parent, token), node)
+        self.nodes.append(Node(token, parent, [*self.nodes[parent].path, node]))
 
     def _ends(self, node: int) -> bool:
         return self.nodes[node].token_id in self._end_ids
@@ -84,7 +77,7 @@ class Tree(ABC):
             self.num_computed += 1
 
     def _draft_of(self, chosen: Sequence[int]) -> Draft:
-        index = {TIP: TIP} | {node: i for i, node in enumerate(chosen)}
+        index = {node: i for i, node in enumerate([TIP, *chosen], start=-1)}
         nodes = [self.nodes[node] for node in chosen]
         return Draft([node.token_id for node in nodes], [index[node.parent] for node in nodes])
 
@@ -102,12 +95,12 @@ class TreeLevel(NamedTuple, Generic[T]):
     @property
     def paths(self) -> list[list[int]]:
         """Per node, the draft tokens up to it."""
-        return [[self.tree.nodes[step].token_id for step in self.tree.path(node)] for node in self.nodes]
+        return [[self.tree.nodes[step].token_id for step in self.tree.nodes[node].path] for node in self.nodes]
 
     @property
     def depths(self) -> list[int]:
         """Per node, its depth: the draft tokens from the committed tip up to it; 0 for the tip."""
-        return [0 if node == TIP else self.tree.nodes[node].depth for node in self.nodes]
+        return [len(self.tree.nodes[node].path) for node in self.nodes]
 
 
 class Kept(NamedTuple):
@@ -164,7 +157,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
 
     @abstractmethod
     def learn(self, request: Request, tree: T, node: int, token: int) -> None:
-        """Learn which token was committed after a node or the tip."""
+        """Learn which token was committed after a node."""
 
     def follow(self, request: Request, tree: T) -> tuple[int, Kept]:
         """Return the last computed node of a tree that was committed, and the entries that stay; learn from both."""
@@ -198,12 +191,12 @@ class LevelwiseDrafter(ABC, Generic[T]):
         num_blocks = max(map(len, tables))
         tokens, positions, places, extra = [], [], [], []
         indices: list[int] = []
-        for row, (_, tree, nodes) in enumerate(levels):
-            padding = length - len(nodes)
+        for row, level in enumerate(levels):
+            tree, nodes, padding = level.tree, level.nodes, length - len(level.nodes)
             tokens += [tree.nodes[node].token_id for node in nodes] + [0] * padding
-            positions.append([tree.base + tree.nodes[node].depth - 1 for node in nodes] + [0] * padding)
+            positions.append([tree.base + depth - 1 for depth in level.depths] + [0] * padding)
             places.append([tree.base + tree.compute_index(node) for node in nodes] + [-1] * padding)
-            paths = [[tree.base + tree.compute_index(step) for step in tree.path(node)] for node in nodes]
+            paths = [[tree.base + tree.compute_index(step) for step in tree.nodes[node].path] for node in nodes]
             # Place 0 is committed, so every node attends to it in any case.
             extra.append([path + [0] * (deepest - len(path)) for path in paths + [[]] * padding])
             indices += range(row * length, row * length + len(nodes))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.model.levelwise import TIP, LevelwiseDrafter, Tree, TreeLevel
+from engine.drafting.model.levelwise import LevelwiseDrafter, Tree, TreeLevel
 from engine.drafting.model.token_drawer import likeliest
 from engine.execution.batch import ForwardBatch
 from engine.protocols import Draft, Request
@@ -41,14 +41,14 @@ class SampledTree(Tree):
         self._shape: dict[int, list[int]] = {}
         for position, parent in enumerate(parents):
             self._shape.setdefault(parent, []).append(position)
-        self._positions: list[int] = []
+        self._positions = [-1]
         """Per node, its index in the shape."""
-        self._rows: list[tuple[list[int], list[float]]] = []
-        self._newest = 0
+        self._rows: list[tuple[list[int], list[float]]] = [([], [])]
+        self._newest = 1
 
     def children_in_shape(self, node: int) -> list[int]:
-        """Return the positions in the shape of the children of a node or the tip."""
-        return self._shape.get(node if node == TIP else self._positions[node], [])
+        """Return the positions in the shape of a node's children."""
+        return self._shape.get(self._positions[node], [])
 
     def add(self, parent: int, token_ids: Sequence[int], rows: Sequence[tuple[list[int], list[float]]]) -> None:
         """Add children in the order of drawing, each with its distribution given its earlier siblings."""
@@ -67,7 +67,7 @@ class SampledTree(Tree):
 
     def draft(self) -> Draft:
         """Return the tree in the order of its shape."""
-        order = sorted(range(len(self.nodes)), key=self._positions.__getitem__)
+        order = sorted(range(1, len(self.nodes)), key=self._positions.__getitem__)
         rows = [self._rows[node] for node in order]
         return replace(self._draft_of(order), top_ids=[ids for ids, _ in rows], top_probs=[probs for _, probs in rows])
 
@@ -163,7 +163,7 @@ def likeliest_shape(num_nodes: int, rates: Sequence[float]) -> list[int]:
     rates = list(itertools.accumulate(rates, min))  # a later sibling never comes without the earlier ones
     parents: list[int] = []
     # Entries: minus a node's probability, a tie-breaker, its parent, its rank, and its parent's probability.
-    heap = [(-rates[0], 0, TIP, 0, 1.0)]
+    heap = [(-rates[0], 0, -1, 0, 1.0)]
     for node in range(num_nodes):
         negative, _, parent, rank, reached = heapq.heappop(heap)
         parents.append(parent)
@@ -175,4 +175,4 @@ def likeliest_shape(num_nodes: int, rates: Sequence[float]) -> list[int]:
 
 def chains(num_nodes: int, count: int) -> list[int]:
     """Return the parents of `count` chains from the tip, with `num_nodes` nodes in all."""
-    return [node - count if node >= count else TIP for node in range(num_nodes)]
+    return [max(-1, node - count) for node in range(num_nodes)]

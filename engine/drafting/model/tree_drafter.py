@@ -37,22 +37,22 @@ class BestFirstTree(Tree):
     def __init__(self, base: int, num_nodes: int, width: int, end_ids: Collection[int] = ()) -> None:
         super().__init__(base, end_ids)
         self.next_tokens: dict[int, NextTokens] = {}
-        """The likeliest tokens after each computed node, and after the tip."""
+        """The likeliest tokens after each computed node and the tip."""
         self.num_nodes = num_nodes
         self.max_computed = 0
         """How many nodes can be computed: nodes of the draft, and some that turn out not to be in it."""
         self._width = width
-        self._probs: list[float] = []
-        self._ranks: list[int] = []
+        self._probs = [1.0]
+        self._ranks = [0]
         """Per node, its index among its parent's children."""
-        self._may_be_drafted: list[bool] = []
+        self._may_be_drafted = [True]
         self._ranking: list[int] | None = None
         self._newest = 0
 
     def add(self, parent: int, next_tokens: NextTokens, probs: Sequence[float]) -> None:
-        """Add the likeliest children of a node or of the tip, with their probabilities if their parent is accepted."""
+        """Add the likeliest children of a node, with their probabilities if their parent is accepted."""
         self.next_tokens[parent] = next_tokens
-        reached = 1.0 if parent == TIP else self._probs[parent]
+        reached = self._probs[parent]
         for rank, (token, prob) in enumerate(zip(next_tokens.token_ids, probs, strict=False)):
             if rank >= self._width and reached * prob < _LEAST_PROBABILITY:
                 break
@@ -83,25 +83,24 @@ class BestFirstTree(Tree):
     def likeliest(self, count: int, max_depth: int) -> list[int]:
         """Return the nodes to compute ahead of the verdict: the likeliest, of any depth up to `max_depth`."""
         likely = itertools.takewhile(lambda node: self._probs[node] >= _LEAST_PROBABILITY, self._ranked())
-        possible = (node for node in likely if self._can_grow(node) and self.nodes[node].depth <= max_depth)
+        possible = (node for node in likely if self._can_grow(node) and len(self.nodes[node].path) <= max_depth)
         level = list(itertools.islice(possible, min(count, self._num_free)))
         self._compute(level)
         return level
 
     def cut(self, root: int) -> list[int]:
         """Make a computed node the tip of all that follows it; return the kept nodes' old computation indices."""
-        reached = 1.0 if root == TIP else self._probs[root]
         index = {root: TIP}
         for node, state in enumerate(self.nodes):
             if state.parent in index:
-                index[node] = len(index) - 1
+                index[node] = len(index)
         kept = [node for node in index if node != root]
         computed = [node for node in kept if self.nodes[node].compute_index is not None]
         indices = [self.compute_index(node) for node in computed]
         nodes, probs, ranks = self.nodes, self._probs, self._ranks
-        self.nodes, self._children, self._probs, self._ranks, self._may_be_drafted = [], {}, [], [], []
+        self.nodes, self._children, self._probs, self._ranks, self._may_be_drafted = nodes[:1], {}, [1.0], [0], [True]
         for node in kept:
-            self._add_child(index[nodes[node].parent], nodes[node].token_id, probs[node] / reached, ranks[node])
+            self._add_child(index[nodes[node].parent], nodes[node].token_id, probs[node] / probs[root], ranks[node])
         self.next_tokens = {index[node]: tokens for node, tokens in self.next_tokens.items() if node in index}
         self.num_computed, self.max_computed = 0, len(computed)
         self._compute([index[node] for node in computed])
@@ -120,11 +119,11 @@ class BestFirstTree(Tree):
         self._append(parent, token)
         self._probs.append(prob)
         self._ranks.append(rank)
-        self._may_be_drafted.append(rank < self._width and (parent == TIP or self._may_be_drafted[parent]))
+        self._may_be_drafted.append(rank < self._width and self._may_be_drafted[parent])
 
     def _ranked(self) -> list[int]:
         if self._ranking is None:
-            self._ranking = sorted(range(len(self.nodes)), key=self._probs.__getitem__, reverse=True)
+            self._ranking = sorted(range(1, len(self.nodes)), key=self._probs.__getitem__, reverse=True)
         return self._ranking
 
     def _can_grow(self, node: int) -> bool:
@@ -184,6 +183,6 @@ class TreeDrafter(LevelwiseDrafter[BestFirstTree]):
             level.tree.add(node, next_tokens, [weight / total for weight in weights[: self._num_children]])
 
     def learn(self, request: Request, tree: BestFirstTree, node: int, token: int) -> None:
-        """Learn which token was committed after a node or the tip."""
+        """Learn which token was committed after a node."""
         if (next_tokens := tree.next_tokens.get(node)) is not None:
             self._confidence.learn(request, next_tokens, token)

@@ -37,7 +37,7 @@ def drafts_of(verification, num_nodes, count, *, temperature=1.0, drafter=None, 
 def test_siblings_without_replacement_come_in_the_order_of_their_law_with_what_is_left():
     drafts = drafts_of("rejection", 3, 4000)
     (parents,) = {tuple(draft.parents) for draft in drafts}
-    siblings = [node for node, parent in enumerate(parents) if parent == TIP]
+    siblings = [node for node, parent in enumerate(parents) if parent == -1]
     assert len(siblings) >= 1
     law = {}
     for tokens in itertools.permutations(range(4), len(siblings)):
@@ -59,11 +59,11 @@ def wide(verification="rejection"):
 
 def test_a_rows_of_a_sibling_lacks_its_earlier_siblings_and_sums_to_one():
     for draft in drafts_of("rejection", 6, 50, drafter=wide()):
-        assert draft.parents.count(TIP) == 3
+        assert draft.parents.count(-1) == 3
         for node, parent in enumerate(draft.parents):
             row = dict(zip(draft.top_ids[node], draft.top_probs[node], strict=True))
             earlier = [draft.token_ids[i] for i in range(node) if draft.parents[i] == parent]
-            context = 2 if parent == TIP else draft.token_ids[parent]
+            context = 2 if parent == -1 else draft.token_ids[parent]
             left = LAW[context].clone()
             left[earlier] = 0
             assert [row[token] for token in range(4)] == pytest.approx((left / left.sum()).tolist(), abs=1e-6)
@@ -75,7 +75,7 @@ def test_what_siblings_are_drawn_from_is_known_at_a_low_temperature_too():
     temperature = 0.01
     logits = (LAW[2].double().log() / temperature).tolist()
     for draft in drafts_of("rejection", 3, 20, drafter=wide(), temperature=temperature):
-        assert draft.parents == [TIP] * 3
+        assert draft.parents == [-1] * 3
         for node in range(3):
             row = dict(zip(draft.top_ids[node], draft.top_probs[node], strict=True))
             weights = [
@@ -110,7 +110,7 @@ def test_a_greedy_draft_is_certain_of_its_tokens(verification):
     if verification == "k_sequential":
         assert draft.is_chain, "greedy chains would all be the same"
     else:
-        assert draft.parents.count(TIP) == 3
+        assert draft.parents.count(-1) == 3
 
 
 def test_the_next_round_draws_anew():
@@ -145,8 +145,8 @@ def test_chains_share_the_nodes_evenly():
 def test_a_tree_that_lacks_tokens_lacks_what_would_follow_them():
     tree = SampledTree(0, [-1, -1, 0, 1])
     tree.add(TIP, [7], [([7], [1.0])])
-    assert tree.next_level() == [0]
-    tree.add(0, [8], [([8], [1.0])])
+    assert tree.next_level() == [1]
+    tree.add(1, [8], [([8], [1.0])])
     assert tree.next_level() == []
     draft = tree.draft()
     assert (draft.token_ids, draft.parents) == ([7, 8], [-1, 0])
@@ -163,7 +163,7 @@ def test_how_often_siblings_are_accepted_is_learned():
     rows = [ProposeRow(Request("a", [0, 1, 2], 3, SamplingParams(seed=1)), 6)]
     for _ in range(400):
         (draft,) = run_in_process(drafter.propose(rows))
-        second = [token for token, parent in zip(draft.token_ids, draft.parents, strict=True) if parent == TIP][-1]
+        second = [token for token, parent in zip(draft.token_ids, draft.parents, strict=True) if parent == -1][-1]
         rows = [ProposeRow(Request("a", [*rows[0].request.token_ids, second], 3, SamplingParams(seed=1)), 6)]
     assert drafter._rates[False][0] < 0.5
     assert max(drafter._rates[False][1:]) > 0.4

@@ -146,7 +146,7 @@ def branch_out(tree, level, law):
 
 
 def tokens_to(tree, node):
-    return tuple(tree.nodes[step].token_id for step in tree.path(node))
+    return tuple(tree.nodes[step].token_id for step in tree.nodes[node].path)
 
 
 def grow(num_nodes, law, *, max_computed=None, end_ids=()):
@@ -253,18 +253,18 @@ def test_ahead_of_the_verdict_the_likeliest_nodes_of_any_depth_are_computed():
     law = random_law(5)
     tree = grow(8, law)
     tree.max_computed = 100
-    before = {node: probability(law, tokens_to(tree, node)) for node in range(len(tree.nodes))}
+    before = {node: probability(law, tokens_to(tree, node)) for node in range(1, len(tree.nodes))}
     left = sorted((prob for node, prob in before.items() if tree.nodes[node].compute_index is None), reverse=True)
     level = tree.likeliest(6, 100)
     assert [before[node] for node in level] == pytest.approx(left[:6])
-    assert len({tree.nodes[node].depth for node in level}) > 1
+    assert len({len(tree.nodes[node].path) for node in level}) > 1
     assert tree.likeliest(6, 100) != level, "no node is computed twice"
 
 
 def test_ahead_of_the_verdict_there_are_bounds():
     """Of places, of depth, of likelihood; and nothing follows the end of the text."""
     tree = grown_ahead(4, random_law(1), max_depth=3)
-    assert max(node.depth for node in tree.nodes if node.compute_index is not None) == 3
+    assert max(len(node.path) for node in tree.nodes if node.compute_index is not None) == 3
     assert tree.likeliest(8, 3) == [], "what is left is too deep or too unlikely"
     probs = [probability(random_law(1), tokens_to(tree, node)) for node in range(len(tree.nodes))]
     assert min(prob for prob, node in zip(probs, tree.nodes, strict=True) if node.compute_index is not None) >= 0.01
@@ -282,7 +282,7 @@ def test_what_follows_a_node_of_a_tree_is_the_tree_that_would_be_grown_there(num
         law, walked, chance = random_law(seed), (), random.Random(seed)
         tree = grown_ahead(num_nodes, law)
         for _ in range(4):
-            root = chance.choice([node for node in tree.next_tokens if node == TIP or tree.nodes[node].depth < 3])
+            root = chance.choice([node for node in tree.next_tokens if len(tree.nodes[node].path) < 3])
             walked += tokens_to(tree, root)
 
             def after(path, law=law, walked=walked):
@@ -299,7 +299,7 @@ def test_what_follows_a_node_of_a_tree_is_the_tree_that_would_be_grown_there(num
             assert tree.gain == 0
             for node, options in tree.next_tokens.items():
                 assert options.token_ids == list(after(tokens_to(tree, node)))
-            for node in range(len(tree.nodes)):
+            for node in range(1, len(tree.nodes)):
                 assert tree.child(tree.nodes[node].parent, tree.nodes[node].token_id) == node
             branch_out(tree, tree.likeliest(8, 100), after)
 

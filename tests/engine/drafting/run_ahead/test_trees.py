@@ -149,7 +149,7 @@ def test_entries_of_a_real_model_are_moved_to_their_places(draft, num_steps):
 def options_by_path(tree):
     """The options after each node, by the tokens from the tip to it."""
     return {
-        tuple(tree.nodes[step].token_id for step in tree.path(node)): options
+        tuple(tree.nodes[step].token_id for step in tree.nodes[node].path): options
         for node, options in tree.next_tokens.items()
     }
 

@@ -10,7 +10,7 @@ from engine.config import ModelInfo
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM, Shard
 from engine.models.fusion import fuse_projections
-from engine.models.quantization import check_quantization, convert_torchao, loading_arguments, uses_torchao
+from engine.models.quantization import check_quantization, convert_torchao, loading_arguments, saved_format
 from engine.models.shards import load_shard
 from engine.models.source import ModelSource
 
@@ -29,7 +29,7 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     dtype = resolve_dtype(source.config.dtype, device)
     configuration, kind = source.configuration, source.kind
     check_quantization(source.config, configuration, shard.world_size if shard else 1)
-    has_torchao = uses_torchao(source.config, configuration)
+    has_torchao = source.config.quantization != "none" or saved_format(configuration) == "torchao"
     arguments = loading_arguments(source.config, configuration)
     if shard is None or shard.world_size == 1:
         transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

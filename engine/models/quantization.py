@@ -89,11 +89,6 @@ def layer_bytes(quantization: Quantization, layer: nn.Linear) -> int:
     return layer.out_features * (layer.in_features * _NUM_BITS[quantization] // 8 + 4 * groups)
 
 
-def uses_torchao(config: ModelConfig, model_config: PreTrainedConfig) -> bool:
-    """Return whether a model's weights are torchao's once it is loaded."""
-    return config.quantization != "none" or saved_format(model_config) == "torchao"
-
-
 def loading_arguments(config: ModelConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
     """Return transformers' arguments for loading a model quantised.
 

@@ -25,10 +25,6 @@ def main() -> None:
     options = parser.parse_args()
     if options.until_input_ends:
         threading.Thread(target=_end_with_input, name="waiting for the input's end", daemon=True).start()
-    _compile(options)
-
-
-def _compile(options: argparse.Namespace) -> None:
     for path in options.models:
         settings = {"dtype": options.dtype, "quantization": options.quantization, "device": "cpu"}
         config = ModelConfig(path, options.revision, **settings)

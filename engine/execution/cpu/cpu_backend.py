@@ -72,11 +72,6 @@ class CpuBackend(EagerBackend):
         return PassOutput(logits, scores, scores.argmax(-1))
 
     @property
-    def is_compiled(self) -> bool:
-        """Whether passes run compiled."""
-        return self._compiled is not None
-
-    @property
     def compiling(self) -> list[CompileProgress]:
         """How far this model is, and its first layers that draft; nothing if they are compiled."""
         compilers = [backend._compiler for backend in (self, *self._thinned)]

@@ -61,9 +61,7 @@ class CudaBackend(EagerBackend):
         assert isinstance(kv, GraphedKV)
         if kv.graphs is not None and (output := kv.graphs.run(batch, draws)) is not None:
             return output
-        logits = self.logits(batch)
-        scores = logits if draws is None else noise.noised_logits(logits, _draws_on(draws, self.device))
-        return PassOutput(logits, scores, scores.argmax(-1))
+        return super().run(batch, draws and _draws_on(draws, self.device))
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Compute [n, vocab] float32 logits."""

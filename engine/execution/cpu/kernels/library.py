@@ -32,22 +32,15 @@ def define(schema: str, compute: Callable[..., Tensor], shape: Callable[..., Ten
 
 def shims(schemas: list[str]) -> dict[Any, list[str]]:
     """Return C declarations that let torch's compiler call these operators."""
-    names = [schema.partition("(")[0] for schema in schemas]
-    return {
-        getattr(torch.ops.paceline, name).default: [_declaration(schema)]
-        for name, schema in zip(names, schemas, strict=True)
-    }
-
-
-def symbol(schema: str) -> str:
-    """Return the name of an operator's C function."""
-    return "aoti_torch_cpu_" + schema.partition("(")[0]
+    operators = [getattr(torch.ops.paceline, schema.partition("(")[0]) for schema in schemas]
+    return {operator.default: [_declaration(schema)] for operator, schema in zip(operators, schemas, strict=True)}
 
 
 def _declaration(schema: str) -> str:
-    inner = schema[schema.index("(") + 1 : schema.index(")")]
+    name, _, rest = schema.partition("(")
+    inner = rest.partition(")")[0]
     parameters = [f"{_C_TYPES[type_name]} {name}" for type_name, name in (text.split() for text in inner.split(", "))]
-    return f"AOTITorchError {symbol(schema)}({', '.join(parameters)}, AtenTensorHandle* output)"
+    return f"AOTITorchError aoti_torch_cpu_{name}({', '.join(parameters)}, AtenTensorHandle* output)"
 
 
 def build(path: Path) -> None:

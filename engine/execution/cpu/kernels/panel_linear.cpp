@@ -26,7 +26,8 @@ constexpr int64_t kPanel = 64;
 constexpr int64_t kGroup = 32;
 constexpr int64_t kApart = kGroup / 2;
 static_assert(kApart % kLanes == 0);
-constexpr int64_t kPairs = 2;
+// Vector registers of sums per row, in pairs.
+constexpr int kRegisters = 4;
 // Rows per loading of weights to vector registers, of which AVX2 has 16 and AVX-512 has 32.
 #if defined(CPU_CAPABILITY_AVX2)
 constexpr int64_t kTile = 3;
@@ -88,16 +89,14 @@ struct Rows {
 // Add the products of `depth` inputs to the outputs of R rows, or set the outputs if `is_first`.
 template <int R, bool Fetch, typename T>
 void add(const Rows& rows, const T* panel, int64_t depth, bool is_first) {
-  for (int64_t pair = 0; pair < kPanel / (2 * kLanes); pair += kPairs) {
-    Vec sums[R][kPairs][2];
-    const auto output = [&](int r, int p, int second) {
-      return rows.outputs + r * rows.output_stride + place(pair + p) + second * kApart;
+  for (int64_t pair = 0; pair < kPanel / (2 * kLanes); pair += kRegisters / 2) {
+    Vec sums[R][kRegisters];
+    const auto output = [&](int r, int n) {
+      return rows.outputs + r * rows.output_stride + place(pair + n / 2) + n % 2 * kApart;
     };
     for (int r = 0; r < R; ++r) {
-      for (int p = 0; p < kPairs; ++p) {
-        for (int second = 0; second < 2; ++second) {
-          sums[r][p][second] = is_first ? Vec(0.0f) : Vec::loadu(output(r, p, second));
-        }
+      for (int n = 0; n < kRegisters; ++n) {
+        sums[r][n] = is_first ? Vec(0.0f) : Vec::loadu(output(r, n));
       }
     }
     for (int64_t i = 0; i < depth; ++i) {
@@ -105,24 +104,20 @@ void add(const Rows& rows, const T* panel, int64_t depth, bool is_first) {
       if (Fetch && pair == 0) {
         fetch(weights);
       }
-      Vec wide[kPairs][2];
-      for (int p = 0; p < kPairs; ++p) {
-        load(weights, place(pair + p), wide[p]);
+      Vec wide[kRegisters];
+      for (int n = 0; n < kRegisters; n += 2) {
+        load(weights, place(pair + n / 2), wide + n);
       }
       for (int r = 0; r < R; ++r) {
         const Vec input(rows.inputs[r * rows.stride + i]);
-        for (int p = 0; p < kPairs; ++p) {
-          for (int second = 0; second < 2; ++second) {
-            sums[r][p][second] = at::vec::fmadd(input, wide[p][second], sums[r][p][second]);
-          }
+        for (int n = 0; n < kRegisters; ++n) {
+          sums[r][n] = at::vec::fmadd(input, wide[n], sums[r][n]);
         }
       }
     }
     for (int r = 0; r < R; ++r) {
-      for (int p = 0; p < kPairs; ++p) {
-        for (int second = 0; second < 2; ++second) {
-          sums[r][p][second].store(output(r, p, second));
-        }
+      for (int n = 0; n < kRegisters; ++n) {
+        sums[r][n].store(output(r, n));
       }
     }
   }

@@ -115,17 +115,12 @@ kernels.define(
 
 def pack_large_model(module: nn.Module, name: str, load_library: Callable[[], None]) -> None:
     """Load the C++ library and pack a module's layers, if it is large enough to build the library for it."""
-    if has_large_layers(module):
+    layers: list[Any] = [layer for layer in module.modules() if _can_pack(layer)]
+    if any(layer.in_features * layer.out_features >= MIN_LARGE for layer in layers):
         load_library()
         num_packed = pack_layers(module)
         num_whole = sum(type(layer) is nn.Linear for layer in module.modules())
         logger.info("%s: %d linear layers have 16-bit or quantised weights, %d do not", name, num_packed, num_whole)
-
-
-def has_large_layers(module: nn.Module) -> bool:
-    """Return whether a module is large enough to build the C++ library for it."""
-    layers: list[Any] = [layer for layer in module.modules() if _can_pack(layer)]
-    return any(layer.in_features * layer.out_features >= MIN_LARGE for layer in layers)
 
 
 def pack_layers(module: nn.Module) -> int:

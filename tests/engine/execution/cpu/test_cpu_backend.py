@@ -52,7 +52,7 @@ def test_compiled_text_does_not_depend_on_the_draft(quantization, mixed_path, tm
     are_exact = [(weakref.ref(weight), torch.equal(weight.bfloat16().float(), weight)) for weight in weights]
     del weights
     backend.compile()
-    assert backend.is_compiled
+    assert backend._compiled is not None
     dtypes = {child.panels.dtype for child in backend._step.modules() if isinstance(child, PanelLinear)}
     assert dtypes == {torch.bfloat16 if quantization == "none" else torch.uint8}
     gc.collect()
@@ -83,7 +83,7 @@ def test_compiled_text_does_not_depend_on_the_draft(quantization, mixed_path, tm
     ):
         engine = make_engine(backend, drafter, grammars=grammars, num_speculative_tokens=4)
         assert run(engine, requests) == plain
-        assert engine.stats.acceptance_rate > least
+        assert engine.stats.num_accepted_tokens > least * engine.stats.num_draft_tokens
     noise.IMPLEMENTATIONS.clear()
     eager = run(
         make_engine(backend_of(path, quantization=quantization), grammars=grammars, num_speculative_tokens=0), requests
@@ -146,7 +146,7 @@ def test_where_compiling_does_not_pay_it_stays_eager_and_says_why(name, target_p
     with caplog.at_level(logging.INFO):
         backend.warm_up()
     assert f"{target_path} runs eagerly: {REASONS[name]}" in caplog.text
-    assert not backend.is_compiled
+    assert backend._compiled is None
     assert not backend.use_compiled()
     with pytest.raises(CompileError, match=re.escape(REASONS[name])):
         backend.compile()
@@ -174,10 +174,10 @@ def test_what_was_never_compiled_is_compiled_in_the_background(empty_cache, targ
     ((source, dtype, parts, ready, options),) = empty_cache
     assert (source.path, dtype, options) == (target_path, "float32", {"num_layers": 2, "is_self_draft": False})
     assert parts == backend._package_files
-    assert not backend.is_compiled
+    assert backend._compiled is None
     fill(backend)
     ready()
-    assert not backend.is_compiled
+    assert backend._compiled is None
     assert f"{target_path} runs eagerly: " in caplog.text, "it tried what was compiled meanwhile"
 
 
@@ -197,7 +197,7 @@ def test_a_warm_up_that_may_not_compile_starts_no_compiler(empty_cache, target_p
     backend = backend_of(target_path, compile="auto")
     backend.warm_up(compile_missing=False)
     assert empty_cache == []
-    assert not backend.is_compiled
+    assert backend._compiled is None
 
 
 def test_a_broken_package_is_not_compiled_again_but_named(empty_cache, target_path, caplog):
@@ -206,7 +206,7 @@ def test_a_broken_package_is_not_compiled_again_but_named(empty_cache, target_pa
     with caplog.at_level(logging.WARNING):
         backend.warm_up()
     assert empty_cache == []
-    assert not backend.is_compiled
+    assert backend._compiled is None
     assert f"{target_path} runs eagerly: " in caplog.text
     rows = [ForwardRow([3, 4], 0, [1], 1)]
     assert backend.run(build(rows, backend.allocate_kv(2, 16))).tokens.shape == (1,)
@@ -218,7 +218,7 @@ def test_with_compile_off_nothing_is_compiled_or_taken_from_the_cache(empty_cach
     monkeypatch.setattr(CpuBackend, "_adopt", pytest.fail)
     backend.warm_up()
     assert empty_cache == []
-    assert not backend.is_compiled
+    assert backend._compiled is None
 
 
 def test_a_package_is_taken_only_when_all_of_its_parts_are_there(empty_cache, target_path, monkeypatch):

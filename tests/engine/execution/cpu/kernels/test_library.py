@@ -19,7 +19,7 @@ SCHEMAS = [panel_linear.SCHEMA, paged_attention.SCHEMA]
 def test_a_package_is_told_to_call_the_library(schema):
     ((operator, declarations),) = kernels.shims([schema]).items()
     assert operator.name() == "paceline::" + schema.partition("(")[0]
-    assert kernels.symbol(schema) + "(AtenTensorHandle " in declarations[0]
+    assert f"aoti_torch_cpu_{schema.partition('(')[0]}(AtenTensorHandle " in declarations[0]
     assert declarations[0].endswith(", AtenTensorHandle* output)")
 
 

@@ -15,7 +15,7 @@ INF = float("inf")
 @pytest.fixture
 def kernel(library):
     """The C++ as packages call it: with handles of tensors."""
-    function = getattr(ctypes.CDLL(str(library)), kernels.symbol(paged_attention.SCHEMA))
+    function = ctypes.CDLL(str(library)).aoti_torch_cpu_paged_attention
     function.argtypes = [ctypes.c_void_p] * 6 + [ctypes.c_double, ctypes.c_void_p]
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]

@@ -2,15 +2,15 @@
 
 import weakref
 import zipfile
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from engine.execution.cpu.compilation import packages as compilation
-from engine.execution.cpu.kernels import library as kernels
 from engine.execution.cpu.kernels import panel_linear
-from engine.execution.cpu.kernels.panel_linear import PanelLinear, has_large_layers, pack_layers, packed_copy
+from engine.execution.cpu.kernels.panel_linear import PanelLinear, pack_layers, packed_copy
 from tests.engine.models.test_quantization import layer_of
 
 FORMATS = {
@@ -187,11 +187,16 @@ def test_quantised_layers_are_packed_once_each():
 
 
 def test_only_large_layers_that_can_be_packed_are_worth_a_library(monkeypatch):
+    def load():
+        raise OSError("it is loaded")
+
     monkeypatch.setattr(panel_linear, "MIN_LARGE", 16)
+    pack = partial(panel_linear.pack_large_model, name="a model", load_library=load)
     for layer in (nn.Linear(4, 4), layer_of(4, groups=2)[0]):
-        assert has_large_layers(nn.Sequential(nn.Embedding(9, 9), nn.Sequential(layer)))
+        with pytest.raises(OSError, match="it is loaded"):
+            pack(nn.Sequential(nn.Embedding(9, 9), nn.Sequential(layer)))
     for layer in (nn.Linear(4, 3), nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4, device="meta")):
-        assert not has_large_layers(nn.Sequential(nn.Embedding(9, 9), layer))
+        pack(nn.Sequential(nn.Embedding(9, 9), layer))
 
 
 @pytest.mark.slow
@@ -206,7 +211,7 @@ def test_a_package_computes_with_the_weights_that_it_is_given(library, tmp_path)
     compilation._compile(first, (torch.randn(5, 24),), any_rows, tmp_path / "package.pt2")
     with zipfile.ZipFile(tmp_path / "package.pt2") as package:
         sources = [package.read(name).decode() for name in package.namelist() if name.endswith(".wrapper.cpp")]
-    assert kernels.symbol(panel_linear.SCHEMA) + "(" in sources[0]
+    assert "aoti_torch_cpu_panel_linear(" in sources[0]
     for module in (first, second):
         loader = torch._C._aoti.AOTIModelPackageLoader(str(tmp_path / "package.pt2"), "model", False, 1, -1)
         tensors = dict(module.named_buffers())

@@ -17,12 +17,10 @@ from deployments.openai.conversation_fields import (
 )
 from deployments.openai.sampling_fields import EventOptions, SamplingRequest
 from deployments.openai.structured_output import JsonObjectFormat, JsonSchema, JsonSchemaFormat, TextFormat
-from deployments.openai.tools import ChosenFunction, Function, PastCall, PastFunction, Tool, ToolChoice
+from deployments.openai.tools import ChosenFunction, Function, OfFunctions, PastCall, PastFunction, Tool, ToolChoice
 from deployments.openai.types import (
     MAX_KEYS,
     WHOLE,
-    JsonObject,
-    Name,
     NumAlternatives,
     OnlyFalse,
     RequestModel,
@@ -117,25 +115,12 @@ Item = Annotated[
 ]
 
 
-class FunctionTool(RequestModel):
+class FunctionTool(Function, OfFunctions):
     """A function that the model may call; other kinds of tools are refused."""
 
-    type: Literal["function"]
-    name: Name
-    """Its name."""
-    description: str | None = None
-    """What it does, for the model."""
-    parameters: JsonObject | None = None
-    """The JSON schema of its arguments, an object; null is no arguments."""
-    strict: bool | None = None
-    """Accepted and ignored: a required call always matches the schema, a voluntary one need not."""
 
-
-class FunctionChoice(RequestModel):
+class FunctionChoice(ChosenFunction, OfFunctions):
     """The function that must be called."""
-
-    type: Literal["function"]
-    name: Name
 
 
 def conversation(items: Sequence[Item]) -> list[ChatMessage]:

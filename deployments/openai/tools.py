@@ -33,10 +33,15 @@ class Function(RequestModel):
     """Accepted and ignored: a required call always matches the schema, a voluntary one need not."""
 
 
-class Tool(RequestModel):
-    """A tool; functions are the only kind."""
+class OfFunctions(RequestModel):
+    """The base of tools, choices and calls: functions are the only kind."""
 
     type: Literal["function"]
+
+
+class Tool(OfFunctions):
+    """A tool."""
+
     function: Function
 
 
@@ -46,10 +51,9 @@ class ChosenFunction(RequestModel):
     name: Name
 
 
-class ToolChoice(RequestModel):
+class ToolChoice(OfFunctions):
     """The function that must be called."""
 
-    type: Literal["function"]
     function: ChosenFunction
 
 
@@ -63,10 +67,9 @@ class PastFunction(RequestModel):
     """Accepted and ignored: LiteLLM sends it back with earlier answers."""
 
 
-class PastCall(RequestModel):
+class PastCall(OfFunctions):
     """A call in an earlier answer."""
 
-    type: Literal["function"]
     id: str
     function: PastFunction
     index: int | None = None

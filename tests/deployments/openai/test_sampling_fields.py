@@ -112,6 +112,7 @@ def test_no_request_is_an_internal_error_or_a_hang(config: AppConfig, grammars: 
         before = portal.call(post, client, "/v1/completions", fixed).json()["choices"]
         send()
         assert portal.call(post, client, "/v1/completions", fixed).json()["choices"] == before
-        assert (rig.engine.num_running, rig.engine.num_free_blocks) == (0, rig.engine.num_blocks)
+        assert not rig.engine.has_work
+        assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
         portal.call(rig.loop.stop)
     assert {200, 400} <= set(statuses)

@@ -14,13 +14,8 @@ INK = "#818a94"  # between both pages' backgrounds
 COLOURS = ("#2f86c9", "#d9722e", "#3f9c5a", "#8c5fb0", "#b8486a", "#d9b52e", "#5bb5b0", INK)
 STYLE = {
     "font.size": 8,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "grid.color": INK,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "axes.edgecolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color", "grid.color"), INK),
     "grid.alpha": 0.25,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -44,10 +39,9 @@ def draw_run(records: Sequence[Record], slo: Slo | None, png: Path) -> None:
             axes.step(values, shares, where="post", color=colour, label=arm)
     for axes, (name, label) in zip(distributions, LABELS.items(), strict=True):
         axes.set(xlabel=label, ylabel="share of requests", xlim=(0, None), ylim=(0, 1.02))
+        axes.grid()
         if (limit_ms := _limit_ms(slo, name)) is not None and limit_ms < 2 * axes.get_xlim()[1]:
             axes.axvline(limit_ms, color=INK, linestyle=":")
-    for axes in figure.axes:
-        axes.grid()
     distributions[0].legend()
     save(figure, png)
 

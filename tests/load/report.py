@@ -33,10 +33,9 @@ class Report:
         self.run = run
         self.levels = levels
         self.differing = differing
-        self.baseline = next(
-            (arm.name for arm in run.options.arm_list if arm.name == "off"), run.options.arm_list[0].name
-        )
-        self.summaries = {arm.name: self._summary(arm.name) for arm in run.options.arm_list}
+        names = [arm.name for arm in run.options.arm_list]
+        self.baseline = "off" if "off" in names else names[0]
+        self.summaries = {name: self._summary(name) for name in names}
 
     @property
     def problems(self) -> list[str]:
@@ -177,8 +176,7 @@ def _acceptance(summary: Summary) -> tuple[str, str]:
 
 
 def _figures_table(summaries: Mapping[str, Summary], slo: Slo | None) -> Table:
-    table = Table(title="latencies in ms: p50 / p90 / p99")
-    table.add_column("")
+    table = Table("", title="latencies in ms: p50 / p90 / p99")
     for name in summaries:
         table.add_column(name, justify="right")
 
@@ -202,17 +200,8 @@ def _figures_table(summaries: Mapping[str, Summary], slo: Slo | None) -> Table:
 
 
 def _levels_table(levels: Sequence[Level], is_users: bool) -> Table:
-    columns = (
-        "arm",
-        "users" if is_users else "requests/s",
-        "within the SLO",
-        "429",
-        "failed",
-        "tokens/s",
-        "TTFT",
-        "TPOT",
-    )
-    table = Table(*columns, title="latencies in ms: p50 / p99")
+    columns = ("arm", "users" if is_users else "requests/s", "within the SLO", "429", "failed", "tokens/s")
+    table = Table(*columns, "TTFT", "TPOT", title="latencies in ms: p50 / p99")
     for level in levels:
         summary = level.summary
         latencies = [summary.latencies_ms["ttft"], summary.latencies_ms["tpot"]]

@@ -23,7 +23,7 @@ from engine.models.source import ModelSource, check_same_vocabulary
 
 if TYPE_CHECKING:
     from engine.config import ModelInfo
-    from engine.protocols import Drafter, Verifier
+    from engine.protocols import Drafter
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,6 @@ class SpeculationGroup:
         self._recovering = asyncio.Lock()
         self.remote_verifier = RemoteVerifier(timeout_s=config.round_timeout_s)
         self.remote_drafter = RemoteDrafter(timeout_s=DRAFT_TIMEOUT_S, prepares=config.run_ahead == "on")
-        self.verifier: Verifier = self.remote_verifier
         drafter = self.remote_drafter if config.has_draft_worker else config.method.make(config.engine, None)
         self.drafter: Drafter = config.method.drafter_of_engine(config.engine, drafter)
 

@@ -20,6 +20,7 @@ from engine.config import CompileProgress, EngineConfig, ModelConfig
 from engine.errors import ModelMismatchError, TargetError
 from engine.models.registry import open_model
 from tests.cluster.fakes import FakeLink, SumVerifier, process_ids, verify_row
+from tests.waiting import wait_for
 
 CONFIG = GroupConfig(ModelConfig("target"), ModelConfig("draft"), EngineConfig(num_blocks=39), start_timeout_s=5.0)
 GROUPS: list[SpeculationGroup] = []
@@ -130,12 +131,6 @@ async def started(config: GroupConfig = CONFIG) -> SpeculationGroup:
     return group
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0)
-
-
 async def refusal(waiting: Awaitable[None]) -> str:
     with pytest.raises(TargetError) as caught:
         await waiting
@@ -183,7 +178,7 @@ async def test_a_group_goes_live_while_its_draft_is_killed_again_and_again(targe
     assert group.is_available
     assert group.draft_info is None
     assert "Draft worker did not start, next try in 0 s: killed" in caplog.messages
-    await until(lambda: group.remote_drafter.is_available)
+    await wait_for(lambda: group.remote_drafter.is_available)
     assert group.draft_info is drafts.workers[0].loaded[0]
     assert len(targets.versions) == 1
 
@@ -198,18 +193,18 @@ async def test_a_group_goes_live_before_a_draft_that_starts_slowly_which_joins_l
     assert not group.remote_drafter.is_available
     assert "decoding without drafts until it has" in caplog.text
     drafts.may_load.set()
-    await until(lambda: group.remote_drafter.is_available)
+    await wait_for(lambda: group.remote_drafter.is_available)
     drafts.workers[0].end("killed")
-    await until(lambda: len(drafts.workers) == 2)
+    await wait_for(lambda: len(drafts.workers) == 2)
 
 
 async def test_a_draft_that_loads_as_long_as_its_target_is_waited_for(targets, drafts):
     targets.may_load.clear()
     drafts.may_load.clear()
     starting = asyncio.create_task(started())
-    await until(lambda: bool(targets.versions and drafts.versions))
+    await wait_for(lambda: bool(targets.versions and drafts.versions))
     targets.may_load.set()
-    await until(lambda: bool(targets.workers))
+    await wait_for(lambda: bool(targets.workers))
     for _ in range(20):
         await asyncio.sleep(0)
     assert not starting.done()
@@ -221,7 +216,7 @@ async def test_a_draft_that_loads_as_long_as_its_target_is_waited_for(targets, d
 async def test_a_recovery_replaces_all_ranks_when_one_is_lost(targets, drafts):
     group = await started()
     targets.workers[0].end("killed")
-    await until(lambda: not group.remote_verifier.is_available)
+    await wait_for(lambda: not group.remote_verifier.is_available)
     assert not group.is_available
     assert len(targets.workers) == 1
     await group.recover()
@@ -283,7 +278,7 @@ async def test_a_recovery_ends_when_the_group_is_stopped(targets, drafts):
     group.remote_verifier.disconnect("lost")
     targets.hangs = True
     recovering = asyncio.create_task(group.recover())
-    await until(lambda: len(targets.num_blocks) == 2)
+    await wait_for(lambda: len(targets.num_blocks) == 2)
     await group.stop()
     assert await refusal(recovering) == "the group was stopped"
 
@@ -292,8 +287,8 @@ async def test_a_lost_draft_worker_is_started_again_until_it_comes_back(targets,
     group = await started()
     drafts.failures = [TargetError("no room"), TargetError("no room")]
     drafts.workers[0].end("killed")
-    await until(lambda: len(drafts.workers) == 2)
-    await until(lambda: group.remote_drafter.is_available)
+    await wait_for(lambda: len(drafts.workers) == 2)
+    await wait_for(lambda: group.remote_drafter.is_available)
     assert len(drafts.num_blocks) == 4
     assert drafts.workers[0].is_killed
     assert process_ids(group)["draft"] == 510
@@ -363,7 +358,7 @@ async def test_a_draft_that_waits_for_the_memory_plan_ends_with_the_group(target
 
 
 async def verify(group: SpeculationGroup) -> list[int]:
-    [verdict] = await group.verifier.verify([verify_row("a", [1, 2])])
+    [verdict] = await group.remote_verifier.verify([verify_row("a", [1, 2])])
     return verdict.token_ids
 
 

@@ -14,6 +14,7 @@ from engine.control.stats import RunAheadStats
 from engine.errors import TargetError
 from engine.protocols import NO_DRAFT, Verdict, chain
 from tests.cluster.fakes import EchoDrafter, FakeLink, SumVerifier, propose_row, verify_row
+from tests.waiting import wait_for
 
 VOCAB = 1000
 
@@ -47,9 +48,7 @@ class DraftSide:
         return [draft.token_ids for draft in await self.drafter.propose(rows)]
 
     async def recover(self) -> None:
-        async with asyncio.timeout(PATIENT_S):
-            while not self.drafter.is_available:
-                await asyncio.sleep(0.001)
+        await wait_for(lambda: self.drafter.is_available, PATIENT_S)
 
 
 def answering(make):
@@ -223,7 +222,7 @@ async def test_a_request_aborted_within_a_round_is_released_with_the_next():
     await round_under_way
     await side.propose(propose_row("b", [1]))
     assert side.echo.released == ["a"]
-    assert "a" not in side.drafter._acknowledged
+    assert "a" not in side.drafter._acknowledged._lengths
 
 
 async def test_an_id_may_be_used_again_after_its_release():

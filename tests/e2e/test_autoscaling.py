@@ -13,9 +13,9 @@ from ray import serve
 
 from deployments.builder import app
 from deployments.config import AppConfig, Autoscaling
-from tests.e2e.models import save_model
 from tests.e2e.replicas import router_details, routers, wait_until
 from tests.e2e.servers import serve_on_ray
+from tests.models import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 

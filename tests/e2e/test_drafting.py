@@ -11,8 +11,8 @@ from deployments.config import AppConfig
 from deployments.local.environment import serve_environment
 from engine.llm import LLM
 from engine.params import SamplingParams
-from tests.e2e.models import save_model
 from tests.e2e.servers import serve_on_ray
+from tests.models import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 

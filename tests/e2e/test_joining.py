@@ -15,8 +15,8 @@ import psutil
 import pytest
 import yaml
 
-from tests.e2e.models import save_model
 from tests.e2e.servers import ROOT, free_port, wait_until_ok
+from tests.models import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 

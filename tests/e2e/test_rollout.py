@@ -14,8 +14,8 @@ from ray.serve.schema import ServeDeploySchema
 
 from deployments.config import AppConfig
 from deployments.local.environment import serve_environment
-from tests.e2e.models import save_model
 from tests.e2e.servers import serve_on_ray
+from tests.models import save_model
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.filterwarnings("ignore")]
 

@@ -10,6 +10,7 @@ from cluster.transport import Inbox, InboxAddress, Outbox
 from cluster.transport import inbox as inbox_module
 from cluster.transport.credentials import tls_context
 from cluster.transport.frames import frame
+from tests.waiting import wait_for
 
 
 class Mail:
@@ -100,9 +101,7 @@ async def test_a_malformed_message_ends_its_connection_only(mail: Mail) -> None:
     for sender in (bad, good):
         await sender.room()
     bad.post([b"malformed"])
-    async with asyncio.timeout(10):
-        while not bad.is_lost:
-            await asyncio.sleep(0.01)
+    await wait_for(lambda: bad.is_lost)
     good.post([b"fine"])
     assert await mail.until(1) == [b"fine"]
     good.close()
@@ -122,9 +121,7 @@ async def test_what_is_sent_before_the_connection_is_made_comes_first() -> None:
     assert await outbox.room()
     outbox.post([b"3"])
     outbox.close()  # which sends what was written
-    async with asyncio.timeout(10):
-        while len(messages) < 3:
-            await asyncio.sleep(0.01)
+    await wait_for(lambda: len(messages) == 3)
     assert messages == [b"1", b"2", b"3"]
     inbox.close()
 

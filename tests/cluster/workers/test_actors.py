@@ -12,7 +12,7 @@ from cluster.workers.actors import _importing, show_progress
 from engine.config import ModelConfig
 from engine.models.loader import load_model
 from engine.models.registry import open_model
-from tests.cluster.models import save_llama
+from tests.models import save_llama
 
 
 @pytest.fixture

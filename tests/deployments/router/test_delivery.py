@@ -14,6 +14,7 @@ from deployments.wire import End, Generation, Message, Outputs, Report, decode
 from engine.errors import RequestError, TargetError
 from engine.protocols import FinishReason, RequestOutput
 from tests.deployments.fakes import LocalOutputs, Rig, generation
+from tests.waiting import wait_for
 
 REPORT = Report("here", None, 3, 2, 2.0, 1)
 
@@ -35,9 +36,7 @@ class Mail:
         self.inbox: Inbox
 
     async def until(self, count: int) -> list[Message]:
-        async with asyncio.timeout(10):
-            while len(self.messages) < count:
-                await asyncio.sleep(0.001)
+        await wait_for(lambda: len(self.messages) >= count)
         return self.messages
 
 
@@ -169,9 +168,7 @@ async def test_outputs_that_no_round_follows_are_sent_after_the_interval() -> No
     sent = Sent(0.02)
     sent.stream.put([step(0)])
     sent.stream.put([step(1)])
-    async with asyncio.timeout(5):
-        while len(sent.deliveries) < 2:
-            await asyncio.sleep(0.001)
+    await wait_for(lambda: len(sent.deliveries) == 2)
     assert sent.deliveries == [[0], [1]]
 
 

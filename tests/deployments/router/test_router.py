@@ -26,6 +26,7 @@ from engine.config import CompileProgress, ModelInfo
 from engine.errors import QueueFullError, RequestError, TargetError
 from engine.protocols import RequestOutput
 from tests.deployments.fakes import EOS_TOKEN_IDS, MAX_MODEL_LEN, VOCAB_SIZE, Rig, generation
+from tests.waiting import wait_for
 
 INFO = ModelInfo("tiny", VOCAB_SIZE, MAX_MODEL_LEN, EOS_TOKEN_IDS, 1000, "float32", "cpu")
 
@@ -61,16 +62,12 @@ class Mail:
             self.outputs += message.outputs
 
     async def until(self, count: int) -> list[RequestOutput]:
-        async with asyncio.timeout(10):
-            while len(self.outputs) < count:
-                await asyncio.sleep(0.001)
+        await wait_for(lambda: len(self.outputs) >= count)
         return self.outputs
 
     async def end(self) -> tuple[Exception, str | None]:
         """Return the next error, and who refused the request."""
-        async with asyncio.timeout(10):
-            while not self.ends:
-                await asyncio.sleep(0.001)
+        await wait_for(lambda: self.ends)
         end = self.ends.pop(0)
         return end.exception(), end.refused_by
 
@@ -157,9 +154,7 @@ async def test_an_ingress_that_subscribes_gets_reports(
         return Report("a", problem, target_id="/models/a", **counts)
 
     async def until(expected: Report) -> None:
-        async with asyncio.timeout(10):
-            while not mail.reports or structs.replace(mail.reports[-1], drain_rate=1.0) != expected:
-                await asyncio.sleep(0.001)
+        await wait_for(lambda: mail.reports and structs.replace(mail.reports[-1], drain_rate=1.0) == expected)
 
     await until(report(num_ingresses=0))
     rig.verifier.gate.clear()
@@ -209,7 +204,7 @@ async def test_an_ingress_that_cannot_be_reached_ends_the_request(router: Any, r
     mail.inbox.close()
     with pytest.raises(TargetError, match="the Ingress cannot be reached"):
         await call(router, generation(max_tokens=400), mail)
-    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+    assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
 
 
 @pytest.mark.parametrize("has_tokens", [True, False])
@@ -220,13 +215,13 @@ async def test_cancelling_the_call_frees_the_blocks_at_once(
         rig.verifier.gate.clear()
     request = call(router, generation(max_tokens=400), mail)
     await mail.until(has_tokens)
-    while not rig.engine.num_running:
+    while not rig.engine.scheduler.running:
         await asyncio.sleep(0)
-    assert rig.engine.num_free_blocks < rig.engine.num_blocks
+    assert rig.engine.scheduler.pool.num_free < rig.engine.scheduler.pool.num_blocks
     request.cancel()
     with pytest.raises(asyncio.CancelledError):
         await request
-    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+    assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
     assert router.record_autoscaling_stats() == {NUM_REQUESTS: 0, IS_RECOVERING: 0}
     rig.verifier.gate.set()
 

@@ -24,6 +24,7 @@ from engine.config import ModelInfo
 from engine.errors import QueueFullError, TargetError
 from engine.protocols import RequestOutput
 from tests.deployments.fakes import generation
+from tests.waiting import wait_for
 
 INFO = ModelInfo("tiny", 9, 9, [0], 1000, "float32", "cpu")
 SERVED = Description(INFO, None, ModelLimits(9, 9, 4), capacity=9)
@@ -132,12 +133,6 @@ async def routers(*answers: Any) -> Any:
     return await ServeRouters.open(Handle(*answers), "127.0.0.1")
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 async def test_outputs_come_from_the_router_that_took_the_request(loads: RouterLoads) -> None:
     client = await routers()
     stream = client.generate(generation())
@@ -146,9 +141,9 @@ async def test_outputs_come_from_the_router_that_took_the_request(loads: RouterL
     assert await stream.next() == []
     await stream.close()
     assert client._streams == {}
-    await until(lambda: not loads._requests)
+    await wait_for(lambda: not loads._requests)
     send(client._inbox.address, End.by(TargetError("late"), "request"), Report("here", None, 3, 1))
-    await until(lambda: loads.depth("here") == 2)
+    await wait_for(lambda: loads.depth("here") == 2)
 
 
 async def test_an_error_is_that_of_the_router() -> None:
@@ -197,7 +192,7 @@ async def test_routers_that_do_not_report_are_subscribed_to(
     assert client._handle.broadcasts == []
     loads.set_routers(["a", "b"])
     loads.note(Report("a", None))
-    await until(lambda: client._handle.broadcasts)
+    await wait_for(lambda: client._handle.broadcasts)
     assert client._handle.broadcasts[0] == ("subscribe", client._inbox.address)
     loads.note(Report("b", None))
     await asyncio.sleep(0.03)

@@ -7,8 +7,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from cluster.config import GroupConfig
-from tests.cluster.models import save_llama
 from tests.e2e.groups.generation import ENGINE, Text, model_config, text_of_one_process
+from tests.models import save_llama
 
 STORE_BYTES = 80 * 2**20
 

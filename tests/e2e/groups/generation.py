@@ -1,6 +1,5 @@
 """Generation: an engine over a group of processes, or over one process, and the text it has committed."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from engine.params import SamplingParams
 from engine.protocols import NoDrafter
 from engine.verification.verifier import ModelVerifier
 from tests.cluster.fakes import process_ids
+from tests.waiting import wait_for
 
 ENGINE = EngineConfig(num_speculative_tokens=3, max_num_seqs=4, num_blocks=64)
 PROMPTS = [[5, 9, 2], [7] * 20, list(range(2, 40))]
@@ -102,9 +102,3 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):  # the latter while it ends
         return False
     return state != "Z"
-
-
-async def wait_for(condition: Callable[[], bool], timeout_s: float = 60) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.05)

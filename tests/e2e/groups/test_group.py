@@ -16,9 +16,10 @@ from cluster.group import SpeculationGroup
 from cluster.placement import PlacementError
 from engine.errors import ModelMismatchError, TargetError
 from tests.cluster.fakes import process_ids
-from tests.cluster.models import save_llama
-from tests.e2e.groups.generation import Text, generate, is_alive, model_config, running, submit, wait_for
+from tests.e2e.groups.generation import Text, generate, is_alive, model_config, running, submit
 from tests.e2e.servers import descendants
+from tests.models import save_llama
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.models import save_model
 from tests.e2e.servers import Server, serving
+from tests.models import save_model
 
 NUM_ROUTERS = 2
 MAX_NUM_SEQS = 2

@@ -61,10 +61,12 @@ class WorkerSet:
         try:
             await self.connect(connector, version, on_break)
             await self.while_answering(hang_timeout_s, load())
-            self.start_serving()
+            self.serving = [actor.serve.remote() for actor in self.actors]
         except BaseException:
             self.kill()
             raise
+        for rank, process in enumerate(self.processes):
+            logger.info("%s %d: process %d on node %s", self.name, rank, process.pid, process.endpoint.node_id)
 
     async def connect(self, connector: Connector, version: int, on_break: OnBreak | None = None) -> None:
         """Have every worker listen, and begin to connect to each; raise WorkerDiedError if one does not answer."""
@@ -99,12 +101,6 @@ class WorkerSet:
             working.cancel()
             silence.cancel()
             await asyncio.gather(working, silence, return_exceptions=True)
-
-    def start_serving(self) -> None:
-        """Have the workers answer requests until they end."""
-        self.serving = [actor.serve.remote() for actor in self.actors]
-        for rank, process in enumerate(self.processes):
-            logger.info("%s %d: process %d on node %s", self.name, rank, process.pid, process.endpoint.node_id)
 
     async def wait_for_end(self, hang_timeout_s: float) -> str:
         """Wait until a worker has ended or has not answered for `hang_timeout_s`, and return the reason."""

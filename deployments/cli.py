@@ -122,14 +122,10 @@ def _parse(settings: list[str]) -> dict[str, str]:
 
 def _failures() -> list[str]:
     """Return why deployments did not start: the last lines of the tracebacks that Serve keeps."""
-    deployments = (
-        deployment
-        for application in serve.status().applications.values()
-        for deployment in application.deployments.values()
-    )
     return [
         deployment.message.strip().rpartition("\n")[2]
-        for deployment in deployments
+        for application in serve.status().applications.values()
+        for deployment in application.deployments.values()
         if deployment.status == "DEPLOY_FAILED"
     ]
 

@@ -32,7 +32,8 @@ class BlockPool:
     """Reference-counted blocks of one KV cache; free published blocks stay cached until they are allocated again."""
 
     def __init__(self, num_blocks: int, block_size: int, *, share: bool = True) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks = num_blocks - 1
+        """Blocks that can be allocated."""
         self.block_size = block_size
         self._share = share
         self._references = [0] * num_blocks
@@ -45,10 +46,6 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks without a reference."""
         return len(self._free)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks `num_tokens` tokens need."""
-        return -(-num_tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int] | None:
         """Allocate `count` blocks; return None if fewer are free."""

@@ -65,27 +65,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request is running or waiting."""
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return self.num_requests > 0
 
     @property
-    def num_running(self) -> int:
-        """Requests in the batch."""
-        return len(self.scheduler.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self.scheduler.waiting)
-
-    @property
-    def num_free_blocks(self) -> int:
-        """KV blocks that no request holds, cached prefixes included."""
-        return self.scheduler.pool.num_free
-
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks that requests can hold."""
-        return self.scheduler.pool.num_blocks - 1
+    def num_requests(self) -> int:
+        """Running and waiting requests."""
+        return len(self.scheduler.running) + len(self.scheduler.waiting)
 
     def add(
         self,
@@ -189,7 +174,7 @@ class Engine:
         length = len(prompt_token_ids)
         if length == 0:
             raise RequestError("the prompt is empty", "prompt")
-        usable = self.num_blocks * self.config.block_size - len(self._start_ids)
+        usable = self.scheduler.pool.num_blocks * self.config.block_size - len(self._start_ids)
         limits = [
             (self.max_model_len - 1, f"the context of {self.max_model_len} must also hold one output token"),
             (usable - 1, f"the KV cache holds {usable}"),

@@ -156,7 +156,7 @@ class LLM:
             first, nth = (params.seed, index) if params.seed is not None else (self._seed, self._num_requests)
             request_id = str(self._num_requests)
             self._num_requests += 1
-            while self.engine.num_waiting >= self.engine.config.max_queued_requests:
+            while len(self.engine.scheduler.waiting) >= self.engine.config.max_queued_requests:
                 self._step(pending)
             self.engine.add(request_id, ids, replace(params, seed=nth_seed(first, nth), n=1))
             pending[request_id] = CompletionOutput(index)

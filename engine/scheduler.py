@@ -140,8 +140,8 @@ class Scheduler:
         return True
 
     def _grow(self, sequence: Sequence, row: ScheduledRow) -> bool:
-        missing = self.pool.blocks_for(row.start + row.length + row.num_draft_tokens) - len(sequence.block_ids)
-        blocks = self.pool.allocate(max(0, missing))
+        num_blocks = -(-(row.start + row.length + row.num_draft_tokens) // self.config.block_size)
+        blocks = self.pool.allocate(max(0, num_blocks - len(sequence.block_ids)))
         if blocks is None:
             return False
         sequence.block_ids += blocks

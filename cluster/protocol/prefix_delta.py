@@ -33,9 +33,6 @@ class PrefixTable:
         self._forget = forget
         self._prefixes: OrderedDict[str, Prefix] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._prefixes)
-
     def __getitem__(self, request_id: str) -> Prefix:
         return self._prefixes[request_id]
 
@@ -89,9 +86,6 @@ class Acknowledged:
         self._block_ids: dict[str, list[int]] = {}
         self._requested: set[str] = set()
         self._released: set[str] = set()
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._lengths
 
     def deltas(self, rows: Sequence[ProposeRow | VerifyRow]) -> tuple[list[PrefixDelta], list[str]]:
         """Return the deltas that a request for `rows` must carry, and the ids that have ended."""

@@ -6,7 +6,6 @@ other. If a rank is lost, its world ends, and the group starts all ranks again i
 
 import os
 import socket
-from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
@@ -53,7 +52,7 @@ def join_world(
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)  # NCCL refuses a device without an index
         torch.cuda.set_device(device)
-        interface = find_interface(host, _interface_addresses())
+        interface = find_interface(host)
         if interface is not None:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # "=": exactly this name, not a prefix
         dist.init_process_group(
@@ -67,10 +66,11 @@ def join_world(
     return Shard(rank, world_size, all_reduce)
 
 
-def find_interface(address: str, addresses: Mapping[str, Sequence[str]]) -> str | None:
+def find_interface(address: str) -> str | None:
     """Return the name of the network interface that has an address, or None if none has."""
     ip = _parse_ip(address)
-    return next((name for name, texts in addresses.items() if ip and ip in map(_parse_ip, texts)), None)
+    addresses = [(name, entry.address) for name, entries in psutil.net_if_addrs().items() for entry in entries]
+    return next((name for name, text in addresses if ip and ip == _parse_ip(text)), None)
 
 
 def leave_world() -> None:
@@ -84,10 +84,6 @@ def _parse_ip(text: str) -> IPv4Address | IPv6Address | None:
         return ip_address(text)
     except ValueError:
         return None
-
-
-def _interface_addresses() -> dict[str, list[str]]:
-    return {name: [entry.address for entry in entries] for name, entries in psutil.net_if_addrs().items()}
 
 
 def all_reduce(partial: Tensor) -> Tensor:

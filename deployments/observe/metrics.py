@@ -158,19 +158,20 @@ class RouterMetrics:
 
     def _gauges(self) -> Iterator[_Row]:
         engine, waiting = self._engine, "vllm:num_requests_waiting"
+        num_waiting, pool = len(engine.scheduler.waiting), engine.scheduler.pool
         cache = {
-            "num_gpu_blocks": str(engine.num_blocks),
+            "num_gpu_blocks": str(pool.num_blocks),
             "block_size": str(engine.config.block_size),
             "enable_prefix_caching": str(engine.config.enable_prefix_caching),
             "prefix_caching_hash_algo": "sha256",
             "gpu_memory_utilization": str(engine.config.memory_fraction),
         }
-        usage = 1 - engine.num_free_blocks / engine.num_blocks
+        usage = 1 - pool.num_free / pool.num_blocks
         # vLLM's status board shows a model as down unless an engine says that it is awake.
         states = {"awake": 1, "weights_offloaded": 0, "discard_all": 0}
-        yield "vllm:num_requests_running", "Sequences in the batch.", engine.num_running
-        yield waiting, "Sequences in the queue.", engine.num_waiting
-        yield f"{waiting}_by_reason", "Sequences in the queue.", {"capacity": engine.num_waiting}, "reason"
+        yield "vllm:num_requests_running", "Sequences in the batch.", len(engine.scheduler.running)
+        yield waiting, "Sequences in the queue.", num_waiting
+        yield f"{waiting}_by_reason", "Sequences in the queue.", {"capacity": num_waiting}, "reason"
         yield "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", usage
         yield "vllm:cache_config_info", "The KV cache; always 1.", {tuple(cache.values()): 1}, *cache
         yield "vllm:engine_sleep_state", "Always awake.", states, "sleep_state"

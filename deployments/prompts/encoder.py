@@ -91,7 +91,7 @@ class PromptEncoder:
 
     async def decode_each(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token alone."""
-        return await self._run(_decode_each, token_ids, is_long=len(token_ids) > LONG_IDS)
+        return await self._run(lambda _: self.token_texts(token_ids), is_long=len(token_ids) > LONG_IDS)
 
     def token_texts(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each token alone, synchronously; safe on any thread."""
@@ -125,8 +125,7 @@ def _num_chars(message: ChatMessage) -> int:
 
 
 def _encode_prompt(tokenizer: Any, text: str, adds_special_tokens: bool) -> list[int]:
-    encoding = tokenizer(text, add_special_tokens=adds_special_tokens, split_special_tokens=True)
-    ids: list[int] = encoding["input_ids"]
+    ids: list[int] = tokenizer(text, add_special_tokens=adds_special_tokens, split_special_tokens=True)["input_ids"]
     return ids
 
 
@@ -146,7 +145,3 @@ def _decode(tokenizer: Any, token_ids: Sequence[int], skip_special_tokens: bool)
     # `decode_batch` releases the GIL, `decode` does not: 260,000 ids would stop the event loop for 0.1 s.
     (text,) = tokenizer.backend_tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
     return str(text)
-
-
-def _decode_each(tokenizer: Any, token_ids: Sequence[int]) -> list[str]:
-    return [tokenizer.decode([token_id]) for token_id in token_ids]

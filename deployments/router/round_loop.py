@@ -113,8 +113,7 @@ class RoundLoop:
             for sequence_id in added:
                 self._engine.abort(sequence_id)
             if isinstance(error, QueueFullError):
-                num_requests = self._engine.num_running + self._engine.num_waiting
-                error.retry_after_s = retry_after_s(num_requests, self.drain_rate.per_s)
+                error.retry_after_s = retry_after_s(self._engine.num_requests, self.drain_rate.per_s)
             raise
         stream.unfinished.update(added)
         self._streams |= dict.fromkeys(added, stream)
@@ -184,7 +183,7 @@ class RoundLoop:
         self._engine.reset()
         self._metrics.num_recoveries += 1
         self._last_progress = time.monotonic()
-        logger.info("the target is running again; %d requests resume", self._engine.num_waiting)
+        logger.info("the target is running again; %d requests resume", self._engine.num_requests)
 
     def _fail_all(self, error: Exception) -> None:
         for sequence_id in self._streams:

@@ -63,7 +63,7 @@ class Router:
             settings.engine,
             target,
             drafter=self._group.drafter,
-            verifier=self._group.verifier,
+            verifier=self._group.remote_verifier,
             num_blocks=self._group.num_blocks,
             tokenizer=self._group.target_source.tokenizer,
         )
@@ -105,7 +105,8 @@ class Router:
         """
         delivery = self._delivery(inbox)
         try:
-            self._check_target(request)
+            if request.target_id not in (None, served := self._description.target_id):
+                raise WrongTargetError(f"this Router serves {served}, the request is for another target")
             with delivery.stream(request) as stream:
                 await self._loop.generate(stream)
         except SENT_ERRORS as error:
@@ -130,7 +131,7 @@ class Router:
     def record_autoscaling_stats(self) -> dict[str, int]:
         """Report the queue depth to Serve's autoscaler, and whether the target is down."""
         return {
-            NUM_REQUESTS: self._engine.num_running + self._engine.num_waiting,
+            NUM_REQUESTS: self._engine.num_requests,
             IS_RECOVERING: int(not self._group.is_available),
         }
 
@@ -140,11 +141,6 @@ class Router:
         if delivery is None or delivery.is_lost:
             delivery = self._deliveries[address] = Delivery(address)
         return delivery
-
-    def _check_target(self, request: Generation) -> None:
-        served = self._description.target_id
-        if request.target_id not in (None, served):
-            raise WrongTargetError(f"this Router serves {served}, the request is for another target")
 
     @property
     def _problem(self) -> str | None:
@@ -166,7 +162,7 @@ class Router:
         report = Report(
             router=self._id,
             problem=self._problem,
-            num_requests=self._engine.num_running + self._engine.num_waiting,
+            num_requests=self._engine.num_requests,
             drain_rate=round(self._loop.drain_rate.per_s, 1),
             num_ingresses=sum(delivery.has_requested for delivery in deliveries),
             target_id=self._description.target_id,

@@ -51,11 +51,6 @@ class SpeculationStats:
             self.num_accepted_tokens_per_pos[position] += 1
 
     @property
-    def acceptance_rate(self) -> float:
-        """Accepted tokens over draft tokens; 0 before the first draft."""
-        return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
-
-    @property
     def mean_acceptance_length(self) -> float:
         """Tokens committed per draft, bonus included; 1 before the first draft."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0

@@ -65,6 +65,10 @@ async def workers():
     return WorkerSet("target rank", [FakeActor(0), FakeActor(1, "node 2")])
 
 
+async def nothing_to_load():
+    pass
+
+
 async def test_each_worker_listens_for_the_router_and_gets_a_link(workers):
     def on_break(reason):
         pass
@@ -146,8 +150,7 @@ async def test_each_rank_is_asked_and_says_on_which_node_it_is(workers):
     [(None, "it stopped"), (ray.exceptions.RayActorError(error_msg="The actor died.\nThe stack:"), "The actor died.")],
 )
 async def test_the_end_of_any_worker_is_the_end_of_the_set(workers, error, reason):
-    await workers.connect(FakeConnector(), 1)
-    workers.start_serving()
+    await workers.start(FakeConnector(), 1, 10.0, nothing_to_load)
     waiting = asyncio.create_task(workers.wait_for_end(10.0))
     await asyncio.sleep(0)
     if error is None:
@@ -161,10 +164,9 @@ async def test_the_end_of_any_worker_is_the_end_of_the_set(workers, error, reaso
 @pytest.mark.parametrize("error", [None, ray.exceptions.ActorUnavailableError("busy", None)])
 async def test_a_worker_that_does_not_answer_a_ping_is_at_its_end(workers, monkeypatch, error):
     """An error is an answer of Ray, which tells later whether the worker has ended."""
+    await workers.start(FakeConnector(), 1, 10.0, nothing_to_load)
     monkeypatch.setattr(worker_set, "_PING_PERIOD_S", 0.0)
     workers.actors[0].ping, workers.actors[1].ping = Ping(10**9), Ping(3, error)
-    await workers.connect(FakeConnector(), 1)
-    workers.start_serving()
     assert await workers.wait_for_end(0.01) == "it did not answer for 0.01 s"
     assert workers.actors[1].ping.num_calls == 4
     for actor in workers.actors:

@@ -52,6 +52,11 @@ SENDING_ROWS = DRAFTERS[:4] + DRAFTERS[5:7]
 """Drafters that the rejection rule can verify: "trees that grow on" and others send no probabilities."""
 
 
+_ROOM = {"max_num_seqs": 1500, "max_num_batched_tokens": 10**6, "num_blocks": 12_000, "block_size": 4}
+SAMPLING = _ROOM | {"num_speculative_tokens": 3}
+"""Settings with which all samples of a law are drawn in one batch."""
+
+
 def make_engine(model, drafter=None, *, tokenizer=None, grammars=None, clock=time.perf_counter, **settings):
     """An engine whose draft length is fixed unless said otherwise.
 
@@ -102,7 +107,7 @@ def run_outputs(engine, requests, *, between=None, late=()):
             outputs.setdefault(output.request_id, []).append(output)
         if between is not None:
             between(engine, rounds)
-    assert engine.num_free_blocks == engine.num_blocks
+    assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     return outputs
 
 

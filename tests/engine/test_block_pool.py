@@ -20,7 +20,7 @@ def digests(token_ids, block_size=4, salt=SALT):
 
 def published(pool, token_ids, salt=SALT):
     """Allocate and publish the blocks of a run of tokens; their owner still holds them."""
-    blocks = pool.allocate(pool.blocks_for(len(token_ids)))
+    blocks = pool.allocate(-(-len(token_ids) // pool.block_size))
     for block, digest in zip(blocks, digests(token_ids, pool.block_size, salt), strict=False):
         pool.publish(block, digest)
     return blocks

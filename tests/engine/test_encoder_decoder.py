@@ -14,7 +14,7 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.errors import ModelMismatchError, PromptTooLongError, RequestError
 from engine.protocols import ProposeRow, Request, run_in_process
 from tests.engine.laws import p_value, shaped_law
-from tests.engine.running import chains, drafters, make_engine, run, run_outputs, step
+from tests.engine.running import SAMPLING, chains, drafters, make_engine, run, run_outputs, step
 from tests.engine.tiny import SIZES, T5_SIZES, backend_of, save
 from tests.engine.tokenizers import word_tokenizer
 
@@ -131,16 +131,7 @@ def test_two_tokens_have_the_targets_joint_law(verification, tmp_path, module):
     target, draft = map(backend_of, paths)
     module = AutoModelForSeq2SeqLM.from_pretrained(paths[0], dtype=torch.float32).eval()
     prompt, params = [4, 2, 5, 1], SamplingParams(temperature=2.5, max_tokens=4, ignore_eos=True)
-    engine = make_engine(
-        target,
-        chains(draft),
-        verification=verification,
-        num_speculative_tokens=3,
-        max_num_seqs=1000,
-        max_num_batched_tokens=10**5,
-        num_blocks=4000,
-        block_size=4,
-    )
+    engine = make_engine(target, chains(draft), **SAMPLING, verification=verification)
     sampled = run(engine, [(prompt, replace(params, seed=seed)) for seed in range(1000)])
     assert 0.2 < engine.stats.num_accepted_tokens / engine.stats.num_draft_tokens < 0.9
 

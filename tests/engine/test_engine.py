@@ -87,7 +87,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, params=PARAMS, salt=st.sampled_from([None, "a", "b"]))
     def add(self, prompt, params, salt):
         name = str(len(self.expected))
-        room = self.engine.num_blocks * 4 - len(prompt)
+        room = self.engine.scheduler.pool.num_blocks * 4 - len(prompt)
         self.engine.add(name, prompt, params, cache_salt=salt)
         self.requests[name] = prompt, params, salt
         self.expected[name] = expected_tokens(MODEL, prompt, params)[:room]
@@ -152,7 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
             return
         scheduler = self.engine.scheduler
         owned = {block for sequence in scheduler.running for block in sequence.block_ids}
-        assert self.engine.num_free_blocks == self.engine.num_blocks - len(owned)
+        assert self.engine.scheduler.pool.num_free == self.engine.scheduler.pool.num_blocks - len(owned)
         assert 0 not in owned
         assert all(not sequence.block_ids for sequence in scheduler.waiting)
 
@@ -165,7 +165,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._note(step(self.engine))
         assert not self.engine.has_work
         assert self.ended == set(self.expected)
-        assert self.engine.num_free_blocks == self.engine.num_blocks
+        assert self.engine.scheduler.pool.num_free == self.engine.scheduler.pool.num_blocks
 
 
 TestEngineMachine = EngineMachine.TestCase

@@ -11,7 +11,7 @@ from engine.drafting.copying.suffix import SuffixDrafter
 from engine.errors import ConfigError, ModelError, RequestError
 from engine.protocols import NoDrafter
 from engine.sampling.grammar import from_regex
-from tests.cluster.models import save_llama
+from tests.models import save_llama
 
 PARAMS = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
 

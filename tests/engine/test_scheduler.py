@@ -300,14 +300,6 @@ def test_a_request_does_not_compute_cached_blocks_again():
     assert sequence.block_ids[2] != scheduler.running[0].block_ids[2]
 
 
-def test_without_prefix_caching_every_request_computes_its_own():
-    scheduler = make_scheduler(enable_prefix_caching=False)
-    add(scheduler, "a", range(10))
-    run_round(scheduler)
-    add(scheduler, "b", range(10))
-    assert shares(scheduler.next_batch(Plan(0)))[1] == ("b", 10, 0)
-
-
 def test_a_request_for_its_prompts_log_probabilities_computes_the_whole_prompt_once():
     scheduler = make_scheduler(num_blocks=1 + 6)
     add(scheduler, "a", range(10))

@@ -42,7 +42,7 @@ def default_pair(device: str, shapes: tuple[str, str], *, num_tokens: int) -> It
         yield {
             "saving_s": round(saved - started, 1),
             "loading_s": round(time.perf_counter() - saved, 1),
-            "kv_blocks": llm.engine.num_blocks,
+            "kv_blocks": llm.engine.scheduler.pool.num_blocks,
             **_peak(device),
         }
     for num_requests in (1, 8):

@@ -1,6 +1,5 @@
 """Passes between two proposals: how many fit before the next request, and launching them one at a time."""
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
@@ -78,7 +77,7 @@ def _smooth(old: float | None, new: float) -> float:
 class PassesAhead(ABC):
     """Drafts between two proposals, in `advance`; subclasses say which passes, and keep the cache."""
 
-    def __init__(self, backend: Backend, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, backend: Backend, clock: Callable[[], float]) -> None:
         self.stats = RunAheadStats()
         self._backend = backend
         self._clock = clock

@@ -55,7 +55,7 @@ def test_a_lower_offset_rolls_back():
 def test_a_delta_that_does_not_continue_a_held_prefix_is_missing_and_none_is_applied(delta):
     table, _ = table_of(whole("a", [1, 2, 3], [7, 8]))
     assert table.update([], [whole("c", [1]), delta]) == [delta.request_id]
-    assert len(table) == 1
+    assert len(table._prefixes) == 1
     assert table["a"].request.token_ids == [1, 2, 3]
 
 
@@ -66,13 +66,13 @@ def test_the_least_recently_used_are_evicted_first_and_never_the_current_batch()
     assert forgotten == ["b"]
     table.update([], [whole(name, [1]) for name in "defg"])
     assert forgotten == ["b", "a", "c"]
-    assert len(table) == 4
+    assert len(table._prefixes) == 4
 
 
 def test_a_released_request_is_forgotten_also_by_a_worker_that_holds_no_prefix_of_it():
     table, forgotten = table_of(whole("a", [1]))
     table.update(["a", "unknown"], [])
-    assert len(table) == 0
+    assert len(table._prefixes) == 0
     assert forgotten == ["a", "unknown"]
 
 

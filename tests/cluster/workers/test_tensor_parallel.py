@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,12 @@ ADDRESSES = {
 }
 
 
+@pytest.fixture
+def interfaces(monkeypatch):
+    entries = {name: [SimpleNamespace(address=text) for text in texts] for name, texts in ADDRESSES.items()}
+    monkeypatch.setattr(tensor_parallel.psutil, "net_if_addrs", lambda: entries)
+
+
 @pytest.mark.parametrize(
     ("address", "interface"),
     [
@@ -54,12 +61,12 @@ ADDRESSES = {
         ("a-host-name", None),
     ],
 )
-def test_the_interface_is_the_one_that_has_the_address(address, interface):
-    assert find_interface(address, ADDRESSES) == interface
+def test_the_interface_is_the_one_that_has_the_address(address, interface, interfaces):
+    assert find_interface(address) == interface
 
 
 def test_this_machine_has_an_interface_for_the_loopback_address():
-    assert find_interface("127.0.0.1", tensor_parallel._interface_addresses()) is not None
+    assert find_interface("127.0.0.1") is not None
 
 
 @pytest.mark.parametrize(
@@ -68,11 +75,10 @@ def test_this_machine_has_an_interface_for_the_loopback_address():
     ids=["without an index", "with one", "an operator's interface"],
 )
 def test_nccl_is_given_a_device_with_an_index_and_the_interface_of_the_address(
-    device, index, before, after, monkeypatch
+    device, index, before, after, interfaces, monkeypatch
 ):
     selected, arguments = [], {}
     monkeypatch.setattr(torch.cuda, "set_device", selected.append)
-    monkeypatch.setattr(tensor_parallel, "_interface_addresses", lambda: ADDRESSES)
     monkeypatch.setattr(
         tensor_parallel.dist, "init_process_group", lambda backend, **options: arguments.update(options, name=backend)
     )

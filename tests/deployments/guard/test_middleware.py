@@ -130,8 +130,8 @@ async def test_a_client_that_leaves_ends_its_request_whatever_its_headers(
         await asyncio.sleep(0.001)
     left.set()
     await call
-    assert rig.engine.num_running == 0
-    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+    assert rig.engine.num_requests == 0
+    assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
 
 
 async def test_a_full_queue_refuses_before_the_body_is_read(config: AppConfig, routers: LocalRouters) -> None:

@@ -218,7 +218,7 @@ async def test_every_request_is_closed_once_however_it_ends(
     routers.error = error
     await client.post("/v1/completions", json={"prompt": ["a", "bc"], **GREEDY, "stream": is_stream})
     assert routers.num_closed == 1
-    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+    assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
 
 
 async def test_a_client_that_leaves_before_the_headers_are_sent_ends_its_request(
@@ -245,8 +245,8 @@ async def test_a_client_that_leaves_before_the_headers_are_sent_ends_its_request
     async with asyncio.timeout(30):
         await app(scope, receive, send)
     assert routers.num_closed == 1
-    assert rig.engine.num_running == 0
-    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+    assert rig.engine.num_requests == 0
+    assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
 
 
 def content_of(response: httpx.Response) -> dict[str, Any]:

@@ -105,5 +105,5 @@ def test_the_schema_holds_under_a_fuzzer(config: AppConfig, model_dir: Path, sco
         ]
         result = subprocess.run(command, capture_output=True, text=True, timeout=400, cwd=model_dir, check=False)
         assert result.returncode == 0, result.stdout[-12000:] + result.stderr[-2000:]
-        assert (rig.engine.num_running, rig.engine.num_waiting) == (0, 0)
-        assert rig.engine.num_free_blocks == rig.engine.num_blocks
+        assert rig.engine.num_requests == 0
+        assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks

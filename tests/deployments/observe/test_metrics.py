@@ -172,7 +172,9 @@ async def test_replicas_keep_their_samples_apart() -> None:
         assert samples[name]["vllm:spec_decode_num_draft_tokens_total", ""] == 3
         accepted = [samples[name]["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(i)] for i in range(3)]
         assert accepted == [1, 1, 0]
-        assert samples[name]["vllm:kv_cache_usage_perc", ""] == num_running / rigs[name].engine.num_blocks
+        assert (
+            samples[name]["vllm:kv_cache_usage_perc", ""] == num_running / rigs[name].engine.scheduler.pool.num_blocks
+        )
         assert samples[name]["vllm:e2e_request_latency_seconds_count", ""] == 1
         await rigs[name].loop.stop()
 

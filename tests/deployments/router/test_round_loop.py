@@ -112,8 +112,8 @@ async def test_a_client_that_leaves_frees_its_blocks_within_a_round(rig: Rig) ->
     stream = rounds_of(rig.loop, generation(max_tokens=400))
     await anext(stream)
     await stream.aclose()
-    assert rig.engine.num_running == 0
-    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+    assert rig.engine.num_requests == 0
+    assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
     assert await rounds_to_settle(rig) <= 1
 
 
@@ -135,7 +135,7 @@ async def test_a_client_that_leaves_before_taking_its_last_round_is_no_error(rig
     await anext(stream)
     await rounds_to_settle(rig)
     await stream.aclose()
-    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+    assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
 
 
 async def test_a_refused_request_leaves_nothing_behind(rig: Rig) -> None:

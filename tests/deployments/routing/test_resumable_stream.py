@@ -174,7 +174,7 @@ async def test_a_request_resumes_where_its_router_was_lost(rig: Rig, name: str, 
     assert routers.reasons == {"router_lost": len(routers.calls) - 1}
     assert [call.cancels for call in routers.calls] == [True] * (len(routers.calls) - 1) + [False]
     await asyncio.sleep(0)
-    assert rig.engine.num_free_blocks == rig.engine.num_blocks
+    assert rig.engine.scheduler.pool.num_free == rig.engine.scheduler.pool.num_blocks
     assert routers.outcomes == {"finished": 1}
 
 

@@ -17,7 +17,7 @@ from engine.drafting.registry import METHODS
 from engine.params import SamplingParams
 from engine.sampling.grammar import Grammars, from_regex
 from tests.engine.laws import p_value
-from tests.engine.running import make_engine, run
+from tests.engine.running import SAMPLING, make_engine, run
 from tests.engine.tokenizers import letter_tokenizer, saved
 from tests.fakes import ContextModel, CuttingDrafter
 
@@ -104,11 +104,7 @@ def test_texts_have_the_targets_law(draft, verification, tmp_path):
         lambda config: DRAFTERS[draft][1](config, theirs),
         grammars=ours,
         verification=verification,
-        num_speculative_tokens=DRAFT_LENGTH,
-        max_num_seqs=1500,
-        max_num_batched_tokens=10**6,
-        num_blocks=12_000,
-        block_size=4,
+        **SAMPLING | {"num_speculative_tokens": DRAFT_LENGTH},
     )
     # Two more: the first token and the last one are never drafted.
     params = SamplingParams(max_tokens=DRAFT_LENGTH + 2, grammar=from_regex(LETTERS.pattern))

@@ -56,7 +56,9 @@ def build(config: AppConfig, *, can_grow: bool) -> Application:
         selectors = label_selectors(group, bundles)
     except PlacementError as error:
         raise ArgumentError(str(error)) from None
-    num_ingress_replicas = config.num_ingress_replicas or _num_ingress_replicas(nodes)
+    num_cpus = sum(node.resources.get("CPU", 0) for node in nodes.values())
+    affordable = min(MAX_INGRESS_REPLICAS, max(1, int(num_cpus / CPUS_PER_INGRESS)))
+    num_ingress_replicas = config.num_ingress_replicas or affordable
     router_surge, ingress_surge = _check_room(
         config, num_ingress_replicas, slots(group, bundles), nodes, can_grow=can_grow
     )
@@ -115,11 +117,6 @@ def surge_percent(num_replicas: int, room: int) -> int:
     """
     # Serve takes the percentage of the present replicas and rounds up; together they never exceed `room`.
     return min(100, max(0, 100 * (room - num_replicas) // num_replicas))
-
-
-def _num_ingress_replicas(nodes: dict[str, Node]) -> int:
-    num_cpus = sum(node.resources.get("CPU", 0) for node in nodes.values())
-    return min(MAX_INGRESS_REPLICAS, max(1, int(num_cpus / CPUS_PER_INGRESS)))
 
 
 def _check_room(

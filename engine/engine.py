@@ -142,12 +142,7 @@ class Engine:
         return outputs
 
     def _learn(
-        self,
-        plan: Plan,
-        batch: list[ScheduledRow],
-        verdicts: Ids[Verdict],
-        outputs: list[RequestOutput],
-        started: float,
+        self, plan: Plan, batch: list[ScheduledRow], verdicts: Ids[Verdict], outputs: Ids[RequestOutput], started: float
     ) -> None:
         """Teach the planner and the statistics a round, and let go of the requests that it finished."""
         ended = self._clock()

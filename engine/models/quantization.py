@@ -30,6 +30,7 @@ _SAVED = {
     "torchao": ("torchao",),
 }
 """Saved formats that are served, and the packages that transformers needs to load them on a CPU."""
+_INPUT_SETTINGS = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
 
 
 def saved_format(model_config: PreTrainedConfig) -> str | None:
@@ -196,17 +197,12 @@ def convert_torchao(name: str, module: nn.Module) -> None:
             weight = getattr(child, "weight", None)
             if not isinstance(weight, TorchAOBaseTensor):
                 continue
-            if _quantises_inputs(weight):
+            if any(getattr(weight, name, None) is not None for name in _INPUT_SETTINGS):
                 raise ModelError(f"{name}: torchao's layers that quantise their inputs are not served ({child_name})")
             if isinstance(child, nn.Linear) and (layer := _quantized_linear(weight, child.bias)) is not None:
                 setattr(parent, child_name, layer)
             else:
                 child.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
-
-
-def _quantises_inputs(weight: Any) -> bool:
-    names = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
-    return any(getattr(weight, name, None) is not None for name in names)
 
 
 def _quantized_linear(weight: Any, bias: Tensor | None) -> QuantizedLinear | None:

@@ -18,20 +18,15 @@ class Mail:
 
     def __init__(self) -> None:
         self.messages: list[bytes] = []
-        self.has_come = asyncio.Event()
         self.inbox: Inbox
 
     def deliver(self, payload: bytes) -> None:
         if payload == b"malformed":
             raise MalformedMessageError("malformed")
         self.messages.append(payload)
-        self.has_come.set()
 
     async def until(self, count: int) -> list[bytes]:
-        async with asyncio.timeout(10):
-            while len(self.messages) < count:
-                self.has_come.clear()
-                await self.has_come.wait()
+        await wait_for(lambda: len(self.messages) >= count)
         return self.messages
 
 

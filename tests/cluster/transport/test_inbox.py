@@ -131,8 +131,7 @@ async def test_a_sender_is_told_that_the_inbox_does_not_read() -> None:
     inbox = await Inbox.open("127.0.0.1", count)
     outbox = Outbox(inbox.address)
     await outbox.room()
-    while not inbox._senders:
-        await asyncio.sleep(0.01)
+    await wait_for(lambda: inbox._senders)
     (connection,) = inbox._senders
     connection._transport.pause_reading()
     sent = 0
@@ -155,8 +154,7 @@ async def test_a_loss_is_told_once() -> None:
     inbox = await Inbox.open("127.0.0.1", lambda _: None)
     outbox = Outbox(inbox.address, reasons.append)
     await outbox.room()
-    while not inbox._senders:
-        await asyncio.sleep(0.01)
+    await wait_for(lambda: inbox._senders)
     outbox.pause_writing()
     waiting = asyncio.create_task(outbox.room())
     await asyncio.sleep(0)

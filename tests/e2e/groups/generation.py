@@ -90,7 +90,7 @@ def generate(group: SpeculationGroup) -> Generation:
             group.config.engine,
             group.target_info,
             drafter=group.drafter,
-            verifier=group.verifier,
+            verifier=group.remote_verifier,
             num_blocks=group.num_blocks,
         )
     )

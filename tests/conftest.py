@@ -1,6 +1,7 @@
 """Settings shared by every test."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -45,3 +46,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def plain_noise() -> Iterator[None]:
+    """Leave no compiled noise, whose last bit may differ, to the tests that follow in this process."""
+    yield
+    from engine.sampling import noise  # not above, where it might import Triton first
+
+    noise.IMPLEMENTATIONS.clear()

@@ -2,15 +2,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config
 
-from engine.sampling import noise
 from tests.engine.tiny import SIZES, save
-
-
-@pytest.fixture(autouse=True)
-def plain_noise():
-    """No compiled noise is left for the tests that follow."""
-    yield
-    noise.IMPLEMENTATIONS.clear()
 
 
 @pytest.fixture(scope="session")

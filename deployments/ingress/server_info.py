@@ -9,6 +9,12 @@ from typing import Literal
 from deployments.config import IngressConfig
 from deployments.openai.types import ResponseModel
 from deployments.wire import Description
+from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
+
+BUNDLED_FIGURES = (0.77, 0.18)
+"""The bundled pair's acceptance rate at temperature 0.7, and the time of a draft step over a target step's
+(`engine/pair/README.md`)."""
+ASSUMED_ACCEPTANCE = 0.6
 
 
 class ModelCard(ResponseModel):
@@ -52,7 +58,7 @@ def fingerprint(config: IngressConfig) -> str:
 
 
 def announcement(config: IngressConfig, description: Description, base_url: str) -> str:
-    """Return the log line of a service that is ready: the models, the address, and a command to try it."""
+    """Return the log line of a service that is ready: address, models, expected gain; and a command to try it."""
     target, draft = description.target, description.draft
     pair = f"target {target.name} ({target.num_parameters / 1e6:.1f} M, {target.dtype}, {target.device})"
     if config.tensor_parallel_size > 1:
@@ -66,7 +72,30 @@ def announcement(config: IngressConfig, description: Description, base_url: str)
         f"curl -s {base_url}/v1/completions -H 'Content-Type: application/json' "
         f"""-d '{{"model": "{config.model_name}", "prompt": "This PEP proposes", "max_tokens": 48}}'"""
     )
-    return f"serving {pair}; draft length {length}; {base_url}\n  {curl}"
+    return f"serving {pair}; draft length {length}; {_expected_gain(config, description)}; {base_url}\n  {curl}"
+
+
+def _expected_gain(config: IngressConfig, description: Description) -> str:
+    """Return what speculation is expected to bring one stream, and what that rests on.
+
+    The formula is Theorem 3.8 of https://arxiv.org/abs/2211.17192: draft and target take turns.
+    """
+    target, draft = description.target, description.draft
+    if description.draft_model is None:
+        return "no draft model, so no gain is predicted"
+    if (config.target.path, description.draft_model) == (str(BUNDLED_TARGET), str(BUNDLED_DRAFT)):
+        rate, cost, basis = (*BUNDLED_FIGURES, "the pair's model card")
+    elif draft is None:
+        return "the gain is predicted from the draft's size, once that has loaded"
+    else:
+        cost = draft.num_parameters * config.tensor_parallel_size / target.num_parameters
+        rate, basis = (
+            ASSUMED_ACCEPTANCE,
+            f"from the sizes, if {ASSUMED_ACCEPTANCE:.0%} of the draft tokens are accepted",
+        )
+    lengths = range(description.limits.num_speculative_tokens + 1)
+    gain = max(sum(rate**i for i in range(k + 1)) / (1 + k * cost) for k in lengths)
+    return f"one stream is expected to be {gain:.1f} times as fast as without drafts ({basis})"
 
 
 @functools.cache

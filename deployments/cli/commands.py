@@ -19,10 +19,10 @@ _PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 
 Url = Annotated[str, typer.Option(help="The server's address.")]
 ApiKey = Annotated[str | None, typer.Option(envvar="PACELINE_API_KEY", help="A key of the server.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")]
+Tokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")]
 Temperature = Annotated[float | None, typer.Option(min=0, help="0 is greedy. Default: the model's own.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed gives the same text, with any draft or none.")]
-_URL = "http://127.0.0.1:8000"
+URL = "http://127.0.0.1:8000"
 
 
 def _settings(incomplete: str) -> list[str]:
@@ -48,10 +48,8 @@ def serve(
 
     Without settings, a small bundled pair; with your models: paceline serve target_model=NAME draft_model=NAME
     """
-    # All ports of Ray and Serve but the API's are bound to 127.0.0.1. By default most of Ray listens on all interfaces;
-    # a token guards its own ports, but nothing guards a replica's gRPC server, which unpickles what it receives:
-    # whoever reaches it can run code. Without such a cluster, as by default on Windows and macOS, Ray takes 127.0.0.1
-    # as this machine's address.
+    # Without such a cluster, Ray binds its ports to 127.0.0.1. By default most of it listens on all interfaces, and
+    # whoever reaches a replica's gRPC server can run code, because it unpickles what it receives.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     import click
 
@@ -65,11 +63,7 @@ def serve(
 
 @app.command()
 def chat(
-    url: Url = _URL,
-    api_key: ApiKey = None,
-    max_tokens: MaxTokens = 256,
-    temperature: Temperature = None,
-    seed: Seed = None,
+    url: Url = URL, api_key: ApiKey = None, max_tokens: Tokens = 256, temperature: Temperature = None, seed: Seed = None
 ) -> None:
     """Talk to a served model.
 
@@ -83,9 +77,9 @@ def chat(
 @app.command()
 def complete(
     prompt: Annotated[str, typer.Argument(help="The beginning of a text; - reads it from the standard input.")],
-    url: Url = _URL,
+    url: Url = URL,
     api_key: ApiKey = None,
-    max_tokens: MaxTokens = 256,
+    max_tokens: Tokens = 256,
     temperature: Temperature = None,
     seed: Seed = None,
 ) -> None:
@@ -93,14 +87,13 @@ def complete(
     from deployments.cli.chat_session import ChatSession
 
     session = ChatSession(url, api_key, max_tokens=max_tokens, temperature=temperature, seed=seed)
-    session.complete(sys.stdin.read() if prompt == "-" else prompt)
+    session.ask("/v1/completions", prompt=sys.stdin.read() if prompt == "-" else prompt)
 
 
 @app.command()
 def pull(
     name: Annotated[str, typer.Argument(help="A model of the Hugging Face hub; name@revision pins a revision.")],
     draft: Annotated[str | None, typer.Option(help="Its draft model, downloaded too.")] = None,
-    revision: Annotated[str | None, typer.Option(help="A branch, tag or commit of the model.")] = None,
     token: Annotated[str | None, typer.Option(envvar="HF_TOKEN", help="For models that ask for a login.")] = None,
 ) -> None:
     """Download a model and its draft.
@@ -109,7 +102,7 @@ def pull(
     """
     from deployments.cli.pull import pull as pull_models
 
-    pull_models(name, draft, revision=revision, token=token)
+    pull_models(name, draft, token)
 
 
 @app.command(context_settings=_PASSED_ON)
@@ -126,12 +119,9 @@ def evaluate(context: typer.Context) -> None:
 @app.command(context_settings=_PASSED_ON)
 def load(context: typer.Context) -> None:
     """Send load to a server, and check every text."""
-    # The wheel has the load test as a package of its own.
-    name = next((name for name in ("paceline_load", "tests") if find_spec(name) is not None), None)
-    if name is None:
-        raise typer.BadParameter("the load test is not installed: install the wheel, or run this in a checkout")
-    program = import_module("tests.load.__main__" if name == "tests" else "paceline_load.__main__")
-    raise typer.Exit(program.main(context.args))
+    # A wheel has the load test as a package of its own, which a checkout may lack.
+    package = "paceline_load" if find_spec("paceline_load") else "tests.load"
+    raise typer.Exit(import_module(f"{package}.__main__").main(context.args))
 
 
 @app.command()

@@ -11,45 +11,35 @@ import typer
 from deployments.cli.terminal import CommandError
 
 PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""Before each try to continue a stream; an event that comes allows as many tries again."""
+"""Before each try to continue a stream; after an event there are as many tries again."""
 _TIMEOUT = httpx.Timeout(10.0, read=600.0)  # a request may wait in a queue
-_PASSING = frozenset({429, 502, 503, 504})
+_PASSING = {429, 502, 503, 504}
 """Statuses that a later try may not have."""
 
 
 def stream(url: str, path: str, body: dict[str, Any], api_key: str | None = None) -> Iterator[dict[str, Any]]:
     """Yield the events of a streamed answer; after a lost connection, the same request gets the rest of them.
 
-    Args:
-        url: the server's address, without `/v1`.
-        path: of the API, as `/v1/completions`.
-        body: of the request, with `stream: true`.
-
-    Raises:
-        CommandError: the server cannot be reached, refuses the request, or ends it with an error.
+    Raises CommandError if the server cannot be reached, refuses the request, or ends it with an error.
     """
-    last_id = ""
-    pauses = iter(PAUSES_S)
+    last_id, pauses = "", iter(PAUSES_S)
     with _client(url, api_key) as client:
         while True:
             try:
                 headers = {"Last-Event-ID": last_id} if last_id else {}
                 with client.stream("POST", path, json=body, headers=headers) as response:
-                    problem = _problem(response)
-                    if problem is None:
-                        for event_id, data in events(response.iter_bytes()):
-                            if data == "[DONE]":
-                                return
-                            event = json.loads(data)
-                            if "error" in event:
-                                raise CommandError(event["error"]["message"])
-                            yield event
-                            last_id, pauses = event_id, iter(PAUSES_S)
-                        problem = "the answer is cut off"
-                    elif not (last_id and response.status_code in _PASSING):
-                        raise CommandError(problem)
+                    _check(response)
+                    for event_id, data in events(response.iter_bytes()):
+                        last_id, pauses = event_id, iter(PAUSES_S)
+                        if data == "[DONE]":
+                            return
+                        event = json.loads(data)
+                        if "error" in event:
+                            raise CommandError(event["error"]["message"])
+                        yield event
+                problem = f"{url} has cut the answer off"
             except httpx.TransportError as error:
-                problem = _unreachable(url, error)
+                problem = f"{url}: {error or type(error).__name__}"
             pause_s = next(pauses, None)
             if not last_id or pause_s is None:
                 raise CommandError(problem)
@@ -61,11 +51,9 @@ def served_model(url: str, api_key: str | None = None) -> str:
     """Return the name of the first model that a server has; raise CommandError if it cannot be asked."""
     with _client(url, api_key) as client:
         try:
-            response = client.get("/v1/models")
+            _check(response := client.get("/v1/models"))
         except httpx.TransportError as error:
-            raise CommandError(f"{_unreachable(url, error)}; `paceline serve` starts a server") from error
-        if (problem := _problem(response)) is not None:
-            raise CommandError(problem)
+            raise CommandError(f"cannot reach {url} ({error}); `paceline serve` starts a server") from error
         name: str = response.json()["data"][0]["id"]
         return name
 
@@ -75,37 +63,34 @@ def events(pieces: Iterable[bytes]) -> Iterator[tuple[str, str]]:
 
     Lines end at LF or CR LF only: JSON strings may hold the other characters at which httpx splits lines.
     """
-    rest, event_id = b"", ""
-    data: list[str] = []
+    rest, event_id, data = b"", "", ""
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:
             name, _, value = line.removesuffix(b"\r").decode().partition(":")
             if name == "data":
-                data.append(value.removeprefix(" "))
+                data += value.removeprefix(" ")
             elif name == "id":
                 event_id = value.removeprefix(" ")
             elif not name and not value and data:
-                yield event_id, "\n".join(data)
-                data = []
+                yield event_id, data
+                data = ""
 
 
 def _client(url: str, api_key: str | None) -> httpx.Client:
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    keys = (api_key or "").split()  # the server's own variable may hold several
+    headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
     return httpx.Client(base_url=url, headers=headers, timeout=_TIMEOUT)
 
 
-def _problem(response: httpx.Response) -> str | None:
-    """Return what a server says if it refuses a request."""
+def _check(response: httpx.Response) -> None:
+    """Raise what a server says if it refuses a request: a TransportError if it may accept a later one."""
     if response.is_success:
-        return None
+        return
     text = response.read().decode(errors="replace")
     try:
         message = json.loads(text)["error"]["message"]
     except (ValueError, LookupError, TypeError):
         message = text[:200]
-    return f"{response.url} answers {response.status_code}: {message}"
-
-
-def _unreachable(url: str, error: httpx.TransportError) -> str:
-    return f"cannot reach {url}: {error or type(error).__name__}"
+    error = httpx.ReadError if response.status_code in _PASSING else CommandError
+    raise error(f"the answer is {response.status_code}: {message}")

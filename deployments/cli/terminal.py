@@ -8,12 +8,11 @@ from rich.console import Console
 from rich.text import Text
 
 STYLES = {"accepted": "green", "recovered": "yellow", "bonus": "cyan", "plain": "none"}
-MEANINGS = {
-    "accepted": "accepted draft token",
-    "recovered": "the target's own where the draft differed",
-    "bonus": "the target's own after an accepted draft",
-    "plain": "without a draft",
-}
+LEGEND = Text.assemble(
+    ("accepted draft tokens", STYLES["accepted"]),
+    *("; the target's own: ", ("in place of a draft token", STYLES["recovered"]), ", "),
+    *(("after a whole draft", STYLES["bonus"]), ", ", ("without a draft", STYLES["plain"])),
+)
 
 
 class CommandError(Exception):
@@ -30,27 +29,18 @@ def has_colours(console: Console) -> bool:
     return console.is_terminal and console.color_system is not None and not console.no_color
 
 
-def legend() -> Text:
-    """Return what each colour means."""
-    return Text("; ").join(Text(MEANINGS[origin], STYLES[origin]) for origin in STYLES)
-
-
 class OriginColours:
-    """Colours a stream's text by where its tokens came from.
-
-    The text of a chunk may end before the tokens of its rounds do, as the server withholds what may become a stop
-    string; so the colours of tokens wait for their text.
-    """
+    """Colours a stream's text by where its tokens came from; the server withholds text that may be a stop string."""
 
     def __init__(self) -> None:
-        self._spans: deque[tuple[str, int]] = deque()
+        self._spans: deque[tuple[str, int]] = deque()  # of tokens whose text has not come
 
     def add(self, text: str, rounds: Sequence[Mapping[str, Any]]) -> Text:
         """Return the next text in colours; `rounds` are those of its chunk."""
         for entry in rounds:
-            texts, num_accepted = entry["texts"], entry["accepted"]
-            origins = ["accepted"] * num_accepted + [entry["last"]] * (len(texts) - num_accepted)
-            self._spans += [(STYLES[origin], len(token)) for origin, token in zip(origins, texts, strict=True)]
+            for nth, token in enumerate(entry["texts"]):
+                origin = "accepted" if nth < entry["accepted"] else entry["last"]
+                self._spans.append((STYLES[origin], len(token)))
         coloured = Text()
         while text:
             style, length = self._spans.popleft() if self._spans else ("none", len(text))

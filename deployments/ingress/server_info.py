@@ -12,8 +12,7 @@ from deployments.wire import Description
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
 
 BUNDLED_FIGURES = (0.77, 0.18)
-"""The bundled pair's acceptance rate at temperature 0.7, and the time of a draft step over a target step's
-(`engine/pair/README.md`)."""
+"""From `engine/pair/README.md`: acceptance rate at temperature 0.7, time of a draft step over that of a target step."""
 ASSUMED_ACCEPTANCE = 0.6
 
 
@@ -76,26 +75,17 @@ def announcement(config: IngressConfig, description: Description, base_url: str)
 
 
 def _expected_gain(config: IngressConfig, description: Description) -> str:
-    """Return what speculation is expected to bring one stream, and what that rests on.
-
-    The formula is Theorem 3.8 of https://arxiv.org/abs/2211.17192: draft and target take turns.
-    """
-    target, draft = description.target, description.draft
-    if description.draft_model is None:
-        return "no draft model, so no gain is predicted"
-    if (config.target.path, description.draft_model) == (str(BUNDLED_TARGET), str(BUNDLED_DRAFT)):
-        rate, cost, basis = (*BUNDLED_FIGURES, "the pair's model card")
-    elif draft is None:
-        return "the gain is predicted from the draft's size, once that has loaded"
-    else:
-        cost = draft.num_parameters * config.tensor_parallel_size / target.num_parameters
-        rate, basis = (
-            ASSUMED_ACCEPTANCE,
-            f"from the sizes, if {ASSUMED_ACCEPTANCE:.0%} of the draft tokens are accepted",
-        )
+    """Return what speculation is expected to bring one stream, by Theorem 3.8 of https://arxiv.org/abs/2211.17192."""
+    draft, target = description.draft, description.target
+    if draft is None:
+        return "no gain is predicted without a draft model that has loaded"
+    cost = draft.num_parameters * config.tensor_parallel_size / target.num_parameters
+    rate, basis = ASSUMED_ACCEPTANCE, f"if {ASSUMED_ACCEPTANCE:.0%} of draft tokens are accepted"
+    if (target.name, draft.name) == (str(BUNDLED_TARGET), str(BUNDLED_DRAFT)):
+        rate, cost, basis = (*BUNDLED_FIGURES, "by the pair's model card")
     lengths = range(description.limits.num_speculative_tokens + 1)
     gain = max(sum(rate**i for i in range(k + 1)) / (1 + k * cost) for k in lengths)
-    return f"one stream is expected to be {gain:.1f} times as fast as without drafts ({basis})"
+    return f"one stream is expected to be {gain:.1f} times as fast as without drafts, {basis}"
 
 
 @functools.cache

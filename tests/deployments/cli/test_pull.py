@@ -15,10 +15,11 @@ import pytest
 from tests.deployments.cli.http_stand_in import Request, stand_in
 
 ROOT = Path(__file__).parents[3]
+MEBIBYTE = 2**20
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
     "config.json": b'{"model_type": "llama"}',
-    "model.safetensors": bytes(range(256)) * 100,
+    "model.safetensors": bytes(range(256)) * 4 * 1024 * 12,
     "pytorch_model.bin": b"the same weights",
     "original/model.safetensors": b"the same weights",
 }
@@ -64,7 +65,7 @@ class Hub:
         length = len(content)
         if request.command == "GET":
             if name == "model.safetensors" and self.breaks_off:
-                content, self.breaks_off = content[:10_000], False
+                content, self.breaks_off = content[: 11 * MEBIBYTE], False
             self.num_bytes[name] += len(content)
         request.answer(status, content, length=length, **headers)
 
@@ -96,11 +97,14 @@ def test_what_is_pulled_is_found(tmp_path: Path) -> None:
         assert "Trying to resume" in pulled.stderr
         assert "%|" not in pulled.stderr  # bars are for terminals
         assert "Bearer hf_secret" in server.tokens
-        # The download that broke off has continued where it was, the draft's was whole, and nothing else was fetched.
-        assert server.num_bytes == {name: 2 * len(FILES[name]) for name in ("config.json", "model.safetensors")}
+        # The download that broke off after 11 MiB has continued at 10, and nothing that is not read was fetched.
+        assert server.num_bytes == {
+            "config.json": 2 * len(FILES["config.json"]),
+            "model.safetensors": (11 + 2 + 12) * MEBIBYTE,
+        }
         again = run(environment, "pull", "org/model")
         assert again.returncode == 0, again.stderr
-        assert server.num_bytes["model.safetensors"] == 2 * len(FILES["model.safetensors"])
+        assert server.num_bytes["model.safetensors"] == (11 + 2 + 12) * MEBIBYTE
     found = run({**environment, "HF_HUB_OFFLINE": "1"}, program=FINDS)
     assert found.stdout == "config.json model.safetensors\n"
     assert "ModelError: model directory org/other does not exist" in found.stderr

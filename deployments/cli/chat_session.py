@@ -4,6 +4,8 @@ import sys
 import time
 from typing import Any
 
+from rich.style import Style
+
 from deployments.cli.stream import served_model, stream
 from deployments.cli.terminal import LEGEND, CommandError, OriginColours, has_colours, make_console
 
@@ -99,7 +101,10 @@ class ChatSession:
             for choice in event["choices"]:
                 piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
                 text += piece
-                self._console.print(colours.add(piece, choice.get("rounds") or ()), end="")
+                for part, style in colours.add(piece, choice.get("rounds") or ()):
+                    # The console itself would replace tabs.
+                    self._console.file.write(Style.parse(style).render(part) if self._has_colours else part)
+                self._console.file.flush()
         self._console.print()
         if self._console.is_terminal:
             self._console.print(_figures(event, time.monotonic() - started), style="dim")

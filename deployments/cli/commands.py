@@ -128,10 +128,7 @@ def load(context: typer.Context) -> None:
 def version() -> None:
     """Show the versions of Paceline and its libraries."""
     for name in ("paceline", "torch", "ray", "transformers"):
-        try:
-            typer.echo(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            typer.echo(f"{name} is not installed")
+        typer.echo(f"{name} {metadata.version(name)}")
 
 
 if find_spec("deployments.diagnosis") is not None:  # doctor, prove and replay

@@ -1,7 +1,7 @@
 """What a terminal shows: text coloured by the origin of its tokens, and errors as one line."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -35,17 +35,15 @@ class OriginColours:
     def __init__(self) -> None:
         self._spans: deque[tuple[str, int]] = deque()  # of tokens whose text has not come
 
-    def add(self, text: str, rounds: Sequence[Mapping[str, Any]]) -> Text:
-        """Return the next text in colours; `rounds` are those of its chunk."""
+    def add(self, text: str, rounds: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+        """Yield the pieces of the next text, each with its style; `rounds` are those of its chunk."""
         for entry in rounds:
             for nth, token in enumerate(entry["texts"]):
                 origin = "accepted" if nth < entry["accepted"] else entry["last"]
                 self._spans.append((STYLES[origin], len(token)))
-        coloured = Text()
         while text:
             style, length = self._spans.popleft() if self._spans else ("none", len(text))
-            coloured.append(text[:length], style)
+            yield text[:length], style
             if length > len(text):
                 self._spans.appendleft((style, length - len(text)))
             text = text[length:]
-        return coloured

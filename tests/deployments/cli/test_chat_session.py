@@ -67,12 +67,12 @@ class Recorder:
         if body["messages"][-1]["content"] == "bad":
             request.answer(400, b'{"error": {"message": "bad words"}}')
             return
-        rounds = [{"texts": ["yes", "[b]", " é"], "accepted": 2, "draft": ["yes", "[b]"], "last": "bonus"}]
+        rounds = [{"texts": ["yes", "[b]\t", " é "], "accepted": 2, "draft": ["yes", "[b]"], "last": "bonus"}]
         figures = {"draft_acceptance_rate": 0.5, "mean_acceptance_length": 3.0}
         sent = [
             {"choices": [{"delta": {"role": "assistant", "content": ""}}]},
             {"choices": [{"delta": {"content": "yes[b"}, "rounds": rounds}]},
-            {"choices": [{"delta": {"content": "] é"}}]},
+            {"choices": [{"delta": {"content": "]\t é "}}]},
             {"choices": [], "usage": {"completion_tokens": 3}, "metrics": {"speculative_decoding": figures}},
         ]
         request.answer(
@@ -92,7 +92,7 @@ def test_a_terminal_shows_origins_and_figures(
         ChatSession(url, None, seed=1, temperature=None).chat()
     shown = capsys.readouterr().out
     assert "\x1b[32maccepted draft tokens" in shown
-    assert "\x1b[32myes\x1b[0m\x1b[32m[b\x1b[0m\x1b[32m]\x1b[0m\x1b[36m é\x1b[0m\n" in shown
+    assert "\x1b[32myes\x1b[0m\x1b[32m[b\x1b[0m\x1b[32m]\t\x1b[0m\x1b[36m é \x1b[0m\n" in shown
     assert "50% of draft tokens accepted, 3.0 tokens a round" in shown
     speculation = {"metrics": "summary", "trace": True}
     asked = [(body.get("seed"), body.get("temperature")) for body in recorder.bodies]
@@ -102,7 +102,7 @@ def test_a_terminal_shows_origins_and_figures(
         {**speculation, "num_speculative_tokens": 2},
     ]
     assert [len(body["messages"]) for body in recorder.bodies] == [1, 3, 1]
-    assert recorder.bodies[1]["messages"][1] == {"role": "assistant", "content": "yes[b] é"}
+    assert recorder.bodies[1]["messages"][1] == {"role": "assistant", "content": "yes[b]\t é "}
 
 
 @pytest.mark.parametrize(
@@ -119,4 +119,4 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(
             session.chat()
         typed(monkeypatch, "good", "/quit", "bad")
         session.chat()
-    assert [message["content"] for message in session._messages] == ["good", "yes[b] é"]
+    assert [message["content"] for message in session._messages] == ["good", "yes[b]\t é "]

@@ -24,13 +24,10 @@ def test_each_token_has_the_colour_of_its_origin_though_its_text_comes_later(siz
     colours, text = OriginColours(), "".join(ORIGINS)
     shown: list[tuple[str, str]] = []
     for start in range(0, len(text), size):
-        coloured = colours.add(text[start : start + size], ROUNDS if start == 0 else ())
-        shown += [(char, str(span.style)) for span in coloured.spans for char in coloured.plain[span.start : span.end]]
+        for part, style in colours.add(text[start : start + size], ROUNDS if start == 0 else ()):
+            shown += [(char, style) for char in part]
     assert shown == [(char, STYLES[origin]) for token, origin in ORIGINS.items() for char in token]
-
-
-def test_text_without_rounds_is_plain() -> None:
-    assert OriginColours().add("text", ()).markup == "[none]text[/none]"
+    assert [*colours.add("without rounds", ())] == [("without rounds", "none")]
 
 
 def test_the_legend_shows_every_colour() -> None:

@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -64,11 +63,6 @@ def test_an_empty_environment_gets_the_commands(wheel: Path, tmp_path: Path) -> 
         command = [programs / "paceline", *words.split()]
         shown = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
         assert told in shown
-
-
-def test_the_metadata_is_complete() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert {"description", "readme", "license", "keywords", "classifiers", "urls", "scripts"} <= project.keys()
 
 
 def test_the_workflows_call_what_there_is() -> None:

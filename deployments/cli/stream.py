@@ -43,7 +43,7 @@ def stream(url: str, path: str, body: dict[str, Any], api_key: str | None = None
             pause_s = next(pauses, None)
             if not last_id or pause_s is None:
                 raise CommandError(problem)
-            typer.echo(f"{problem}; continuing after event {last_id} in {pause_s:g} s", err=True)
+            typer.echo(f"{problem}; continuing in {pause_s:g} s", err=True)
             time.sleep(pause_s)
 
 

@@ -50,7 +50,7 @@ def test_a_lost_connection_is_continued_after_the_last_event(
     assert pauses == [0.5, 1.0, 0.5]  # an event gives all tries back
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 3
-    assert "503: starting; continuing after event 1 in 1 s" in told[1]
+    assert "503: starting; continuing in 1 s" in told[1]
 
 
 def test_tries_end(pauses: list[float]) -> None:

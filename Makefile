@@ -64,7 +64,7 @@ long: $(STAMP)-dev  ## rollouts, soaks, rare faults, manifests and the image: ha
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "long and not gpu"
 
 clean:
-	rm -rf $(VENV) $(PEERS) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(PEERS) dist .mypy_cache .ruff_cache .pytest_cache
 
 $(STAMP)-runtime:
 	@echo "Installing into $(VENV) (once; a few minutes)"

@@ -13,7 +13,7 @@ import yaml
 from tests.test_layering import ROOT
 
 PACKAGES = ("engine", "cluster", "deployments")
-DATA = ("*.py", "*.typed", "*.cpp", "*.h", "*.html", "*.js", "*.css", "*.svg")
+DATA = ("README.md", "*.py", "*.typed", "*.cpp", "*.h", "*.html", "*.js", "*.css", "*.svg")
 """Files of the packages that are read when they run; the bundled pair's are all files of its folder."""
 OWN_TESTS = {"ci.py", "conftest.py", "fake_server.py"}
 
@@ -22,12 +22,12 @@ OWN_TESTS = {"ci.py", "conftest.py", "fake_server.py"}
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+    ignored = shutil.ignore_patterns("__pycache__")
     for name in (*PACKAGES, "tests/load"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source / name)
-    build = f"from setuptools.build_meta import build_wheel; build_wheel({str(folder)!r})"
+    build = f"from hatchling.build import build_wheel; build_wheel({str(folder)!r})"
     subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, check=True)
     (path,) = folder.glob("paceline-*.whl")
     return path

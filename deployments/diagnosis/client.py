@@ -1,4 +1,4 @@
-"""Client: requests to one server, its streams and its metrics; the server's complaints as one line."""
+"""Client: requests to one server, its streams and its metrics."""
 
 import json
 from collections.abc import Iterator
@@ -8,95 +8,75 @@ import click
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-_TIMEOUT = httpx.Timeout(600, connect=5)
-
 
 class ServerError(click.ClickException):
-    """The server cannot be reached, or refuses a request; `status` is its answer's, 0 without one."""
+    """The server cannot be reached, or refuses a request, with `status`."""
 
-    def __init__(self, message: str, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
+    status = 0
 
 
 class Client:
-    """The connections to one server; threads may share it."""
+    """The connections to one server; threads may share it. Its methods raise ServerError."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        keys = (api_key or "").split()  # the server's own variable may hold several
+        headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         self.url = url.rstrip("/")
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=_TIMEOUT)
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(600, connect=5))
 
-    def get(self, path: str) -> str:
-        """Return the body of a route, also of one that answers 503, as `/health` may."""
-        return self._checked("GET", path, None, is_busy_allowed=True).text
+    def get(self, path: str) -> Any:
+        """Return the JSON of a route, whatever its status: `/health` answers with 503, too."""
+        return self._send("GET", path).json()
 
-    def post(self, path: str, body: object) -> dict[str, Any]:
+    def post(self, path: str, body: object) -> Any:
         """Return the JSON of an answer."""
-        answer: dict[str, Any] = self._checked("POST", path, body).json()
-        return answer
+        response = self._send("POST", path, body)
+        if response.is_error:
+            error = ServerError(f"{response.url}: status {response.status_code}: {response.text[:300]}")
+            error.status = response.status_code
+            raise error
+        return response.json()
 
     def stream(self, path: str, body: object) -> Iterator[dict[str, Any]]:
-        """Yield the events of a stream; raise ServerError if one of them is an error, or the last one is missing."""
+        """Yield the events of a stream."""
         rest = b""
         try:
             with self._http.stream("POST", path, json=body) as response:
-                if response.is_error:
-                    response.read()
-                _check(response)
                 for piece in response.iter_bytes():  # httpx's lines would also end at U+2028
                     *lines, rest = (rest + piece).split(b"\n")
                     for line in lines:
                         if line.startswith(b"data: {"):
-                            yield _event(path, line)
+                            event = json.loads(line.removeprefix(b"data: "))
+                            if "error" in event:
+                                raise ServerError(f"{self.url}{path}: {event['error']['message']}")
+                            yield event
                         elif line.startswith(b"data: [DONE]"):
                             return
         except httpx.TransportError as error:
             raise ServerError(f"{self.url}{path}: {error}") from error
-        raise ServerError(f"{self.url}{path}: the stream ended early")
+        raise ServerError(f"{self.url}{path}: the stream ended early, with {rest[:300]!r}")
 
     def metrics(self) -> "Metrics":
         """Return what /metrics says now."""
-        return Metrics(self.get("/metrics"))
+        families = text_string_to_metric_families(self._send("GET", "/metrics").text)
+        return Metrics(sample for family in families for sample in family.samples)
 
-    def _checked(self, method: str, path: str, body: object, *, is_busy_allowed: bool = False) -> httpx.Response:
+    def _send(self, method: str, path: str, body: object = None) -> httpx.Response:
         try:
-            response = self._http.request(method, path, json=body)
+            return self._http.request(method, path, json=body)
         except httpx.TransportError as error:
             raise ServerError(f"{self.url}{path}: {error}") from error
-        if not (is_busy_allowed and response.status_code == httpx.codes.SERVICE_UNAVAILABLE):
-            _check(response)
-        return response
 
 
-def _event(path: str, line: bytes) -> dict[str, Any]:
-    event: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
-    if "error" in event:
-        raise ServerError(f"{path}: {event['error']['message']}")
-    return event
-
-
-def _check(response: httpx.Response) -> None:
-    if response.is_error:
-        text = response.text[:300]
-        raise ServerError(f"{response.url}: status {response.status_code}: {text}", response.status_code)
-
-
-class Metrics:
-    """The samples of /metrics, summed over replicas."""
-
-    def __init__(self, text: str) -> None:
-        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
-
-    def total(self, name: str) -> float:
-        """Return the sum of a metric; 0 if there is none."""
-        return sum(sample.value for sample in self._samples if sample.name == name)
+class Metrics(tuple[Any, ...]):
+    """The samples of /metrics."""
 
     def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
         """Return the sums of a metric by the values of some of its labels."""
-        sums: dict[tuple[str, ...], float] = {}
-        for sample in self._samples:
-            if sample.name == name:
-                key = tuple(sample.labels[label] for label in labels)
-                sums[key] = sums.get(key, 0) + sample.value
-        return sums
+        samples = [sample for sample in self if sample.name == name]
+        keys = [tuple(sample.labels[label] for label in labels) for sample in samples]
+        return {key: sum(s.value for k, s in zip(keys, samples, strict=True) if k == key) for key in keys}
+
+    def total(self, name: str) -> float:
+        """Return the sum of a metric; 0 if there is none."""
+        return self.by(name).get((), 0.0)

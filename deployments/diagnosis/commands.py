@@ -4,9 +4,8 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import click
 import typer
@@ -16,23 +15,22 @@ from deployments.diagnosis.client import Client
 from deployments.diagnosis.finding import LEVELS, Finding, show
 from deployments.diagnosis.machine import gpu_finding, machine_findings, port_finding
 from deployments.diagnosis.models import pair_findings, path_findings
-from deployments.diagnosis.prove import Prover, cases, make_requests, page, sign, verify
-from deployments.diagnosis.replay import read_entries
-from deployments.diagnosis.replay import replay as replay_entry
+from deployments.diagnosis.prove import page, sign, verify
+from deployments.diagnosis.prove import prove as prove_all
+from deployments.diagnosis.replay import read_entries, replay_entry
 from deployments.diagnosis.running import server_findings
 from deployments.diagnosis.trial import read_texts, trial_findings
 
 app = typer.Typer(no_args_is_help=True)
 Url = Annotated[str, typer.Option(help="The server's address, without /v1.")]
 Key = Annotated[str | None, typer.Option(envvar=API_KEY_VARIABLE, help="The server's API key.")]
-_QUICK_TEXTS, _QUICK_TOKENS, _FULL_TOKENS = 3, 32, 128
 
 
 def worst(config: AppConfig, count: int = 2) -> list[Finding]:
     """Return the worst findings of what can be checked within a fraction of a second; none that is ok."""
     findings = (*machine_findings(config), *path_findings(config))
     bad = [finding for finding in findings if finding.level != "ok"]
-    return sorted(bad, key=lambda finding: LEVELS.index(finding.level))[:count]
+    return sorted(bad, key=lambda finding: list(LEVELS).index(finding.level))[:count]
 
 
 @app.command()
@@ -68,11 +66,13 @@ def prove(
             verify(signed)
             typer.echo(f"signed by {signed['public_key']}; all texts equal: {signed['proof']['all_equal']}")
         else:
-            prompts = read_texts(texts)
-            requests = make_requests(
-                prompts if full else prompts[:_QUICK_TEXTS], _FULL_TOKENS if full else _QUICK_TOKENS
-            )
-            signed = _prove(Prover(Client(url, api_key), requests), kill.split(",") if kill else [], out, is_full=full)
+            client, kills = Client(url, api_key), kill.split(",") if kill else []
+            proof, entries = prove_all(client, read_texts(texts), kills, is_full=full)
+            signed = sign(proof, Path.home())
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "proof.json").write_text(json.dumps(signed, indent=2) + "\n")
+            (out / "proof.md").write_text(page(signed))
+            (out / "answers.jsonl").write_text("".join(f"{entry.model_dump_json()}\n" for entry in entries))
             typer.echo(page(signed))
         raise typer.Exit(int(not signed["proof"]["all_equal"]))
 
@@ -88,9 +88,9 @@ def replay(
     with _one_line_errors():
         client, outcomes = Client(url, api_key), Counter[str]()
         for number, entry in enumerate(read_entries(file), 1):
-            replayed = replay_entry(entry, client, any_server=any_server)
-            outcomes[replayed.outcome] += 1
-            typer.echo(f"{number}: {replayed.outcome}: {replayed.details}")
+            outcome, details = replay_entry(entry, client, any_server=any_server)
+            outcomes[outcome] += 1
+            typer.echo(f"{number}: {outcome}: {details}")
         typer.echo(", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()) or f"{file} is empty")
         raise typer.Exit(int(set(outcomes) != {"equal"}))
 
@@ -103,21 +103,6 @@ def _examine(settings: dict[str, str], port: int) -> Iterator[Finding]:
         if not any(finding.level == "error" for finding in found):
             found += check(config)
     yield from found
-
-
-def _prove(prover: Prover, kills: list[str], out: Path, *, is_full: bool) -> dict[str, Any]:
-    if kills:
-        prover.check_kills()
-    reference = prover.reference()
-    finished = list(cases(prover.num_speculative_tokens(), kills, is_full=is_full))
-    for case in finished:
-        prover.run(case)
-    signed = sign(prover.proof(reference, finished), Path.home())
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "proof.json").write_text(json.dumps(signed, indent=2) + "\n")
-    (out / "proof.md").write_text(page(signed))
-    (out / "answers.jsonl").write_text("".join(f"{json.dumps(asdict(entry))}\n" for entry in prover.entries))
-    return signed
 
 
 @contextmanager

@@ -7,37 +7,37 @@ from typing import Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-Level = Literal["error", "warning", "ok"]
-LEVELS: tuple[Level, ...] = ("error", "warning", "ok")
-"""The worst first."""
-_STYLES: dict[Level, str] = {"error": "red", "warning": "yellow", "ok": "green"}
+LEVELS = {"error": "red", "warning": "yellow", "ok": "green"}
+"""The worst first, with their colours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """What was found about a subject; `advice` is what to do, empty if nothing is."""
 
-    level: Level
+    level: Literal["error", "warning", "ok"]
     subject: str
     found: str
     advice: str = ""
 
-    def __str__(self) -> str:
-        return f"{self.level}: {self.subject}: {self.found}" + (f"; {self.advice}" if self.advice else "")
+
+def judged(subject: str, found: str, advice: str) -> Finding:
+    """Return a warning if there is advice."""
+    return Finding("warning" if advice else "ok", subject, found, advice)
 
 
 def show(findings: Sequence[Finding], *, as_json: bool) -> None:
     """Print findings: as JSON, as a table on a terminal, else as lines."""
-    console = Console()
     if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
-    elif console.is_terminal:
+        typer.echo(json.dumps(list(map(asdict, findings)), indent=2))
+    elif (console := Console()).is_terminal:
         table = Table("", "subject", "found", "what to do")
-        for finding in findings:
-            style = _STYLES[finding.level]
-            table.add_row(f"[{style}]{finding.level}[/{style}]", finding.subject, finding.found, finding.advice)
+        for one in findings:
+            table.add_row(f"[{LEVELS[one.level]}]{one.level}[/]", one.subject, escape(one.found), escape(one.advice))
         console.print(table)
     else:
-        typer.echo("\n".join(map(str, findings)))
+        for one in findings:
+            typer.echo(f"{one.level}: {one.subject}: {one.found}" + (f"; {one.advice}" if one.advice else ""))

@@ -1,20 +1,19 @@
 """Replay: makes logged answers again, and finds the first token or character that differs."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
+from pydantic import BaseModel, ValidationError
 
 from deployments.diagnosis.client import Client, ServerError
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
+Outcome = tuple[Literal["equal", "different", "refused"], str]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(BaseModel):
     """A logged request and its answer, as the API returned it; one line of a file."""
 
     path: str
@@ -22,50 +21,39 @@ class Entry:
     answer: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """What became of an entry: `equal`, `different` or `refused`, and the details."""
-
-    outcome: str
-    details: str
-
-
 def read_entries(file: Path) -> list[Entry]:
     """Return the entries of JSON lines; raise a ClickException that names the line that is none."""
     entries = []
     for number, line in enumerate(file.read_text().splitlines(), 1):
         try:
-            fields = json.loads(line)
-            entries.append(Entry(fields["path"], dict(fields["body"]), dict(fields["answer"])))
-        except (ValueError, KeyError, TypeError) as error:
-            message = f"{file}, line {number} is not an object with path, body and answer: {error!r}"
-            raise click.ClickException(message) from error
+            entries.append(Entry.model_validate_json(line))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            raise click.ClickException(f"{file}, line {number}: {fault['loc']} {fault['msg']}") from error
     return entries
 
 
-def replay(entry: Entry, client: Client, *, any_server: bool) -> Replayed:
+def replay_entry(entry: Entry, client: Client, *, any_server: bool) -> Outcome:
     """Make an answer again and compare every choice; with `any_server`, also if the server's fingerprint differs."""
     if entry.path not in PATHS:
-        return Replayed("refused", f"path is {entry.path}; it must be {' or '.join(PATHS)}")
+        return "refused", f"path is {entry.path}; it must be {' or '.join(PATHS)}"
     if entry.body.get("seed") is None:
-        return Replayed("refused", "the request has no seed, so its answer is another one each time")
+        return "refused", "the request has no seed, so each answer is another one"
     body = {name: value for name, value in entry.body.items() if name not in ("stream", "stream_options")}
     try:
         answer = client.post(entry.path, body | {"return_token_ids": True})
     except ServerError as error:
-        return Replayed("refused", str(error))
+        return "refused", error.message
     logged, here = entry.answer.get("system_fingerprint"), answer["system_fingerprint"]
     if logged != here and not any_server:
-        return Replayed(
-            "refused", f"system_fingerprint is {logged}, the server's {here}; --any-server compares all the same"
-        )
-    pairs = list(zip(entry.answer.get("choices", ()), answer["choices"], strict=False))
-    if len(pairs) != len(answer["choices"]):
-        return Replayed("different", f"the answer has {len(pairs)} choices, now there are {len(answer['choices'])}")
-    for before, now in pairs:
-        if difference := _difference(before, now, client):
-            return Replayed("different", f"choice {now['index']}, {difference}")
-    return Replayed("equal", f"{sum(len(now['token_ids']) for _, now in pairs)} tokens")
+        return "refused", f"system_fingerprint is {logged}, the server's {here}; --any-server compares all the same"
+    before, after = entry.answer.get("choices", []), answer["choices"]
+    if len(before) != len(after):
+        return "different", f"{len(before)} choices were logged, now there are {len(after)}"
+    for old, new in zip(before, after, strict=True):
+        if (difference := _difference(old, new, client)) is not None:
+            return "different", f"choice {new['index']}, {difference}"
+    return "equal", f"{sum(len(new['token_ids']) for new in after)} tokens"
 
 
 def first_difference(expected: Sequence[object], actual: Sequence[object]) -> int | None:
@@ -75,29 +63,22 @@ def first_difference(expected: Sequence[object], actual: Sequence[object]) -> in
     return next(differing, None if len(expected) == len(actual) else shared)
 
 
-def _difference(before: dict[str, Any], now: dict[str, Any], client: Client) -> str | None:
+def _difference(old: dict[str, Any], new: dict[str, Any], client: Client) -> str | None:
     """Return the first difference of two choices: a token if the logged one has token ids, else a character."""
-    expected, actual, unit = before.get("token_ids"), now["token_ids"], "token"
-    if expected is None:
-        expected, actual, unit = _text(before), _text(now), "character"
-    position = first_difference(expected, actual)
-    if position is None:
+    if (expected := old.get("token_ids")) is None:
+        position = first_difference(_text(old), _text(new))
+        return None if position is None else f"character {position}: {_text(old)[position:][:20]!r} was logged"
+    if (position := first_difference(expected, new["token_ids"])) is None:
         return None
-
-    def shown(sequence: Sequence[Any]) -> str:
-        if position >= len(sequence):
-            return "the end"
-        if unit == "character":
-            return repr(sequence[position : position + 20])
-        return f"{client.post('/detokenize', {'tokens': [sequence[position]]})['prompt']!r} ({sequence[position]})"
-
-    return f"{unit} {position}: {shown(expected)} was logged, now it is {shown(actual)}"
+    both = [ids[position : position + 1] for ids in (expected, new["token_ids"])]
+    texts = [
+        f"{ids[0]} {client.post('/detokenize', {'tokens': ids})['prompt']!r}" if ids else "the end" for ids in both
+    ]
+    return f"token {position}: {texts[0]} was logged, now it is {texts[1]}"
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """Return the text of a choice; of a message, its content and the calls of tools without their random ids."""
-    if "text" in choice:
-        return str(choice["text"])
+    """Return a choice's text, or its message's content and calls of tools; the ids of calls are random."""
     message = choice.get("message", {})
     calls = [call["function"]["name"] + call["function"]["arguments"] for call in message.get("tool_calls") or ()]
-    return "".join([message.get("content") or "", *calls])
+    return "".join([choice.get("text") or message.get("content") or "", *calls])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from deployments.config import AppConfig
 from deployments.diagnosis.finding import Finding
-from deployments.diagnosis.machine import gib
+from deployments.diagnosis.machine import size_text
 from deployments.diagnosis.models import weight_file_bytes
 from engine.config import BUNDLED_TARGET
 from engine.drafting.registry import settle_drafting
@@ -23,10 +23,10 @@ TEMPERATURE = 0.7
 NUM_TOKENS = 64
 TOLERANCE = 0.15
 """How far the measured speed-up may be from the predicted one."""
-TRIAL_S = 5.0
+TRIAL_S = 4.0
 """For passes; with imports and loading, a trial takes ten seconds."""
 _MAX_WEIGHT_BYTES = 2 * 2**30
-_MIN_TURNS = 3
+_MIN_TURNS = 2
 
 
 class Figures(NamedTuple):
@@ -92,7 +92,7 @@ def speed_finding(subject: str, plain: Figures, drafted: Figures) -> Finding:
 def trial_findings(config: AppConfig) -> Iterator[Finding]:
     """Try the pair in this process, with uncompiled passes and a draft that does not run ahead."""
     if (size := weight_file_bytes(config)) > _MAX_WEIGHT_BYTES:
-        found = f"left out, because loading {gib(size)} takes too long"
+        found = f"left out, because loading {size_text(size)} takes too long"
         yield Finding("ok", "trial", found, "start the server, and use --url")
         return
     if not settle_drafting(config.pair)[1].num_speculative_tokens:
@@ -105,13 +105,8 @@ def trial_findings(config: AppConfig) -> Iterator[Finding]:
 
     def now() -> Figures:
         rounds, stats = llm.engine.request_stats.inter_token_s, llm.stats
-        return Figures(
-            stats.num_generation_tokens,
-            time.perf_counter(),
-            rounds.cumulative[-1],
-            rounds.total,
-            stats.num_accepted_tokens,
-        )
+        num_tokens, num_accepted = stats.num_generation_tokens, stats.num_accepted_tokens
+        return Figures(num_tokens, time.perf_counter(), rounds.cumulative[-1], rounds.total, num_accepted)
 
     def decode(text: str, seed: int, has_draft: bool) -> Figures:
         limit = None if has_draft else 0

@@ -11,8 +11,8 @@ import click
 import typer
 
 from deployments.config import API_KEY_VARIABLE, AppConfig
-from deployments.diagnosis.client import Client
 from deployments.diagnosis.finding import LEVELS, Finding, show
+from deployments.diagnosis.http_client import Client
 from deployments.diagnosis.machine import gpu_finding, machine_findings, port_finding
 from deployments.diagnosis.models import pair_findings, path_findings
 from deployments.diagnosis.prove import page, sign, verify
@@ -91,7 +91,7 @@ def replay(
             outcome, details = replay_entry(entry, client, any_server=any_server)
             outcomes[outcome] += 1
             typer.echo(f"{number}: {outcome}: {details}")
-        typer.echo(", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()) or f"{file} is empty")
+        typer.echo(", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()))
         raise typer.Exit(int(set(outcomes) != {"equal"}))
 
 
@@ -107,9 +107,9 @@ def _examine(settings: dict[str, str], port: int) -> Iterator[Finding]:
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Print click's errors and a file's as one line: typer does not know them, and would print a traceback."""
+    """Print errors of settings, servers and files as one line; typer would print a traceback."""
     try:
         yield
-    except (click.ClickException, OSError) as error:
+    except (click.ClickException, OSError, json.JSONDecodeError) as error:
         typer.echo(f"error: {error.message if isinstance(error, click.ClickException) else error}", err=True)
         raise typer.Exit(2) from error

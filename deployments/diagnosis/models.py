@@ -37,15 +37,15 @@ def known_draft(target: str) -> str | None:
 
 def path_findings(config: AppConfig) -> Iterator[Finding]:
     """Check without torch that the models' files are there, and that a draft is used where one is known."""
-    pair, known = config.pair, known_draft(config.pair.target_model)
+    pair, group, known = config.pair, group_config(config), known_draft(config.pair.target_model)
     draft = known if pair.draft_model in ("auto", "none") else pair.draft_model
     pull = f"`paceline pull {pair.target_model}{f' --draft {draft}' if draft else ''}` downloads what is missing"
-    for role, model in _models(group_config(config)).items():
+    for role, model in _models(group).items():
         try:
             yield Finding("ok", role, str(open_model(model).directory))
         except ModelError as error:
             yield Finding("error", role, str(error), pull)
-    if known and pair.draft_model == "auto" and pair.drafting == "auto":
+    if known and group.draft is None and group.method.proposes and pair.draft_model == "auto":
         yield Finding("warning", "draft", "without one, only earlier text is copied", f"{pull}; draft_model={known}")
 
 

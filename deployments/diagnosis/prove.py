@@ -18,7 +18,7 @@ import click
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from deployments.diagnosis.client import Client, ServerError
+from deployments.diagnosis.http_client import Client, ServerError
 from deployments.diagnosis.replay import Entry, first_difference
 from deployments.diagnosis.running import PATH
 
@@ -133,7 +133,7 @@ class _Prover:
         token_ids: list[int] = []
         try:
             for event in self.client.stream(PATH, body):
-                token_ids += event["choices"][0]["token_ids"]
+                token_ids += [token_id for choice in event["choices"] for token_id in choice["token_ids"]]
                 begin()
         finally:
             begin()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import click
 from pydantic import BaseModel, ValidationError
 
-from deployments.diagnosis.client import Client, ServerError
+from deployments.diagnosis.http_client import Client, ServerError
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
 Outcome = tuple[Literal["equal", "different", "refused"], str]
@@ -24,7 +24,7 @@ class Entry(BaseModel):
 def read_entries(file: Path) -> list[Entry]:
     """Return the entries of JSON lines; raise a ClickException that names the line that is none."""
     entries = []
-    for number, line in enumerate(file.read_text().splitlines(), 1):
+    for number, line in enumerate(file.read_text().rstrip("\n").split("\n"), 1):  # JSON may hold U+2028
         try:
             entries.append(Entry.model_validate_json(line))
         except ValidationError as error:

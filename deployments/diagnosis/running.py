@@ -3,8 +3,8 @@
 import time
 from collections.abc import Iterator
 
-from deployments.diagnosis.client import Client, Metrics, ServerError
 from deployments.diagnosis.finding import Finding, judged
+from deployments.diagnosis.http_client import Client, Metrics, ServerError
 from deployments.diagnosis.trial import NUM_TOKENS, TEMPERATURE, Figures, speed_finding, take_turns
 from deployments.ingress.server_info import installed_version
 

@@ -11,6 +11,8 @@ from operator import sub
 from pathlib import Path
 from typing import NamedTuple
 
+import click
+
 from deployments.config import AppConfig
 from deployments.diagnosis.finding import Finding
 from deployments.diagnosis.machine import size_text
@@ -46,7 +48,9 @@ class Figures(NamedTuple):
 def read_texts(file: Path | None = None) -> list[str]:
     """Return the prompts of a file, with blank lines between them; by default, the bundled ones."""
     blocks = (file or BUNDLED_TARGET.parent / "prompts.txt").read_text().split("\n\n")
-    return [block.strip("\n") for block in blocks if block.strip()]
+    if not (texts := [block.strip("\n") for block in blocks if block.strip()]):
+        raise click.ClickException(f"there is no text in {file}")
+    return texts
 
 
 def take_turns(decode: Callable[[str, int, bool], Figures]) -> tuple[Figures, Figures]:

@@ -18,11 +18,12 @@ class ServerError(click.ClickException):
 class Client:
     """The connections to one server; threads may share it. Its methods raise ServerError."""
 
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
         keys = (api_key or "").split()  # the server's own variable may hold several
         headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
         self.url = url.rstrip("/")
-        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=httpx.Timeout(600, connect=5))
+        timeout = httpx.Timeout(600, connect=5)
+        self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
 
     def get(self, path: str) -> Any:
         """Return the JSON of a route, whatever its status: `/health` answers with 503, too."""

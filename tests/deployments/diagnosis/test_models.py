@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from deployments.config import AppConfig
+from deployments.diagnosis import models
 from deployments.diagnosis.models import known_draft, pair_findings, path_findings, weight_file_bytes
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
 
@@ -44,6 +45,12 @@ def test_a_target_without_its_known_draft_is_a_warning(tmp_path: Path):
     assert [f.level for f in path_findings(config(target_model=str(folder), draft_model="none"))] == ["ok"]
 
 
+def test_no_draft_is_missed_where_none_is_known_or_none_wanted(tmp_path: Path):
+    (folder := tmp_path / "Qwen3-8B").mkdir()
+    for settings in ({"target_model": str(tmp_path)}, {"target_model": str(folder), "speculation": "off"}):
+        assert [finding.level for finding in path_findings(config(**settings))] == ["ok"]
+
+
 def test_the_bundled_pair_is_well():
     assert [finding.level for finding in path_findings(config())] == ["ok", "ok"]
     (pair,) = pair_findings(config())
@@ -61,6 +68,12 @@ def test_other_tokenizers_are_an_error(tmp_path: Path):
     assert pair.level == "error"
     assert "do not share their token ids" in pair.found
     assert "drafting=suffix" in pair.advice
+
+
+def test_the_memory_plan_counts_every_process_on_this_machine(monkeypatch):
+    monkeypatch.setattr(models, "plan_kv_blocks", lambda free, workers, engine, device: len(workers))
+    assert ", 32 tokens fit" in next(pair_findings(config(block_size="16"))).found
+    assert ", 48 tokens fit" in next(pair_findings(config(tensor_parallel_size="2"))).found
 
 
 def test_models_that_do_not_fit_are_an_error():

@@ -1,9 +1,11 @@
 import itertools
 
+import httpx
 import pytest
 
 from deployments.diagnosis import running
 from deployments.diagnosis.finding import Finding
+from deployments.diagnosis.http_client import Client
 from tests.deployments.diagnosis.fake import FakePaceline
 
 
@@ -24,6 +26,11 @@ def test_a_server_that_is_well(server: FakePaceline):
     assert "measured speed-up 1.00, predicted 1.00; 3.00 tokens a round" in findings["speed-up"].found
     assert findings["acceptance"].found == "by position 100%, 100%"
     assert findings["drafts"].found.startswith("in 100%")
+
+
+def test_tokens_of_the_first_chunk_are_not_timed(server: FakePaceline):
+    figures = running._decode(server.client, "text", 1, True)
+    assert (figures.num_tokens, figures.seconds, figures.num_accepted) == (29, 10, pytest.approx(64 / 3))
 
 
 def test_a_speed_up_that_clients_do_not_get_is_a_warning(server: FakePaceline):
@@ -50,14 +57,6 @@ def test_recoveries_a_queue_rejections_and_lost_drafts_are_warnings(server: Fake
 def test_a_server_that_is_not_ready_or_another_program_is_an_error(server: FakePaceline):
     server.is_ready = False
     assert found(server)["health"].level == "error"
-    server.is_ready = True
-    server.answer = lambda request: None
-    other = running.Client("http://fake", transport=running_text())
-    (finding,) = running.server_findings(other)
+    other = httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))
+    (finding,) = running.server_findings(Client("http://fake", transport=other))
     assert (finding.level, finding.subject) == ("error", "server")
-
-
-def running_text():
-    import httpx
-
-    return httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))

@@ -54,6 +54,15 @@ def test_the_bundled_pair_is_tried():
     assert float(finding.found.split("; ")[1].split()[0]) > 2, "tokens a round"
 
 
+def test_a_trial_decodes_in_both_ways(monkeypatch):
+    monkeypatch.setattr(trial, "take_turns", lambda decode: [decode("This PEP", 0, way) for way in (False, True)])
+    monkeypatch.setattr(trial, "speed_finding", lambda subject, *ways: ways)
+    ((plain, drafted),) = trial_findings(AppConfig())
+    assert (plain.num_tokens, plain.num_rounds, plain.num_accepted) == (64, 63, 0)
+    assert drafted.num_rounds + drafted.num_accepted >= 63
+    assert drafted.num_accepted > 0
+
+
 def test_a_trial_that_makes_no_sense_is_left_out(monkeypatch):
     (finding,) = trial_findings(AppConfig.model_validate({"speculation": "off"}))
     assert "allow no drafts" in finding.found

@@ -47,8 +47,8 @@ def port_finding(port: int) -> Finding:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             advice = f"choose another --port, or check the server there: --url http://127.0.0.1:{port}"
-            return Finding("warning", "port", f"{port}: {error.strerror}", advice)
-    return Finding("ok", "port", f"{port} is free")
+            return judged("port", f"{port}: {error.strerror}", advice)
+    return judged("port", f"{port} is free", "")
 
 
 def gpu_finding() -> Finding:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import click
 
 from deployments.config import AppConfig
-from deployments.diagnosis.finding import Finding
+from deployments.diagnosis.finding import Finding, judged
 from deployments.diagnosis.machine import size_text
 from deployments.diagnosis.models import weight_file_bytes
 from engine.config import BUNDLED_TARGET
@@ -40,10 +40,6 @@ class Figures(NamedTuple):
     round_s: float
     num_accepted: float
 
-    def since(self, earlier: "Figures") -> "Figures":
-        """Return what was added."""
-        return Figures(*map(sub, self, earlier))
-
 
 def read_texts(file: Path | None = None) -> list[str]:
     """Return the prompts of a file, with blank lines between them; by default, the bundled ones."""
@@ -54,11 +50,7 @@ def read_texts(file: Path | None = None) -> list[str]:
 
 
 def take_turns(decode: Callable[[str, int, bool], Figures]) -> tuple[Figures, Figures]:
-    """Return the figures of decoding without drafts and with them, one text after the other, each in both ways.
-
-    Args:
-        decode: given a text, a seed and whether to draft, returns the figures of decoding NUM_TOKENS tokens.
-    """
+    """Return the figures without drafts and with them; `decode` gets a text, a seed and whether to draft."""
     ways: list[list[Figures]] = [[], []]
     prompts, until = read_texts(), time.monotonic() + TRIAL_S
     decode(prompts[0], 0, True)  # what is first is slower: caches fill, and allocations grow
@@ -72,9 +64,8 @@ def take_turns(decode: Callable[[str, int, bool], Figures]) -> tuple[Figures, Fi
 
 def predicted_speed_up(plain: Figures, drafted: Figures) -> float:
     """Return tokens a round, over the relative time of a round."""
-    return (1 + drafted.num_accepted / drafted.num_rounds) * (
-        plain.round_s / plain.num_rounds / (drafted.round_s / drafted.num_rounds)
-    )
+    plain_s, drafted_s = plain.round_s / plain.num_rounds, drafted.round_s / drafted.num_rounds
+    return (1 + drafted.num_accepted / drafted.num_rounds) * plain_s / drafted_s
 
 
 def speed_finding(subject: str, plain: Figures, drafted: Figures) -> Finding:
@@ -85,22 +76,21 @@ def speed_finding(subject: str, plain: Figures, drafted: Figures) -> Finding:
         f"{speeds[0]:.0f} tokens/s plain, {speeds[1]:.0f} with drafts: measured speed-up {measured:.2f}, "
         f"predicted {predicted:.2f}; {1 + drafted.num_accepted / drafted.num_rounds:.2f} tokens a round"
     )
+    advice = "drafts do not pay: try a smaller draft, or draft_model=none" if measured < 1 else ""
     if abs(measured / predicted - 1) > TOLERANCE:
         advice = "they differ by more than 15 %: time is lost outside the rounds, or other work ran; measure again"
-        return Finding("warning", subject, found, advice)
-    if measured < 1:
-        return Finding("warning", subject, found, "drafts do not pay: try a smaller draft, or draft_model=none")
-    return Finding("ok", subject, found)
+    return judged(subject, found, advice)
 
 
 def trial_findings(config: AppConfig) -> Iterator[Finding]:
     """Try the pair in this process, with uncompiled passes and a draft that does not run ahead."""
-    if (size := weight_file_bytes(config)) > _MAX_WEIGHT_BYTES:
-        found = f"left out, because loading {size_text(size)} takes too long"
-        yield Finding("ok", "trial", found, "start the server, and use --url")
-        return
-    if not settle_drafting(config.pair)[1].num_speculative_tokens:
-        yield Finding("ok", "trial", "left out, because the settings allow no drafts")
+    size, reason = weight_file_bytes(config), ""
+    if size > _MAX_WEIGHT_BYTES:
+        reason = f"loading {size_text(size)} takes too long; start the server, and use --url"
+    elif not settle_drafting(config.pair)[1].num_speculative_tokens:
+        reason = "the settings allow no drafts"
+    if reason:
+        yield Finding("ok", "trial", f"left out: {reason}")
         return
     from engine.llm import LLM
 
@@ -119,6 +109,6 @@ def trial_findings(config: AppConfig) -> Iterator[Finding]:
         )
         before = now()
         llm.generate([text], params, show_progress=False)
-        return now().since(before)
+        return Figures(*map(sub, now(), before))
 
     yield speed_finding("trial", *take_turns(decode))

@@ -1,7 +1,8 @@
 """Checks of a running server: health, the speed-up of its drafts, their use and acceptance, recoveries and queue."""
 
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 
 from deployments.diagnosis.finding import Finding, judged
 from deployments.diagnosis.http_client import Client, Metrics, ServerError
@@ -18,6 +19,7 @@ _REASONS = {
     "trial": ("other lengths are being tried", "measure again later"),
 }
 """Why most rounds have no draft, and what to do, by the reason that /metrics gives for their length."""
+_ROUNDS = ("paceline:rounds_by_draft_length_total", "num_draft_tokens", "reason")
 _MANY_FALLBACKS = 0.05
 _LOW_ACCEPTANCE = 0.3
 
@@ -33,9 +35,10 @@ def server_findings(client: Client) -> Iterator[Finding]:
         yield Finding("ok", "health", routers)
         here = installed_version()
         yield judged("version", version, "" if version == here else f"this command is version {here}: use the server's")
-        yield speed_finding("speed-up", *take_turns(lambda *request: _decode(client, *request)))
+        rounds: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        yield speed_finding("speed-up", *take_turns(lambda *request: _decode(client, rounds, *request)))
         metrics = client.metrics()
-        yield from _draft_findings(metrics)
+        yield from _draft_findings(rounds, metrics)
         recoveries, waiting = map(metrics.total, ("paceline:target_recoveries_total", "vllm:num_requests_waiting"))
         yield judged("recoveries", f"{recoveries:.0f}", "the Router's log says why" * bool(recoveries))
         yield judged("queue", f"{waiting:.0f}", "raise autoscaling.max_replicas" * bool(waiting))
@@ -43,12 +46,10 @@ def server_findings(client: Client) -> Iterator[Finding]:
         yield Finding("error", "server", f"{client.url}: {error!r}", "check --url: is it Paceline? Read its log")
 
 
-def _draft_findings(metrics: Metrics) -> Iterator[Finding]:
-    """Tell whether the server drafts where it may choose, why not, and which positions are accepted."""
-    rounds = metrics.by("paceline:rounds_by_draft_length_total", "num_draft_tokens", "reason")
-    chosen = {key: count for key, count in rounds.items() if key[1] != "request"}
-    plain = {reason: count for (length, reason), count in chosen.items() if length == "0"}
-    total, found, advice = sum(chosen.values()), "", ""
+def _draft_findings(rounds: Mapping[tuple[str, ...], float], metrics: Metrics) -> Iterator[Finding]:
+    """Tell whether these rounds, by length and reason, had drafts, why not, and which positions are accepted."""
+    plain = {reason: count for (length, reason), count in rounds.items() if length == "0"}
+    total, found, advice = sum(rounds.values()), "", ""
     if 2 * sum(plain.values()) > total:
         found, advice = _REASONS[max(plain, key=lambda reason: plain[reason])]
     used = 1 - sum(plain.values()) / total
@@ -65,13 +66,17 @@ def _draft_findings(metrics: Metrics) -> Iterator[Finding]:
         yield judged("acceptance", f"by position {', '.join(f'{rate:.0%}' for rate in rates) or 'none'}", advice)
 
 
-def _decode(client: Client, text: str, seed: int, has_draft: bool) -> Figures:
-    """Return the figures of one stream, with drafts as the server chooses or without."""
+def _decode(
+    client: Client, rounds: defaultdict[tuple[str, ...], float], text: str, seed: int, has_draft: bool
+) -> Figures:
+    """Return the figures of one stream, with drafts as the server chooses, whose `rounds` are added, or without."""
     body = {"prompt": text, "max_tokens": NUM_TOKENS, "temperature": TEMPERATURE, "seed": seed, "ignore_eos": True}
     body |= {"stream": True, "return_token_ids": True, "speculative": {} if has_draft else {"enabled": False}}
     before = client.metrics()
     arrivals = [(time.perf_counter(), event["choices"][0]["token_ids"]) for event in client.stream(PATH, body)]
     after, latency = client.metrics(), "vllm:inter_token_latency_seconds"
+    for key, count in after.by(*_ROUNDS).items() if has_draft else ():
+        rounds[key] += count - before.by(*_ROUNDS).get(key, 0.0)
     names = (f"{latency}_count", f"{latency}_sum", "vllm:spec_decode_num_accepted_tokens_total")
     num_tokens = sum(len(ids) for _, ids in arrivals[1:])  # the first arrival takes the time of the prompt, too
     counts = (after.total(name) - before.total(name) for name in names)

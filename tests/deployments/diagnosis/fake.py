@@ -18,6 +18,7 @@ class FakePaceline:
 
     Attributes:
         falsified: positions whose tokens are wrong in requests that are streamed, by whether they are.
+        length, reason: of rounds whose draft length the request leaves open.
         draft_s, plain_s: seconds of a round with a draft, which brings 3 tokens, and of one without.
         demo_status: of /demo/kill without a process.
     """
@@ -30,6 +31,7 @@ class FakePaceline:
         self.keys: set[str | None] = set()
         self.lock = threading.Lock()
         self.draft_s, self.plain_s = 2.0, 1.0
+        self.length, self.reason = "4", "goodput"
         self.client = Client("http://fake", "key", transport=httpx.MockTransport(self.answer))
 
     def count(self, name: str, value: float) -> None:
@@ -62,7 +64,9 @@ class FakePaceline:
         ids = ids[: body["max_tokens"]]
         if (at := self.falsified.get(bool(body.get("stream")))) is not None:
             ids[at] += 1
-        self.observe(len(ids), has_draft=body.get("speculative", {}).get("enabled") is not False)
+        speculative = body.get("speculative", {})
+        is_plain = speculative.get("enabled") is False or speculative.get("num_speculative_tokens") == 0
+        self.observe(len(ids), has_draft=not is_plain)
         common = {"model": "tiny", "system_fingerprint": self.fingerprint}
         if not body.get("stream"):
             choice = {"index": 0, "text": "".join(map(chr, ids)), "token_ids": ids}
@@ -78,7 +82,7 @@ class FakePaceline:
         latency = "vllm:inter_token_latency_seconds"
         self.count(f"{latency}_count", rounds)
         self.count(f"{latency}_sum", rounds * (self.draft_s if has_draft else self.plain_s))
-        length, reason = ("4", "goodput") if has_draft else ("0", "request")
+        length, reason = (self.length, self.reason) if has_draft else ("0", "request")
         labels = f'num_draft_tokens="{length}",reason="{reason}",replica="r1"'
         self.count(f"paceline:rounds_by_draft_length_total{{{labels}}}", rounds)
         if has_draft:

@@ -1,4 +1,5 @@
 import itertools
+from collections import defaultdict
 
 import httpx
 import pytest
@@ -29,7 +30,10 @@ def test_a_server_that_is_well(server: FakePaceline):
 
 
 def test_tokens_of_the_first_chunk_are_not_timed(server: FakePaceline):
-    figures = running._decode(server.client, "text", 1, True)
+    rounds = defaultdict(float)
+    figures = running._decode(server.client, rounds, "text", 1, True)
+    running._decode(server.client, rounds, "text", 1, False)
+    assert dict(rounds) == {("4", "goodput"): pytest.approx(32 / 3), ("0", "request"): 0}
     assert (figures.num_tokens, figures.seconds, figures.num_accepted) == (29, 10, pytest.approx(64 / 3))
 
 
@@ -39,7 +43,8 @@ def test_a_speed_up_that_clients_do_not_get_is_a_warning(server: FakePaceline):
 
 @pytest.mark.parametrize(("reason", "why"), [("off", "speculation is off"), ("goodput", "do not pay")])
 def test_unused_drafts_are_explained(server: FakePaceline, reason, why):
-    server.count(f'paceline:rounds_by_draft_length_total{{num_draft_tokens="0",reason="{reason}"}}', 1e6)
+    server.count('paceline:rounds_by_draft_length_total{num_draft_tokens="4",reason="goodput",replica="r1"}', 1e6)
+    server.length, server.reason = "0", reason
     drafts = found(server)["drafts"]
     assert (drafts.level, why in drafts.found) == ("warning", True)
 

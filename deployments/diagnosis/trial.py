@@ -76,9 +76,8 @@ def speed_finding(subject: str, plain: Figures, drafted: Figures) -> Finding:
         f"{speeds[0]:.0f} tokens/s plain, {speeds[1]:.0f} with drafts: measured speed-up {measured:.2f}, "
         f"predicted {predicted:.2f}; {1 + drafted.num_accepted / drafted.num_rounds:.2f} tokens a round"
     )
-    advice = (
-        "drafts do not pay: try a smaller draft, or draft_model=none" if measured < 1 and drafted.num_accepted else ""
-    )
+    is_slower = measured < 1 and drafted.num_accepted > 0
+    advice = "drafts do not pay: try a smaller draft, or draft_model=none" * is_slower
     if abs(measured / predicted - 1) > TOLERANCE:
         advice = "they differ by more than 15 %: time is lost outside the rounds, or other work ran; measure again"
     return judged(subject, found, advice)

@@ -33,6 +33,7 @@ def test_a_speed_up_more_than_15_percent_from_the_prediction_is_a_warning(second
 def test_drafts_that_do_not_pay_are_a_warning():
     finding = speed_finding("trial", PLAIN, DRAFTED._replace(seconds=12, round_s=12))
     assert (finding.level, finding.advice[:17]) == ("warning", "drafts do not pay")
+    assert speed_finding("trial", PLAIN, PLAIN._replace(seconds=10.5)).level == "ok", "there were none"
 
 
 def test_both_ways_decode_the_same_texts_and_each_is_first_in_turn():

@@ -131,8 +131,26 @@ def version() -> None:
         typer.echo(f"{name} {metadata.version(name)}")
 
 
-if find_spec("deployments.diagnosis") is not None:  # doctor, prove and replay
-    app.add_typer(import_module("deployments.diagnosis.commands").app)
+@app.command(context_settings=_PASSED_ON)
+def doctor(context: typer.Context) -> None:
+    """Check this machine and a pair of models, or a running server, and say what to do."""
+    _diagnose(context)
+
+
+@app.command(context_settings=_PASSED_ON)
+def prove(context: typer.Context) -> None:
+    """Compare a server's texts with plain decoding, with every draft, batch and fault, and sign the result."""
+    _diagnose(context)
+
+
+@app.command(context_settings=_PASSED_ON)
+def replay(context: typer.Context) -> None:
+    """Make logged answers again, and report the first token that differs."""
+    _diagnose(context)
+
+
+def _diagnose(context: typer.Context) -> None:
+    import_module("deployments.diagnosis.commands").app([context.info_name, *context.args], prog_name="paceline")
 
 
 def main() -> None:

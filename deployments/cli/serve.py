@@ -22,6 +22,7 @@ from ray import serve
 from deployments.builder import build
 from deployments.cli.progress import start_progress
 from deployments.config import AppConfig
+from deployments.diagnosis.commands import worst
 from deployments.ingress.draining import LAST_WORDS_S
 from deployments.local.environment import set_serve_environment
 from deployments.observe.logs import serve_logging, set_log_format
@@ -40,6 +41,8 @@ def serve_here(settings: list[str], host: str, port: int) -> None:
     """Serve the application; raise click.UsageError if a setting, of the form name=value, is wrong."""
     config = AppConfig.model_validate(_parse(settings))
     set_log_format(config.log_format)
+    for finding in worst(config):
+        logger.warning("%s: %s; %s", finding.subject, finding.found, finding.advice)
     application = build(config, can_grow=False)  # the cluster will be this machine
     set_serve_environment(config)
     with group_of_children():

@@ -1,0 +1,43 @@
+"""Finding: what a check found, how bad it is, and what to do about it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+LEVELS = {"error": "red", "warning": "yellow", "ok": "green"}
+"""The worst first, with their colours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found about a subject; `advice` is what to do, empty if nothing is."""
+
+    level: Literal["error", "warning", "ok"]
+    subject: str
+    found: str
+    advice: str = ""
+
+
+def judged(subject: str, found: str, advice: str) -> Finding:
+    """Return a warning if there is advice."""
+    return Finding("warning" if advice else "ok", subject, found, advice)
+
+
+def show(findings: Sequence[Finding], *, as_json: bool) -> None:
+    """Print findings: as JSON, as a table on a terminal, else as lines."""
+    if as_json:
+        typer.echo(json.dumps(list(map(asdict, findings)), indent=2))
+    elif (console := Console()).is_terminal:
+        table = Table("", "subject", "found", "what to do")
+        for one in findings:
+            table.add_row(f"[{LEVELS[one.level]}]{one.level}[/]", one.subject, escape(one.found), escape(one.advice))
+        console.print(table)
+    else:
+        for one in findings:
+            typer.echo(f"{one.level}: {one.subject}: {one.found}" + (f"; {one.advice}" if one.advice else ""))

@@ -1,0 +1,86 @@
+"""Whether target and draft are there, go together and fit into memory, and which draft to pull for a target."""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from cluster.config import GroupConfig
+from cluster.placement import PlacementError, placement_bundles, shares_gpu
+from cluster.ray_core import this_machine
+from deployments.config import AppConfig, group_config
+from deployments.diagnosis.finding import Finding
+from deployments.diagnosis.machine import size_text
+from engine.config import ModelConfig
+from engine.drafting.registry import check_kinds
+from engine.errors import ModelError
+from engine.execution.memory import plan_kv_blocks
+from engine.models.registry import open_model
+from engine.models.source import check_same_vocabulary
+
+DRAFTS: Mapping[str, str] = {
+    r"(?:Meta-)?Llama-3\.[123]-(?:3|8|70|405)B(-Instruct)?": "meta-llama/Llama-3.2-1B",
+    r"Qwen3-(?:4|8|14|32|30B-A3|235B-A22)B(-Base)?": "Qwen/Qwen3-0.6B",
+    r"Qwen2\.5-(?:3|7|14|32|72)B(-Instruct)?": "Qwen/Qwen2.5-0.5B",
+    r"Qwen2\.5-Coder-(?:3|7|14|32)B(-Instruct)?": "Qwen/Qwen2.5-Coder-0.5B",
+    r"gemma-3-(?:4|12|27)b(-it|-pt)": "google/gemma-3-1b",
+    r"SmolLM2-1\.7B(-Instruct)?": "HuggingFaceTB/SmolLM2-135M",
+    r"flan-t5-(?:large|xl|xxl)()": "google/flan-t5-small",
+}
+"""Drafts by a pattern of their targets' names; what the group matches ends the draft's name, too."""
+
+
+def known_draft(target: str) -> str | None:
+    """Return the hub name of a draft with a target's tokenizer, by the target's name; None if none is known."""
+    name = target.rstrip("/").rpartition("/")[2]
+    matches = ((re.match(pattern, name), draft) for pattern, draft in DRAFTS.items())
+    return next((draft + (match[1] or "") for match, draft in matches if match), None)
+
+
+def path_findings(config: AppConfig) -> Iterator[Finding]:
+    """Check without torch that the models' files are there, and that a draft is used where one is known."""
+    pair, group, known = config.pair, group_config(config), known_draft(config.pair.target_model)
+    draft = known if pair.draft_model in ("auto", "none") else pair.draft_model
+    pull = f"`paceline pull {pair.target_model}{f' --draft {draft}' if draft else ''}` downloads what is missing"
+    for role, model in _models(group).items():
+        try:
+            yield Finding("ok", role, str(open_model(model).directory))
+        except ModelError as error:
+            yield Finding("error", role, str(error), pull)
+    if known and group.draft is None and group.method.proposes and pair.draft_model == "auto":
+        yield Finding("warning", "draft", "without one, only earlier text is copied", f"{pull}; draft_model={known}")
+
+
+def pair_findings(config: AppConfig) -> Iterator[Finding]:
+    """Check kinds, tokenizers and memory of models that are there; this imports torch."""
+    from engine.execution.registry import survey
+
+    group = group_config(config)
+    engine, size = group.engine, group.tensor_parallel_size
+    target, *others = map(open_model, _models(group).values())
+    try:
+        check_kinds(target, others[0] if others else None, group.method)
+        for draft in others:
+            check_same_vocabulary(target, draft)
+        shared = shares_gpu(group, placement_bundles(group, num_gpus=this_machine()[0]["GPU"]))
+        first, *rest = [survey(target, engine, world_size=size), *(survey(draft, engine) for draft in others)]
+        on_cpu = first.device == "cpu"
+        workers = [first.footprint] * (size if on_cpu else 1) + [one.footprint for one in rest if on_cpu or shared]
+        num_blocks = plan_kv_blocks(first.free_bytes, workers, engine, device=first.device)
+    except (ModelError, PlacementError) as error:
+        advice = (
+            f"pull {known_draft(target.path) or 'a draft of its family'}, or draft without a model: drafting=suffix"
+        )
+        yield Finding("error", "pair", str(error), advice if others else "choose another target, or other settings")
+        return
+    weights = " and ".join(size_text(one.footprint.weight_bytes) for one in (first, *rest))
+    room = f"{num_blocks * engine.block_size:,} tokens fit into the cache"
+    yield Finding("ok", "pair", f"{len(target.tokenizer)} tokens{' in both' * len(rest)}, weights of {weights}, {room}")
+
+
+def weight_file_bytes(config: AppConfig) -> int:
+    """Return the size of all weight files of the pair."""
+    models = map(open_model, _models(group_config(config)).values())
+    return sum(file.stat().st_size for model in models for file in model.weight_files)
+
+
+def _models(group: GroupConfig) -> dict[str, ModelConfig]:
+    return {"target": group.target} | ({"draft": group.draft} if group.draft else {})

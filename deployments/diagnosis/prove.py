@@ -1,0 +1,185 @@
+"""Prove: asks a server the same in every way, and signs which texts were those of plain decoding.
+
+The reference is each text alone, without a draft. Then batch, draft length, streaming and killed processes change, and
+every token is compared. The signature shows who made a proof only to those who know the signer's public key.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import click
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from deployments.diagnosis.http_client import Client, ServerError
+from deployments.diagnosis.replay import Entry, first_difference
+from deployments.diagnosis.running import PATH
+
+KEY_FILE = Path(".config/paceline/prove.key")
+"""The signer's key, in the home directory."""
+TEMPERATURES = (0.0, 0.7, 1.0)
+BATCH = 8
+_READY_S = 120
+_PLAIN = {"enabled": False, "metrics": "summary"}
+
+
+@dataclass(slots=True)
+class Case:
+    """One way of asking for all texts, and what came of it."""
+
+    drafts: str
+    speculative: dict[str, Any]
+    num_at_once: int
+    is_streamed: bool
+    killed: str | None = None
+    num_tokens: int = 0
+    seconds: float = 0.0
+    differences: list[dict[str, Any]] = field(default_factory=list)
+
+
+def cases(num_speculative_tokens: int, kills: Sequence[str], *, is_full: bool) -> Iterator[Case]:
+    """Yield a case for each killed process, then the matrix: drafts x texts at once x streamed."""
+    for process in kills:
+        yield Case("server's", {}, BATCH, is_streamed=True, killed=process)
+    k = num_speculative_tokens
+    lengths = [n for n in range(1, k + 1) if is_full or n in (1, k)]
+    fixed: dict[str, dict[str, Any]] = {f"always {n}": {"num_speculative_tokens": n, "fixed": True} for n in lengths}
+    for name, speculative in {"off": _PLAIN, **fixed, "server's": {}}.items():
+        for num_at_once in (1, BATCH):
+            for is_streamed in (False, True):
+                yield Case(name, speculative, num_at_once, is_streamed)
+
+
+def prove(
+    client: Client, texts: Sequence[str], kills: Sequence[str], *, is_full: bool
+) -> tuple[dict[str, Any], list[Entry]]:
+    """Ask for all texts in all ways; return what is to be signed, and the entries for `replay`."""
+    common = {"max_tokens": 128 if is_full else 32, "ignore_eos": True, "return_token_ids": True}
+    pairs = [(text, temperature) for text in (texts if is_full else texts[:3]) for temperature in TEMPERATURES]
+    requests = [common | {"prompt": text, "temperature": t, "seed": seed} for seed, (text, t) in enumerate(pairs)]
+    prover = _Prover(client, requests, expected=[])
+    if kills:
+        prover.check_kills()
+    prover.expected = [prover.ask(request | {"speculative": _PLAIN}) for request in requests]
+    answer = prover.entries[0].answer
+    k = answer["metrics"]["speculative_decoding"]["num_spec_tokens"]
+    finished = list(map(prover.run, cases(k, kills, is_full=is_full)))
+    proof = {
+        "made_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "server": client.url,
+        "version": client.get("/version")["version"],
+        "model": answer["model"],
+        "system_fingerprint": answer["system_fingerprint"],
+        "requests": [body | {"token_ids": ids} for body, ids in zip(requests, prover.expected, strict=True)],
+        "cases": list(map(asdict, finished)),
+        "all_equal": not any(case.differences for case in finished),
+    }
+    return proof, prover.entries
+
+
+@dataclass(slots=True)
+class _Prover:
+    """Asks one server; `entries` are the requests that were not streamed, with their answers."""
+
+    client: Client
+    requests: Sequence[dict[str, Any]]
+    expected: list[list[int]]
+    entries: list[Entry] = field(default_factory=list)
+
+    def check_kills(self) -> None:
+        """Raise ServerError unless the server lets its processes be killed."""
+        try:
+            self.client.post("/demo/kill", {})
+        except ServerError as error:
+            if error.status != 400:  # no process was named
+                raise ServerError(f"no process can be killed: start the server with page=demo; {error}") from error
+
+    def run(self, case: Case) -> Case:
+        """Ask for all texts in one way, and fill the case in."""
+        started, has_begun = time.monotonic(), Event()
+        body = {"speculative": case.speculative} | ({"stream": True} if case.is_streamed else {})
+        with ThreadPoolExecutor(case.num_at_once) as threads:
+            waiting = [threads.submit(self.ask, request | body, has_begun.set) for request in self.requests]
+            if case.killed and has_begun.wait():
+                self.client.post("/demo/kill", {"process": case.killed})
+        for number, (answer, expected) in enumerate(zip(waiting, self.expected, strict=True)):
+            error = answer.exception()
+            actual = [] if error else answer.result()
+            case.num_tokens += len(actual)
+            if (at := first_difference(expected, actual)) is not None:
+                tokens = {"expected": expected[at : at + 1], "actual": actual[at : at + 1]}
+                case.differences.append({"request": number, "position": at, **tokens, "error": error and str(error)})
+        case.seconds = round(time.monotonic() - started, 3)
+        deadline = time.monotonic() + _READY_S
+        while case.killed and not self.client.get("/health")["ready"]:
+            if time.monotonic() > deadline:
+                raise ServerError(f"{self.client.url} is not ready {_READY_S} s after the {case.killed} was killed")
+            time.sleep(0.2)
+        return case
+
+    def ask(self, body: dict[str, Any], begin: Callable[[], None] = lambda: None) -> list[int]:
+        """Return the tokens of an answer; call `begin` when the first of a stream are there, or it has failed."""
+        if not body.get("stream"):
+            answer = self.client.post(PATH, body)
+            self.entries.append(Entry(path=PATH, body=body, answer=answer))
+            return list(answer["choices"][0]["token_ids"])
+        token_ids: list[int] = []
+        try:
+            for event in self.client.stream(PATH, body):
+                token_ids += [token_id for choice in event["choices"] for token_id in choice["token_ids"]]
+                begin()
+        finally:
+            begin()
+        return token_ids
+
+
+def sign(proof: dict[str, Any], home: Path) -> dict[str, Any]:
+    """Return a proof with its Ed25519 signature and the public key; make the key on first use."""
+    file = home / KEY_FILE
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch(mode=0o600)
+        file.write_bytes(Ed25519PrivateKey.generate().private_bytes_raw())
+    key = Ed25519PrivateKey.from_private_bytes(file.read_bytes())
+    signature = key.sign(_signed_bytes(proof)).hex()
+    return {"proof": proof, "public_key": key.public_key().public_bytes_raw().hex(), "signature": signature}
+
+
+def verify(signed: dict[str, Any]) -> None:
+    """Raise ClickException unless the signature is that of the public key in the file."""
+    try:
+        key = Ed25519PublicKey.from_public_bytes(bytes.fromhex(signed["public_key"]))
+        key.verify(bytes.fromhex(signed["signature"]), _signed_bytes(signed["proof"]))
+    except (InvalidSignature, KeyError, TypeError, ValueError) as error:
+        raise click.ClickException(f"the signature does not fit the proof: {error!r}") from error
+
+
+def _signed_bytes(proof: dict[str, Any]) -> bytes:
+    return json.dumps(proof, sort_keys=True, separators=(",", ":")).encode()
+
+
+def page(signed: dict[str, Any]) -> str:
+    """Return a proof as a page of Markdown."""
+    proof, differing = signed["proof"], []
+    total = len(proof["requests"])
+    lines = [
+        f"# {'All texts are equal' if proof['all_equal'] else 'Some texts differ'}\n",
+        f"{proof['model']} at {proof['server']}, Paceline {proof['version']}, `{proof['system_fingerprint']}`, "
+        f"{proof['made_at']}. Each row asks for the same {total} texts, at temperatures 0, 0.7 and 1 with fixed "
+        "seeds. Every token is compared with plain decoding of one text at a time.\n",
+        "| draft | at once | streamed | killed | equal | tokens | seconds |\n|---|---|---|---|---|---|---|",
+    ]
+    for case in proof["cases"]:
+        way = f"{case['drafts']} | {case['num_at_once']} | {case['is_streamed']} | {case['killed']}"
+        equal = f"{total - len(case['differences'])} of {total}"
+        lines.append(f"| {way} | {equal} | {case['num_tokens']} | {case['seconds']} |")
+        differing += [f"- {way}: `{json.dumps(one)}`" for one in case["differences"]]
+    signature = f"\nSigned by `{signed['public_key']}`; `paceline prove --check proof.json` verifies it."
+    return "\n".join([*lines, "", *differing[:20], signature, ""])

@@ -1,0 +1,83 @@
+"""Checks of a running server: health, the speed-up of its drafts, their use and acceptance, recoveries and queue."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from deployments.diagnosis.finding import Finding, judged
+from deployments.diagnosis.http_client import Client, Metrics, ServerError
+from deployments.diagnosis.trial import NUM_TOKENS, TEMPERATURE, Figures, speed_finding, take_turns
+from deployments.ingress.server_info import installed_version
+
+PATH = "/v1/completions"
+_REASONS = {
+    "off": ("speculation is off, or there is no draft", "serve with a draft_model and speculation=adaptive"),
+    "goodput": (
+        "adaptive speculation measured that drafts do not pay",
+        "try a smaller draft, or fewer requests at once",
+    ),
+    "trial": ("other lengths are being tried", "measure again later"),
+}
+"""Why most rounds have no draft, and what to do, by the reason that /metrics gives for their length."""
+_ROUNDS = ("paceline:rounds_by_draft_length_total", "num_draft_tokens", "reason")
+_MANY_FALLBACKS = 0.05
+_LOW_ACCEPTANCE = 0.3
+
+
+def server_findings(client: Client) -> Iterator[Finding]:
+    """Check a server by what it does, which takes seconds, and by what it says."""
+    try:
+        health, version = client.get("/health"), client.get("/version")["version"]
+        routers = ", ".join(f"{one['replica']} {one['reason'] or 'is ready'}" for one in health["routers"])
+        if not health["ready"]:
+            yield Finding("error", "health", f"{health['reason']}; {routers}", "wait, then read the server's log")
+            return
+        yield Finding("ok", "health", routers)
+        here = installed_version()
+        yield judged("version", version, "" if version == here else f"this command is version {here}: use the server's")
+        rounds: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        yield speed_finding("speed-up", *take_turns(lambda *request: _decode(client, rounds, *request)))
+        metrics = client.metrics()
+        yield from _draft_findings(rounds, metrics)
+        recoveries, waiting = map(metrics.total, ("paceline:target_recoveries_total", "vllm:num_requests_waiting"))
+        yield judged("recoveries", f"{recoveries:.0f}", "the Router's log says why" * bool(recoveries))
+        yield judged("queue", f"{waiting:.0f}", "raise autoscaling.max_replicas" * bool(waiting))
+    except (ServerError, ValueError, KeyError, ZeroDivisionError) as error:
+        yield Finding("error", "server", f"{client.url}: {error!r}", "check --url: is it Paceline? Read its log")
+
+
+def _draft_findings(rounds: Mapping[tuple[str, ...], float], metrics: Metrics) -> Iterator[Finding]:
+    """Tell whether these rounds, by length and reason, had drafts, why not, and which positions are accepted."""
+    plain = {reason: count for (length, reason), count in rounds.items() if length == "0"}
+    total, found, advice = sum(rounds.values()), "", ""
+    if 2 * sum(plain.values()) > total:
+        found, advice = _REASONS[max(plain, key=lambda reason: plain[reason])]
+    used = 1 - sum(plain.values()) / total
+    yield judged("drafts", f"in {used:.0%} of {total:.0f} rounds{f': {found}' if found else ''}", advice)
+    fallbacks = metrics.by("paceline:drafter_fallbacks_total", "reason")
+    if sum(fallbacks.values()) > _MANY_FALLBACKS * total:
+        reasons = ", ".join(f"{count:.0f} {reason}" for (reason,), count in fallbacks.items() if count)
+        yield Finding("warning", "draft worker", f"rounds without its answer: {reasons}", "read its log")
+    if num_drafts := metrics.total("vllm:spec_decode_num_drafts_total"):
+        accepted = metrics.by("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position")
+        rates = [accepted[key] / num_drafts for key in sorted(accepted, key=lambda key: int(key[0]))]
+        is_low = max(rates, default=0) < _LOW_ACCEPTANCE
+        advice = "take a draft of the target's family, trained alike" * is_low
+        yield judged("acceptance", f"by position {', '.join(f'{rate:.0%}' for rate in rates) or 'none'}", advice)
+
+
+def _decode(
+    client: Client, rounds: defaultdict[tuple[str, ...], float], text: str, seed: int, has_draft: bool
+) -> Figures:
+    """Return the figures of one stream, with drafts as the server chooses, whose `rounds` are added, or without."""
+    body = {"prompt": text, "max_tokens": NUM_TOKENS, "temperature": TEMPERATURE, "seed": seed, "ignore_eos": True}
+    body |= {"stream": True, "return_token_ids": True, "speculative": {} if has_draft else {"enabled": False}}
+    before = client.metrics()
+    arrivals = [(time.perf_counter(), event["choices"][0]["token_ids"]) for event in client.stream(PATH, body)]
+    after, latency = client.metrics(), "vllm:inter_token_latency_seconds"
+    for key, count in after.by(*_ROUNDS).items() if has_draft else ():
+        rounds[key] += count - before.by(*_ROUNDS).get(key, 0.0)
+    names = (f"{latency}_count", f"{latency}_sum", "vllm:spec_decode_num_accepted_tokens_total")
+    num_tokens = sum(len(ids) for _, ids in arrivals[1:])  # the first arrival takes the time of the prompt, too
+    counts = (after.total(name) - before.total(name) for name in names)
+    return Figures(num_tokens, arrivals[-1][0] - arrivals[0][0], *counts)

@@ -1,0 +1,92 @@
+"""FakePaceline: a server in this process, whose tokens follow from prompt, temperature and seed."""
+
+import hashlib
+import json
+import threading
+from typing import Any
+
+import httpx
+
+from deployments.diagnosis.http_client import Client
+
+CHUNK = 3
+K = 4
+
+
+class FakePaceline:
+    """Answers what `deployments.diagnosis` asks.
+
+    Attributes:
+        falsified: positions whose tokens are wrong in requests that are streamed, by whether they are.
+        length, reason: of rounds whose draft length the request leaves open.
+        draft_s, plain_s: seconds of a round with a draft, which brings 3 tokens, and of one without.
+        demo_status: of /demo/kill without a process.
+    """
+
+    def __init__(self) -> None:
+        self.falsified: dict[bool, int] = {}
+        self.fingerprint, self.is_ready, self.demo_status = "fp_1", True, 400
+        self.metrics: dict[str, float] = {}
+        self.killed: list[str] = []
+        self.keys: set[str | None] = set()
+        self.lock = threading.Lock()
+        self.draft_s, self.plain_s = 2.0, 1.0
+        self.length, self.reason = "4", "goodput"
+        self.client = Client("http://fake", "key", transport=httpx.MockTransport(self.answer))
+
+    def count(self, name: str, value: float) -> None:
+        with self.lock:
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        self.keys.add(request.headers.get("authorization"))
+        body = json.loads(request.content or b"{}")
+        match request.url.path:
+            case "/health":
+                router = {"replica": "r1", "reason": None if self.is_ready else "recovering"}
+                known = {"ready": self.is_ready, "reason": router["reason"], "routers": [router]}
+                return httpx.Response(200 if self.is_ready else 503, json=known)
+            case "/version":
+                return httpx.Response(200, json={"version": "0.1.0"})
+            case "/metrics":
+                return httpx.Response(200, text="".join(f"{name} {value}\n" for name, value in self.metrics.items()))
+            case "/detokenize":
+                return httpx.Response(200, json={"prompt": "".join(f"<{i}>" for i in body["tokens"])})
+            case "/demo/kill":
+                self.killed += [body["process"]] if body else []
+                return httpx.Response(202 if body else self.demo_status, json={})
+            case "/v1/completions" | "/v1/chat/completions":
+                return self.generate(body)
+        return httpx.Response(404, text="no such route")
+
+    def generate(self, body: dict[str, Any]) -> httpx.Response:
+        ids = list(hashlib.sha256(repr([body[n] for n in ("prompt", "temperature", "seed")]).encode()).digest())
+        ids = ids[: body["max_tokens"]]
+        if (at := self.falsified.get(bool(body.get("stream")))) is not None:
+            ids[at] += 1
+        speculative = body.get("speculative", {})
+        is_plain = speculative.get("enabled") is False or speculative.get("num_speculative_tokens") == 0
+        self.observe(len(ids), has_draft=not is_plain)
+        common = {"model": "tiny", "system_fingerprint": self.fingerprint}
+        if not body.get("stream"):
+            choice = {"index": 0, "text": "".join(map(chr, ids)), "token_ids": ids}
+            metrics = {"speculative_decoding": {"num_spec_tokens": K}}
+            return httpx.Response(200, json=common | {"choices": [choice], "metrics": metrics})
+        pieces = [ids[first : first + CHUNK] for first in range(0, len(ids), CHUNK)]
+        events = [common | {"choices": [{"index": 0, "text": "\u2028", "token_ids": piece}]} for piece in pieces]
+        lines = [f"id: 1\ndata: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events]
+        return httpx.Response(200, content="".join([": hello\n\n", *lines, "data: [DONE]\n\n"]).encode())
+
+    def observe(self, num_tokens: int, *, has_draft: bool) -> None:
+        rounds = num_tokens / (3 if has_draft else 1)
+        latency = "vllm:inter_token_latency_seconds"
+        self.count(f"{latency}_count", rounds)
+        self.count(f"{latency}_sum", rounds * (self.draft_s if has_draft else self.plain_s))
+        length, reason = (self.length, self.reason) if has_draft else ("0", "request")
+        labels = f'num_draft_tokens="{length}",reason="{reason}",replica="r1"'
+        self.count(f"paceline:rounds_by_draft_length_total{{{labels}}}", rounds)
+        if has_draft:
+            self.count("vllm:spec_decode_num_accepted_tokens_total", 2 * rounds)
+            self.count("vllm:spec_decode_num_drafts_total", rounds)
+            for position in ("0", "1"):
+                self.count(f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}', rounds)

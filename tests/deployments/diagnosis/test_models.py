@@ -1,0 +1,81 @@
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deployments.config import AppConfig
+from deployments.diagnosis import models
+from deployments.diagnosis.models import known_draft, pair_findings, path_findings, weight_file_bytes
+from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
+
+
+def config(**settings: str) -> AppConfig:
+    return AppConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("meta-llama/Llama-3.1-70B-Instruct", "meta-llama/Llama-3.2-1B-Instruct"),
+        ("/models/Llama-3.1-8B/", "meta-llama/Llama-3.2-1B"),
+        ("Qwen/Qwen3-32B", "Qwen/Qwen3-0.6B"),
+        ("google/gemma-3-27b-it", "google/gemma-3-1b-it"),
+        ("google/flan-t5-xl", "google/flan-t5-small"),
+        ("google/gemma-2-27b-it", None),
+        ("bundled", None),
+    ],
+)
+def test_a_draft_is_known_by_the_targets_name(target, draft):
+    assert known_draft(target) == draft
+
+
+def test_a_missing_target_is_an_error_that_says_what_to_pull():
+    (target,) = (finding for finding in path_findings(config(target_model="Qwen/Qwen3-8B")) if finding.level == "error")
+    assert target.subject == "target"
+    assert "`paceline pull Qwen/Qwen3-8B --draft Qwen/Qwen3-0.6B`" in target.advice
+
+
+def test_a_target_without_its_known_draft_is_a_warning(tmp_path: Path):
+    folder = tmp_path / "Qwen3-8B"
+    folder.mkdir()
+    found = {finding.subject: finding for finding in path_findings(config(target_model=str(folder)))}
+    assert (found["target"].level, found["draft"].level) == ("ok", "warning")
+    assert "draft_model=Qwen/Qwen3-0.6B" in found["draft"].advice
+    assert [f.level for f in path_findings(config(target_model=str(folder), draft_model="none"))] == ["ok"]
+
+
+def test_no_draft_is_missed_where_none_is_known_or_none_wanted(tmp_path: Path):
+    (folder := tmp_path / "Qwen3-8B").mkdir()
+    for settings in ({"target_model": str(tmp_path)}, {"target_model": str(folder), "speculation": "off"}):
+        assert [finding.level for finding in path_findings(config(**settings))] == ["ok"]
+
+
+def test_the_bundled_pair_is_well():
+    assert [finding.level for finding in path_findings(config())] == ["ok", "ok"]
+    (pair,) = pair_findings(config())
+    assert (pair.level, pair.found[:20]) == ("ok", "4096 tokens in both,")
+    sizes = [(path / "model.safetensors").stat().st_size for path in (BUNDLED_TARGET, BUNDLED_DRAFT)]
+    assert weight_file_bytes(config()) == sum(sizes)
+
+
+def test_other_tokenizers_are_an_error(tmp_path: Path):
+    draft = shutil.copytree(BUNDLED_DRAFT, tmp_path / "draft")
+    tokenizer = json.loads((draft / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][-1], "id": 4096, "content": "<new>"})
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (pair,) = pair_findings(config(draft_model=str(draft)))
+    assert pair.level == "error"
+    assert "do not share their token ids" in pair.found
+    assert "drafting=suffix" in pair.advice
+
+
+def test_the_memory_plan_counts_every_process_on_this_machine(monkeypatch):
+    monkeypatch.setattr(models, "plan_kv_blocks", lambda free, workers, engine, device: len(workers))
+    assert ", 32 tokens fit" in next(pair_findings(config(block_size="16"))).found
+    assert ", 48 tokens fit" in next(pair_findings(config(tensor_parallel_size="2"))).found
+
+
+def test_models_that_do_not_fit_are_an_error():
+    (pair,) = pair_findings(config(memory_fraction="1e-9"))
+    assert (pair.level, "memory_fraction" in pair.found) == ("error", True)

@@ -1,0 +1,79 @@
+import stat
+
+import click
+import pytest
+
+from deployments.diagnosis.prove import BATCH, KEY_FILE, cases, page, prove, sign, verify
+from tests.deployments.diagnosis.fake import FakePaceline, K
+
+TEXTS = ["one", "two"]
+
+
+def test_the_matrix_has_every_way_once():
+    quick, full = ([*cases(K, (), is_full=is_full)] for is_full in (False, True))
+    ways = {(case.drafts, case.num_at_once, case.is_streamed) for case in full}
+    assert len(ways) == len(full) == (2 + K) * 2 * 2
+    assert {case.drafts for case in quick} == {"off", "always 1", "always 4", "server's"}
+    assert {case.drafts for case in cases(0, (), is_full=True)} == {"off", "server's"}
+
+
+def test_equal_texts_are_proved(server: FakePaceline, tmp_path):
+    proof, entries = prove(server.client, TEXTS, (), is_full=False)
+    assert proof["all_equal"]
+    assert (proof["system_fingerprint"], len(proof["requests"])) == ("fp_1", 6)
+    assert {entry.body["temperature"] for entry in entries} == {0.0, 0.7, 1.0}
+    assert not any(entry.body.get("stream") for entry in entries)
+    signed = sign(proof, tmp_path)
+    verify(signed)
+    assert page(signed).startswith("# All texts are equal")
+    assert "| off | 8 | True | None | 6 of 6 | 192 |" in page(signed)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_wrong_token_is_found_at_its_position(server: FakePaceline, is_streamed, tmp_path):
+    right = server.client.post
+    server.client.post = lambda path, body: (  # type: ignore[method-assign]
+        right(path, body) if body.get("speculative", {}).get("fixed") is None else falsely(path, body)
+    )
+
+    def falsely(path, body):
+        server.falsified = {False: 17}
+        try:
+            return right(path, body)
+        finally:
+            server.falsified = {}
+
+    if is_streamed:
+        server.falsified = {True: 17}
+    proof, _ = prove(server.client, TEXTS, (), is_full=False)
+    assert not proof["all_equal"]
+    wrong = [case for case in proof["cases"] if case["differences"]]
+    assert {case["is_streamed"] for case in wrong} >= {is_streamed}
+    for difference in (one for case in wrong for one in case["differences"]):
+        assert difference["position"] == 17
+        assert difference["actual"] == [difference["expected"][0] + 1]
+    assert "Some texts differ" in page(sign(proof, tmp_path))
+
+
+def test_processes_are_killed_under_streams(server: FakePaceline):
+    proof, _ = prove(server.client, TEXTS, ["draft", "target"], is_full=False)
+    assert server.killed == ["draft", "target"]
+    assert [(case["killed"], case["num_at_once"]) for case in proof["cases"][:3]] == [
+        ("draft", BATCH),
+        ("target", BATCH),
+        (None, 1),
+    ]
+
+
+def test_kills_are_refused_without_the_demo_page(server: FakePaceline):
+    server.demo_status = 404
+    with pytest.raises(click.ClickException, match="page=demo"):
+        prove(server.client, TEXTS, ["draft"], is_full=False)
+
+
+def test_a_proof_that_was_changed_is_not_the_signers(server: FakePaceline, tmp_path):
+    signed = sign({"all_equal": False}, tmp_path)
+    assert stat.S_IMODE((tmp_path / KEY_FILE).stat().st_mode) == 0o600
+    assert sign({}, tmp_path)["public_key"] == signed["public_key"], "the key is kept"
+    with pytest.raises(click.ClickException, match="does not fit"):
+        verify(signed | {"proof": {"all_equal": True}})

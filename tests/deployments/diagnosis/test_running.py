@@ -1,0 +1,67 @@
+import itertools
+from collections import defaultdict
+
+import httpx
+import pytest
+
+from deployments.diagnosis import running
+from deployments.diagnosis.finding import Finding
+from deployments.diagnosis.http_client import Client
+from tests.deployments.diagnosis.fake import FakePaceline
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(running.time, "perf_counter", lambda: float(next(ticks)))
+
+
+def found(server: FakePaceline) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in running.server_findings(server.client)}
+
+
+def test_a_server_that_is_well(server: FakePaceline):
+    server.draft_s = 3.0  # three tokens in the time of three rounds: as fast as plain, as the clock measures
+    findings = found(server)
+    assert [name for name, one in findings.items() if one.level != "ok"] == []
+    assert "measured speed-up 1.00, predicted 1.00; 3.00 tokens a round" in findings["speed-up"].found
+    assert findings["acceptance"].found == "by position 100%, 100%"
+    assert findings["drafts"].found.startswith("in 100%")
+
+
+def test_tokens_of_the_first_chunk_are_not_timed(server: FakePaceline):
+    rounds = defaultdict(float)
+    figures = running._decode(server.client, rounds, "text", 1, True)
+    running._decode(server.client, rounds, "text", 1, False)
+    assert dict(rounds) == {("4", "goodput"): pytest.approx(32 / 3)}
+    assert (figures.num_tokens, figures.seconds, figures.num_accepted) == (29, 10, pytest.approx(64 / 3))
+
+
+def test_a_speed_up_that_clients_do_not_get_is_a_warning(server: FakePaceline):
+    assert found(server)["speed-up"].level == "warning"
+
+
+@pytest.mark.parametrize(("reason", "why"), [("off", "speculation is off"), ("goodput", "do not pay")])
+def test_unused_drafts_are_explained(server: FakePaceline, reason, why):
+    server.count('paceline:rounds_by_draft_length_total{num_draft_tokens="4",reason="goodput",replica="r1"}', 1e6)
+    server.length, server.reason = "0", reason
+    drafts = found(server)["drafts"]
+    assert (drafts.level, why in drafts.found) == ("warning", True)
+
+
+def test_recoveries_a_queue_rejections_and_lost_drafts_are_warnings(server: FakePaceline):
+    server.count("paceline:target_recoveries_total", 2)
+    server.count("vllm:num_requests_waiting", 7)
+    server.count("vllm:spec_decode_num_drafts_total", 1e6)
+    server.count('paceline:drafter_fallbacks_total{reason="absent"}', 1e6)
+    findings = found(server)
+    assert {name for name, one in findings.items() if one.level != "ok"} >= {"recoveries", "queue", "acceptance"}
+    assert findings["draft worker"].found == "rounds without its answer: 1000000 absent"
+
+
+def test_a_server_that_is_not_ready_or_another_program_is_an_error(server: FakePaceline):
+    server.is_ready = False
+    assert found(server)["health"].level == "error"
+    other = httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))
+    (finding,) = running.server_findings(Client("http://fake", transport=other))
+    assert (finding.level, finding.subject) == ("error", "server")

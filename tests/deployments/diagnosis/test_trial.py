@@ -1,0 +1,80 @@
+import click
+import pytest
+
+from deployments.config import AppConfig
+from deployments.diagnosis import trial
+from deployments.diagnosis.trial import (
+    Figures,
+    predicted_speed_up,
+    read_texts,
+    speed_finding,
+    take_turns,
+    trial_findings,
+)
+
+PLAIN = Figures(num_tokens=100, seconds=10, num_rounds=100, round_s=10, num_accepted=0)
+DRAFTED = Figures(num_tokens=100, seconds=5, num_rounds=40, round_s=5, num_accepted=60)
+
+
+def test_the_prediction_is_tokens_a_round_over_the_rounds_relative_time():
+    assert predicted_speed_up(PLAIN, DRAFTED) == pytest.approx(2.5 * 0.1 / 0.125)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "level", "advice"),
+    [(5, "ok", ""), (4.4, "ok", ""), (6, "warning", "outside the rounds"), (4.2, "warning", "outside the rounds")],
+)
+def test_a_speed_up_more_than_15_percent_from_the_prediction_is_a_warning(seconds, level, advice):
+    finding = speed_finding("trial", PLAIN, DRAFTED._replace(seconds=seconds))
+    assert (finding.level, advice in finding.advice) == (level, True)
+    assert f"measured speed-up {10 / seconds:.2f}, predicted 2.00" in finding.found
+
+
+def test_drafts_that_do_not_pay_are_a_warning():
+    finding = speed_finding("trial", PLAIN, DRAFTED._replace(seconds=12, round_s=12))
+    assert (finding.level, finding.advice[:17]) == ("warning", "drafts do not pay")
+    assert speed_finding("trial", PLAIN, PLAIN._replace(seconds=10.5)).level == "ok", "there were none"
+
+
+def test_both_ways_decode_the_same_texts_and_each_is_first_in_turn():
+    calls = []
+
+    def decode(text, seed, has_draft):
+        calls.append((text, seed, has_draft))
+        return DRAFTED if has_draft else PLAIN
+
+    plain, drafted = take_turns(decode)
+    assert [has_draft for _, _, has_draft in calls[1:]] == [True, False, False, True]
+    assert [call[:2] for call in calls[1:] if call[2]] == [call[:2] for call in calls[1:] if not call[2]]
+    assert (plain.seconds, drafted.num_accepted) == (20, 120)
+
+
+def test_the_bundled_pair_is_tried():
+    (finding,) = trial_findings(AppConfig())
+    assert finding.subject == "trial"
+    assert float(finding.found.split("; ")[1].split()[0]) > 2, "tokens a round"
+
+
+def test_a_trial_decodes_in_both_ways(monkeypatch):
+    monkeypatch.setattr(trial, "take_turns", lambda decode: [decode("This PEP", 0, way) for way in (False, True)])
+    monkeypatch.setattr(trial, "speed_finding", lambda subject, *ways: ways)
+    ((plain, drafted),) = trial_findings(AppConfig())
+    assert (plain.num_tokens, plain.num_rounds, plain.num_accepted) == (64, 63, 0)
+    assert drafted.num_rounds + drafted.num_accepted >= 63
+    assert drafted.num_accepted > 0
+
+
+def test_a_trial_that_makes_no_sense_is_left_out(monkeypatch):
+    (finding,) = trial_findings(AppConfig.model_validate({"speculation": "off"}))
+    assert "allow no drafts" in finding.found
+    monkeypatch.setattr(trial, "_MAX_WEIGHT_BYTES", 1)
+    (finding,) = trial_findings(AppConfig())
+    assert "takes too long" in finding.found
+
+
+def test_texts_are_blocks_of_a_file(tmp_path):
+    (tmp_path / "texts").write_text("one\n\n\ntwo\nlines\n")
+    assert read_texts(tmp_path / "texts") == ["one", "two\nlines"]
+    (tmp_path / "texts").write_text("\n")
+    with pytest.raises(click.ClickException, match="no text"):
+        read_texts(tmp_path / "texts")

@@ -24,7 +24,7 @@ HEADERS = {
 def add_page(api: FastAPI, page: Literal["on", "off", "demo"], kill: Kill) -> None:
     """Serve the page, unless it is off; a demo's page has buttons for `kill`."""
     for name, media_type in {} if page == "off" else FILES.items():
-        body = (STATIC / (name or "page.html")).read_bytes().replace(b"<body", b"<body data-page=" + page.encode())
+        body = (STATIC / (name or "page.html")).read_bytes().replace(b"<body", f'<body data-page="{page}"'.encode())
         api.add_route(f"/{name}", _file(body, media_type), include_in_schema=False)
     if page == "demo":
         add_demo(api, kill)

@@ -29,10 +29,12 @@ async function call(path, options = {}) {
 }
 
 function askKey() {
-  $("door").showModal();
-  return new Promise((resolve, reject) => $("door").addEventListener("close", () => {
-    $("door").returnValue ? resolve($("door").querySelector("input").value) : reject(new Refused("This server needs an API key."));
-  }, { once: true }));
+  const door = $("door"), input = door.querySelector("input"), refusal = new Refused("This server needs an API key.");
+  door.returnValue = input.value = "";
+  door.showModal();
+  return new Promise((resolve, reject) => {
+    door.addEventListener("close", () => (door.returnValue ? resolve(input.value) : reject(refusal)), { once: true });
+  });
 }
 
 function post(path, body, { headers, ...options } = {}) {
@@ -162,7 +164,7 @@ async function saveReplay(takes) {
   const page = `<!doctype html><html lang="en"><meta charset="utf-8"><title>Paceline replay</title>
 <meta name="viewport" content="width=device-width"><meta http-equiv="Content-Security-Policy"
 content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"><style>${style}</style>
-<body><script type="module">${code}\nplay(${data});</script></body></html>`;
+<script type="module">${code}\nplay(${data});</script></body></html>`;
   const href = URL.createObjectURL(new Blob([page], { type: "text/html" }));
   el("a", { href, download: "paceline-replay.html" }).click();
   setTimeout(() => URL.revokeObjectURL(href), 10_000);

@@ -45,12 +45,13 @@ export class RoundsView {
   }
 
   add(round) {
-    const parts = round.texts.map((text, index) => {
+    const token = (text, className, more) => {
       const word = text.trimStart(); // blanks are not marked
-      return [text.slice(0, text.length - word.length), el("span", { className: kind(round, index), textContent: word })];
-    });
+      return [text.slice(0, text.length - word.length), el("span", { className, textContent: word, ...more })];
+    };
+    const parts = round.texts.map((text, index) => token(text, kind(round, index)));
     const ghosts = verdict(round).rejected.map((text) =>
-      el("span", { className: "ghost", "aria-hidden": "true", textContent: visible(text) }));
+      el("span", { className: "ghost", "aria-hidden": "true" }, ...token(visible(text), "")));
     parts.splice(round.accepted, 0, ghosts);
     this.rounds.push(round);
     this.nodes.push(el("span", { className: "round" }, ...parts.flat()));
@@ -129,7 +130,7 @@ export async function judge([{ text: one }, { text: other }]) {
 export function saving([without, drafted]) {
   const saved = without.ms - drafted.ms, percent = Math.round((100 * saved) / without.ms);
   if (percent > 0) return `Drafts saved ${duration(saved)} of ${duration(without.ms)} (${percent} %).`;
-  return `A draft is not worth it here: ${duration(-saved)} longer (${-percent} %).`;
+  return `A draft is not worth it here: ${duration(Math.max(0, -saved))} longer (${-percent} %).`;
 }
 
 /** Play a saved replay: the texts grow as they did. */

@@ -27,7 +27,7 @@ WRONG = [" then", " to", " it", " very", ", being", " my Lord", " up", " did"]
 class Fake:
     """What the server does, and what it was asked."""
 
-    round_s: float = 0.002
+    round_s: float = 0.001
     pause_s: float = 0.05
     key: str | None = None
     cut_after: int | None = None

@@ -4,25 +4,25 @@ import { RoundsView, el, facts, judge, kind, saving, speed } from "./rounds.js";
 
 const $ = (id) => document.getElementById(id);
 const fields = $("composer").elements, live = $("live");
-const RETRIED = [429, 502, 503, 504], MAX_TRIES = 60, POLL_MS = 2000, DRAW_MS = 40, MAX_TURNS = 40;
+const RETRIED = [429, 502, 503, 504], MAX_TRIES = 60, POLL_MS = 2000, DRAW_MS = 40, MAX_TURNS = 20;
 const SAMPLES = ["Up betimes and to my office,", "Call me Ishmael. Some years ago", "This PEP proposes"];
-let model = "", turns = [], running = null;
+const speeds = [];
+let model = "", turns = [], running = null, before = null;
 
 class Refused extends Error {}
-
 const quiet = (textContent, onclick) => el("button", { type: "button", className: "quiet", textContent, onclick });
+const stop = () => running?.controller.abort();
 const say = (text) => { $("spoken").textContent = text; };
+
 function notice(text = "", isError = false) {
   $("notice").textContent = text;
   $("notice").classList.toggle("error", isError);
 }
 
-// The API
-
 async function call(path, options = {}) {
   for (;;) {
-    const key = sessionStorage.getItem("key"), headers = { ...options.headers, ...(key && { Authorization: `Bearer ${key}` }) };
-    const response = await fetch(path, { ...options, headers });
+    const key = sessionStorage.getItem("key"), authorization = key && { Authorization: `Bearer ${key}` };
+    const response = await fetch(path, { ...options, headers: { ...options.headers, ...authorization } });
     if (response.status !== 401) return response;
     sessionStorage.setItem("key", await askKey());
   }
@@ -38,16 +38,12 @@ function askKey() {
 }
 
 function post(path, body, { headers, ...options } = {}) {
-  return call(path, { method: "POST", body: JSON.stringify(body), headers: { "Content-Type": "application/json", ...headers }, ...options });
+  const json = { "Content-Type": "application/json" };
+  return call(path, { method: "POST", body: JSON.stringify(body), headers: { ...json, ...headers }, ...options });
 }
 
-async function complaint(response) {
-  return (await response.json().catch(() => null))?.error?.message ?? `The server answers with status ${response.status}.`;
-}
-
-function pause(ms, signal) {
-  return new Promise((resolve) => { setTimeout(resolve, ms); signal.addEventListener("abort", resolve); });
-}
+const complaint = async (response) =>
+  (await response.json().catch(() => null))?.error?.message ?? `The server answers with ${response.status}.`;
 
 /** The events of a stream; if its connection is cut, the same request asks for the rest of it. */
 async function* events(path, body, signal, onLoss) {
@@ -77,13 +73,11 @@ async function* events(path, body, signal, onLoss) {
     } catch (error) {
       if (signal.aborted || error instanceof Refused) throw error;
       onLoss(error.message);
-      await pause(wait, signal);
+      await new Promise((resolve) => { setTimeout(resolve, wait); signal.addEventListener("abort", resolve); });
     }
   }
   throw new Refused("The server did not come back.");
 }
-
-// One text
 
 /** Stream a text into a view, and fill its take, which is all that a replay needs. */
 async function stream(take, view, [path, body], signal) {
@@ -91,7 +85,7 @@ async function stream(take, view, [path, body], signal) {
   let undrawn = [], timer = 0, isCut = false, latest = 0;
   const flush = () => { timer = 0; undrawn.splice(0).forEach((draw) => draw()); strip(take); };
   const soon = (draw) => { undrawn.push(draw); timer ||= setTimeout(flush, DRAW_MS); };
-  take.note = (text) => { take.marks.push([since(), text]); soon(() => view.mark(text)); };
+  take.note = (text) => { soon(() => view.mark(text)); take.marks.push([since(), text]); return since(); };
   const onLoss = (reason) => { isCut = true; notice(`${reason} Asking for the rest.`); };
   try {
     for await (const event of events(path, body, signal, onLoss)) {
@@ -125,7 +119,8 @@ async function stream(take, view, [path, body], signal) {
 }
 
 function newTake(asked, hasDrafts) {
-  return { asked, label: `${hasDrafts ? "With" : "Without"} drafts`, hasDrafts, text: "", rounds: [], marks: [], longest: 0 };
+  const label = `${hasDrafts ? "With" : "Without"} drafts`;
+  return { asked, hasDrafts, label, text: "", rounds: [], marks: [], longest: 0 };
 }
 
 function requestOf({ asked, hasDrafts }, earlier, more = {}) {
@@ -136,8 +131,9 @@ function requestOf({ asked, hasDrafts }, earlier, more = {}) {
     ? { messages: said.map(([role, content]) => ({ role, content })) }
     : { prompt: said.map(([role, content], index) => gap(role, index, content) + content).join("") };
   const speculative = { trace: true, ...(hasDrafts ? {} : { enabled: false }) };
-  const [seed, temperature, max_tokens] = ["seed", "temperature", "max_tokens"].map((name) => Number(fields[name].value));
-  return [`v1/${isChat ? "chat/" : ""}completions`, { model, ...prompt, stream: true, seed, temperature, max_tokens, speculative, ...more }];
+  const numbers = ["seed", "temperature", "max_tokens"].map((name) => [name, Number(fields[name].value)]);
+  const body = { model, ...prompt, stream: true, speculative, ...Object.fromEntries(numbers), ...more };
+  return [`v1/${isChat ? "chat/" : ""}completions`, body];
 }
 
 function strip({ rounds }) {
@@ -145,14 +141,9 @@ function strip({ rounds }) {
     el("span", {}, ...round.texts.slice(0, 8).map((_, index) => el("i", { className: kind(round, index) })))));
 }
 
-async function copy(text) {
-  if (navigator.clipboard) await navigator.clipboard.writeText(text);
-  else { // not in a secure context
-    const area = document.body.appendChild(el("textarea", { value: text }));
-    area.select();
-    document.execCommand("copy");
-    area.remove();
-  }
+async function copy(take, view) {
+  if (!navigator.clipboard) getSelection().selectAllChildren(view.text); // not in a secure context
+  await (navigator.clipboard ? navigator.clipboard.writeText(take.text) : document.execCommand("copy"));
   say("Copied");
 }
 
@@ -170,22 +161,20 @@ content="default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inlin
   setTimeout(() => URL.revokeObjectURL(href), 10_000);
 }
 
-// Chat and comparison
-
 function showTurn(take) {
   const view = new RoundsView("Answer"), line = el("p", { className: "facts" });
   $("chat").append(el("article", {}, el("p", { className: "asked", textContent: take.asked }), view.node, line));
   const finish = () => line.replaceChildren(
-    ...facts(take), quiet("Copy", () => copy(take.text)), quiet("Save replay", () => saveReplay([take])));
+    ...facts(take), quiet("Copy", () => copy(take, view)), quiet("Save replay", () => saveReplay([take])));
   return { view, finish };
 }
 
 async function chat(asked, signal) {
-  const take = newTake(asked, fields.drafts.checked), request = requestOf(take, turns), { view, finish } = showTurn(take);
+  const take = newTake(asked, fields.drafts.checked), { view, finish } = showTurn(take), earlier = turns;
   running.takes = [take];
-  await stream(take, view, request, signal);
+  await stream(take, view, requestOf(take, earlier), signal);
   finish();
-  turns = [...turns, take].slice(-MAX_TURNS);
+  if (take.text && turns === earlier) turns = [...turns, take].slice(-MAX_TURNS);
   sessionStorage.setItem("turns", JSON.stringify(turns));
   say(`Answer: ${take.text}`);
 }
@@ -193,7 +182,8 @@ async function chat(asked, signal) {
 async function compare(asked, signal) {
   const takes = running.takes = [newTake(asked, false), newTake(asked, true)];
   const columns = takes.map((take) => {
-    const view = new RoundsView(take.label), line = el("p", { className: "facts" }), big = el("p", { className: "speed" });
+    const [line, big] = ["facts", "speed"].map((className) => el("p", { className }));
+    const view = new RoundsView(take.label);
     return { view, line, big, node: el("section", {}, el("h2", { textContent: take.label }), big, view.node, line) };
   });
   $("pair").replaceChildren(...columns.map(({ node }) => node));
@@ -201,7 +191,8 @@ async function compare(asked, signal) {
   const run = async (take, index) => {
     const { view, line, big } = columns[index];
     // A salt of its own: the second text must not find the first one's cached prompt, or copy from its text.
-    await stream(take, view, requestOf(take, [], { cache_salt: crypto.getRandomValues(new Uint32Array(4)).join("-") }), signal);
+    const cache_salt = crypto.getRandomValues(new Uint32Array(4)).join("-");
+    await stream(take, view, requestOf(take, [], { cache_salt }), signal);
     big.replaceChildren(speed(take).toFixed(1), el("small", { textContent: " tokens/s" }));
     line.replaceChildren(...facts(take).filter((fact) => !fact.textContent.endsWith("tokens/s")));
   };
@@ -227,14 +218,6 @@ async function send() {
   $("send").hidden = !($("stop").hidden = true);
 }
 
-// Live
-
-const WANTED = new Set(["paceline:rounds_total", "paceline:round_seconds_total", "paceline:draft_wait_seconds_total",
-  "paceline:target_compute_seconds_total", "vllm:spec_decode_num_draft_tokens_total", "vllm:generation_tokens_total",
-  "vllm:spec_decode_num_accepted_tokens_total", "vllm:num_requests_running", "vllm:num_requests_waiting"]);
-const speeds = [];
-let before = null;
-
 function list(id, rows) {
   $(id).replaceChildren(...rows.flatMap(([name, value, color]) =>
     [el("dt", {}, ...(color ? [el("i", { className: color })] : []), name), el("dd", { textContent: value })]));
@@ -242,18 +225,19 @@ function list(id, rows) {
 
 async function poll() {
   if (document.hidden || !live.open) return;
-  const [metrics, health] = await Promise.all([(await call("metrics")).text(), (await call("health")).json()]);
+  const metrics = await (await call("metrics")).text(), { routers } = await (await call("health")).json();
   const now = { at: performance.now() }, replicas = new Set();
   for (const [, name, labels, value] of metrics.matchAll(/^([\w:]+)\{([^}]*)\} (\S+)$/gm)) {
     replicas.add(/replica="([^"]*)"/.exec(labels)?.[1]);
-    if (WANTED.has(name) && !labels.includes('phase="prefill"')) now[name] = (now[name] ?? 0) + Number(value);
+    if (!labels.includes('phase="prefill"')) now[name] = (now[name] ?? 0) + Number(value);
   }
   const since = (name) => Math.max(0, now[name] - (before?.[name] ?? 0)), rounds = since("paceline:rounds_total");
   if (rounds) {
-    const [round, draft, target] = ["round", "draft_wait", "target_compute"].map((name) => (1000 * since(`paceline:${name}_seconds_total`)) / rounds);
-    const parts = { draft, verify: target, wait: Math.max(0, round - draft - target) };
-    list("times", Object.entries(parts).map(([name, ms]) => [name, `${ms.toFixed(1)} ms`, name]));
-    for (const [name, ms] of Object.entries(parts)) live.querySelector(`.bar .${name}`).style.flexGrow = ms;
+    const ms = (name) => (1000 * since(name)) / rounds;
+    const draft = ms("paceline:draft_wait_seconds_total"), verify = ms("paceline:target_compute_seconds_total");
+    const parts = { draft, verify, wait: Math.max(0, ms("paceline:round_seconds_total") - draft - verify) };
+    list("times", Object.entries(parts).map(([name, value]) => [name, `${value.toFixed(1)} ms`, name]));
+    for (const [name, value] of Object.entries(parts)) live.querySelector(`.bar .${name}`).style.flexGrow = value;
   }
   const drafted = since("vllm:spec_decode_num_draft_tokens_total");
   const share = Math.round((100 * since("vllm:spec_decode_num_accepted_tokens_total")) / drafted);
@@ -263,35 +247,33 @@ async function poll() {
   $("speed").setAttribute("points", speeds.map((value, index) => `${index * 4},${42 - (40 * value) / most}`).join(" "));
   list("figures", [["tokens/s", speeds.at(-1).toFixed(1)], ["drafts accepted", drafted ? `${share} %` : "\u2013"],
     ["running", now["vllm:num_requests_running"] ?? 0], ["waiting", now["vllm:num_requests_waiting"] ?? 0]]);
-  for (const { replica } of health.routers) replicas.delete(replica);
-  list("replicas", [...health.routers.map(({ ready, reason }) => ["Router", ready ? "ready" : reason]),
+  for (const { replica } of routers) replicas.delete(replica);
+  list("replicas", [...routers.map(({ ready, reason }) => ["Router", ready ? "ready" : reason]),
     ...[...replicas].filter(Boolean).map(() => ["Ingress", "ready"])]);
   before = now;
 }
 
-const keepPolling = () => poll().catch(() => list("replicas", [["Server", "no answer"]]));
-
-// Controls
+function keepPolling() {
+  poll().catch(() => list("replicas", [["Server", "no answer"]])).then(() => setTimeout(keepPolling, POLL_MS));
+}
 
 async function kill({ value, textContent: name }) {
   const response = await post("demo/kill", { process: value });
   notice(response.ok ? `${name} killed.` : await complaint(response), !response.ok);
   for (const take of (response.ok && running?.takes) || []) {
     if (!take.note || take.ms) continue; // it has not begun, or has ended
-    take.note(`${name} killed`);
-    take.killed = { name, t: take.marks.at(-1)[0], gap: 0 };
+    take.killed = { name, t: take.note(`${name} killed`), gap: 0 };
   }
 }
 
 function showView() {
   const isChat = document.querySelector("[name=view]:checked").value === "chat";
-  $("compare").hidden = isChat;
-  $("chat").hidden = $("new").hidden = !isChat;
+  $("chat").hidden = $("new").hidden = !($("compare").hidden = isChat);
   $("welcome").hidden = isChat ? turns.length || running : $("pair").firstChild;
 }
 
 function startAgain() {
-  running?.controller.abort();
+  stop();
   turns = [];
   sessionStorage.removeItem("turns");
   $("chat").replaceChildren();
@@ -302,20 +284,17 @@ function startAgain() {
 $("composer").addEventListener("submit", (event) => { event.preventDefault(); send(); });
 fields.ghosts.addEventListener("change", () => document.body.classList.toggle("no-ghosts", !fields.ghosts.checked));
 $("message").addEventListener("keydown", (event) => {
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  send();
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); send(); }
 });
-const stop = () => running?.controller.abort();
 document.addEventListener("keydown", ({ key }) => { if (key === "Escape") stop(); });
 $("stop").addEventListener("click", stop);
 $("new").addEventListener("click", startAgain);
 for (const radio of document.querySelectorAll("[name=view]")) radio.addEventListener("change", showView);
 for (const button of $("demo").querySelectorAll("button")) button.addEventListener("click", () => kill(button));
-$("samples").append(...SAMPLES.map((text) => el("button", { type: "button", textContent: text, onclick: () => {
-  $("message").value = text;
-  send();
-} })));
+$("samples").append(...SAMPLES.map((text) => {
+  const onclick = () => { $("message").value = text; send(); };
+  return el("button", { type: "button", textContent: text, onclick });
+}));
 
 async function open() {
   live.open = matchMedia("(min-width: 861px)").matches;
@@ -335,7 +314,6 @@ async function open() {
   }
   showView();
   keepPolling();
-  setInterval(keepPolling, POLL_MS);
 }
 
 open().catch((error) => notice(`The page cannot start: ${error.message}`, true));

@@ -9,7 +9,7 @@ export const el = (tag, properties = {}, ...children) => {
   return node;
 };
 
-const WHY = { recovered: "the draft differed here", bonus: "the whole draft was accepted", plain: "there was no draft" };
+const WHY = { recovered: "the draft differed", bonus: "the whole draft was accepted", plain: "there was no draft" };
 const visible = (text) => text.replaceAll("\n", "\u23ce");
 const duration = (ms) => (ms < 995 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(2)} s`);
 export const kind = (round, index) => (index < round.accepted ? "accepted" : round.last);
@@ -30,14 +30,16 @@ export class RoundsView {
   constructor(label) {
     this.rounds = [];
     this.nodes = [];
-    this.text = el("div", { className: "text", tabIndex: 0, role: "group", "aria-label": `${label}. Arrow keys show rounds.` });
+    const name = `${label}. Arrow keys show rounds.`;
+    this.text = el("div", { className: "text", tabIndex: 0, role: "group", "aria-label": name });
     this.card = el("div", { className: "card", role: "status", hidden: true });
     this.node = el("div", { className: "rounds" }, this.text, this.card);
     this.text.addEventListener("pointerover", ({ target }) => this.show(this.nodes.indexOf(target.closest(".round"))));
     for (const event of ["pointerleave", "blur"]) this.text.addEventListener(event, () => this.show(-1));
     this.text.addEventListener("keydown", (event) => {
       const now = this.nodes.findIndex((node) => node.classList.contains("shown")), end = this.nodes.length - 1;
-      const next = { ArrowRight: Math.min(now + 1, end), ArrowLeft: Math.max(now - 1, 0), Home: 0, End: end }[event.key];
+      const places = { ArrowRight: Math.min(now + 1, end), ArrowLeft: Math.max(now - 1, 0), Home: 0, End: end };
+      const next = places[event.key];
       if (next === undefined) return;
       event.preventDefault();
       this.show(next);
@@ -58,9 +60,7 @@ export class RoundsView {
     this.text.append(this.nodes.at(-1));
   }
 
-  mark(text) {
-    this.text.append(el("span", { className: "mark", textContent: text }));
-  }
+  mark(textContent) { this.text.append(el("span", { className: "mark", textContent })); }
 
   /** Cut off the last tokens what was not sent as text, such as a stop string. */
   finish(text) {
@@ -86,10 +86,10 @@ export class RoundsView {
       return path.includes(at) ? row("accepted", text, "accepted", depth) : row("ghost", text, missed, depth);
     });
     if (WHY[round.last]) rows.push(row(round.last, round.texts.at(-1), `${round.last}: ${WHY[round.last]}`));
-    const since = index ? `${duration(round.t - this.rounds[index - 1].t)} after the last` : `${duration(round.t)} after the request`;
+    const before = index ? this.rounds[index - 1].t : 0, since = `${duration(round.t - before)} after the`;
     this.card.replaceChildren(
       el("b", { textContent: `Round ${index + 1}: ${round.accepted} of ${round.draft.length} draft tokens accepted` }),
-      el("ol", {}, ...rows), el("small", { textContent: since }));
+      el("ol", {}, ...rows), el("small", { textContent: `${since} ${index ? "last" : "request"}` }));
     const box = node.getClientRects()[0], frame = this.node.getBoundingClientRect();
     this.card.style.top = `${box.bottom - frame.top + 8}px`;
     this.card.style.left = `${Math.max(0, Math.min(box.left - frame.left, frame.width - this.card.offsetWidth))}px`;
@@ -115,15 +115,16 @@ async function digest(text) {
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-/** Whether two texts are identical, by their hashes, or where they first differ; browsers hash in secure contexts only. */
+/** Whether two texts are identical, by their hashes, or where they differ; browsers hash in secure contexts only. */
 export async function judge([{ text: one }, { text: other }]) {
   const hashes = globalThis.crypto?.subtle && (await Promise.all([digest(one), digest(other)]));
   const isSame = hashes ? hashes[0] === hashes[1] : one === other;
   let at = 0;
   while (!isSame && one[at] === other[at]) at += 1;
-  const how = hashes ? `SHA-256 of both texts: ${hashes[0].slice(0, 16)}\u2026` : "compared letter by letter, as there are no hashes without HTTPS";
-  const note = isSame ? how : `from character ${[...one.slice(0, at)].length + 1} on`;
-  return el("p", { className: `badge ${isSame ? "same" : "other"}` }, el("b", { textContent: isSame ? "identical" : "different" }), ` ${note}`);
+  const how = hashes ? `SHA-256 of both texts: ${hashes[0].slice(0, 16)}\u2026` : "letter by letter: hashes need HTTPS";
+  const [word, className, note] = isSame ? ["identical", "badge same", how]
+    : ["different", "badge other", `from character ${[...one.slice(0, at)].length + 1} on`];
+  return el("p", { className }, el("b", { textContent: word }), ` ${note}`);
 }
 
 /** What drafts saved, from a run without them and one with them. */
@@ -145,7 +146,8 @@ export async function play({ title, takes }) {
     ...take.marks.map(([t, text]) => ({ t, draw: (view) => view.mark(text) })),
     { t: take.ms, draw: (view, line) => { view.finish(take.text); line.append(...facts(take)); } },
   ].sort((a, b) => a.t - b.t) }));
-  const isPair = takes.length > 1, verdicts = isPair ? [await judge(takes), el("p", { textContent: saving(takes) })] : [];
+  const isPair = takes.length > 1;
+  const verdicts = isPair ? [await judge(takes), el("p", { textContent: saving(takes) })] : [];
   document.body.append(
     el("header", {}, el("h1", { textContent: "Paceline replay" }), el("p", { id: "model", textContent: title })),
     el("main", { className: "replay" }, el("p", { className: "asked", textContent: takes[0].asked }),
@@ -154,10 +156,10 @@ export async function play({ title, takes }) {
   let now = 0, before = performance.now(), isRunning = true;
   const draw = () => {
     for (const column of columns) {
-      const due = column.events.filter(({ t }) => t <= now).length;
+      const due = column.events.filter(({ t }) => t <= now).length, { label } = column.take;
       if (due < column.drawn) { // at the beginning, and after a step back
-        Object.assign(column, { view: new RoundsView(column.take.label), line: el("p", { className: "facts" }), drawn: 0 });
-        column.node.replaceChildren(el("h2", { textContent: column.take.label }), column.view.node, column.line);
+        Object.assign(column, { view: new RoundsView(label), line: el("p", { className: "facts" }), drawn: 0 });
+        column.node.replaceChildren(el("h2", { textContent: label }), column.view.node, column.line);
       }
       for (const event of column.events.slice(column.drawn, due)) event.draw(column.view, column.line);
       column.drawn = due;

@@ -105,7 +105,7 @@ def test_the_pointer_and_the_arrow_keys_show_a_round(page: Any, fake: Fake) -> N
     title = f"Round 1: {first['accepted']} of 4 draft tokens accepted"
     assert title in card.inner_text()
     assert card.locator("li").count() == 5
-    assert "recovered: the draft differed here" in card.inner_text()
+    assert "recovered: the draft differed" in card.inner_text()
     page.locator(".text").focus()
     page.keyboard.press("End")
     assert f"Round {page.locator('.round').count()}:" in card.inner_text()
@@ -226,7 +226,7 @@ def test_verdicts_and_savings(page: Any) -> None:
     }"""
     assert page.evaluate(script) == [
         "different from character 3 on",
-        "identical compared letter by letter, as there are no hashes without HTTPS",
+        "identical letter by letter: hashes need HTTPS",
         "different from character 3 on",
         "Drafts saved 1.19 s of 3.50 s (34 %).",
         "A draft is not worth it here: 0 ms longer (0 %).",

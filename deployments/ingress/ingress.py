@@ -31,6 +31,7 @@ from deployments.openai.responses_writer import Response as ResponsesBody
 from deployments.openai.responses_writer import ResponsesWriter
 from deployments.openai.structured_output import GrammarSource
 from deployments.openai.writer import Reply, Writer
+from deployments.page.demo import add_demo
 from deployments.page.page import add_page
 from deployments.prompts.encoder import PromptEncoder
 from deployments.prompts.grammar_compiler import GrammarCompiler
@@ -94,7 +95,10 @@ class Ingress:
         get("/v1/models", responses=answers(ModelList))(self.models)
         get("/v1/models/{name:path}", responses=answers(ModelCard))(self.model)
         add_health_routes(api, self._health)
-        add_page(api, self.config.page, self._routers.kill)
+        if (page := self.config.page) != "off":
+            add_page(api, page)
+        if page == "demo":
+            add_demo(api, self._routers.kill)
         get("/version", responses=answers(Version))(self.version)
         get("/metrics", responses={200: {"content": {"text/plain": {}}}})(self.metrics)
         return api

@@ -9,23 +9,19 @@ from fastapi.responses import JSONResponse, Response
 from deployments.openai.types import RequestModel
 from engine.errors import CapacityError
 
-Kill = Callable[[str], Awaitable[bool]]
-"""Kills a process of this name in every replica; returns whether there was any."""
-
 
 class KillRequest(RequestModel):
-    """The body of /demo/kill."""
+    """The process to kill in every replica: the draft worker, the target's first rank, or the Router."""
 
     process: Literal["draft", "target", "router"]
-    """The process to kill: the draft worker, the target's first rank, or the Router."""
 
 
-def add_demo(api: FastAPI, kill: Kill) -> None:
-    """Add the route."""
+def add_demo(api: FastAPI, kill: Callable[[str], Awaitable[bool]]) -> None:
+    """Add the route; `kill` returns whether there was such a process."""
 
     @api.post("/demo/kill", response_model=None)
     async def kill_process(request: KillRequest) -> Response:
-        """Kill a process of every replica with SIGKILL."""
+        """Kill a process with SIGKILL."""
         if not await kill(request.process):
             raise CapacityError(f"there is no {request.process} process now")
         return JSONResponse({"killed": request.process}, 202)

@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
+from deployments.page.demo import add_demo
 from deployments.page.page import add_page
 
 STORY = (
@@ -104,7 +105,8 @@ class Fake:
 
 def make_app(fake: Fake) -> FastAPI:
     api = FastAPI()
-    add_page(api, "demo", fake.kill)
+    add_page(api, "demo")
+    add_demo(api, fake.kill)
 
     @api.middleware("http")
     async def guard(request: Request, answer: Any) -> Response:

@@ -59,7 +59,6 @@ def ask(page: Any, text: str = PROMPT, *, waits: bool = True) -> None:
     page.get_by_label("Message").fill(text)
     page.keyboard.press("Enter")
     if waits:
-        page.get_by_role("button", name="Stop").wait_for()
         page.get_by_role("button", name="Send").wait_for()
 
 

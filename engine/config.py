@@ -24,6 +24,8 @@ Compile = Literal["auto", "off"]
 Quantization = Literal["none", "int8", "int4"]
 Drafting = Literal["auto", "none", "model", "tree", "self", "ngram", "suffix", "model+suffix"]
 Verification = Literal["coupled", "rejection", "block", "k_sequential"]
+SEEDED_RULES = frozenset({"coupled"})
+"""The rules by which target, request and seed alone determine a text."""
 Speculation = Literal["adaptive", "fixed", "off"]
 
 TREE_WIDTH = 3
@@ -169,6 +171,8 @@ class ModelInfo:
     device: str
     start_id: int | None = None
     """The token that starts a text; None where the text continues its prompt."""
+    digest: str = ""
+    """Differs if the model's settings, its weights or torch do."""
 
 
 class CompileProgress(NamedTuple):

@@ -46,6 +46,8 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     fixes_draft_length: bool = False
     """Draft `num_speculative_tokens` in every round, whatever `speculation=adaptive` chooses for other requests."""
+    traces_rounds: bool = False
+    """Outputs tell which draft each round verified."""
     n: int = 1
     grammar: str | None = None
     """A grammar that the text must match, made by a function of `engine.sampling.grammar`."""

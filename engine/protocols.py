@@ -171,6 +171,19 @@ class Verdict:
 FinishReason = Literal["stop", "length"]
 
 
+@dataclass(frozen=True, slots=True)
+class RoundTrace:
+    """What one round did for one request: the text of each committed token, and the draft that was verified.
+
+    The texts add up to the output's: a character of several tokens belongs to the last of them.
+    """
+
+    texts: list[str]
+    num_accepted: int
+    draft_token_ids: list[int]
+    parents: list[int]
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """The tokens and text that one round added to one request.
@@ -190,6 +203,8 @@ class RequestOutput:
     num_accepted_tokens: int
     prompt_logprobs: list[TokenLogprobs] | None = None
     """One entry per prompt token from the second on; only in the first output, and only if requested."""
+    trace: RoundTrace | None = None
+    """Only if requested."""
 
 
 class Drafter(Protocol):

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from engine.detokenizer import Detokenizer
 from engine.errors import RequestError
-from engine.protocols import FinishReason, Request, RequestOutput, TokenLogprobs, Verdict
+from engine.protocols import FinishReason, Request, RequestOutput, RoundTrace, TokenLogprobs, Verdict
 
 
 @dataclass(slots=True, eq=False)
@@ -66,21 +66,25 @@ class Sequence:
         """Append a round's tokens up to the first that ends the request, and return the output of the round."""
         request = self.request
         prompt_logprobs = self.prompt_logprobs if self.lacks_prompt_logprobs else None
-        committed, text = self._append(verdict.token_ids)
+        committed, texts = self._append(verdict.token_ids)
         if self.finish_reason is not None and self.detokenizer is not None and not isinstance(self.stop_reason, str):
-            text += self.detokenizer.finish()
+            texts[-1] += self.detokenizer.finish()
+        num_accepted, draft, trace = min(verdict.num_accepted, len(committed)), verdict.draft, None
+        if request.params.traces_rounds:
+            trace = RoundTrace(texts, num_accepted, draft.token_ids, draft.parents)
         return RequestOutput(
             request_id=request.request_id,
             token_ids=committed,
-            text=text,
+            text="".join(texts),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=verdict.logprobs[: len(committed)] if verdict.logprobs is not None else None,
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=self.num_cached,
-            num_draft_tokens=len(verdict.draft.token_ids),
-            num_accepted_tokens=min(verdict.num_accepted, len(committed)),
+            num_draft_tokens=len(draft.token_ids),
+            num_accepted_tokens=num_accepted,
             prompt_logprobs=prompt_logprobs,
+            trace=trace,
         )
 
     def resume(self, token_ids: list[int]) -> None:
@@ -93,12 +97,15 @@ class Sequence:
         if self.finish_reason is not None:
             raise RequestError(f"the output so far of {len(token_ids)} tokens ends the text", "output_token_ids")
 
-    def _append(self, token_ids: list[int]) -> tuple[list[int], str]:
-        """Append tokens up to the first that ends the request; return those, and the text that is now final."""
+    def _append(self, token_ids: list[int]) -> tuple[list[int], list[str]]:
+        """Append tokens up to the first that ends the request; return those, and the pieces of text now final.
+
+        There is one piece for each token if rounds are traced.
+        """
         request, params = self.request, self.request.params
         start = len(request.token_ids)
         shown: list[int] = []
-        text = ""
+        texts: list[str] = []
         for token in token_ids:
             request.token_ids.append(token)
             may_stop = request.num_output_tokens >= params.min_tokens
@@ -109,15 +116,16 @@ class Sequence:
                 self.stop_reason = token if token in params.stop_token_ids else None
             if not is_end or params.include_stop_str_in_output:
                 shown.append(token)
-            if params.stop:  # token by token, because a stop string can end the text within a round
-                text += self._decode(shown, may_stop)
+            if params.stop or params.traces_rounds:  # a stop string can end the text within a round
+                texts.append(self._decode(shown, may_stop))
                 shown = []
             if self.finish_reason is None and self.num_remaining <= 0:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
                 break
-        text += self._decode(shown, may_stop=True)
-        return request.token_ids[start:], text
+        if shown or not texts:
+            texts.append(self._decode(shown, may_stop=True))
+        return request.token_ids[start:], texts
 
     def _decode(self, token_ids: list[int], may_stop: bool) -> str:
         if self.detokenizer is None or not token_ids:

@@ -5,5 +5,6 @@
 - `answer`: a whole or streamed response.
 - `health`: /live, /ready and /health.
 - `server_info`: models, version, fingerprint.
+- `event_ids`: where a stream continues after a lost connection.
 - `draining`: ends streams that outlast a shutdown.
 """

@@ -16,6 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from deployments.errors import describe
+from deployments.ingress.event_ids import EventIds
 from deployments.openai.logprobs import num_logprobs
 from deployments.openai.types import to_json
 from deployments.openai.writer import Choice, Writer
@@ -28,8 +29,8 @@ logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
 KEEP_ALIVE_S = 10.0
 """How long a stream may be silent: load balancers close connections that are, after 15 to 60 s."""
-KEEP_ALIVE = ": keep-alive\n\n"
-"""A comment, which clients ignore."""
+KEEP_ALIVE = ": keep-alive\n"
+"""A comment. No empty line ends it: after an event's id, OpenAI's client would take that for another event."""
 MANY_LOGPROBS = 2048
 """More of them take longer than a few milliseconds to write."""
 
@@ -40,12 +41,13 @@ _writing = ThreadPoolExecutor(1, "long answers")
 class Answer(StreamingResponse):
     """One response. When it ends, however it does, so does the request in the Router."""
 
-    def __init__(self, writer: Writer, outputs: ResumableStream, *, hides_token: bool = False) -> None:
+    def __init__(self, writer: Writer, outputs: ResumableStream, ids: EventIds, *, hides_token: bool = False) -> None:
         """Answer in the form of `writer`; `hides_token` hides the token generated for `max_tokens: 0`."""
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(self._events(), media_type="text/event-stream", headers=headers)
         self._writer = writer
         self._outputs = outputs
+        self._ids = ids
         self._hides_token = hides_token
         self._first: list[RequestOutput] | None = None
         self._idle = IdleTimer(KEEP_ALIVE_S)
@@ -78,21 +80,24 @@ class Answer(StreamingResponse):
         """Yield the events of the stream; an error becomes an event."""
         writer = self._writer
         try:
-            if text := writer.opening():
+            if text := self._ids.opening(writer.opening()):
                 yield text
             outputs = self._first
             while outputs is None or outputs:
                 if outputs is None:
                     yield KEEP_ALIVE
-                elif text := await _run(self._chunks, outputs, is_long=_has_many_logprobs(outputs)):
-                    yield text
+                else:  # a stream that continues another one is silent up to the last event of that
+                    yield await _run(self._chunks, outputs, is_long=_has_many_logprobs(outputs)) or KEEP_ALIVE
                 outputs = await self._idle.wait(self._next())
-            if text := await _run(writer.closing, is_long=writer.REPEATS_ALL and _has_many_logprobs(writer.choices)):
+            is_long = writer.REPEATS_ALL and _has_many_logprobs(writer.choices)
+            writer.num_events = self._ids.num_events
+            if text := self._ids.closing(await _run(writer.closing, is_long=is_long)):
                 yield text
         except Exception as error:
             kind, body = describe(error)
             if kind.status == 500:
                 logger.exception("request %s failed", writer.reply.id)
+            writer.num_events = self._ids.num_events
             yield writer.failed(body)
         yield writer.END
 
@@ -109,13 +114,15 @@ class Answer(StreamingResponse):
         by_choice: dict[int, list[RequestOutput]] = {}
         for output in outputs:
             by_choice.setdefault(choice_index(output.request_id), []).append(output)
-        events = []
-        for index, rounds in by_choice.items():
-            choice = self._writer.choices[index]
-            for output in rounds:
-                choice.append(output)
-            events.append(self._writer.chunk(choice, _join(rounds)))
-        return "".join(events)
+        pieces = ((index, piece) for index, rounds in by_choice.items() for piece in self._ids.pieces(index, rounds))
+        return "".join(self._piece(index, piece) for index, piece in pieces)
+
+    def _piece(self, index: int, rounds: list[RequestOutput]) -> str:
+        choice = self._writer.choices[index]
+        for output in rounds:
+            choice.append(output)
+        self._writer.num_events = self._ids.num_events
+        return self._ids.piece(index, rounds, self._writer.chunk(choice, _join(rounds)))
 
 
 class IdleTimer:

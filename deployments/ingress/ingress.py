@@ -19,6 +19,7 @@ from deployments.config import IngressConfig
 from deployments.guard.admission import Admission, submitted
 from deployments.ingress.answer import Answer
 from deployments.ingress.draining import end_at_shutdown
+from deployments.ingress.event_ids import LastEventId, event_ids
 from deployments.ingress.health import Health, add_health_routes, health_of
 from deployments.ingress.routes import answers, json_response, make_api
 from deployments.ingress.server_info import ModelCard, ModelList, Version, announcement, fingerprint, installed_version
@@ -41,6 +42,7 @@ from deployments.ray_internals import bind_replica
 from deployments.routing.client import ServeRouters
 from deployments.routing.loads import problem_of
 from deployments.wire import Description, Generation, ModelLimits, target_id
+from engine.config import SEEDED_RULES
 from engine.errors import CapacityError, RequestError, UnknownModelError
 from engine.models.registry import open_model
 from engine.params import SamplingParams
@@ -80,7 +82,6 @@ class Ingress:
         self._target = open_model(self.config.target)
         self._encoder = PromptEncoder(await asyncio.to_thread(lambda: self._target.tokenizer))
         self._started = int(time.time())
-        self._fingerprint = fingerprint(self.config)
         self._serving = asyncio.create_task(self._wait_for_routers(), name="waiting for Routers")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -106,6 +107,7 @@ class Ingress:
     async def _wait_for_routers(self) -> Description:
         description = await self._routers.describe()
         info = description.target
+        self._fingerprint = await asyncio.to_thread(fingerprint, self.config, info, self._target.tokenizer)
         grammars = Grammars(self._target, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         self._compiler = GrammarCompiler(grammars)
         logger.info(announcement(self.config, description, await self._routers.base_url()))
@@ -120,7 +122,7 @@ class Ingress:
             raise CapacityError("the models are still being loaded")
         return self._serving.result()
 
-    async def completions(self, request: CompletionRequest) -> Response:
+    async def completions(self, request: CompletionRequest, last_event_id: LastEventId = None) -> Response:
         """Continue a prompt."""
         limits = (await self._served(request.model)).limits
         params = sampling_params(request, limits, max_n=self.config.limits.max_n)
@@ -129,16 +131,16 @@ class Ingress:
         echoed = prompts if request.echo else []
         echoes = [await self._encoder.decode_tokens(prompt, skip_special_tokens=True) for prompt in echoed]
         reply = self._reply("cmpl-", prompts, limits)
-        return await self._answer(CompletionWriter(reply, request, echoes), params, source)
+        return await self._answer(CompletionWriter(reply, request, echoes), params, source, last_event_id)
 
-    async def chat_completions(self, request: ChatCompletionRequest) -> Response:
+    async def chat_completions(self, request: ChatCompletionRequest, last_event_id: LastEventId = None) -> Response:
         """Answer a conversation."""
         limits = (await self._served(request.model)).limits
         prompt, params, source = await self._read(request, limits)
         reply = self._reply("chatcmpl-", [prompt], limits)
-        return await self._answer(ChatWriter(reply, request, self._encoder.tool_form), params, source)
+        return await self._answer(ChatWriter(reply, request, self._encoder.tool_form), params, source, last_event_id)
 
-    async def responses(self, request: ResponsesRequest) -> Response:
+    async def responses(self, request: ResponsesRequest, last_event_id: LastEventId = None) -> Response:
         """Answer a conversation, in OpenAI's newer form."""
         limits = (await self._served(request.model)).limits
         try:
@@ -146,7 +148,7 @@ class Ingress:
             prompt, params, source = await self._read(chat, limits)
             reply = self._reply("resp_", [prompt], limits)
             writer = ResponsesWriter(reply, chat, self._encoder.tool_form, responses_request=request)
-            return await self._answer(writer, params, source)
+            return await self._answer(writer, params, source, last_event_id)
         except RequestError as error:
             raise with_responses_names(error) from error
 
@@ -192,7 +194,9 @@ class Ingress:
 
     async def version(self) -> Response:
         """Return the server's version."""
-        return json_response(Version(version=installed_version(), device=self.config.target.device))
+        known = self._fingerprint if self._serving.done() else None
+        body = Version(version=installed_version(), device=self.config.target.device, system_fingerprint=known)
+        return json_response(body)
 
     async def metrics(self) -> Response:
         """Return Prometheus metrics of all replicas, each with its own label."""
@@ -240,20 +244,29 @@ class Ingress:
             num_speculative_tokens=model.num_speculative_tokens,
         )
 
-    async def _answer(self, writer: Writer, params: SamplingParams, source: GrammarSource | None) -> Response:
-        """Submit a request, and answer it; its text will match `source`, if there is one."""
+    async def _answer(
+        self, writer: Writer, params: SamplingParams, source: GrammarSource | None, last_event_id: str | None
+    ) -> Response:
+        """Submit a request, and answer it, after the event that the client had last, if it names one.
+
+        The text will match `source`, if there is one.
+        """
         if source is not None:
             params = replace(params, grammar=await self._compiler.compile(source))
         request = writer.request
+        is_seeded = self.config.verification in SEEDED_RULES
+        ids, seed = event_ids(writer, params, last_event_id, is_seeded=is_seeded)
         generation = Generation(
-            request_id=writer.reply.id,
+            # Not that of the answer, which another Ingress may have begun.
+            request_id=secrets.token_hex(16) if last_event_id else writer.reply.id,
             prompts=writer.reply.prompts,
             params=params,
             timeout_s=self.config.limits.request_timeout_s,
             cache_salt=request.cache_salt,
             interval_s=self.config.stream_interval_s if request.stream else WHOLE_INTERVAL_S,
             gathers_first=not request.stream,
+            drawn_seed=seed,
         )
         outputs = self._routers.generate(generation)
         submitted()
-        return await Answer(writer, outputs, hides_token=request.max_tokens == 0).begin()
+        return await Answer(writer, outputs, ids, hides_token=request.max_tokens == 0).begin()

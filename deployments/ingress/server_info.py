@@ -4,11 +4,15 @@ import functools
 import hashlib
 import json
 from importlib import metadata
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from deployments.config import IngressConfig
 from deployments.openai.types import ResponseModel
 from deployments.wire import Description
+from engine.config import ModelInfo
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 
 class ModelCard(ResponseModel):
@@ -34,17 +38,21 @@ class Version(ResponseModel):
 
     version: str
     device: str
+    system_fingerprint: str | None
+    """The same as in answers; null while the models are being loaded."""
 
 
-def fingerprint(config: IngressConfig) -> str:
+def fingerprint(config: IngressConfig, target: ModelInfo, tokenizer: "PreTrainedTokenizerFast") -> str:
     """Return a digest of everything but the request that determines a text; seeded texts may change with it.
 
-    This is exact for the coupled rule; by other rules, a text also depends on drafts and rounds.
+    This is exact for the coupled rule; by other rules, a text also depends on drafts and rounds. On other processors,
+    rounding may tip near-ties.
     """
-    target = config.target
     basis = [
         installed_version(),
-        *(target.path, target.revision, target.dtype, target.device, target.quantization),
+        hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        tokenizer.chat_template,
+        *(target.digest, target.dtype, target.device.partition(":")[0], config.target.quantization),
         config.verification,
         config.tensor_parallel_size,
     ]

@@ -1,7 +1,8 @@
 """/v1/chat/completions: its request, its body and chunks, and their writer."""
 
+import hashlib
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -13,7 +14,7 @@ from deployments.openai.structured_output import GrammarSource
 from deployments.openai.tool_calls import Arguments, CallReader, CallStart, FunctionCall, Piece, ToolCall
 from deployments.openai.tools import ToolChoice, ToolForm, required_call
 from deployments.openai.types import WHOLE, NumAlternatives, ResponseModel
-from deployments.openai.writer import Choice, FinishReason, RequestMetrics, Usage, Writer, event
+from deployments.openai.writer import Choice, FinishReason, RequestMetrics, Round, Usage, Writer, event
 from engine.protocols import RequestOutput
 
 
@@ -68,6 +69,7 @@ class ChatChoice(ResponseModel):
     finish_reason: FinishReason | None
     stop_reason: int | str | None
     token_ids: list[int] | None = None
+    rounds: list[Round] | None = None
 
 
 class ChatCompletion(ResponseModel):
@@ -94,6 +96,8 @@ class ChatWriter(Writer):
     readers: dict[int, CallReader | None] = field(default_factory=dict, init=False)
     num_calls: Counter[int] = field(default_factory=Counter, init=False)
     """Calls that have begun, by choice."""
+    num_read: Counter[int] = field(default_factory=Counter, init=False)
+    """Calls whose names have been read, by choice."""
 
     def opening(self) -> str:
         """Return the chunk that says who speaks, one per choice."""
@@ -115,7 +119,7 @@ class ChatWriter(Writer):
         chunks = [_chunk(choice, delta) for delta in deltas]
         chunks[0]["logprobs"] = logprobs
         chunks[-1] |= {"finish_reason": self._finish_reason(choice), "stop_reason": output.stop_reason}
-        chunks[0] |= self.ids_field(token_ids=output.token_ids)
+        chunks[0] |= self.ids_field(token_ids=output.token_ids) | self.rounds_field(choice)
         return "".join(self._event([chunk], **self.chunk_usage_field()) for chunk in chunks)
 
     def closing(self) -> str:
@@ -137,6 +141,7 @@ class ChatWriter(Writer):
                 finish_reason=self._finish_reason(choice),
                 stop_reason=choice.stop_reason,
                 **self.ids_field(token_ids=choice.token_ids),
+                **self.rounds_field(choice),
             )
             for choice in self.choices
         ]
@@ -153,7 +158,16 @@ class ChatWriter(Writer):
         if choice.index not in self.readers:
             self.readers[choice.index] = self.request.call_reader(self.tool_form)
         reader = self.readers[choice.index]
-        return [text] if reader is None else reader.feed(text, is_last=is_last)
+        if reader is None:
+            return [text]
+        pieces = reader.feed(text, is_last=is_last)
+        return [self._with_id(piece, choice) if isinstance(piece, CallStart) else piece for piece in pieces]
+
+    def _with_id(self, call: CallStart, choice: Choice) -> CallStart:
+        """Return a choice's next call with its id, which is the same where a stream is continued."""
+        self.num_read[choice.index] += 1
+        basis = f"{self.reply.id}/{choice.index}/{self.num_read[choice.index]}"
+        return replace(call, id=f"call_{hashlib.blake2s(basis.encode(), digest_size=12).hexdigest()}")
 
     def _message(self, choice: Choice) -> AnswerMessage:
         text = ""

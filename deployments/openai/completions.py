@@ -9,7 +9,7 @@ from pydantic import Field
 from deployments.openai.logprobs import CompletionLogprobs, PromptLogprobs, completion_logprobs, prompt_logprobs_field
 from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.types import WHOLE, NumAlternatives, ResponseModel, TokenId
-from deployments.openai.writer import Choice, FinishReason, RequestMetrics, Usage, Writer, event
+from deployments.openai.writer import Choice, FinishReason, RequestMetrics, Round, Usage, Writer, event
 from engine.protocols import RequestOutput, TokenLogprobs
 
 MAX_PROMPTS = 64
@@ -48,6 +48,7 @@ class CompletionChoice(ResponseModel):
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    rounds: list[Round] | None = None
 
 
 class Completion(ResponseModel):
@@ -127,6 +128,7 @@ class CompletionWriter(Writer):
             finish_reason=tokens.finish_reason,
             stop_reason=tokens.stop_reason,
             **self.ids_field(token_ids=tokens.token_ids),
+            **self.rounds_field(choice),
             **fields,
         )
 

@@ -230,8 +230,12 @@ class ResponsesRequest(SamplingRequest):
     def to_chat(self) -> ChatCompletionRequest:
         """Return the equivalent chat completion request.
 
-        Raises RequestError for log probabilities of an answer that may hold calls, or an input of thoughts alone.
+        Raises RequestError for log probabilities of an answer that may hold calls, an input of thoughts, or a trace.
         """
+        if self.speculative and self.speculative.trace:
+            raise RequestError(
+                "speculative.trace is not available here; /v1/chat/completions has it", "speculative.trace"
+            )
         has_logprobs = LOGPROBS in (self.include or [])
         if has_logprobs and self.tools:
             raise RequestError(f"{LOGPROBS} is not available with tools", "include")

@@ -94,7 +94,6 @@ class ResponsesWriter(ChatWriter):
     REPEATS_ALL: ClassVar[bool] = True
 
     responses_request: ResponsesRequest
-    num_events: int = field(default=0, init=False)
     items: list[OutputItem] = field(default_factory=list, init=False)
     logprobs: list[TokenLogprob] = field(default_factory=list, init=False)
     """Of the tokens whose text is still to come."""

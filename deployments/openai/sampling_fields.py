@@ -59,6 +59,8 @@ class Speculation(RequestModel):
     """Draft that many in every round, whatever the server measures; without a number, as many as the server allows."""
     metrics: Literal["none", "summary", "detailed"] | None = None
     """Acceptance figures in the response, as `metrics.speculative_decoding`."""
+    trace: bool | None = None
+    """The rounds that made the text, as `rounds` of the choice; for one choice."""
 
 
 class SamplingRequest(RequestModel):

@@ -8,9 +8,8 @@ cut.
 
 import json
 import re
-import secrets
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from deployments.openai.types import ResponseModel
@@ -42,7 +41,8 @@ class CallStart:
     """A call begins; the arguments that follow belong to it."""
 
     name: str
-    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
+    id: str = ""
+    """Given by the writer."""
 
 
 @dataclass(frozen=True, slots=True)

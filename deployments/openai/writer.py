@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.types import ResponseModel, to_json
-from engine.protocols import RequestOutput, TokenLogprobs
+from engine.protocols import RequestOutput, RoundTrace, TokenLogprobs
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 
@@ -42,6 +42,20 @@ class RequestMetrics(ResponseModel):
     speculative_decoding: SpeculationMetrics | None
 
 
+class Round(ResponseModel):
+    """One round: the text of its tokens, of which the first `accepted` were draft tokens, and that of the draft.
+
+    The last token is `recovered` (the draft differed), `bonus` (the whole draft was accepted), `plain` (there was no
+    draft) or itself `accepted` (the text ended inside the draft). `parents` are the draft's, if it is a tree.
+    """
+
+    texts: list[str]
+    accepted: int
+    draft: list[str]
+    last: Literal["recovered", "bonus", "plain", "accepted"]
+    parents: list[int] | None = None
+
+
 @dataclass(slots=True)
 class Choice:
     """One sequence so far."""
@@ -60,6 +74,8 @@ class Choice:
     """Draft tokens of each round that had any."""
     num_accepted: list[int] = field(default_factory=list)
     """How many of them were accepted."""
+    traces: list[tuple[list[int], RoundTrace]] = field(default_factory=list)
+    """The tokens and traces of the rounds that were not written yet, if they are traced."""
 
     def append(self, output: RequestOutput) -> None:
         """Add a round."""
@@ -74,6 +90,8 @@ class Choice:
         if output.num_draft_tokens:
             self.num_drafted.append(output.num_draft_tokens)
             self.num_accepted.append(output.num_accepted_tokens)
+        if output.trace is not None:
+            self.traces.append((output.token_ids, output.trace))
 
 
 TokenTexts = Callable[[Sequence[int]], list[str]]
@@ -108,6 +126,8 @@ class Writer(ABC):
     reply: Reply
     request: GenerationRequest
     choices: list[Choice] = field(init=False)
+    num_events: int = field(default=0, init=False)
+    """Events sent so far."""
 
     def __post_init__(self) -> None:
         prompts = self.reply.prompts
@@ -152,6 +172,14 @@ class Writer(ABC):
     def ids_field(self, **token_ids: list[int]) -> dict[str, Any]:
         """Return a field with token ids, if the client asked for them."""
         return token_ids if self.request.return_token_ids else {}
+
+    def rounds_field(self, choice: Choice) -> dict[str, Any]:
+        """Return a field with the rounds since the last call, if the client asked for them."""
+        if not (self.request.speculative and self.request.speculative.trace):
+            return {}
+        rounds = [_round(token_ids, trace, self.reply.token_texts) for token_ids, trace in choice.traces]
+        choice.traces.clear()
+        return {"rounds": rounds}
 
     def usage(self) -> Usage:
         """Return the token counts so far; a prompt counts once, not per choice."""
@@ -202,6 +230,19 @@ class Writer(ABC):
             **details,
         )
         return RequestMetrics(speculative_decoding=metrics)
+
+
+def _round(token_ids: list[int], trace: RoundTrace, token_texts: TokenTexts) -> Round:
+    drafted, parents, accepted = trace.draft_token_ids, trace.parents, trace.num_accepted
+    node = -1
+    for token_id in token_ids[:accepted]:
+        node = next(i for i, parent in enumerate(parents) if parent == node and drafted[i] == token_id)
+    last: Any = "bonus" if node not in parents else "recovered"
+    if len(token_ids) == accepted or not drafted:
+        last = "accepted" if drafted else "plain"
+    is_chain = parents == list(range(-1, len(parents) - 1))
+    tree = {} if is_chain else {"parents": parents}
+    return Round(texts=trace.texts, accepted=accepted, draft=token_texts(drafted), last=last, **tree)
 
 
 def event(body: object) -> str:

@@ -56,6 +56,7 @@ def sampling_params(request: Request, model: ModelLimits, *, max_n: int) -> Samp
         prompt_logprobs=max(scored, default=None),
         num_speculative_tokens=_draft_length(request, model),
         fixes_draft_length=bool(request.speculative and request.speculative.fixed),
+        traces_rounds=bool(request.speculative and request.speculative.trace),
     )
 
 
@@ -133,6 +134,8 @@ def _check_fields(request: Request, model: ModelLimits, max_n: int) -> None:
     if request.prompt_logprobs is not None and request.stream:
         raise RequestError("prompt_logprobs is not allowed with stream", "prompt_logprobs")
     _at_most("n", _or(request.n, 1), max_n)
+    if request.speculative and request.speculative.trace and (request.n or 1) > 1:
+        raise RequestError(f"n is {request.n}; with speculative.trace it must be 1", "n")
     check_token_ids([request.stop_token_ids or []], model, "stop_token_ids")
     for field, reason in model.refused.items():
         value = getattr(request, field, None)

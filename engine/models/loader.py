@@ -1,5 +1,6 @@
 """Loader: loads safetensors into a CausalLM, the whole model or one rank's shard, on the configured device."""
 
+import hashlib
 import logging
 import time
 
@@ -50,6 +51,7 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
         start_id=kind.start_id(source.settings, source.generation_settings),
+        digest=hashlib.sha256(f"{source.digest} {torch.__version__}".encode()).hexdigest(),
     )
     size = f"{num_parameters / 1e6:.1f} M parameters in {info.dtype}"
     logger.info("%s: %s on %s, loaded in %.1f s", source.path, size, device, time.monotonic() - started)

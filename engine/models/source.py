@@ -4,6 +4,7 @@ Files are in a directory or in the local cache of the Hugging Face hub; nothing 
 Ingress use this file, too, and do not import torch, so torch and transformers are imported inside the properties.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
     from engine.models.causal_lm import CausalLM
+
+
+NUM_SAMPLES, SAMPLE_BYTES = 64, 2**16
+"""What a digest reads of a file of weights: all of it, if it has at most 4 MiB."""
 
 
 class ModelKind:
@@ -162,6 +167,19 @@ class ModelSource:
         if missing := [name for name in names if not (self.directory / name).exists()]:
             raise ModelError(f"cannot load {self.path}: it lacks {', '.join(missing[:3])}")
         return [self.directory / name for name in names]
+
+    @cached_property
+    def digest(self) -> str:
+        """A digest of the model's settings and weights: of samples of these, because reading all takes minutes."""
+        digest = hashlib.sha256(json.dumps([self.settings, self.generation_settings]).encode())
+        for path in self.weight_files:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size} ".encode())
+            with path.open("rb") as file:
+                for part in range(NUM_SAMPLES):
+                    file.seek(max(file.tell(), size * part // NUM_SAMPLES))
+                    digest.update(file.read(SAMPLE_BYTES))
+        return digest.hexdigest()
 
     def refuse(self, feature: str) -> None:
         """Raise ModelError if models of this kind do not support a feature; it gives the reason."""

@@ -119,7 +119,7 @@ class Notice:
         self._last = time.perf_counter()
         while True:
             async with session.post("/v1/completions", json=STREAM, raise_for_status=True) as answer:
-                async for now, _ in data_of_events(answer.content.iter_any(), time.perf_counter):
+                async for now, *_ in data_of_events(answer.content.iter_any(), time.perf_counter):
                     self.gaps_s.append(now - self._last)
                     self._last = now
 

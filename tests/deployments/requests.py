@@ -12,7 +12,7 @@ async def events(client: httpx.AsyncClient, path: str, **body: Any) -> list[dict
     """The JSON of a stream's events; it must end in [DONE]."""
     response = await client.post(path, json={"stream": True, **GREEDY, **body})
     assert response.headers["content-type"].startswith("text/event-stream"), response.text
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 

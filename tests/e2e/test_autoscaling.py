@@ -69,7 +69,7 @@ async def stream(client: httpx.AsyncClient, seed: int) -> str:
     """Return the text of a whole stream."""
     body = {"prompt": "A", "max_tokens": STREAM_TOKENS, "seed": seed, "ignore_eos": True, "stream": True}
     async with client.stream("POST", "/v1/completions", json=body) as response:
-        events = [line.removeprefix("data: ") async for line in response.aiter_lines() if line]
+        events = [line.removeprefix("data: ") async for line in response.aiter_lines() if line.startswith("data: ")]
     assert events.pop() == "[DONE]"
     chunks = [json.loads(event)["choices"][0] for event in events]
     assert chunks[-1]["finish_reason"] == "length"

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers
@@ -11,7 +12,7 @@ from engine.detokenizer import Detokenizer
 from engine.errors import RequestError
 from engine.models.registry import open_model
 from engine.params import SamplingParams
-from engine.protocols import Request, TokenLogprobs, Verdict
+from engine.protocols import Draft, Request, RoundTrace, TokenLogprobs, Verdict
 from engine.sequence import Sequence
 from tests.fakes import byte_tokenizer
 
@@ -73,6 +74,33 @@ def test_a_cut_or_broken_character_is_the_same_however_it_came(name, count):
             params = SamplingParams(max_tokens=length)
             alone = committed(tokenizer, token_ids[:length], ones(), params, ())
             assert committed(tokenizer, token_ids[:length], itertools.repeat(count), params, ()) == alone
+
+
+@pytest.mark.parametrize("name", ["fallback", "bundled", "bytes"])
+@pytest.mark.parametrize("stop", [(), ("かな", "the")])
+def test_the_text_of_each_number_of_tokens_is_the_same_with_any_rounds_and_traced(name, stop):
+    """A stream can be continued in the middle of a round, and traces say which token brought which text."""
+    tokenizer = tokenizers()[name]
+    token_ids = tokenizer.encode(TEXT * 2).ids
+    params = SamplingParams(max_tokens=len(token_ids), stop=stop, min_tokens=len(token_ids))
+    traced = new_sequence(tokenizer, replace(params, traces_rounds=True), ())
+    trace = traced.commit(Verdict(token_ids)).trace
+    assert len(trace.texts) == len(token_ids)
+    for seed in range(4):
+        sequence, cuts, num_tokens, text = new_sequence(tokenizer, params, ()), random_cuts(seed), 0, ""
+        while sequence.finish_reason is None:
+            output = sequence.commit(Verdict(token_ids[num_tokens:][: next(cuts)]))
+            num_tokens, text = num_tokens + len(output.token_ids), text + output.text
+            assert text == "".join(trace.texts[:num_tokens])
+
+
+def test_a_trace_holds_the_draft_and_how_much_of_it_was_committed():
+    a, b, c = byte_tokenizer().encode("abc").ids
+    verdict = Verdict([a, b, c], path=[0, 1], draft=Draft([a, b, a], [-1, 0, 1]))
+    assert first_output(verdict).trace is None
+    output = first_output(verdict, traces_rounds=True)
+    assert output.trace == RoundTrace(["a", "b", "c"], 2, [a, b, a], [-1, 0, 1])
+    assert first_output(verdict, traces_rounds=True, max_tokens=1).trace == RoundTrace(["a"], 1, [a, b, a], [-1, 0, 1])
 
 
 def first_output(verdict, *, end_ids=(), **params):

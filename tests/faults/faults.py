@@ -25,7 +25,7 @@ class Fault:
         process: a part of the process's title, or the name of a program of Ray's.
         position: which of the processes with this title, the oldest first.
         resume_after_s: how long a process that is stopped (SIGSTOP) stays so; for ever if infinite.
-        cuts_streams: whether the clients' connections end at this process, so that they must send requests again.
+        cuts_streams: whether the clients' connections end at this process, so that they must come back.
         takes_node: whether the whole node of the process is lost.
         setup: the server that it needs.
     """

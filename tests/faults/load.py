@@ -90,7 +90,7 @@ class Load:
         started = time.monotonic()
         try:
             async with asyncio.timeout(HANG_S if patience_s is None else patience_s):
-                received = await receive(self.session, path, body)
+                received = await receive(self.session, path, body, num_reconnects=0)
         except TimeoutError:
             self._end("hung" if patience_s is None else "aborted", f"request {index}")
             return

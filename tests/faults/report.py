@@ -34,7 +34,7 @@ def open_server(setup: Setup, num_trials: int, **arguments: object) -> FaultServ
 def report(console: Console, names: list[str], *, num_trials: int, seed: int) -> int:
     """Run the faults one after the other and print a table; return 1 if any stream differs or anything is left."""
     table = Table(title="8 seeded streams of up to 400 tokens; times are medians over the trials")
-    for column in ("fault", "trials", "same content", "when sent again", "longest gap", "new request answered after"):
+    for column in ("fault", "trials", "same content", "continued", "longest gap", "new request answered after"):
         table.add_column(column)
     problems: list[str] = []
     faults = sorted((FAULTS[name] for name in names), key=lambda fault: SETUPS.index(fault.setup))
@@ -64,11 +64,10 @@ def report(console: Console, names: list[str], *, num_trials: int, seed: int) ->
 def _row(trials: list[Trial]) -> tuple[str, ...]:
     num_streams = sum(len(trial.streams) for trial in trials)
     num_differing = sum(len(trial.differing) for trial in trials)
-    num_equal_again = num_differing - sum(len(trial.differing_again) for trial in trials)
-    again = f"{num_equal_again} of {num_differing}" if num_differing else "-"
+    num_continued = sum(stream.num_reconnects > 0 for trial in trials for stream in trial.streams)
     gap_s, back_s = (
         sorted(getattr(trial, name) for trial in trials)[len(trials) // 2] for name in ("longest_gap_s", "back_after_s")
     )
     name = trials[0].fault.name
     equal = f"{num_streams - num_differing} of {num_streams}"
-    return name, str(len(trials)), equal, again, f"{gap_s:.1f} s", f"{back_s:.1f} s"
+    return name, str(len(trials)), equal, str(num_continued or "-"), f"{gap_s:.1f} s", f"{back_s:.1f} s"

@@ -12,6 +12,8 @@ import aiohttp
 from tests.load.client import data_of_events
 
 TIMEOUT_S = 120.0
+NUM_RECONNECTS, RECONNECT_PAUSE_S = 60, 0.5
+"""How often a client comes back that lost its connection, and after what pause."""
 NUM_TOKENS = 400
 _PROMPT = "This PEP proposes"
 _STREAM = {"stream": True, "stream_options": {"include_usage": True}}
@@ -45,6 +47,7 @@ class Received:
     error: str | None = None
     code: str | None = None
     has_ended: bool = False
+    num_reconnects: int = 0
     longest_gap_s: float = 0.0
 
     def add(self, event: dict[str, Any]) -> None:
@@ -108,24 +111,40 @@ def _are_close(actual: list[float | None], expected: list[float | None]) -> bool
     )
 
 
-async def receive(session: aiohttp.ClientSession, path: str, body: dict[str, Any]) -> Received:
-    """Send a request and read its stream or its body to the end, whatever that is."""
-    received, last = Received(), time.monotonic()
-    try:
-        async with session.post(path, json=body) as response:
-            if response.status != 200 or not body["stream"]:
-                received.add(await response.json())
-                received.has_ended = response.status == 200
-                return received
-            async for now, data in data_of_events(response.content.iter_any(), time.monotonic):
-                received.longest_gap_s, last = max(received.longest_gap_s, now - last), now
-                if data == "[DONE]":
-                    received.has_ended = True
+async def receive(
+    session: aiohttp.ClientSession, path: str, body: dict[str, Any], *, num_reconnects: int = NUM_RECONNECTS
+) -> Received:
+    """Send a request and read its stream or its body to the end, whatever that is.
+
+    A stream may take several connections: a client that lost one, or is told to come back, continues on another.
+    """
+    received, event_id, last = Received(), "", time.monotonic()
+    while True:
+        try:
+            headers = {"Last-Event-ID": event_id} if event_id else {}
+            async with session.post(path, json=body, headers=headers) as response:
+                if response.status != 200 or not body["stream"]:
+                    received.add(await response.json())
+                    received.has_ended = response.status == 200
+                    if response.status != 503 or not num_reconnects:
+                        return received
                 else:
-                    received.add(json.loads(data))
-    except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
-        received.error = f"{type(error).__name__}: {error}"
-    return received
+                    received.error = received.code = None
+                    async for now, data, last_id in data_of_events(response.content.iter_any(), time.monotonic):
+                        event_id = last_id
+                        received.longest_gap_s, last = max(received.longest_gap_s, now - last), now
+                        if data == "[DONE]":
+                            received.has_ended = True
+                            return received
+                        received.add(json.loads(data))
+                        if received.error is not None:
+                            return received
+        except (aiohttp.ClientError, TimeoutError, json.JSONDecodeError) as error:
+            received.error = f"{type(error).__name__}: {error}"
+        if received.num_reconnects == num_reconnects:
+            return received
+        received.num_reconnects += 1
+        await asyncio.sleep(RECONNECT_PAUSE_S)
 
 
 def open_session(url: str) -> aiohttp.ClientSession:

@@ -29,7 +29,7 @@ def load():
     ],
 )
 async def test_an_answer_is_what_was_received(load, monkeypatch, received, outcome, is_problem):
-    async def receive(*_):
+    async def receive(*_, **__):
         return received
 
     monkeypatch.setattr(load_module, "receive", receive)
@@ -39,7 +39,7 @@ async def test_an_answer_is_what_was_received(load, monkeypatch, received, outco
 
 
 async def test_an_answer_that_never_comes_is_a_problem_unless_the_client_gave_up(load, monkeypatch):
-    async def receive(*_):
+    async def receive(*_, **__):
         await asyncio.Event().wait()
 
     monkeypatch.setattr(load_module, "receive", receive)

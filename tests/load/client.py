@@ -74,7 +74,7 @@ class Client:
                 record.message = (await response.aread()).decode(errors="replace")[:MAX_MESSAGE_CHARS]
                 record.retry_after_s = _retry_after_s(response)
                 return
-            async for arrived_s, data in data_of_events(response.aiter_bytes(), clock.now_s):
+            async for arrived_s, data, _ in data_of_events(response.aiter_bytes(), clock.now_s):
                 if data == "[DONE]":
                     break
                 event = json.loads(data)
@@ -89,13 +89,17 @@ class Client:
             record.outcome, record.message = "no usage", "the server did not report how many tokens it generated"
 
 
-async def data_of_events(stream: AsyncIterator[bytes], now_s: Callable[[], float]) -> AsyncIterator[tuple[float, str]]:
-    """Yield the arrival time and the data of each event, as soon as it is complete; times are equal if it came at once.
+async def data_of_events(
+    stream: AsyncIterator[bytes], now_s: Callable[[], float]
+) -> AsyncIterator[tuple[float, str, str]]:
+    """Yield the arrival time, the data and the id of each event, as soon as it is complete.
+
+    Times are equal if events came at once; an event without an id has that of the one before.
 
     Lines end at LF or CR LF only. httpx's own line iterator also splits at U+2028 and others, which JSON strings may
-    contain. Comments, which servers send to keep a connection open, and fields other than `data` are skipped.
+    contain. Comments, which servers send to keep a connection open, and other fields are skipped.
     """
-    rest = b""
+    rest = event_id = b""
     data: list[bytes] = []
     async for piece in stream:
         arrived_s = now_s()
@@ -104,8 +108,10 @@ async def data_of_events(stream: AsyncIterator[bytes], now_s: Callable[[], float
             content = line.removesuffix(b"\r")
             if content.startswith(b"data:"):
                 data.append(content.removeprefix(b"data:").removeprefix(b" "))
+            elif content.startswith(b"id: "):
+                event_id = content.removeprefix(b"id: ")
             elif not content and data:
-                yield arrived_s, b"\n".join(data).decode()
+                yield arrived_s, b"\n".join(data).decode(), event_id.decode()
                 data = []
 
 

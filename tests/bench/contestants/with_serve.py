@@ -175,7 +175,7 @@ class ServeMethod:
         async with self._client.post("/v1/completions", json=body) as answer:
             if not answer.ok:
                 raise RuntimeError(f"{answer.status}: {await answer.text()}")
-            async for now, data in data_of_events(answer.content.iter_any(), time.perf_counter):
+            async for now, data, _ in data_of_events(answer.content.iter_any(), time.perf_counter):
                 if data == "[DONE]":
                     break
                 chunk = json.loads(data)

@@ -15,6 +15,7 @@ from deployments.config import AppConfig
 from deployments.errors import KINDS
 from deployments.ingress import answer as answer_module
 from deployments.ingress.answer import KEEP_ALIVE, Answer, IdleTimer
+from deployments.ingress.event_ids import EventIds
 from deployments.openai.responses_writer import ResponsesWriter
 from deployments.openai.writer import Choice
 from deployments.prompts.encoder import PromptEncoder
@@ -115,7 +116,7 @@ async def test_acceptance_is_counted_by_rounds_however_they_were_sent() -> None:
     rounds = [replace(output(token), num_draft_tokens=4, num_accepted_tokens=token) for token in range(3)]
     writer = plain_writer(choice)
     writer.chunk = lambda _, joined: f"{joined.token_ids} {joined.text}"
-    assert Answer(writer, SlowOutputs())._chunks(rounds) == "[0, 1, 2] xxx"
+    assert Answer(writer, SlowOutputs(), EventIds(None, 1))._chunks(rounds) == "[0, 1, 2] xxx"
     assert (choice.num_drafted, choice.num_accepted) == ([4, 4, 4], [0, 1, 2])
 
 
@@ -157,7 +158,9 @@ def plain_writer(*choices: Choice) -> Any:
 async def test_a_silent_stream_gets_comments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answer_module, "KEEP_ALIVE_S", 0.001)
     outputs = SlowOutputs(output(1), output(2), error=TimeoutError("the deadline"))
-    answer = await Answer(plain_writer(Choice(0, [1])), outputs).begin()  # without tokens: the headers are sent
+    answer = await Answer(
+        plain_writer(Choice(0, [1])), outputs, EventIds(None, 1)
+    ).begin()  # without tokens: the headers are sent
     events = answer.body_iterator
     received = []
     for _ in range(3):

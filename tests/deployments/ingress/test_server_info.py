@@ -1,5 +1,6 @@
 """What is served."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from deployments.config import AppConfig, ingress_config
 from deployments.ingress.server_info import announcement, fingerprint
+from engine.config import ModelInfo
 from tests.deployments.conftest import make_app, make_client, make_sdk
 from tests.deployments.fakes import LocalRouters
 
@@ -52,17 +55,28 @@ async def test_the_log_says_what_is_served_where_and_how_to_try_it(
     assert f'"model": "{config.model_name}"' in text
 
 
-def test_a_fingerprint_changes_with_what_texts_depend_on() -> None:
-    settings: list[dict[str, Any]] = [
-        {},
-        {"target_model": "other"},
-        {"target_model": "other@a"},
-        {"dtype": "bfloat16"},
-        {"target_quantization": "int8"},
-        {"device": "cpu"},
-        {"verification": "rejection"},
-        {"tensor_parallel_size": 2},
+def test_a_fingerprint_changes_with_what_texts_depend_on_and_nothing_else(tokenizer: PreTrainedTokenizerFast) -> None:
+    def name(tokenizer: PreTrainedTokenizerFast = tokenizer, device: str = "cpu", **settings: Any) -> str:
+        info = ModelInfo(
+            "a", 9, 9, [0], 1, settings.pop("dtype", "float32"), device, digest=settings.pop("digest", "a")
+        )
+        return fingerprint(ingress_config(AppConfig.model_validate(settings)), info, tokenizer)
+
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "other"
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens(["new"])
+    names = [
+        name(),
+        name(digest="b"),
+        name(dtype="bfloat16"),
+        name(device="cuda:0"),
+        name(target_quantization="int8"),
+        name(verification="rejection"),
+        name(tensor_parallel_size=2),
+        name(other),
+        name(larger),
     ]
-    names = [fingerprint(ingress_config(AppConfig.model_validate(setting))) for setting in settings]
-    assert len(set(names)) == len(settings)
-    assert fingerprint(ingress_config(AppConfig(draft_model="none", stream_interval_s=1))) == names[0]
+    assert len(set(names)) == len(names)
+    assert name(draft_model="none", stream_interval_s=1, target_model="other@a") == names[0]
+    assert name(device="cuda:1") == names[3]

@@ -5,6 +5,10 @@ from typing import Any
 import httpx
 import pytest
 
+from deployments.openai.chat import ChatCompletionRequest, ChatWriter
+from deployments.openai.tool_calls import CallStart
+from deployments.openai.tools import HERMES
+from deployments.openai.writer import Reply
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import GREEDY, events
 
@@ -49,3 +53,17 @@ async def test_a_bad_conversation_is_refused(
     error = response.json()["error"]
     assert response.status_code == 400, error
     assert error["param"] == param or (param is None and error["param"].startswith("messages.0.content.0")), error
+
+
+def test_a_call_has_an_id_of_its_own_that_depends_on_the_answer_alone() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "a"}], "tools": tools})
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    ids = []
+    for reply_id, num_texts in (("a", 1), ("a", 2), ("b", 1)):
+        writer = ChatWriter(Reply(reply_id, "tiny", "", [[1]], None, 4), request, HERMES)
+        texts = [call + call] if num_texts == 1 else [call, call]
+        pieces = [piece for text in texts for piece in writer.read(writer.choices[0], text, is_last=text is texts[-1])]
+        ids.append([piece.id for piece in pieces if isinstance(piece, CallStart)])
+    assert ids[0] == ids[1]
+    assert len({*ids[0], *ids[2]}) == 4

@@ -49,7 +49,7 @@ async def test_a_stream_says_the_same(client: httpx.AsyncClient) -> None:
     whole = (await complete(client, n=2))["choices"]
     sent = {"prompt": PROMPT, "temperature": 0, "max_tokens": 4, "echo": True, "logprobs": 2, "n": 2, "stream": True}
     response = await client.post("/v1/completions", json=sent)
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line.startswith("data: {")]
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: {")]
     for choice in whole:
         pieces = [json.loads(line)["choices"][0] for line in lines]
         pieces = [piece for piece in pieces if piece["index"] == choice["index"]]

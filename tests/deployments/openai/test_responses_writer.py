@@ -102,7 +102,7 @@ async def test_a_bad_request_is_refused_by_the_name_it_has_here(
 async def test_an_error_event_has_openais_fields(client: httpx.AsyncClient, routers: LocalRouters) -> None:
     routers.error = TargetError("the target is gone")
     response = await client.post("/v1/responses", json={"input": "x", "stream": True})
-    name, data = response.text.strip().split("\n\n")[-1].split("\n")
+    name, data, *_ = response.text.strip().split("\n\n")[-1].split("\n")
     assert name == "event: error"
     event = json.loads(data.removeprefix("data: "))
     assert set(event) == {"type", "sequence_number", "message", "param", "code"}

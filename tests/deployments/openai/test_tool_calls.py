@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.openai.tool_calls import Arguments, CallReader, CallStart
+from deployments.openai.tool_calls import Arguments, CallStart
 from deployments.openai.tools import HERMES, LLAMA3, ToolForm
 
 Read = tuple[str, list[tuple[str, str]]]
@@ -141,9 +141,3 @@ def test_nothing_is_held_back_longer_than_it_must_be() -> None:
 def test_a_text_that_must_be_calls_has_no_content() -> None:
     for form, text, _, calls in CASES:
         assert read(form, [text], calls_only=True) == ("", calls)
-
-
-def test_a_call_has_an_id_of_its_own() -> None:
-    items = CallReader("<tool_call>", "</tool_call>").feed(ONE + ONE, is_last=True)
-    ids = [piece.id for piece in items if isinstance(piece, CallStart)]
-    assert len(set(ids)) == 2

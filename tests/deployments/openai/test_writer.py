@@ -3,11 +3,12 @@
 from dataclasses import replace
 
 import httpx
+import pytest
 
 from deployments.openai.completions import CompletionRequest, CompletionWriter
 from deployments.openai.writer import Choice, Reply
-from engine.protocols import RequestOutput
-from tests.deployments.requests import complete
+from engine.protocols import RequestOutput, RoundTrace
+from tests.deployments.requests import complete, error_of
 
 
 def output(num_draft_tokens: int = 0, num_accepted_tokens: int = 0) -> RequestOutput:
@@ -54,3 +55,38 @@ async def test_acceptance_figures_are_sent_when_requested(client: httpx.AsyncCli
     assert figures["per_step_accepted"] == []
     body = await complete(client, speculative={"metrics": "summary"}, n=2)
     assert body["metrics"] == {"speculative_decoding": None}
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "num_accepted", "draft", "parents", "last"),
+    [
+        ([5, 6], 1, [5, 7], [-1, 0], "recovered"),
+        ([5], 0, [6], [-1], "recovered"),
+        ([5, 7, 8], 2, [5, 7], [-1, 0], "bonus"),
+        ([5], 0, [], [], "plain"),
+        ([5], 1, [5, 7], [-1, 0], "accepted"),
+        ([6, 9], 1, [5, 6, 7], [-1, -1, 0], "bonus"),
+        ([5, 9], 1, [5, 6, 7], [-1, -1, 0], "recovered"),
+    ],
+)
+def test_a_round_tells_what_its_last_token_is(
+    token_ids: list[int], num_accepted: int, draft: list[int], parents: list[int], last: str
+) -> None:
+    request = CompletionRequest.model_validate({"prompt": "abc", "speculative": {"trace": True}})
+    one = CompletionWriter(Reply("a", "tiny", "", [[1]], lambda ids: list(map(str, ids)), 4), request)
+    trace = RoundTrace(list(map(str, token_ids)), num_accepted, draft, parents)
+    one.choices[0].append(replace(output(), token_ids=token_ids, trace=trace))
+    (told,) = one.rounds_field(one.choices[0])["rounds"]
+    assert (told.texts, told.draft) == (trace.texts, list(map(str, draft)))
+    assert (told.accepted, told.last) == (num_accepted, last)
+    assert one.rounds_field(one.choices[0]) == {"rounds": []}
+
+
+async def test_rounds_are_sent_when_requested(client: httpx.AsyncClient) -> None:
+    whole = (await complete(client, speculative={"trace": True}))["choices"][0]
+    assert "".join(text for told in whole["rounds"] for text in told["texts"]) == whole["text"]
+    assert {told["last"] for told in whole["rounds"]} == {"plain"}
+    assert "rounds" not in (await complete(client))["choices"][0]
+    assert (await error_of(client, speculative={"trace": True}, n=2))["param"] == "n"
+    refused = await client.post("/v1/responses", json={"input": "a", "speculative": {"trace": True}})
+    assert refused.json()["error"]["param"] == "speculative.trace"

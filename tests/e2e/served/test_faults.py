@@ -39,7 +39,7 @@ def reference(faulty: FaultyServer) -> Reference:
 def test_streams_have_their_text_although_a_process_is_killed(
     fault: Fault, faulty: FaultyServer, reference: Reference
 ) -> None:
-    """Where the connections end at the process, the text is that of the request sent again."""
+    """Where the connections end at the process, the clients come back with the id of the last event."""
     before = faulty.num_resubmissions
     trial = asyncio.run(run_trial(faulty, fault, reference, seed=len(fault.name)))
     assert trial.problems == []

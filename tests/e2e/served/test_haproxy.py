@@ -113,27 +113,3 @@ def test_an_answer_in_one_piece_ends_with_its_client_whose_body_came_late(server
     time.sleep(1)
     used_s += sum(sum(process.cpu_times()[:2]) for process in processes)
     assert used_s < 0.4
-
-
-def stream_and_kill(server: Server, title: str) -> None:
-    """Read a stream to its end, and kill the processes with a title at its first line."""
-    with httpx.stream("POST", f"{server.url}/v1/completions", json={**BODY, "stream": True}, timeout=60) as response:
-        for number, _ in enumerate(response.iter_lines()):
-            if number == 0:
-                for process in server.processes(title):
-                    process.kill()
-
-
-def test_a_killed_ingress_cuts_its_streams_and_refuses_nobody(server: Server) -> None:
-    with pytest.raises(httpx.RemoteProtocolError):
-        stream_and_kill(server, "Replica:default:Ingress")
-    assert httpx.get(f"{server.url}/v1/models", timeout=60).is_success
-
-
-def test_a_killed_haproxy_cuts_its_streams_and_the_same_request_gives_the_same_text(server: Server) -> None:
-    url = f"{server.url}/v1/completions"
-    text = httpx.post(url, json=BODY, timeout=60).json()["choices"][0]["text"]
-    with pytest.raises(httpx.RemoteProtocolError):
-        stream_and_kill(server, "haproxy.cfg")
-    server.wait_until_ready()
-    assert httpx.post(url, json=BODY, timeout=60).json()["choices"][0]["text"] == text

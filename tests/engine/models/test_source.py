@@ -170,3 +170,19 @@ def test_a_worker_reads_each_file_once(role, pair, opened):
     expected = {file: int(file.startswith(config.path) or role == "draft") for file in files}
     expected |= {file: 0 for file in files if file.endswith("tokenizer.json")}  # only a grammar needs it
     assert {file: opened[file] for file in files} == expected
+
+
+def test_the_digest_is_of_settings_and_weights(tmp_path):
+    shutil.copytree(BUNDLED_DRAFT, tmp_path / "a")
+    digest = source_of(tmp_path / "a").digest
+    assert digest == source_of(BUNDLED_DRAFT).digest
+    for name, at in (("config.json", None), ("model.safetensors", 0.3), ("model.safetensors", 1)):
+        shutil.copytree(BUNDLED_DRAFT, tmp_path / "b", dirs_exist_ok=True)
+        path = tmp_path / "b" / name
+        if at is None:
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.1}))
+        else:
+            content = bytearray(path.read_bytes())
+            content[int(at * len(content)) - 1] ^= 1
+            path.write_bytes(content)
+        assert source_of(tmp_path / "b").digest != digest

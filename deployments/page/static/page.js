@@ -5,7 +5,7 @@ import { RoundsView, el, facts, judge, kind, saving, speed } from "./rounds.js";
 const $ = (id) => document.getElementById(id);
 const fields = $("composer").elements, live = $("live");
 const RETRIED = [429, 502, 503, 504], MAX_TRIES = 60, POLL_MS = 2000, DRAW_MS = 40, MAX_TURNS = 20;
-const SAMPLES = ["Up betimes and to my office,", "Call me Ishmael. Some years ago", "This PEP proposes"];
+const SAMPLES = ["Up betimes and to my office,", "Call me Ishmael.", "It is a truth universally acknowledged,"];
 const speeds = [];
 let model = "", turns = [], running = null, before = null;
 
@@ -231,7 +231,8 @@ async function poll() {
     replicas.add(/replica="([^"]*)"/.exec(labels)?.[1]);
     if (!labels.includes('phase="prefill"')) now[name] = (now[name] ?? 0) + Number(value);
   }
-  const since = (name) => Math.max(0, now[name] - (before?.[name] ?? 0)), rounds = since("paceline:rounds_total");
+  const since = (name) => (now[name] < before?.[name] ? now[name] : now[name] - (before?.[name] ?? 0)) || 0;
+  const rounds = since("paceline:rounds_total"); // a new Router counts from 0, and one may be too late to answer
   if (rounds) {
     const ms = (name) => (1000 * since(name)) / rounds;
     const draft = ms("paceline:draft_wait_seconds_total"), verify = ms("paceline:target_compute_seconds_total");
@@ -242,15 +243,14 @@ async function poll() {
   const drafted = since("vllm:spec_decode_num_draft_tokens_total");
   const share = Math.round((100 * since("vllm:spec_decode_num_accepted_tokens_total")) / drafted);
   speeds.push(before ? (1000 * since("vllm:generation_tokens_total")) / (now.at - before.at) : 0);
-  if (speeds.length > 60) speeds.shift();
-  const most = Math.max(...speeds, 1);
+  const most = Math.max(...speeds.splice(0, speeds.length, ...speeds.slice(-60)), 1);
   $("speed").setAttribute("points", speeds.map((value, index) => `${index * 4},${42 - (40 * value) / most}`).join(" "));
   list("figures", [["tokens/s", speeds.at(-1).toFixed(1)], ["drafts accepted", drafted ? `${share} %` : "\u2013"],
     ["running", now["vllm:num_requests_running"] ?? 0], ["waiting", now["vllm:num_requests_waiting"] ?? 0]]);
   for (const { replica } of routers) replicas.delete(replica);
   list("replicas", [...routers.map(({ ready, reason }) => ["Router", ready ? "ready" : reason]),
     ...[...replicas].filter(Boolean).map(() => ["Ingress", "ready"])]);
-  before = now;
+  before = { ...before, ...now };
 }
 
 function keepPolling() {

@@ -15,8 +15,8 @@ const duration = (ms) => (ms < 995 ? `${Math.round(ms)} ms` : `${(ms / 1000).toF
 export const kind = (round, index) => (index < round.accepted ? "accepted" : round.last);
 
 /** Which draft tokens were accepted and which one stood where the target decided otherwise; a draft may be a tree. */
-export function verdict({ draft, parents = draft.map((_, index) => index - 1), texts, accepted, last }) {
-  const path = [], depths = [];
+export function verdict({ draft, parents: tree, texts, accepted, last }) {
+  const path = [], depths = [], parents = tree ?? draft.map((_, index) => index - 1);
   const children = () => [...draft.keys()].filter((index) => parents[index] === (path.at(-1) ?? -1));
   for (const text of texts.slice(0, accepted)) {
     path.push(children().find((index) => draft[index] === text) ?? children()[0]);

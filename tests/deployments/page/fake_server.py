@@ -65,7 +65,7 @@ class Fake:
             at += len(texts)
             self.rounds, self.accepted = self.rounds + 1, self.accepted + accepted
             self.drafted, self.tokens = self.drafted + k, self.tokens + len(texts)
-            rounds = [{"texts": texts, "accepted": accepted, "draft": draft, "last": last}]
+            rounds = [{"texts": texts, "accepted": accepted, "draft": draft, "parents": None, "last": last}]
             piece = {"delta": {"content": "".join(texts)}} if "chat" in path else {"text": "".join(texts)}
             reason = "length" if at >= len(words) else None
             yield {"choices": [{"index": 0, **piece, "rounds": rounds, "finish_reason": reason}]}

@@ -276,6 +276,9 @@ def test_the_live_figures_are_those_of_the_metrics(page: Any, fake: Fake) -> Non
         assert text in figures
     for text in ("Router\nready", "Ingress\nready"):
         assert text in figures
+    fake.rounds, fake.drafted, fake.accepted = 2, 8, 2  # a new Router
+    page.clock.run_for(2000)
+    page.get_by_text("25 %").wait_for()
     page.get_by_text("Live").click()
     seen: list[str] = []
     page.on("request", lambda request: seen.append(request.url))

@@ -176,6 +176,15 @@ def test_a_conversation_has_a_history_which_a_reload_keeps_and_a_new_chat_forget
     assert page.locator("article").count() == 0
     ask(page, "Anew")
     assert [message["content"] for message in fake.requests[-1][1]["messages"]] == ["Anew"]
+    fake.round_s = 0.05
+    page.get_by_role("button", name="New chat").click()
+    ask(page, "Stopped", waits=False)
+    page.locator(".round").nth(2).wait_for()
+    page.get_by_role("button", name="New chat").click()
+    page.get_by_role("button", name="Send").wait_for()
+    ask(page, "Alone", waits=False)
+    page.locator(".round").first.wait_for()
+    assert [message["content"] for message in fake.requests[-1][1]["messages"]] == ["Alone"]
 
 
 def test_a_model_without_a_chat_template_continues_the_text(page: Any, fake: Fake) -> None:

@@ -22,7 +22,7 @@ check("torch", "transformers")
 import cluster.workers.actors
 check("torch", "transformers")
 
-import deployments.cli
+import deployments.cli.serve
 from deployments import app
 from deployments.config import AppConfig
 app(AppConfig())
@@ -68,7 +68,7 @@ def test_exactly_the_packages_that_are_imported_are_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
     required = {re.split(r"[\[>=]", text)[0] for text in project["dependencies"]}
-    extras = {re.split(r"[\[>=]", text)[0] for name in ("quantization", "training") for text in optional[name]}
+    extras = {re.split(r"[\[>=]", text)[0] for text in optional["quantization"]}
     modules = {
         name.split(".")[0] for package in FORBIDDEN for path in source_files(package) for name in imported_names(path)
     }

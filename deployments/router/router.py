@@ -32,6 +32,7 @@ from deployments.wire import (
     Report,
     target_id,
 )
+from engine.config import CompileProgress
 from engine.engine import Engine
 from engine.errors import QueueFullError, TargetError
 from engine.models.registry import refused_fields
@@ -93,6 +94,10 @@ class Router:
             draft_model=settings.draft.path if settings.draft is not None and settings.has_draft_worker else None,
         )
         logger.info("ready after %.1f s", time.monotonic() - started)
+
+    async def compiling(self) -> CompileProgress | None:
+        """Return how far the compiling of the models is; None if they are compiled, or run eagerly."""
+        return self._group.compiling
 
     async def subscribe(self, inbox: InboxAddress) -> None:
         """Connect to an Ingress's inbox and send it reports, unless it is connected."""

@@ -1,6 +1,6 @@
 """ModelSource: a model's files, found once, and each read at most once in a process, when it is first needed.
 
-Files are in a directory or in the local cache of the Hugging Face hub; nothing is downloaded. The Router and the
+Files are in a directory or in the local cache of the Hugging Face hub; nothing is downloaded here. The Router and the
 Ingress use this file, too, and do not import torch, so torch and transformers are imported inside the properties.
 """
 
@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 
     from engine.models.causal_lm import CausalLM
+
+HUB_FILES: Mapping[str, Any] = {
+    "allow_patterns": ["*.safetensors", "*.json", "*.jinja"],
+    "ignore_patterns": ["*/*", "consolidated*"],
+}
+"""The files of a model on the hub that are read. Others, as the same weights in another format, need not be there."""
 
 
 NUM_SAMPLES, SAMPLE_BYTES = 64, 2**16
@@ -91,9 +97,13 @@ class ModelSource:
         from huggingface_hub import snapshot_download
 
         try:
-            return Path(snapshot_download(self.path, revision=self.config.revision, local_files_only=True))
+            local = {"local_files_only": True, **HUB_FILES}
+            return Path(snapshot_download(self.path, revision=self.config.revision, **local))
         except (OSError, ValueError) as error:
             message = f"model directory {self.path} does not exist, nor does the local hub cache hold such a model"
+            if isinstance(error, OSError):  # it can be a name on the hub
+                name = f"{self.path}@{self.config.revision}" if self.config.revision else self.path
+                message += f"; `paceline pull {name}` downloads it"
             raise ModelError(message) from error
 
     @cached_property

@@ -2,6 +2,6 @@
 
 In reading order: `corpus` (text to batches), `small_model` (models and their tokenizer), `checkpoint` (writing and
 resuming), `loop` (the training loop and its optimizers), `pretrain` and `distill` (the two objectives),
-`measured_acceptance` (the acceptance of a pair) and `evaluate` (the report). Nothing of the product imports this
-folder; it comes with the extra `paceline[training]`.
+`measured_acceptance` (the acceptance of a pair) and `evaluate` (the report, which `paceline evaluate` shows, too). No
+server imports this folder.
 """

@@ -7,10 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-try:
-    from rich.console import Console
-except ModuleNotFoundError as error:
-    raise SystemExit("engine.training needs rich: pip install 'paceline[training]'") from error
+from rich.console import Console
 
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
 from engine.errors import PacelineError

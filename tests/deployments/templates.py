@@ -20,7 +20,7 @@ HERMES = (
 LLAMA = HERMES.replace("<tool_call>", "").replace("</tool_call>", "").replace('"arguments"', '"parameters"')
 
 
-def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
+def tokenizer_of(template: str | None) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=byte_tokenizer(), eos_token="</s>", additional_special_tokens=["<|start|>", "<|end|>"]
     )
@@ -28,7 +28,7 @@ def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def save_tokenizer(template: str, path: Path) -> PreTrainedTokenizerFast:
+def save_tokenizer(template: str | None, path: Path) -> PreTrainedTokenizerFast:
     tokenizer = tokenizer_of(template)
     tokenizer.save_pretrained(path)
     return tokenizer

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tests.load.arms import Arm, in_turn
-from tests.load.options import Options, parse
-from tests.load.records import Record
-from tests.load.reference import differences, reference_texts
-from tests.load.report import Report
-from tests.load.run import Load, Run, open_run
-from tests.load.server import LoadError
-from tests.load.summary import summarize
-from tests.load.sweep import Level, search
+from .arms import Arm, in_turn
+from .options import Options, parse
+from .records import Record
+from .reference import differences, reference_texts
+from .report import Report
+from .run import Load, Run, open_run
+from .server import LoadError
+from .summary import summarize
+from .sweep import Level, search
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LoadError as error:
         console.print(str(error), style="red", markup=False)
         return 2
-    report.write(options.out, ["python", "-m", "tests.load", *words])
+    report.write(options.out, ["python", "-m", str(__package__), *words])
     is_drawn = _draw(report, options)
     report.show(console)
     files = "summary.json,requests.jsonl,config.json" + (",load.png" if is_drawn else "")
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _draw(report: Report, options: Options) -> bool:
     """Draw the run, if matplotlib is installed; return whether it is."""
     try:
-        from tests.load.picture import draw_run, draw_sweep
+        from .picture import draw_run, draw_sweep
     except ModuleNotFoundError:
         return False
     png = options.out / "load.png"

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from tests.load.records import Record
-from tests.load.server import Counters, LoadError
+from .records import Record
+from .server import Counters, LoadError
 
 DEFAULT = "default"
 """What the server does if nothing is asked."""

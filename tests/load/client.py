@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 
-from tests.load.records import Acceptance, Record
+from .records import Acceptance, Record
 
 DEFAULT_RETRY_AFTER_S = 1.0
 MAX_MESSAGE_CHARS = 300

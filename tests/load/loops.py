@@ -7,8 +7,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.load.client import Clock
-from tests.load.records import REJECTED, Record
+from .client import Clock
+from .records import REJECTED, Record
 
 Send = Callable[[int, float], Coroutine[Any, Any, Record]]
 """Sends the request with a number, which was due at a time on the clock."""

@@ -9,9 +9,9 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
-from tests.load.arms import DEFAULT, Arm, parse_arms
-from tests.load.records import Slo
-from tests.load.server import Endpoint
+from .arms import DEFAULT, Arm, parse_arms
+from .records import Slo
+from .server import Endpoint
 
 KEY_VARIABLE = "OPENAI_API_KEY"
 EXIT_STATUS = """exit status: 0 if all went well; 1 if the SLO was missed, a text differed from the reference's, a
@@ -138,7 +138,7 @@ class Options(BaseModel):
 def parse(arguments: list[str] | None) -> Options:
     """Return the options of a command line; exits with 2 if they are wrong."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.load",
+        prog=f"python -m {__package__}",
         description="Send load to an OpenAI-compatible server, measure latencies, and check every text.",
         epilog=EXIT_STATUS,
     )

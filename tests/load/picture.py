@@ -7,8 +7,8 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from tests.load.records import LatencyName, Record, Slo
-from tests.load.sweep import Level
+from .records import LatencyName, Record, Slo
+from .sweep import Level
 
 INK = "#818a94"  # between both pages' backgrounds
 COLOURS = ("#2f86c9", "#d9722e", "#3f9c5a", "#8c5fb0", "#b8486a", "#d9b52e", "#5bb5b0", INK)

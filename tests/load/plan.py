@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.load.arms import Arm
-from tests.load.client import Client
-from tests.load.options import Options
-from tests.load.prompts import Prompt, SizedText, read_prompts
-from tests.load.server import Server, count_prompt_tokens, extension_fields, prompt_fields
-from tests.load.traces import excerpt, fit, read
+from .arms import Arm
+from .client import Client
+from .options import Options
+from .prompts import Prompt, SizedText, read_prompts
+from .server import Server, count_prompt_tokens, extension_fields, prompt_fields
+from .traces import excerpt, fit, read
 
 _NUM_SYNTHETIC = 32
 _RESERVE = 0.1

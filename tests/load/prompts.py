@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.load.server import LoadError
-from tests.load.traces import BLOCK_TOKENS
+from .server import LoadError
+from .traces import BLOCK_TOKENS
 
 SHARED_PROMPTS = Path(__file__).parents[3] / "shared" / "data" / "prompts"
 FIELDS = ("prompt", "text", "question", "turns", "messages")

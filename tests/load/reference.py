@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.load.client import Client, Clock
-from tests.load.plan import Plan
-from tests.load.records import Record
-from tests.load.server import PATHS, LoadError, survey
+from .client import Client, Clock
+from .plan import Plan
+from .records import Record
+from .server import PATHS, LoadError, survey
 
 ENGINE = "engine"
 _NUM_STREAMS = 8

@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tests.load.arms import Ratio, speed_up, verdict
-from tests.load.records import LATENCIES, Record, Slo
-from tests.load.reference import Difference
-from tests.load.run import Run
-from tests.load.summary import Summary, by_domain, summarize
-from tests.load.sweep import Level, capacity
+from .arms import Ratio, speed_up, verdict
+from .records import LATENCIES, Record, Slo
+from .reference import Difference
+from .run import Run
+from .summary import Summary, by_domain, summarize
+from .sweep import Level, capacity
 
 MAX_LAG_S = 0.02
 """A client whose event loop is later than this at the 99th percentile measures itself."""

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from tests.load.arms import DEFAULT, Arm
-from tests.load.client import Client, Clock
-from tests.load.loops import LoopLag, arrival_times, closed_loop, open_loop
-from tests.load.options import Options
-from tests.load.plan import Plan, make_plan
-from tests.load.records import Acceptance, Record
-from tests.load.server import PATHS, LoadError, Server, read_counters, survey
+from .arms import DEFAULT, Arm
+from .client import Client, Clock
+from .loops import LoopLag, arrival_times, closed_loop, open_loop
+from .options import Options
+from .plan import Plan, make_plan
+from .records import Acceptance, Record
+from .server import PATHS, LoadError, Server, read_counters, survey
 
 OnRecord = Callable[[Record], None]
 DEFAULT_USERS = 8

@@ -6,8 +6,8 @@ from typing import Any, Literal
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.load.client import Client
-from tests.load.records import Acceptance
+from .client import Client
+from .records import Acceptance
 
 Endpoint = Literal["completions", "chat"]
 PATHS: dict[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.load.records import LATENCIES, OK, REJECTED, Acceptance, LatencyName, Record, Slo
+from .records import LATENCIES, OK, REJECTED, Acceptance, LatencyName, Record, Slo
 
 
 @dataclass(frozen=True, slots=True)

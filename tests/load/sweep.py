@@ -3,7 +3,7 @@
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from tests.load.summary import Summary
+from .summary import Summary
 
 RESOLUTION = 0.1
 """Relative difference of the last level that holds and the first one that does not."""

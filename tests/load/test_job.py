@@ -43,7 +43,7 @@ def test_the_job_ends_with_the_commands_status_and_shows_the_figures(
     """The shell line itself, with a command that exits as told."""
     summary = tmp_path / "summary.json"
     summary.write_text('{"figures": 1}')
-    fake = tmp_path / "python"
+    fake = tmp_path / "paceline"
     fake.write_text(f'#!/bin/sh\necho "$@"\nexit {status}\n')
     fake.chmod(0o755)
     command = [word.replace("/tmp/load/summary.json", str(summary)) for word in container["command"]]
@@ -52,17 +52,17 @@ def test_the_job_ends_with_the_commands_status_and_shows_the_figures(
         [*command, "--slo=ttft=1", "two words"], env=environment, capture_output=True, text=True, check=False
     )
     assert ended.returncode == status
-    assert ended.stdout == '-m tests.load --slo=ttft=1 two words\n{"figures": 1}'
+    assert ended.stdout == 'load --slo=ttft=1 two words\n{"figures": 1}'
 
 
 def test_the_command_needs_only_what_the_product_needs(tmp_path: Path) -> None:
-    """The image has the product's requirements and these files, and no torch is loaded to send requests."""
-    (tmp_path / "tests/load").mkdir(parents=True)
-    for path in (ROOT / "tests/__init__.py", *(ROOT / "tests/load").glob("*.py")):
-        (tmp_path / path.relative_to(ROOT)).write_bytes(path.read_bytes())
+    """The wheel has these files and the product's requirements, and no torch is loaded to send requests."""
+    (tmp_path / "paceline_load").mkdir()
+    for path in (ROOT / "tests/load").glob("*.py"):
+        (tmp_path / "paceline_load" / path.name).write_bytes(path.read_bytes())
     code = """
 import sys
-import tests.load.__main__
+import paceline_load.__main__
 loaded = {name.partition(".")[0] for name in sys.modules}
 heavy = {"torch", "ray", "engine", "transformers", "psutil"}
 print(sorted(loaded & {"pytest", "aiohttp", "scipy", "openai", "matplotlib", *heavy}))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 
-from tests.load.server import LoadError
+from .server import LoadError
 
 BLOCK_TOKENS = 512
 """Tokens of a block of Mooncake's `hash_ids`; requests whose ids begin alike have prompts that begin alike."""

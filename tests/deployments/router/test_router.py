@@ -167,6 +167,7 @@ async def test_an_ingress_that_subscribes_gets_reports(
     tasks.pop().cancel()
     restarting = {"num_requests": 9, "num_yours": 9, "movable": ("b",), "compiling": CompileProgress(1, 6, 90.0)}
     await until(report("the target is being restarted", **restarting))
+    assert await router.compiling() == CompileProgress(1, 6, 90.0)
     router._group.compiling = None
     rig.verifier.gate.set()
     await asyncio.gather(*tasks)

@@ -104,6 +104,7 @@ async def test_a_killed_rank_fails_the_round_and_recovery_goes_on_with_the_text(
     assert generation.text == expected
 
 
+@pytest.mark.long
 async def test_a_stopped_rank_is_lost_after_the_configured_time(group: SpeculationGroup, expected: Text) -> None:
     generation = generate(group)
     await generation.run(until=lambda: generation.num_tokens > 40)
@@ -123,7 +124,8 @@ async def test_a_stopped_rank_is_lost_after_the_configured_time(group: Speculati
     ("victim", "num_workers", "report"),
     [("DraftWorker", 1, "Draft worker did not start"), ("TargetWorker", 2, "The target did not survive start 1 of 5")],
 )
-@pytest.mark.parametrize("fault", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
+@pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.long
 async def test_workers_that_are_killed_or_hang_while_the_group_starts_are_started_again(
     config: GroupConfig,
     expected: Text,

@@ -7,7 +7,7 @@ import httpx
 import psutil
 import pytest
 
-from deployments.cli import SAME_SIGNAL_S
+from deployments.cli.serve import SAME_SIGNAL_S
 from deployments.local.haproxy_variables import find_haproxy
 from tests.e2e.replicated.test_stopping import streaming
 from tests.e2e.servers import Server

@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,9 +62,3 @@ def test_a_mistake_is_reported_on_one_line(command: str, message: str, capsys: p
     shown = capsys.readouterr().err.strip()
     assert message in shown
     assert shown.count("\n") == 0
-
-
-def test_without_its_extra_one_line_says_what_to_install() -> None:
-    program = "import sys, runpy; sys.modules['rich'] = None; runpy.run_module('engine.training', run_name='__main__')"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (1, "engine.training needs rich: pip install 'paceline[training]'\n")

@@ -1,11 +1,10 @@
-"""`python -m deployments [name=value ...]`: serve the application on this machine until SIGINT or SIGTERM.
+"""`paceline serve` and `python -m deployments`: serve the application on this machine until SIGINT or SIGTERM.
 
 On SIGTERM, `serve run deployments:app` cuts running streams and aborts with status 134. This program lets them finish
 for `drain_timeout_s`, then ends them with an error. A second signal, more than a second later, stops at once. The
 exit status is 0, or 1 if the application did not start.
 """
 
-import argparse
 import logging
 import os
 import signal
@@ -21,6 +20,7 @@ import ray
 from ray import serve
 
 from deployments.builder import build
+from deployments.cli.progress import start_progress
 from deployments.config import AppConfig
 from deployments.ingress.draining import LAST_WORDS_S
 from deployments.local.environment import set_serve_environment
@@ -36,19 +36,11 @@ SAME_SIGNAL_S = 1.0
 forwards both."""
 
 
-def main() -> None:
-    """Serve what the command line describes."""
-    parser = argparse.ArgumentParser(prog="python -m deployments", description="Serve the application.")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument("--port", default=8000, type=int, help="port to listen on")
-    parser.add_argument("settings", nargs="*", metavar="name=value", help="settings; see deployments/README.md")
-    options = parser.parse_args()
-    try:
-        config = AppConfig.model_validate(_parse(options.settings))
-        set_log_format(config.log_format)
-        application = build(config, can_grow=False)  # the cluster will be this machine
-    except click.UsageError as error:
-        parser.error(error.message)
+def serve_here(settings: list[str], host: str, port: int) -> None:
+    """Serve the application; raise click.UsageError if a setting, of the form name=value, is wrong."""
+    config = AppConfig.model_validate(_parse(settings))
+    set_log_format(config.log_format)
+    application = build(config, can_grow=False)  # the cluster will be this machine
     set_serve_environment(config)
     with group_of_children():
         # With JSON, Ray adds no prefix to workers' lines.
@@ -61,12 +53,13 @@ def main() -> None:
     for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, exit_at)
     try:
-        http_options = {"host": options.host, "port": options.port}
+        http_options = {"host": host, "port": port}
         # Serve's controller and proxies say little that is of use here, and most of it when the server stops.
         serve.start(
             http_options=http_options, logging_config={**serve_logging(config.log_format), "log_level": "WARNING"}
         )
-        serve.run(application, blocking=True)
+        with start_progress(logger):
+            serve.run(application, blocking=True)
     except RuntimeError:
         if not (failures := _failures()):
             raise

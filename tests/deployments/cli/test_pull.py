@@ -1,0 +1,123 @@
+"""`paceline pull` downloads from a stand-in of the hub, on this machine, what a server then finds."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.deployments.cli.http_stand_in import Request, stand_in
+
+ROOT = Path(__file__).parents[3]
+MEBIBYTE = 2**20
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "model.safetensors": bytes(range(256)) * 4 * 1024 * 12,
+    "pytorch_model.bin": b"the same weights",
+    "original/model.safetensors": b"the same weights",
+}
+PROGRAM = "from deployments.cli.commands import main; main()"
+FINDS = """
+from engine.config import PairConfig
+from engine.models.registry import open_model
+print(*sorted(path.name for path in open_model(PairConfig(target_model="org/model@main").target).directory.iterdir()))
+open_model(PairConfig(target_model="org/other@v1").target).directory
+"""
+
+
+class Hub:
+    """A hub with one public and one private model; the first download of weights breaks off in the middle."""
+
+    def __init__(self) -> None:
+        self.num_bytes: Counter[str] = Counter()
+        self.tokens: set[str | None] = set()
+        self.breaks_off = True
+
+    def __call__(self, request: Request) -> None:
+        self.tokens.add(request.headers["Authorization"])
+        path = request.path.partition("?")[0]
+        model, _, rest = path.removeprefix("/api/models").strip("/").partition("/model")
+        is_closed = model == "private" and not request.headers["Authorization"]
+        if is_closed or model not in ("org", "private") or "none" in path:
+            request.answer(401, b"{}", X_Error_Code="RepoNotFound")
+        elif rest.startswith("/revision"):
+            request.answer(200, json.dumps({"id": "org/model", "sha": COMMIT, "siblings": []}).encode())
+        elif rest.startswith("/tree"):
+            entries = [{"type": "file", "path": name, "size": len(FILES[name]), "oid": oid(name)} for name in FILES]
+            request.answer(200, json.dumps(entries).encode())
+        else:
+            self._file(request, rest.removeprefix(f"/resolve/{COMMIT}/"))
+
+    def _file(self, request: Request, name: str) -> None:
+        content, status = FILES[name], 200
+        headers = {"ETag": f'"{oid(name)}"', "X-Repo-Commit": COMMIT}
+        if (wanted := request.headers["Range"]) is not None:
+            start = int(wanted.removeprefix("bytes=").partition("-")[0])
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+            content, status = content[start:], 206
+        length = len(content)
+        if request.command == "GET":
+            if name == "model.safetensors" and self.breaks_off:
+                content, self.breaks_off = content[: 11 * MEBIBYTE], False
+            self.num_bytes[name] += len(content)
+        request.answer(status, content, length=length, **headers)
+
+
+def oid(name: str) -> str:
+    return hashlib.sha1(FILES[name]).hexdigest()
+
+
+@contextmanager
+def hub(cache: Path) -> Iterator[tuple[Hub, dict[str, str]]]:
+    """A hub, and the environment of the processes that use it."""
+    answer = Hub()
+    with stand_in(answer) as url:
+        variables = {"HF_ENDPOINT": url, "HF_HOME": str(cache), "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        yield answer, {**os.environ, **variables}
+
+
+def run(environment: dict[str, str], *words: str, program: str = PROGRAM) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *words]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_what_is_pulled_is_found(tmp_path: Path) -> None:
+    with hub(tmp_path) as (server, environment):
+        pulled = run(environment, "pull", "org/model", "--draft", "private/model", "--token", "hf_secret")
+        assert pulled.returncode == 0, pulled.stderr
+        serve = "serve it: paceline serve target_model=org/model draft_model=private/model"
+        assert pulled.stdout.splitlines()[2] == serve
+        assert "Trying to resume" in pulled.stderr
+        assert "%|" not in pulled.stderr  # bars are for terminals
+        assert "Bearer hf_secret" in server.tokens
+        # The download that broke off after 11 MiB has continued at 10, and nothing that is not read was fetched.
+        assert server.num_bytes == {
+            "config.json": 2 * len(FILES["config.json"]),
+            "model.safetensors": (11 + 2 + 12) * MEBIBYTE,
+        }
+        again = run(environment, "pull", "org/model")
+        assert again.returncode == 0, again.stderr
+        assert server.num_bytes["model.safetensors"] == (11 + 2 + 12) * MEBIBYTE
+    found = run({**environment, "HF_HUB_OFFLINE": "1"}, program=FINDS)
+    assert found.stdout == "config.json model.safetensors\n"
+    assert "ModelError: model directory org/other does not exist" in found.stderr
+    assert "; `paceline pull org/other@v1` downloads it" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("org/none", "the hub gives you no model org/none: it does not exist"), ("private/model", "or pass --token")],
+)
+def test_what_cannot_be_pulled_is_said_in_one_line(name: str, message: str, tmp_path: Path) -> None:
+    with hub(tmp_path) as (_, environment):
+        refused = run({**environment, "HF_TOKEN": ""}, "pull", name)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert message in refused.stderr.splitlines()[-1]
+    assert len(refused.stderr.splitlines()) == 2

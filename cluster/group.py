@@ -143,6 +143,13 @@ class SpeculationGroup:
                 raise
             logger.info("Target restarted")
 
+    def kill(self, process: str) -> bool:
+        """Kill the draft worker (draft) or the target's first rank (target), if there is one, as a fault would."""
+        workers = {"draft": self._draft, "target": self._target}[process]
+        if workers is not None:
+            workers.actors[0].kill.remote()
+        return workers is not None
+
     async def stop(self) -> None:
         """Kill all workers and give the resources back; calling it again does nothing."""
         if self._is_stopped:

@@ -12,7 +12,7 @@ import json
 import os
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import click
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
@@ -136,6 +136,8 @@ class AppConfig(BaseModel):
     """A file with more keys, one per line."""
     cors_allow_origins: Annotated[tuple[str, ...], FROM_WORDS] = ()
     """Origins of web pages that may call the API from a browser (`https://chat.example.com`), or `*` for all."""
+    page: Literal["on", "off", "demo"] = "on"
+    """Whether `/` is a page to chat, compare and watch rounds; demo lets its visitors also kill processes."""
     num_ingress_replicas: Annotated[int | None, OrNone] = Field(None, ge=1)
     """Processes that serve HTTP and tokenize; none is one per 8 CPUs of the cluster, at most 4."""
     autoscaling: Annotated[Autoscaling, FROM_JSON] = Autoscaling()
@@ -205,6 +207,7 @@ class IngressConfig:
     limits: Limits
     stream_interval_s: float
     cors_allow_origins: tuple[str, ...]
+    page: Literal["on", "off", "demo"]
     start_timeout_s: float
     log_format: LogFormat
 

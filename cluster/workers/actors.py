@@ -11,6 +11,7 @@ import contextlib
 import gc
 import logging
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -96,6 +97,10 @@ class Worker:
     def ping(self) -> list[CompileProgress]:
         """Return at once, which shows that the process is alive: how far each model is that is being compiled."""
         return [] if self._backend is None else self._backend.compiling
+
+    def kill(self) -> None:
+        """Kill this process, wherever it runs."""
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class DraftWorker(Worker):

@@ -25,7 +25,10 @@ from deployments.errors import current_request_id, describe, error_body, headers
 from deployments.guard.admission import GENERATING_ROUTES, Admission
 from engine.errors import QueueFullError
 
-OPEN_ROUTES = frozenset({"/live", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"})
+OPEN_ROUTES = frozenset(
+    {"/live", "/health", "/ready", "/version", "/metrics", "/openapi.json", "/docs"}
+    | {"/", "/page.css", "/page.js", "/rounds.js"}
+)
 """The paths that need no key. They are compared as FastAPI routes: without Serve's prefix, whatever headers say."""
 MAX_HEADER_BYTES = 16 * 2**10
 """Bytes of all request headers; HAProxy's buffer holds twice as many, so that such a request gets an answer."""

@@ -32,6 +32,8 @@ from deployments.openai.responses_writer import Response as ResponsesBody
 from deployments.openai.responses_writer import ResponsesWriter
 from deployments.openai.structured_output import GrammarSource
 from deployments.openai.writer import Reply, Writer
+from deployments.page.demo import add_demo
+from deployments.page.page import add_page
 from deployments.prompts.encoder import PromptEncoder
 from deployments.prompts.grammar_compiler import GrammarCompiler
 from deployments.prompts.parameters import check_token_ids, fit, sampling_params
@@ -94,6 +96,10 @@ class Ingress:
         get("/v1/models", responses=answers(ModelList))(self.models)
         get("/v1/models/{name:path}", responses=answers(ModelCard))(self.model)
         add_health_routes(api, self._health)
+        if (page := self.config.page) != "off":
+            add_page(api, page)
+        if page == "demo":
+            add_demo(api, self._routers.kill)
         get("/version", responses=answers(Version))(self.version)
         get("/metrics", responses={200: {"content": {"text/plain": {}}}})(self.metrics)
         return api
@@ -101,7 +107,7 @@ class Ingress:
     async def _wait_for_routers(self) -> Description:
         description = await self._routers.describe()
         info = description.target
-        self._fingerprint = await asyncio.to_thread(fingerprint, self.config, info, self._target.tokenizer)
+        self._fingerprint = fingerprint(self.config, info, self._target.tokenizer)
         grammars = Grammars(self._target, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         self._compiler = GrammarCompiler(grammars)
         logger.info(announcement(self.config, description, await self._routers.base_url()))

@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import os
+import signal
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
@@ -36,6 +38,9 @@ from engine.errors import QueueFullError, TargetError
 from engine.models.registry import refused_fields
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
+
+ANSWER_S = 0.1
+"""How long an answer takes to leave this process, which is killed after it."""
 
 
 class WrongTargetError(TargetError):
@@ -126,6 +131,13 @@ class Router:
     async def collect(self) -> ReplicaMetrics:
         """Return this replica's metrics."""
         return ReplicaMetrics(self._id, self._metrics.collect())
+
+    async def kill(self, process: str) -> bool:
+        """Kill this process (router), or a worker's (draft, target); return whether there is such a process."""
+        if process != "router":
+            return self._group.kill(process)
+        asyncio.get_running_loop().call_later(ANSWER_S, os.kill, os.getpid(), signal.SIGKILL)
+        return True
 
     async def check_health(self) -> None:
         """Serve's health check: replace a replica that cannot restart its target."""

@@ -156,6 +156,10 @@ class ServeRouters:
                     logger.info("waiting for a Router of %s; %s is still served", self._target_id, rejected)
             await asyncio.sleep(RETRY_PAUSE_S)
 
+    async def kill(self, process: str) -> bool:
+        """Kill the draft, the target or the Router of every replica; return whether any had such a process."""
+        return True in await ask_all(self._handle, "kill", process)
+
     def collect_here(self) -> ReplicaMetrics:
         """Return the metrics of this Ingress."""
         return ReplicaMetrics(self._replica, self._metrics.collect())

@@ -371,3 +371,16 @@ async def test_a_broken_connection_to_any_rank_ends_the_rounds_until_all_ranks_a
     await group.recover()
     assert await verify(group) == [3]
     assert targets.workers[0].is_killed
+
+
+async def test_the_draft_or_the_first_rank_of_the_target_is_killed_if_there_is_one(targets, drafts):
+    group = await started()
+    killed = []
+    for name, workers in (("draft", group._draft), ("target", group._target)):
+        remote = SimpleNamespace(remote=lambda name=name: killed.append(name))
+        workers.actors = [SimpleNamespace(kill=remote), None]
+    assert group.kill("target")
+    assert group.kill("draft")
+    assert killed == ["target", "draft"]
+    await group.stop()
+    assert not group.kill("draft")

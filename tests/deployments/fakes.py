@@ -141,6 +141,12 @@ class LocalRouters:
         self.compiling: CompileProgress | None = None
         self.num_deliveries = 0
         self.num_closed = 0
+        self.killed: list[str] = []
+        self.has_processes = True
+
+    async def kill(self, process: str) -> bool:
+        self.killed.append(process)
+        return self.has_processes
 
     def room(self) -> float:
         return self.free

@@ -3,12 +3,14 @@
 import gc
 import json
 import logging
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cluster.workers.actors import _importing, show_progress
+from cluster.workers.actors import Worker, _importing, show_progress
 from engine.config import ModelConfig
 from engine.models.loader import load_model
 from engine.models.registry import open_model
@@ -55,3 +57,10 @@ def test_what_is_imported_is_left_out_of_garbage_collections_which_go_on_afterwa
         assert gc.isenabled()
     finally:
         gc.unfreeze()
+
+
+def test_a_worker_kills_the_process_in_which_it_runs(monkeypatch):
+    killed = []
+    monkeypatch.setattr("cluster.workers.actors.os.kill", lambda *call: killed.append(call))
+    object.__new__(Worker).kill()
+    assert killed == [(os.getpid(), signal.SIGKILL)]

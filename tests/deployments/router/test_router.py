@@ -1,6 +1,8 @@
 """Router: the shell around a round loop, as Serve calls it."""
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from typing import Any
@@ -253,3 +255,18 @@ async def test_a_health_check_has_a_lost_target_restarted(router: Any, rig: Rig)
     await router.check_health()
     while not rig.group.num_recoveries:
         await asyncio.sleep(0)
+
+
+async def test_a_worker_is_killed_by_the_group_and_a_router_by_itself_once_it_has_answered(
+    router: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(Group, "kill", lambda _, process: process == "draft", raising=False)
+    monkeypatch.setattr("deployments.router.router.ANSWER_S", 0.0)
+    monkeypatch.setattr("deployments.router.router.os.kill", lambda *call: killed.append(call))
+    assert await router.kill("draft")
+    assert not await router.kill("target")
+    assert await router.kill("router")
+    assert killed == []
+    await wait_for(lambda: killed)
+    assert killed == [(os.getpid(), signal.SIGKILL)]

@@ -374,3 +374,12 @@ async def test_a_question_that_fails_does_not_end_the_task_that_asks(error: Base
 async def test_serve_that_does_not_know_its_replicas_is_late() -> None:
     [late] = await ask_all(Handle(is_stuck=True), "state", timeout_s=0.05)
     assert isinstance(late, TimeoutError)
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_killed"), [([False, True], True), ([False], False), ([ActorDiedError()], False), ([], False)]
+)
+async def test_a_process_is_killed_if_one_router_says_so(answers: list[Any], is_killed: bool) -> None:
+    client = await routers(*answers)
+    assert await client.kill("draft") is is_killed
+    assert client._handle.broadcasts[-1] == ("kill", "draft")

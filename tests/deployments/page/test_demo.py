@@ -1,0 +1,44 @@
+"""/demo/kill: who may kill what, and what happens where there is no such process."""
+
+import httpx
+import pytest
+
+from deployments.config import AppConfig
+from tests.deployments.conftest import make_app, make_client
+from tests.deployments.fakes import LocalRouters
+
+
+def demo(config: AppConfig) -> AppConfig:
+    return config.model_copy(update={"page": "demo"})
+
+
+async def kill(config: AppConfig, routers: LocalRouters, process: str, **headers: str) -> httpx.Response:
+    async with make_client(await make_app(config, routers, keys=("right",))) as client:
+        return await client.post("/demo/kill", json={"process": process}, headers=headers)
+
+
+@pytest.mark.parametrize("process", ["draft", "target", "router"])
+async def test_a_demo_kills_the_process_that_is_named(config: AppConfig, routers: LocalRouters, process: str) -> None:
+    response = await kill(demo(config), routers, process, Authorization="Bearer right")
+    assert (response.status_code, response.json()) == (202, {"killed": process})
+    assert routers.killed == [process]
+
+
+async def test_nothing_is_killed_without_a_key_for_another_process_or_outside_a_demo(
+    config: AppConfig, routers: LocalRouters
+) -> None:
+    key = {"Authorization": "Bearer right"}
+    assert (await kill(demo(config), routers, "draft")).status_code == 401
+    refused = await kill(demo(config), routers, "controller", **key)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "process")
+    assert (await kill(config, routers, "draft", **key)).status_code == 404
+    async with make_client(await make_app(demo(config), routers)) as client:  # as a form of another page would send it
+        assert (await client.post("/demo/kill", content='{"process": "draft"}')).status_code == 400
+    assert routers.killed == []
+
+
+async def test_a_process_that_is_not_there_is_503(config: AppConfig, routers: LocalRouters) -> None:
+    routers.has_processes = False
+    response = await kill(demo(config), routers, "draft", Authorization="Bearer right")
+    assert response.status_code == 503
+    assert response.json()["error"]["message"] == "there is no draft process now"

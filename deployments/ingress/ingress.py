@@ -25,6 +25,7 @@ from deployments.ingress.routes import answers, json_response, make_api
 from deployments.ingress.server_info import ModelCard, ModelList, Version, announcement, fingerprint, installed_version
 from deployments.observe.logs import in_background, limited_start, set_log_format
 from deployments.observe.metrics import ReplicaMetrics, exposition
+from deployments.observe.tracing import traceparent
 from deployments.openai.chat import ChatCompletion, ChatCompletionRequest, ChatWriter
 from deployments.openai.completions import Completion, CompletionRequest, CompletionWriter
 from deployments.openai.responses_request import ResponsesRequest, with_responses_names
@@ -259,6 +260,7 @@ class Ingress:
             cache_salt=request.cache_salt,
             interval_s=self.config.stream_interval_s if request.stream else WHOLE_INTERVAL_S,
             gathers_first=not request.stream,
+            traceparent=traceparent(),
             drawn_seed=seed,
         )
         outputs = self._routers.generate(generation)

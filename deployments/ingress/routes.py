@@ -11,9 +11,10 @@ from starlette.middleware.cors import CORSMiddleware
 
 from deployments.config import IngressConfig
 from deployments.errors import KINDS, ErrorKind, describe, error_body, headers_of, kind_of_status, validation_message
-from deployments.guard.admission import Admission
+from deployments.guard.admission import GENERATING_ROUTES, Admission
 from deployments.guard.body import Bodies, route_class
 from deployments.guard.middleware import Guard
+from deployments.observe.tracing import TracedRequests, make_tracer
 from deployments.openai.types import ErrorBody, ResponseModel, to_json
 
 
@@ -39,6 +40,8 @@ def make_api(config: IngressConfig, keys: Sequence[str], admission: Admission) -
     _handle_errors(api)
     _document(api)
     api.add_middleware(Guard, limits=config.limits, api_keys=keys, admission=admission)
+    if (tracer := make_tracer()) is not None:  # around the Guard, so that refusals are traced, too
+        api.add_middleware(TracedRequests, tracer=tracer, routes=GENERATING_ROUTES)
     if config.cors_allow_origins:  # around the Guard, because a browser asks for leave without a key
         api.add_middleware(
             CORSMiddleware,

@@ -18,11 +18,13 @@ from deployments.observe.tracing import TracedRequests, make_tracer
 from deployments.openai.types import ErrorBody, ResponseModel, to_json
 
 
-def answers(model: type[ResponseModel], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Return what /openapi.json says of a route that answers with a `model`, or with events."""
+def answers(
+    model: type[ResponseModel], *, streams: bool = False, error: type[ResponseModel] = ErrorBody
+) -> dict[int | str, dict[str, Any]]:
+    """Return what /openapi.json says of a route that answers with a `model`, with events or with an `error`."""
     content: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
     errors: dict[int | str, Any] = {
-        status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 431, 500, 503)
+        status: {"model": error} for status in (400, 401, 404, 405, 408, 413, 429, 431, 500, 503)
     }
     return {200: {"model": model, **({"content": content} if streams else {})}, **errors}
 

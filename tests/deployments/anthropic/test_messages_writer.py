@@ -196,85 +196,61 @@ async def test_an_error_after_the_first_byte_is_an_event(client: httpx.AsyncClie
             await stream.get_final_message()
 
 
+CLAUDE_CODES = """{
+  "model": "tiny", "max_tokens": 8, "stream": true, "metadata": {"user_id": "user_1_account__session_2"},
+  "thinking": {"type": "adaptive"}, "output_config": {"effort": "medium"},
+  "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+  "betas": ["claude-code-20250219", "interleaved-thinking-2025-05-14"],
+  "system": [
+    {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1.198; cc_entrypoint=cli; cch=NONCE;"},
+    {"type": "text", "text": "You are Claude Code.", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+    {"type": "text", "text": "\\nBe brief.", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+  ],
+  "tools": [
+    {"name": "Read", "description": "Reads a file.", "eager_input_streaming": true,
+     "input_schema": {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object"}}
+  ],
+  "messages": [
+    {"role": "user", "content": [
+      {"type": "text", "text": "a"}, {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}]},
+    {"role": "assistant", "content": [
+      {"type": "thinking", "thinking": "hm", "signature": "x"}, {"type": "text", "text": "I look."},
+      {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"path": "a"}}]},
+    {"role": "user", "content": [
+      {"type": "tool_result", "tool_use_id": "toolu_1", "content": "no such file", "is_error": true,
+       "cache_control": {"type": "ephemeral"}},
+      {"type": "text", "text": "<system-reminder>c</system-reminder>\\n"}]}
+  ]
+}"""
+AS_CHAT = """{
+  "messages": [
+    {"role": "system", "content": "You are Claude Code.\\nBe brief."},
+    {"role": "user", "content": "ab"},
+    {"role": "assistant", "content": "I look.", "tool_calls": [
+      {"id": "toolu_1", "type": "function", "function": {"name": "Read", "arguments": "{\\"path\\": \\"a\\"}"}}]},
+    {"role": "tool", "tool_call_id": "toolu_1", "content": "no such file"},
+    {"role": "user", "content": "<system-reminder>c</system-reminder>\\n"}
+  ],
+  "tools": [
+    {"type": "function", "function": {"name": "Read", "description": "Reads a file.",
+     "parameters": {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object"}}}
+  ]
+}"""
+
+
 async def test_claude_codes_request_is_answered(calling: httpx.AsyncClient) -> None:
     """Its system blocks, tools, thoughts and results as it sends them, with the text of the same chat completion."""
-    cache: Any = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    sampling: Any = {"seed": 3, "temperature": 1}
 
-    def request(nonce: str) -> Any:
-        header = f"x-anthropic-billing-header: cc_version=2.1.198; cc_entrypoint=cli; cch={nonce};"
-        return {
-            "model": "tiny",
-            "max_tokens": 8,
-            "stream": True,
-            "system": [
-                {"type": "text", "text": header},
-                {"type": "text", "text": "You are Claude Code.", **cache},
-                {"type": "text", "text": "\nBe brief.", **cache},
-            ],
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", **cache}]},
-                {
-                    "role": "assistant",
-                    "content": [
-                        {"type": "thinking", "thinking": "hm", "signature": "x"},
-                        {"type": "text", "text": "I look."},
-                        {"type": "tool_use", "id": "toolu_1", "name": "Read", "input": {"path": "a"}},
-                    ],
-                },
-                {
-                    "role": "user",
-                    "content": [
-                        {
-                            "type": "tool_result",
-                            "tool_use_id": "toolu_1",
-                            "content": "no such file",
-                            "is_error": True,
-                            **cache,
-                        },
-                        {"type": "text", "text": "<system-reminder>c</system-reminder>\n"},
-                    ],
-                },
-            ],
-            "tools": [
-                {
-                    "name": "Read",
-                    "description": "Reads a file.",
-                    "input_schema": {"$schema": "https://json-schema.org/draft/2020-12/schema", "type": "object"},
-                    "eager_input_streaming": True,
-                }
-            ],
-            "metadata": {"user_id": "user_1_account__session_2"},
-            "thinking": {"type": "adaptive"},
-            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-            "output_config": {"effort": "medium"},
-            "betas": ["claude-code-20250219", "interleaved-thinking-2025-05-14"],
-            "extra_body": {"seed": 3, "temperature": 1},
-        }
+    async def events(nonce: str) -> list[Any]:
+        request = json.loads(CLAUDE_CODES.replace("NONCE", nonce))
+        stream = await official(calling).beta.messages.create(**request, extra_body=sampling)
+        return [event async for event in stream]
 
-    stream = await official(calling).beta.messages.create(**request("36ee5"))
-    text = "".join([event.delta.text async for event in stream if event.type == "content_block_delta"])
-    again = await official(calling).beta.messages.create(**request("0aaa9"))
-    (usage,) = [event.usage async for event in again if event.type == "message_delta"]
+    text = "".join(event.delta.text for event in await events("36ee5") if event.type == "content_block_delta")
+    (usage,) = [event.usage for event in await events("0aaa9") if event.type == "message_delta"]
     assert usage.input_tokens <= 16  # the rest was cached
-    function = request("")["tools"][0]
-    call = {"id": "toolu_1", "type": "function", "function": {"name": "Read", "arguments": '{"path": "a"}'}}
     chat = await make_sdk(calling).chat.completions.create(
-        model="tiny",
-        messages=[
-            {"role": "system", "content": "You are Claude Code.\nBe brief."},
-            {"role": "user", "content": "ab"},
-            {"role": "assistant", "content": "I look.", "tool_calls": [call]},  # type: ignore[typeddict-item,list-item]
-            {"role": "tool", "tool_call_id": "toolu_1", "content": "no such file"},
-            {"role": "user", "content": "<system-reminder>c</system-reminder>\n"},
-        ],
-        tools=[
-            {
-                "type": "function",
-                "function": {"name": "Read", "description": "Reads a file.", "parameters": function["input_schema"]},
-            }
-        ],
-        max_tokens=8,
-        temperature=1,
-        seed=3,
+        model="tiny", max_tokens=8, **sampling, **json.loads(AS_CHAT)
     )
     assert text == chat.choices[0].message.content

@@ -1,7 +1,7 @@
 """Exceptions to HTTP: the table of status codes, and the form of every error body.
 
 `{"error": {"message", "type", "param", "code", "request_id"}}`: OpenAI's fields and the request's id, in a body or,
-after the first byte, in an event.
+after the first byte, in an event. On Anthropic's routes it is `{"type", "error": {"type", "message"}, "request_id"}`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +24,9 @@ from engine.errors import (
 
 current_request_id: ContextVar[str | None] = ContextVar("request id", default=None)
 """The id of the HTTP request that the running task belongs to."""
+
+_is_anthropic: ContextVar[bool] = ContextVar("request in Anthropic's form", default=False)
+_ANTHROPIC_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error"}
 
 
 class ShutdownError(CapacityError):
@@ -83,6 +86,12 @@ def kind_of_status(status: int) -> ErrorKind:
     return _STATUS_KINDS.get(status, ErrorKind(status, "invalid_request_error", None))
 
 
+def set_request(request_id: str, path: str) -> None:
+    """Set the id of the HTTP request that the running task belongs to, and the form of its errors, by its path."""
+    current_request_id.set(request_id)
+    _is_anthropic.set(path.startswith("/v1/messages"))
+
+
 def error_body(kind: ErrorKind, message: str, param: str | None = None) -> dict[str, Any]:
     """Return the JSON body, with the id of the request that is being handled; lone surrogates are escaped."""
 
@@ -90,15 +99,13 @@ def error_body(kind: ErrorKind, message: str, param: str | None = None) -> dict[
         return text.encode("utf-8", "backslashreplace").decode()
 
     request_id = current_request_id.get()
-    return {
-        "error": {
-            "message": clean(kind.message or message),
-            "type": kind.type,
-            "param": None if param is None else clean(param),
-            "code": kind.code,
-            **({"request_id": request_id} if request_id else {}),
-        }
-    }
+    id_field = {"request_id": request_id} if request_id else {}
+    text = clean(kind.message or message)
+    if _is_anthropic.get():
+        error_type = _ANTHROPIC_TYPES.get(kind.status, kind.type)
+        return {"type": "error", "error": {"type": error_type, "message": text}, **id_field}
+    field = None if param is None else clean(param)
+    return {"error": {"message": text, "type": kind.type, "param": field, "code": kind.code, **id_field}}
 
 
 def describe(error: Exception) -> tuple[ErrorKind, dict[str, Any]]:

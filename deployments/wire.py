@@ -86,6 +86,7 @@ class Generation:
         finished: the choices that have ended.
         target_id: the target whose text is expected; None is any. During an update, Routers of two targets run.
         refused_by: Routers that refused the request; others are tried first.
+        traceparent: the Ingress's span, if the request is traced.
     """
 
     request_id: str
@@ -100,6 +101,7 @@ class Generation:
     finished: frozenset[int] = frozenset()
     target_id: str | None = None
     refused_by: frozenset[str] = frozenset()
+    traceparent: str | None = None
 
     @property
     def num_choices(self) -> int:

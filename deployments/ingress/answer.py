@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from deployments.errors import describe
 from deployments.ingress.event_ids import EventIds
+from deployments.observe.tracing import note_answer
 from deployments.openai.logprobs import num_logprobs
 from deployments.openai.types import to_json
 from deployments.openai.writer import Choice, Writer
@@ -103,6 +104,7 @@ class Answer(StreamingResponse):
 
     async def _close(self) -> None:
         self._idle.close()
+        note_answer(self._writer)
         await self._outputs.close()
 
     async def _next(self) -> list[RequestOutput]:

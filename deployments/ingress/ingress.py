@@ -4,6 +4,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,8 @@ from fastapi.responses import Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from ray.serve.handle import DeploymentHandle
 
+from deployments.anthropic.messages_request import CountTokensRequest, MessagesRequest
+from deployments.anthropic.messages_writer import InputTokens, MessageBody, MessagesError, MessagesWriter
 from deployments.config import IngressConfig
 from deployments.guard.admission import Admission, submitted
 from deployments.ingress.answer import Answer
@@ -25,9 +28,10 @@ from deployments.ingress.routes import answers, json_response, make_api
 from deployments.ingress.server_info import ModelCard, ModelList, Version, announcement, fingerprint, installed_version
 from deployments.observe.logs import in_background, limited_start, set_log_format
 from deployments.observe.metrics import ReplicaMetrics, exposition
+from deployments.observe.tracing import traceparent
 from deployments.openai.chat import ChatCompletion, ChatCompletionRequest, ChatWriter
 from deployments.openai.completions import Completion, CompletionRequest, CompletionWriter
-from deployments.openai.responses_request import ResponsesRequest, with_responses_names
+from deployments.openai.responses_request import ResponsesRequest, renamed
 from deployments.openai.responses_writer import Response as ResponsesBody
 from deployments.openai.responses_writer import ResponsesWriter
 from deployments.openai.structured_output import GrammarSource
@@ -91,6 +95,9 @@ class Ingress:
         post("/v1/completions", responses=answers(Completion, streams=True))(self.completions)
         post("/v1/chat/completions", responses=answers(ChatCompletion, streams=True))(self.chat_completions)
         post("/v1/responses", responses=answers(ResponsesBody, streams=True))(self.responses)
+        errors = partial(answers, error=MessagesError)
+        post("/v1/messages", responses=errors(MessageBody, streams=True))(self.messages)
+        post("/v1/messages/count_tokens", responses=errors(InputTokens))(self.count_tokens)
         post("/tokenize", responses=answers(Tokens))(self.tokenize)
         post("/detokenize", responses=answers(Text))(self.detokenize)
         get("/v1/models", responses=answers(ModelList))(self.models)
@@ -135,22 +142,21 @@ class Ingress:
 
     async def chat_completions(self, request: ChatCompletionRequest, last_event_id: LastEventId = None) -> Response:
         """Answer a conversation."""
-        limits = (await self._served(request.model)).limits
-        prompt, params, source = await self._read(request, limits)
-        reply = self._reply("chatcmpl-", [prompt], limits)
-        return await self._answer(ChatWriter(reply, request, self._encoder.tool_form), params, source, last_event_id)
+        return await self._converse(request, "chatcmpl-", ChatWriter, last_event_id)
 
     async def responses(self, request: ResponsesRequest, last_event_id: LastEventId = None) -> Response:
         """Answer a conversation, in OpenAI's newer form."""
-        limits = (await self._served(request.model)).limits
-        try:
-            chat = request.to_chat()
-            prompt, params, source = await self._read(chat, limits)
-            reply = self._reply("resp_", [prompt], limits)
-            writer = ResponsesWriter(reply, chat, self._encoder.tool_form, responses_request=request)
-            return await self._answer(writer, params, source, last_event_id)
-        except RequestError as error:
-            raise with_responses_names(error) from error
+        writer = partial(ResponsesWriter, responses_request=request)
+        return await self._converse(request, "resp_", writer, last_event_id)
+
+    async def messages(self, request: MessagesRequest, last_event_id: LastEventId = None) -> Response:
+        """Answer a conversation, in Anthropic's form."""
+        return await self._converse(request, "msg_", MessagesWriter, last_event_id)
+
+    async def count_tokens(self, request: CountTokensRequest) -> Response:
+        """Return the number of tokens of a conversation in Anthropic's form."""
+        room = (await self._served(request.model)).limits.max_model_len
+        return json_response(InputTokens(input_tokens=len(await self._encoder.encode_chat(request.to_chat(), room))))
 
     async def models(self) -> Response:
         """List the served model."""
@@ -224,15 +230,26 @@ class Ingress:
         encode = partial(self._encoder.encode, max_model_len=model.max_model_len, adds_special_tokens=adds_special)
         return [await encode(entry) if isinstance(entry, str) else entry for entry in entries]
 
-    async def _read(
-        self, request: ChatCompletionRequest, model: ModelLimits
-    ) -> tuple[list[int], SamplingParams, GrammarSource | None]:
-        """Return a conversation's prompt, parameters and constraint."""
-        params = sampling_params(request, model, max_n=self.config.limits.max_n)
-        source = request.grammar_source(self._encoder.tool_form)
-        prompt = await self._encoder.encode_chat(request, model.max_model_len)
-        (prompt,), params = fit(params, request, [prompt], model)
-        return prompt, params, source
+    async def _converse(
+        self,
+        request: ChatCompletionRequest | ResponsesRequest | MessagesRequest,
+        prefix: str,
+        writer: Callable[..., Writer],
+        last_event_id: str | None,
+    ) -> Response:
+        """Answer a request that is a chat completion request, or becomes one; errors name the request's own fields."""
+        limits = (await self._served(request.model)).limits
+        try:
+            chat = request if isinstance(request, ChatCompletionRequest) else request.to_chat()
+            params = sampling_params(chat, limits, max_n=self.config.limits.max_n)
+            source = chat.grammar_source(self._encoder.tool_form)
+            prompt = await self._encoder.encode_chat(chat, limits.max_model_len)
+            prompts, params = fit(params, chat, [prompt], limits)
+            reply = self._reply(prefix, prompts, limits)
+            answer = writer(reply, chat, self._encoder.tool_form)
+            return await self._answer(answer, params, source, last_event_id)
+        except RequestError as error:
+            raise renamed(error, request.CHAT_FIELDS) from error
 
     def _reply(self, prefix: str, prompts: list[list[int]], model: ModelLimits) -> Reply:
         return Reply(
@@ -266,6 +283,7 @@ class Ingress:
             interval_s=self.config.stream_interval_s if request.stream else WHOLE_INTERVAL_S,
             gathers_first=not request.stream,
             drawn_seed=seed,
+            traceparent=traceparent(),
         )
         outputs = self._routers.generate(generation)
         submitted()

@@ -11,17 +11,20 @@ from starlette.middleware.cors import CORSMiddleware
 
 from deployments.config import IngressConfig
 from deployments.errors import KINDS, ErrorKind, describe, error_body, headers_of, kind_of_status, validation_message
-from deployments.guard.admission import Admission
+from deployments.guard.admission import GENERATING_ROUTES, Admission
 from deployments.guard.body import Bodies, route_class
 from deployments.guard.middleware import Guard
+from deployments.observe.tracing import TracedRequests, make_tracer
 from deployments.openai.types import ErrorBody, ResponseModel, to_json
 
 
-def answers(model: type[ResponseModel], *, streams: bool = False) -> dict[int | str, dict[str, Any]]:
-    """Return what /openapi.json says of a route that answers with a `model`, or with events."""
+def answers(
+    model: type[ResponseModel], *, streams: bool = False, error: type[ResponseModel] = ErrorBody
+) -> dict[int | str, dict[str, Any]]:
+    """Return what /openapi.json says of a route that answers with a `model`, with events or with an `error`."""
     content: dict[str, Any] = {"application/json": {}, "text/event-stream": {}}
     errors: dict[int | str, Any] = {
-        status: {"model": ErrorBody} for status in (400, 401, 404, 405, 408, 413, 429, 431, 500, 503)
+        status: {"model": error} for status in (400, 401, 404, 405, 408, 413, 429, 431, 500, 503)
     }
     return {200: {"model": model, **({"content": content} if streams else {})}, **errors}
 
@@ -39,6 +42,8 @@ def make_api(config: IngressConfig, keys: Sequence[str], admission: Admission) -
     _handle_errors(api)
     _document(api)
     api.add_middleware(Guard, limits=config.limits, api_keys=keys, admission=admission)
+    if (tracer := make_tracer()) is not None:  # around the Guard, so that refusals are traced, too
+        api.add_middleware(TracedRequests, tracer=tracer, routes=GENERATING_ROUTES)
     if config.cors_allow_origins:  # around the Guard, because a browser asks for leave without a key
         api.add_middleware(
             CORSMiddleware,

@@ -1,4 +1,4 @@
 """What do operators see?
 
-In reading order: `metrics` (the figures of `/metrics`) and `logs`.
+In reading order: `metrics` (the figures of `/metrics`), `tracing` (OpenTelemetry spans) and `logs`.
 """

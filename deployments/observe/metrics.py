@@ -42,9 +42,10 @@ from prometheus_client.core import (
 )
 
 from cluster.remote import Calls, RemoteDrafter, RemoteVerifier
+from deployments.observe.tracing import TracedStats, make_tracer
+from deployments.wire import Generation
 from engine.control.stats import REQUEST_BOUNDS_S, Distribution, token_bounds
 from engine.engine import Engine
-from engine.params import SamplingParams
 
 _Row = tuple[Any, ...]
 """A metric's name, its text, its value or a value for each value of its labels, and the names of these."""
@@ -70,6 +71,8 @@ class RouterMetrics:
 
     def __init__(self, engine: Engine, drafter: RemoteDrafter, verifier: RemoteVerifier) -> None:
         self._engine, self._drafter, self._verifier = engine, drafter, verifier
+        if (tracer := make_tracer()) is not None:
+            engine.request_stats = TracedStats(engine.max_model_len, tracer)
         self.num_recoveries = 0
         self.longest = Distribution(token_bounds(engine.max_model_len))
         self.first_token_s = Distribution(LATENCY_BOUNDS_S)
@@ -81,10 +84,12 @@ class RouterMetrics:
         self._round_s = {name: dict.fromkeys(self._rounds, 0.0) for name in _ROUND_TIMES}
         self._run_ahead_wait_s = {"hit": Distribution(()), "miss": Distribution(())}
 
-    def observe_request(self, params: SamplingParams) -> None:
-        """Count the parameters of a request that was admitted."""
-        self._n.observe(params.n)
-        self._max_tokens.observe(params.max_tokens)
+    def observe_request(self, request: Generation) -> None:
+        """Count the parameters of a request that was admitted, and begin its trace."""
+        self._n.observe(request.params.n)
+        self._max_tokens.observe(request.params.max_tokens)
+        if isinstance(stats := self._engine.request_stats, TracedStats):
+            stats.begin(request)
 
     def observe_finished(self, reason: str, latency_s: float) -> None:
         """Count a sequence that ended: stop, length or abort."""

@@ -88,9 +88,9 @@ MAX_MESSAGES = 1024
 Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
-def message_of(role: Literal["system", "developer", "user", "assistant"], text: str) -> ChatMessage:
+def message_of(role: Literal["system", "developer", "user", "assistant"], content: Content) -> ChatMessage:
     """Return a message of text."""
-    message: ChatMessage = _message.validate_python({"role": role, "content": text})
+    message: ChatMessage = _message.validate_python({"role": role, "content": content})
     return message
 
 

@@ -1,8 +1,8 @@
 """ResponsesRequest: the body of /v1/responses, its input items, and the chat completion that answers it."""
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -29,13 +29,6 @@ from deployments.openai.types import (
 )
 from engine.errors import RequestError
 
-CHAT_FIELDS = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format.json_schema.schema": "text.format.schema",
-    "response_format": "text.format",
-}
-"""The fields of a chat completion request that have another name here."""
 LOGPROBS = "message.output_text.logprobs"
 _NOTHING_IS_STORED = "nothing is stored here; send the whole conversation as input"
 
@@ -189,6 +182,13 @@ Includable = Literal[
 class ResponsesRequest(SamplingRequest):
     """The body of /v1/responses. Nothing is stored, so each request holds the whole conversation."""
 
+    CHAT_FIELDS: ClassVar = {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "response_format.json_schema.schema": "text.format.schema",
+        "response_format": "text.format",
+    }
+
     input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
     """What the user says, or the conversation."""
     instructions: str | None = None
@@ -232,10 +232,7 @@ class ResponsesRequest(SamplingRequest):
 
         Raises RequestError for log probabilities of an answer that may hold calls, an input of thoughts, or a trace.
         """
-        if self.speculative and self.speculative.trace:
-            raise RequestError(
-                "speculative.trace is not available here; /v1/chat/completions has it", "speculative.trace"
-            )
+        self.refuse_trace()
         has_logprobs = LOGPROBS in (self.include or [])
         if has_logprobs and self.tools:
             raise RequestError(f"{LOGPROBS} is not available with tools", "include")
@@ -278,9 +275,9 @@ class ResponsesRequest(SamplingRequest):
         return text_format
 
 
-def with_responses_names(error: RequestError) -> RequestError:
-    """Return the error with the field names of a responses request."""
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """Return an error about a chat completion request with the field names of the request that became it."""
     message = str(error)
-    for chat_name, name in CHAT_FIELDS.items():
+    for chat_name, name in names.items():
         message = re.sub(rf"\b{re.escape(chat_name)}\b", name, message)
-    return type(error)(message, CHAT_FIELDS.get(error.param or "", error.param))
+    return type(error)(message, names.get(error.param or "", error.param))

@@ -1,6 +1,7 @@
 """The request fields that several APIs share: how to draw tokens, and how to send them."""
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -63,8 +64,11 @@ class Speculation(RequestModel):
     """The rounds that made the text, as `rounds` of the choice; for one choice."""
 
 
-class SamplingRequest(RequestModel):
-    """The fields of all three APIs."""
+class CommonRequest(RequestModel):
+    """The fields of all four APIs."""
+
+    CHAT_FIELDS: ClassVar[Mapping[str, str]] = {}
+    """The fields that have another name than those of the chat completion request that this one becomes."""
 
     model: str | None = None
     """The served model's name; null is the only one."""
@@ -74,6 +78,26 @@ class SamplingRequest(RequestModel):
     """Probability mass to draw from."""
     top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
     """Tokens to draw from; 0 and -1 are all."""
+    seed: Seed | None = None
+    """The same seed, prompt and parameters give the same text; with rules other than coupled, only if drafts and rounds
+    are the same."""
+    stream: bool | None = None
+    """Send server-sent events as the text comes."""
+    speculative: Speculation | None = None
+    """Speculation for this request."""
+    cache_salt: Salt | None = None
+    """Only requests with the same salt share cached prefixes."""
+
+    def refuse_trace(self) -> None:
+        """Raise RequestError for a trace, where the response has no place for it."""
+        if self.speculative and self.speculative.trace:
+            message = "speculative.trace is not available here; /v1/chat/completions has it"
+            raise RequestError(message, "speculative.trace")
+
+
+class SamplingRequest(CommonRequest):
+    """The fields of OpenAI's three APIs."""
+
     min_p: Annotated[Finite, Field(ge=0, le=1)] | None = None
     """Least probability relative to the most likely token."""
     presence_penalty: Annotated[Finite, Field(ge=-2, le=2)] | None = None
@@ -82,19 +106,10 @@ class SamplingRequest(RequestModel):
     """Taken off the logit once per time the token was generated."""
     repetition_penalty: Annotated[Finite, Field(gt=0, le=100)] | None = None
     """Divides the logits of tokens in the prompt or the text so far."""
-    seed: Seed | None = None
-    """The same seed, prompt and parameters give the same text; with rules other than coupled, only if drafts and rounds
-    are the same."""
     stop: StopString | Literal[""] | Annotated[list[StopString], Field(max_length=4)] | None = None
     """Strings that end the text, which does not include them. No text and no strings are none."""
     ignore_eos: bool | None = None
     """Go on past the end-of-sequence token."""
-    stream: bool | None = None
-    """Send server-sent events as the text comes."""
-    speculative: Speculation | None = None
-    """Speculation for this request."""
-    cache_salt: Salt | None = None
-    """Only requests with the same salt share cached prefixes."""
     user: str | None = None
     """Accepted and ignored: it cannot change the text."""
     metadata: Annotated[dict[str, str], at_most(MAX_KEYS)] | None = None

@@ -117,7 +117,7 @@ class RoundLoop:
             raise
         stream.unfinished.update(added)
         self._streams |= dict.fromkeys(added, stream)
-        self._metrics.observe_request(request.params)
+        self._metrics.observe_request(request)
         self._wake.set()
 
     async def _run(self) -> None:

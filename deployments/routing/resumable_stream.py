@@ -16,6 +16,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from deployments.errors import ShutdownError, kind_of
 from deployments.observe.metrics import IngressMetrics
+from deployments.observe.tracing import note_resubmission
 from deployments.wire import End, Generation, Outputs, choice_index
 from engine.errors import CapacityError, PacelineError, TargetError
 from engine.protocols import RequestOutput
@@ -172,6 +173,7 @@ class ResumableStream:
         """Close the call, so that the request is submitted again; raise `error` if that would not help."""
         reason, self._pause_s = self._retries.after(error, self._refused_by, _now() - self._submitted)
         self._metrics.resubmissions[reason] += 1
+        note_resubmission(reason, sum(map(len, self._received.values())))
         self._stays_s = REST_S if isinstance(error, MovedError) else SHORTEST_WAIT_S
         if self._pause_s:
             logger.log(

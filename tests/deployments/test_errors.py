@@ -1,6 +1,7 @@
+import contextvars
 import pickle
 
-from deployments.errors import INTERNAL, describe, error_body, headers_of, kind_of
+from deployments.errors import INTERNAL, KINDS, describe, error_body, headers_of, kind_of, kind_of_status, set_request
 from engine.errors import PacelineError, QueueFullError, RequestError, TargetError
 
 
@@ -38,6 +39,31 @@ def test_an_internal_error_keeps_its_secrets() -> None:
 
 def test_what_cannot_be_encoded_is_escaped() -> None:
     assert error_body(INTERNAL, "x", "\ud800")["error"]["param"] == "\\ud800"
+
+
+def test_errors_of_messages_have_anthropics_form() -> None:
+    context = contextvars.copy_context()
+    context.run(set_request, "req_1", "/v1/messages/count_tokens")
+    assert context.run(error_body, INTERNAL, "x", "n") == {
+        "type": "error",
+        "error": {"type": "api_error", "message": "internal error"},
+        "request_id": "req_1",
+    }
+    kinds = [*KINDS.values(), *map(kind_of_status, (401, 404, 405, 408, 413, 431))]
+    assert {kind.status: context.run(error_body, kind, "x")["error"]["type"] for kind in kinds} == {
+        400: "invalid_request_error",
+        401: "authentication_error",
+        404: "not_found_error",
+        405: "invalid_request_error",
+        408: "timeout_error",
+        413: "request_too_large",
+        429: "rate_limit_error",
+        431: "invalid_request_error",
+        500: "api_error",
+        503: "overloaded_error",
+    }
+    context.run(set_request, "req_2", "/v1/completions")
+    assert context.run(error_body, INTERNAL, "x", "n")["error"]["request_id"] == "req_2"
 
 
 def test_an_error_may_say_when_to_come_again() -> None:

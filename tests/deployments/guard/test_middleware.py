@@ -22,6 +22,7 @@ from tests.deployments.serving import serving
 
 KEY = "secret-key"
 BODY = {"prompt": "a", "max_tokens": 2}
+USER = [{"role": "user", "content": "a"}]
 MADE = re.compile(r"req_[0-9a-f]{32}")
 
 
@@ -46,6 +47,30 @@ async def test_only_a_known_key_opens(guarded: httpx.AsyncClient, header: str | 
 async def test_every_known_key_opens(guarded: httpx.AsyncClient, header: str) -> None:
     response = await guarded.post("/v1/completions", json=BODY, headers={"Authorization": header})
     assert response.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ([("x-api-key", KEY)], 200),
+        ([("X-Api-Key", KEY), ("Authorization", "Bearer wrong")], 200),
+        ([("x-api-key", "wrong"), ("Authorization", f"Bearer {KEY}")], 200),
+        ([("x-api-key", "wrong")], 401),
+        ([("x-api-key", f"Bearer {KEY}")], 401),
+        ([("x-api-key", KEY), ("Authorization", "Basic x")], 401),
+        ([("Authorization", f"Bearer {KEY}"), ("Authorization", "Bearer wrong")], 401),
+    ],
+)
+async def test_a_key_may_come_as_anthropics_clients_send_it(
+    guarded: httpx.AsyncClient, headers: list[tuple[str, str]], status: int
+) -> None:
+    for path, body in (("/v1/completions", BODY), ("/v1/messages", {**BODY, "messages": USER})):
+        body = {name: value for name, value in body.items() if path == "/v1/completions" or name != "prompt"}
+        response = await guarded.post(path, json=body, headers=headers)
+        assert response.status_code == status, response.text
+    if status == 401:
+        error = response.json()
+        assert (error["type"], error["error"]["type"]) == ("error", "authentication_error")
 
 
 @pytest.mark.parametrize(

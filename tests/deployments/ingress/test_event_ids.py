@@ -16,7 +16,8 @@ from tests.deployments.requests import GREEDY
 from tests.deployments.templates import HERMES
 
 SHOWN = ("text", "content", "arguments", "delta", "texts", "name", "token_ids", "token")
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+NOTHING, ANY = {"type": "object", "properties": {}}, {"type": "any"}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": NOTHING}}]
 MESSAGES = [{"role": "user", "content": "abc"}]
 SAMPLED: dict[str, Any] = {"max_tokens": 7, "temperature": 3.0, "ignore_eos": True}
 STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -29,6 +30,11 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "trace": ("chat/completions", {"messages": MESSAGES, **SAMPLED, "speculative": {"trace": True}}),
     "a call": ("chat/completions", {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "seed": 1}),
     "responses": ("responses", {"input": "abc", "max_output_tokens": 16, "temperature": 3.0, "ignore_eos": True}),
+    "messages": ("messages", {"messages": MESSAGES, "max_tokens": 16, "temperature": 3.0}),
+    "a tool use": (
+        "messages",
+        {"messages": MESSAGES, "max_tokens": 64, "tools": [{"name": "f", "input_schema": NOTHING}], "tool_choice": ANY},
+    ),
 }
 
 
@@ -61,6 +67,7 @@ def texts(events: list[tuple[str, str]]) -> dict[str, str]:
             "text",
             "content",
             "arguments",
+            "partial_json",
             "delta",
             "texts",
             "name",

@@ -9,6 +9,7 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from deployments.anthropic.messages_request import CountTokensRequest, MessagesRequest
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.openai.completions import CompletionRequest
 from deployments.openai.responses_request import ResponsesRequest
@@ -35,6 +36,8 @@ BODIES = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatCompletionRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

@@ -6,7 +6,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from deployments.openai.conversation_fields import ChatMessage
-from deployments.openai.responses_request import Item, ResponsesRequest, conversation, with_responses_names
+from deployments.openai.responses_request import Item, ResponsesRequest, conversation, renamed
 from engine.errors import PromptTooLongError, RequestError
 
 ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
@@ -128,6 +128,8 @@ def test_log_probabilities_are_not_available_with_tools() -> None:
 
 
 def test_an_error_has_the_names_of_this_request() -> None:
-    error = with_responses_names(PromptTooLongError("max_completion_tokens is 9, messages has 5", "messages"))
+    error = renamed(
+        PromptTooLongError("max_completion_tokens is 9, messages has 5", "messages"), ResponsesRequest.CHAT_FIELDS
+    )
     assert (str(error), error.param) == ("max_output_tokens is 9, input has 5", "input")
     assert isinstance(error, PromptTooLongError)

@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -87,6 +88,15 @@ def test_a_conversation_streams_role_text_and_usage(client):
     assert chunks[-1].usage.completion_tokens <= 10
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     assert text == client.chat.completions.create(**request).choices[0].message.content
+
+
+def test_a_message_is_the_chat_completion_of_the_conversation(client, url):
+    conversation = [{"role": "user", "content": "hello"}]
+    chat = client.chat.completions.create(model="tiny", messages=conversation, max_tokens=10, seed=1)
+    claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60)
+    options = {"model": "tiny", "messages": conversation, "max_tokens": 10, "extra_body": {"seed": 1}}
+    with claude.messages.stream(**options) as stream:
+        assert "".join(stream.text_stream) == chat.choices[0].message.content
 
 
 def test_the_async_client_gets_several_choices(url):

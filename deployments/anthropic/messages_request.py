@@ -1,0 +1,164 @@
+"""The bodies of /v1/messages and /v1/messages/count_tokens, and the chat completion request that they become."""
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from deployments.anthropic.message_blocks import Cacheable, Turn, conversation
+from deployments.openai.chat import ChatCompletionRequest
+from deployments.openai.conversation_fields import MAX_MESSAGES, AssistantMessage, Content, ReasoningEffort, message_of
+from deployments.openai.sampling_fields import CommonRequest
+from deployments.openai.structured_output import JsonSchema, JsonSchemaFormat
+from deployments.openai.tools import ChosenFunction, Function, Tool, ToolChoice
+from deployments.openai.types import MAX_KEYS, WHOLE, JsonObject, Name, RequestModel, StopString, at_most
+from engine.errors import RequestError
+
+BILLING_HEADER = "x-anthropic-billing-header:"
+"""Begins a system block of Claude Code that differs in every request: no cached prefix would match after it."""
+
+
+class CustomTool(Cacheable):
+    """A tool that the client runs; Anthropic's own tools, which servers run, are refused."""
+
+    type: Literal["custom"] | None = None
+    name: Name
+    description: str | None = None
+    input_schema: JsonObject
+    """The JSON schema of its input, an object."""
+    strict: bool | None = None
+    """Accepted and ignored: a required call always matches the schema, a voluntary one need not."""
+    eager_input_streaming: bool | None = None
+    """Accepted and ignored: the input of a call is always sent as it comes."""
+
+
+class Choice(RequestModel):
+    """Whether a tool must be called."""
+
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+    """Whether at most one call may be required at once."""
+
+
+class NamedChoice(ChosenFunction):
+    """The tool that must be called, once."""
+
+    type: Literal["tool"]
+    disable_parallel_tool_use: bool | None = None
+    """Accepted and ignored: with a named tool, one call is required anyway."""
+
+
+class Thinking(RequestModel):
+    """Whether the model thinks: the variable `enable_thinking` of the chat template."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
+    """Accepted and ignored: no model here is trained for it; `max_tokens` limits thoughts and answer together."""
+    display: str | None = None
+    """Accepted and ignored: thoughts are part of the text."""
+
+
+class SchemaFormat(RequestModel):
+    """JSON that a schema accepts."""
+
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+
+
+class OutputConfig(RequestModel):
+    """The form of the answer."""
+
+    effort: ReasoningEffort | None = None
+    """A variable for the chat template, as `reasoning_effort` of /v1/chat/completions."""
+    format: SchemaFormat | None = None
+    """What the answer must match."""
+
+
+class ClearThinking(RequestModel):
+    """The one edit that changes nothing; others are refused."""
+
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class CountTokensRequest(Cacheable):
+    """The body of /v1/messages/count_tokens: a conversation, and what shapes its prompt."""
+
+    model: str | None = None
+    """The served model's name; null is the only one."""
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES)]
+    """The conversation. Blocks other than text, calls, results and thoughts are refused, such as images."""
+    system: Content | None = None
+    """A system message before the conversation. Claude Code's billing header is left out."""
+    tools: Annotated[list[CustomTool], Field(max_length=128)] | None = None
+    """What the model may call."""
+    tool_choice: Annotated[Choice | NamedChoice, Field(discriminator="type")] | None = None
+    """Whether it must: auto (the default with tools) leaves it to the model; a required call follows its schema."""
+    thinking: Thinking | None = None
+    """Whether the model thinks, if its chat template has a switch; without it, as the template decides."""
+    output_config: OutputConfig | None = None
+    """The form of the answer."""
+    context_management: dict[Literal["edits"], list[ClearThinking]] | None = None
+    """Accepted and ignored: the only edit allowed changes nothing."""
+
+    def to_chat(self) -> ChatCompletionRequest:
+        """Return the equivalent chat completion request; raise RequestError if it has too many messages."""
+        messages, system, config = conversation(self.messages), self.system, self.output_config or OutputConfig()
+        if isinstance(system, list):
+            system = [part for part in system if not part.text.startswith(BILLING_HEADER)]
+        if system:
+            messages.insert(0, message_of("system", system))
+        if len(messages) > MAX_MESSAGES:
+            count = f"{len(messages):,} with system and each result of a call"
+            raise RequestError(f"messages holds {count}, at most {MAX_MESSAGES:,} are allowed", "messages")
+        functions = [
+            Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
+            for tool in self.tools or []
+        ]
+        is_begun = isinstance(messages[-1], AssistantMessage)
+        return ChatCompletionRequest(
+            messages=messages,
+            tools=[Tool(type="function", function=function) for function in functions] or None,
+            tool_choice=self._tool_choice(),
+            parallel_tool_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
+            add_generation_prompt=not is_begun,
+            continue_final_message=is_begun,
+            chat_template_kwargs={"enable_thinking": self.thinking.type != "disabled"} if self.thinking else None,
+            reasoning_effort=config.effort,
+            response_format=None
+            if config.format is None
+            else JsonSchemaFormat(
+                type="json_schema", json_schema=JsonSchema(name="output", schema=config.format.schema_)
+            ),
+        )
+
+    def _tool_choice(self) -> Literal["none", "auto", "required"] | ToolChoice | None:
+        match self.tool_choice:
+            case NamedChoice(name=name):
+                return ToolChoice(type="function", function=ChosenFunction(name=name))
+            case Choice(type="any"):
+                return "required"
+            case Choice(type="auto" | "none" as choice) if self.tools:
+                return choice
+        return None
+
+
+class MessagesRequest(CountTokensRequest, CommonRequest):
+    """The body of /v1/messages."""
+
+    CHAT_FIELDS: ClassVar = {"response_format.json_schema.schema": "output_config.format.schema"}
+
+    max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE]
+    """Tokens to generate at most."""
+    stop_sequences: Annotated[list[StopString], Field(max_length=4)] | None = None
+    """Strings that end the text, which does not include them."""
+    metadata: Annotated[dict[str, str | None], at_most(MAX_KEYS)] | None = None
+    """Accepted and ignored: it cannot change the text."""
+    service_tier: str | None = None
+    """Accepted and ignored: there is one tier."""
+
+    def to_chat(self) -> ChatCompletionRequest:
+        """Return the equivalent chat completion request; raise RequestError for too many messages, or a trace."""
+        self.refuse_trace()
+        shared = {name: getattr(self, name) for name in CommonRequest.model_fields}
+        update = {**shared, "max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        return super().to_chat().model_copy(update=update)

@@ -1,0 +1,154 @@
+"""/v1/messages: its body, its events, and MessagesWriter, which turns a chat completion into them."""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from deployments.openai.chat import ChatWriter
+from deployments.openai.tool_calls import Arguments, CallStart, Piece
+from deployments.openai.types import ResponseModel, to_json
+from deployments.openai.writer import Choice
+from deployments.prompts.conversation import past_arguments
+from engine.protocols import RequestOutput
+
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+
+
+class OutputTextBlock(ResponseModel):
+    """Text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class OutputToolUse(ResponseModel):
+    """A call; its input is text if the model wrote no JSON object."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any] | str
+
+
+class MessageBody(ResponseModel):
+    """The body of a response."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[OutputTextBlock | OutputToolUse]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: dict[Literal["input_tokens", "cache_read_input_tokens", "output_tokens"], int]
+    """The input tokens are those that were not cached."""
+
+
+class InputTokens(ResponseModel):
+    """The body of /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class MessagesError(ResponseModel):
+    """The body of every error on these routes."""
+
+    type: Literal["error"]
+    error: dict[Literal["type", "message"], str]
+    request_id: str | None = None
+
+
+@dataclass(slots=True)
+class MessagesWriter(ChatWriter):
+    """Writes one response; `request` is the chat completion that generates its text.
+
+    The text becomes blocks: text, and calls of tools. The last block is open until the next one or the end.
+    """
+
+    END: ClassVar[str] = ""
+
+    blocks: list[OutputTextBlock | OutputToolUse] = field(default_factory=list, init=False)
+    arguments: str = field(default="", init=False)
+    """Of the last call."""
+
+    def opening(self) -> str:
+        """Return the event before the first tokens, whose usage does not know yet which tokens were cached."""
+        return self._named_event("message_start", message=self._body())
+
+    def chunk(self, choice: Choice, output: RequestOutput) -> str:
+        """Return the events with the next text; none if the tokens have no text yet."""
+        return self._add(choice, output.text, is_last=output.finish_reason is not None)
+
+    def closing(self) -> str:
+        """Return the events after the last tokens."""
+        end, message = self._end_block(), self._body()
+        delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
+        end += self._named_event("message_delta", delta=delta, usage=message.usage)
+        return end + self._named_event("message_stop")
+
+    def failed(self, body: dict[str, Any]) -> str:
+        """Return the event of an error after the first byte."""
+        return self._named_event(**body)
+
+    def whole(self) -> ResponseModel:
+        """Return the body of a response that was not streamed."""
+        self._add(self.choices[0], self.choices[0].text, is_last=True)
+        self._end_block()
+        return self._body()
+
+    def _named_event(self, type: str, **fields: Any) -> str:
+        return f"event: {type}\ndata: {to_json({'type': type, **fields})}\n\n"
+
+    def _add(self, choice: Choice, text: str, *, is_last: bool) -> str:
+        return "".join(self._add_piece(piece) for piece in self.read(choice, text, is_last=is_last) if piece)
+
+    def _add_piece(self, piece: Piece) -> str:
+        match piece:
+            case CallStart():
+                return self._begin_block(OutputToolUse(type="tool_use", id=piece.id, name=piece.name, input={}))
+            case Arguments():
+                self.arguments += piece.text
+                return self._block_delta(type="input_json_delta", partial_json=piece.text)
+        start, last = "", self.blocks[-1] if self.blocks else None
+        if not isinstance(last, OutputTextBlock):
+            last = OutputTextBlock(type="text", text="")
+            start = self._begin_block(last)
+        last.text += piece
+        return start + self._block_delta(type="text_delta", text=piece)
+
+    def _begin_block(self, block: OutputTextBlock | OutputToolUse) -> str:
+        end = self._end_block()
+        self.blocks.append(block)
+        return end + self._named_event("content_block_start", index=len(self.blocks) - 1, content_block=block)
+
+    def _block_delta(self, **delta: str) -> str:
+        return self._named_event("content_block_delta", index=len(self.blocks) - 1, delta=delta)
+
+    def _end_block(self) -> str:
+        if not self.blocks:
+            return ""
+        if isinstance(last := self.blocks[-1], OutputToolUse):
+            last.input, self.arguments = past_arguments(self.arguments), ""
+        return self._named_event("content_block_stop", index=len(self.blocks) - 1)
+
+    def _body(self) -> MessageBody:
+        choice, usage = self.choices[0], self.usage()
+        stop = choice.stop_reason if isinstance(choice.stop_reason, str) else None
+        has_calls = any(isinstance(block, OutputToolUse) for block in self.blocks)
+        reason: StopReason | None = "tool_use" if has_calls else "end_turn" if stop is None else "stop_sequence"
+        if choice.finish_reason != "stop":
+            reason = "max_tokens" if choice.finish_reason else None
+        num_cached = usage.prompt_tokens_details["cached_tokens"]
+        return MessageBody(
+            id=self.reply.id,
+            type="message",
+            role="assistant",
+            model=self.reply.model,
+            content=self.blocks,
+            stop_reason=reason,
+            stop_sequence=stop,
+            usage={
+                "input_tokens": usage.prompt_tokens - num_cached,
+                "cache_read_input_tokens": num_cached,
+                "output_tokens": usage.completion_tokens,
+            },
+        )

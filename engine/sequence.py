@@ -69,6 +69,7 @@ class Sequence:
         committed, text = self._append(verdict.token_ids)
         if self.finish_reason is not None and self.detokenizer is not None and not isinstance(self.stop_reason, str):
             text += self.detokenizer.finish()
+        num_accepted = min(verdict.num_accepted, len(committed))
         return RequestOutput(
             request_id=request.request_id,
             token_ids=committed,
@@ -79,8 +80,9 @@ class Sequence:
             num_prompt_tokens=request.num_prompt_tokens,
             num_cached_tokens=self.num_cached,
             num_draft_tokens=len(verdict.draft.token_ids),
-            num_accepted_tokens=min(verdict.num_accepted, len(committed)),
+            num_accepted_tokens=num_accepted,
             prompt_logprobs=prompt_logprobs,
+            num_predicted_tokens=num_accepted if verdict.draft.is_predicted else 0,
         )
 
     def resume(self, token_ids: list[int]) -> None:

@@ -29,6 +29,7 @@ from deployments.openai.completions import Completion, CompletionRequest, Comple
 from deployments.openai.responses_request import ResponsesRequest, with_responses_names
 from deployments.openai.responses_writer import Response as ResponsesBody
 from deployments.openai.responses_writer import ResponsesWriter
+from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.structured_output import GrammarSource
 from deployments.openai.writer import Reply, Writer
 from deployments.prompts.encoder import PromptEncoder
@@ -122,14 +123,14 @@ class Ingress:
         prompts, params = fit(params, request, await self._prompts(request, limits), limits)
         echoed = prompts if request.echo else []
         echoes = [await self._encoder.decode_tokens(prompt, skip_special_tokens=True) for prompt in echoed]
-        reply = self._reply("cmpl-", prompts, limits)
+        reply = await self._reply("cmpl-", prompts, request, limits)
         return await self._answer(CompletionWriter(reply, request, echoes), params, source)
 
     async def chat_completions(self, request: ChatCompletionRequest) -> Response:
         """Answer a conversation."""
         limits = (await self._served(request.model)).limits
         prompt, params, source = await self._read(request, limits)
-        reply = self._reply("chatcmpl-", [prompt], limits)
+        reply = await self._reply("chatcmpl-", [prompt], request, limits)
         return await self._answer(ChatWriter(reply, request, self._encoder.tool_form), params, source)
 
     async def responses(self, request: ResponsesRequest) -> Response:
@@ -138,7 +139,7 @@ class Ingress:
         try:
             chat = request.to_chat()
             prompt, params, source = await self._read(chat, limits)
-            reply = self._reply("resp_", [prompt], limits)
+            reply = await self._reply("resp_", [prompt], chat, limits)
             writer = ResponsesWriter(reply, chat, self._encoder.tool_form, responses_request=request)
             return await self._answer(writer, params, source)
         except RequestError as error:
@@ -224,7 +225,9 @@ class Ingress:
         (prompt,), params = fit(params, request, [prompt], model)
         return prompt, params, source
 
-    def _reply(self, prefix: str, prompts: list[list[int]], model: ModelLimits) -> Reply:
+    async def _reply(
+        self, prefix: str, prompts: list[list[int]], request: GenerationRequest, model: ModelLimits
+    ) -> Reply:
         return Reply(
             id=prefix + secrets.token_hex(16),
             model=self.config.model_name,
@@ -232,6 +235,7 @@ class Ingress:
             prompts=prompts,
             token_texts=self._encoder.token_texts,
             num_speculative_tokens=model.num_speculative_tokens,
+            predicted_token_ids=await self._encoder.encode_prediction(request.prediction, model.max_model_len),
         )
 
     async def _answer(self, writer: Writer, params: SamplingParams, source: GrammarSource | None) -> Response:
@@ -247,6 +251,7 @@ class Ingress:
             cache_salt=request.cache_salt,
             interval_s=self.config.stream_interval_s if request.stream else WHOLE_INTERVAL_S,
             gathers_first=not request.stream,
+            predicted_token_ids=writer.reply.predicted_token_ids,
         )
         outputs = self._routers.generate(generation)
         submitted()

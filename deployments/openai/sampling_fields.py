@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from deployments.openai.conversation_fields import Content
 from deployments.openai.structured_output import (
     GrammarSource,
     ResponseFormat,
@@ -59,6 +60,13 @@ class Speculation(RequestModel):
     """Draft that many in every round, whatever the server measures; without a number, as many as the server allows."""
     metrics: Literal["none", "summary", "detailed"] | None = None
     """Acceptance figures in the response, as `metrics.speculative_decoding`."""
+
+
+class Prediction(RequestModel):
+    """The output that the client expects, such as the file that it wants edited."""
+
+    type: Literal["content"]
+    content: Content
 
 
 class SamplingRequest(RequestModel):
@@ -134,6 +142,8 @@ class GenerationRequest(SamplingRequest):
     """The form of the text."""
     structured_outputs: StructuredOutputs | None = None
     """What the text must match."""
+    prediction: Prediction | None = None
+    """The expected text, which is drafted from; the text does not depend on it (with the coupled rule)."""
     return_token_ids: bool | None = None
     """Send token ids, too."""
     add_special_tokens: bool | None = None

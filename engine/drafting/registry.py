@@ -12,6 +12,7 @@ from engine.config import TREE_WIDTH, EngineConfig, ModelConfig, PairConfig
 from engine.control.acceptance import Acceptance, ChainAcceptance, TreeAcceptance
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.ngram import NgramDrafter
+from engine.drafting.copying.predicted import PredictionCopier
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.errors import ConfigError, ModelMismatchError
@@ -58,8 +59,13 @@ class Method:
     make_in_target: "Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter] | None" = None
 
     def drafter_of_engine(self, config: EngineConfig, drafter: Drafter) -> Drafter:
-        """Return the drafter that the engine calls, given `make`'s drafter or a link to it."""
-        return drafter if self.in_front is None else self.in_front(config, drafter)
+        """Return the drafter that the engine calls, given `make`'s drafter or a link to it.
+
+        Around every method, it drafts from the predictions of requests that bring one.
+        """
+        if self.in_front is not None:
+            drafter = self.in_front(config, drafter)
+        return drafter if config.speculation == "off" else CombinedDrafter(drafter, PredictionCopier())
 
 
 def _model_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
@@ -187,9 +193,15 @@ def check_kinds(target: ModelSource, draft: ModelSource | None, method: Method) 
 
 
 def settle_drafting(pair: PairConfig) -> tuple[ModelConfig | None, EngineConfig]:
-    """Return the draft model to load, if any, and the settings, with k = 0 for no drafts; see `choose_method`."""
+    """Return the draft model to load, if any, and the settings; see `choose_method`.
+
+    If the method makes no drafts, they have k = 0. If none are wanted, speculation is off, so that not even predictions
+    are drafted from.
+    """
     method = choose_method(pair.engine, has_draft_model=pair.draft is not None)
     if method.runs_in == "target" and pair.draft_model not in ("auto", "none"):
         raise ConfigError(f"draft_model is {pair.draft_model!r}, but drafting is {pair.drafting!r}, which uses none")
-    engine = pair.engine if method.proposes else replace(pair.engine, num_speculative_tokens=0)
+    speculation = pair.speculation if pair.num_speculative_tokens else "off"
+    k = pair.num_speculative_tokens if method.proposes else 0
+    engine = replace(pair.engine, num_speculative_tokens=k, speculation=speculation)
     return (pair.draft if method.runs_in == "draft" else None), engine

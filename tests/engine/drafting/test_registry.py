@@ -26,7 +26,7 @@ from engine.errors import ConfigError, ModelError, ModelMismatchError
 from engine.llm import LLM, run_in_process
 from engine.models.registry import open_model
 from engine.params import SamplingParams
-from engine.protocols import NO_DRAFT, DeferringDrafter, ProposeRow, Request, chain
+from engine.protocols import NO_DRAFT, DeferringDrafter, NoDrafter, ProposeRow, Request, chain
 from tests.engine.drafting.run_ahead.test_chains import MODEL
 from tests.fakes import SelfDraftingModel
 
@@ -176,8 +176,19 @@ def test_copies_stand_in_front_of_a_model_wherever_that_runs():
     method, config = METHODS["model+suffix"], EngineConfig(num_blocks=10)
     model = method.make(config, DraftModel(MODEL, 4))
     assert type(model) is ModelDrafter
-    assert type(method.drafter_of_engine(config, model)) is CombinedDrafter
-    assert METHODS["model"].drafter_of_engine(config, model) is model
+    outer = method.drafter_of_engine(config, model)
+    assert (type(outer), type(outer.drafter), outer.drafter.drafter) == (CombinedDrafter, CombinedDrafter, model)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_predictions_stand_in_front_of_every_method_unless_speculation_is_off(name):
+    drafter = NoDrafter()
+    if METHODS[name].in_front is None:
+        assert METHODS[name].drafter_of_engine(EngineConfig(), drafter).drafter is drafter
+    plain = METHODS["none"].drafter_of_engine(settle_drafting(PairConfig(num_speculative_tokens=0))[1], drafter)
+    assert plain is METHODS["none"].drafter_of_engine(EngineConfig(speculation="off"), drafter) is drafter
+    undrafted = settle_drafting(PairConfig(drafting="none"))[1]
+    assert (undrafted.num_speculative_tokens, undrafted.speculation) == (0, "adaptive")
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix"])

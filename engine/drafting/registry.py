@@ -1,14 +1,15 @@
 """Drafting methods by their name in the configuration: how to make the drafter, and the process that runs it.
 
 To add a method, write its file, and give it a line in `METHODS` and its name in `engine.config.Drafting`. A factory
-imports the method's file when it is called: the Router asks where a method runs, and has no need of torch.
+imports the method's file when it is called: the Router asks where a method runs, and has no need of torch. A method
+elsewhere is named by its import path: a `Method`, or a class of drafters for the Router, made of an `EngineConfig`.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from engine.config import TREE_WIDTH, EngineConfig, ModelConfig, PairConfig
+from engine.config import TREE_WIDTH, EngineConfig, ModelConfig, PairConfig, import_named
 from engine.control.acceptance import Acceptance, ChainAcceptance, TreeAcceptance
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.ngram import NgramDrafter
@@ -80,10 +81,10 @@ def _tree_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
     from engine.drafting.model.sampled_tree import SampledTreeDrafter
     from engine.drafting.model.tree_drafter import TreeDrafter
     from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
-    from engine.verification.rule import RULES
+    from engine.verification.rule import rule_of
 
     assert draft is not None
-    if RULES[config.verification].needs_draft_rows:
+    if rule_of(config.verification).needs_draft_rows:
         return SampledTreeDrafter(draft, config)
     return RunAheadTreeDrafter(draft, config) if draft.run_ahead else TreeDrafter(draft, config)
 
@@ -126,16 +127,28 @@ METHODS: Mapping[str, Method] = {
 }
 
 
+def method_of(name: str) -> Method:
+    """Return the method of a name in `METHODS` or of an import path; raise ConfigError if there is none."""
+    if ":" not in name:
+        return METHODS[name]
+    made = import_named("drafting", name)
+    if isinstance(made, Method):
+        return made
+    if not callable(made):
+        raise ConfigError(f"drafting is {name!r}, which is {made!r}; it must be a class of drafters or a Method")
+    return Method("router", lambda config, _: made(config))
+
+
 def drafts_trees(name: str) -> bool:
     """Return whether drafts of a method may be trees; drafts of "auto" never are."""
-    return name in METHODS and METHODS[name].drafts_trees
+    return name != "auto" and method_of(name).drafts_trees
 
 
 def acceptance_of(config: EngineConfig) -> Acceptance:
     """Return the learner of accepted tokens for a configuration's kind of drafts."""
     if not drafts_trees(config.drafting):
         return ChainAcceptance(config.num_speculative_tokens)
-    in_chains = config.verification in METHODS[config.drafting].chain_rules
+    in_chains = config.verification in method_of(config.drafting).chain_rules
     return TreeAcceptance(config.num_speculative_tokens, (config.tree_width or TREE_WIDTH) if in_chains else 1)
 
 
@@ -152,7 +165,7 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
         raise ConfigError(f"tree_width is {config.tree_width}, but drafting is {name!r}, which drafts no trees")
     if name == "auto":
         name = "model" if has_draft_model else "suffix"
-    method = METHODS[name]
+    method = method_of(name)
     if method.runs_in == "target" and config.self_draft_layers is None:
         raise ConfigError(f"drafting is {name!r}, which needs self_draft_layers")
     if method.runs_in != "target" and config.self_draft_layers is not None:
@@ -162,7 +175,11 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
         return METHODS["none"]
     if method.runs_in == "draft" and not has_draft_model:
         raise ConfigError(f"drafting is {name!r}, which needs a draft_model, and there is none")
-    if method.proposes and config.verification not in method.rules:
+    if ":" in config.verification:
+        from engine.verification.rule import rule_of
+
+        rule_of(config.verification)  # here, so that a wrong path is an error of the start
+    elif method.proposes and config.verification not in method.rules:
         rules = " or ".join(method.rules)
         raise ConfigError(f"verification is {config.verification!r}, but drafting is {name!r}, which allows {rules}")
     return method

@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from engine.config import Drafting, EngineConfig, ModelConfig, PairConfig
+from engine.control.acceptance import ChainAcceptance
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.in_target.self_draft import SelfDrafter
 from engine.drafting.model.chain_drafter import ModelDrafter
@@ -14,6 +15,7 @@ from engine.drafting.model.tree_drafter import TreeDrafter
 from engine.drafting.registry import (
     METHODS,
     DraftModel,
+    Method,
     acceptance_of,
     check_kinds,
     check_run_ahead,
@@ -28,6 +30,7 @@ from engine.models.registry import open_model
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, DeferringDrafter, NoDrafter, ProposeRow, Request, chain
 from tests.engine.drafting.run_ahead.test_chains import MODEL
+from tests.examples.drafter import BigramDrafter
 from tests.fakes import SelfDraftingModel
 
 
@@ -246,3 +249,32 @@ def test_a_method_that_does_not_fit_an_encoder_decoder_is_refused(method, messag
         check_kinds(t5, t5, method)
     llama = model("llama", "llama")
     check_kinds(llama, llama, method)
+
+
+DIRECT = Method("draft", lambda config, draft: NoDrafter(), rules=("block",))
+
+
+def test_a_method_elsewhere_is_named_by_its_import_path():
+    config = EngineConfig(drafting="tests.examples.drafter:BigramDrafter", verification="tests.examples.rule:RULE")
+    method = choose_method(config, has_draft_model=False)
+    assert (method.runs_in, type(method.make(config, None))) == ("router", BigramDrafter)
+    assert type(acceptance_of(config)) is ChainAcceptance
+    direct = EngineConfig(drafting=f"{__name__}:DIRECT", verification="block")
+    assert choose_method(direct, has_draft_model=True) is DIRECT
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"drafting": "tests.examples.drafter:Other"},
+            "drafting is 'tests.examples.drafter:Other', which cannot be imp",
+        ),
+        ({"drafting": f"{__name__}:__name__"}, "it must be a class of drafters or a Method"),
+        ({"drafting": f"{__name__}:DIRECT"}, "verification is 'coupled', but drafting is .*, which allows block"),
+        ({"verification": "tests.examples.rule:accept"}, "it must be an engine.verification.rule.Rule"),
+    ],
+)
+def test_a_wrong_import_path_is_refused_at_the_start(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_method(EngineConfig(**settings), has_draft_model=True)

@@ -12,11 +12,11 @@ from engine.drafting.copying.predicted import PredictionCopier
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
 from engine.errors import RequestError
+from engine.laws import p_value
 from engine.params import SamplingParams
 from engine.protocols import DeferringDrafter, NoDrafter, ProposeRow, Request
 from engine.verification.rule import RULES
 from tests.engine.drafting.proposing import context_model
-from tests.engine.laws import p_value
 from tests.engine.running import SAMPLING, expected_tokens, make_engine, run, run_outputs
 from tests.engine.test_exactness import LAWS, LENGTH, PROMPT, SAMPLES, TARGET, UNLIKE, joint_law
 from tests.fakes import SelfDraftingModel

@@ -9,6 +9,7 @@ import pytest
 
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.predicted import PredictionCopier
+from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
 from engine.errors import RequestError
@@ -87,6 +88,8 @@ def test_the_text_does_not_depend_on_the_prediction(drafting, temperature):
         if predicted == expected:
             assert len(outputs["0"]) < 9
         assert not any(output.num_draft_tokens for output in outputs["1"]), "this request is plain decoding"
+        num_predicted = sum(output.num_predicted_tokens for output in outputs["0"])
+        assert num_predicted == 0 if not predicted else num_predicted <= engine.stats.num_accepted_tokens
 
 
 @pytest.mark.parametrize("predicted", [[0, 1, 2, 3, 4], [1, 1, 1, 1, 1]])
@@ -140,6 +143,13 @@ def test_a_copy_yields_to_a_drafter_that_promises_more_and_others_are_left_alone
     assert drafter.plan_copies(rows, [1.0] * 4) == {"a": 2}
     rows[0].num_draft_tokens = 9
     assert drafter.plan_copies(rows, [1.0] * 9) == {}
+
+
+def test_a_drafter_behind_it_may_copy_too():
+    repeating = list(range(10, 40))
+    drafter = CombinedDrafter(CombinedDrafter(NoDrafter(), SuffixDrafter()), PredictionCopier())
+    rows = [row([], [100, 101]), ProposeRow(Request("b", [*repeating, *repeating[:20]], 30, SamplingParams()), 4)]
+    assert drafter.plan_copies(rows, [0.5]) == {"a": 2, "b": 4}
 
 
 def test_a_prediction_outside_the_vocabulary_is_refused():

@@ -79,6 +79,23 @@ def test_a_drafter_that_changes_the_law_fails(change, message):
         check_drafter(partial(Wrong, change))
 
 
+class Meddling(NoDrafter):
+    """Changes the committed tokens, which only the engine may."""
+
+    def __init__(self, config):
+        pass
+
+    async def propose(self, rows):
+        for row in rows:
+            row.request.token_ids[-1] = 0
+        return await super().propose(rows)
+
+
+def test_a_drafter_that_changes_the_text_fails_even_under_the_coupled_rule():
+    with pytest.raises(LawError, match="a text depends on its drafts, with verification=coupled"):
+        check_drafter(Meddling, ["coupled"])
+
+
 def test_counts_by_the_law_are_likely_and_others_are_not():
     law = {"a": 0.5, "b": 0.3, "c": 0.2, "d": 0.0}
     assert p_value({"a": 500, "b": 300, "c": 200}, law) == 1

@@ -106,9 +106,9 @@ def test_a_draft_whose_ids_are_in_another_order_is_as_good_as_before(renumbered)
     assert other.stats.num_accepted_tokens == same.stats.num_accepted_tokens > 20
 
 
-def source(tokenizer, path, size):
+def source(tokenizer, path, size, end=1):
     found = saved(tokenizer, path)
-    (path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": size, "eos_token_id": 1}))
+    (path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": size, "eos_token_id": end}))
     return found
 
 
@@ -118,6 +118,8 @@ def test_tokens_are_the_same_if_their_texts_are_and_ends_are_ends(tmp_path):
     ids = json_tokenizer().get_vocab()
     assert shared_tokens(target, draft) == {1: 4, ids["a"]: 0, ids["b"]: 1, ids["c"]: 2, ids["d"]: 3}
     assert shared_tokens(target, target) is None
+    ends = source(json_tokenizer(), tmp_path / "target 2", 64, end=0), source(letter_tokenizer(), tmp_path / "2", 5, 3)
+    assert shared_tokens(*ends)[0] == 3, "the texts of the two ends differ"
     with pytest.raises(ModelMismatchError, match=r"have 5 tokens in common, 8% of the draft's 64; at least half"):
         shared_tokens(draft, target)
 

@@ -19,7 +19,7 @@ from cluster.worker_set import WorkerDiedError, WorkerSet, start_draft, start_ta
 from engine.config import CompileProgress
 from engine.errors import ModelError, TargetError
 from engine.models.registry import open_model
-from engine.models.source import ModelSource, check_same_vocabulary
+from engine.models.source import ModelSource, shared_tokens
 
 if TYPE_CHECKING:
     from engine.config import ModelInfo
@@ -173,7 +173,7 @@ class SpeculationGroup:
             async with asyncio.TaskGroup() as tasks:
                 target = tasks.create_task(self._start_first_target())
                 if self._draft_source is not None and self.config.has_draft_worker:
-                    tasks.create_task(asyncio.to_thread(check_same_vocabulary, self.target_source, self._draft_source))
+                    tasks.create_task(asyncio.to_thread(shared_tokens, self.target_source, self._draft_source))
                     tasks.create_task(self._begin_drafting(target))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None

@@ -18,7 +18,7 @@ import click
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from cluster.config import GroupConfig, LogFormat, RunAhead
-from engine.config import BUNDLED, PAIR_SETTINGS, ModelConfig, PairConfig, Verification, unknown_argument
+from engine.config import BUNDLED, PAIR_SETTINGS, ModelConfig, PairConfig, unknown_argument
 from engine.drafting.registry import check_run_ahead, settle_drafting
 from engine.errors import ConfigError
 
@@ -202,7 +202,7 @@ class IngressConfig:
 
     target: ModelConfig
     tensor_parallel_size: int
-    verification: Verification
+    verification: str
     model_name: str
     limits: Limits
     stream_interval_s: float

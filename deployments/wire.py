@@ -70,6 +70,7 @@ class SequenceRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     output_token_ids: list[int]
+    predicted_token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,7 @@ class Generation:
         target_id: the target whose text is expected; None is any. During an update, Routers of two targets run.
         refused_by: Routers that refused the request; others are tried first.
         traceparent: the Ingress's span, if the request is traced.
+        predicted_token_ids: the output that the client predicts for every choice.
     """
 
     request_id: str
@@ -102,6 +104,7 @@ class Generation:
     target_id: str | None = None
     refused_by: frozenset[str] = frozenset()
     traceparent: str | None = None
+    predicted_token_ids: list[int] = field(default_factory=list)
 
     @property
     def num_choices(self) -> int:
@@ -128,7 +131,8 @@ class Generation:
             seed = nth_seed(self.drawn_seed, index) if seed is None else nth_seed(seed, choice)
             params = replace(self.params, n=1, seed=seed)
             outputs = self.output_token_ids.get(index, [])
-            sequences.append(SequenceRequest(f"{self.request_id}-{index}", self.prompts[prompt], params, outputs))
+            sequence_id, predicted = f"{self.request_id}-{index}", self.predicted_token_ids
+            sequences.append(SequenceRequest(sequence_id, self.prompts[prompt], params, outputs, predicted))
         return sequences
 
 

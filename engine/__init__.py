@@ -2,8 +2,8 @@
 
 The trunk, in reading order: `protocols` (a round's roles, messages and terms), `params` (the sampling parameters of a
 request), `engine` (a step), `scheduler` (who takes part in a round), `sequence` (a request's committed tokens),
-`block_pool` (KV blocks), `detokenizer` (token ids to text), `llm` (all of it in one process), `config` (every setting)
-and `errors` (every exception).
+`block_pool` (KV blocks), `detokenizer` (token ids to text), `llm` (all of it in one process), `laws` (whether a rule or
+a drafter leaves the text's law alone), `config` (every setting) and `errors` (every exception).
 
 Each folder answers one question: `control/` (how many draft tokens, for whom?), `sampling/` (which token do these
 logits give?), `drafting/` (who proposes?), `verification/` (which draft tokens are accepted?), `models/` (which model
@@ -11,15 +11,17 @@ is this, and where are its weights?), `execution/` (how is a pass computed?) and
 is it worth it?).
 """
 
+import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
 from engine.params import SamplingParams
 
 if TYPE_CHECKING:
+    from engine.laws import check_drafter, check_rule
     from engine.llm import LLM
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "check_drafter", "check_rule"]
 
 # transformers imports torchao wherever it is installed, and torchao then warns of its CUDA libraries, used or not.
 for _name in ("torchao", "torch.utils._pytree"):
@@ -27,9 +29,7 @@ for _name in ("torchao", "torch.utils._pytree"):
 
 
 def __getattr__(name: str) -> Any:
-    """Import `LLM` on first use, because most processes of the service do not need torch."""
-    if name == "LLM":
-        from engine.llm import LLM
-
-        return LLM
+    """Import what needs torch on first use, because most processes of the service do not."""
+    if name in __all__:
+        return getattr(importlib.import_module("engine.llm" if name == "LLM" else "engine.laws"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,9 @@ and an `EngineConfig`. They are plain dataclasses because the engine also runs w
 """
 
 import difflib
+import importlib
 import operator
+import re
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
@@ -26,6 +28,8 @@ Drafting = Literal["auto", "none", "model", "tree", "self", "ngram", "suffix", "
 Verification = Literal["coupled", "rejection", "block", "k_sequential"]
 SEEDED_RULES = frozenset({"coupled"})
 """The rules by which target, request and seed alone determine a text."""
+ImportPath = str
+"""`package.module:NAME`: what a setting names by where it is imported from."""
 Speculation = Literal["adaptive", "fixed", "off"]
 
 TREE_WIDTH = 3
@@ -81,19 +85,20 @@ class EngineConfig(_Settings):
     """Draft tokens per round at most (k); 0 is plain decoding."""
     speculation: Speculation = "adaptive"
     """adaptive: the draft length, from 0 to k, with the highest measured goodput; fixed: always k; off: no drafts."""
-    drafting: Drafting = "auto"
+    drafting: Drafting | ImportPath = "auto"
     """The drafting method. model: the draft model drafts; tree: it drafts the likeliest alternatives, too; self: the
     target drafts with its first layers; ngram: what followed the last tokens earlier in the request; suffix: the same
     by frequency, and in earlier outputs too; model+suffix: for each request in each round, the one that promises more;
-    none: no drafts; auto: model if there is a draft model, else suffix."""
+    none: no drafts; auto: model if there is a draft model, else suffix; package.module:Class: your own."""
     tree_width: int | None = field(default=None, metadata={"ge": 1, "le": 8})
     """Most alternatives after one token with drafting=tree, or the number of chains with k_sequential; none is 3."""
     self_draft_layers: int | None = field(default=None, metadata={"ge": 1})
     """How many of the target's first layers drafting=self drafts with, followed by the target's head; fewer than it
     has."""
-    verification: Verification = "coupled"
+    verification: Verification | ImportPath = "coupled"
     """The verification rule: coupled (shared noise, token ids only), rejection (Leviathan et al.; trees as in Sequoia),
-    block (Sun et al.: a chain as a whole) or k_sequential (SpecTr: several chains; needs drafting=tree)."""
+    block (Sun et al.: a chain as a whole), k_sequential (SpecTr: several chains; needs drafting=tree) or your own
+    package.module:RULE."""
     max_num_seqs: int = field(default=32, metadata={"ge": 1})
     """Requests in one round, at most."""
     max_num_batched_tokens: int = field(default=1024, metadata={"ge": 1})
@@ -201,6 +206,15 @@ def make_pair(**settings: Any) -> PairConfig:
     return PairConfig(**settings)
 
 
+def import_named(setting: str, path: ImportPath) -> Any:
+    """Return what a setting names as `package.module:NAME`; raise ConfigError if it cannot be imported."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{setting} is {path!r}, which cannot be imported: {error}") from error
+
+
 def unknown_argument(name: str, known: Iterable[str]) -> str:
     """Return the message that refuses an argument, with the known name closest to it."""
     close = difflib.get_close_matches(name, list(known), n=1)
@@ -215,6 +229,10 @@ def _broken_requirement(setting: "Field[Any]", value: Any) -> str | None:
     alternatives = get_args(setting.type)
     if get_origin(setting.type) is Literal:
         return None if value in alternatives else " or ".join(alternatives)
+    if alternatives and get_origin(alternatives[0]) is Literal:  # names, or an import path
+        names = get_args(alternatives[0])
+        is_valid = value in names or re.fullmatch(r"[\w.]+:\w+", str(value))
+        return None if is_valid else " or ".join([*names, "package.module:NAME"])
     types = [get_origin(option) or option for option in alternatives or (setting.type,)]
     if type(value) not in types and not (float in types and type(value) is int):
         return " or ".join("None" if option is type(None) else option.__name__ for option in types)

@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 from typing import Any
@@ -80,6 +80,7 @@ class Engine:
         *,
         cache_salt: str | None = None,
         output_token_ids: Ids[int] = (),
+        predicted_token_ids: Ids[int] = (),
     ) -> None:
         """Queue a request; it shares cached prefixes only with requests of the same `cache_salt`.
 
@@ -87,6 +88,7 @@ class Engine:
             output_token_ids: tokens that another engine committed for this request. With the same seed in `params` and
                 the coupled rule, the text continues as it would have there, else by the same law. Such requests are
                 queued before new ones.
+            predicted_token_ids: the output that the client predicts, to draft from; it does not change the text.
 
         Raises:
             RequestError: this model cannot serve the prompt or a parameter, its drafts are shorter than the fixed
@@ -94,6 +96,7 @@ class Engine:
             QueueFullError: `max_queued_requests` are waiting, and the request has no output yet.
         """
         params = self._resolve(prompt_token_ids, params, is_new=not output_token_ids)
+        self._check_ids("prediction", predicted_token_ids)
         tokens = [*prompt_token_ids, *self._start_ids]
         source_length = len(prompt_token_ids) if self._start_ids else 0
         detokenizer = None
@@ -104,7 +107,9 @@ class Engine:
         elif params.stop:
             raise RequestError("stop strings need a tokenizer; this engine has none", "stop")
         sequence = Sequence(
-            Request(request_id, tokens, len(tokens), params, salt_digest(cache_salt), source_length),
+            Request(
+                request_id, tokens, len(tokens), params, salt_digest(cache_salt), source_length, predicted_token_ids
+            ),
             end_ids=frozenset() if params.ignore_eos else self._eos,
             detokenizer=detokenizer,
         )
@@ -186,13 +191,9 @@ class Engine:
         room = min(self.max_model_len, usable) - length
         if params.min_tokens > room:
             raise RequestError(f"min_tokens is {params.min_tokens}; the context has room for {room}", "min_tokens")
-        for name, ids in (
-            ("prompt", prompt_token_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias),
-        ):
-            if bad := [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < self.vocab_size]:
-                raise RequestError(f"{name} contains token id {bad[0]}; ids are 0 to {self.vocab_size - 1}", name)
+        self._check_ids("prompt", prompt_token_ids)
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("logit_bias", params.logit_bias)
         most, num_draft_tokens = self.planner.max_draft_tokens, params.num_speculative_tokens
         if num_draft_tokens is not None and num_draft_tokens > most:
             if is_new and params.fixes_draft_length:
@@ -209,6 +210,10 @@ class Engine:
             # The client got these with the first token of the output, and they would rule out cached blocks.
             prompt_logprobs=params.prompt_logprobs if is_new else None,
         )
+
+    def _check_ids(self, name: str, ids: Collection[int]) -> None:
+        if bad := [i for i in (min(ids, default=0), max(ids, default=0)) if not 0 <= i < self.vocab_size]:
+            raise RequestError(f"{name} contains token id {bad[0]}; ids are 0 to {self.vocab_size - 1}", name)
 
     def _release(self, request_id: str) -> None:
         self.drafter.release(request_id)

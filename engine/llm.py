@@ -10,6 +10,7 @@ from tqdm import tqdm
 from engine.config import BUNDLED, make_pair
 from engine.control.stats import SpeculationStats
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.translated import translated
 from engine.drafting.registry import check_kinds, choose_method, settle_drafting
 from engine.engine import Engine
 from engine.errors import RequestError
@@ -18,7 +19,7 @@ from engine.execution.registry import make_backend, survey
 from engine.models.first_layers import check_self_draft
 from engine.models.loader import load_model
 from engine.models.registry import open_model
-from engine.models.source import check_same_vocabulary
+from engine.models.source import shared_tokens
 from engine.params import SamplingParams, nth_seed
 from engine.protocols import FinishReason, RequestOutput, TokenLogprobs, run_in_process
 from engine.sampling.grammar import Grammars
@@ -72,7 +73,7 @@ class LLM:
     Raises:
         ConfigError: a setting is unknown, or its value out of bounds.
         ModelError: a model cannot be served.
-        ModelMismatchError: draft and target do not share their token ids.
+        ModelMismatchError: draft and target have less than half of the draft's tokens in common.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class LLM:
         self._num_requests = 0
         self.tokenizer = target_source.tokenizer
         if draft_source is not None:
-            check_same_vocabulary(target_source, draft_source)
+            shared_tokens(target_source, draft_source)
         # Before any model loads.
         surveys = [survey(source, config) for source in (target_source, draft_source) if source is not None]
         footprints = [one.footprint for one in surveys]
@@ -101,7 +102,8 @@ class LLM:
         verifier = ModelVerifier(target, config, self._grammars, method.make_in_target)
         backends, draft = [target], None
         if draft_source is not None:
-            backends.append(make_backend(load_model(draft_source), draft_source))
+            backend = make_backend(load_model(draft_source), draft_source)
+            backends.append(translated(backend, target_source, draft_source))
             draft = DraftModel(backends[-1], info.vocab_size, self._grammars)
         self.engine = Engine(
             config,

@@ -24,6 +24,8 @@ class Draft:
     `top_ids` and `top_probs` ([n][m] each) are the distributions that the tokens were sampled from, restricted to the
     drafter's top m tokens, whose probabilities sum to 1. Only a rule that needs draft rows gets them.
 
+    `is_predicted` says that the tokens are a copy of the output that the client predicts.
+
     `num_deferred` tokens are left to the target, which drafts them before it verifies; then the draft holds none.
     """
 
@@ -32,6 +34,7 @@ class Draft:
     top_ids: list[list[int]] | None = None
     top_probs: list[list[float]] | None = None
     num_deferred: int = 0
+    is_predicted: bool = False
 
     @property
     def is_chain(self) -> bool:
@@ -60,6 +63,7 @@ class Request:
         salt: requests share cached blocks and outputs only with requests of the same salt; empty in workers.
         source_length: the number of an encoder's tokens at the start, which one pass must compute together; 0 for most
             models. The prompt's last token then starts the text.
+        predicted_token_ids: the output that the client predicts, whole or in part; empty in workers.
     """
 
     request_id: str
@@ -68,6 +72,7 @@ class Request:
     params: SamplingParams
     salt: bytes = b""
     source_length: int = 0
+    predicted_token_ids: Sequence[int] = ()
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -205,6 +210,8 @@ class RequestOutput:
     """One entry per prompt token from the second on; only in the first output, and only if requested."""
     trace: RoundTrace | None = None
     """Only if requested."""
+    num_predicted_tokens: int = 0
+    """Accepted draft tokens that the client predicted."""
 
 
 class Drafter(Protocol):

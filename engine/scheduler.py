@@ -73,7 +73,10 @@ class Scheduler:
 
     def next_batch(self, plan: Plan) -> list[ScheduledRow]:
         """Choose the rows of the next round, with drafts no longer than planned, and reserve their blocks."""
-        budget = self.config.max_num_batched_tokens
+        budget, k = self.config.max_num_batched_tokens, self.config.num_speculative_tokens
+        # Memory is planned for 1 + k logits per place in a batch. Longer drafts take those of empty places.
+        num_empty = max(0, self.config.max_num_seqs - len(self.running) - len(self.waiting))
+        longest = k + num_empty * (1 + k)
         rows: list[ScheduledRow] = []
         # Decoding rows first, so that a long prompt does not delay them.
         for sequence in sorted(self.running, key=lambda s: not s.is_decoding):
@@ -81,10 +84,11 @@ class Scheduler:
                 break
             if sequence not in self.running:  # preempted for an older one
                 continue
-            row = self._row(sequence, budget, plan)
+            row = self._row(sequence, budget, plan, longest)
             if self._reserve(sequence, row, rows):
                 rows.append(row)
                 budget -= row.length + row.num_draft_tokens
+                longest -= max(0, row.num_draft_tokens - k)
         self._lacks_blocks = False
         while self.waiting and budget > 0 and len(self.running) < self.config.max_num_seqs:
             admitted = self._admit(self.waiting[0], budget, plan)
@@ -117,7 +121,7 @@ class Scheduler:
                 self._free(sequence)
         return outputs
 
-    def _row(self, sequence: Sequence, budget: int, plan: Plan) -> ScheduledRow:
+    def _row(self, sequence: Sequence, budget: int, plan: Plan, longest: int) -> ScheduledRow:
         # A source may exceed the remaining budget: it has its own pass.
         length = max(min(sequence.num_uncomputed, budget), sequence.num_inseparable)
         num_draft_tokens = 0
@@ -125,7 +129,7 @@ class Scheduler:
             # A round commits one token more than it accepts, so a draft must leave room for that token.
             context = self._max_model_len - len(sequence.request.token_ids)
             room = min(sequence.num_remaining, context, budget) - 1
-            num_draft_tokens = max(0, min(plan.length_of(sequence.request), room))
+            num_draft_tokens = max(0, min(plan.length_of(sequence.request), longest, room))
         return ScheduledRow(sequence.request, num_draft_tokens, sequence.num_computed, length, sequence.block_ids)
 
     def _reserve(self, sequence: Sequence, row: ScheduledRow, batch: list[ScheduledRow]) -> bool:
@@ -152,7 +156,7 @@ class Scheduler:
         if not sequence.lacks_prompt_logprobs:
             sequence.block_ids, sequence.digests = self.pool.match(sequence.request.token_ids, sequence.request.salt)
         sequence.num_computed = len(sequence.block_ids) * self.config.block_size
-        row = self._row(sequence, budget, plan)
+        row = self._row(sequence, budget, plan, self.config.num_speculative_tokens)
         if not self._grow(sequence, row):
             self._free(sequence)
             return None

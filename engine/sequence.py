@@ -85,6 +85,7 @@ class Sequence:
             num_accepted_tokens=num_accepted,
             prompt_logprobs=prompt_logprobs,
             trace=trace,
+            num_predicted_tokens=num_accepted if draft.is_predicted else 0,
         )
 
     def resume(self, token_ids: list[int]) -> None:

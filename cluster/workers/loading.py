@@ -4,6 +4,7 @@ import logging
 
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.translated import translated
 from engine.drafting.registry import choose_method
 from engine.execution.backend import Backend
 from engine.execution.registry import make_backend
@@ -22,7 +23,7 @@ def load_drafter(
     source: ModelSource, target: ModelSource, engine: EngineConfig, *, run_ahead: bool
 ) -> tuple[Drafter, Backend]:
     """Load the draft, or raise ModelError; ids beyond the target's vocabulary are never drafted."""
-    backend = make_backend(load_model(source), source)
+    backend = translated(make_backend(load_model(source), source), target, source)
     limit = target.vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=target.eos_token_ids)
     method = choose_method(engine, has_draft_model=True)

@@ -244,6 +244,7 @@ def _cut(output: RequestOutput, num_tokens: int, num_chars: int) -> tuple[Reques
         stop_reason=None,
         num_draft_tokens=0,
         num_accepted_tokens=0,
+        num_predicted_tokens=0,
         trace=first_trace,
     )
     second = replace(

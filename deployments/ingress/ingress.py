@@ -34,6 +34,7 @@ from deployments.openai.completions import Completion, CompletionRequest, Comple
 from deployments.openai.responses_request import ResponsesRequest, renamed
 from deployments.openai.responses_writer import Response as ResponsesBody
 from deployments.openai.responses_writer import ResponsesWriter
+from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.structured_output import GrammarSource
 from deployments.openai.writer import Reply, Writer
 from deployments.page.demo import add_demo
@@ -137,7 +138,7 @@ class Ingress:
         prompts, params = fit(params, request, await self._prompts(request, limits), limits)
         echoed = prompts if request.echo else []
         echoes = [await self._encoder.decode_tokens(prompt, skip_special_tokens=True) for prompt in echoed]
-        reply = self._reply("cmpl-", prompts, limits)
+        reply = await self._reply("cmpl-", prompts, request, limits)
         return await self._answer(CompletionWriter(reply, request, echoes), params, source, last_event_id)
 
     async def chat_completions(self, request: ChatCompletionRequest, last_event_id: LastEventId = None) -> Response:
@@ -245,13 +246,15 @@ class Ingress:
             source = chat.grammar_source(self._encoder.tool_form)
             prompt = await self._encoder.encode_chat(chat, limits.max_model_len)
             prompts, params = fit(params, chat, [prompt], limits)
-            reply = self._reply(prefix, prompts, limits)
+            reply = await self._reply(prefix, prompts, chat, limits)
             answer = writer(reply, chat, self._encoder.tool_form)
             return await self._answer(answer, params, source, last_event_id)
         except RequestError as error:
             raise renamed(error, request.CHAT_FIELDS) from error
 
-    def _reply(self, prefix: str, prompts: list[list[int]], model: ModelLimits) -> Reply:
+    async def _reply(
+        self, prefix: str, prompts: list[list[int]], request: GenerationRequest, model: ModelLimits
+    ) -> Reply:
         return Reply(
             id=prefix + secrets.token_hex(16),
             model=self.config.model_name,
@@ -259,6 +262,7 @@ class Ingress:
             prompts=prompts,
             token_texts=self._encoder.token_texts,
             num_speculative_tokens=model.num_speculative_tokens,
+            predicted_token_ids=await self._encoder.encode_prediction(request.prediction, model.max_model_len),
         )
 
     async def _answer(
@@ -284,6 +288,7 @@ class Ingress:
             gathers_first=not request.stream,
             drawn_seed=seed,
             traceparent=traceparent(),
+            predicted_token_ids=writer.reply.predicted_token_ids,
         )
         outputs = self._routers.generate(generation)
         submitted()

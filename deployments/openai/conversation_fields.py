@@ -23,6 +23,11 @@ class TextPart(RequestModel):
 Content = str | Annotated[list[TextPart], Field(min_length=1)]
 
 
+def text_of(content: Content | None) -> str:
+    """Return a content as one string."""
+    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+
 class Message(RequestModel):
     """What messages of all roles share: text, or parts of text. Other parts (images, audio) are refused."""
 
@@ -36,9 +41,7 @@ class Message(RequestModel):
 
     def text(self) -> str:
         """Return the content as one string."""
-        if isinstance(self.content, list):
-            return "".join(part.text for part in self.content)
-        return self.content or ""
+        return text_of(self.content)
 
 
 class SystemMessage(Message):

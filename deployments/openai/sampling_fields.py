@@ -5,6 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from deployments.openai.conversation_fields import Content
 from deployments.openai.structured_output import (
     GrammarSource,
     ResponseFormat,
@@ -62,6 +63,13 @@ class Speculation(RequestModel):
     """Acceptance figures in the response, as `metrics.speculative_decoding`."""
     trace: bool | None = None
     """The rounds that made the text, as `rounds` of the choice; for one choice."""
+
+
+class Prediction(RequestModel):
+    """The output that the client expects, such as the file that it wants edited."""
+
+    type: Literal["content"]
+    content: Content
 
 
 class CommonRequest(RequestModel):
@@ -151,6 +159,8 @@ class GenerationRequest(SamplingRequest):
     """The form of the text."""
     structured_outputs: StructuredOutputs | None = None
     """What the text must match."""
+    prediction: Prediction | None = None
+    """The expected text, which is drafted from; the text does not depend on it (with the coupled rule)."""
     return_token_ids: bool | None = None
     """Send token ids, too."""
     add_special_tokens: bool | None = None

@@ -2,6 +2,7 @@
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -20,6 +21,10 @@ class Usage(ResponseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[Literal["cached_tokens"], int]
+    completion_tokens_details: dict[Literal["accepted_prediction_tokens", "rejected_prediction_tokens"], int] | None = (
+        None
+    )
+    """Predicted tokens that were drafted and accepted, and those that the choices lack; with a prediction only."""
 
 
 class SpeculationMetrics(ResponseModel):
@@ -28,6 +33,7 @@ class SpeculationMetrics(ResponseModel):
     mean_acceptance_length: float
     draft_acceptance_rate: float
     acceptance_histogram: list[int]
+    acceptance_histogram_by_draft_length: dict[int, list[int]]
     num_spec_steps: int
     num_accepted_draft_tokens: int
     num_draft_tokens: int
@@ -76,6 +82,8 @@ class Choice:
     """How many of them were accepted."""
     traces: list[tuple[list[int], RoundTrace]] = field(default_factory=list)
     """The tokens and traces of the rounds that were not written yet, if they are traced."""
+    num_predicted: int = 0
+    """Accepted draft tokens that the client predicted."""
 
     def append(self, output: RequestOutput) -> None:
         """Add a round."""
@@ -87,6 +95,7 @@ class Choice:
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        self.num_predicted += output.num_predicted_tokens
         if output.num_draft_tokens:
             self.num_drafted.append(output.num_draft_tokens)
             self.num_accepted.append(output.num_accepted_tokens)
@@ -111,6 +120,7 @@ class Reply:
     prompts: list[list[int]]
     token_texts: TokenTexts
     num_speculative_tokens: int
+    predicted_token_ids: list[int] = field(default_factory=list)
     created: int = field(default_factory=lambda: int(time.time()))
 
 
@@ -186,12 +196,23 @@ class Writer(ABC):
         prompt_tokens = sum(len(choice.prompt_token_ids) for choice in self.choices[:: self.n])
         completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
         cached_tokens = sum(choice.num_cached_tokens for choice in self.choices[:: self.n])
+        details = {} if self.request.prediction is None else {"completion_tokens_details": self._prediction_details()}
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details={"cached_tokens": cached_tokens},
+            **details,
         )
+
+    def _prediction_details(self) -> dict[str, int]:
+        predicted = Counter(self.reply.predicted_token_ids)
+        return {
+            "accepted_prediction_tokens": sum(choice.num_predicted for choice in self.choices),
+            "rejected_prediction_tokens": sum(
+                (predicted - Counter(choice.token_ids)).total() for choice in self.choices
+            ),
+        }
 
     def usage_fields(self) -> dict[str, Any]:
         """Return the token counts and, if requested, the acceptance figures."""
@@ -217,12 +238,16 @@ class Writer(ABC):
         if len(self.choices) != 1:
             return RequestMetrics(speculative_decoding=None)
         drafted, accepted = self.choices[0].num_drafted, self.choices[0].num_accepted
-        steps, most = len(drafted), self.reply.num_speculative_tokens
+        steps, most = len(drafted), max([self.reply.num_speculative_tokens, *drafted])
+        rounds = Counter(zip(drafted, accepted, strict=True))
         details = {"per_step_accepted": accepted, "per_step_drafted": drafted} if is_detailed else {}
         metrics = SpeculationMetrics(
             mean_acceptance_length=1 + sum(accepted) / steps if steps else 1.0,
             draft_acceptance_rate=sum(accepted) / sum(drafted) if steps else 0.0,
             acceptance_histogram=[accepted.count(count) for count in range(most + 1)],
+            acceptance_histogram_by_draft_length={
+                length: [rounds[length, count] for count in range(length + 1)] for length in sorted(set(drafted))
+            },
             num_spec_steps=steps,
             num_accepted_draft_tokens=sum(accepted),
             num_draft_tokens=sum(drafted),

@@ -15,7 +15,8 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from deployments.openai.chat import ChatCompletionRequest
-from deployments.openai.conversation_fields import AssistantMessage, ChatMessage, ToolMessage
+from deployments.openai.conversation_fields import AssistantMessage, ChatMessage, ToolMessage, text_of
+from deployments.openai.sampling_fields import Prediction
 from deployments.openai.tools import form_of
 from deployments.prompts.conversation import ChatTemplate
 from deployments.prompts.tokenization import TokenizeRequest
@@ -63,6 +64,12 @@ class PromptEncoder:
         if not ids and (beginning is None or not adds_special_tokens):
             raise RequestError("prompt is empty; it must have at least one token", "prompt")
         return ids or [beginning]
+
+    async def encode_prediction(self, prediction: Prediction | None, max_model_len: int) -> list[int]:
+        """Return the token ids of the text that a client predicts, none without a prediction; errors as of `encode`."""
+        text = text_of(None if prediction is None else prediction.content)
+        self._check_length(len(text), max_model_len, "prediction")
+        return await self._run(_encode_prompt, text, False, is_long=len(text) > LONG_CHARS) if text else []
 
     async def encode_chat(self, request: ConversationBody, max_model_len: int) -> list[int]:
         """Return the token ids of a conversation, up to where the answer starts.

@@ -66,11 +66,14 @@ def fit(
     """Return the prompts, truncated if requested, and the parameters with as many tokens as fit after them.
 
     Raises PromptTooLongError if fewer fit than the request asks for, RequestError if the truncated length is zero or
-    beyond the room, or the prompts' log probabilities are too many.
+    beyond the room, the prompts' log probabilities are too many, or one prediction
+    has several prompts.
     """
     is_chat = isinstance(request, ChatCompletionRequest)
     field = "messages" if is_chat else "prompt"
     max_tokens, name = _max_tokens_of(request)
+    if request.prediction is not None and len(prompts) > 1:
+        raise RequestError(f"prediction is only allowed with one prompt; there are {len(prompts)}", "prediction")
     if request.truncate_prompt_tokens is not None:
         num_output = _or(max_tokens, 1 if is_chat else DEFAULT_COMPLETION_TOKENS)
         room = model.max_model_len - max(1, num_output)
@@ -137,6 +140,9 @@ def _check_fields(request: Request, model: ModelLimits, max_n: int) -> None:
     if request.speculative and request.speculative.trace and (request.n or 1) > 1:
         raise RequestError(f"n is {request.n}; with speculative.trace it must be 1", "n")
     check_token_ids([request.stop_token_ids or []], model, "stop_token_ids")
+    if request.prediction is not None and request.speculative is not None and request.speculative.fixed:
+        reason = "prediction is not allowed with speculative.fixed: its drafts have lengths of their own"
+        raise RequestError(reason, "prediction")
     for field, reason in model.refused.items():
         value = getattr(request, field, None)
         if value is not None and value is not False:

@@ -107,6 +107,7 @@ class RoundLoop:
                     sequence.params,
                     cache_salt=request.cache_salt,
                     output_token_ids=sequence.output_token_ids,
+                    predicted_token_ids=sequence.predicted_token_ids,
                 )
                 added.append(sequence.request_id)
         except Exception as error:

@@ -1,17 +1,19 @@
 """Drafting methods by their name in the configuration: how to make the drafter, and the process that runs it.
 
 To add a method, write its file, and give it a line in `METHODS` and its name in `engine.config.Drafting`. A factory
-imports the method's file when it is called: the Router asks where a method runs, and has no need of torch.
+imports the method's file when it is called: the Router asks where a method runs, and has no need of torch. A method
+elsewhere is named by its import path: a `Method`, or a class of drafters for the Router, made of an `EngineConfig`.
 """
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from engine.config import TREE_WIDTH, EngineConfig, ModelConfig, PairConfig
+from engine.config import TREE_WIDTH, EngineConfig, ModelConfig, PairConfig, import_named
 from engine.control.acceptance import Acceptance, ChainAcceptance, TreeAcceptance
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.ngram import NgramDrafter
+from engine.drafting.copying.predicted import PredictionCopier
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.errors import ConfigError, ModelMismatchError
@@ -58,8 +60,13 @@ class Method:
     make_in_target: "Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter] | None" = None
 
     def drafter_of_engine(self, config: EngineConfig, drafter: Drafter) -> Drafter:
-        """Return the drafter that the engine calls, given `make`'s drafter or a link to it."""
-        return drafter if self.in_front is None else self.in_front(config, drafter)
+        """Return the drafter that the engine calls, given `make`'s drafter or a link to it.
+
+        Around every method, it drafts from the predictions of requests that bring one.
+        """
+        if self.in_front is not None:
+            drafter = self.in_front(config, drafter)
+        return drafter if config.speculation == "off" else CombinedDrafter(drafter, PredictionCopier())
 
 
 def _model_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
@@ -74,10 +81,10 @@ def _tree_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
     from engine.drafting.model.sampled_tree import SampledTreeDrafter
     from engine.drafting.model.tree_drafter import TreeDrafter
     from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
-    from engine.verification.rule import RULES
+    from engine.verification.rule import rule_of
 
     assert draft is not None
-    if RULES[config.verification].needs_draft_rows:
+    if rule_of(config.verification).needs_draft_rows:
         return SampledTreeDrafter(draft, config)
     return RunAheadTreeDrafter(draft, config) if draft.run_ahead else TreeDrafter(draft, config)
 
@@ -120,16 +127,28 @@ METHODS: Mapping[str, Method] = {
 }
 
 
+def method_of(name: str) -> Method:
+    """Return the method of a name in `METHODS` or of an import path; raise ConfigError if there is none."""
+    if ":" not in name:
+        return METHODS[name]
+    made = import_named("drafting", name)
+    if isinstance(made, Method):
+        return made
+    if not callable(made):
+        raise ConfigError(f"drafting is {name!r}, which is {made!r}; it must be a class of drafters or a Method")
+    return Method("router", lambda config, _: made(config))
+
+
 def drafts_trees(name: str) -> bool:
     """Return whether drafts of a method may be trees; drafts of "auto" never are."""
-    return name in METHODS and METHODS[name].drafts_trees
+    return name != "auto" and method_of(name).drafts_trees
 
 
 def acceptance_of(config: EngineConfig) -> Acceptance:
     """Return the learner of accepted tokens for a configuration's kind of drafts."""
     if not drafts_trees(config.drafting):
         return ChainAcceptance(config.num_speculative_tokens)
-    in_chains = config.verification in METHODS[config.drafting].chain_rules
+    in_chains = config.verification in method_of(config.drafting).chain_rules
     return TreeAcceptance(config.num_speculative_tokens, (config.tree_width or TREE_WIDTH) if in_chains else 1)
 
 
@@ -146,7 +165,7 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
         raise ConfigError(f"tree_width is {config.tree_width}, but drafting is {name!r}, which drafts no trees")
     if name == "auto":
         name = "model" if has_draft_model else "suffix"
-    method = METHODS[name]
+    method = method_of(name)
     if method.runs_in == "target" and config.self_draft_layers is None:
         raise ConfigError(f"drafting is {name!r}, which needs self_draft_layers")
     if method.runs_in != "target" and config.self_draft_layers is not None:
@@ -156,7 +175,11 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
         return METHODS["none"]
     if method.runs_in == "draft" and not has_draft_model:
         raise ConfigError(f"drafting is {name!r}, which needs a draft_model, and there is none")
-    if method.proposes and config.verification not in method.rules:
+    if ":" in config.verification:
+        from engine.verification.rule import rule_of
+
+        rule_of(config.verification)  # here, so that a wrong path is an error of the start
+    elif method.proposes and config.verification not in method.rules:
         rules = " or ".join(method.rules)
         raise ConfigError(f"verification is {config.verification!r}, but drafting is {name!r}, which allows {rules}")
     return method
@@ -187,9 +210,15 @@ def check_kinds(target: ModelSource, draft: ModelSource | None, method: Method) 
 
 
 def settle_drafting(pair: PairConfig) -> tuple[ModelConfig | None, EngineConfig]:
-    """Return the draft model to load, if any, and the settings, with k = 0 for no drafts; see `choose_method`."""
+    """Return the draft model to load, if any, and the settings; see `choose_method`.
+
+    If the method makes no drafts, they have k = 0. If none are wanted, speculation is off, so that not even predictions
+    are drafted from.
+    """
     method = choose_method(pair.engine, has_draft_model=pair.draft is not None)
     if method.runs_in == "target" and pair.draft_model not in ("auto", "none"):
         raise ConfigError(f"draft_model is {pair.draft_model!r}, but drafting is {pair.drafting!r}, which uses none")
-    engine = pair.engine if method.proposes else replace(pair.engine, num_speculative_tokens=0)
+    speculation = pair.speculation if pair.num_speculative_tokens else "off"
+    k = pair.num_speculative_tokens if method.proposes else 0
+    engine = replace(pair.engine, num_speculative_tokens=k, speculation=speculation)
     return (pair.draft if method.runs_in == "draft" else None), engine

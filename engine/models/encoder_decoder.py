@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 REFUSED: Mapping[str, str] = {
     "trees": "which cannot verify trees: its attention depends on distances",
     "self-drafts": "which cannot draft for itself",
+    "tokenizers": "whose draft must have the same tokenizer",
     "run_ahead": "whose draft cannot run ahead; run_ahead must be off",
     "messages": "this model is an encoder-decoder, which takes no conversations; use /v1/completions",
     "echo": "this model is an encoder-decoder, whose text does not continue the prompt, so it cannot echo it",

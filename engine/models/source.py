@@ -4,6 +4,7 @@ Files are in a directory or in the local cache of the Hugging Face hub; nothing 
 Ingress use this file, too, and do not import torch, so torch and transformers are imported inside the properties.
 """
 
+import filecmp
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -13,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import ModelConfig
 from engine.errors import ModelError, ModelMismatchError
+
+_MARKS = str.maketrans("Ġ▁Ċ", "  \n")
+"""How byte-level and SentencePiece tokenizers write a space, and the former a new line."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerFast
@@ -209,6 +213,35 @@ class ModelSource:
 def _special_float(value: dict[str, Any]) -> Any:
     """Return the float of {"__float__": "Infinity"}, transformers' form of it, and any other object as it is."""
     return float(value["__float__"]) if value.keys() == {"__float__"} else value
+
+
+def shared_tokens(target: ModelSource, draft: ModelSource) -> dict[int, int] | None:
+    """Return the draft's id of each of the target's tokens that it has, too; None if all ids are the same.
+
+    Raises:
+        ModelMismatchError: they are less than half of the draft's tokens.
+        ModelError: models of this kind must have the same tokenizer.
+    """
+    first, second = (source.directory / "tokenizer.json" for source in (target, draft))
+    if first.exists() and second.exists() and filecmp.cmp(first, second, shallow=False):
+        return None
+    target_ids, draft_ids = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    if target_ids == draft_ids:
+        return None
+    target.refuse("tokenizers")
+    texts = {token.translate(_MARKS): token_id for token, token_id in draft_ids.items() if token_id < draft.vocab_size}
+    shared = {
+        token_id: texts[text]
+        for token, token_id in target_ids.items()
+        if (text := token.translate(_MARKS)) in texts and token_id < target.vocab_size
+    }
+    if 2 * len(shared) < len(draft_ids):
+        raise ModelMismatchError(
+            f"the draft {draft.path} and the target {target.path} have {len(shared):,} tokens in common, "
+            f"{len(shared) / len(draft_ids):.0%} of the draft's {len(draft_ids):,}; at least half is needed"
+        )
+    ends = dict.fromkeys(target.eos_token_ids, draft.eos_token_ids[0]) if draft.eos_token_ids else {}
+    return ends | shared  # ends end a text, whatever they are called
 
 
 def check_same_vocabulary(target: ModelSource, draft: ModelSource) -> None:

@@ -1,7 +1,7 @@
 """Rule: the needs and the decision of a verification rule, and every rule by its name in the configuration.
 
 To add a rule, write its file with a pure `accept`, and give it a line in `RULES` and its name in
-`engine.config.Verification`.
+`engine.config.Verification`. A rule elsewhere is named by its import path; `engine.check_rule` tries its law.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +10,8 @@ from functools import partial
 
 from torch import Tensor
 
+from engine.config import import_named
+from engine.errors import ConfigError
 from engine.protocols import Draft
 from engine.sampling.logits import Run
 from engine.verification import block, coupled, k_sequential, rejection
@@ -53,3 +55,13 @@ RULES: Mapping[str, Rule] = {
     "block": Rule(partial(decide_by, block.accept), needs_draft_rows=True),
     "k_sequential": Rule(partial(decide_by, k_sequential.accept), needs_draft_rows=True, independent_siblings=True),
 }
+
+
+def rule_of(name: str) -> Rule:
+    """Return the rule of a name in `RULES` or of an import path; raise ConfigError if there is none."""
+    if ":" not in name:
+        return RULES[name]
+    rule = import_named("verification", name)
+    if not isinstance(rule, Rule):
+        raise ConfigError(f"verification is {name!r}, which is {rule!r}; it must be an engine.verification.rule.Rule")
+    return rule

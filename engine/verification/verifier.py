@@ -12,7 +12,7 @@ from engine.execution.batch import ForwardBatch, ForwardRow, build, depths
 from engine.protocols import NO_DRAFT, Draft, TargetDrafter, TokenLogprobs, Verdict, VerifyRow
 from engine.sampling.grammar import Grammars, matcher_of
 from engine.sampling.logits import Run, plan_draws
-from engine.verification.rule import RULES
+from engine.verification.rule import rule_of
 
 MakeTargetDrafter = Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter]
 """Makes the drafter of a target that drafts for itself, with its backend and its KV cache."""
@@ -34,7 +34,7 @@ class ModelVerifier:
         self._grammars = grammars
         self.num_blocks = config.num_blocks + 1
         self._kv = backend.allocate_kv(self.num_blocks, config.block_size)
-        self._rule = RULES[config.verification]
+        self._rule = rule_of(config.verification)
         self._end_ids = tuple(backend.info.eos_token_ids)
         self._drafter = None if make_drafter is None else make_drafter(config, backend, self._kv, grammars)
 

@@ -97,7 +97,7 @@ def _wrap_objects(spans: Spans, llm: LLM) -> None:
     spans.wrap(engine.scheduler, "next_batch", "scheduling")
     spans.wrap(engine.scheduler, "commit", "commit")
     spans.wrap(engine.drafter, "propose", "draft: rest")
-    spans.wrap(engine.drafter.cache.backend, "run", "draft: forward passes")
+    spans.wrap(engine.drafter.drafter.cache.backend, "run", "draft: forward passes")
     spans.wrap(engine.verifier.backend, "run", "verify: forward pass")
     spans.wrap(engine.verifier, "_decide", "verify: sampling, noise, rule")
     spans.wrap(engine.verifier, "verify", "verify: rest")

@@ -128,7 +128,7 @@ def test_a_paced_pair_writes_the_same_text(temperature, monkeypatch):
     assert (
         llm.generate([[5, 6, 7]], params, show_progress=False)[0].outputs[0].token_ids == plain[0].outputs[0].token_ids
     )
-    backends = llm.engine.verifier.backend, llm.engine.drafter.cache.backend
+    backends = llm.engine.verifier.backend, llm.engine.drafter.drafter.cache.backend
     assert [backend.info.device for backend in backends] == ["paced:h200-8b", "paced:h200-1b"]
 
 

@@ -114,7 +114,7 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> Starts:
 def no_pause_and_no_tokenizers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "_FIRST_RETRY_S", 0.0)
     monkeypatch.setattr(group_module, "_LAST_WORDS_S", 0.01)
-    monkeypatch.setattr(group_module, "check_same_vocabulary", lambda *_: None)
+    monkeypatch.setattr(group_module, "shared_tokens", lambda *_: None)
 
 
 @pytest.fixture(autouse=True)
@@ -329,7 +329,7 @@ async def test_models_that_cannot_work_together_are_refused_by_their_own_error(t
     def refuse(*_: object) -> None:
         raise ModelMismatchError("other ids")
 
-    monkeypatch.setattr(group_module, "check_same_vocabulary", refuse)
+    monkeypatch.setattr(group_module, "shared_tokens", refuse)
     with pytest.raises(ModelMismatchError, match="other ids"):
         await started()
 

@@ -13,6 +13,8 @@ from deployments.router.round_loop import RoundLoop
 from deployments.routing.loads import Heard
 from deployments.wire import Description, Generation, ModelLimits, Report
 from engine.config import CompileProgress, EngineConfig, ModelInfo
+from engine.drafting.copying.combined import CombinedDrafter
+from engine.drafting.copying.predicted import PredictionCopier
 from engine.engine import Engine
 from engine.errors import TargetError
 from engine.params import SamplingParams
@@ -85,7 +87,7 @@ class Rig:
         self.engine = Engine(
             config,
             model.info,
-            drafter=NoDrafter(),
+            drafter=CombinedDrafter(NoDrafter(), PredictionCopier()),
             verifier=self.verifier,
             num_blocks=verifier.num_blocks,
             tokenizer=byte_tokenizer(),

@@ -24,7 +24,9 @@ from engine.params import MAX_SEED, SamplingParams
 from engine.protocols import RequestOutput, TokenLogprobs
 
 LOGPROBS = [TokenLogprobs(-0.5, 1, [3, 4], [-0.5, -1.25])]
-OUTPUT = RequestOutput("a-0", [1, 2], "é\ufffd", "stop", "end", LOGPROBS, 3, 1, 4, 2, prompt_logprobs=LOGPROBS)
+OUTPUT = RequestOutput(
+    "a-0", [1, 2], "é\ufffd", "stop", "end", LOGPROBS, 3, 1, 4, 2, prompt_logprobs=LOGPROBS, num_predicted_tokens=2
+)
 PLAIN = RequestOutput("a-1", [7], "", None, None, None, 3, 0, 0, 0)
 
 

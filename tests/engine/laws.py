@@ -4,7 +4,6 @@ import itertools
 import math
 
 import torch
-from scipy.stats import chi2
 
 VOCAB, K = 3, 3
 
@@ -78,16 +77,3 @@ def shaped_law(logits, params, committed, prompt_length, end_ids=()):
             kept[token] = weights[token]
         before += weights[token] / total
     return [w / sum(kept) for w in kept]
-
-
-def p_value(counts, law):
-    """Chi-square of counts against a law, rare outcomes put together; an impossible outcome is a failure by itself."""
-    assert all(law[tokens] > 0 for tokens in counts)
-    samples = sum(counts.values())
-    rare = [tokens for tokens, prob in law.items() if prob * samples < 5]
-    cells = [(counts.get(t, 0), p * samples) for t, p in law.items() if t not in rare]
-    expected = sum(law[t] for t in rare) * samples
-    if expected > 1:
-        cells.append((sum(counts.get(t, 0) for t in rare), expected))
-    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells)
-    return float(chi2.sf(statistic, len(cells) - 1))

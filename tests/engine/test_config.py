@@ -26,7 +26,7 @@ def test_every_setting_has_a_docstring_and_a_default() -> None:
         ({"enable_prefix_caching": 1}, "enable_prefix_caching is 1; it must be bool"),
         (
             {"verification": "exact"},
-            "verification is 'exact'; it must be coupled or rejection or block or k_sequential",
+            "verification is 'exact'; it must be coupled or rejection or block or k_sequential or package.module:NAME",
         ),
         ({"num_threads": 0}, "num_threads is 0; it must be at least 1"),
         ({"draft_model": None}, "draft_model is None; it must be str"),

@@ -12,8 +12,9 @@ from engine.config import EngineConfig
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.errors import ModelMismatchError, PromptTooLongError, RequestError
+from engine.laws import p_value
 from engine.protocols import ProposeRow, Request, run_in_process
-from tests.engine.laws import p_value, shaped_law
+from tests.engine.laws import shaped_law
 from tests.engine.running import SAMPLING, chains, drafters, make_engine, run, run_outputs, step
 from tests.engine.tiny import SIZES, T5_SIZES, backend_of, save
 from tests.engine.tokenizers import word_tokenizer

@@ -37,13 +37,14 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
 from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
+from engine.laws import p_value
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT
 from engine.sampling import noise
 from engine.sampling.logits import Run, gumbel_rows
 from engine.verification.rule import RULES
 from tests.engine.conftest import VOCAB
-from tests.engine.laws import p_value, shaped_law
+from tests.engine.laws import shaped_law
 from tests.engine.running import DRAFTERS, SAMPLING, chains, drafters, expected_tokens, make_engine, run
 from tests.fakes import ContextModel, CuttingDrafter, InterruptedDrafter, TreeDrafter
 

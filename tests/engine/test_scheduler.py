@@ -198,6 +198,16 @@ def test_a_request_may_ask_for_shorter_drafts_but_not_for_longer_ones():
 # Which blocks.
 
 
+def test_long_copies_take_no_more_logits_than_a_full_batch_would():
+    """Four places of three logits each: a prediction's copies get what empty places leave, and nobody less than k."""
+    scheduler = make_scheduler(max_num_seqs=4, num_speculative_tokens=2)
+    for count, lengths in ((1, [9]), (2, [8, 2]), (3, [5, 2, 2]), (4, [2, 2, 2, 2])):
+        add(scheduler, str(count), [5])
+        run_round(scheduler)
+        rows = scheduler.next_batch(Plan(2, copies={str(nth): 9 for nth in range(1, 5)}))
+        assert [row.num_draft_tokens for row in rows] == lengths
+
+
 def test_a_row_has_blocks_for_its_tokens_and_its_draft():
     scheduler = make_scheduler()
     sequence = add(scheduler, "a", range(BLOCK))

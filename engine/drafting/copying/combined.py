@@ -1,6 +1,6 @@
-"""CombinedDrafter: each row is drafted by the source that promises more: text that occurred before, or the draft model.
+"""CombinedDrafter: each row is drafted by the source that promises more: a copy of known text, or another drafter.
 
-A copy costs no pass of the draft model. So a copy may have the longest allowed length, while the length of the model's
+A copy costs no pass of a draft model. So a copy may have the longest allowed length, while the length of a model's
 chains follows measured goodput.
 
 The source is chosen before anything is drawn. If the choice depended on the model's drawn tokens, they would no longer
@@ -8,39 +8,76 @@ have the distribution that the rejection rule assumes, nor the text the target's
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
-from engine.drafting.copying.suffix import Continuation, SuffixDrafter
-from engine.protocols import Draft, Drafter, ProposeRow, chain
+from engine.protocols import Draft, Drafter, PlansCopies, ProposeRow, Request, chain
+
+
+class Continuation(NamedTuple):
+    """Draft tokens, the expected number of accepted ones, and the length of the match before them.
+
+    `is_predicted` says that the client predicted them.
+    """
+
+    token_ids: list[int]
+    num_expected: float = 0.0
+    match_length: int = 0
+    is_predicted: bool = False
+
+
+class Copier(Protocol):
+    """Finds text that may occur again."""
+
+    def read(self, requests: Sequence[Request]) -> None:
+        """Index the text that some requests bring."""
+        ...
+
+    def look_up(self, row: ProposeRow) -> Continuation:
+        """Return the best continuation of a row that has been read; an empty one if there is none."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Forget a request that has ended; unknown ids are ignored."""
+        ...
 
 
 class CombinedDrafter:
-    """Proposes a copy where it promises more tokens than the model's chain, and the model's chain elsewhere."""
+    """Proposes a copy where it promises more tokens than the other drafter's chain, and that chain elsewhere."""
 
-    def __init__(self, model: Drafter, suffix: SuffixDrafter) -> None:
-        self._model = model
-        self._suffix = suffix
+    def __init__(self, drafter: Drafter, copier: Copier) -> None:
+        """Combine a drafter, which may copy itself, with a source of copies."""
+        self.drafter = drafter
+        self._copier = copier
         self._copies: dict[str, Continuation] = {}
 
     def plan_copies(self, rows: Sequence[ProposeRow], gains: Sequence[float]) -> dict[str, int]:
         """Choose the rows that copy in the next round; see `PlansCopies`."""
-        self._suffix.read([row.request for row in rows])
+        self._copier.read([row.request for row in rows])
         self._copies = {}
         for row in rows:
-            continuation = self._suffix.look_up(row)
-            if continuation.num_expected > sum(gains[: row.num_draft_tokens]):
+            continuation = self._copier.look_up(row)
+            if continuation.token_ids and continuation.num_expected > sum(gains[: row.num_draft_tokens]):
                 self._copies[row.request.request_id] = continuation
-        return {request_id: len(copy.token_ids) for request_id, copy in self._copies.items()}
+        lengths = {request_id: len(copy.token_ids) for request_id, copy in self._copies.items()}
+        if isinstance(self.drafter, PlansCopies):
+            lengths |= self.drafter.plan_copies([row for row in rows if row.request.request_id not in lengths], gains)
+        return lengths
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
-        """Return a chain per row, from the source that was chosen for it."""
-        model_rows = [row for row in rows if row.request.request_id not in self._copies]
-        self._suffix.read([row.request for row in model_rows if not row.num_draft_tokens])
-        drafts = iter(await self._model.propose(model_rows) if model_rows else [])
+        """Return a draft per row, from the source that was chosen for it."""
+        others = [row for row in rows if row.request.request_id not in self._copies]
+        self._copier.read([row.request for row in others if not row.num_draft_tokens])
+        drafts = iter(await self.drafter.propose(others) if others else [])
         copies = [(row, self._copies.get(row.request.request_id)) for row in rows]
-        return [chain(copy.token_ids[: row.num_draft_tokens]) if copy else next(drafts) for row, copy in copies]
+        return [_copied(copy, row.num_draft_tokens) if copy else next(drafts) for row, copy in copies]
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended; unknown ids are ignored."""
         self._copies.pop(request_id, None)
-        self._suffix.release(request_id)
-        self._model.release(request_id)
+        self._copier.release(request_id)
+        self.drafter.release(request_id)
+
+
+def _copied(copy: Continuation, length: int) -> Draft:
+    return replace(chain(copy.token_ids[:length]), is_predicted=copy.is_predicted)

@@ -13,7 +13,7 @@ MAX_MATCH = 32
 """The largest number of a context's tokens that are compared."""
 _MAX_CHAIN = 16
 """Earlier occurrences that are looked at, the latest first."""
-_MAX_WINDOW = 2**15
+MAX_WINDOW = 2**15
 """Tokens of a request that are searched, the latest ones."""
 MAX_READ = 1024
 """Tokens that are added to indexes in a round, so that long prompts do not delay it."""
@@ -124,7 +124,7 @@ class NgramDrafter:
         for request in requests:
             if request.request_id not in self._texts:
                 length = request.prompt_length + request.params.max_tokens
-                window = min(1 << (length - 1).bit_length(), _MAX_WINDOW)
+                window = min(1 << (length - 1).bit_length(), MAX_WINDOW)
                 self._texts[request.request_id] = request, TokenIndex(window, self.orders)
             _, index = self._texts[request.request_id]
             tokens = request.token_ids[index.length : index.length + room]

@@ -13,9 +13,9 @@ Arctic Inference's implementation has no wheels for CPUs, and the memory of its 
 
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from engine.control.acceptance import Rate
+from engine.drafting.copying.combined import Continuation
 from engine.drafting.copying.ngram import MAX_MATCH, MAX_READ, Match, NgramDrafter, TokenIndex
 from engine.protocols import ProposeRow, Request
 
@@ -34,14 +34,6 @@ _PRIORS = (0.3, 0.5, 0.7, 0.85, 0.95)
 """Acceptance rates of matches of 1 to 3, 4 to 7, 8 to 15, 16 to 31 and 32 tokens or more, before any was observed."""
 _PRIOR_WEIGHT = 8
 _SKIPS_FORGIVEN = 500
-
-
-class Continuation(NamedTuple):
-    """Draft tokens, the expected number of accepted ones, and the length of the match before them."""
-
-    token_ids: list[int]
-    num_expected: float = 0.0
-    match_length: int = 0
 
 
 class TrackRecord:
@@ -121,10 +113,10 @@ class SuffixDrafter(NgramDrafter):
     def _observe(self, row: ProposeRow) -> None:
         if row.request.request_id not in self._proposed:
             return
-        (drafted, _, match_length), start = self._proposed.pop(row.request.request_id)
-        pairs = list(zip(drafted, row.request.token_ids[start:], strict=False))
+        proposed, start = self._proposed.pop(row.request.request_id)
+        pairs = list(zip(proposed.token_ids, row.request.token_ids[start:], strict=False))
         num_accepted = next((i for i, (token, truth) in enumerate(pairs) if token != truth), len(pairs))
-        self._record.observe(match_length, len(pairs), num_accepted)
+        self._record.observe(proposed.match_length, len(pairs), num_accepted)
 
     def _best(self, index: TokenIndex, matches: Sequence[Match], limit: int) -> Continuation:
         """Return the continuation with the most expected tokens among all match lengths."""

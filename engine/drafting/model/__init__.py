@@ -1,6 +1,6 @@
 """How does a draft model draft?
 
-In reading order: `draft_model` (the argument of drafters), `draft_cache` (its keys and values), `next_tokens` (how
-likely each token is), `token_drawer` (drawing tokens pass by pass), `chain_drafter`, then trees: `levelwise` (a pass
-per level), `tree_drafter` (the likeliest nodes) and `sampled_tree`.
+In reading order: `draft_model` (the argument of drafters), `translated` (one with another tokenizer), `draft_cache`
+(its keys and values), `next_tokens` (how likely each token is), `token_drawer` (drawing tokens pass by pass),
+`chain_drafter`, then trees: `levelwise` (a pass per level), `tree_drafter` (the likeliest nodes) and `sampled_tree`.
 """

@@ -25,7 +25,7 @@ from engine.execution.batch import ForwardBatch
 from engine.protocols import Draft, Request
 from engine.sampling import noise
 from engine.sampling.logits import Run, noised, shape
-from engine.verification.rule import RULES
+from engine.verification.rule import rule_of
 
 _PRIOR_RATES = (0.7, 0.1, 0.05, 0.03, 0.02, 0.01, 0.01, 0.01)
 _PRIOR_ROUNDS = 20
@@ -77,7 +77,7 @@ class SampledTreeDrafter(LevelwiseDrafter[SampledTree]):
 
     def __init__(self, draft: DraftModel, config: EngineConfig) -> None:
         super().__init__(draft, config)
-        self._independent = RULES[config.verification].independent_siblings
+        self._independent = rule_of(config.verification).independent_siblings
         self._rates = {is_greedy: list(_PRIOR_RATES[: self.width]) for is_greedy in (False, True)}
         self._num_seen = {is_greedy: [_PRIOR_ROUNDS] * self.width for is_greedy in (False, True)}
 

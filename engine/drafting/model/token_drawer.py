@@ -18,7 +18,7 @@ from engine.sampling import noise
 from engine.sampling.grammar import matcher_of
 from engine.sampling.logits import Run, draw, needs_shaping, noised, plan_draws, shape
 from engine.sampling.noise import Draws
-from engine.verification.rule import RULES
+from engine.verification.rule import rule_of
 
 TOP_M = 32
 """For rules that need draft rows, tokens are sampled from the m likeliest only, so that a sparse row can travel."""
@@ -97,7 +97,7 @@ class TokenDrawer:
         self._kv = kv
         self._grammars = draft.grammars
         self.vocab_size = draft.vocab_size
-        self._sends_rows = RULES[config.verification].needs_draft_rows
+        self._sends_rows = rule_of(config.verification).needs_draft_rows
         self._ranks = ranks
         self._num_ranked = num_ranked
 

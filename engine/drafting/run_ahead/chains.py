@@ -30,7 +30,7 @@ from engine.drafting.model.token_drawer import Chain, TokenDrawer
 from engine.drafting.run_ahead.branches import Branches, DraftContext, Verdict, VerdictPredictor
 from engine.drafting.run_ahead.passes import WIDTHS, PassesAhead
 from engine.protocols import Draft, ProposeRow
-from engine.verification.rule import RULES
+from engine.verification.rule import rule_of
 
 _MAX_SCORES_BYTES = 1 << 28
 """Memory for a round's scores; if they would need more, only the highest of each row are kept."""
@@ -66,7 +66,7 @@ class RunAheadDrafter(PassesAhead):
         num_scores = config.max_num_seqs * WIDTHS[-1] * self._depth * draft.vocab_size
         num_ranked = None if num_scores * torch.float32.itemsize <= _MAX_SCORES_BYTES else NUM_CANDIDATES
         self._drawer = TokenDrawer(draft, self.cache.kv, config, ranks=True, num_ranked=num_ranked)
-        self._predictor = VerdictPredictor(self._depth, shares_noise=RULES[config.verification].shares_noise)
+        self._predictor = VerdictPredictor(self._depth, shares_noise=rule_of(config.verification).shares_noise)
         self._contexts: dict[str, DraftContext] = {}
         self._branches: Branches | None = None
 

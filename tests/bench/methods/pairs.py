@@ -124,7 +124,7 @@ class LoadedPair:
 
 
 def copies_outputs(engine: Engine) -> bool:
-    return isinstance(engine.drafter, SuffixDrafter | CombinedDrafter)
+    return isinstance(getattr(engine.drafter, "drafter", None), SuffixDrafter | CombinedDrafter)
 
 
 def run(engine: Engine, prompts: Sequence[list[int]], temperature: float, num_tokens: int) -> Turn:

@@ -1,13 +1,16 @@
 """Writer: token counts and acceptance."""
 
 from dataclasses import replace
+from typing import Any
 
 import httpx
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from deployments.openai.completions import CompletionRequest, CompletionWriter
 from deployments.openai.writer import Choice, Reply
 from engine.protocols import RequestOutput, RoundTrace
+from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import complete, error_of
 
 
@@ -45,13 +48,59 @@ def test_rounds_without_a_draft_do_not_count_for_acceptance() -> None:
     assert (metrics.num_spec_steps, metrics.num_draft_tokens, metrics.num_accepted_draft_tokens) == (3, 10, 6)
     assert (metrics.mean_acceptance_length, metrics.draft_acceptance_rate) == (3.0, 0.6)
     assert metrics.acceptance_histogram == [0, 2, 0, 0, 1]
+    assert metrics.acceptance_histogram_by_draft_length == {4: [0, 1, 0, 0, 1], 2: [0, 1, 0]}
     assert (metrics.per_step_drafted, metrics.per_step_accepted) == ([4, 4, 2], [4, 1, 1])
+
+
+def test_acceptance_is_counted_by_draft_length_and_longer_copies_have_a_place() -> None:
+    one = writer(1)
+    for drafted, accepted in ((4, 4), (0, 0), (4, 1), (6, 6)):
+        one.choices[0].append(output(drafted, accepted))
+    metrics = one.usage_fields()["metrics"].speculative_decoding
+    assert metrics.acceptance_histogram_by_draft_length == {4: [0, 1, 0, 0, 1], 6: [0, 0, 0, 0, 0, 0, 1]}
+    assert (metrics.num_spec_tokens, metrics.acceptance_histogram) == (6, [0, 1, 0, 0, 1, 0, 1])
+
+
+async def test_a_prediction_is_tokenized_sent_and_counted(
+    client: httpx.AsyncClient, routers: LocalRouters, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    plain = await complete(client, max_tokens=40)
+    assert "completion_tokens_details" not in plain["usage"]
+    text = plain["choices"][0]["text"]
+    parts = {"type": "content", "content": [{"type": "text", "text": text[:30]}, {"type": "text", "text": "éé"}]}
+    body = await complete(client, max_tokens=40, prediction=parts, n=2)
+    assert routers.last is not None
+    assert routers.last.sequences()[1].predicted_token_ids == tokenizer.encode(text[:30] + "éé")
+    assert [choice["text"] for choice in body["choices"]] == [text] * 2
+    # The round that computes the prompt has no draft; then 16 tokens are copied, and the target's own follows them.
+    details = {"accepted_prediction_tokens": 2 * 28, "rejected_prediction_tokens": 2 * 4}
+    assert body["usage"]["completion_tokens_details"] == details
+    for chat in ("", text):
+        request = {"messages": [{"role": "user", "content": "a"}], "prediction": {"type": "content", "content": chat}}
+        response = await client.post("/v1/chat/completions", json={**request, "max_tokens": 4})
+        assert response.json()["usage"]["completion_tokens_details"]["rejected_prediction_tokens"] <= len(chat)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": ["a", "b"]}, "prediction is only allowed with one prompt; there are 2"),
+        ({"speculative": {"fixed": True}}, "prediction is not allowed with speculative.fixed"),
+        ({"prediction": {"type": "content", "content": "a" * 10_000}}, "prediction has 10,000 characters"),
+    ],
+)
+async def test_a_prediction_that_cannot_be_drafted_from_is_refused(
+    client: httpx.AsyncClient, fields: dict[str, Any], message: str
+) -> None:
+    error = await error_of(client, **{"prediction": {"type": "content", "content": "a"}, **fields})
+    assert error["param"] == "prediction"
+    assert message in error["message"]
 
 
 async def test_acceptance_figures_are_sent_when_requested(client: httpx.AsyncClient) -> None:
     body = await complete(client, speculative={"metrics": "detailed"})
     figures = body["metrics"]["speculative_decoding"]
-    assert figures["acceptance_histogram"] == [0] * 5
+    assert (figures["acceptance_histogram"], figures["acceptance_histogram_by_draft_length"]) == ([0] * 5, {})
     assert figures["per_step_accepted"] == []
     body = await complete(client, speculative={"metrics": "summary"}, n=2)
     assert body["metrics"] == {"speculative_decoding": None}

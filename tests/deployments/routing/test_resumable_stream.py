@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -161,6 +162,7 @@ REQUESTS: dict[str, Callable[[], Generation]] = {
     "ends at different times": lambda: generation(
         n=4, temperature=3.0, seed=5, stop_token_ids=list(range(0, 94, 5)), max_tokens=30
     ),
+    "a prediction": lambda: replace(generation(max_tokens=90), predicted_token_ids=[22, 23, 28, 53, *[9] * 9, 42, 29]),
 }
 
 
@@ -169,8 +171,11 @@ REQUESTS: dict[str, Callable[[], Generation]] = {
 async def test_a_request_resumes_where_its_router_was_lost(rig: Rig, name: str, lost_after: tuple[int, ...]) -> None:
     request = REQUESTS[name]()
     expected = await choices_of(Routers(rig=rig).open(request), request.num_choices)
+    num_accepted = rig.engine.stats.num_accepted_tokens
     routers = Routers(rig=rig, lost_after=lost_after)
     assert contents(await choices_of(routers.open(request), request.num_choices)) == contents(expected)
+    assert all(again.predicted_token_ids == request.predicted_token_ids for again in routers.submitted)
+    assert bool(request.predicted_token_ids) == (rig.engine.stats.num_accepted_tokens > num_accepted)
     assert routers.reasons == {"router_lost": len(routers.calls) - 1}
     assert [call.cancels for call in routers.calls] == [True] * (len(routers.calls) - 1) + [False]
     await asyncio.sleep(0)

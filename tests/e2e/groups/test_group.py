@@ -57,11 +57,11 @@ async def test_two_ranks_on_one_node_and_a_draft_on_another_write_the_text_of_on
 async def test_a_killed_draft_leaves_the_text_alone_and_comes_back(group: SpeculationGroup, expected: Text) -> None:
     generation = generate(group)
     await generation.run(until=lambda: generation.num_tokens > 60)
-    first, fallbacks = process_ids(group)["draft"], sum(group.drafter.fallbacks.values())
+    first, fallbacks = process_ids(group)["draft"], sum(group.remote_drafter.fallbacks.values())
     os.kill(first, signal.SIGKILL)
     await generation.run()
     assert generation.text == expected
-    assert sum(group.drafter.fallbacks.values()) > fallbacks
+    assert sum(group.remote_drafter.fallbacks.values()) > fallbacks
     await wait_for(lambda: process_ids(group).get("draft", first) != first)
     again = generate(group)  # a new engine begins with drafts; the first one may have found that they do not pay
     await again.run()
@@ -70,7 +70,7 @@ async def test_a_killed_draft_leaves_the_text_alone_and_comes_back(group: Specul
 
 
 async def test_a_stopped_draft_costs_one_deadline_and_comes_back(group: SpeculationGroup, expected: Text) -> None:
-    generation, timeouts = generate(group), group.drafter.fallbacks["timeout"]
+    generation, timeouts = generate(group), group.remote_drafter.fallbacks["timeout"]
     await generation.run(until=lambda: generation.num_tokens > 60)
     stopped = process_ids(group)["draft"]
     os.kill(stopped, signal.SIGSTOP)
@@ -80,8 +80,8 @@ async def test_a_stopped_draft_costs_one_deadline_and_comes_back(group: Speculat
         with contextlib.suppress(ProcessLookupError):  # replaced, if the run took longer than `hang_timeout_s`
             os.kill(stopped, signal.SIGCONT)
     assert generation.text == expected
-    assert group.drafter.fallbacks["timeout"] == timeouts + 1
-    await wait_for(lambda: group.drafter.is_available)
+    assert group.remote_drafter.fallbacks["timeout"] == timeouts + 1
+    await wait_for(lambda: group.remote_drafter.is_available)
 
 
 async def test_a_killed_rank_fails_the_round_and_recovery_goes_on_with_the_text(
@@ -154,7 +154,7 @@ async def test_workers_that_are_killed_or_hang_while_the_group_starts_are_starte
         await again.run()
         assert again.text == expected
         assert generation.engine.stats.num_accepted_tokens > 0
-        assert group.drafter.run_ahead.hits > 0
+        assert group.remote_drafter.run_ahead.hits > 0
     finally:
         await group.stop()
 
@@ -175,8 +175,8 @@ async def test_a_placement_that_cannot_be_met_says_which_bundle_is_missing_what(
 
 
 @pytest.mark.long
-async def test_models_that_do_not_share_a_vocabulary_are_refused(config: GroupConfig, tmp_path: Path) -> None:
-    other = model_config(save_llama(tmp_path / "other", seed=4, vocab_size=70))
+async def test_models_with_few_tokens_in_common_are_refused(config: GroupConfig, tmp_path: Path) -> None:
+    other = model_config(save_llama(tmp_path / "other", seed=4, vocab_size=200))
     with pytest.raises(ModelMismatchError):
         await SpeculationGroup.start(replace(config, draft=other))
 

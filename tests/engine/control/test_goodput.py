@@ -7,8 +7,8 @@ import pytest
 
 from engine.control.acceptance import ChainAcceptance
 from engine.control.goodput import Goodput
+from engine.laws import p_value
 from engine.params import SamplingParams
-from tests.engine.laws import p_value
 from tests.engine.running import chains, drafters, make_engine, run
 from tests.engine.test_exactness import TARGET, UNLIKE, joint_law
 

@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from engine.config import Drafting, EngineConfig, ModelConfig, PairConfig
+from engine.control.acceptance import ChainAcceptance
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.in_target.self_draft import SelfDrafter
 from engine.drafting.model.chain_drafter import ModelDrafter
@@ -14,6 +15,7 @@ from engine.drafting.model.tree_drafter import TreeDrafter
 from engine.drafting.registry import (
     METHODS,
     DraftModel,
+    Method,
     acceptance_of,
     check_kinds,
     check_run_ahead,
@@ -26,8 +28,9 @@ from engine.errors import ConfigError, ModelError, ModelMismatchError
 from engine.llm import LLM, run_in_process
 from engine.models.registry import open_model
 from engine.params import SamplingParams
-from engine.protocols import NO_DRAFT, DeferringDrafter, ProposeRow, Request, chain
+from engine.protocols import NO_DRAFT, DeferringDrafter, NoDrafter, ProposeRow, Request, chain
 from tests.engine.drafting.run_ahead.test_chains import MODEL
+from tests.examples.drafter import BigramDrafter
 from tests.fakes import SelfDraftingModel
 
 
@@ -176,8 +179,19 @@ def test_copies_stand_in_front_of_a_model_wherever_that_runs():
     method, config = METHODS["model+suffix"], EngineConfig(num_blocks=10)
     model = method.make(config, DraftModel(MODEL, 4))
     assert type(model) is ModelDrafter
-    assert type(method.drafter_of_engine(config, model)) is CombinedDrafter
-    assert METHODS["model"].drafter_of_engine(config, model) is model
+    outer = method.drafter_of_engine(config, model)
+    assert (type(outer), type(outer.drafter), outer.drafter.drafter) == (CombinedDrafter, CombinedDrafter, model)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_predictions_stand_in_front_of_every_method_unless_speculation_is_off(name):
+    drafter = NoDrafter()
+    if METHODS[name].in_front is None:
+        assert METHODS[name].drafter_of_engine(EngineConfig(), drafter).drafter is drafter
+    plain = METHODS["none"].drafter_of_engine(settle_drafting(PairConfig(num_speculative_tokens=0))[1], drafter)
+    assert plain is METHODS["none"].drafter_of_engine(EngineConfig(speculation="off"), drafter) is drafter
+    undrafted = settle_drafting(PairConfig(drafting="none"))[1]
+    assert (undrafted.num_speculative_tokens, undrafted.speculation) == (0, "adaptive")
 
 
 @pytest.mark.parametrize("name", ["ngram", "suffix"])
@@ -235,3 +249,32 @@ def test_a_method_that_does_not_fit_an_encoder_decoder_is_refused(method, messag
         check_kinds(t5, t5, method)
     llama = model("llama", "llama")
     check_kinds(llama, llama, method)
+
+
+DIRECT = Method("draft", lambda config, draft: NoDrafter(), rules=("block",))
+
+
+def test_a_method_elsewhere_is_named_by_its_import_path():
+    config = EngineConfig(drafting="tests.examples.drafter:BigramDrafter", verification="tests.examples.rule:RULE")
+    method = choose_method(config, has_draft_model=False)
+    assert (method.runs_in, type(method.make(config, None))) == ("router", BigramDrafter)
+    assert type(acceptance_of(config)) is ChainAcceptance
+    direct = EngineConfig(drafting=f"{__name__}:DIRECT", verification="block")
+    assert choose_method(direct, has_draft_model=True) is DIRECT
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"drafting": "tests.examples.drafter:Other"},
+            "drafting is 'tests.examples.drafter:Other', which cannot be imp",
+        ),
+        ({"drafting": f"{__name__}:__name__"}, "it must be a class of drafters or a Method"),
+        ({"drafting": f"{__name__}:DIRECT"}, "verification is 'coupled', but drafting is .*, which allows block"),
+        ({"verification": "tests.examples.rule:accept"}, "it must be an engine.verification.rule.Rule"),
+    ],
+)
+def test_a_wrong_import_path_is_refused_at_the_start(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_method(EngineConfig(**settings), has_draft_model=True)

@@ -14,9 +14,9 @@ from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.registry import METHODS
+from engine.laws import p_value
 from engine.params import SamplingParams
 from engine.sampling.grammar import Grammars, from_regex
-from tests.engine.laws import p_value
 from tests.engine.running import SAMPLING, make_engine, run
 from tests.engine.tokenizers import letter_tokenizer, saved
 from tests.fakes import ContextModel, CuttingDrafter

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from engine.config import EngineConfig, Verification
+from engine.errors import ConfigError
 from engine.params import SamplingParams
 from engine.protocols import Request, chain
 from engine.sampling.logits import Run, draw
-from engine.verification.rule import RULES
+from engine.verification.rule import RULES, rule_of
+from tests.examples import rule as example
 
 VOCAB = 6
 
@@ -64,3 +66,21 @@ def test_a_rule_that_shares_noise_commits_what_the_draft_draws_from_the_same_log
 def test_tokens_that_the_pass_drew_are_taken_as_they_are(name):
     logits = rows(3, 4, 5)
     assert decide(RULES[name], logits, [chain([0, 1])], drawn=[0, 1, 2]) == [([0, 1, 2], [0, 1])]
+
+
+def test_a_rule_elsewhere_is_named_by_its_import_path():
+    assert rule_of("block") is RULES["block"]
+    assert rule_of("tests.examples.rule:RULE") is example.RULE
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("tests.nowhere:RULE", "cannot be imported: No module named 'tests.nowhere'"),
+        ("tests.examples.rule:OTHER", "cannot be imported: .* has no attribute 'OTHER'"),
+        ("tests.examples.rule:accept", "which is <function accept .* it must be an engine.verification.rule.Rule"),
+    ],
+)
+def test_a_path_without_a_rule_is_refused(path, message):
+    with pytest.raises(ConfigError, match=f"verification is {path!r}, .*{message}"):
+        rule_of(path)

@@ -101,7 +101,7 @@ def test_prompts_are_read_before_their_first_draft():
     drafter, _ = make()
     prompt = row("a", TOKENS, count=0)
     run_in_process(drafter.propose([prompt]))
-    assert drafter._suffix._texts["a"][1].length == len(TOKENS)
+    assert drafter._copier._texts["a"][1].length == len(TOKENS)
 
 
 def test_the_engine_copies_at_full_length_while_no_chain_pays_and_learns_nothing_about_chains_from_it():

@@ -8,11 +8,11 @@ import torch
 
 from engine.config import EngineConfig
 from engine.drafting.in_target.self_draft import SelfDrafter
+from engine.laws import p_value
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, Draft, Request, VerifyRow, chain, run_in_process
 from engine.verification.verifier import ModelVerifier
 from tests.engine.conftest import save_llama
-from tests.engine.laws import p_value
 from tests.engine.running import SAMPLING, expected_tokens, make_engine, run
 from tests.engine.test_exactness import LAWS, LENGTH, PROMPT, joint_law, varied_requests
 from tests.engine.tiny import backend_of

@@ -15,9 +15,9 @@ from engine.drafting.check import draft_problem
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.levelwise import TIP
 from engine.drafting.model.sampled_tree import SampledTree, SampledTreeDrafter, chains, likeliest_shape
+from engine.laws import p_value
 from engine.params import SamplingParams
 from engine.protocols import ProposeRow, Request, run_in_process
-from tests.engine.laws import p_value
 from tests.fakes import MarkovModel
 
 LAW = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.1, 0.2, 0.3, 0.4], [0.25, 0.25, 0.4, 0.1], [0.7, 0.1, 0.1, 0.1]])

@@ -1,0 +1,74 @@
+"""TranslatedBackend: a draft model with another tokenizer, as if it had the target's tokens.
+
+Token-level intersection (TLI) of Timor et al., "Accelerating LLM Inference with Lossless Speculative Decoding
+Algorithms for Heterogeneous Vocabularies" (2502.05202), Algorithm 4: only tokens that both have are drafted. Logits get
+the target's order before anything is drawn, so drafts share the target's noise, and the rows of a draft are the
+distributions over the target's ids that its tokens were sampled from: every rule verifies them as any others.
+
+A target token that the draft lacks is read as the last piece of its text, one token for one, so that positions stay.
+"""
+
+import logging
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from engine.execution.backend import Backend, PassOutput
+from engine.execution.batch import ForwardBatch
+from engine.models.source import ModelSource, shared_tokens
+from engine.sampling import noise
+
+logger = logging.getLogger(__name__)
+
+_NEVER = -1e30
+"""Logit of tokens that the draft lacks: of probability 0, but finite, because a grammar may allow no other tokens."""
+
+
+def translated(backend: Backend, target: ModelSource, draft: ModelSource) -> Backend:
+    """Return a draft's backend that reads and gives the target's token ids; the same one if the ids are the same.
+
+    Raises ModelMismatchError if the two have too few tokens in common.
+    """
+    shared = shared_tokens(target, draft)
+    if shared is None:
+        return backend
+    logger.info("the draft's tokenizer is another one: it can draft %d of the target's tokens", len(shared))
+    reads = torch.zeros(target.vocab_size, dtype=torch.int64)
+    lacking = [token for token in range(target.vocab_size) if token not in shared]
+    texts = target.tokenizer.backend_tokenizer.decode_batch([[token] for token in lacking])
+    encoded = draft.tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+    for token, pieces in zip(lacking, encoded, strict=True):
+        reads[token] = next((piece for piece in reversed(pieces.ids) if piece < draft.vocab_size), 0)
+    reads[list(shared)] = torch.tensor(list(shared.values()))
+    info = replace(backend.info, vocab_size=target.vocab_size, eos_token_ids=target.eos_token_ids)
+    return cast("Backend", TranslatedBackend(backend, info, reads, torch.tensor(list(shared))))
+
+
+class TranslatedBackend:
+    """Runs a draft's passes with the target's token ids.
+
+    Args:
+        reads: [target's vocab] the draft's token for each of the target's.
+        shared: [n] the target's tokens that may be drafted.
+    """
+
+    def __init__(self, backend: Backend, info: Any, reads: Tensor, shared: Tensor) -> None:
+        self.info = info
+        self._backend = backend
+        self._reads, self._shared = reads, shared.to(backend.device)
+        self._sources = reads[shared].to(backend.device)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return whatever does not depend on token ids."""
+        return getattr(self._backend, name)
+
+    def run(self, batch: ForwardBatch, draws: noise.Draws | None = None) -> PassOutput:
+        """Launch a pass; see `Backend.run`."""
+        self._reads = self._reads.to(batch.token_ids.device)
+        output = self._backend.run(replace(batch, token_ids=self._reads[batch.token_ids]))
+        logits = output.logits.new_full((len(output.logits), self.info.vocab_size), _NEVER)
+        logits[:, self._shared] = output.logits[:, self._sources]
+        scores = logits if draws is None else noise.noised_logits(logits, draws)
+        return PassOutput(logits, scores, scores.argmax(-1))

@@ -1,0 +1,104 @@
+"""check_rule and check_drafter: right ones pass, wrong ones fail with the figures."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from engine import check_drafter, check_rule
+from engine.drafting.copying.ngram import NgramDrafter
+from engine.laws import LawError, _LawDrafter, _random_law, p_value
+from engine.protocols import NoDrafter
+from engine.verification import rejection
+from engine.verification.draft_rows import decide_by
+from engine.verification.rule import RULES, Rule
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_of_the_registry_passes(name):
+    check_rule(RULES[name])
+
+
+def evened(draft):
+    """A draft whose tokens claim to be sampled from even distributions."""
+    return replace(draft, top_probs=[[1 / len(ids)] * len(ids) for ids in draft.top_ids])
+
+
+@pytest.mark.parametrize(
+    "accept",
+    [
+        lambda target_probs, coins, drafts: rejection.accept(target_probs, 0 * coins, drafts),
+        lambda target_probs, coins, drafts: rejection.accept(target_probs, coins, list(map(evened, drafts))),
+    ],
+    ids=["accepts all", "takes the drafts' law for another"],
+)
+def test_a_rule_that_changes_the_law_fails(accept):
+    with pytest.raises(LawError, match=r"law with drafts from .*: [\d.]+ ?% of [\d,]+ begin with the tokens \(\d"):
+        check_rule(Rule(partial(decide_by, accept), needs_draft_rows=True))
+
+
+def test_a_rule_that_commits_the_drafts_token_instead_of_the_targets_fails():
+    def decide(logits, runs, drafts, drawn):
+        decisions = RULES["coupled"].decide(logits, runs, drafts, drawn)
+        return [
+            ([*tokens[:-1], *(draft.token_ids[len(path) :] or tokens[-1:])[:1]], path)
+            for draft, (tokens, path) in zip(drafts, decisions, strict=True)
+        ]
+
+    with pytest.raises(LawError, match="drafts from another law"):
+        check_rule(replace(RULES["coupled"], decide=decide))
+
+
+def test_a_drafter_passes_under_all_rules():
+    check_drafter(lambda _: NgramDrafter())
+
+
+class Wrong(NoDrafter):
+    """Passes drafts on with something wrong about them."""
+
+    def __init__(self, change, config):
+        self.change, self.drafter = change, _LawDrafter(_random_law(2), RULES[config.verification])
+
+    async def propose(self, rows):
+        return [self.change(draft) for draft in await self.drafter.propose(rows)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (evened, "with verification=rejection: .* begin with"),
+        (
+            lambda draft: replace(draft, parents=[]),
+            "the drafter is wrong, here with verification=coupled: .* 0 parents",
+        ),
+    ],
+    ids=["wrong distributions", "no tree"],
+)
+def test_a_drafter_that_changes_the_law_fails(change, message):
+    with pytest.raises(LawError, match=message):
+        check_drafter(partial(Wrong, change))
+
+
+class Meddling(NoDrafter):
+    """Changes the committed tokens, which only the engine may."""
+
+    def __init__(self, config):
+        pass
+
+    async def propose(self, rows):
+        for row in rows:
+            row.request.token_ids[-1] = 0
+        return await super().propose(rows)
+
+
+def test_a_drafter_that_changes_the_text_fails_even_under_the_coupled_rule():
+    with pytest.raises(LawError, match="a text depends on its drafts, with verification=coupled"):
+        check_drafter(Meddling, ["coupled"])
+
+
+def test_counts_by_the_law_are_likely_and_others_are_not():
+    law = {"a": 0.5, "b": 0.3, "c": 0.2, "d": 0.0}
+    assert p_value({"a": 500, "b": 300, "c": 200}, law) == 1
+    assert p_value({"a": 530, "b": 290, "c": 180}, law) == pytest.approx(0.126607)
+    assert p_value({"a": 600, "b": 300, "c": 100}, law) < 1e-12
+    assert p_value({"d": 1}, law) == 0

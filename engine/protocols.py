@@ -180,11 +180,12 @@ FinishReason = Literal["stop", "length"]
 class RoundTrace:
     """What one round did for one request: the text of each committed token, and the draft that was verified.
 
-    The texts add up to the output's: a character of several tokens belongs to the last of them.
+    The texts add up to the output's: a character of several tokens belongs to the last of them. `path` holds the
+    accepted nodes of the draft, root first.
     """
 
     texts: list[str]
-    num_accepted: int
+    path: list[int]
     draft_token_ids: list[int]
     parents: list[int]
 

@@ -74,9 +74,10 @@ class Scheduler:
     def next_batch(self, plan: Plan) -> list[ScheduledRow]:
         """Choose the rows of the next round, with drafts no longer than planned, and reserve their blocks."""
         budget, k = self.config.max_num_batched_tokens, self.config.num_speculative_tokens
-        # Memory is planned for 1 + k logits per place in a batch. Longer drafts take those of empty places.
+        # Memory is planned for 1 + k logits per place in a batch. Longer drafts take those of empty places, and what
+        # the budget has beyond 1 + k tokens for each row.
         num_empty = max(0, self.config.max_num_seqs - len(self.running) - len(self.waiting))
-        longest = k + num_empty * (1 + k)
+        longest = k + min(num_empty * (1 + k), max(0, budget - len(self.running) * (1 + k)))
         rows: list[ScheduledRow] = []
         # Decoding rows first, so that a long prompt does not delay them.
         for sequence in sorted(self.running, key=lambda s: not s.is_decoding):

@@ -71,7 +71,7 @@ class Sequence:
             texts[-1] += self.detokenizer.finish()
         num_accepted, draft, trace = min(verdict.num_accepted, len(committed)), verdict.draft, None
         if request.params.traces_rounds:
-            trace = RoundTrace(texts, num_accepted, draft.token_ids, draft.parents)
+            trace = RoundTrace(texts, verdict.path[:num_accepted], draft.token_ids, draft.parents)
         return RequestOutput(
             request_id=request.request_id,
             token_ids=committed,

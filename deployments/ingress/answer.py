@@ -104,8 +104,8 @@ class Answer(StreamingResponse):
 
     async def _close(self) -> None:
         self._idle.close()
-        note_answer(self._writer)
         await self._outputs.close()
+        note_answer(self._writer)
 
     async def _next(self) -> list[RequestOutput]:
         outputs = await self._outputs.next()
@@ -194,7 +194,8 @@ def _has_many_logprobs(sources: Sequence[Choice | RequestOutput]) -> bool:
 def _without_token(output: RequestOutput) -> RequestOutput:
     """Hide the token that was generated for `max_tokens: 0`."""
     hidden: list[TokenLogprobs] | None = None if output.logprobs is None else []
-    return replace(output, token_ids=[], text="", logprobs=hidden, finish_reason="length", stop_reason=None)
+    shown: dict[str, Any] = {"token_ids": [], "text": "", "logprobs": hidden, "trace": None}
+    return replace(output, **shown, finish_reason="length", stop_reason=None, num_draft_tokens=0, num_accepted_tokens=0)
 
 
 def _join(rounds: list[RequestOutput]) -> RequestOutput:

@@ -87,6 +87,7 @@ class Ingress:
         self._target = open_model(self.config.target)
         self._encoder = PromptEncoder(await asyncio.to_thread(lambda: self._target.tokenizer))
         self._started = int(time.time())
+        self._fingerprint = ""
         self._serving = asyncio.create_task(self._wait_for_routers(), name="waiting for Routers")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
@@ -107,7 +108,7 @@ class Ingress:
         if (page := self.config.page) != "off":
             add_page(api, page)
         if page == "demo":
-            add_demo(api, self._routers.kill)
+            add_demo(api, self._routers.kill, has_keys=bool(self._keys))
         get("/version", responses=answers(Version))(self.version)
         get("/metrics", responses={200: {"content": {"text/plain": {}}}})(self.metrics)
         return api
@@ -201,7 +202,7 @@ class Ingress:
 
     async def version(self) -> Response:
         """Return the server's version."""
-        known = self._fingerprint if self._serving.done() else None
+        known = self._fingerprint or None
         body = Version(version=installed_version(), device=self.config.target.device, system_fingerprint=known)
         return json_response(body)
 

@@ -80,8 +80,8 @@ class Choice:
     """Draft tokens of each round that had any."""
     num_accepted: list[int] = field(default_factory=list)
     """How many of them were accepted."""
-    traces: list[tuple[list[int], RoundTrace]] = field(default_factory=list)
-    """The tokens and traces of the rounds that were not written yet, if they are traced."""
+    traces: list[RoundTrace] = field(default_factory=list)
+    """Those of the rounds that were not written yet, if rounds are traced."""
     num_predicted: int = 0
     """Accepted draft tokens that the client predicted."""
 
@@ -100,7 +100,7 @@ class Choice:
             self.num_drafted.append(output.num_draft_tokens)
             self.num_accepted.append(output.num_accepted_tokens)
         if output.trace is not None:
-            self.traces.append((output.token_ids, output.trace))
+            self.traces.append(output.trace)
 
 
 TokenTexts = Callable[[Sequence[int]], list[str]]
@@ -187,7 +187,7 @@ class Writer(ABC):
         """Return a field with the rounds since the last call, if the client asked for them."""
         if not (self.request.speculative and self.request.speculative.trace):
             return {}
-        rounds = [_round(token_ids, trace, self.reply.token_texts) for token_ids, trace in choice.traces]
+        rounds = [_round(trace, self.reply.token_texts) for trace in choice.traces]
         choice.traces.clear()
         return {"rounds": rounds}
 
@@ -196,13 +196,11 @@ class Writer(ABC):
         prompt_tokens = sum(len(choice.prompt_token_ids) for choice in self.choices[:: self.n])
         completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
         cached_tokens = sum(choice.num_cached_tokens for choice in self.choices[:: self.n])
-        details = {} if self.request.prediction is None else {"completion_tokens_details": self._prediction_details()}
         return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details={"cached_tokens": cached_tokens},
-            **details,
         )
 
     def _prediction_details(self) -> dict[str, int]:
@@ -215,10 +213,13 @@ class Writer(ABC):
         }
 
     def usage_fields(self) -> dict[str, Any]:
-        """Return the token counts and, if requested, the acceptance figures."""
+        """Return the final token counts and, if requested, the acceptance figures."""
         level = self.request.speculative and self.request.speculative.metrics
         metrics = {} if level in (None, "none") else {"metrics": self._metrics(is_detailed=level == "detailed")}
-        return {"usage": self.usage(), **metrics}
+        usage = self.usage()
+        if self.request.prediction is not None:
+            usage.completion_tokens_details = self._prediction_details()
+        return {"usage": usage, **metrics}
 
     @property
     def has_usage_chunk(self) -> bool:
@@ -257,13 +258,10 @@ class Writer(ABC):
         return RequestMetrics(speculative_decoding=metrics)
 
 
-def _round(token_ids: list[int], trace: RoundTrace, token_texts: TokenTexts) -> Round:
-    drafted, parents, accepted = trace.draft_token_ids, trace.parents, trace.num_accepted
-    node = -1
-    for token_id in token_ids[:accepted]:
-        node = next(i for i, parent in enumerate(parents) if parent == node and drafted[i] == token_id)
-    last: Any = "bonus" if node not in parents else "recovered"
-    if len(token_ids) == accepted or not drafted:
+def _round(trace: RoundTrace, token_texts: TokenTexts) -> Round:
+    drafted, parents, accepted = trace.draft_token_ids, trace.parents, len(trace.path)
+    last: Any = "bonus" if (trace.path or [-1])[-1] not in parents else "recovered"
+    if len(trace.texts) == accepted or not drafted:
         last = "accepted" if drafted else "plain"
     is_chain = parents == list(range(-1, len(parents) - 1))
     tree = {} if is_chain else {"parents": parents}

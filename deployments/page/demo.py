@@ -1,13 +1,16 @@
 """`POST /demo/kill`: kills a process under running streams, to show that they survive; only with `page=demo`."""
 
 from collections.abc import Awaitable, Callable
-from typing import Literal
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Header, HTTPException
 from fastapi.responses import JSONResponse, Response
 
 from deployments.openai.types import RequestModel
 from engine.errors import CapacityError
+
+LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 
 
 class KillRequest(RequestModel):
@@ -16,12 +19,18 @@ class KillRequest(RequestModel):
     process: Literal["draft", "target", "router"]
 
 
-def add_demo(api: FastAPI, kill: Callable[[str], Awaitable[bool]]) -> None:
+def add_demo(api: FastAPI, kill: Callable[[str], Awaitable[bool]], *, has_keys: bool) -> None:
     """Add the route; `kill` returns whether there was such a process."""
 
     @api.post("/demo/kill", response_model=None)
-    async def kill_process(request: KillRequest) -> Response:
+    async def kill_process(
+        request: KillRequest, host: Annotated[str, Header()] = "", origin: Annotated[str, Header()] = ""
+    ) -> Response:
         """Kill a process with SIGKILL."""
+        # Another site's page may reach this server through a browser, also by a name of its own for 127.0.0.1.
+        is_here = has_keys or urlsplit(f"//{host}").hostname in LOOPBACK
+        if not is_here or urlsplit(origin).netloc not in ("", host):
+            raise HTTPException(403, "without api_keys, only the page at 127.0.0.1 or localhost may kill")
         if not await kill(request.process):
             raise CapacityError(f"there is no {request.process} process now")
         return JSONResponse({"killed": request.process}, 202)

@@ -208,6 +208,15 @@ def test_long_copies_take_no_more_logits_than_a_full_batch_would():
         assert [row.num_draft_tokens for row in rows] == lengths
 
 
+def test_long_copies_leave_every_row_its_share_of_the_budget():
+    scheduler = make_scheduler(max_num_seqs=8, num_speculative_tokens=1, max_num_batched_tokens=8)
+    for name in "123":
+        add(scheduler, name, [5])
+    run_round(scheduler)
+    rows = scheduler.next_batch(Plan(1, copies=dict.fromkeys("123", 9)))
+    assert [row.num_draft_tokens for row in rows] == [3, 1, 1]
+
+
 def test_a_row_has_blocks_for_its_tokens_and_its_draft():
     scheduler = make_scheduler()
     sequence = add(scheduler, "a", range(BLOCK))

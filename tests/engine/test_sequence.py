@@ -99,8 +99,10 @@ def test_a_trace_holds_the_draft_and_how_much_of_it_was_committed():
     verdict = Verdict([a, b, c], path=[0, 1], draft=Draft([a, b, a], [-1, 0, 1]))
     assert first_output(verdict).trace is None
     output = first_output(verdict, traces_rounds=True)
-    assert output.trace == RoundTrace(["a", "b", "c"], 2, [a, b, a], [-1, 0, 1])
-    assert first_output(verdict, traces_rounds=True, max_tokens=1).trace == RoundTrace(["a"], 1, [a, b, a], [-1, 0, 1])
+    assert output.trace == RoundTrace(["a", "b", "c"], [0, 1], [a, b, a], [-1, 0, 1])
+    assert first_output(verdict, traces_rounds=True, max_tokens=1).trace == RoundTrace(
+        ["a"], [0], [a, b, a], [-1, 0, 1]
+    )
 
 
 def first_output(verdict, *, end_ids=(), **params):

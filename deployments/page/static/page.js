@@ -24,7 +24,7 @@ async function call(path, options = {}) {
     const key = sessionStorage.getItem("key"), authorization = key && { Authorization: `Bearer ${key}` };
     const response = await fetch(path, { ...options, headers: { ...options.headers, ...authorization } });
     if (response.status !== 401) return response;
-    sessionStorage.setItem("key", await askKey());
+    sessionStorage.setItem("key", (await askKey()).replace(/[^ -~]/g, ""));  // what a header may hold
   }
 }
 
@@ -175,7 +175,7 @@ async function chat(asked, signal) {
   await stream(take, view, requestOf(take, earlier), signal);
   finish();
   if (take.text && turns === earlier) turns = [...turns, take].slice(-MAX_TURNS);
-  sessionStorage.setItem("turns", JSON.stringify(turns));
+  try { sessionStorage.setItem("turns", JSON.stringify(turns)); } catch { sessionStorage.removeItem("turns"); }  // full
   say(`Answer: ${take.text}`);
 }
 

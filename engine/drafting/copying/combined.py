@@ -48,6 +48,7 @@ class CombinedDrafter:
     def __init__(self, drafter: Drafter, copier: Copier) -> None:
         """Combine a drafter, which may copy itself, with a source of copies."""
         self.drafter = drafter
+        self._planner = drafter if isinstance(drafter, PlansCopies) else None
         self._copier = copier
         self._copies: dict[str, Continuation] = {}
 
@@ -60,16 +61,17 @@ class CombinedDrafter:
             if continuation.token_ids and continuation.num_expected > sum(gains[: row.num_draft_tokens]):
                 self._copies[row.request.request_id] = continuation
         lengths = {request_id: len(copy.token_ids) for request_id, copy in self._copies.items()}
-        if isinstance(self.drafter, PlansCopies):
-            lengths |= self.drafter.plan_copies([row for row in rows if row.request.request_id not in lengths], gains)
+        if self._planner is not None:
+            lengths |= self._planner.plan_copies([row for row in rows if row.request.request_id not in lengths], gains)
         return lengths
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a draft per row, from the source that was chosen for it."""
-        others = [row for row in rows if row.request.request_id not in self._copies]
+        # Looked up once: a request may be released while the other drafter is awaited.
+        copies = [(row, self._copies.get(row.request.request_id)) for row in rows]
+        others = [row for row, copy in copies if copy is None]
         self._copier.read([row.request for row in others if not row.num_draft_tokens])
         drafts = iter(await self.drafter.propose(others) if others else [])
-        copies = [(row, self._copies.get(row.request.request_id)) for row in rows]
         return [_copied(copy, row.num_draft_tokens) if copy else next(drafts) for row, copy in copies]
 
     def release(self, request_id: str) -> None:

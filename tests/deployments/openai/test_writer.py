@@ -107,27 +107,28 @@ async def test_acceptance_figures_are_sent_when_requested(client: httpx.AsyncCli
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "num_accepted", "draft", "parents", "last"),
+    ("token_ids", "path", "draft", "parents", "last"),
     [
-        ([5, 6], 1, [5, 7], [-1, 0], "recovered"),
-        ([5], 0, [6], [-1], "recovered"),
-        ([5, 7, 8], 2, [5, 7], [-1, 0], "bonus"),
-        ([5], 0, [], [], "plain"),
-        ([5], 1, [5, 7], [-1, 0], "accepted"),
-        ([6, 9], 1, [5, 6, 7], [-1, -1, 0], "bonus"),
-        ([5, 9], 1, [5, 6, 7], [-1, -1, 0], "recovered"),
+        ([5, 6], [0], [5, 7], [-1, 0], "recovered"),
+        ([5], [], [6], [-1], "recovered"),
+        ([5, 7, 8], [0, 1], [5, 7], [-1, 0], "bonus"),
+        ([5], [], [], [], "plain"),
+        ([5], [0], [5, 7], [-1, 0], "accepted"),
+        ([6, 9], [1], [5, 6, 7], [-1, -1, 0], "bonus"),
+        ([5, 9], [0], [5, 6, 7], [-1, -1, 0], "recovered"),
+        ([7, 8, 9], [1, 3], [7, 7, 5, 8], [-1, -1, 0, 1], "bonus"),  # chains may begin alike
     ],
 )
 def test_a_round_tells_what_its_last_token_is(
-    token_ids: list[int], num_accepted: int, draft: list[int], parents: list[int], last: str
+    token_ids: list[int], path: list[int], draft: list[int], parents: list[int], last: str
 ) -> None:
     request = CompletionRequest.model_validate({"prompt": "abc", "speculative": {"trace": True}})
     one = CompletionWriter(Reply("a", "tiny", "", [[1]], lambda ids: list(map(str, ids)), 4), request)
-    trace = RoundTrace(list(map(str, token_ids)), num_accepted, draft, parents)
+    trace = RoundTrace(list(map(str, token_ids)), path, draft, parents)
     one.choices[0].append(replace(output(), token_ids=token_ids, trace=trace))
     (told,) = one.rounds_field(one.choices[0])["rounds"]
     assert (told.texts, told.draft) == (trace.texts, list(map(str, draft)))
-    assert (told.accepted, told.last) == (num_accepted, last)
+    assert (told.accepted, told.last) == (len(path), last)
     assert one.rounds_field(one.choices[0]) == {"rounds": []}
 
 

@@ -106,7 +106,7 @@ class Fake:
 def make_app(fake: Fake) -> FastAPI:
     api = FastAPI()
     add_page(api, "demo")
-    add_demo(api, fake.kill)
+    add_demo(api, fake.kill, has_keys=False)
 
     @api.middleware("http")
     async def guard(request: Request, answer: Any) -> Response:

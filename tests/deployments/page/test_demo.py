@@ -37,6 +37,25 @@ async def test_nothing_is_killed_without_a_key_for_another_process_or_outside_a_
     assert routers.killed == []
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "127.0.0.1:8000"}, 202),
+        ({"Host": "localhost", "Origin": "http://localhost"}, 202),
+        ({"Host": "rebound.example"}, 403),
+        ({"Host": "127.0.0.1:8000", "Origin": "http://other.example"}, 403),
+        ({"Host": "127.0.0.1:8000", "Origin": "null"}, 403),
+    ],
+)
+async def test_without_keys_only_this_machines_page_kills(
+    config: AppConfig, routers: LocalRouters, headers: dict[str, str], status: int
+) -> None:
+    async with make_client(await make_app(demo(config), routers)) as client:
+        response = await client.post("/demo/kill", json={"process": "draft"}, headers=headers)
+    assert response.status_code == status
+    assert routers.killed == ["draft"] * (status == 202)
+
+
 async def test_a_process_that_is_not_there_is_503(config: AppConfig, routers: LocalRouters) -> None:
     routers.has_processes = False
     response = await kill(demo(config), routers, "draft", Authorization="Bearer right")

@@ -81,6 +81,20 @@ def test_each_row_of_a_batch_has_a_source_of_its_own():
     assert model.calls == [[2, 2]]
 
 
+def test_a_row_whose_client_leaves_while_the_model_drafts_takes_no_other_rows_draft():
+    class Leaving(CountingDrafter):
+        async def propose(self, rows):
+            drafts = await super().propose(rows)
+            drafter.release("copies")
+            return drafts
+
+    drafter = CombinedDrafter(Leaving(), SuffixDrafter())
+    rows = [row("copies", TOKENS, TOKENS[:20]), row("drafts", [7, 8, 9])]
+    _, (copied, drafted) = propose(drafter, rows)
+    assert copied.token_ids == TOKENS[20:28]
+    assert drafted.token_ids == [5, 5]
+
+
 def test_a_copy_is_cut_to_what_the_round_has_room_for():
     drafter, _ = make()
     wide = row("a", TOKENS, TOKENS[:40])

@@ -29,7 +29,7 @@ def add_demo(api: FastAPI, kill: Callable[[str], Awaitable[bool]], *, has_keys: 
         """Kill a process with SIGKILL."""
         # Another site's page may reach this server through a browser, also by a name of its own for 127.0.0.1.
         is_here = has_keys or urlsplit(f"//{host}").hostname in LOOPBACK
-        if not is_here or urlsplit(origin).netloc not in ("", host):
+        if not is_here or (origin and urlsplit(origin).netloc != host):
             raise HTTPException(403, "without api_keys, only the page at 127.0.0.1 or localhost may kill")
         if not await kill(request.process):
             raise CapacityError(f"there is no {request.process} process now")

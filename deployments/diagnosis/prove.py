@@ -118,7 +118,7 @@ class _Prover:
                 case.differences.append({"request": number, "position": at, **tokens, "error": error and str(error)})
         case.seconds = round(time.monotonic() - started, 3)
         deadline = time.monotonic() + _READY_S
-        while case.killed and not self.client.get("/health")["ready"]:
+        while case.killed and not self.client.get("/health", 503)["ready"]:
             if time.monotonic() > deadline:
                 raise ServerError(f"{self.client.url} is not ready {_READY_S} s after the {case.killed} was killed")
             time.sleep(0.2)

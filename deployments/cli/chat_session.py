@@ -25,7 +25,7 @@ class ChatSession:
         self._client, self.fields = Client(url, api_key, PAUSES_S), fields
         self._console, self._errors = make_console(), make_console(stderr=True)
         self._has_colours = has_colours(self._console)
-        self._model = _served_model(self._client)
+        self._model: str = self._client.get("/v1/models")["data"][0]["id"]
         self._messages: list[dict[str, str]] = []
         self._has_template = True
         if self._has_colours:
@@ -110,16 +110,6 @@ class ChatSession:
         if self._console.is_terminal:
             self._console.print(_figures(event, time.monotonic() - started), style="dim")
         return text
-
-
-def _served_model(client: Client) -> str:
-    """Return the name of the first model that a server has."""
-    try:
-        return str(client.get("/v1/models")["data"][0]["id"])
-    except ServerError as error:
-        if error.status:
-            raise
-        raise ServerError(f"cannot reach {error}; `paceline serve` starts a server") from error
 
 
 def _figures(last: dict[str, Any], seconds: float) -> str:

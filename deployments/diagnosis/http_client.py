@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -97,7 +98,9 @@ class Client:
         return response
 
     def _lost(self, path: str, error: httpx.TransportError) -> ServerError:
-        return ServerError(f"{self.url}{path}: {error or type(error).__name__}")
+        message = f"{self.url}{path}: {error or type(error).__name__}"
+        is_down = isinstance(error, httpx.ConnectError)
+        return ServerError(f"cannot reach {message}; `paceline serve` starts a server" if is_down else message)
 
 
 class Metrics(tuple[Any, ...]):
@@ -105,9 +108,11 @@ class Metrics(tuple[Any, ...]):
 
     def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
         """Return the sums of a metric by the values of some of its labels."""
-        samples = [sample for sample in self if sample.name == name]
-        keys = [tuple(sample.labels[label] for label in labels) for sample in samples]
-        return {key: sum(s.value for k, s in zip(keys, samples, strict=True) if k == key) for key in keys}
+        sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        for sample in self:
+            if sample.name == name:
+                sums[tuple(sample.labels[label] for label in labels)] += sample.value
+        return dict(sums)
 
     def total(self, name: str) -> float:
         """Return the sum of a metric; 0 if there is none."""

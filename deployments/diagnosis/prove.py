@@ -66,7 +66,11 @@ def prove(
     requests = [common | {"prompt": text, "temperature": t, "seed": seed} for seed, (text, t) in enumerate(pairs)]
     prover = _Prover(client, requests, expected=[])
     if kills:
-        prover.check_kills()
+        try:
+            client.post("/demo/kill", {})
+        except ServerError as error:
+            if error.status != 400:  # no process was named
+                raise ServerError(f"no process can be killed: start the server with page=demo; {error}") from error
     prover.expected = [prover.ask(request | {"speculative": _PLAIN}) for request in requests]
     answer = prover.entries[0].answer
     k = answer["metrics"]["speculative_decoding"]["num_spec_tokens"]
@@ -92,14 +96,6 @@ class _Prover:
     requests: Sequence[dict[str, Any]]
     expected: list[list[int]]
     entries: list[Entry] = field(default_factory=list)
-
-    def check_kills(self) -> None:
-        """Raise ServerError unless the server lets its processes be killed."""
-        try:
-            self.client.post("/demo/kill", {})
-        except ServerError as error:
-            if error.status != 400:  # no process was named
-                raise ServerError(f"no process can be killed: start the server with page=demo; {error}") from error
 
     def run(self, case: Case) -> Case:
         """Ask for all texts in one way, and fill the case in."""

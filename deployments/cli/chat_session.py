@@ -4,10 +4,11 @@ import sys
 import time
 from typing import Any
 
+import click
 from rich.style import Style
 
-from deployments.cli.stream import served_model, stream
-from deployments.cli.terminal import LEGEND, CommandError, OriginColours, has_colours, make_console
+from deployments.cli.terminal import LEGEND, OriginColours, has_colours, make_console
+from deployments.diagnosis.http_client import PAUSES_S, Client, ServerError
 
 HELP = """/speculation on|off|N   draft tokens: as many as the server has, none, or at most N in a round
 /seed N|off             the seed of the next answers
@@ -20,23 +21,23 @@ class ChatSession:
     """A conversation with one server; `fields` are sampling fields, those that are None are left to the server."""
 
     def __init__(self, url: str, api_key: str | None, **fields: Any) -> None:
-        """Ask the server which model it has; raise CommandError if it cannot be reached."""
-        self._url, self._api_key, self.fields = url.rstrip("/"), api_key, fields
+        """Ask the server which model it has; raise ServerError if it cannot be reached."""
+        self._client, self.fields = Client(url, api_key, PAUSES_S), fields
         self._console, self._errors = make_console(), make_console(stderr=True)
         self._has_colours = has_colours(self._console)
-        self._model = served_model(self._url, api_key)
+        self._model: str = self._client.get("/v1/models")["data"][0]["id"]
         self._messages: list[dict[str, str]] = []
         self._has_template = True
         if self._has_colours:
             self._console.print(LEGEND)
 
     def chat(self) -> None:
-        """Answer what is typed until `/quit` or the end of the input; raise CommandError if the input is a file."""
+        """Answer what is typed until `/quit` or the end of the input; raise ClickException if the input is a file."""
         is_typed = sys.stdin.isatty()
         if is_typed:
             import readline  # noqa: F401  # `input` edits lines with it
 
-            self._console.print(f"{self._model} at {self._url}; /help lists the commands", style="dim")
+            self._console.print(f"{self._model} at {self._client.url}; /help lists the commands", style="dim")
         while True:
             try:
                 line = input("> " if is_typed else "").strip()
@@ -48,7 +49,7 @@ class ChatSession:
                 return
             except KeyboardInterrupt:
                 self._console.print("\nstopped", style="dim")
-            except CommandError as error:
+            except click.ClickException as error:
                 if not is_typed:
                     raise
                 self._errors.print(f"error: {error}", style="red")
@@ -58,7 +59,7 @@ class ChatSession:
         messages = [*self._messages, {"role": "user", "content": content}]
         try:
             text = self.ask("/v1/chat/completions", messages=messages) if self._has_template else None
-        except CommandError as error:
+        except ServerError as error:
             if "no chat template" not in str(error):
                 raise
             text, self._has_template = None, False
@@ -69,7 +70,7 @@ class ChatSession:
         self._messages = [*messages, {"role": "assistant", "content": text}]
 
     def command(self, line: str) -> None:
-        """Obey a line that starts with a slash; raise CommandError if it cannot be understood."""
+        """Obey a line that starts with a slash; raise ClickException if it cannot be understood."""
         name, _, value = line.partition(" ")
         try:
             match name:
@@ -86,9 +87,9 @@ class ChatSession:
                 case "/help":
                     self._console.print(HELP)
                 case _:
-                    raise CommandError(f"there is no command {name}; /help lists them")
+                    raise click.ClickException(f"there is no command {name}; /help lists them")
         except ValueError:
-            raise CommandError(f"{name} does not take {value!r}; /help says what it takes") from None
+            raise click.ClickException(f"{name} does not take {value!r}; /help says what it takes") from None
 
     def ask(self, path: str, **prompt: Any) -> str:
         """Show the answer to a prompt as it comes; return its text."""
@@ -97,7 +98,7 @@ class ChatSession:
         body |= {"model": self._model, "stream": True, "stream_options": {"include_usage": True}, **prompt}
         body["speculative"] = {**body.get("speculative", {}), "metrics": "summary", **trace}
         started, text, event, colours = time.monotonic(), "", {}, OriginColours()
-        for event in stream(self._url, path, body, self._api_key):
+        for event in self._client.stream(path, body):
             for choice in event["choices"]:
                 piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
                 text += piece

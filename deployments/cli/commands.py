@@ -1,11 +1,16 @@
 """Every command of `paceline`, and `python -m deployments`; each imports what it needs when it runs."""
 
+import json
 import os
 import sys
+from collections import Counter
+from contextlib import AbstractContextManager
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
+import click
 import typer
 
 app = typer.Typer(
@@ -25,7 +30,7 @@ Seed = Annotated[int | None, typer.Option(help="The same seed gives the same tex
 URL = "http://127.0.0.1:8000"
 
 
-def _settings(incomplete: str) -> list[str]:
+def _completions(incomplete: str) -> list[str]:
     """Return the settings that a word may become, for the shell."""
     from deployments.config import AppConfig
     from engine.config import PAIR_SETTINGS
@@ -34,12 +39,22 @@ def _settings(incomplete: str) -> list[str]:
     return [f"{name}=" for name in names if name.startswith(incomplete)]
 
 
+def _by_name(settings: list[str] | None) -> dict[str, str]:
+    for setting in settings or ():
+        if "=" not in setting:
+            raise typer.BadParameter(f"{setting!r} is not of the form name=value")
+    return dict(setting.split("=", 1) for setting in settings or ())
+
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="name=value", help="Settings; see deployments/README.md.", autocompletion=_completions),
+]
+
+
 @app.command()
 def serve(
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="name=value", help="Settings; see deployments/README.md.", autocompletion=_settings),
-    ] = None,
+    settings: Settings = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
     demo: Annotated[bool, typer.Option("--demo", help="Short for page=demo.")] = False,
@@ -51,12 +66,10 @@ def serve(
     # Without such a cluster, Ray binds its ports to 127.0.0.1. By default most of it listens on all interfaces, and
     # whoever reaches a replica's gRPC server can run code, because it unpickles what it receives.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    import click
-
     from deployments.cli.serve import serve_here
 
     try:
-        serve_here([*(settings or []), *(["page=demo"] if demo else [])], host, port)
+        serve_here(_by_name(settings) | ({"page": "demo"} if demo else {}), host, port)
     except click.UsageError as error:
         raise typer.BadParameter(error.message) from error
 
@@ -131,34 +144,102 @@ def version() -> None:
         typer.echo(f"{name} {metadata.version(name)}")
 
 
-@app.command(context_settings=_PASSED_ON)
-def doctor(context: typer.Context) -> None:
-    """Check this machine and a pair of models, or a running server, and say what to do."""
-    _diagnose(context)
+@app.command()
+def doctor(
+    settings: Settings = None,
+    url: Annotated[str | None, typer.Option(help="Check this running server instead of this machine.")] = None,
+    port: Annotated[int, typer.Option(help="The port that `serve` will listen on.")] = 8000,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    api_key: ApiKey = None,
+) -> None:
+    """Check a machine and its models, or a running server.
+
+    Each finding says what to do. Exit 1 if there is an error.
+    """
+    from deployments.config import AppConfig
+    from deployments.diagnosis.doctor import local_findings
+    from deployments.diagnosis.finding import show
+    from deployments.diagnosis.http_client import Client
+    from deployments.diagnosis.running import server_findings
+
+    with _diagnosis():
+        if url:
+            found = list(server_findings(Client(url, api_key)))
+        else:
+            found = local_findings(AppConfig.model_validate(_by_name(settings)), port)
+        show(found, as_json=as_json)
+        raise typer.Exit(int(any(finding.level == "error" for finding in found)))
 
 
-@app.command(context_settings=_PASSED_ON)
-def prove(context: typer.Context) -> None:
-    """Compare a server's texts with plain decoding, with every draft, batch and fault, and sign the result."""
-    _diagnose(context)
+@app.command()
+def prove(
+    url: Url = URL,
+    texts: Annotated[Path | None, typer.Option(help="Prompts, with blank lines between them.")] = None,
+    kill: Annotated[str, typer.Option(help="Processes to kill under streams: draft,target,router.")] = "",
+    out: Annotated[Path, typer.Option(help="Where proof.json, proof.md and answers.jsonl go.")] = Path(),
+    full: Annotated[bool, typer.Option(help="All texts and draft lengths, not a minute's worth.")] = False,
+    check: Annotated[Path | None, typer.Option(help="Verify the signature of a proof.json instead.")] = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Compare a server's texts with plain decoding.
+
+    With every draft, batch and fault; the result is signed. Exit 0 if all texts are equal.
+    """
+    from deployments.diagnosis import prove as proving
+    from deployments.diagnosis.http_client import Client
+    from deployments.diagnosis.trial import read_texts
+
+    with _diagnosis():
+        if check is not None:
+            signed = json.loads(check.read_text())
+            proving.verify(signed)
+            typer.echo(f"signed by {signed['public_key']}; all texts equal: {signed['proof']['all_equal']}")
+        else:
+            kills = kill.split(",") if kill else []
+            proof, entries = proving.prove(Client(url, api_key), read_texts(texts), kills, is_full=full)
+            signed = proving.sign(proof, Path.home())
+            out.mkdir(parents=True, exist_ok=True)
+            (out / "proof.json").write_text(json.dumps(signed, indent=2) + "\n")
+            (out / "proof.md").write_text(proving.page(signed))
+            (out / "answers.jsonl").write_text("".join(f"{entry.model_dump_json()}\n" for entry in entries))
+            typer.echo(proving.page(signed))
+        raise typer.Exit(int(not signed["proof"]["all_equal"]))
 
 
-@app.command(context_settings=_PASSED_ON)
-def replay(context: typer.Context) -> None:
-    """Make logged answers again, and report the first token that differs."""
-    _diagnose(context)
+@app.command()
+def replay(
+    file: Annotated[Path, typer.Argument(help="JSON lines with path, body and answer.")],
+    url: Url = URL,
+    any_server: Annotated[bool, typer.Option(help="Compare although the server's fingerprint differs.")] = False,
+    api_key: ApiKey = None,
+) -> None:
+    """Make logged answers again, and compare them.
+
+    Reports the first token that differs. Exit 0 if all are equal.
+    """
+    from deployments.diagnosis.http_client import Client
+    from deployments.diagnosis.replay import read_entries, replay_entry
+
+    with _diagnosis():
+        client, outcomes = Client(url, api_key), Counter[str]()
+        for number, entry in enumerate(read_entries(file), 1):
+            outcome, details = replay_entry(entry, client, any_server=any_server)
+            outcomes[outcome] += 1
+            typer.echo(f"{number}: {outcome}: {details}")
+        typer.echo(", ".join(f"{count} {outcome}" for outcome, count in outcomes.items()))
+        raise typer.Exit(int(set(outcomes) != {"equal"}))
 
 
-def _diagnose(context: typer.Context) -> None:
-    import_module("deployments.diagnosis.commands").app([context.info_name, *context.args], prog_name="paceline")
+def _diagnosis() -> AbstractContextManager[None]:
+    """Return the context of a diagnosis, whose errors exit with 2: 1 is a finding or a difference."""
+    from deployments.cli.terminal import one_line_errors
+
+    return one_line_errors(2, click.ClickException, OSError, json.JSONDecodeError)
 
 
 def main() -> None:
     """Run the command that the command line names; an error is one line."""
-    from deployments.cli.terminal import CommandError, make_console
+    from deployments.cli.terminal import one_line_errors
 
-    try:
+    with one_line_errors(1, click.ClickException):
         app()
-    except CommandError as error:
-        make_console(stderr=True).print(f"error: {error}", style="red")
-        sys.exit(1)

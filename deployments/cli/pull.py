@@ -3,12 +3,12 @@
 import sys
 from pathlib import Path
 
+import click
 import typer
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
-from deployments.cli.terminal import CommandError
 from engine.config import PairConfig
 from engine.models.source import HUB_FILES
 
@@ -17,7 +17,7 @@ def pull(name: str, draft: str | None, token: str | None) -> None:
     """Download a target and its draft, and show the command that serves them.
 
     Raises:
-        CommandError: a model cannot be downloaded, or holds no weights that can be read.
+        click.ClickException: a model cannot be downloaded, or holds no weights that can be read.
     """
     if not sys.stderr.isatty():
         disable_progress_bars()
@@ -37,10 +37,12 @@ def _download(name: str, token: str | None) -> Path:
         reason = (
             "it does not exist, is private, or asks to accept its terms: log in by `hf auth login`, or pass --token"
         )
-        raise CommandError(f"the hub gives you no model {name}: {reason}") from error
+        raise click.ClickException(f"the hub gives you no model {name}: {reason}") from error
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise CommandError(f"cannot download {name}; the same command continues where it was: {reason}") from error
+        raise click.ClickException(
+            f"cannot download {name}; the same command continues where it was: {reason}"
+        ) from error
     if not any(folder.glob("*.safetensors")):
-        raise CommandError(f"{name} has no safetensors files, the only weights that are read")
+        raise click.ClickException(f"{name} has no safetensors files, the only weights that are read")
     return folder

@@ -15,14 +15,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-import click
 import ray
 from ray import serve
 
 from deployments.builder import build
 from deployments.cli.progress import start_progress
 from deployments.config import AppConfig
-from deployments.diagnosis.commands import worst
+from deployments.diagnosis.doctor import worst
 from deployments.ingress.draining import LAST_WORDS_S
 from deployments.local.environment import set_serve_environment
 from deployments.observe.logs import serve_logging, set_log_format
@@ -37,9 +36,9 @@ SAME_SIGNAL_S = 1.0
 forwards both."""
 
 
-def serve_here(settings: list[str], host: str, port: int) -> None:
-    """Serve the application; raise click.UsageError if a setting, of the form name=value, is wrong."""
-    config = AppConfig.model_validate(_parse(settings))
+def serve_here(settings: dict[str, str], host: str, port: int) -> None:
+    """Serve the application; raise click.UsageError if a setting is wrong."""
+    config = AppConfig.model_validate(settings)
     set_log_format(config.log_format)
     for finding in worst(config):
         logger.warning("%s: %s; %s", finding.subject, finding.found, finding.advice)
@@ -107,13 +106,6 @@ class ExitAtSignal:
         if now_s - self._last_s >= SAME_SIGNAL_S:
             self._last_s = now_s
             sys.exit(0)
-
-
-def _parse(settings: list[str]) -> dict[str, str]:
-    for setting in settings:
-        if "=" not in setting:
-            raise click.UsageError(f"{setting!r} is not of the form name=value")
-    return dict(setting.split("=", 1) for setting in settings)
 
 
 def _failures() -> list[str]:

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -15,13 +16,19 @@ LEGEND = Text.assemble(
 )
 
 
-class CommandError(Exception):
-    """A command cannot do what it was told to; the message is one line."""
-
-
 def make_console(*, stderr: bool = False) -> Console:
     """Return a console that shows text as it is."""
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+
+
+@contextmanager
+def one_line_errors(status: int, *errors: type[Exception]) -> Iterator[None]:
+    """Print one of these errors as one line, and exit with a status."""
+    try:
+        yield
+    except errors as error:
+        make_console(stderr=True).print(f"error: {error}", style="red")
+        raise SystemExit(status) from error
 
 
 def has_colours(console: Console) -> bool:

@@ -1,7 +1,7 @@
 """Is it well, and is it true?
 
 In reading order: `finding` (what a check found, and what to do), `machine` and `models` (checks before a start),
-`trial` (the pair with and without drafts), `http_client` (requests to a server), `running` (its checks),
-`replay` (makes logged answers again), `prove` (compares every way of asking, and signs the result) and `commands`
-(what a person types).
+`trial` (the pair with and without drafts), `doctor` (these checks together), `http_client` (requests to a server),
+`running` (its checks), `replay` (makes logged answers again) and `prove` (compares every way of asking, and signs the
+result).
 """

@@ -1,72 +1,106 @@
 """Client: requests to one server, its streams and its metrics."""
 
 import json
-from collections.abc import Iterator
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import click
 import httpx
+import typer
 from prometheus_client.parser import text_string_to_metric_families
+
+PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Pauses of a client that continues lost streams; after an event there are as many tries again."""
+_PASSING = {0, 429, 502, 503, 504}
+"""Statuses that a later try may not have; 0 is a lost connection."""
 
 
 class ServerError(click.ClickException):
-    """The server cannot be reached, or refuses a request, with `status`."""
+    """The server cannot be reached (`status` is 0), refuses a request, or fails while it answers."""
 
-    status = 0
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Client:
-    """The connections to one server; threads may share it. Its methods raise ServerError."""
+    """The connections to one server; threads may share it. Its methods raise ServerError.
 
-    def __init__(self, url: str, api_key: str | None = None, transport: httpx.BaseTransport | None = None) -> None:
-        keys = (api_key or "").split()  # the server's own variable may hold several
+    Args:
+        url: the server's address, without /v1.
+        api_key: the first of these keys is sent; the server's own variable may hold several.
+        pauses_s: pauses before each try to continue a stream; without any, a stream that is cut off is an error.
+        transport: what tests use instead of a network.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None = None,
+        pauses_s: Sequence[float] = (),
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        keys = (api_key or "").split()
         headers = {"Authorization": f"Bearer {keys[0]}"} if keys else {}
-        self.url = url.rstrip("/")
-        timeout = httpx.Timeout(600, connect=5)
+        self.url, self._pauses_s = url.rstrip("/"), pauses_s
+        timeout = httpx.Timeout(10, read=600)  # a request may wait in a queue
         self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, transport=transport)
 
-    def get(self, path: str) -> Any:
-        """Return the JSON of a route, whatever its status: `/health` answers with 503, too."""
-        return self._send("GET", path).json()
+    def get(self, path: str, *accepted: int) -> Any:
+        """Return the JSON of a route, also of an answer with one of the `accepted` statuses."""
+        return self._send("GET", path, accepted=accepted).json()
 
     def post(self, path: str, body: object) -> Any:
         """Return the JSON of an answer."""
-        response = self._send("POST", path, body)
-        if response.is_error:
-            error = ServerError(f"{response.url}: status {response.status_code}: {response.text[:300]}")
-            error.status = response.status_code
-            raise error
-        return response.json()
+        return self._send("POST", path, body).json()
 
     def stream(self, path: str, body: object) -> Iterator[dict[str, Any]]:
-        """Yield the events of a stream."""
-        rest = b""
-        try:
-            with self._http.stream("POST", path, json=body) as response:
-                for piece in response.iter_bytes():  # httpx's lines would also end at U+2028
-                    *lines, rest = (rest + piece).split(b"\n")
-                    for line in lines:
-                        if line.startswith(b"data: {"):
-                            event = json.loads(line.removeprefix(b"data: "))
-                            if "error" in event:
-                                raise ServerError(f"{self.url}{path}: {event['error']['message']}")
-                            yield event
-                        elif line.startswith(b"data: [DONE]"):
+        """Yield the events of a stream; after a lost connection, the same request gets the rest of them."""
+        last_id, pauses = "", iter(self._pauses_s)
+        while True:
+            headers = {"Last-Event-ID": last_id} if last_id else {}
+            try:
+                with self._http.stream("POST", path, json=body, headers=headers) as response:
+                    _check(response)
+                    for event_id, data in events(response.iter_bytes()):
+                        last_id, pauses = event_id, iter(self._pauses_s)
+                        if data == "[DONE]":
                             return
-        except httpx.TransportError as error:
-            raise ServerError(f"{self.url}{path}: {error}") from error
-        raise ServerError(f"{self.url}{path}: the stream ended early, with {rest[:300]!r}")
+                        event = json.loads(data)
+                        if "error" in event:
+                            raise ServerError(f"{self.url}{path}: {event['error']['message']}", response.status_code)
+                        yield event
+                problem = ServerError(f"{self.url}{path}: the stream ended early")
+            except httpx.TransportError as error:
+                problem = self._lost(path, error)
+            except ServerError as error:
+                problem = error
+            pause_s = next(pauses, None)
+            if problem.status not in _PASSING or not last_id or pause_s is None:
+                raise problem
+            typer.echo(f"{problem}; continuing in {pause_s:g} s", err=True)
+            time.sleep(pause_s)
 
     def metrics(self) -> "Metrics":
         """Return what /metrics says now."""
         families = text_string_to_metric_families(self._send("GET", "/metrics").text)
         return Metrics(sample for family in families for sample in family.samples)
 
-    def _send(self, method: str, path: str, body: object = None) -> httpx.Response:
+    def _send(self, method: str, path: str, body: object = None, accepted: Sequence[int] = ()) -> httpx.Response:
         try:
-            return self._http.request(method, path, json=body)
+            response = self._http.request(method, path, json=body)
         except httpx.TransportError as error:
-            raise ServerError(f"{self.url}{path}: {error}") from error
+            raise self._lost(path, error) from error
+        if response.status_code not in accepted:
+            _check(response)
+        return response
+
+    def _lost(self, path: str, error: httpx.TransportError) -> ServerError:
+        message = f"{self.url}{path}: {error or type(error).__name__}"
+        is_down = isinstance(error, httpx.ConnectError)
+        return ServerError(f"cannot reach {message}; `paceline serve` starts a server" if is_down else message)
 
 
 class Metrics(tuple[Any, ...]):
@@ -74,10 +108,43 @@ class Metrics(tuple[Any, ...]):
 
     def by(self, name: str, *labels: str) -> dict[tuple[str, ...], float]:
         """Return the sums of a metric by the values of some of its labels."""
-        samples = [sample for sample in self if sample.name == name]
-        keys = [tuple(sample.labels[label] for label in labels) for sample in samples]
-        return {key: sum(s.value for k, s in zip(keys, samples, strict=True) if k == key) for key in keys}
+        sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
+        for sample in self:
+            if sample.name == name:
+                sums[tuple(sample.labels[label] for label in labels)] += sample.value
+        return dict(sums)
 
     def total(self, name: str) -> float:
         """Return the sum of a metric; 0 if there is none."""
         return self.by(name).get((), 0.0)
+
+
+def events(pieces: Iterable[bytes]) -> Iterator[tuple[str, str]]:
+    """Yield the id and the data of each server-sent event; an event without an id has that of the one before it.
+
+    Lines end at LF or CR LF only: JSON strings may hold the other characters at which httpx splits lines.
+    """
+    rest, event_id, data = b"", "", ""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            name, _, value = line.removesuffix(b"\r").decode().partition(":")
+            if name == "data":
+                data += value.removeprefix(" ")
+            elif name == "id":
+                event_id = value.removeprefix(" ")
+            elif not name and not value and data:
+                yield event_id, data
+                data = ""
+
+
+def _check(response: httpx.Response) -> None:
+    """Raise what a server says if it refuses a request."""
+    if response.is_success:
+        return
+    text = response.read().decode(errors="replace")
+    try:
+        message = json.loads(text)["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        message = text[:300]
+    raise ServerError(f"{response.url}: the answer is {response.status_code}: {message}", response.status_code)

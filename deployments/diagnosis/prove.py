@@ -66,7 +66,11 @@ def prove(
     requests = [common | {"prompt": text, "temperature": t, "seed": seed} for seed, (text, t) in enumerate(pairs)]
     prover = _Prover(client, requests, expected=[])
     if kills:
-        prover.check_kills()
+        try:
+            client.post("/demo/kill", {})
+        except ServerError as error:
+            if error.status != 400:  # no process was named
+                raise ServerError(f"no process can be killed: start the server with page=demo; {error}") from error
     prover.expected = [prover.ask(request | {"speculative": _PLAIN}) for request in requests]
     answer = prover.entries[0].answer
     k = answer["metrics"]["speculative_decoding"]["num_spec_tokens"]
@@ -93,14 +97,6 @@ class _Prover:
     expected: list[list[int]]
     entries: list[Entry] = field(default_factory=list)
 
-    def check_kills(self) -> None:
-        """Raise ServerError unless the server lets its processes be killed."""
-        try:
-            self.client.post("/demo/kill", {})
-        except ServerError as error:
-            if error.status != 400:  # no process was named
-                raise ServerError(f"no process can be killed: start the server with page=demo; {error}") from error
-
     def run(self, case: Case) -> Case:
         """Ask for all texts in one way, and fill the case in."""
         started, has_begun = time.monotonic(), Event()
@@ -118,7 +114,7 @@ class _Prover:
                 case.differences.append({"request": number, "position": at, **tokens, "error": error and str(error)})
         case.seconds = round(time.monotonic() - started, 3)
         deadline = time.monotonic() + _READY_S
-        while case.killed and not self.client.get("/health")["ready"]:
+        while case.killed and not self.client.get("/health", 503)["ready"]:
             if time.monotonic() > deadline:
                 raise ServerError(f"{self.client.url} is not ready {_READY_S} s after the {case.killed} was killed")
             time.sleep(0.2)

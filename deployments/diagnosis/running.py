@@ -27,7 +27,7 @@ _LOW_ACCEPTANCE = 0.3
 def server_findings(client: Client) -> Iterator[Finding]:
     """Check a server by what it does, which takes seconds, and by what it says."""
     try:
-        health, version = client.get("/health"), client.get("/version")["version"]
+        health, version = client.get("/health", 503), client.get("/version")["version"]
         routers = ", ".join(f"{one['replica']} {one['reason'] or 'is ready'}" for one in health["routers"])
         if not health["ready"]:
             yield Finding("error", "health", f"{health['reason']}; {routers}", "wait, then read the server's log")

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from deployments.cli.chat_session import ChatSession
-from deployments.cli.terminal import CommandError
 from deployments.config import AppConfig
 from tests.deployments.cli.http_stand_in import Request, stand_in
 from tests.deployments.serving import serving
@@ -115,8 +115,22 @@ def test_what_cannot_be_done_is_said_and_changes_nothing(
     with stand_in(Recorder()) as url:
         session = ChatSession(url, None)
         typed(monkeypatch, line)
-        with pytest.raises(CommandError, match=message):
+        with pytest.raises(click.ClickException, match=message):
             session.chat()
         typed(monkeypatch, "good", "/quit", "bad")
         session.chat()
     assert [message["content"] for message in session._messages] == ["good", "yes[b]\t é "]
+
+
+def test_the_model_is_asked_with_the_first_key() -> None:
+    keys = []
+
+    def answer(request: Request) -> None:
+        keys.append(request.headers["Authorization"])
+        request.answer(200, b'{"data": [{"id": "tiny"}]}')
+
+    with stand_in(answer) as url:
+        assert ChatSession(url, "one two")._model == ChatSession(url, None)._model == "tiny"
+    assert keys == ["Bearer one", None]
+    with pytest.raises(click.ClickException, match="`paceline serve` starts a server"):
+        ChatSession(url, None)

@@ -13,7 +13,7 @@ from deployments.cli.commands import app
 from tests.deployments.cli.http_stand_in import stand_in
 
 ROOT = Path(__file__).parents[3]
-COMMANDS = ("serve", "chat", "complete", "pull", "evaluate", "load", "version")
+COMMANDS = ("serve", "chat", "complete", "pull", "evaluate", "load", "version", "doctor", "prove", "replay")
 HELP = """
 import sys
 sys.argv = ["paceline", "--help"]
@@ -45,11 +45,11 @@ def test_a_shell_completes_commands_and_settings(monkeypatch: pytest.MonkeyPatch
 
 def test_serve_hands_on_settings_and_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    told: list[tuple[list[str], str, int]] = []
+    told: list[tuple[dict[str, str], str, int]] = []
     monkeypatch.setattr(serve, "serve_here", lambda *arguments: told.append(arguments))
     for words in (["a=1", "--port", "1", "b=2", "--host", "h", "--demo"], []):
         assert CliRunner().invoke(app, ["serve", *words]).exit_code == 0
-    assert told == [(["a=1", "b=2", "page=demo"], "h", 1), ([], "127.0.0.1", 8000)]
+    assert told == [({"a": "1", "b": "2", "page": "demo"}, "h", 1), ({}, "127.0.0.1", 8000)]
 
 
 def test_complete_hands_on_its_options_and_reads_the_input(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,4 +94,4 @@ def test_an_error_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         with pytest.raises(SystemExit) as ended:
             commands.main()
     assert ended.value.code == 1
-    assert capsys.readouterr().err == "error: the answer is 401: wrong key\n"
+    assert capsys.readouterr().err == f"error: {url}/v1/models: the answer is 401: wrong key\n"

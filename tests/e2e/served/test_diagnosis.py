@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from deployments.cli.commands import app
 from deployments.diagnosis import prove, trial
-from deployments.diagnosis.commands import app
 
 pytestmark = [pytest.mark.e2e, pytest.mark.filterwarnings("ignore")]
 

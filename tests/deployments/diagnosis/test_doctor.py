@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from deployments.cli import commands
 from deployments.config import AppConfig
-from deployments.diagnosis import commands
+from deployments.diagnosis import doctor, http_client
 from deployments.diagnosis.finding import Finding
 from deployments.diagnosis.http_client import Client
 from tests.deployments.diagnosis.fake import FakePaceline
@@ -18,7 +19,7 @@ run = functools.partial(CliRunner().invoke, commands.app)
 
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch, server: FakePaceline, tmp_path: Path) -> None:
-    monkeypatch.setattr(commands, "Client", lambda url, key: server.client if "fake" in url else Client(url, key))
+    monkeypatch.setattr(http_client, "Client", lambda url, key: server.client if "fake" in url else Client(url, key))
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
@@ -72,13 +73,13 @@ def test_a_proof_is_written_checked_and_its_answers_replayed(tmp_path: Path, ser
 
 def test_the_worst_findings_come_first(monkeypatch):
     found = [Finding(level, level, "") for level in ("ok", "warning", "error", "warning")]  # type: ignore[arg-type]
-    monkeypatch.setattr(commands, "machine_findings", lambda _: found)
-    assert [finding.level for finding in commands.worst(AppConfig())] == ["error", "warning"]
+    monkeypatch.setattr(doctor, "machine_findings", lambda _: found)
+    assert [finding.level for finding in doctor.worst(AppConfig())] == ["error", "warning"]
 
 
 def test_the_worst_findings_need_no_torch():
     code = (
-        "import sys; from deployments.diagnosis.commands import worst; from deployments.config import AppConfig;"
+        "import sys; from deployments.diagnosis.doctor import worst; from deployments.config import AppConfig;"
         "worst(AppConfig()); assert 'torch' not in sys.modules"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -40,6 +40,9 @@ class Case:
     is_streamed: bool
     killed: str | None = None
     num_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_cut: int = 0
+    """Streams that ran when the process was killed."""
     seconds: float = 0.0
     differences: list[dict[str, Any]] = field(default_factory=list)
 
@@ -61,7 +64,8 @@ def prove(
     client: Client, texts: Sequence[str], kills: Sequence[str], *, is_full: bool
 ) -> tuple[dict[str, Any], list[Entry]]:
     """Ask for all texts in all ways; return what is to be signed, and the entries for `replay`."""
-    common = {"max_tokens": 128 if is_full else 32, "ignore_eos": True, "return_token_ids": True}
+    num_tokens = 128 if is_full or kills else 32  # a kill takes a moment
+    common = {"max_tokens": num_tokens, "ignore_eos": True, "return_token_ids": True}
     pairs = [(text, temperature) for text in (texts if is_full else texts[:3]) for temperature in TEMPERATURES]
     requests = [common | {"prompt": text, "temperature": t, "seed": seed} for seed, (text, t) in enumerate(pairs)]
     prover = _Prover(client, requests, expected=[])
@@ -71,7 +75,7 @@ def prove(
         except ServerError as error:
             if error.status != 400:  # no process was named
                 raise ServerError(f"no process can be killed: start the server with page=demo; {error}") from error
-    prover.expected = [prover.ask(request | {"speculative": _PLAIN}) for request in requests]
+    prover.expected = [prover.ask(request | {"speculative": _PLAIN})[0] for request in requests]
     answer = prover.entries[0].answer
     k = answer["metrics"]["speculative_decoding"]["num_spec_tokens"]
     finished = list(map(prover.run, cases(k, kills, is_full=is_full)))
@@ -83,7 +87,8 @@ def prove(
         "system_fingerprint": answer["system_fingerprint"],
         "requests": [body | {"token_ids": ids} for body, ids in zip(requests, prover.expected, strict=True)],
         "cases": list(map(asdict, finished)),
-        "all_equal": not any(case.differences for case in finished),
+        "problems": (problems := _problems(finished, prover.expected)),
+        "all_equal": not problems and not any(case.differences for case in finished),
     }
     return proof, prover.entries
 
@@ -100,15 +105,18 @@ class _Prover:
     def run(self, case: Case) -> Case:
         """Ask for all texts in one way, and fill the case in."""
         started, has_begun = time.monotonic(), Event()
-        body = {"speculative": case.speculative} | ({"stream": True} if case.is_streamed else {})
+        stream = {"stream": True, "stream_options": {"include_usage": True}} if case.is_streamed else {}
+        body = {"speculative": case.speculative | {"metrics": "summary"}, **stream}
         with ThreadPoolExecutor(case.num_at_once) as threads:
             waiting = [threads.submit(self.ask, request | body, has_begun.set) for request in self.requests]
             if case.killed and has_begun.wait():
                 self.client.post("/demo/kill", {"process": case.killed})
+                case.num_cut = sum(not answer.done() for answer in waiting)
         for number, (answer, expected) in enumerate(zip(waiting, self.expected, strict=True)):
             error = answer.exception()
-            actual = [] if error else answer.result()
+            actual, num_drafted = ([], 0) if error else answer.result()
             case.num_tokens += len(actual)
+            case.num_draft_tokens += num_drafted
             if (at := first_difference(expected, actual)) is not None:
                 tokens = {"expected": expected[at : at + 1], "actual": actual[at : at + 1]}
                 case.differences.append({"request": number, "position": at, **tokens, "error": error and str(error)})
@@ -120,20 +128,41 @@ class _Prover:
             time.sleep(0.2)
         return case
 
-    def ask(self, body: dict[str, Any], begin: Callable[[], None] = lambda: None) -> list[int]:
-        """Return the tokens of an answer; call `begin` when the first of a stream are there, or it has failed."""
+    def ask(self, body: dict[str, Any], begin: Callable[[], None] = lambda: None) -> tuple[list[int], int]:
+        """Return an answer's tokens and the number of its draft tokens.
+
+        `begin` is called when the first tokens of a stream are there, or it has failed.
+        """
         if not body.get("stream"):
             answer = self.client.post(PATH, body)
             self.entries.append(Entry(path=PATH, body=body, answer=answer))
-            return list(answer["choices"][0]["token_ids"])
+            return list(answer["choices"][0]["token_ids"]), _num_drafted(answer)
         token_ids: list[int] = []
+        last: dict[str, Any] = {}
         try:
-            for event in self.client.stream(PATH, body):
-                token_ids += [token_id for choice in event["choices"] for token_id in choice["token_ids"]]
+            for last in self.client.stream(PATH, body):
+                token_ids += [token_id for choice in last["choices"] for token_id in choice["token_ids"]]
                 begin()
         finally:
             begin()
-        return token_ids
+        return token_ids, _num_drafted(last)
+
+
+def _num_drafted(answer: dict[str, Any]) -> int:
+    return int(answer["metrics"]["speculative_decoding"]["num_draft_tokens"])
+
+
+def _problems(finished: Sequence[Case], expected: Sequence[list[int]]) -> list[str]:
+    """Return why equal texts would prove nothing."""
+    problems = ["the server wrote no tokens"] if not all(expected) else []
+    if not any(case.num_draft_tokens for case in finished):
+        problems.append("the server made no drafts")
+    for case in finished:
+        if case.drafts.startswith("always") and not case.num_draft_tokens:
+            problems.append(f"no drafts where there should be {case.drafts}")
+        if case.killed and not case.num_cut:
+            problems.append(f"no stream ran when the {case.killed} was killed")
+    return list(dict.fromkeys(problems))
 
 
 def sign(proof: dict[str, Any], home: Path) -> dict[str, Any]:
@@ -165,17 +194,19 @@ def page(signed: dict[str, Any]) -> str:
     """Return a proof as a page of Markdown."""
     proof, differing = signed["proof"], []
     total = len(proof["requests"])
+    title = "All texts are equal" if proof["all_equal"] else "; ".join(proof["problems"]) or "Some texts differ"
     lines = [
-        f"# {'All texts are equal' if proof['all_equal'] else 'Some texts differ'}\n",
+        f"# {title}\n",
         f"{proof['model']} at {proof['server']}, Paceline {proof['version']}, `{proof['system_fingerprint']}`, "
         f"{proof['made_at']}. Each row asks for the same {total} texts, at temperatures 0, 0.7 and 1 with fixed "
         "seeds. Every token is compared with plain decoding of one text at a time.\n",
-        "| draft | at once | streamed | killed | equal | tokens | seconds |\n|---|---|---|---|---|---|---|",
+        "| draft | at once | streamed | killed | equal | tokens | drafted | seconds |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for case in proof["cases"]:
         way = f"{case['drafts']} | {case['num_at_once']} | {case['is_streamed']} | {case['killed']}"
         equal = f"{total - len(case['differences'])} of {total}"
-        lines.append(f"| {way} | {equal} | {case['num_tokens']} | {case['seconds']} |")
+        lines.append(f"| {way} | {equal} | {case['num_tokens']} | {case['num_draft_tokens']} | {case['seconds']} |")
         differing += [f"- {way}: `{json.dumps(one)}`" for one in case["differences"]]
     signature = f"\nSigned by `{signed['public_key']}`; `paceline prove --check proof.json` verifies it."
     return "\n".join([*lines, "", *differing[:20], signature, ""])

@@ -20,6 +20,7 @@ class FakePaceline:
         falsified: positions whose tokens are wrong in requests that are streamed, by whether they are.
         length, reason: of rounds whose draft length the request leaves open.
         draft_s, plain_s: seconds of a round with a draft, which brings 3 tokens, and of one without.
+        num_drafted: draft tokens of an answer with drafts.
         demo_status: of /demo/kill without a process.
     """
 
@@ -31,6 +32,7 @@ class FakePaceline:
         self.keys: set[str | None] = set()
         self.lock = threading.Lock()
         self.draft_s, self.plain_s = 2.0, 1.0
+        self.num_drafted = 8
         self.length, self.reason = "4", "goodput"
         self.client = Client("http://fake", "key", transport=httpx.MockTransport(self.answer))
 
@@ -68,12 +70,14 @@ class FakePaceline:
         is_plain = speculative.get("enabled") is False or speculative.get("num_speculative_tokens") == 0
         self.observe(len(ids), has_draft=not is_plain)
         common = {"model": "tiny", "system_fingerprint": self.fingerprint}
+        num_drafted = 0 if is_plain else self.num_drafted
+        metrics = {"speculative_decoding": {"num_spec_tokens": K, "num_draft_tokens": num_drafted}}
         if not body.get("stream"):
             choice = {"index": 0, "text": "".join(map(chr, ids)), "token_ids": ids}
-            metrics = {"speculative_decoding": {"num_spec_tokens": K}}
             return httpx.Response(200, json=common | {"choices": [choice], "metrics": metrics})
         pieces = [ids[first : first + CHUNK] for first in range(0, len(ids), CHUNK)]
         events = [common | {"choices": [{"index": 0, "text": "\u2028", "token_ids": piece}]} for piece in pieces]
+        events += [common | {"choices": [], "metrics": metrics}] if "stream_options" in body else []
         lines = [f"id: 1\ndata: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events]
         return httpx.Response(200, content="".join([": hello\n\n", *lines, "data: [DONE]\n\n"]).encode())
 

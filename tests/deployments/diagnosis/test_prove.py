@@ -3,7 +3,7 @@ import stat
 import click
 import pytest
 
-from deployments.diagnosis.prove import BATCH, KEY_FILE, cases, page, prove, sign, verify
+from deployments.diagnosis.prove import BATCH, KEY_FILE, Case, _problems, cases, page, prove, sign, verify
 from tests.deployments.diagnosis.fake import FakePaceline, K
 
 TEXTS = ["one", "two"]
@@ -26,7 +26,26 @@ def test_equal_texts_are_proved(server: FakePaceline, tmp_path):
     signed = sign(proof, tmp_path)
     verify(signed)
     assert page(signed).startswith("# All texts are equal")
-    assert "| off | 8 | True | None | 6 of 6 | 192 |" in page(signed)
+    assert "| off | 8 | True | None | 6 of 6 | 192 | 0 |" in page(signed)
+    assert "| always 4 | 8 | True | None | 6 of 6 | 192 | 48 |" in page(signed)
+
+
+def test_equal_texts_without_drafts_prove_nothing(server: FakePaceline, tmp_path):
+    server.num_drafted = 0
+    proof, _ = prove(server.client, TEXTS, (), is_full=False)
+    assert not proof["all_equal"]
+    assert not any(case["differences"] for case in proof["cases"])
+    assert page(sign(proof, tmp_path)).startswith(
+        "# the server made no drafts; no drafts where there should be always 1"
+    )
+
+
+def test_a_kill_under_no_stream_proves_nothing():
+    case = Case("server's", {}, BATCH, is_streamed=True, killed="draft", num_draft_tokens=9)
+    assert _problems([case], [[1]]) == ["no stream ran when the draft was killed"]
+    case.num_cut = 1
+    assert _problems([case], [[1]]) == []
+    assert _problems([case], [[1], []]) == ["the server wrote no tokens"]
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -61,7 +61,7 @@ class EventId:
         stage: o, it is one of those that begin the stream; c, that end it; s, of those between.
         num_done: the events of its group up to this one.
         sent: what was sent of each choice before its group.
-        group: the choice of its group, and what is sent of it after the group; None for the group's last event.
+        group: a choice, and what is sent of it after the group; None after the group, and where it is of all choices.
     """
 
     reply_id: str

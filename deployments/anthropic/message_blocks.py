@@ -16,14 +16,7 @@ from deployments.openai.conversation_fields import (
     message_of,
 )
 from deployments.openai.tools import PastCall, PastFunction
-from deployments.openai.types import JsonObject, RequestModel
-
-
-class Cacheable(RequestModel):
-    """What a client may ask to be cached."""
-
-    cache_control: dict[str, Any] | None = None
-    """Accepted and ignored: prefixes stay cached until their room is needed."""
+from deployments.openai.types import Cacheable, JsonObject, RequestModel
 
 
 class ToolResultBlock(Cacheable):
@@ -84,15 +77,15 @@ def conversation(turns: Sequence[InputTurn | AnswerTurn]) -> list[ChatMessage]:
         elif isinstance(turn, AnswerTurn):
             messages.append(_answer(turn.content))
         else:
-            for _, run in groupby(turn.content, type):
-                blocks = list(run)
-                texts = [block for block in blocks if isinstance(block, TextPart)]
-                messages += [message_of(turn.role, texts)] if texts else map(_result, blocks)
+            for kind, run in groupby(turn.content, type):
+                blocks: list[Any] = list(run)
+                if kind is TextPart:
+                    messages.append(message_of(turn.role, blocks))
+                    continue
+                for block in blocks:
+                    content = block.content or ""
+                    messages.append(ToolMessage(role="tool", tool_call_id=block.tool_use_id, content=content))
     return messages
-
-
-def _result(block: Any) -> ToolMessage:
-    return ToolMessage(role="tool", tool_call_id=block.tool_use_id, content=block.content or "")
 
 
 def _answer(blocks: Sequence[RequestModel]) -> AssistantMessage:

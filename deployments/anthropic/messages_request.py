@@ -4,13 +4,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from deployments.anthropic.message_blocks import Cacheable, Turn, conversation
+from deployments.anthropic.message_blocks import Turn, conversation
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.openai.conversation_fields import MAX_MESSAGES, AssistantMessage, Content, ReasoningEffort, message_of
 from deployments.openai.sampling_fields import CommonRequest
 from deployments.openai.structured_output import JsonSchema, JsonSchemaFormat
 from deployments.openai.tools import ChosenFunction, Function, Tool, ToolChoice
-from deployments.openai.types import MAX_KEYS, WHOLE, JsonObject, Name, RequestModel, StopString, at_most
+from deployments.openai.types import MAX_KEYS, WHOLE, Cacheable, JsonObject, Name, RequestModel, StopString, at_most
 from engine.errors import RequestError
 
 BILLING_HEADER = "x-anthropic-billing-header:"
@@ -102,7 +102,7 @@ class CountTokensRequest(Cacheable):
 
     def to_chat(self) -> ChatCompletionRequest:
         """Return the equivalent chat completion request; raise RequestError if it has too many messages."""
-        messages, system, config = conversation(self.messages), self.system, self.output_config or OutputConfig()
+        messages, system, output = conversation(self.messages), self.system, self.output_config or OutputConfig()
         if isinstance(system, list):
             system = [part for part in system if not part.text.startswith(BILLING_HEADER)]
         if system:
@@ -114,6 +114,7 @@ class CountTokensRequest(Cacheable):
             Function(name=tool.name, description=tool.description, parameters=tool.input_schema)
             for tool in self.tools or []
         ]
+        schema = JsonSchema(name="output", schema=output.format.schema_) if output.format else None
         is_begun = isinstance(messages[-1], AssistantMessage)
         return ChatCompletionRequest(
             messages=messages,
@@ -123,12 +124,8 @@ class CountTokensRequest(Cacheable):
             add_generation_prompt=not is_begun,
             continue_final_message=is_begun,
             chat_template_kwargs={"enable_thinking": self.thinking.type != "disabled"} if self.thinking else None,
-            reasoning_effort=config.effort,
-            response_format=None
-            if config.format is None
-            else JsonSchemaFormat(
-                type="json_schema", json_schema=JsonSchema(name="output", schema=config.format.schema_)
-            ),
+            reasoning_effort=output.effort,
+            response_format=JsonSchemaFormat(type="json_schema", json_schema=schema) if schema else None,
         )
 
     def _tool_choice(self) -> Literal["none", "auto", "required"] | ToolChoice | None:
@@ -159,6 +156,5 @@ class MessagesRequest(CountTokensRequest, CommonRequest):
     def to_chat(self) -> ChatCompletionRequest:
         """Return the equivalent chat completion request; raise RequestError for too many messages, or a trace."""
         self.refuse_trace()
-        shared = {name: getattr(self, name) for name in CommonRequest.model_fields}
-        update = {**shared, "max_tokens": self.max_tokens, "stop": self.stop_sequences}
-        return super().to_chat().model_copy(update=update)
+        shared = {name: getattr(self, name) for name in (*CommonRequest.model_fields, "max_tokens")}
+        return super().to_chat().model_copy(update={**shared, "stop": self.stop_sequences})

@@ -22,12 +22,11 @@ from engine.protocols import RequestOutput, RoundTrace
 HEADER = "Last-Event-ID"
 LastEventId = Annotated[str | None, Header()]
 """The id of the last event that a client received of a stream."""
+_AMOUNT = r"\d{1,9}\.\d{1,9}f?"
 _ID = re.compile(
-    r"(?P<reply>[a-z]+[-_][0-9a-f]{32}):(?P<created>\d{1,12}):(?P<seed>\d{1,19}):(?P<digest>[0-9a-f]{12})"
-    r":(?P<events>\d{1,9}):(?P<stage>[ocs])(?P<done>\d{1,9}):(?P<sent>[\d.f,]{3,8192})"
-    r"(\+(?P<choice>\d{1,3})=(?P<until>[\d.f]+))?"
+    r"([a-z]+[-_][0-9a-f]{32}):(\d{1,12}):(\d{1,19}):([0-9a-f]{12}):(\d{1,9}):([ocs])(\d{1,9})"
+    rf":({_AMOUNT}(?:,{_AMOUNT})*)(?:\+(\d{{1,3}})=({_AMOUNT}))?"
 )
-_SENT = re.compile(r"(\d{1,9})\.(\d{1,9})(f?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,58 +53,49 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """What an answer must have in common with the one that it continues."""
+class EventId:
+    """The id of an event: the facts that a continued answer keeps, and the event's place in the stream.
+
+    Attributes:
+        num_events: the events up to this one, 0 before the first.
+        stage: o, it is one of those that begin the stream; c, that end it; s, of those between.
+        num_done: the events of its group up to this one.
+        sent: what was sent of each choice before its group.
+        group: a choice, and what is sent of it after the group; None after the group, and where it is of all choices.
+    """
 
     reply_id: str
     created: int
     seed: int
     digest: str
-
-    def __str__(self) -> str:
-        return f"{self.reply_id}:{self.created}:{self.seed}:{self.digest}"
-
-
-@dataclass(frozen=True, slots=True)
-class LastEvent:
-    """The place of an event in its stream.
-
-    Attributes:
-        stage: o, it is one of those that begin the stream; c, that end it; s, of those between.
-        sent: what was sent of each choice before the group of events that it belongs to.
-        choice: the choice that the group brings to `until`, if it is of one.
-        num_done: the events of this group up to this one.
-    """
-
-    stage: str
-    sent: tuple[Sent, ...]
-    choice: int | None = None
-    until: Sent = Sent()
+    num_events: int = 0
+    stage: str = "o"
     num_done: int = 0
+    sent: tuple[Sent, ...] = ()
+    group: tuple[int, Sent] | None = None
 
     def __str__(self) -> str:
-        group = "" if self.choice is None else f"+{self.choice}={self.until}"
-        return f"{self.stage}{self.num_done}:{','.join(map(str, self.sent))}{group}"
+        answer = f"{self.reply_id}:{self.created}:{self.seed}:{self.digest}"
+        group = f"+{self.group[0]}={self.group[1]}" if self.group else ""
+        return f"{answer}:{self.num_events}:{self.stage}{self.num_done}:{','.join(map(str, self.sent))}{group}"
 
 
-def read_id(text: str, num_choices: int) -> tuple[Answered, int, LastEvent]:
-    """Return what an event's id says: the answer, the events sent up to it, and its place among them.
-
-    Raises RequestError if no stream of so many choices has such an event.
-    """
-    match = _ID.fullmatch(text)
-    sent = [_SENT.fullmatch(part) for part in match["sent"].split(",")] if match else []
-    until = _SENT.fullmatch(match["until"] or "0.0") if match else None
-    choice = int(match["choice"]) if match and match["choice"] else None
-    if match is None or None in sent or until is None or len(sent) != num_choices or (choice or 0) >= num_choices:
-        raise RequestError(f"{HEADER} is {text[:80]!r}, which is no id of an event of such a stream", HEADER)
-    place = LastEvent(match["stage"], tuple(map(_sent, filter(None, sent))), choice, _sent(until), int(match["done"]))
-    answered = Answered(match["reply"], int(match["created"]), int(match["seed"]), match["digest"])
-    return answered, int(match["events"]), place
+def read_id(text: str, num_choices: int) -> EventId:
+    """Return an event's id; raise RequestError if no stream of so many choices has such an event."""
+    if match := _ID.fullmatch(text):
+        reply_id, created, seed, digest, num_events, stage, num_done, amounts, choice, until = match.groups()
+        sent = tuple(map(_sent, amounts.split(",")))
+        group = (int(choice), _sent(until)) if choice else None
+        if len(sent) == num_choices and (group is None or group[0] < num_choices):
+            return EventId(
+                reply_id, int(created), int(seed), digest, int(num_events), stage, int(num_done), sent, group
+            )
+    raise RequestError(f"{HEADER} is {text[:80]!r}, which is no id of an event of such a stream", HEADER)
 
 
-def _sent(match: re.Match[str]) -> Sent:
-    return Sent(int(match[1]), int(match[2]), bool(match[3]))
+def _sent(text: str) -> Sent:
+    num_tokens, num_chars = text.removesuffix("f").split(".")
+    return Sent(int(num_tokens), int(num_chars), text.endswith("f"))
 
 
 class EventIds:
@@ -115,68 +105,61 @@ class EventIds:
         num_events: events sent so far, on earlier connections, too.
     """
 
-    def __init__(
-        self, answered: Answered | None, num_choices: int, *, num_events: int = 0, last: LastEvent | None = None
-    ) -> None:
-        """Begin a stream, or continue it after `num_events` events; without `answered`, events get no ids."""
-        self._answered, self._last = answered, last
+    def __init__(self, event_id: EventId | None, num_choices: int, *, is_continued: bool = False) -> None:
+        """Begin a stream, or continue it after the event with this id; without an id, events get none."""
+        self._id, self._last = event_id, event_id if is_continued else None
         self._sent = [Sent()] * num_choices
-        self._held: list[list[RequestOutput]] = [[] for _ in range(num_choices)]
-        self._is_behind = [last is not None] * num_choices
-        self.num_events = num_events - (0 if last is None else last.num_done)
+        self._held: list[list[RequestOutput] | None] = [[] if is_continued else None for _ in range(num_choices)]
+        """The rounds of each choice that has not reached the last event."""
+        self.num_events = self._last.num_events - self._last.num_done if self._last else 0
 
     def opening(self, events: str) -> str:
         """Return what is left to send of the events before the first tokens."""
         if self._last is not None and self._last.stage != "o":
             return ""
-        return self._stage("o", events)
+        return self._label(events, "o", tuple(self._sent))
 
     def closing(self, events: str) -> str:
         """Return what is left to send of the events after the last tokens."""
-        return self._stage("c", events)
+        return self._label(events, "c", tuple(self._sent))
 
     def pieces(self, choice: int, rounds: list[RequestOutput]) -> list[list[RequestOutput]]:
         """Return the rounds to write, cut where the last event was; none while that has not been reached."""
-        last = self._last
-        if last is None or not self._is_behind[choice]:
+        last, held = self._last, self._held[choice]
+        if last is None or held is None:
             return [rounds]
-        held = self._held[choice]
         held += rounds
         sent = last.sent[choice]
-        until = last.until if last.choice == choice else sent
+        until = last.group[1] if last.group and last.group[0] == choice else sent
         if not Sent().plus(held).reaches(until):
             return []
-        self._is_behind[choice] = False
+        self._held[choice] = None
         piece, rest = _split(held, until)
-        head, piece = _split(piece, sent)
-        return [part for part in (head, piece, rest) if part]
+        return [part for part in (*_split(piece, sent), rest) if part]
 
     def piece(self, choice: int, rounds: list[RequestOutput], events: str) -> str:
         """Return what is left to send of the events of a piece."""
         last, before = self._last, tuple(self._sent)
         after = self._sent[choice] = before[choice].plus(rounds)
-        num_done = 0
-        if last is not None:
-            if last.sent[choice].reaches(after):
-                return ""
-            num_done = last.num_done if last.choice == choice and after == last.until else 0
-        return self._label(events, num_done, LastEvent("s", before, choice, after), LastEvent("s", tuple(self._sent)))
+        if last is not None and last.sent[choice].reaches(after):
+            return ""
+        return self._label(events, "s", before, (choice, after))
 
-    def _stage(self, stage: str, events: str) -> str:
-        num_done = self._last.num_done if self._last is not None and self._last.stage == stage else 0
-        return self._label(events, num_done, LastEvent(stage, tuple(self._sent)))
-
-    def _label(self, text: str, num_done: int, place: LastEvent, end: LastEvent | None = None) -> str:
-        """Return the events after the first `num_done`, with ids at `place`; that of the last one is at `end`."""
-        if self._answered is None:
+    def _label(self, text: str, stage: str, sent: tuple[Sent, ...], group: tuple[int, Sent] | None = None) -> str:
+        """Return the events of a group that the client does not have, with ids; `sent` is from before the group."""
+        if self._id is None:
             return text
+        last = self._last
+        num_done = last.num_done if last and (last.stage, last.group) == (stage, group) else 0
         events, labelled = text.split("\n\n")[:-1], []
         for number, event in enumerate(events, 1):
             self.num_events += 1
             if number <= num_done:
                 continue
-            here = replace(place, num_done=number) if end is None or number < len(events) else end
-            labelled.append(f"{event}\nid: {self._answered}:{self.num_events}:{here}\n\n")
+            place = replace(self._id, num_events=self.num_events, stage=stage, num_done=number, sent=sent, group=group)
+            if group and number == len(events):
+                place = replace(place, num_done=0, sent=tuple(self._sent), group=None)
+            labelled.append(f"{event}\nid: {place}\n\n")
         return "".join(labelled)
 
 
@@ -192,18 +175,18 @@ def event_ids(
         RequestError: the stream cannot be continued after `last_event_id`.
     """
     reply, num_choices = writer.reply, len(writer.choices)
-    answered = Answered(reply.id, reply.created, secrets.randbits(63), _digest(reply, params))
+    answer = EventId(reply.id, reply.created, secrets.randbits(63), _digest(reply, params))
     if last_event_id is None:
-        return EventIds(answered if is_seeded and writer.request.stream else None, num_choices), answered.seed
+        return EventIds(answer if is_seeded and writer.request.stream else None, num_choices), answer.seed
     if not writer.request.stream:
         raise RequestError(f"{HEADER} is only allowed with stream", HEADER)
     if not is_seeded:
         raise RequestError(f"{HEADER} needs the coupled rule: with this server's, a repeated text differs", HEADER)
-    continued, num_events, place = read_id(last_event_id, num_choices)
-    if continued.digest != answered.digest:
+    last = read_id(last_event_id, num_choices)
+    if last.digest != answer.digest:
         raise RequestError(f"{HEADER} is of another request, or of a server that writes other texts", HEADER)
-    writer.reply = replace(reply, id=continued.reply_id, created=continued.created)
-    return EventIds(continued, num_choices, num_events=num_events, last=place), continued.seed
+    writer.reply = replace(reply, id=last.reply_id, created=last.created)
+    return EventIds(last, num_choices, is_continued=True), last.seed
 
 
 def _digest(reply: Reply, params: SamplingParams) -> str:

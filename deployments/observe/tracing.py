@@ -89,8 +89,7 @@ def note_answer(writer: Writer) -> None:
 
 def note_resubmission(reason: str, num_tokens: int) -> None:
     """Add to the current span, if there is one, that another Router gets the request, after some tokens."""
-    if (span := get_current_span()).is_recording():
-        span.add_event("resubmission", {"reason": reason, "tokens": num_tokens})
+    get_current_span().add_event("resubmission", {"reason": reason, "tokens": num_tokens})
 
 
 class TracedStats(RequestStats):

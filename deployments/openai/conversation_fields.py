@@ -5,19 +5,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter
 
 from deployments.openai.tools import PastCall, Tool, ToolChoice
-from deployments.openai.types import JsonObject, Name, RequestModel
+from deployments.openai.types import Cacheable, JsonObject, Name, RequestModel
 from engine.errors import RequestError
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class TextPart(RequestModel):
+class TextPart(Cacheable):
     """A piece of a message's text."""
 
     type: Literal["text"]
     text: str
-    cache_control: dict[str, Any] | None = None
-    """Accepted and ignored: prefixes stay cached until their room is needed."""
 
 
 Content = str | Annotated[list[TextPart], Field(min_length=1)]
@@ -28,14 +26,12 @@ def text_of(content: Content | None) -> str:
     return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
-class Message(RequestModel):
+class Message(Cacheable):
     """What messages of all roles share: text, or parts of text. Other parts (images, audio) are refused."""
 
     content: Content | None
     name: Name | None = None
     """The speaker's name, for chat templates that show it."""
-    cache_control: dict[str, Any] | None = None
-    """Accepted and ignored: prefixes stay cached until their room is needed."""
     provider_specific_fields: dict[str, Any] | None = None
     """Accepted and ignored: LiteLLM sends it back with earlier answers."""
 

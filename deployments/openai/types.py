@@ -127,6 +127,13 @@ class RequestModel(BaseModel):
         return {key: value for key, value in data.items() if value is not None or key in cls.model_fields}
 
 
+class Cacheable(RequestModel):
+    """What a client may ask to be cached."""
+
+    cache_control: dict[str, Any] | None = None
+    """Accepted and ignored: prefixes stay cached until their room is needed."""
+
+
 class ResponseModel(BaseModel):
     """A JSON object for a client."""
 

@@ -116,8 +116,7 @@ class Answer(StreamingResponse):
         by_choice: dict[int, list[RequestOutput]] = {}
         for output in outputs:
             by_choice.setdefault(choice_index(output.request_id), []).append(output)
-        pieces = ((index, piece) for index, rounds in by_choice.items() for piece in self._ids.pieces(index, rounds))
-        return "".join(self._piece(index, piece) for index, piece in pieces)
+        return "".join(self._piece(index, rounds) for index, rounds in self._ids.pieces(by_choice))
 
     def _piece(self, index: int, rounds: list[RequestOutput]) -> str:
         choice = self._writer.choices[index]

@@ -7,8 +7,9 @@ header `Last-Event-ID`; the text is computed again, and sent from the event afte
 import hashlib
 import re
 import secrets
+import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -22,7 +23,10 @@ from engine.protocols import RequestOutput, RoundTrace
 HEADER = "Last-Event-ID"
 LastEventId = Annotated[str | None, Header()]
 """The id of the last event that a client received of a stream."""
-_AMOUNT = r"\d{1,9}\.\d{1,9}f?"
+MAX_CHOICES = 32
+"""Events of streams of more choices have no ids, which would grow with them."""
+DIFFERS = "the text that was computed again differs from the one sent before; send the request without " + HEADER
+_AMOUNT = r"\d{1,9}\.\d{1,9}\.\d{1,10}f?"
 _ID = re.compile(
     r"([a-z]+[-_][0-9a-f]{32}):(\d{1,12}):(\d{1,19}):([0-9a-f]{12}):(\d{1,9}):([ocs])(\d{1,9})"
     rf":({_AMOUNT}(?:,{_AMOUNT})*)(?:\+(\d{{1,3}})=({_AMOUNT}))?"
@@ -31,25 +35,27 @@ _ID = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """How much of a choice was sent: tokens, characters, and whether its end was."""
+    """How much of a choice was sent: tokens, characters, a checksum of the tokens, and whether its end was."""
 
     num_tokens: int = 0
     num_chars: int = 0
+    checksum: int = 0
     is_finished: bool = False
 
     def plus(self, rounds: Sequence[RequestOutput]) -> "Sent":
         """Return what is sent after further rounds."""
-        num_tokens = self.num_tokens + sum(len(output.token_ids) for output in rounds)
+        token_ids = [token_id for output in rounds for token_id in output.token_ids]
         num_chars = self.num_chars + sum(len(output.text) for output in rounds)
+        checksum = zlib.crc32(array("q", token_ids), self.checksum)
         has_end = any(output.finish_reason is not None for output in rounds)
-        return Sent(num_tokens, num_chars, self.is_finished or has_end)
+        return Sent(self.num_tokens + len(token_ids), num_chars, checksum, self.is_finished or has_end)
 
     def reaches(self, goal: "Sent") -> bool:
         """Return whether this is at least as much."""
         return self.num_tokens >= goal.num_tokens and self.is_finished >= goal.is_finished
 
     def __str__(self) -> str:
-        return f"{self.num_tokens}.{self.num_chars}{'f' if self.is_finished else ''}"
+        return f"{self.num_tokens}.{self.num_chars}.{self.checksum}{'f' if self.is_finished else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +100,8 @@ def read_id(text: str, num_choices: int) -> EventId:
 
 
 def _sent(text: str) -> Sent:
-    num_tokens, num_chars = text.removesuffix("f").split(".")
-    return Sent(int(num_tokens), int(num_chars), text.endswith("f"))
+    num_tokens, num_chars, checksum = map(int, text.removesuffix("f").split("."))
+    return Sent(num_tokens, num_chars, checksum, text.endswith("f"))
 
 
 class EventIds:
@@ -109,8 +115,12 @@ class EventIds:
         """Begin a stream, or continue it after the event with this id; without an id, events get none."""
         self._id, self._last = event_id, event_id if is_continued else None
         self._sent = [Sent()] * num_choices
-        self._held: list[list[RequestOutput] | None] = [[] if is_continued else None for _ in range(num_choices)]
-        """The rounds of each choice that has not reached the last event."""
+        self._goals = list(self._last.sent) if self._last else []
+        """What each choice must reach again before anything is sent; empty once all have."""
+        if self._last and self._last.group:
+            self._goals[self._last.group[0]] = self._last.group[1]
+        self._held: list[list[RequestOutput]] = [[] for _ in self._goals]
+        self._reached = [Sent() for _ in self._goals]
         self.num_events = self._last.num_events - self._last.num_done if self._last else 0
 
     def opening(self, events: str) -> str:
@@ -120,22 +130,36 @@ class EventIds:
         return self._label(events, "o", tuple(self._sent))
 
     def closing(self, events: str) -> str:
-        """Return what is left to send of the events after the last tokens."""
+        """Return what is left to send of the events after the last tokens; raise RequestError as `pieces` does."""
+        if self._goals:
+            raise RequestError(DIFFERS, HEADER)
         return self._label(events, "c", tuple(self._sent))
 
-    def pieces(self, choice: int, rounds: list[RequestOutput]) -> list[list[RequestOutput]]:
-        """Return the rounds to write, cut where the last event was; none while that has not been reached."""
-        last, held = self._last, self._held[choice]
-        if last is None or held is None:
-            return [rounds]
-        held += rounds
-        sent = last.sent[choice]
-        until = last.group[1] if last.group and last.group[0] == choice else sent
-        if not Sent().plus(held).reaches(until):
+    def pieces(self, by_choice: Mapping[int, list[RequestOutput]]) -> list[tuple[int, list[RequestOutput]]]:
+        """Return the choices' rounds to write, cut where the last event was; none until all choices are there again.
+
+        Raises:
+            RequestError: the text computed again is another one; a near-tie may have tipped on another processor.
+        """
+        last, goals = self._last, self._goals
+        if last is None or not goals:
+            return list(by_choice.items())
+        for choice, rounds in by_choice.items():
+            self._held[choice] += rounds
+            self._reached[choice] = self._reached[choice].plus(rounds)
+        if not all(reached.reaches(goal) for reached, goal in zip(self._reached, goals, strict=True)):
             return []
-        self._held[choice] = None
-        piece, rest = _split(held, until)
-        return [part for part in (*_split(piece, sent), rest) if part]
+        self._goals = []
+        parts: list[list[tuple[int, list[RequestOutput]]]] = [[], [], []]
+        for choice, (held, goal, sent) in enumerate(zip(self._held, goals, last.sent, strict=True)):
+            piece, rest = _split(held, goal)
+            head, piece = _split(piece, sent)
+            if Sent().plus(head) != sent or sent.plus(piece) != goal:
+                raise RequestError(DIFFERS, HEADER)
+            for part, rounds in zip(parts, (head, piece, rest), strict=True):
+                part += [(choice, rounds)] if rounds else []
+        self._held.clear()
+        return [*parts[0], *parts[1], *parts[2]]
 
     def piece(self, choice: int, rounds: list[RequestOutput], events: str) -> str:
         """Return what is left to send of the events of a piece."""
@@ -177,7 +201,8 @@ def event_ids(
     reply, num_choices = writer.reply, len(writer.choices)
     answer = EventId(reply.id, reply.created, secrets.randbits(63), _digest(reply, params))
     if last_event_id is None:
-        return EventIds(answer if is_seeded and writer.request.stream else None, num_choices), answer.seed
+        has_ids = is_seeded and writer.request.stream and num_choices <= MAX_CHOICES
+        return EventIds(answer if has_ids else None, num_choices), answer.seed
     if not writer.request.stream:
         raise RequestError(f"{HEADER} is only allowed with stream", HEADER)
     if not is_seeded:
@@ -211,12 +236,10 @@ def _split(rounds: list[RequestOutput], end: Sent) -> tuple[list[RequestOutput],
 
 def _cut(output: RequestOutput, num_tokens: int, num_chars: int) -> tuple[RequestOutput, RequestOutput]:
     """Return a round as two; the second has its figures, its end and what is left of its draft."""
-    num_accepted = max(0, output.num_accepted_tokens - num_tokens)
     first_trace = second_trace = output.trace
     if output.trace is not None:
-        texts, draft = output.trace.texts, output.trace.draft_token_ids[output.num_accepted_tokens - num_accepted :]
-        first_trace = RoundTrace(texts[:num_tokens], 0, [], [])
-        second_trace = RoundTrace(texts[num_tokens:], num_accepted, draft, list(range(-1, len(draft) - 1)))
+        first_trace = RoundTrace(output.trace.texts[:num_tokens], [], [], [])
+        second_trace = _rest(output.trace, num_tokens)
     logprobs = output.logprobs
     first = replace(
         output,
@@ -236,7 +259,23 @@ def _cut(output: RequestOutput, num_tokens: int, num_chars: int) -> tuple[Reques
         text=output.text[num_chars:],
         logprobs=logprobs and logprobs[num_tokens:],
         prompt_logprobs=output.prompt_logprobs if num_tokens == 0 else None,
-        num_accepted_tokens=num_accepted,
+        num_accepted_tokens=max(0, output.num_accepted_tokens - num_tokens),
         trace=second_trace,
     )
     return first, second
+
+
+def _rest(trace: RoundTrace, num_tokens: int) -> RoundTrace:
+    """Return what is left of a round after some of its tokens: of the draft, what is below the last of them."""
+    texts, path = trace.texts[num_tokens:], trace.path
+    if num_tokens > len(path):
+        return RoundTrace(texts, [], [], [])
+    places = {path[num_tokens - 1] if num_tokens else -1: -1}
+    for node, parent in enumerate(trace.parents):
+        if parent in places:
+            places[node] = len(places) - 1
+    nodes = list(places)[1:]
+    draft = [trace.draft_token_ids[node] for node in nodes]
+    return RoundTrace(
+        texts, [places[node] for node in path[num_tokens:]], draft, [places[trace.parents[node]] for node in nodes]
+    )

@@ -14,6 +14,9 @@ from engine.protocols import RequestOutput, RoundTrace, TokenLogprobs
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
+PredictionCounts = dict[Literal["accepted_prediction_tokens", "rejected_prediction_tokens"], int]
+
+
 class Usage(ResponseModel):
     """Token counts of a request."""
 
@@ -21,9 +24,7 @@ class Usage(ResponseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[Literal["cached_tokens"], int]
-    completion_tokens_details: dict[Literal["accepted_prediction_tokens", "rejected_prediction_tokens"], int] | None = (
-        None
-    )
+    completion_tokens_details: PredictionCounts | None = None
     """Predicted tokens that were drafted and accepted, and those that the choices lack; with a prediction only."""
 
 
@@ -203,7 +204,7 @@ class Writer(ABC):
             prompt_tokens_details={"cached_tokens": cached_tokens},
         )
 
-    def _prediction_details(self) -> dict[str, int]:
+    def _prediction_details(self) -> PredictionCounts:
         predicted = Counter(self.reply.predicted_token_ids)
         return {
             "accepted_prediction_tokens": sum(choice.num_predicted for choice in self.choices),

@@ -1,6 +1,7 @@
 """A stream can be continued after each of its events, and its text is then the whole stream's."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import httpx
 import pytest
 
 from deployments.config import AppConfig
-from deployments.ingress.event_ids import HEADER, read_id
+from deployments.ingress.event_ids import HEADER, MAX_CHOICES, _rest, read_id
 from engine.errors import RequestError
+from engine.protocols import RoundTrace
 from tests.deployments.conftest import client_of, make_app, make_client
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import GREEDY
@@ -103,6 +105,44 @@ async def check_all_events(client: httpx.AsyncClient, name: str) -> None:
         if name == "responses":
             numbers = [json.loads(data)["sequence_number"] for data, _ in whole[:count] + rest]
             assert numbers == list(range(len(numbers)))
+
+
+@pytest.mark.parametrize("name", ["two choices", "a call", "responses"])
+async def test_a_stream_may_be_continued_twice(name: str, routers: LocalRouters, tmp_path: Path) -> None:
+    async with client_of(HERMES, routers, tmp_path) as client:
+        whole = await stream(client, name)
+        first = len(whole) // 3
+        rest = await stream(client, name, whole[first - 1][1])
+        for count in (1, len(rest) // 2, len(rest) - 1):
+            last = await stream(client, name, rest[count - 1][1])
+            assert texts(whole[:first] + rest[:count] + last) == texts(whole), rest[count - 1][1]
+
+
+async def test_a_text_that_differs_is_an_error_and_not_a_splice(client: httpx.AsyncClient) -> None:
+    whole = await stream(client, "trace")
+    event_id = whole[len(whole) // 2][1]
+    wrong = re.sub(r"\.(\d+)(?=/|$|\+)", lambda match: f".{int(match[1]) ^ 1}", event_id)
+    assert wrong != event_id
+    path, body = STREAMS["trace"]
+    response = await client.post(f"/v1/{path}", json={"stream": True, **body}, headers={HEADER: wrong})
+    assert "differs from the one sent before" in response.text
+    too_far = re.sub(r":(\d+)\.(\d+)\.(\d+)$", ":400.2.3", event_id)
+    assert too_far != event_id
+    response = await client.post(f"/v1/{path}", json={"stream": True, **body}, headers={HEADER: too_far})
+    assert "differs from the one sent before" in response.text
+
+
+async def test_many_choices_have_no_ids(client: httpx.AsyncClient) -> None:
+    body = {"prompt": ["a"] * (MAX_CHOICES + 1), "max_tokens": 1, "stream": True}
+    assert "id: " not in (await client.post("/v1/completions", json=body)).text
+
+
+def test_what_is_left_of_a_tree_is_below_the_last_token_that_was_sent() -> None:
+    trace = RoundTrace(["a", "b", "c"], [1, 3], [5, 7, 8, 9], [-1, -1, 0, 1])
+    assert _rest(trace, 0) == trace
+    assert _rest(trace, 1) == RoundTrace(["b", "c"], [0], [9], [-1])
+    assert _rest(trace, 2) == RoundTrace(["c"], [], [], [])
+    assert _rest(trace, 3) == RoundTrace([], [], [], [])
 
 
 async def test_another_ingress_continues_a_stream_whose_rounds_were_others(

@@ -142,7 +142,10 @@ class CountTokensRequest(Cacheable):
 class MessagesRequest(CountTokensRequest, CommonRequest):
     """The body of /v1/messages."""
 
-    CHAT_FIELDS: ClassVar = {"response_format.json_schema.schema": "output_config.format.schema"}
+    CHAT_FIELDS: ClassVar = {
+        "response_format.json_schema.schema": "output_config.format.schema",
+        "stop": "stop_sequences",
+    }
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**31), WHOLE]
     """Tokens to generate at most."""

@@ -16,6 +16,11 @@ HELP = """/speculation on|off|N   draft tokens: as many as the server has, none,
 /reset                  forget the conversation
 /quit                   leave, as Ctrl-D does; Ctrl-C stops an answer"""
 
+VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
+    range(0x7F, 0xA0), "\ufffd"
+)
+"""Signs in place of control characters, with which a text could command a terminal."""
+
 
 class ChatSession:
     """A conversation with one server; `fields` are sampling fields, those that are None are left to the server."""
@@ -103,8 +108,9 @@ class ChatSession:
                 piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
                 text += piece
                 for part, style in colours.add(piece, choice.get("rounds") or ()):
-                    # The console itself would replace tabs.
-                    self._console.file.write(Style.parse(style).render(part) if self._has_colours else part)
+                    # The console itself would replace tabs. A model must not send commands to the terminal.
+                    shown = part.translate(VISIBLE) if self._console.is_terminal else part
+                    self._console.file.write(Style.parse(style).render(shown) if self._has_colours else shown)
                 self._console.file.flush()
         self._console.print()
         if self._console.is_terminal:

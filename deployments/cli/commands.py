@@ -233,8 +233,9 @@ def replay(
 def _diagnosis() -> AbstractContextManager[None]:
     """Return the context of a diagnosis, whose errors exit with 2: 1 is a finding or a difference."""
     from deployments.cli.terminal import one_line_errors
+    from engine.errors import PacelineError
 
-    return one_line_errors(2, click.ClickException, OSError, json.JSONDecodeError)
+    return one_line_errors(2, click.ClickException, PacelineError, OSError, ValueError)
 
 
 def main() -> None:

@@ -10,6 +10,8 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from engine.config import PairConfig
+from engine.errors import ModelError
+from engine.models.registry import open_model
 from engine.models.source import HUB_FILES
 
 
@@ -38,11 +40,15 @@ def _download(name: str, token: str | None) -> Path:
             "it does not exist, is private, or asks to accept its terms: log in by `hf auth login`, or pass --token"
         )
         raise click.ClickException(f"the hub gives you no model {name}: {reason}") from error
-    except (OSError, ValueError) as error:
+    except ValueError as error:
+        raise click.ClickException(f"{name} is no name of a model on the hub: {error}") from error
+    except OSError as error:
         reason = " ".join(str(error).split())
         raise click.ClickException(
             f"cannot download {name}; the same command continues where it was: {reason}"
         ) from error
-    if not any(folder.glob("*.safetensors")):
-        raise click.ClickException(f"{name} has no safetensors files, the only weights that are read")
+    try:
+        open_model(model).weight_files  # noqa: B018 - raises if some are missing
+    except ModelError as error:  # or the hub could not be reached, and a part was there
+        raise click.ClickException(f"{error}; only safetensors files are read") from error
     return folder

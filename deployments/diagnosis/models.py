@@ -14,7 +14,7 @@ from engine.drafting.registry import check_kinds
 from engine.errors import ModelError
 from engine.execution.memory import plan_kv_blocks
 from engine.models.registry import open_model
-from engine.models.source import check_same_vocabulary
+from engine.models.source import shared_tokens
 
 DRAFTS: Mapping[str, str] = {
     r"(?:Meta-)?Llama-3\.[123]-(?:3|8|70|405)B(-Instruct)?": "meta-llama/Llama-3.2-1B",
@@ -42,7 +42,8 @@ def path_findings(config: AppConfig) -> Iterator[Finding]:
     pull = f"`paceline pull {pair.target_model}{f' --draft {draft}' if draft else ''}` downloads what is missing"
     for role, model in _models(group).items():
         try:
-            yield Finding("ok", role, str(open_model(model).directory))
+            source = open_model(model)
+            yield Finding("ok", role, f"{source.directory}, {len(source.weight_files)} files of weights")
         except ModelError as error:
             yield Finding("error", role, str(error), pull)
     if known and group.draft is None and group.method.proposes and pair.draft_model == "auto":
@@ -58,12 +59,11 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
     target, *others = map(open_model, _models(group).values())
     try:
         check_kinds(target, others[0] if others else None, group.method)
-        for draft in others:
-            check_same_vocabulary(target, draft)
-        shared = shares_gpu(group, placement_bundles(group, num_gpus=this_machine()[0]["GPU"]))
+        shared_ids = [shared_tokens(target, draft) for draft in others]
+        has_one_gpu = shares_gpu(group, placement_bundles(group, num_gpus=this_machine()[0]["GPU"]))
         first, *rest = [survey(target, engine, world_size=size), *(survey(draft, engine) for draft in others)]
         on_cpu = first.device == "cpu"
-        workers = [first.footprint] * (size if on_cpu else 1) + [one.footprint for one in rest if on_cpu or shared]
+        workers = [first.footprint] * (size if on_cpu else 1) + [one.footprint for one in rest if on_cpu or has_one_gpu]
         num_blocks = plan_kv_blocks(first.free_bytes, workers, engine, device=first.device)
     except (ModelError, PlacementError) as error:
         advice = (
@@ -73,7 +73,10 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
         return
     weights = " and ".join(size_text(one.footprint.weight_bytes) for one in (first, *rest))
     room = f"{num_blocks * engine.block_size:,} tokens fit into the cache"
-    yield Finding("ok", "pair", f"{len(target.tokenizer)} tokens{' in both' * len(rest)}, weights of {weights}, {room}")
+    tokens = f"{len(target.tokenizer)} tokens{' in both' * (shared_ids == [None])}"
+    for shared in filter(None, shared_ids):
+        tokens += f", of which the draft has {len(shared)}, by other ids"
+    yield Finding("ok", "pair", f"{tokens}, weights of {weights}, {room}")
 
 
 def weight_file_bytes(config: AppConfig) -> int:

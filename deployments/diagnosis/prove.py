@@ -75,9 +75,12 @@ def prove(
         except ServerError as error:
             if error.status != 400:  # no process was named
                 raise ServerError(f"no process can be killed: start the server with page=demo; {error}") from error
-    prover.expected = [prover.ask(request | {"speculative": _PLAIN})[0] for request in requests]
-    answer = prover.entries[0].answer
-    k = answer["metrics"]["speculative_decoding"]["num_spec_tokens"]
+    try:
+        prover.expected = [prover.ask(request | {"speculative": _PLAIN})[0] for request in requests]
+        answer = prover.entries[0].answer
+        k = answer["metrics"]["speculative_decoding"]["num_spec_tokens"]
+    except KeyError as error:
+        raise ServerError(f"{client.url} answers without {error}: is it Paceline?") from error
     finished = list(map(prover.run, cases(k, kills, is_full=is_full)))
     proof = {
         "made_at": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -104,8 +104,10 @@ class Answer(StreamingResponse):
 
     async def _close(self) -> None:
         self._idle.close()
-        await self._outputs.close()
-        note_answer(self._writer)
+        try:
+            note_answer(self._writer)
+        finally:
+            await self._outputs.close()
 
     async def _next(self) -> list[RequestOutput]:
         outputs = await self._outputs.next()

@@ -7,6 +7,7 @@ Router, its spans follow: queue, prefill, and decode with rounds as events. Othe
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Collection, Sequence
 from importlib.metadata import entry_points
 from typing import Any
@@ -24,6 +25,8 @@ from engine.protocols import RequestOutput, ScheduledRow
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
+MAX_ROUNDS = 128
+"""Rounds of a sequence that are kept, the last ones; the SDK keeps as many events of a span unless told otherwise."""
 _w3c = TraceContextTextMapPropagator()
 
 
@@ -99,14 +102,16 @@ class TracedStats(RequestStats):
         """Count nothing yet."""
         super().__init__(max_model_len)
         self._tracer = tracer
-        self._traces: dict[str, tuple[Any, list[tuple[float, dict[str, int]]]]] = {}
+        self._traces: dict[str, tuple[Any, deque[tuple[float, dict[str, int]]]]] = {}
         """The parent of each sequence's spans, and when its rounds ended, with their figures."""
 
     def begin(self, request: Generation) -> None:
         """Trace the sequences of a request that was just added, if its Ingress does."""
         if request.traceparent is not None:
             parent = _w3c.extract({"traceparent": request.traceparent})
-            self._traces |= {sequence.request_id: (parent, []) for sequence in request.sequences()}
+            self._traces |= {
+                sequence.request_id: (parent, deque(maxlen=MAX_ROUNDS)) for sequence in request.sequences()
+            }
 
     def observe(
         self, batch: Sequence[ScheduledRow], outputs: Sequence[RequestOutput], *, started_s: float, ended_s: float

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import pytest
 
-from deployments.cli.chat_session import ChatSession
+from deployments.cli.chat_session import VISIBLE, ChatSession
 from deployments.config import AppConfig
 from tests.deployments.cli.http_stand_in import Request, stand_in
 from tests.deployments.serving import serving
@@ -134,3 +134,7 @@ def test_the_model_is_asked_with_the_first_key() -> None:
     assert keys == ["Bearer one", None]
     with pytest.raises(click.ClickException, match="`paceline serve` starts a server"):
         ChatSession(url, None)
+
+
+def test_a_text_cannot_command_the_terminal():
+    assert "\x1b]52;c;aGk=\x07a\tb\n\x9b".translate(VISIBLE) == "␛]52;c;aGk=␇a\tb\n\ufffd"

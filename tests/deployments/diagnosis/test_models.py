@@ -39,6 +39,7 @@ def test_a_missing_target_is_an_error_that_says_what_to_pull():
 def test_a_target_without_its_known_draft_is_a_warning(tmp_path: Path):
     folder = tmp_path / "Qwen3-8B"
     folder.mkdir()
+    (folder / "model.safetensors").touch()
     found = {finding.subject: finding for finding in path_findings(config(target_model=str(folder)))}
     assert (found["target"].level, found["draft"].level) == ("ok", "warning")
     assert "draft_model=Qwen/Qwen3-0.6B" in found["draft"].advice
@@ -47,6 +48,8 @@ def test_a_target_without_its_known_draft_is_a_warning(tmp_path: Path):
 
 def test_no_draft_is_missed_where_none_is_known_or_none_wanted(tmp_path: Path):
     (folder := tmp_path / "Qwen3-8B").mkdir()
+    for there in (tmp_path, folder):
+        (there / "model.safetensors").touch()
     for settings in ({"target_model": str(tmp_path)}, {"target_model": str(folder), "speculation": "off"}):
         assert [finding.level for finding in path_findings(config(**settings))] == ["ok"]
 
@@ -59,14 +62,28 @@ def test_the_bundled_pair_is_well():
     assert weight_file_bytes(config()) == sum(sizes)
 
 
-def test_other_tokenizers_are_an_error(tmp_path: Path):
+def test_a_model_of_which_a_part_is_missing_is_an_error(tmp_path: Path):
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    (target,) = path_findings(config(target_model=str(tmp_path)))
+    assert target.level == "error"
+    assert "model-00002-of-00002.safetensors" in target.found
+
+
+def test_another_tokenizer_is_well_if_it_shares_tokens(tmp_path: Path):
     draft = shutil.copytree(BUNDLED_DRAFT, tmp_path / "draft")
     tokenizer = json.loads((draft / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][-1], "id": 4096, "content": "<new>"})
     (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
     (pair,) = pair_findings(config(draft_model=str(draft)))
+    assert pair.level == "ok"
+    assert pair.found.startswith("4096 tokens, of which the draft has 4096, by other ids, weights of")
+    tokenizer["model"] |= {"vocab": {f"x{token}": i for token, i in tokenizer["model"]["vocab"].items()}, "merges": []}
+    (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (pair,) = pair_findings(config(draft_model=str(draft)))
     assert pair.level == "error"
-    assert "do not share their token ids" in pair.found
+    assert "at least half is needed" in pair.found
     assert "drafting=suffix" in pair.advice
 
 

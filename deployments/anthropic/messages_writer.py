@@ -1,5 +1,6 @@
 """/v1/messages: its body, its events, and MessagesWriter, which turns a chat completion into them."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -107,7 +108,8 @@ class MessagesWriter(ChatWriter):
                 return self._begin_block(OutputToolUse(type="tool_use", id=piece.id, name=piece.name, input={}))
             case Arguments():
                 self.arguments += piece.text
-                return self._block_delta(type="input_json_delta", partial_json=piece.text)
+                is_json = self.request.tool_choice not in (None, "auto")  # a grammar sees to that
+                return self._block_delta(type="input_json_delta", partial_json=piece.text) if is_json else ""
         start, last = "", self.blocks[-1] if self.blocks else None
         if not isinstance(last, OutputTextBlock):
             last = OutputTextBlock(type="text", text="")
@@ -126,9 +128,14 @@ class MessagesWriter(ChatWriter):
     def _end_block(self) -> str:
         if not self.blocks:
             return ""
+        rest = ""
         if isinstance(last := self.blocks[-1], OutputToolUse):
-            last.input, self.arguments = past_arguments(self.arguments), ""
-        return self._named_event("content_block_stop", index=len(self.blocks) - 1)
+            text, self.arguments = self.arguments, ""
+            last.input = past_arguments(text)
+            if self.request.tool_choice in (None, "auto"):  # as a whole: Anthropic's client fails at wrong JSON
+                partial = text if isinstance(last.input, dict) else json.dumps(text)
+                rest = self._block_delta(type="input_json_delta", partial_json=partial)
+        return rest + self._named_event("content_block_stop", index=len(self.blocks) - 1)
 
     def _body(self) -> MessageBody:
         choice, usage = self.choices[0], self.usage()

@@ -172,6 +172,7 @@ class EventIds:
     def _label(self, text: str, stage: str, sent: tuple[Sent, ...], group: tuple[int, Sent] | None = None) -> str:
         """Return the events of a group that the client does not have, with ids; `sent` is from before the group."""
         if self._id is None:
+            self.num_events += text.count("\n\n")
             return text
         last = self._last
         num_done = last.num_done if last and (last.stage, last.group) == (stage, group) else 0
@@ -198,11 +199,13 @@ def event_ids(
     Raises:
         RequestError: the stream cannot be continued after `last_event_id`.
     """
-    reply, num_choices = writer.reply, len(writer.choices)
-    answer = EventId(reply.id, reply.created, secrets.randbits(63), _digest(reply, params))
+    reply, num_choices, seed = writer.reply, len(writer.choices), secrets.randbits(63)
+    has_ids = is_seeded and writer.request.stream and num_choices <= MAX_CHOICES
+    if last_event_id is None and not has_ids:
+        return EventIds(None, num_choices), seed
+    answer = EventId(reply.id, reply.created, seed, _digest(reply, params))
     if last_event_id is None:
-        has_ids = is_seeded and writer.request.stream and num_choices <= MAX_CHOICES
-        return EventIds(answer if has_ids else None, num_choices), answer.seed
+        return EventIds(answer, num_choices), seed
     if not writer.request.stream:
         raise RequestError(f"{HEADER} is only allowed with stream", HEADER)
     if not is_seeded:

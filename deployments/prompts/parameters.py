@@ -66,8 +66,7 @@ def fit(
     """Return the prompts, truncated if requested, and the parameters with as many tokens as fit after them.
 
     Raises PromptTooLongError if fewer fit than the request asks for, RequestError if the truncated length is zero or
-    beyond the room, the prompts' log probabilities are too many, or one prediction
-    has several prompts.
+    beyond the room, the prompts' log probabilities are too many, or one prediction has several prompts.
     """
     is_chat = isinstance(request, ChatCompletionRequest)
     field = "messages" if is_chat else "prompt"

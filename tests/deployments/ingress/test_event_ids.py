@@ -216,6 +216,9 @@ async def test_other_rules_give_events_no_ids(config: AppConfig, routers: LocalR
     async with make_client(await make_app(rejection, routers)) as client:
         body = {"prompt": "abc", "stream": True, **SAMPLED}
         assert "id: " not in (await client.post("/v1/completions", json=body)).text
+        response = await client.post("/v1/responses", json={"stream": True, **STREAMS["responses"][1]})
+        numbers = [json.loads(line[6:])["sequence_number"] for line in response.text.split("\n") if line[:5] == "data:"]
+        assert numbers == list(range(len(numbers)))
         refused = await client.post("/v1/completions", json=body, headers={HEADER: "a"})
         assert "needs the coupled rule" in refused.json()["error"]["message"]
 

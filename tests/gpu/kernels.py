@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from engine.execution.attention import Group, KVTensors, additive_mask, attend_to_gathered
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cuda import linear
-from engine.execution.cuda import triton_attention as paged_attention
+from engine.execution.cuda.kernels import product
+from engine.execution.cuda.kernels import triton_attention as paged_attention
 from engine.models.layer_attention import AttentionParams, KVShape
 from engine.sampling import noise
 from tests.gpu.passes import BLOCK_SIZE, median_seconds
@@ -38,7 +39,7 @@ def kernels(device: str, *, dry: bool) -> Iterator[dict[str, Any]]:
     yield bits(place)
     if not dry:
         for name, shape in PRODUCTS.items():
-            yield product(place, name, shape)
+            yield products(place, name, shape)
         for rows, count, context in SPEED_CELLS:
             yield speed(place, rows, count, context)
 
@@ -96,20 +97,20 @@ def speed(device: torch.device, rows: int, count: int, context: int) -> dict[str
     }
 
 
-def product(device: torch.device, name: str, shape: tuple[int, int]) -> dict[str, Any]:
+def products(device: torch.device, name: str, shape: tuple[int, int]) -> dict[str, Any]:
     """Time the kernel and cuBLAS, and compare their bits with those of 5 rows."""
     copies = max(2, int(3e8 / (2 * shape[0] * shape[1])) + 1)
     weights = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(copies)]
     rows = torch.randn(1024, shape[1], dtype=torch.bfloat16, device=device)
-    first = linear.multiply(rows[:5], weights[0], None)
+    first = product.multiply(rows[:5], weights[0], None)
     reading: dict[str, Any] = {"product": name}
     for count in (1, 5, 40, 160, 1024):
         few = rows[:count]
         reading[f"us_{count}"] = [
             round(graph_seconds(partial(multiply, few), weights) * 1e6, 1)
-            for multiply in (lambda x, w: linear.multiply(x, w, None), F.linear)
+            for multiply in (lambda x, w: product.multiply(x, w, None), F.linear)
         ]
-        ours, theirs = linear.multiply(few, weights[0], None)[:5], F.linear(few, weights[0])[:5]
+        ours, theirs = product.multiply(few, weights[0], None)[:5], F.linear(few, weights[0])[:5]
         reading[f"different_{count}"] = [different(ours, first[: len(ours)]), different(theirs, first[: len(theirs)])]
     return reading
 

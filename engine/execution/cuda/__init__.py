@@ -1,6 +1,6 @@
 """How is a pass computed on NVIDIA GPUs, so that no bit depends on the batch?
 
 In reading order: `cuda_backend` (prepares the rest at load), `graphs` (one for each shape of a decoding batch),
-`static_pass` (what a graph records), `compiled_layers` (compiled once for every number of tokens), `linear` (products
-that sum in one order), `triton_attention` (splits a context in one way) and `noise_kernel` (of a whole vocabulary).
+`static_pass` (what a graph records), `compiled_layers` (compiled once for every number of tokens), `linear` (layers
+whose rows round alike in every batch) and `kernels/` (the Triton kernels of all these).
 """

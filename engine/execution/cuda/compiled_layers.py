@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from engine.errors import ModelError
 from engine.execution.attention import PagedContext
-from engine.execution.cuda import triton_attention as paged_attention
+from engine.execution.cuda.kernels import triton_attention as paged_attention
 from engine.models.layer_attention import AttentionParams
 
 _MAX_COMPILATIONS = 64

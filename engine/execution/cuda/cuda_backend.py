@@ -17,9 +17,9 @@ from engine.errors import ModelError
 from engine.execution.attention import Group, KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch, ForwardRow, build
-from engine.execution.cuda import noise_kernel
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
 from engine.execution.cuda.graphs import Graphs
+from engine.execution.cuda.kernels import noise_kernel
 from engine.execution.cuda.linear import make_invariant
 from engine.execution.eager import EagerBackend
 from engine.models.causal_lm import CausalLM, forward

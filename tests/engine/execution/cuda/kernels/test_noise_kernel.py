@@ -6,7 +6,7 @@ import torch
 from engine.sampling import noise
 
 pytest.importorskip("triton", reason="the kernels need triton")
-from engine.execution.cuda import noise_kernel
+from engine.execution.cuda.kernels import noise_kernel
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from engine.execution.batch import ForwardRow, build
 from engine.models.layer_attention import AttentionParams, KVShape
 
 pytest.importorskip("triton", reason="the kernels need triton")
-from engine.execution.cuda import triton_attention as paged_attention
+from engine.execution.cuda.kernels import triton_attention as paged_attention
 
 BLOCK_SIZE = 16
 

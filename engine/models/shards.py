@@ -5,10 +5,10 @@ summed over the ranks. Every rank holds embeddings, norms and the head whole. Th
 """
 
 import fnmatch
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +16,7 @@ from engine.errors import ModelError
 from engine.models.causal_lm import Shard, kv_shape
 from engine.models.layer_attention import ATTENTION_NAME
 from engine.models.source import ModelSource
+from engine.models.weights import WHOLE, Window, fill, restore_buffers
 
 _WHOLE = {"replicated", "replicated_with_grad_allreduce"}
 
@@ -50,9 +51,9 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
     for name, style in styles.items():
         _narrow(module, name, style, shard)
     module.to_empty(device=device)
-    _restore_buffers(module)
+    restore_buffers(module)
     module.tie_weights()  # type: ignore[operator]
-    _read(source, module, styles, shard)
+    fill(source, module, _windows(styles, shard))
     return module
 
 
@@ -99,34 +100,16 @@ def _narrow(module: nn.Module, name: str, style: str, shard: Shard) -> None:
     setattr(parent, name.rpartition(".")[2], sliced)
 
 
-def _restore_buffers(module: nn.Module) -> None:
-    """Let transformers recompute buffers that are in no file, such as rotary frequencies."""
-    for child in module.modules():
-        if child._non_persistent_buffers_set:
-            module._init_weights(child)  # type: ignore[operator]
+def _windows(styles: dict[str, str], shard: Shard) -> Callable[[str, list[int]], Window]:
+    """Return which part of a weight this rank holds, by its name and whole shape."""
 
+    def window(name: str, shape: list[int]) -> Window:
+        layer, _, parameter = name.rpartition(".")
+        style = styles.get(layer)
+        if style is None or (style == "rowwise" and parameter == "bias"):
+            return WHOLE
+        axis = 0 if style == "colwise" else 1
+        size = shape[axis] // shard.world_size
+        return Window(axis, shard.rank * size, (shard.rank + 1) * size)
 
-def _read(source: ModelSource, module: nn.Module, styles: dict[str, str], shard: Shard) -> None:
-    """Copy this rank's slice of every weight from the files into the model; tied names share a tensor."""
-    tensors = module.state_dict(keep_vars=True)
-    loaded = set()
-    for file in source.weight_files:
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - not a dict
-                if name not in tensors:
-                    continue
-                layer, _, parameter = name.rpartition(".")
-                tensors[name].data.copy_(_slice(weights.get_slice(name), styles.get(layer), parameter, shard))
-                loaded.add(id(tensors[name]))
-    if missing := [name for name, tensor in tensors.items() if id(tensor) not in loaded]:
-        raise ModelError(f"{source.path} lacks the weights {', '.join(sorted(missing)[:3])}")
-
-
-def _slice(weight: "object", style: str | None, parameter: str, shard: Shard) -> Tensor:
-    shape = weight.get_shape()  # type: ignore[attr-defined]
-    axis = {"colwise": 0, "rowwise": 1}.get(style or "")
-    if axis is None or (parameter == "bias" and style == "rowwise"):
-        return weight[:]  # type: ignore[index, no-any-return]
-    size = shape[axis] // shard.world_size
-    window = slice(shard.rank * size, (shard.rank + 1) * size)
-    return weight[window] if axis == 0 else weight[:, window]  # type: ignore[index, no-any-return]
+    return window

@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelError
 from engine.execution.batch import ForwardRow, build
@@ -189,13 +188,4 @@ def test_experts_are_refused_until_they_can_be_sliced(tmp_path):
     config = transformers.MixtralConfig(**{**SIZES, "num_local_experts": 4})
     save(config, tmp_path)
     with pytest.raises(ModelError, match="tensor parallel plan needs"):
-        backend_of(tmp_path, Shard(0, 2, lambda x: x))
-
-
-def test_a_file_that_lacks_a_weight_is_refused(tmp_path):
-    save_family("llama", tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"lacks the weights model\.layers\.1\.mlp\.up_proj\.weight"):
         backend_of(tmp_path, Shard(0, 2, lambda x: x))

@@ -1,10 +1,14 @@
 """Loader: loads safetensors into a CausalLM, the whole model or one rank's shard, on the configured device."""
 
+import copy
 import hashlib
+import importlib.util
 import logging
 import time
 
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from engine.config import ModelInfo
@@ -14,6 +18,7 @@ from engine.models.fusion import fuse_projections
 from engine.models.quantization import check_quantization, convert_torchao, loading_arguments, saved_format
 from engine.models.shards import load_shard
 from engine.models.source import ModelSource
+from engine.models.weights import fill, has_names_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +36,8 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     configuration, kind = source.configuration, source.kind
     check_quantization(source.config, configuration, shard.world_size if shard else 1)
     has_torchao = source.config.quantization != "none" or saved_format(configuration) == "torchao"
-    arguments = loading_arguments(source.config, configuration)
     if shard is None or shard.world_size == 1:
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        module = kind.model_class.load_module(source.directory, configuration, dtype, **arguments).to(device)
+        module = _load_whole(source, dtype, device)
     else:
         module = load_shard(source, shard, dtype, device)
     module.eval().requires_grad_(False)
@@ -56,6 +59,26 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     size = f"{num_parameters / 1e6:.1f} M parameters in {info.dtype}"
     logger.info("%s: %s on %s, loaded in %.1f s", source.path, size, device, time.monotonic() - started)
     return kind.model_class(module, configuration, info, device, dtype, shard)
+
+
+def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Read a model's weights as they are saved; have transformers load those that it renames or converts."""
+    configuration, model_class = source.configuration, source.kind.model_class
+    arguments = loading_arguments(source.config, configuration)
+    if not arguments and saved_format(configuration) is None and model_class.loaded_by is AutoModelForCausalLM:
+        with torch.device("meta"):
+            module: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                copy.deepcopy(configuration), attn_implementation=model_class.attention, dtype=dtype
+            )
+        # The plan names parameters that stay in float32.
+        if not module._get_dtype_plan(dtype) and has_names_of(source, module):  # type: ignore[operator]
+            fill(source, module, device)
+            return module
+    logger.info("%s: transformers loads the weights, which it renames, converts or quantises", source.path)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if device.type != "cpu" and importlib.util.find_spec("accelerate") is not None:
+        arguments["device_map"] = {"": device}  # converts on the device; without, on the host
+    return model_class.load_module(source.directory, configuration, dtype, **arguments).to(device)
 
 
 def resolve_device(device: str) -> torch.device:

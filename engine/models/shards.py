@@ -5,7 +5,6 @@ summed over the ranks. Every rank holds embeddings, norms and the head whole. Th
 """
 
 import fnmatch
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from engine.errors import ModelError
 from engine.models.causal_lm import Shard, kv_shape
 from engine.models.layer_attention import ATTENTION_NAME
 from engine.models.source import ModelSource
-from engine.models.weights import WHOLE, Window, fill, restore_buffers
+from engine.models.weights import WHOLE, FindWindow, Window, fill
 
 _WHOLE = {"replicated", "replicated_with_grad_allreduce"}
 
@@ -50,10 +49,7 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
     }
     for name, style in styles.items():
         _narrow(module, name, style, shard)
-    module.to_empty(device=device)
-    restore_buffers(module)
-    module.tie_weights()  # type: ignore[operator]
-    fill(source, module, _windows(styles, shard))
+    fill(source, module, device, _windows(styles, shard))
     return module
 
 
@@ -100,16 +96,16 @@ def _narrow(module: nn.Module, name: str, style: str, shard: Shard) -> None:
     setattr(parent, name.rpartition(".")[2], sliced)
 
 
-def _windows(styles: dict[str, str], shard: Shard) -> Callable[[str, list[int]], Window]:
+def _windows(styles: dict[str, str], shard: Shard) -> FindWindow:
     """Return which part of a weight this rank holds, by its name and whole shape."""
 
-    def window(name: str, shape: list[int]) -> Window:
+    def window(name: str, shape: torch.Size) -> Window:
         layer, _, parameter = name.rpartition(".")
         style = styles.get(layer)
         if style is None or (style == "rowwise" and parameter == "bias"):
             return WHOLE
         axis = 0 if style == "colwise" else 1
         size = shape[axis] // shard.world_size
-        return Window(axis, shard.rank * size, (shard.rank + 1) * size)
+        return (slice(None),) * axis + (slice(shard.rank * size, (shard.rank + 1) * size),)
 
     return window

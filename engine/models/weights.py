@@ -5,8 +5,7 @@ window in the model's number format where it is mapped. For a GPU, several threa
 buffers while the GPU reads the other: the host holds no second copy of a model.
 
 Why not `preadv`: it read 3-5 GB/s from the page cache where copies of mapped pages read 8-14 (two cores). Why not
-fastsafetensors 0.5 or runai-model-streamer 0.17: both read whole tensors, not columns of them, and the first fills
-buffers on the device that hold whole files.
+fastsafetensors 0.5 or runai-model-streamer 0.17: both read whole tensors, not columns of them.
 """
 
 import logging
@@ -24,18 +23,14 @@ from engine.models.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 2**26
-"""Bytes of a pinned buffer."""
-_PIECE_BYTES = 2**21
-"""Bytes that a thread copies at a time."""
+_BLOCK_BYTES, _PIECE_BYTES = 2**26, 2**21
+"""The size of a pinned buffer, and what one thread copies at a time."""
 _MAX_THREADS = 8
 _LOG_PERIOD_S = 5.0
 
-
 Window = tuple[slice, ...]
-"""The part of a tensor that a rank holds: slices of its first axes."""
+"""The part of a tensor that a rank holds: slices of its first axes; `WHOLE` is all of it."""
 WHOLE: Window = ()
-
 FindWindow = Callable[[str, torch.Size], Window]
 """Returns which window of a tensor is needed, by its name and whole shape."""
 OnTensor = Callable[[str, Tensor, Tensor], Tensor | None]
@@ -58,7 +53,7 @@ def fill(
         on_tensor: changes tensors as they are read, or keeps them from the module.
 
     Raises:
-        ModelError: the files lack a weight.
+        ModelError: the files lack a weight, or have it in another shape.
     """
     module.tie_weights()  # type: ignore[operator]
     _restore_buffers(module, device)
@@ -86,32 +81,32 @@ def read(
     find_window: FindWindow,
     upload: Upload | None,
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name of every named tensor in the files, the whole of it, mapped, and its window on the device.
+    """Yield each tensor that `dtypes` names: its name, the whole of it, mapped, and its window on the device.
 
-    Args:
-        dtypes: number formats by the names of the tensors to read.
-        upload: copies to a GPU; None for a CPU.
+    `upload` copies to a GPU; it is None for a CPU. Operations on the current stream may use a window at once.
     """
     mapped = [(name, whole) for name, whole in _mapped(source) if name in dtypes]
     windows = [(name, whole, whole[find_window(name, whole.shape)]) for name, whole in mapped]
     num_bytes, total = 0, sum(window.nbytes for _, _, window in windows)
+    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)) // torch.get_num_threads())
     logged = time.monotonic()
-    with _Copier(device, upload) as copier:
+    with ThreadPoolExecutor(max(1, num_threads), "weights") as pool:
+        copier = _Copier(pool, device, upload)
         for name, whole, window in windows:
             yield name, whole, copier.copy(window, dtypes[name])
             num_bytes += window.nbytes
             if time.monotonic() - logged >= _LOG_PERIOD_S:
                 logged = time.monotonic()
                 logger.info("%s: read %.1f of %.1f GB", source.path, num_bytes / 1e9, total / 1e9)
+        copier.finish()
 
 
 def has_names_of(source: ModelSource, module: nn.Module) -> bool:
     """Return whether the files hold each tensor of a model once, by its name and in its shape."""
     shapes = {name: whole.shape for name, whole in _mapped(source)}
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    stored = [tensor for name, tensor in tensors.items() if shapes.get(name) == tensor.shape]
-    once = {id(tensor) for tensor in tensors.values()}
-    return len(stored) == len(once) and {id(tensor) for tensor in stored} == once
+    stored = [id(tensor) for name, tensor in tensors.items() if shapes.get(name) == tensor.shape]
+    return sorted(stored) == sorted({id(tensor) for tensor in tensors.values()})
 
 
 def _mapped(source: ModelSource) -> Iterator[tuple[str, Tensor]]:
@@ -123,28 +118,15 @@ def _mapped(source: ModelSource) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Copier:
-    """Copies mapped windows onto a device, with several threads."""
+    """Copies mapped windows onto a device; for a GPU over two buffers, each with the wait for its last copy."""
 
-    def __init__(self, device: torch.device, upload: Upload | None) -> None:
-        self._device, self._upload = device, upload
-        num_threads = len(os.sched_getaffinity(0)) // torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(max(1, min(_MAX_THREADS, num_threads)), "weights")
-        is_pinned = device.type == "cuda"
-        self._buffers: list[tuple[Tensor, Callable[[], None]]] = []
-        if upload is not None:
-            buffers = torch.empty(2, _BLOCK_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
-            self._buffers = [(buffer, lambda: None) for buffer in buffers]
-
-    def __enter__(self) -> "_Copier":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for _, wait in self._buffers:
-            wait()
-        self._pool.shutdown()
+    def __init__(self, pool: ThreadPoolExecutor, device: torch.device, upload: Upload | None) -> None:
+        self._pool, self._device, self._upload = pool, device, upload
+        size, is_pinned = 0 if upload is None else _BLOCK_BYTES, device.type == "cuda"
+        buffers = torch.empty(2, size, dtype=torch.uint8, pin_memory=is_pinned)
+        self._buffers: list[tuple[Tensor, Callable[[], None]]] = [(buffer, lambda: None) for buffer in buffers]
 
     def copy(self, window: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return a window on the device; operations on the current stream may use it."""
         if self._upload is None and window.is_contiguous() and window.dtype == dtype:
             return window
         target = torch.empty(window.shape, dtype=dtype, device=self._device)
@@ -158,6 +140,10 @@ class _Copier:
             self._copy(block, pinned)
             self._buffers.append((buffer, self._upload(pinned, rows)))
         return target
+
+    def finish(self) -> None:
+        for _, wait in self._buffers:
+            wait()
 
     def _copy(self, window: Tensor, target: Tensor) -> None:
         list(self._pool.map(lambda pair: pair[1].copy_(pair[0]), _split(window, target, _PIECE_BYTES)))
@@ -195,7 +181,6 @@ def _restore_buffers(module: nn.Module, device: torch.device) -> None:
     """Let transformers recompute buffers that are in no file, such as rotary frequencies."""
     for child in module.modules():
         for name in child._non_persistent_buffers_set:
-            buffer = child.get_buffer(name)
-            setattr(child, name, torch.empty_like(buffer, device=device))
+            setattr(child, name, torch.empty_like(child.get_buffer(name), device=device))
         if child._non_persistent_buffers_set:
             module._init_weights(child)  # type: ignore[operator]

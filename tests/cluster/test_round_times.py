@@ -1,0 +1,110 @@
+"""Deadlines of rounds: short where eight rounds like it were measured, whole where anything is new."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.round_times import _MAX_SHAPES, RoundTimes, shape_of
+from engine.params import SamplingParams
+from engine.protocols import NO_DRAFT, Draft, Request, VerifyRow, chain
+
+TIMEOUT_S = 60.0
+
+
+def decoding(*drafts, context=100, **params):
+    """Rows that decode after a prompt of ten tokens; their last token is committed and not computed yet."""
+    params = SamplingParams(**params)
+    return [
+        VerifyRow(Request(str(i), [0] * context, 10, params), context - 1, 1, [1], chain([5] * length))
+        for i, length in enumerate(drafts)
+    ]
+
+
+def measured(shape, *seconds):
+    times = RoundTimes()
+    for each in seconds:
+        times.observe(shape, each)
+    return times.deadline_s(shape, TIMEOUT_S)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "deadline_s"),
+    [
+        ([], TIMEOUT_S),
+        ([0.01] * 7, TIMEOUT_S),
+        ([0.01] * 8, 2.0),
+        ([0.2] * 8, 4.0),
+        ([0.1] * 7 + [1.0], 20.0),  # the longest, or one round in eight would be near its deadline
+        ([4.0] + [0.2] * 8, 4.0),  # long ago
+        ([5.0] * 8, TIMEOUT_S),
+    ],
+)
+def test_a_deadline_is_twenty_times_the_longest_of_the_last_eight_rounds(seconds, deadline_s):
+    assert measured("a shape", *seconds) == pytest.approx(deadline_s)
+
+
+def test_another_shape_and_none_get_the_whole_timeout():
+    times = RoundTimes()
+    for _ in range(8):
+        times.observe("a shape", 0.01)
+        times.observe(None, 0.01)
+    assert [times.deadline_s(shape, TIMEOUT_S) for shape in ("a shape", "another", None)] == [2.0, TIMEOUT_S, TIMEOUT_S]
+
+
+def test_a_timeout_below_the_least_deadline_holds():
+    times = RoundTimes()
+    for _ in range(8):
+        times.observe("a shape", 0.01)
+    assert times.deadline_s("a shape", 0.5) == 0.5
+
+
+def test_the_shapes_not_seen_for_longest_are_forgotten():
+    times = RoundTimes()
+    for number in range(_MAX_SHAPES + 5):
+        for shape in ("a frequent shape", number):
+            for _ in range(8):
+                times.observe(shape, 0.01)
+    assert len(times._seconds) == _MAX_SHAPES
+    known = [times.deadline_s(shape, TIMEOUT_S) for shape in ("a frequent shape", 0, _MAX_SHAPES)]
+    assert known == [2.0, TIMEOUT_S, 2.0]
+
+
+def test_rounds_that_run_the_same_kernels_have_one_shape():
+    assert shape_of(decoding(4, 4)) == shape_of(decoding(4, 4, context=120)) is not None
+    assert shape_of(decoding(3, temperature=0.5)) == shape_of(decoding(3, temperature=0.9, seed=7))
+
+
+OTHERS = {
+    "more rows": decoding(4, 0),
+    "a longer draft": decoding(5),
+    "a context of twice the length": decoding(4, context=200),
+    "a tree": [replace(decoding(4)[0], draft=Draft([5] * 4, [-1, -1, 0, 1]))],
+    **{
+        name: decoding(4, **{name: value})
+        for name, value in {
+            "temperature": 0.0,
+            "top_p": 0.9,
+            "top_k": 5,
+            "min_p": 0.1,
+            "presence_penalty": 1.0,
+            "logit_bias": {1: 2.0},
+            "grammar": "%llguidance {}",
+            "logprobs": 2,
+        }.items()
+    },
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_may_run_other_kernels_is_another_shape(name):
+    assert shape_of(OTHERS[name]) != shape_of(decoding(4))
+
+
+def test_the_draft_tokens_of_two_rows_may_not_change_places_with_a_row():
+    assert shape_of(decoding(1, 1)) != shape_of(decoding(0, 2))
+
+
+@pytest.mark.parametrize("start", [0, 9])
+def test_a_round_with_a_part_of_a_prompt_has_no_shape(start):
+    prompt = VerifyRow(Request("p", [0] * 10, 10, SamplingParams()), start, 10 - start, [1], NO_DRAFT)
+    assert shape_of([*decoding(4), prompt]) is None

@@ -17,7 +17,12 @@ from engine.errors import ModelError
 from engine.execution.attention import Group, KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch, ForwardRow, build
-from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
+from engine.execution.cuda.compiled_layers import (
+    TritonContext,
+    apply_compile_settings,
+    compile_layers,
+    uncompile_layers,
+)
 from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.kernels import noise_kernel
 from engine.execution.cuda.linear import make_invariant
@@ -60,11 +65,11 @@ class CudaBackend(EagerBackend):
         kv = batch.paged.kv
         assert isinstance(kv, GraphedKV)
         if kv.graphs is not None and (output := kv.graphs.run(batch, draws)) is not None:
-            return output
+            return self.gathered(batch, output)
         return super().run(batch, draws and _draws_on(draws, self.device))
 
     def logits(self, batch: ForwardBatch) -> Tensor:
-        """Compute [n, vocab] float32 logits."""
+        """Compute [n, vocab] float32 logits, or a rank's slice of them."""
         groups = [_group_on(group, self.device) for group in batch.paged.groups]
         token_ids, indices = (
             tensor.to(self.device, non_blocking=True) for tensor in (batch.token_ids, batch.logit_indices)
@@ -95,6 +100,11 @@ class CudaBackend(EagerBackend):
         self._warm_up()
         for thinned in self._thinned:
             thinned.warm_up(compile_missing=compile_missing)
+
+    def enter_thread(self) -> None:
+        """Make this thread ready to run passes: the compiler's settings are a thread's, too."""
+        super().enter_thread()
+        apply_compile_settings()
 
     def _warm_up(self) -> None:
         if self._config.compile == "off":

@@ -26,7 +26,7 @@ class EagerBackend:
         self.model = model
         self.info = model.info
         self.device = model.device
-        self.reducer = model.shard and model.shard.reducer
+        self.reducer = None if model.shard is None else model.shard.reducer
         self._try()
 
     @torch.inference_mode()

@@ -7,6 +7,7 @@ NCCL_ALGO nor NCCL_PROTO needs to be pinned.
 
 import functools
 import logging
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 class RankOrderReducer:
     """Combines through a process group: gloo on CPUs, NCCL on GPUs."""
 
-    def __init__(self, rank: int, world_size: int, group: "dist.ProcessGroup | None", device: torch.device) -> None:
+    def __init__(self, rank: int, world_size: int, group: Any, device: torch.device) -> None:
         self.rank, self.world_size = rank, world_size
         self._group, self._device = group, device
 
@@ -42,7 +43,7 @@ class RankOrderReducer:
             return _add(self._all_gather(partial))
         flat = F.pad(partial.flatten(), (0, -partial.numel() % self.world_size))
         slices = torch.empty_like(flat)
-        self._world.alltoall_base(slices, flat, [], []).wait()
+        self._group.alltoall_base(slices, flat, [], []).wait()
         total = self._all_gather(_add(slices.view(self.world_size, -1)))
         return total.flatten()[: partial.numel()].view(partial.shape)
 
@@ -63,15 +64,10 @@ class RankOrderReducer:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    @property
-    def _world(self) -> "dist.ProcessGroup":
-        assert self._group is not None, "this process is in no world"
-        return self._group
-
     def _all_gather(self, part: Tensor) -> Tensor:
         """Return [world_size, *shape]. torch's functions for this change their names; the group's methods do not."""
         parts = part.new_empty(self.world_size * part.numel())
-        self._world._allgather_base(parts, part.flatten()).wait()
+        self._group._allgather_base(parts, part.flatten()).wait()
         return parts.view(self.world_size, *part.shape)
 
 
@@ -86,7 +82,7 @@ class SymmetricReducer(RankOrderReducer):
     def prepare(self, max_tokens: int, width: int) -> None:
         """Allocate the buffer, and use it if all ranks can and its sums of random parts are those in rank order."""
         super().prepare(max_tokens, width)
-        name, problem = self._world.group_name, ""
+        name, problem = self._group.group_name, ""
         try:  # no rank may wait for another that has not come this far
             self._buffer = symm_mem.empty(max_tokens * width, dtype=torch.float32, device=self._device)
         except RuntimeError as error:
@@ -110,7 +106,7 @@ class SymmetricReducer(RankOrderReducer):
         """Return the sum in rank order; see `Reducer.sum`."""
         if self._buffer is None or partial.dtype != torch.float32 or not 0 < partial.numel() <= len(self._buffer):
             return super().sum(partial)
-        name = self._world.group_name
+        name = self._group.group_name
         staged = self._buffer[: partial.numel()].view(partial.shape)
         if partial.nbytes <= ONE_SHOT_BYTES:
             total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(staged, partial.contiguous(), "sum", name)
@@ -125,7 +121,7 @@ class SymmetricReducer(RankOrderReducer):
         super().close()
 
 
-def make_reducer(rank: int, world_size: int, group: "dist.ProcessGroup | None", device: torch.device) -> Reducer:
+def make_reducer(rank: int, world_size: int, group: Any, device: torch.device) -> Reducer:
     """Return the reducer of a process group's device."""
     is_symmetric = device.type == "cuda" and world_size in _SYMMETRIC_SIZES
     return (SymmetricReducer if is_symmetric else RankOrderReducer)(rank, world_size, group, device)

@@ -74,15 +74,16 @@ class CausalLM:
     @property
     def vocab_slice(self) -> range:
         """The token ids whose logits this rank computes."""
-        size = self.info.vocab_size
-        if self.shard is None or (width := self.module.get_output_embeddings().out_features) == size:  # type: ignore[operator]
-            return range(size)
-        return range(self.shard.rank * width, (self.shard.rank + 1) * width)
+        width = size = self.info.vocab_size
+        if self.shard is not None:
+            width = self.module.get_output_embeddings().out_features  # type: ignore[operator]
+        first = self.shard.rank * width if self.shard is not None and width < size else 0
+        return range(first, first + width)
 
     @property
     def vocab_reducer(self) -> Reducer | None:
         """The reducer of ranks that hold a slice of the vocabulary each, None if every rank computes all logits."""
-        is_sliced = self.shard is not None and len(self.vocab_slice) < self.info.vocab_size
+        is_sliced = len(self.vocab_slice) < self.info.vocab_size
         return self.shard.reducer if self.shard is not None and is_sliced else None
 
     def best_ids(self, scores: Tensor) -> Tensor:

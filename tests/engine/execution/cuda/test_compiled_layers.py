@@ -1,6 +1,7 @@
 """Decoder layers compiled on the CPU: one compilation for all layers and numbers of tokens."""
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from engine.models.causal_lm import forward
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
+from engine.execution.cuda.cuda_backend import CudaBackend
 from tests.gpu.models import random_model
 
 
@@ -40,3 +42,17 @@ def test_layers_are_compiled_once_and_compute_the_same(monkeypatch):
         assert counters["stats"]["unique_graphs"] == 1
     finally:
         uncompile_layers(backend.model.module)
+
+
+def test_a_thread_that_serves_gets_the_compilers_settings_of_the_one_that_loaded():
+    backend = object.__new__(CudaBackend)
+    backend.device = torch.device("cpu")
+
+    def settings():
+        backend.enter_thread()
+        dynamo = torch._dynamo.config
+        deterministic = torch._inductor.config.deterministic
+        return dynamo.allow_unspec_int_on_nn_module, dynamo.recompile_limit, deterministic
+
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(settings).result() == (True, 64, True)

@@ -15,7 +15,7 @@ import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.reducer import Reducer
+from engine.models.reducer import Reducer, is_alone
 
 ONE_SHOT_BYTES = 1 << 20
 """Bytes up to which every rank adds all parts whole; of larger tensors, each adds one slice, and they share these."""
@@ -39,7 +39,7 @@ class RankOrderReducer:
 
     def sum(self, partial: Tensor) -> Tensor:
         """Return the sum in rank order; see `Reducer.sum`."""
-        if partial.nbytes <= ONE_SHOT_BYTES:
+        if partial.nbytes <= ONE_SHOT_BYTES or is_alone():
             return _add(self._all_gather(partial))
         flat = F.pad(partial.flatten(), (0, -partial.numel() % self.world_size))
         slices = torch.empty_like(flat)
@@ -66,6 +66,8 @@ class RankOrderReducer:
 
     def _all_gather(self, part: Tensor) -> Tensor:
         """Return [world_size, *shape]. torch's functions for this change their names; the group's methods do not."""
+        if is_alone():
+            return torch.stack([part] * self.world_size)
         parts = part.new_empty(self.world_size * part.numel())
         self._group._allgather_base(parts, part.flatten()).wait()
         return parts.view(self.world_size, *part.shape)
@@ -104,10 +106,11 @@ class SymmetricReducer(RankOrderReducer):
 
     def sum(self, partial: Tensor) -> Tensor:
         """Return the sum in rank order; see `Reducer.sum`."""
-        if self._buffer is None or partial.dtype != torch.float32 or not 0 < partial.numel() <= len(self._buffer):
+        buffer = None if is_alone() else self._buffer
+        if buffer is None or partial.dtype != torch.float32 or not 0 < partial.numel() <= len(buffer):
             return super().sum(partial)
         name = self._group.group_name
-        staged = self._buffer[: partial.numel()].view(partial.shape)
+        staged = buffer[: partial.numel()].view(partial.shape)
         if partial.nbytes <= ONE_SHOT_BYTES:
             total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(staged, partial.contiguous(), "sum", name)
             return total

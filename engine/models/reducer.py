@@ -1,5 +1,8 @@
 """Reducer: combines the parts that the ranks of a tensor-parallel model compute, and the functions that call it."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -7,6 +10,7 @@ from torch import Tensor
 
 _LOW_BITS = (1 << 32) - 1
 
+_thread = threading.local()
 _reducers: list["Reducer"] = []
 """The reducers of this process, by key: one in a worker, one for each rank where ranks are threads."""
 
@@ -40,6 +44,24 @@ class Reducer(Protocol):
     def close(self) -> None:
         """Free the buffers and leave the ranks' communicator, which no CUDA graph may use any more."""
         ...
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within it, this thread computes without the other ranks; its results are not used.
+
+    Passes that only compile or warm up run so: if one rank fails in the middle of one, no other waits for it.
+    """
+    _thread.is_alone = True
+    try:
+        yield
+    finally:
+        _thread.is_alone = False
+
+
+def is_alone() -> bool:
+    """Return whether this thread leaves out the other ranks."""
+    return getattr(_thread, "is_alone", False)
 
 
 def register(reducer: Reducer) -> int:

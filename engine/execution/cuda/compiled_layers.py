@@ -45,6 +45,7 @@ class TritonContext(PagedContext):
     @contextmanager
     def current(self) -> Iterator["OperatorContext"]:
         """Make this the pass whose layers are computed, and return the context to give to the model."""
+        apply_compile_settings()
         token = _context.set(self)
         try:
             yield OperatorContext()
@@ -92,7 +93,6 @@ def compile_layers(module: nn.Module) -> None:
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(f"{type(module).__name__} has no decoder layers that can be compiled")
-    apply_compile_settings()
     for layer in layers:
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True)
 

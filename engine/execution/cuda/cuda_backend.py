@@ -17,12 +17,7 @@ from engine.errors import ModelError
 from engine.execution.attention import Group, KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch, ForwardRow, build
-from engine.execution.cuda.compiled_layers import (
-    TritonContext,
-    apply_compile_settings,
-    compile_layers,
-    uncompile_layers,
-)
+from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
 from engine.execution.cuda.graphs import Graphs
 from engine.execution.cuda.kernels import noise_kernel
 from engine.execution.cuda.linear import make_invariant
@@ -100,11 +95,6 @@ class CudaBackend(EagerBackend):
         self._warm_up()
         for thinned in self._thinned:
             thinned.warm_up(compile_missing=compile_missing)
-
-    def enter_thread(self) -> None:
-        """Make this thread ready to run passes: the compiler's settings are a thread's, too."""
-        super().enter_thread()
-        apply_compile_settings()
 
     def _warm_up(self) -> None:
         if self._config.compile == "off":

@@ -8,6 +8,7 @@ import torch
 
 from engine.execution import reduce
 from engine.execution.reduce import ONE_SHOT_BYTES, RankOrderReducer, SymmetricReducer, make_reducer
+from engine.models.reducer import alone, is_alone
 from tests.engine.ranks import gloo_reducers, on_ranks
 
 CPU = torch.device("cpu")
@@ -58,6 +59,19 @@ def test_ranks_agree_only_if_all_do(reducers):
     for failing in (*range(len(reducers)), None):
         agreed = on_ranks(lambda reducer, failing=failing: reducer.agree(reducer.rank != failing), reducers)
         assert agreed == [failing is None] * len(reducers)
+
+
+@pytest.mark.parametrize("numel", [3, ONE_SHOT_BYTES])
+def test_a_rank_that_computes_alone_waits_for_no_other_and_gets_results_of_the_same_shapes(numel, four, monkeypatch):
+    symmetric = SymmetricReducer(0, 4, None, CPU)
+    symmetric._buffer = torch.empty(numel)
+    for reducer in (four[0], symmetric):
+        with alone():
+            part = torch.ones(numel, 2)
+            assert reducer.sum(part).shape == part.shape
+            assert reducer.gather(part).shape == (numel, 8)
+            assert reducer.max(part.long()).shape == part.shape
+    assert not is_alone()
 
 
 def test_a_reducer_connects_for_both_kinds_of_sums_and_closes_without_a_world(four):

@@ -15,8 +15,7 @@ _MIN_PROGRAMS = 90
 def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """Return rows [n, in] times weight [out, in], [n, out]: rounded once, and once more where a bias is added.
 
-    Args:
-        out_dtype: the format to round to; None for the rows'.
+    The result is in the rows' number format, or in `out_dtype`.
     """
     count, size = rows.shape
     output = rows.new_empty(count, len(weight), dtype=out_dtype)

@@ -14,7 +14,6 @@ from engine.models.causal_lm import forward
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
-from engine.execution.cuda.cuda_backend import CudaBackend
 from tests.gpu.models import random_model
 
 
@@ -45,11 +44,11 @@ def test_layers_are_compiled_once_and_compute_the_same(monkeypatch):
 
 
 def test_a_thread_that_serves_gets_the_compilers_settings_of_the_one_that_loaded():
-    backend = object.__new__(CudaBackend)
-    backend.device = torch.device("cpu")
+    context = TritonContext(None, [])
 
     def settings():
-        backend.enter_thread()
+        with context.current():
+            pass
         dynamo = torch._dynamo.config
         deterministic = torch._inductor.config.deterministic
         return dynamo.allow_unspec_int_on_nn_module, dynamo.recompile_limit, deterministic

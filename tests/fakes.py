@@ -12,6 +12,7 @@ from engine.execution.attention import KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch
 from engine.models.layer_attention import KVShape
+from engine.models.reducer import Reducer
 from engine.protocols import Draft, ProposeRow
 from engine.sampling import noise
 
@@ -34,6 +35,7 @@ class LawBackend:
     """A backend whose logits are a law that is written down; subclasses give `logits` and `allocate_kv`."""
 
     device = torch.device("cpu")
+    reducer: Reducer | None = None
 
     def run(self, batch: ForwardBatch, draws: noise.Draws | None = None) -> PassOutput:
         logits = self.logits(batch)
@@ -46,9 +48,6 @@ class LawBackend:
     @property
     def is_busy(self) -> bool:
         return False
-
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        return partial
 
     def warm_up(self, *, compile_missing: bool = True) -> None:
         pass

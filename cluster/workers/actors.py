@@ -89,7 +89,17 @@ class Worker:
         with _importing():
             from engine.execution.registry import survey
 
+        self._select_gpu()
         return survey(self._open(config), self._engine, world_size=world_size)
+
+    def _select_gpu(self) -> None:
+        """Make this rank's GPU the current one of this thread, if the rank sees all GPUs of its node."""
+        if self._world_size > 1 and (assigned := ray.get_runtime_context().get_accelerator_ids().get("GPU")):
+            import torch
+
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            # Ray names GPUs as the node's variable does, or numbers them if it has none.
+            torch.cuda.set_device(visible.split(",").index(assigned[0]) if visible else int(assigned[0]))
 
     def _open(self, config: ModelConfig) -> ModelSource:
         return self._sources.setdefault(config, open_model(config))
@@ -119,6 +129,8 @@ class DraftWorker(Worker):
 
     def serve(self) -> None:
         """Answer proposals until the worker ends."""
+        assert self._backend is not None, "load comes first"
+        self._backend.enter_thread()
         self._server.serve(self._responder.answer, self._responder.work)
 
 
@@ -142,6 +154,7 @@ class TargetWorker(Worker):
             from cluster.workers.tensor_parallel import join_store, join_world
             from engine.models.loader import resolve_device
 
+        self._select_gpu()
         shard = None
         if address is not None:
             store = self._store if self._rank == 0 else join_store(address, self._world_size, timeout_s)
@@ -160,9 +173,9 @@ class TargetWorker(Worker):
 
     def serve(self) -> None:
         """Verify until the worker ends; any failure ends it, because the other ranks need it."""
-        from cluster.workers.tensor_parallel import leave_world
-
+        assert self._backend is not None, "load comes first"
+        self._backend.enter_thread()
         try:
             self._server.serve(self._responder.answer)
         finally:
-            leave_world()
+            self._backend.close()

@@ -8,6 +8,7 @@ from torch import Tensor
 from engine.config import CompileProgress, ModelInfo
 from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardBatch
+from engine.models.reducer import Reducer
 from engine.sampling.noise import Draws
 
 
@@ -17,7 +18,7 @@ class PassOutput(NamedTuple):
     Attributes:
         logits: [n, vocab] float32, at the batch's `logit_indices`.
         scores: [n, vocab] float32, logits over temperature plus noise.
-        tokens: [n] int64, the argmax of the scores.
+        tokens: [n] int64, the argmax of the scores, over all ranks.
     """
 
     logits: Tensor
@@ -30,6 +31,8 @@ class Backend(Protocol):
 
     info: ModelInfo
     device: torch.device
+    reducer: Reducer | None
+    """Combines this rank's tensors with the others'; None for a model by itself."""
 
     def run(self, batch: ForwardBatch, draws: Draws | None = None) -> PassOutput:
         """Launch a pass: write the batch's keys and values to their slots, and return logits and drawn tokens.
@@ -37,7 +40,7 @@ class Backend(Protocol):
         Later passes may use these tensors at once; the host may read them after `wait`.
 
         Args:
-            draws: temperature and noise of every logit row; None for greedy draws.
+            draws: temperature and noise of every logit row; None for greedy draws. All ranks draw alike.
         """
         ...
 
@@ -69,14 +72,18 @@ class Backend(Protocol):
         """
         ...
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        """Sum a tensor over the model's tensor-parallel ranks, possibly in place, and return it."""
-        ...
-
     def warm_up(self, *, compile_missing: bool = True) -> None:
         """Start preparing faster passes; call this once all models and KV caches are allocated.
 
         Args:
             compile_missing: whether to compile missing packages in the background.
         """
+        ...
+
+    def enter_thread(self) -> None:
+        """Make this thread ready to run passes; it need not be the one that loaded the model."""
+        ...
+
+    def close(self) -> None:
+        """Free what a rank must free before it leaves the others, and leave them; no pass may follow."""
         ...

@@ -1,6 +1,5 @@
 """CausalLM: a loaded transformers module with its configuration; a backend runs it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,18 +11,16 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from engine.config import ModelInfo
 from engine.errors import ModelError
 from engine.models.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
+from engine.models.reducer import Reducer, argmax_over_ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank of a tensor-parallel model.
-
-    `all_reduce` sums a tensor over the ranks in place and returns it.
-    """
+    """One rank of a tensor-parallel model, and how it combines its parts with the others'."""
 
     rank: int
     world_size: int
-    all_reduce: Callable[[Tensor], Tensor]
+    reducer: Reducer
 
 
 @dataclass
@@ -78,8 +75,29 @@ class CausalLM:
         """The keys and values that this rank caches per token."""
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
 
+    @property
+    def vocab_slice(self) -> range:
+        """The token ids whose logits this rank computes."""
+        width = size = self.info.vocab_size
+        if self.shard is not None:
+            width = self.module.get_output_embeddings().out_features  # type: ignore[operator]
+        first = self.shard.rank * width if self.shard is not None and width < size else 0
+        return range(first, first + width)
+
+    @property
+    def vocab_reducer(self) -> Reducer | None:
+        """The reducer of ranks that hold a slice of the vocabulary each, None if every rank computes all logits."""
+        is_sliced = len(self.vocab_slice) < self.info.vocab_size
+        return self.shard.reducer if self.shard is not None and is_sliced else None
+
+    def best_ids(self, scores: Tensor) -> Tensor:
+        """Return each row's token with the highest score, [n] int64, for float32 scores [n, len(vocab_slice)]."""
+        if (reducer := self.vocab_reducer) is None:
+            return scores.argmax(-1)
+        return argmax_over_ranks(scores, self.vocab_slice.start, reducer)
+
     def forward(self, batch: Any) -> Tensor:
-        """Compute a `ForwardBatch`; returns [n, vocab] logits in the model's number format."""
+        """Compute a `ForwardBatch`; returns [n, len(vocab_slice)] logits in the model's number format."""
         return forward(self.module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged)
 
 

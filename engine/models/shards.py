@@ -1,7 +1,8 @@
 """Tensor-parallel shards: reads one rank's slices from the safetensors files, by transformers' plan for the model.
 
-Column-wise layers keep a slice of their outputs. Row-wise layers keep a slice of their inputs, and their results are
-summed over the ranks. Every rank holds embeddings, norms and the head whole. These are plain linear layers, no DTensor.
+Column-wise layers, of which the head is one, keep a slice of their outputs. Row-wise layers keep a slice of their
+inputs, and their results are summed over the ranks. Every rank holds embeddings and norms whole. These are plain linear
+layers, no DTensor.
 """
 
 import fnmatch
@@ -14,21 +15,27 @@ from transformers import AutoModelForCausalLM
 from engine.errors import ModelError
 from engine.models.causal_lm import Shard, kv_shape
 from engine.models.layer_attention import ATTENTION_NAME
+from engine.models.reducer import register, sum_over_ranks
 from engine.models.source import ModelSource
 from engine.models.weights import WHOLE, FindWindow, Window, fill
 
+_HEAD = "lm_head"
 _WHOLE = {"replicated", "replicated_with_grad_allreduce"}
 
 
 class RowLinear(nn.Linear):
-    """A linear layer over a slice of its inputs, summed over the ranks."""
+    """A linear layer over a slice of its inputs, summed over the ranks in float32 and then rounded, once."""
 
-    shard: Shard
+    reducer_key: int
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out], summed over the ranks, for `x` [..., in / world_size]."""
-        partial = self.shard.all_reduce(F.linear(x, self.weight))
-        return partial if self.bias is None else partial + self.bias
+        total: Tensor = sum_over_ranks(self.partial(x), self.reducer_key).to(x.dtype)
+        return total if self.bias is None else total + self.bias
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the sum, [..., out] float32."""
+        return F.linear(x, self.weight).float()
 
 
 def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -50,11 +57,15 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
     for name, style in styles.items():
         _narrow(module, name, style, shard)
     fill(source, module, device, _windows(styles, shard))
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    if source.configuration.tie_word_embeddings and head.out_features % shard.world_size == 0:
+        rows = head.weight.tensor_split(shard.world_size)[shard.rank]  # shares the memory of the embeddings
+        head.weight, head.out_features = nn.Parameter(rows, requires_grad=False), len(rows)
     return module
 
 
 def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
-    """Return transformers' tensor-parallel plan for a model: styles by patterns of layer names.
+    """Return transformers' tensor-parallel plan for a model, and the head's: styles by patterns of layer names.
 
     Raises:
         ModelError: there is none, or it has an unsupported style.
@@ -65,6 +76,8 @@ def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
         raise ModelError(f"{path} is {config.model_type}, which has no tensor parallel plan in transformers")
     if unsupported := sorted(set(plan.values()) - {"colwise", "rowwise"} - _WHOLE):
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan needs {', '.join(unsupported)}")
+    if not config.tie_word_embeddings and config.get_text_config().vocab_size % world_size == 0:
+        plan[_HEAD] = "colwise"
     kv_heads = kv_shape(config, 1).kv_heads
     if kv_heads % world_size:
         raise ModelError(f"{path} has {kv_heads} key/value heads, not divisible by tensor_parallel_size {world_size}")
@@ -92,7 +105,7 @@ def _narrow(module: nn.Module, name: str, style: str, shard: Shard) -> None:
         sliced = nn.Linear(whole.in_features, size // shard.world_size, has_bias, device="meta", dtype=dtype)
     else:
         sliced = RowLinear(size // shard.world_size, whole.out_features, has_bias, device="meta", dtype=dtype)
-        sliced.shard = shard
+        sliced.reducer_key = register(shard.reducer)
     setattr(parent, name.rpartition(".")[2], sliced)
 
 

@@ -52,9 +52,10 @@ class SelfDrafter(TokenDrawer):
 
     def run(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
         """Compute a batch; the next draft token of every row is the one that the deciding rank draws."""
+        batch.needs_logits = draws is None
         if self._decides:
             drawn = super().run(batch, draws, runs)
         else:
-            self._backend.run(batch)
-            drawn = Drawn(torch.zeros_like(batch.logit_indices))
-        return replace(drawn, tokens=self._backend.all_reduce(drawn.tokens))
+            drawn = Drawn(torch.zeros_like(self._backend.run(batch, draws).tokens))
+        reducer = self._backend.reducer
+        return drawn if reducer is None else replace(drawn, tokens=reducer.sum(drawn.tokens))

@@ -6,6 +6,7 @@ finds keys, values and block tables in the context of the pass that is being com
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -22,8 +23,8 @@ from engine.models.layer_attention import AttentionParams
 _MAX_COMPILATIONS = 64
 """Layers of different kinds are compiled separately; a model has a few kinds."""
 
-_contexts: list["TritonContext"] = []
-"""The pass that is being computed, last."""
+_context: ContextVar["TritonContext"] = ContextVar("context")
+"""The pass that this thread computes."""
 
 
 @dataclass(slots=True)
@@ -44,11 +45,12 @@ class TritonContext(PagedContext):
     @contextmanager
     def current(self) -> Iterator["OperatorContext"]:
         """Make this the pass whose layers are computed, and return the context to give to the model."""
-        _contexts.append(self)
+        apply_compile_settings()
+        token = _context.set(self)
         try:
             yield OperatorContext()
         finally:
-            _contexts.pop()
+            _context.reset(token)
 
 
 class OperatorContext:
@@ -74,7 +76,7 @@ def _attend_in_context(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    return _contexts[-1].attend(layer, query, key, value, AttentionParams(window, scaling, softcap, sinks))
+    return _context.get().attend(layer, query, key, value, AttentionParams(window, scaling, softcap, sinks))
 
 
 @_attend_in_context.register_fake
@@ -91,13 +93,17 @@ def compile_layers(module: nn.Module) -> None:
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(f"{type(module).__name__} has no decoder layers that can be compiled")
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True)
+
+
+def apply_compile_settings() -> None:
+    """Set up torch's compiler in this thread: since torch 2.12, threads do not share its settings."""
     # A layer's index is data, so that one compilation serves all layers.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     torch._dynamo.config.recompile_limit = _MAX_COMPILATIONS
     # Kernels are chosen by rule: a choice by measurement could round differently in the next process.
     torch._inductor.config.deterministic = True
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True)
 
 
 def uncompile_layers(module: nn.Module) -> None:

@@ -60,11 +60,11 @@ class CudaBackend(EagerBackend):
         kv = batch.paged.kv
         assert isinstance(kv, GraphedKV)
         if kv.graphs is not None and (output := kv.graphs.run(batch, draws)) is not None:
-            return output
+            return self.gathered(batch, output)
         return super().run(batch, draws and _draws_on(draws, self.device))
 
     def logits(self, batch: ForwardBatch) -> Tensor:
-        """Compute [n, vocab] float32 logits."""
+        """Compute [n, vocab] float32 logits, or a rank's slice of them."""
         groups = [_group_on(group, self.device) for group in batch.paged.groups]
         token_ids, indices = (
             tensor.to(self.device, non_blocking=True) for tensor in (batch.token_ids, batch.logit_indices)

@@ -48,7 +48,7 @@ class Graphs:
         num_blocks = kv.keys[0].shape[0]
         longest = min(-(-model.info.max_model_len // kv.block_size) + 1, num_blocks)
         self._widths = sorted({min(SHORT_CONTEXT // kv.block_size, longest), longest})
-        size = (MAX_TOKENS, model.info.vocab_size)
+        size = (MAX_TOKENS, len(model.vocab_slice))
         self._outputs = PassOutput(
             torch.empty(size, device=model.device),
             torch.empty(size, device=model.device),

@@ -125,12 +125,13 @@ class StaticPass:
         with self._context.current() as context:
             token_ids, positions = fields["token_ids"].long(), fields["positions"].long()
             logits = forward(self._model.module, token_ids, positions, fields["logit_indices"].long(), context).float()
-        vocab = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+        ids = self._model.vocab_slice
+        vocab = torch.arange(ids.start, ids.stop, dtype=torch.int32, device=logits.device)
         keys = torch.stack([fields["key_low"], fields["key_high"]], -1)
         is_drawn = fields["is_drawn"].bool().unsqueeze(-1)
         gumbel = noise.gumbel(keys, vocab).masked_fill_(~is_drawn, 0.0)
         scores = gumbel.add_(logits / fields["temperatures"].view(torch.float32).unsqueeze(-1))
-        for output, result in zip(self._outputs, (logits, scores, scores.argmax(-1)), strict=True):
+        for output, result in zip(self._outputs, (logits, scores, self._model.best_ids(scores)), strict=True):
             output[: self.shape.tokens].copy_(result)
 
     def output(self, count: int) -> PassOutput:

@@ -10,6 +10,7 @@ from engine.models.causal_lm import CausalLM, Shard
 from engine.models.fusion import FusedLinear
 from engine.models.layer_attention import ATTENTION_NAME
 from engine.models.loader import resolve_device, resolve_dtype
+from tests.engine.ranks import AbsentOthers
 from tests.engine.tiny import EXPERTS, HEADS, SIZES, check_same, model_of, save, source_of
 
 CPU = torch.device("cpu")
@@ -78,8 +79,8 @@ def test_what_transformers_converts_is_converted_on_the_device(tmp_path, monkeyp
 
 def test_a_rank_loads_its_own_slices_and_a_single_rank_the_whole_model(target_path):
     whole = model_of(target_path).info.num_parameters
-    assert model_of(target_path, Shard(0, 1, lambda x: x)).info.num_parameters == whole
-    shard = Shard(1, 2, lambda x: x)
+    assert model_of(target_path, Shard(0, 1, AbsentOthers())).info.num_parameters == whole
+    shard = Shard(1, 2, AbsentOthers())
     rank = model_of(target_path, shard)
     assert rank.shard is shard
     assert rank.info.num_parameters < whole

@@ -20,6 +20,7 @@ from engine.models.first_layers import first_layers
 from engine.models.quantization import QuantizedLinear, pack_nibbles, unpack_nibbles
 from engine.models.registry import open_model
 from engine.params import SamplingParams
+from tests.engine.ranks import AbsentOthers
 from tests.engine.running import make_engine, run
 from tests.engine.tiny import HEADS, SIZES, backend_of, model_of, save
 
@@ -170,7 +171,7 @@ def test_a_package_that_is_missing_is_named(path, monkeypatch):
 def test_quantised_weights_are_not_split_over_ranks(name, path):
     config = ModelConfig(path, quantization=name)
     with pytest.raises(ModelError, match=f"quantised weights .{name}. are not split over tensor-parallel ranks"):
-        model_of(path, Shard(0, 2, lambda x: x), quantization=name)
+        model_of(path, Shard(0, 2, AbsentOthers()), quantization=name)
     with pytest.raises(ModelError, match="not split"):
         footprint(open_model(config), EngineConfig(), dtype=torch.float32, bytes_per_weight=4, world_size=2)
 

@@ -12,10 +12,13 @@ _MIN_PROGRAMS = 90
 """Programs that fill most of a large GPU's multiprocessors."""
 
 
-def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return rows [n, in] times weight [out, in], [n, out]: rounded once, and once more where a bias is added."""
+def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """Return rows [n, in] times weight [out, in], [n, out]: rounded once, and once more where a bias is added.
+
+    The result is in the rows' number format, or in `out_dtype`.
+    """
     count, size = rows.shape
-    output = rows.new_empty(count, len(weight))
+    output = rows.new_empty(count, len(weight), dtype=out_dtype)
     rows_tile = 16 if count <= 16 else 64 if count <= 64 else 128
     out_tile = next((tile for tile in (128, 64, 32) if len(weight) // tile >= _MIN_PROGRAMS), 16)
     stage_bytes = (rows_tile + out_tile) * _INNER_TILE * rows.element_size()

@@ -1,11 +1,24 @@
 """The layers that use our product, which is interpreted on the CPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import transformers
 from torch import nn
+
+from engine.config import ModelConfig
+from engine.execution.batch import ForwardRow, build
+from engine.models.causal_lm import Shard
+from engine.models.reducer import register
+from engine.models.shards import RowLinear
+from tests.engine.ranks import gloo_reducers, in_turn
+from tests.engine.tiny import SIZES, model_of, save
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda import linear
+from engine.execution.cuda.compiled_layers import TritonContext
+from engine.execution.cuda.cuda_backend import CudaBackend
 from engine.execution.cuda.kernels import product
 from tests.engine.models.test_quantization import layer_of
 
@@ -14,7 +27,9 @@ from tests.engine.models.test_quantization import layer_of
 def multiplied(monkeypatch):
     """The numbers of rows that the kernel has multiplied."""
     counts, multiply = [], product.multiply
-    monkeypatch.setattr(product, "multiply", lambda rows, *rest: counts.append(len(rows)) or multiply(rows, *rest))
+    monkeypatch.setattr(
+        product, "multiply", lambda rows, *rest, **how: counts.append(len(rows)) or multiply(rows, *rest, **how)
+    )
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda _: None)
     return counts
 
@@ -39,7 +54,9 @@ def test_every_linear_layer_is_replaced_and_cublas_is_asked_for_many_rows(multip
 def test_cublas_is_asked_only_for_more_rows_than_the_kernel_takes(count, uses_kernel, monkeypatch):
     assert min(linear._CHECKED_ROWS) > linear.MAX_KERNEL_ROWS
     multiplied = []
-    monkeypatch.setattr(product, "multiply", lambda rows, weight, _: multiplied.append(len(rows)) or rows @ weight.T)
+    monkeypatch.setattr(
+        product, "multiply", lambda rows, weight, _, **__: multiplied.append(len(rows)) or rows @ weight.T
+    )
     rows, weight = torch.randn(count, 16), torch.randn(8, 16)
     torch.ops.paceline.invariant_linear(rows, weight, None, True)
     assert multiplied == ([count] if uses_kernel else [])
@@ -58,3 +75,61 @@ def test_quantised_layers_are_multiplied_by_the_same_product(num_bits, groups, m
     assert multiplied == [9]
     linear.make_invariant(module, torch.float16)
     assert module[0].values is layer.values, "a thinned model shares the layer"
+
+
+@pytest.mark.parametrize("num_rows", [3, linear.MAX_KERNEL_ROWS + 1])
+def test_a_row_linear_sums_unrounded_products_whoever_multiplies(num_rows, monkeypatch):
+    """cuBLAS is asked for float32 results, too; torch can give these on GPUs only."""
+    asked = []
+
+    def mm(rows, weight, out_dtype):
+        asked.append(len(rows))
+        return rows.to(out_dtype) @ weight.to(out_dtype)
+
+    monkeypatch.setattr(linear, "cublas_agrees", lambda *how: asked.append(how[-1]) or True)
+    monkeypatch.setattr(torch, "mm", mm)
+    layer, sums = RowLinear(32, 8).half(), []
+    layer.reducer_key = register(SimpleNamespace(sum=lambda partial: sums.append(partial) or partial * 3))
+    module = nn.Sequential(layer)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda _: None)
+    linear.make_invariant(module, torch.float16)
+    assert type(module[0]) is linear.InvariantRowLinear
+    x = torch.randn(1, num_rows, 32).half()
+    with torch.inference_mode():
+        output = module(x)
+    exact = x.float() @ layer.weight.float().T
+    assert sums[0].dtype == torch.float32
+    torch.testing.assert_close(sums[0], exact, atol=1e-5, rtol=1e-5)
+    assert torch.equal(output, (sums[0] * 3).half() + layer.bias)
+    assert asked == [torch.float32, *([num_rows] if num_rows > linear.MAX_KERNEL_ROWS else [])]
+
+
+def attend_to_one_token(context, layer, query, key, value, params):
+    """Attention in contexts of one token, exactly: the interpreter takes seconds for what the kernel would do."""
+    context.layers.append(layer)
+    return value.repeat_interleave(len(query) // len(value), 0).transpose(0, 1).contiguous()
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float32"), (4, "float16")])
+def test_logits_over_ranks_have_the_same_bits_beside_any_number_of_rows(world_size, dtype, tmp_path, monkeypatch):
+    save(transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 4, "num_hidden_layers": 1}), tmp_path, factor=3.0)
+    monkeypatch.setattr(linear, "cublas_agrees", lambda *_: False)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda _: None)
+    monkeypatch.setattr(TritonContext, "attend", attend_to_one_token)
+    reducers = gloo_reducers(world_size)
+
+    def compute(reducer):
+        shard = Shard(reducer.rank, world_size, reducer) if reducer else None
+        model = model_of(tmp_path, shard, dtype=dtype)
+        linear.make_invariant(model.module, model.dtype)
+        backend, results = CudaBackend(model, ModelConfig("", compile="off")), []
+        for count in (1, 5, 40):
+            others = [ForwardRow([nth % 60], 0, [1 + nth], 1) for nth in range(1, count)]
+            batch = build([ForwardRow([7], 0, [1], 1), *others], backend.allocate_kv(count + 1, 16))
+            results.append(backend.run(batch).logits[0])
+        return results
+
+    (whole, *_), ranks = compute(None), in_turn(compute, reducers, reducers)
+    for logits in (row for rank in ranks for row in rank):
+        assert torch.equal(logits, ranks[0][0])
+        torch.testing.assert_close(logits, whole, atol=1e-4 if dtype == "float32" else 0.1, rtol=0.02)

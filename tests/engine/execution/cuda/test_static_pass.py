@@ -2,17 +2,22 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from engine.config import BUNDLED_DRAFT
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardRow, build, next_tokens
 from engine.execution.eager import EagerBackend
+from engine.models.causal_lm import Shard
 from engine.sampling import noise
 from engine.sampling.noise import Draws
-from tests.engine.tiny import model_of
+from tests.engine.ranks import gloo_reducers, on_ranks
+from tests.engine.tiny import SIZES, model_of, save
 
 pytest.importorskip("triton", reason="the kernels need triton")
+from engine.execution.cuda.compiled_layers import TritonContext
 from engine.execution.cuda.static_pass import Shape, StaticPass
+from tests.engine.execution.cuda.test_linear import attend_to_one_token
 
 CPU = torch.device("cpu")
 BLOCKS = [*range(1, 12)]
@@ -38,7 +43,7 @@ def prefilled(backend, seed):
 
 
 def static_pass(backend, kv, shape):
-    vocab = backend.info.vocab_size
+    vocab = len(backend.model.vocab_slice)
     outputs = PassOutput(torch.empty(64, vocab), torch.empty(64, vocab), torch.empty(64, dtype=torch.int64))
     return StaticPass(backend.model, kv, shape, outputs)
 
@@ -87,3 +92,28 @@ def test_results_stay_when_the_next_pass_is_computed(backend):
     static.compute()
     assert torch.equal(first.logits, before)
     assert not torch.equal(static.output(1).logits, before)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_ranks_compute_a_slice_each_and_draw_the_whole_models_tokens(is_drawn, tmp_path, monkeypatch):
+    save(LlamaConfig(**SIZES), tmp_path, factor=3.0)
+    rows = [ForwardRow([token], 0, [1 + token], 1) for token in range(7)]
+    draws = draws_for(7) if is_drawn else None
+    reducers = gloo_reducers(2)
+    whole = EagerBackend(model_of(tmp_path))
+    expected = whole.run(build(rows, whole.allocate_kv(9, 16)), draws)
+    backends = on_ranks(lambda one: EagerBackend(model_of(tmp_path, Shard(one.rank, 2, one))), reducers)
+    monkeypatch.setattr(TritonContext, "attend", attend_to_one_token)
+
+    @torch.inference_mode()
+    def compute(rank):
+        kv = rank.allocate_kv(9, 16)
+        static = static_pass(rank, kv, Shape(8, 1, 0, 1))
+        static.fill(build(rows, kv), draws)
+        static.compute()
+        return static.output(7)
+
+    for backend, output in zip(backends, on_ranks(compute, backends), strict=True):
+        assert torch.equal(output.tokens, expected.tokens)
+        ids = backend.model.vocab_slice
+        torch.testing.assert_close(output.scores, expected.scores[:, ids.start : ids.stop], atol=2e-4, rtol=0)

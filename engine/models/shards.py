@@ -24,7 +24,7 @@ _WHOLE = {"replicated", "replicated_with_grad_allreduce"}
 
 
 class RowLinear(nn.Linear):
-    """A linear layer over a slice of its inputs, summed over the ranks in float32 and then rounded, once."""
+    """A linear layer over a slice of its inputs, whose partial products are summed over the ranks in float32."""
 
     reducer_key: int
 

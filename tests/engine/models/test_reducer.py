@@ -74,11 +74,10 @@ def test_layers_of_several_ranks_are_traced_whole_and_find_their_own_reducer():
 
 def test_a_row_linear_sums_in_float32_and_rounds_once_before_its_bias():
     layer = RowLinear(2, 1).to(torch.bfloat16)
-    layer.reducer_key = register(Scaling(1.0))
-    layer.weight.data[:], layer.bias.data[:] = torch.tensor([[1.0, 2.0**-9]]), 2.0**-8
+    layer.reducer_key = register(Scaling(1 + 2.0**-9))
+    layer.weight.data[:], layer.bias.data[:] = torch.tensor([[0.5, 0.5]]), 2.0**-8
     x = torch.tensor([[1.0, 1.0]], dtype=torch.bfloat16)
-    assert layer.partial(x).item() == 1 + 2.0**-9
     with torch.inference_mode():
         assert layer(x).dtype == torch.bfloat16
-        assert sum_over_ranks(layer.partial(x), layer.reducer_key).dtype == torch.float32
+        assert sum_over_ranks(layer.partial(x), layer.reducer_key).item() == 1 + 2.0**-9
         assert layer(x).item() == 1.0  # each addend is half of the last bit or less; their sum would not be

@@ -55,7 +55,6 @@ def fill(
     Raises:
         ModelError: the files lack a weight, or have it in another shape.
     """
-    module.tie_weights()  # type: ignore[operator]
     _restore_buffers(module, device)
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
     tied: dict[int, list[str]] = {}

@@ -60,10 +60,12 @@ def test_a_timeout_below_the_least_deadline_holds():
 
 def test_the_shapes_not_seen_for_longest_are_forgotten():
     times = RoundTimes()
+    for _ in range(8):
+        times.observe("a frequent shape", 0.01)
     for number in range(_MAX_SHAPES + 5):
-        for shape in ("a frequent shape", number):
-            for _ in range(8):
-                times.observe(shape, 0.01)
+        times.observe("a frequent shape", 0.01)
+        for _ in range(8):
+            times.observe(number, 0.01)
     assert len(times._seconds) == _MAX_SHAPES
     known = [times.deadline_s(shape, TIMEOUT_S) for shape in ("a frequent shape", 0, _MAX_SHAPES)]
     assert known == [2.0, TIMEOUT_S, 2.0]

@@ -62,10 +62,12 @@ def test_a_model_read_from_its_files_is_the_one_that_transformers_loads(family, 
     cls, dtype = getattr(transformers, cls), getattr(torch, dtype)
     save(cls(**SIZES | {key: value for key, value in extra.items() if key in cls.__dataclass_fields__}), tmp_path)
     source = source_of(tmp_path)
+    settings = source.configuration.to_dict()
     caplog.set_level("INFO", "engine.models.loader")
     check_same(
         loader._load_whole(source, dtype, CPU), CausalLM.load_module(source.directory, source.configuration, dtype)
     )
+    assert source.configuration.to_dict() == settings
     assert ("transformers loads the weights" in caplog.text) is (loaded_by == "transformers")
 
 

@@ -162,18 +162,29 @@ def test_a_weight_of_another_shape_is_refused(shard, message, tmp_path):
         model_of(tmp_path, shard)
 
 
-@pytest.mark.parametrize("saved", ["model.embed_tokens.weight", "lm_head.weight", "both"])
-def test_tied_weights_are_found_under_either_name(saved, tmp_path):
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_tied_weights_are_found_under_either_name(name, tmp_path):
     save(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True), tmp_path)
-    expected = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
-
-    def change(stored):
-        stored["lm_head.weight"] = expected.clone()
-        if saved == "lm_head.weight":
-            del stored["model.embed_tokens.weight"]
-
-    if saved != "model.embed_tokens.weight":
-        rewrite(tmp_path, change)
+    rewrite(tmp_path, lambda stored: stored.update({name: stored.pop("model.embed_tokens.weight")}))
     module = model_of(tmp_path).module
     assert module.lm_head.weight is module.model.embed_tokens.weight
-    assert torch.equal(module.lm_head.weight, expected)
+    assert torch.equal(module.lm_head.weight, load_file(tmp_path / "model.safetensors")[name])
+
+
+def test_transformers_decides_on_tied_weights_that_are_saved_twice(tmp_path):
+    save(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True), tmp_path)
+    head = torch.randn(64, 32)
+    rewrite(tmp_path, lambda stored: stored.update({"lm_head.weight": head}))
+    module = model_of(tmp_path).module
+    assert torch.equal(module.lm_head.weight, head)
+    assert not torch.equal(module.model.embed_tokens.weight, head)
+
+
+def test_saved_buffers_stay_buffers(source):
+    with torch.device("meta"):
+        module = torch.nn.BatchNorm1d(4, affine=False)
+    expected = {"running_mean": torch.randn(4), "running_var": torch.rand(4), "num_batches_tracked": torch.tensor(3)}
+    save_file(expected, source.weight_files[0])
+    weights.fill(source, module, CPU)
+    assert not [*module.parameters()]
+    assert all(torch.equal(module.get_buffer(name), tensor) for name, tensor in expected.items())

@@ -2,7 +2,8 @@
 
 With few rows, cuBLAS splits the inner dimension over several blocks, so it rounds differently than for many rows. Our
 kernel never splits: each result is one ordered sum over the inner dimension, whatever the rows and tiles. For many
-rows cuBLAS is faster, and is used if it gives the same bits.
+rows cuBLAS is faster, and is used if it gives the same bits. A draft's layers may round as they like, because a draft
+cannot change a text: they split.
 """
 
 import functools
@@ -25,30 +26,34 @@ logger = logging.getLogger(__name__)
 class InvariantLinear(nn.Module):
     """A linear layer with 16-bit weights [out, in]; see above."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, *, invariant: bool = True) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.out_features = linear.out_features
-        self._uses_cublas = cublas_agrees(linear.weight.shape, linear.weight.dtype, linear.weight.device)
+        self._num_splits = 1 if invariant else product.splits_of(*linear.weight.shape)
+        self._uses_cublas = not invariant or cublas_agrees(
+            linear.weight.shape, linear.weight.dtype, linear.weight.device
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for `x` [..., in]."""
-        output: Tensor = torch.ops.paceline.invariant_linear(x, self.weight, self.bias, self._uses_cublas)
+        options = (None, self._num_splits, self._uses_cublas)
+        output: Tensor = torch.ops.paceline.invariant_linear(x, self.weight, self.bias, *options)
         return output
 
 
 class InvariantQuantizedLinear(QuantizedLinear):
-    """A linear layer with quantised weights, which become 16-bit numbers in every pass; see above."""
+    """A linear layer with quantised weights, which the kernel reads as they are, for any number of rows."""
 
-    def __init__(self, layer: QuantizedLinear, dtype: torch.dtype) -> None:
+    def __init__(self, layer: QuantizedLinear, *, invariant: bool = True) -> None:
         super().__init__(layer.values, layer.scales, layer.bias)
-        shape = torch.Size((layer.out_features, layer.in_features))
-        self._uses_cublas = cublas_agrees(shape, dtype, layer.values.device)
+        self._num_splits = 1 if invariant else product.splits_of(layer.out_features, layer.in_features)
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the product; see `QuantizedLinear.multiply`."""
-        product: Tensor = torch.ops.paceline.invariant_linear(x, weight, None, self._uses_cublas)
-        return product
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out] for `x` [..., in]."""
+        options = (self.scales, self._num_splits, False)
+        output: Tensor = torch.ops.paceline.invariant_linear(x, self.values, self.bias, *options)
+        return output
 
 
 def sum_in_order() -> None:
@@ -58,15 +63,18 @@ def sum_in_order() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
-def make_invariant(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace every linear layer of a model in a 16-bit number format."""
-    sum_in_order()
+def make_invariant(module: nn.Module, dtype: torch.dtype, *, invariant: bool = True) -> None:
+    """Replace every linear layer of a model in a 16-bit number format; without `invariant`, by ones that may split."""
+    if dtype == torch.float32:
+        return
+    if invariant:
+        sum_in_order()
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
-                setattr(parent, name, InvariantLinear(child))
+                setattr(parent, name, InvariantLinear(child, invariant=invariant))
             elif type(child) is QuantizedLinear:
-                setattr(parent, name, InvariantQuantizedLinear(child, dtype))
+                setattr(parent, name, InvariantQuantizedLinear(child, invariant=invariant))
 
 
 @functools.cache
@@ -82,16 +90,18 @@ def cublas_agrees(shape: torch.Size, dtype: torch.dtype, device: torch.device) -
 
 
 @torch.library.custom_op("paceline::invariant_linear", mutates_args=())
-def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, uses_cublas: bool) -> Tensor:
+def _invariant_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, num_splits: int, uses_cublas: bool
+) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if uses_cublas and len(rows) > MAX_KERNEL_ROWS:
         output = F.linear(rows, weight)
         output = output if bias is None else output + bias
     else:
-        output = product.multiply(rows, weight, bias)
+        output = product.multiply(rows, weight, bias, num_splits=num_splits, scales=scales)
     return output.view(*x.shape[:-1], len(weight))
 
 
 @_invariant_linear.register_fake
-def _(x: Tensor, weight: Tensor, _bias: Tensor | None, _uses_cublas: bool) -> Tensor:
+def _(x: Tensor, weight: Tensor, *_: object) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight))

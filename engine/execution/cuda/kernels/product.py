@@ -1,4 +1,8 @@
-"""The matrix product of few rows, as a Triton kernel: each result is one ordered sum over the inner dimension."""
+"""The matrix product of few rows, as a Triton kernel: each result is one ordered sum over the inner dimension.
+
+Quantised weights become 16-bit numbers in registers, so that only their own bits are read from memory. The bits of a
+result do not depend on the number of rows. With several splits, as many ordered sums are added in order.
+"""
 
 import functools
 
@@ -10,24 +14,84 @@ from torch import Tensor
 _INNER_TILE = 128
 _MIN_PROGRAMS = 90
 """Programs that fill most of a large GPU's multiprocessors."""
+_MAX_SPLITS = 8
 
 
-def multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return rows [n, in] times weight [out, in], [n, out]: rounded once, and once more where a bias is added."""
+def multiply(
+    rows: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    num_splits: int = 1,
+    scales: Tensor | None = None,
+) -> Tensor:
+    """Return rows [n, in] times weight [out, in], [n, out]: rounded once, and once more where a bias is added.
+
+    Args:
+        weight: numbers of the rows' format; or, with scales, int8, float8_e4m3fn or [out, in / 2] uint8 as
+            `pack_nibbles` makes them.
+        out_dtype: the format of the result; None is that of the rows.
+        num_splits: parts of the inner dimension that are summed at the same time.
+        scales: [out, groups] factors of weights, of equally many inputs each.
+    """
     count, size = rows.shape
-    output = rows.new_empty(count, len(weight))
-    rows_tile = 16 if count <= 16 else 64 if count <= 64 else 128
-    out_tile = next((tile for tile in (128, 64, 32) if len(weight) // tile >= _MIN_PROGRAMS), 16)
-    stage_bytes = (rows_tile + out_tile) * _INNER_TILE * rows.element_size()
-    stages = max(2, min(3 if out_tile == 128 else 5, _shared_bytes(rows.device) // stage_bytes))
-    num_row_tiles = triton.cdiv(count, rows_tile)
-    _multiply_kernel[(num_row_tiles * triton.cdiv(len(weight), out_tile),)](
-        rows, weight, rows if bias is None else bias, output, count, len(weight), size, num_row_tiles,
-        rows.stride(0), weight.stride(0),
-        ROWS_TILE=rows_tile, OUT_TILE=out_tile, INNER_TILE=_INNER_TILE, IS_EVEN=size % _INNER_TILE == 0,
-        HAS_BIAS=bias is not None, num_stages=stages, num_warps=8 if rows_tile == 128 else 4, enable_fp_fusion=False,
+    num_outputs, num_groups = len(weight), 0 if scales is None else scales.shape[1]
+    output = torch.empty(count, num_outputs, dtype=out_dtype or rows.dtype, device=rows.device)
+    constants = product_constants(count, num_outputs, size, weight.dtype, num_groups, num_splits)
+    stages = num_stages(constants, rows.element_size(), _shared_bytes(rows.device))
+    num_row_tiles, num_tiles = (
+        triton.cdiv(count, constants["ROWS_TILE"]),
+        triton.cdiv(num_outputs, constants["OUT_TILE"]),
+    )
+    partials = output
+    if num_splits > 1:
+        partials = torch.empty(num_splits, count, num_outputs, dtype=torch.float32, device=rows.device)
+    if weight.dtype == torch.float8_e4m3fn:
+        weight = weight.view(torch.uint8)  # not every GPU that we serve on has the format
+    last = (rows if scales is None else scales, rows if bias is None else bias)
+    _multiply_kernel[(num_row_tiles * num_tiles, num_splits)](
+        rows, weight, *last, partials, count, num_outputs, size, num_row_tiles, rows.stride(0), weight.stride(0),
+        HAS_BIAS=bias is not None, num_stages=stages, num_warps=8 if constants["ROWS_TILE"] == 128 else 4,
+        enable_fp_fusion=False, **constants,
     )  # fmt: skip
+    if num_splits > 1:
+        _add_kernel[(count, triton.cdiv(num_outputs, 1024))](
+            partials, *last, output, count, num_outputs, NUM_SPLITS=num_splits, HAS_BIAS=bias is not None,
+            HAS_SCALES=num_groups == 1, OUT_TILE=1024, enable_fp_fusion=False,
+        )  # fmt: skip
     return output
+
+
+def splits_of(num_outputs: int, size: int) -> int:
+    """Return in how many parts weights of a shape are best summed if the order of summation is free."""
+    splits = 1
+    while splits < _MAX_SPLITS and num_outputs // 64 * splits < _MIN_PROGRAMS and size >= 8 * splits * _INNER_TILE:
+        splits *= 2
+    return splits
+
+
+def product_constants(
+    count: int, num_outputs: int, size: int, weight_dtype: torch.dtype, num_groups: int, num_splits: int
+) -> dict[str, int | str]:
+    """Return the tiles and other constants of the product of `count` rows."""
+    tiles = (tile for tile in (128, 64, 32) if num_outputs // tile * num_splits >= _MIN_PROGRAMS)
+    formats = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
+    return {
+        "ROWS_TILE": 16 if count <= 16 else 64 if count <= 64 else 128,
+        "OUT_TILE": next(tiles, 16),
+        "INNER_TILE": _INNER_TILE,
+        "IS_EVEN": size % (_INNER_TILE * num_splits) == 0,
+        "FORMAT": formats[weight_dtype] if num_groups else "",
+        "NUM_GROUPS": num_groups,
+        "NUM_SPLITS": num_splits,
+    }
+
+
+def num_stages(constants: dict[str, int | str], item_bytes: int, shared_bytes: int) -> int:
+    """Return how many tiles are loaded ahead, at most as many as shared memory holds."""
+    stage_bytes = (int(constants["ROWS_TILE"]) + int(constants["OUT_TILE"])) * _INNER_TILE * item_bytes
+    return max(2, min(3 if constants["OUT_TILE"] == 128 else 5, shared_bytes // stage_bytes))
 
 
 @functools.cache
@@ -39,10 +103,51 @@ def _shared_bytes(device: torch.device) -> int:
 
 
 @triton.jit
+def load_weights(
+    weight, scales, column, is_column, place, weight_stride, size,
+    INNER_TILE: tl.constexpr, IS_EVEN: tl.constexpr, FORMAT: tl.constexpr, NUM_GROUPS: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of weights [INNER_TILE, outputs] that begins at an input, as 16-bit numbers."""
+    start = weight + column[None, :].to(tl.int64) * weight_stride
+    inner = place + tl.arange(0, INNER_TILE)
+    is_weight = is_column if IS_EVEN else is_column & (inner[:, None] < size)
+    if FORMAT == "int4":
+        half = place // 2 + tl.arange(0, INNER_TILE // 2)
+        is_half = is_column if IS_EVEN else is_column & (half[:, None] < size // 2)
+        pairs = tl.trans(tl.load(start + half[:, None], is_half, 0).to(tl.int8, bitcast=True))
+        w = tl.trans(tl.interleave((pairs << 4) >> 4, pairs >> 4)).to(dtype)
+    else:
+        w = tl.load(start + inner[:, None], is_weight, 0)
+        if FORMAT == "fp8":  # the exponent is a part of float16's, whose zero is 8 higher
+            bits = w.to(tl.int16)
+            w = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True) * 256.0
+        w = w.to(dtype)
+    if NUM_GROUPS > 1:
+        group = inner // (size // NUM_GROUPS)
+        w = w * tl.load(scales + column[None, :] * NUM_GROUPS + group[:, None], is_weight, 0.0).to(dtype)
+    return w
+
+
+@triton.jit
+def _finished(
+    sums, scales, bias, column, is_column, dtype: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr
+):
+    """Scale, round, and add the bias."""
+    if HAS_SCALES:
+        sums = sums * tl.load(scales + column, is_column, 0.0).to(tl.float32)[None, :]
+    result = sums.to(dtype)
+    if HAS_BIAS:
+        added = tl.load(bias + column, is_column, 0.0).to(tl.float32)
+        result = (result.to(tl.float32) + added[None, :]).to(dtype)
+    return result
+
+
+@triton.jit
 def _multiply_kernel(
-    rows, weight, bias, output, count, num_outputs, size, num_row_tiles, row_stride, weight_stride,
+    rows, weight, scales, bias, output, count, num_outputs, size, num_row_tiles, row_stride, weight_stride,
     ROWS_TILE: tl.constexpr, OUT_TILE: tl.constexpr, INNER_TILE: tl.constexpr, IS_EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    FORMAT: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile. Programs with the same weights run at the same time, so that these are read once."""
     row = tl.program_id(0) % num_row_tiles * ROWS_TILE + tl.arange(0, ROWS_TILE)
@@ -50,18 +155,46 @@ def _multiply_kernel(
     inner = tl.arange(0, INNER_TILE)
     is_row, is_column = row[:, None] < count, column[None, :] < num_outputs
     row_tile = rows + row[:, None].to(tl.int64) * row_stride + inner[None, :]
-    weight_tile = weight + column[None, :].to(tl.int64) * weight_stride + inner[:, None]
     sums = tl.zeros((ROWS_TILE, OUT_TILE), tl.float32)
-    for start in range(0, size, INNER_TILE):
-        if IS_EVEN:
-            x = tl.load(row_tile + start, is_row, 0.0)
-            w = tl.load(weight_tile + start, is_column, 0.0)
-        else:
-            x = tl.load(row_tile + start, is_row & (start + inner[None, :] < size), 0.0)
-            w = tl.load(weight_tile + start, is_column & (start + inner[:, None] < size), 0.0)
+    part = tl.cdiv(tl.cdiv(size, INNER_TILE), NUM_SPLITS) * INNER_TILE
+    split = tl.program_id(1)
+    for start in range(split * part, tl.minimum(split * part + part, size), INNER_TILE):
+        is_x = is_row if IS_EVEN else is_row & (start + inner[None, :] < size)
+        x = tl.load(row_tile + start, is_x, 0.0)
+        w = load_weights(
+            weight,
+            scales,
+            column,
+            is_column,
+            start,
+            weight_stride,
+            size,
+            INNER_TILE,
+            IS_EVEN,
+            FORMAT,
+            NUM_GROUPS,
+            x.dtype,
+        )
         sums = tl.dot(x, w, sums)
-    result = sums.to(output.dtype.element_ty)
-    if HAS_BIAS:
-        added = tl.load(bias + column, column < num_outputs, 0.0).to(tl.float32)
-        result = (result.to(tl.float32) + added[None, :]).to(output.dtype.element_ty)
-    tl.store(output + row[:, None].to(tl.int64) * num_outputs + column[None, :], result, is_row & is_column)
+    if NUM_SPLITS == 1:
+        sums = _finished(
+            sums, scales, bias, column, column < num_outputs, output.dtype.element_ty, NUM_GROUPS == 1, HAS_BIAS
+        )
+    place = split.to(tl.int64) * count * num_outputs + row[:, None].to(tl.int64) * num_outputs + column[None, :]
+    tl.store(output + place, sums, is_row & is_column)
+
+
+@triton.jit
+def _add_kernel(
+    partials, scales, bias, output, count, num_outputs,
+    NUM_SPLITS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, OUT_TILE: tl.constexpr,
+):  # fmt: skip
+    """Add the splits of one row's outputs, in order."""
+    column = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
+    is_column = column < num_outputs
+    place = tl.program_id(0).to(tl.int64) * num_outputs + column
+    sums = tl.zeros((OUT_TILE,), tl.float32)
+    for split in tl.static_range(NUM_SPLITS):
+        sums += tl.load(partials + split * count * num_outputs + place, is_column, 0.0)
+    result = _finished(sums[None, :], scales, bias, column, is_column, output.dtype.element_ty, HAS_SCALES, HAS_BIAS)
+    tl.store(output + place[None, :], result, is_column[None, :])

@@ -162,15 +162,11 @@ class QuantizedLinear(nn.Module):
         """Return [..., out] for `x` [..., in]."""
         integers, scales = self.integers.to(x.dtype), self.scales.to(x.dtype)
         if scales.shape[1] == 1:
-            product = self.multiply(x, integers) * scales.flatten()
+            product = F.linear(x, integers) * scales.flatten()
         else:
             weight = integers.view(len(integers), scales.shape[1], -1) * scales.unsqueeze(-1)
-            product = self.multiply(x, weight.flatten(1))
+            product = F.linear(x, weight.flatten(1))
         return product if self.bias is None else product + self.bias
-
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return [..., out] for `x` [..., in] and weights [out, in] of the same number format."""
-        return F.linear(x, weight)
 
 
 def pack_nibbles(integers: Tensor) -> Tensor:

@@ -98,6 +98,7 @@ def _invariant_linear(
         output = F.linear(rows, weight)
         output = output if bias is None else output + bias
     else:
+        num_splits = num_splits if len(rows) <= MAX_KERNEL_ROWS else 1
         output = product.multiply(rows, weight, bias, num_splits=num_splits, scales=scales)
     return output.view(*x.shape[:-1], len(weight))
 

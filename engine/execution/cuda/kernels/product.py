@@ -5,6 +5,7 @@ result do not depend on the number of rows. With several splits, as many ordered
 """
 
 import functools
+import math
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -40,17 +41,14 @@ def multiply(
     output = torch.empty(count, num_outputs, dtype=out_dtype or rows.dtype, device=rows.device)
     constants = product_constants(count, num_outputs, size, weight.dtype, num_groups, num_splits)
     stages = num_stages(constants, rows.element_size(), _shared_bytes(rows.device))
-    num_row_tiles, num_tiles = (
-        triton.cdiv(count, constants["ROWS_TILE"]),
-        triton.cdiv(num_outputs, constants["OUT_TILE"]),
-    )
+    num_row_tiles = triton.cdiv(count, constants["ROWS_TILE"])
     partials = output
     if num_splits > 1:
         partials = torch.empty(num_splits, count, num_outputs, dtype=torch.float32, device=rows.device)
     if weight.dtype == torch.float8_e4m3fn:
         weight = weight.view(torch.uint8)  # not every GPU that we serve on has the format
     last = (rows if scales is None else scales, rows if bias is None else bias)
-    _multiply_kernel[(num_row_tiles * num_tiles, num_splits)](
+    _multiply_kernel[(num_row_tiles * triton.cdiv(num_outputs, constants["OUT_TILE"]), num_splits)](
         rows, weight, *last, partials, count, num_outputs, size, num_row_tiles, rows.stride(0), weight.stride(0),
         HAS_BIAS=bias is not None, num_stages=stages, num_warps=8 if constants["ROWS_TILE"] == 128 else 4,
         enable_fp_fusion=False, **constants,
@@ -75,15 +73,19 @@ def product_constants(
     count: int, num_outputs: int, size: int, weight_dtype: torch.dtype, num_groups: int, num_splits: int
 ) -> dict[str, int | str]:
     """Return the tiles and other constants of the product of `count` rows."""
-    tiles = (tile for tile in (128, 64, 32) if num_outputs // tile * num_splits >= _MIN_PROGRAMS)
+    # Wide tiles of quantised weights need more registers than there are.
+    tiles = (tile for tile in (128, 64, 32)[num_groups > 0 :] if num_outputs // tile * num_splits >= _MIN_PROGRAMS)
+    group = size // num_groups if num_groups > 1 else 0
     formats = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
     return {
         "ROWS_TILE": 16 if count <= 16 else 64 if count <= 64 else 128,
         "OUT_TILE": next(tiles, 16),
         "INNER_TILE": _INNER_TILE,
-        "IS_EVEN": size % (_INNER_TILE * num_splits) == 0,
+        "IS_EVEN": size % _INNER_TILE == 0,
         "FORMAT": formats[weight_dtype] if num_groups else "",
-        "NUM_GROUPS": num_groups,
+        "GROUP": group,
+        "SPAN": math.gcd(group, _INNER_TILE),
+        "HAS_SCALES": num_groups == 1,
         "NUM_SPLITS": num_splits,
     }
 
@@ -104,29 +106,35 @@ def _shared_bytes(device: torch.device) -> int:
 
 @triton.jit
 def load_weights(
-    weight, scales, column, is_column, place, weight_stride, size,
-    INNER_TILE: tl.constexpr, IS_EVEN: tl.constexpr, FORMAT: tl.constexpr, NUM_GROUPS: tl.constexpr,
-    dtype: tl.constexpr,
+    weight, scales, column, num_outputs, place, weight_stride, size, dtype: tl.constexpr,
+    INNER_TILE: tl.constexpr, IS_EVEN: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Return a tile of weights [INNER_TILE, outputs] that begins at an input, as 16-bit numbers."""
-    start = weight + column[None, :].to(tl.int64) * weight_stride
     inner = place + tl.arange(0, INNER_TILE)
-    is_weight = is_column if IS_EVEN else is_column & (inner[:, None] < size)
+    if FORMAT == "":
+        is_weight = column[None, :] < num_outputs
+        if not IS_EVEN:
+            is_weight = is_weight & (inner[:, None] < size)
+        return tl.load(weight + column[None, :].to(tl.int64) * weight_stride + inner[:, None], is_weight, 0.0)
+    start = weight + column[:, None].to(tl.int64) * weight_stride
+    is_output = column[:, None] < num_outputs
     if FORMAT == "int4":
-        half = place // 2 + tl.arange(0, INNER_TILE // 2)
-        is_half = is_column if IS_EVEN else is_column & (half[:, None] < size // 2)
-        pairs = tl.trans(tl.load(start + half[:, None], is_half, 0).to(tl.int8, bitcast=True))
-        w = tl.trans(tl.interleave((pairs << 4) >> 4, pairs >> 4)).to(dtype)
+        half = place // 2 + tl.arange(0, INNER_TILE // 2)[None, :]
+        pairs = tl.load(start + half, is_output & (half < size // 2), 0).to(tl.int8, bitcast=True)
+        tile = tl.interleave((pairs << 4) >> 4, pairs >> 4).to(dtype)
     else:
-        w = tl.load(start + inner[:, None], is_weight, 0)
-        if FORMAT == "fp8":  # the exponent is a part of float16's, whose zero is 8 higher
-            bits = w.to(tl.int16)
-            w = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True) * 256.0
-        w = w.to(dtype)
-    if NUM_GROUPS > 1:
-        group = inner // (size // NUM_GROUPS)
-        w = w * tl.load(scales + column[None, :] * NUM_GROUPS + group[:, None], is_weight, 0.0).to(dtype)
-    return w
+        tile = tl.load(start + inner[None, :], is_output & (inner[None, :] < size), 0)
+        if FORMAT == "fp8":  # float16 has a wider exponent, whose zero is 8 higher
+            bits = tile.to(tl.int16)
+            tile = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True) * 256.0
+        tile = tile.to(dtype)
+    if GROUP > 0:
+        NUM_SPANS: tl.constexpr = INNER_TILE // SPAN
+        first = place + tl.arange(0, NUM_SPANS)[None, :] * SPAN
+        scale = tl.load(scales + column[:, None] * (size // GROUP) + first // GROUP, is_output & (first < size), 0.0)
+        parts = tl.reshape(tile, (tile.shape[0], NUM_SPANS, SPAN)) * scale.to(dtype)[:, :, None]
+        tile = tl.reshape(parts, (tile.shape[0], INNER_TILE))
+    return tl.trans(tile)
 
 
 @triton.jit
@@ -147,7 +155,8 @@ def _finished(
 def _multiply_kernel(
     rows, weight, scales, bias, output, count, num_outputs, size, num_row_tiles, row_stride, weight_stride,
     ROWS_TILE: tl.constexpr, OUT_TILE: tl.constexpr, INNER_TILE: tl.constexpr, IS_EVEN: tl.constexpr,
-    FORMAT: tl.constexpr, NUM_GROUPS: tl.constexpr, NUM_SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    FORMAT: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile. Programs with the same weights run at the same time, so that these are read once."""
     row = tl.program_id(0) % num_row_tiles * ROWS_TILE + tl.arange(0, ROWS_TILE)
@@ -162,23 +171,13 @@ def _multiply_kernel(
         is_x = is_row if IS_EVEN else is_row & (start + inner[None, :] < size)
         x = tl.load(row_tile + start, is_x, 0.0)
         w = load_weights(
-            weight,
-            scales,
-            column,
-            is_column,
-            start,
-            weight_stride,
-            size,
-            INNER_TILE,
-            IS_EVEN,
-            FORMAT,
-            NUM_GROUPS,
-            x.dtype,
-        )
+            weight, scales, column, num_outputs, start, weight_stride, size, x.dtype,
+            INNER_TILE, IS_EVEN, FORMAT, GROUP, SPAN,
+        )  # fmt: skip
         sums = tl.dot(x, w, sums)
     if NUM_SPLITS == 1:
         sums = _finished(
-            sums, scales, bias, column, column < num_outputs, output.dtype.element_ty, NUM_GROUPS == 1, HAS_BIAS
+            sums, scales, bias, column, column < num_outputs, output.dtype.element_ty, HAS_SCALES, HAS_BIAS
         )
     place = split.to(tl.int64) * count * num_outputs + row[:, None].to(tl.int64) * num_outputs + column[None, :]
     tl.store(output + place, sums, is_row & is_column)

@@ -14,7 +14,9 @@ from tests.engine.models.test_quantization import layer_of
 def multiplied(monkeypatch):
     """The numbers of rows that the kernel has multiplied."""
     counts, multiply = [], product.multiply
-    monkeypatch.setattr(product, "multiply", lambda rows, *rest: counts.append(len(rows)) or multiply(rows, *rest))
+    monkeypatch.setattr(
+        product, "multiply", lambda rows, *rest, **more: counts.append(len(rows)) or multiply(rows, *rest, **more)
+    )
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda _: None)
     return counts
 
@@ -39,22 +41,49 @@ def test_every_linear_layer_is_replaced_and_cublas_is_asked_for_many_rows(multip
 def test_cublas_is_asked_only_for_more_rows_than_the_kernel_takes(count, uses_kernel, monkeypatch):
     assert min(linear._CHECKED_ROWS) > linear.MAX_KERNEL_ROWS
     multiplied = []
-    monkeypatch.setattr(product, "multiply", lambda rows, weight, _: multiplied.append(len(rows)) or rows @ weight.T)
+    monkeypatch.setattr(
+        product, "multiply", lambda rows, weight, _, **options: multiplied.append(len(rows)) or rows @ weight.T
+    )
     rows, weight = torch.randn(count, 16), torch.randn(8, 16)
-    torch.ops.paceline.invariant_linear(rows, weight, None, True)
+    torch.ops.paceline.invariant_linear(rows, weight, None, None, 1, True)
     assert multiplied == ([count] if uses_kernel else [])
 
 
 @pytest.mark.parametrize(("num_bits", "groups"), [(8, 1), (4, 4)])
-def test_quantised_layers_are_multiplied_by_the_same_product(num_bits, groups, multiplied, monkeypatch):
-    monkeypatch.setattr(linear, "cublas_agrees", lambda *_: False)
+def test_quantised_layers_are_multiplied_by_the_same_product_for_any_number_of_rows(num_bits, groups, multiplied):
     layer, weight = layer_of(num_bits, groups=groups, outputs=40, inputs=128)
     module = nn.Sequential(layer.half())
     linear.make_invariant(module, torch.float16)
-    x = torch.randn(1, 9, 128, dtype=torch.float16)
+    x = torch.randn(1, 70, 128, dtype=torch.float16)
     with torch.inference_mode():
         result = module(x)
     torch.testing.assert_close(result.float(), x.float() @ weight.T + layer.bias.float(), atol=2.0, rtol=0.01)
-    assert multiplied == [9]
+    assert multiplied == [70]
     linear.make_invariant(module, torch.float16)
     assert module[0].values is layer.values, "a thinned model shares the layer"
+
+
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_only_the_products_of_few_rows_split_and_only_without_invariance(is_quantised, monkeypatch):
+    splits = []
+
+    def multiply(rows, weight, bias, *, num_splits, scales):
+        splits.append(num_splits)
+        return rows.new_empty(len(rows), len(weight))
+
+    monkeypatch.setattr(product, "multiply", multiply)
+    monkeypatch.setattr(linear, "cublas_agrees", lambda *_: False)
+    monkeypatch.setattr(linear, "sum_in_order", lambda: splits.append("in order"))
+    one = layer_of(8, groups=1, outputs=16, inputs=8192)[0].half() if is_quantised else nn.Linear(8192, 16).half()
+    for invariant in (True, False):
+        module = nn.Sequential(one)
+        linear.make_invariant(module, torch.float16, invariant=invariant)
+        for count in (linear.MAX_KERNEL_ROWS, linear.MAX_KERNEL_ROWS + 1):
+            module(torch.ones(count, 8192, dtype=torch.float16))
+    assert splits == ["in order", 1, 1, 8] + [1] * is_quantised, "cuBLAS multiplies many rows if it may"
+
+
+def test_float32_models_keep_their_layers():
+    module = nn.Sequential(nn.Linear(8, 8))
+    linear.make_invariant(module, torch.float32)
+    assert type(module[0]) is nn.Linear

@@ -23,7 +23,7 @@ BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "off"]
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
 Drafting = Literal["auto", "none", "model", "tree", "self", "ngram", "suffix", "model+suffix"]
 Verification = Literal["coupled", "rejection", "block", "k_sequential"]
 SEEDED_RULES = frozenset({"coupled"})
@@ -130,9 +130,9 @@ class PairConfig(EngineConfig, ModelSettings):
     """The draft model: a directory or hub name, `none`, or `auto`: the bundled draft for the bundled target, else
     none."""
     target_quantization: Quantization = "none"
-    """What the weights of the target's linear layers are rounded to at load, by torchao: none; int8 with a scale for
-    each output; int4 with one for each 32 inputs. The text is that of the rounded model. A model that is saved
-    quantised needs none."""
+    """What the weights of the target's linear layers are rounded to at load, by torchao: none; int8 or fp8 with a
+    scale for each output; int4 with one for each 32 inputs. The text is that of the rounded model. A model that is
+    saved quantised needs none."""
     draft_quantization: Quantization = "none"
     """The same for the draft."""
 

@@ -15,7 +15,7 @@ from engine.models.quantization import check_quantization, layer_bytes, linear_l
 from engine.models.shards import plan_of, style_of
 from engine.models.source import ModelSource
 
-_BYTES = {"I8", "U8"}
+_BYTES = {"I8", "U8", "F8_E4M3"}
 """Number formats in files that stay as they are: weights that are saved quantised."""
 _LOGIT_COPIES = 4
 """Logits, scores, and copies made by shaping and log probabilities."""
@@ -75,11 +75,13 @@ def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -
     quantization, model_config = source.config.quantization, source.configuration
     if saved_format(model_config) not in (None, "torchao"):  # all weights become floats
         return sum(p.numel() for p in on_meta(model_config).parameters()) * bytes_per_weight
+    plan = plan_of(source, world_size) if world_size > 1 else {}
     quantized: dict[str, int] = {}
     if quantization != "none":
-        layers = linear_layers(model_config).items()
-        quantized = {f"{name}.weight": layer_bytes(quantization, layer) for name, layer in layers}
-    plan = plan_of(source, world_size) if world_size > 1 else {}
+        for name, layer in linear_layers(model_config).items():
+            parts = [world_size if style_of(plan, name) == style else 1 for style in ("colwise", "rowwise")]
+            sizes = layer.out_features // parts[0], layer.in_features // parts[1]
+            quantized[f"{name}.weight"] = layer_bytes(quantization, *sizes)
     return sum(_bytes_of(file, plan, world_size, bytes_per_weight, quantized) for file in source.weight_files)
 
 
@@ -96,6 +98,7 @@ def _bytes_of(
             weight = weights.get_slice(name)
             size = math.prod(weight.get_shape())
             is_integer = weight.get_dtype() in _BYTES
-            is_sliced = style_of(plan, name.rpartition(".")[0]) is not None
+            layer, _, parameter = name.rpartition(".")
+            is_sliced = style_of(plan, layer) == "colwise" or (style_of(plan, layer) and parameter != "bias")
             total += (1 if is_integer else bytes_per_weight) * (size // world_size if is_sliced else size)
     return total

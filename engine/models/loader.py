@@ -11,7 +11,13 @@ from engine.config import ModelInfo
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM, Shard
 from engine.models.fusion import fuse_projections
-from engine.models.quantization import check_quantization, convert_torchao, loading_arguments, saved_format
+from engine.models.quantization import (
+    QuantizedLinear,
+    check_quantization,
+    convert_torchao,
+    loading_arguments,
+    saved_format,
+)
 from engine.models.shards import load_shard
 from engine.models.source import ModelSource
 
@@ -38,7 +44,9 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     else:
         module = load_shard(source, shard, dtype, device)
     module.eval().requires_grad_(False)
+    rounded = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
     num_parameters = sum(p.numel() for p in module.parameters())
+    num_parameters += sum(layer.in_features * layer.out_features for layer in rounded)
     if has_torchao:
         convert_torchao(source.path, module)
     fuse_projections(module)

@@ -12,9 +12,11 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from engine.config import Quantization
 from engine.errors import ModelError
 from engine.models.causal_lm import Shard, kv_shape
 from engine.models.layer_attention import ATTENTION_NAME
+from engine.models.quantization import GROUP_SIZE, QuantizedLinear
 from engine.models.source import ModelSource
 
 _WHOLE = {"replicated", "replicated_with_grad_allreduce"}
@@ -29,6 +31,17 @@ class RowLinear(nn.Linear):
         """Return [..., out], summed over the ranks, for `x` [..., in / world_size]."""
         partial = self.shard.all_reduce(F.linear(x, self.weight))
         return partial if self.bias is None else partial + self.bias
+
+
+class QuantizedRowLinear(QuantizedLinear):
+    """The same with quantised weights, whose scales are those of all inputs."""
+
+    shard: Shard
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out], summed over the ranks, for `x` [..., in / world_size]."""
+        total = self.shard.all_reduce(self.partial(x)).to(x.dtype)
+        return total if self.bias is None else total + self.bias
 
 
 def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -48,11 +61,19 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
         if isinstance(child, nn.Linear) and (style := style_of(plan, name))
     }
     for name, style in styles.items():
-        _narrow(module, name, style, shard)
+        _narrow(module, name, style, shard, source.config.quantization)
+    head = module.get_output_embeddings()  # type: ignore[operator]
+    to_round = {
+        name: child
+        for name, child in module.named_modules()
+        if source.config.quantization != "none" and isinstance(child, nn.Linear) and child is not head
+    }
+    for layer in to_round.values():
+        layer.register_parameter("weight", None)  # never in memory whole
     module.to_empty(device=device)
     _restore_buffers(module)
     module.tie_weights()  # type: ignore[operator]
-    _read(source, module, styles, shard)
+    _read(source, module, styles, shard, to_round, dtype)
     return module
 
 
@@ -82,13 +103,17 @@ def style_of(plan: dict[str, str], name: str) -> str | None:
     return None
 
 
-def _narrow(module: nn.Module, name: str, style: str, shard: Shard) -> None:
+def _narrow(module: nn.Module, name: str, style: str, shard: Shard, quantization: Quantization) -> None:
     parent = module.get_submodule(name.rpartition(".")[0])
     whole = module.get_submodule(name)
     assert isinstance(whole, nn.Linear)
     size = whole.out_features if style == "colwise" else whole.in_features
     if size % shard.world_size:
         raise ModelError(f"{name} has size {size}, not divisible by tensor_parallel_size {shard.world_size}")
+    if style == "rowwise" and quantization == "int4" and size // shard.world_size % GROUP_SIZE:
+        raise ModelError(
+            f"{name} has {size // shard.world_size} inputs on a rank; int4 needs a multiple of {GROUP_SIZE}"
+        )
     has_bias, dtype = whole.bias is not None, whole.weight.dtype
     sliced: nn.Linear
     if style == "colwise":
@@ -106,20 +131,43 @@ def _restore_buffers(module: nn.Module) -> None:
             module._init_weights(child)  # type: ignore[operator]
 
 
-def _read(source: ModelSource, module: nn.Module, styles: dict[str, str], shard: Shard) -> None:
+def _read(
+    source: ModelSource,
+    module: nn.Module,
+    styles: dict[str, str],
+    shard: Shard,
+    to_round: dict[str, nn.Linear],
+    dtype: torch.dtype,
+) -> None:
     """Copy this rank's slice of every weight from the files into the model; tied names share a tensor."""
+    device, quantization = next(module.parameters()).device, source.config.quantization
     tensors = module.state_dict(keep_vars=True)
     loaded = set()
     for file in source.weight_files:
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118 - not a dict
+                layer, _, parameter = name.rpartition(".")
+                if parameter == "weight" and (linear := to_round.pop(layer, None)) is not None:
+                    is_row = isinstance(linear, RowLinear)
+                    weight = _slice(weights.get_slice(name), None if is_row else styles.get(layer), parameter, shard)
+                    module.set_submodule(layer, _rounded(weight.to(device, dtype), linear, quantization, shard))
                 if name not in tensors:
                     continue
-                layer, _, parameter = name.rpartition(".")
                 tensors[name].data.copy_(_slice(weights.get_slice(name), styles.get(layer), parameter, shard))
                 loaded.add(id(tensors[name]))
-    if missing := [name for name, tensor in tensors.items() if id(tensor) not in loaded]:
+    if missing := [*to_round, *(name for name, tensor in tensors.items() if id(tensor) not in loaded)]:
         raise ModelError(f"{source.path} lacks the weights {', '.join(sorted(missing)[:3])}")
+
+
+def _rounded(weight: Tensor, linear: nn.Linear, quantization: Quantization, shard: Shard) -> QuantizedLinear:
+    """Round a layer's weight, whose inputs are those of all ranks."""
+    size = linear.in_features
+    if not isinstance(linear, RowLinear):
+        return QuantizedLinear.rounded(weight, linear.bias, quantization, slice(0, size))
+    inputs = slice(shard.rank * size, (shard.rank + 1) * size)
+    layer = QuantizedRowLinear.rounded(weight, linear.bias, quantization, inputs)
+    layer.shard = shard
+    return layer
 
 
 def _slice(weight: "object", style: str | None, parameter: str, shard: Shard) -> Tensor:

@@ -156,7 +156,8 @@ class QuantizedLinear(nn.Module):
             linear = nn.Linear(weight.shape[1], len(weight), bias=False)
         linear.weight = nn.Parameter(weight, requires_grad=False)
         quantize_(linear, torchao_settings(quantization))
-        values, scales = linear.weight.qdata[:, inputs], linear.weight.scale
+        quantized: Any = linear.weight
+        values, scales = quantized.qdata[:, inputs], quantized.scale
         if quantization == "int4":
             values, scales = pack_nibbles(values), scales[:, inputs.start // GROUP_SIZE : inputs.stop // GROUP_SIZE]
         return cls(values.contiguous(), scales.contiguous(), bias)

@@ -8,12 +8,14 @@ cannot change a text: they split.
 
 import functools
 import logging
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.execution.cuda.kernels import product
+from engine.execution.cuda.kernels import grouped_product, product
+from engine.models.experts import experts_of, group_experts, grouped_linear
 from engine.models.quantization import QuantizedLinear
 
 MAX_KERNEL_ROWS = 64
@@ -75,6 +77,35 @@ def make_invariant(module: nn.Module, dtype: torch.dtype, *, invariant: bool = T
                 setattr(parent, name, InvariantLinear(child, invariant=invariant))
             elif type(child) is QuantizedLinear:
                 setattr(parent, name, InvariantQuantizedLinear(child, invariant=invariant))
+    if experts := experts_of(module):
+        group_experts(module)
+        for block in list(module.modules()):
+            if any(child in experts for child in block.children()):
+                _wrap_router(block)
+
+
+def _wrap_router(block: nn.Module) -> None:
+    """Let our product compute a router, which is no linear layer, but calls torch's function with its weight."""
+    for child in block.children():
+        weight = child._parameters.get("weight")
+        if weight is not None and weight.dim() == 2 and not isinstance(child, (nn.Linear, InvariantLinear)):
+            child.weight = RouterWeight(weight.data, requires_grad=False)
+
+
+class RouterWeight(nn.Parameter):
+    """A weight [experts, in] whose products with rows are ours."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace `linear`, and leave other functions."""
+        if function is not F.linear:
+            return super().__torch_function__(function, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            rows, weight, bias = (*args, None)[:3]
+            return torch.ops.paceline.invariant_linear(rows, weight, bias, None, 1, False)
+
+
+grouped_linear.register_kernel("cuda")(grouped_product.multiply)
 
 
 @functools.cache

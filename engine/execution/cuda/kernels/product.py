@@ -50,7 +50,7 @@ def multiply(
     last = (rows if scales is None else scales, rows if bias is None else bias)
     _multiply_kernel[(num_row_tiles * triton.cdiv(num_outputs, constants["OUT_TILE"]), num_splits)](
         rows, weight, *last, partials, count, num_outputs, size, num_row_tiles, rows.stride(0), weight.stride(0),
-        HAS_BIAS=bias is not None, num_stages=stages, num_warps=8 if constants["ROWS_TILE"] == 128 else 4,
+        HAS_BIAS=bias is not None, num_stages=stages, num_warps=num_warps(constants),
         enable_fp_fusion=False, **constants,
     )  # fmt: skip
     if num_splits > 1:
@@ -96,12 +96,24 @@ def num_stages(constants: dict[str, int | str], item_bytes: int, shared_bytes: i
     return max(2, min(3 if constants["OUT_TILE"] == 128 else 5, shared_bytes // stage_bytes))
 
 
+def num_warps(constants: dict[str, int | str]) -> int:
+    """Return the warps of a program."""
+    return 8 if constants["ROWS_TILE"] == 128 else 4
+
+
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 1 << 17
     properties = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
     return int(properties["max_shared_mem"])
+
+
+@triton.jit
+def widened(bits, dtype: tl.constexpr):
+    """Return the numbers of bits of float8_e4m3fn; float16 has a wider exponent, whose zero is 8 higher."""
+    wide = bits.to(tl.int16)
+    return ((((wide & 128) << 8) | ((wide & 127) << 7)).to(tl.float16, bitcast=True) * 256.0).to(dtype)
 
 
 @triton.jit
@@ -124,10 +136,7 @@ def load_weights(
         tile = tl.interleave((pairs << 4) >> 4, pairs >> 4).to(dtype)
     else:
         tile = tl.load(start + inner[None, :], is_output & (inner[None, :] < size), 0)
-        if FORMAT == "fp8":  # float16 has a wider exponent, whose zero is 8 higher
-            bits = tile.to(tl.int16)
-            tile = (((bits & 128) << 8) | ((bits & 127) << 7)).to(tl.float16, bitcast=True) * 256.0
-        tile = tile.to(dtype)
+        tile = widened(tile, dtype) if FORMAT == "fp8" else tile.to(dtype)
     if GROUP > 0:
         NUM_SPANS: tl.constexpr = INNER_TILE // SPAN
         first = place + tl.arange(0, NUM_SPANS)[None, :] * SPAN
@@ -174,7 +183,7 @@ def _multiply_kernel(
             weight, scales, column, num_outputs, start, weight_stride, size, x.dtype,
             INNER_TILE, IS_EVEN, FORMAT, GROUP, SPAN,
         )  # fmt: skip
-        sums = tl.dot(x, w, sums)
+        sums = tl.dot(x, w, sums, input_precision="ieee")
     if NUM_SPLITS == 1:
         sums = _finished(
             sums, scales, bias, column, column < num_outputs, output.dtype.element_ty, HAS_SCALES, HAS_BIAS

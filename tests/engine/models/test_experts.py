@@ -1,0 +1,61 @@
+"""Grouped experts compute what transformers' own do; no bit depends on the batch."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from engine.models.experts import compute_experts, experts_of, group_experts
+from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES
+
+FAMILIES = {
+    "Qwen3Moe": HEADS,
+    "Mixtral": {},
+    "GptOss": HEADS,
+    "DeepseekV3": LATENT,
+    "Qwen2Moe": {},
+}
+
+
+def model_of(family):
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | EXPERTS | FAMILIES[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, experts_implementation="eager").eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.inference_mode()
+def test_the_logits_are_transformers_own(family):
+    model, tokens = model_of(family), torch.arange(20).view(2, 10)
+    expected = model(tokens).logits
+    assert experts_of(model)
+    group_experts(model)
+    experts_of(model)[0].num_experts
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
+
+
+def experts(num_experts=3, size=1):
+    """Experts whose results are their number's weight, exactly."""
+    return SimpleNamespace(
+        num_experts=num_experts,
+        has_gate=False,
+        has_bias=False,
+        is_transposed=False,
+        has_post_expert_norm=False,
+        act_fn=lambda inner: inner,
+        up_proj=torch.ones(num_experts, size, size),
+        down_proj=torch.tensor([1.0, 1e8, -1e8])[:, None, None].expand(num_experts, size, size),
+    )
+
+
+def test_a_tokens_results_are_added_in_order_of_experts():
+    """1 + 1e8 - 1e8 is 0 in order of experts, and 1 in the order of the router's choice."""
+    found = compute_experts(experts(), torch.ones(1, 1), torch.tensor([[2, 1, 0]]), torch.ones(1, 3))
+    assert found.item() == 0.0
+    found = compute_experts(experts(), torch.ones(1, 1), torch.tensor([[0, 2, 1]]), torch.tensor([[0.5, 2.0, 1.0]]))
+    assert found.item() == -1e8, "weights follow their experts"

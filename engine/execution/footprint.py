@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from engine.config import EngineConfig
 from engine.execution.memory import Footprint
 from engine.models.causal_lm import kv_shape
+from engine.models.experts import FileNames
 from engine.models.quantization import check_quantization, layer_bytes, linear_layers, on_meta, saved_format
 from engine.models.shards import plan_of, style_of
 from engine.models.source import ModelSource
@@ -82,11 +83,17 @@ def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -
             parts = [world_size if style_of(plan, name) == style else 1 for style in ("colwise", "rowwise")]
             sizes = layer.out_features // parts[0], layer.in_features // parts[1]
             quantized[f"{name}.weight"] = layer_bytes(quantization, *sizes)
-    return sum(_bytes_of(file, plan, world_size, bytes_per_weight, quantized) for file in source.weight_files)
+    names = FileNames(on_meta(model_config)) if world_size > 1 else None
+    return sum(_bytes_of(file, plan, world_size, bytes_per_weight, quantized, names) for file in source.weight_files)
 
 
 def _bytes_of(
-    file: Path, plan: dict[str, str], world_size: int, bytes_per_weight: int, quantized: Mapping[str, int]
+    file: Path,
+    plan: dict[str, str],
+    world_size: int,
+    bytes_per_weight: int,
+    quantized: Mapping[str, int],
+    names: FileNames | None,
 ) -> int:
     """Return the memory of a rank's weights by a file's header; `quantized` has those of weights that are rounded."""
     total = 0
@@ -98,7 +105,8 @@ def _bytes_of(
             weight = weights.get_slice(name)
             size = math.prod(weight.get_shape())
             is_integer = weight.get_dtype() in _BYTES
-            layer, _, parameter = name.rpartition(".")
-            is_sliced = style_of(plan, layer) == "colwise" or (style_of(plan, layer) and parameter != "bias")
+            layer, _, parameter = (names.parameter(name) if names else name).rpartition(".")
+            style = style_of(plan, layer)
+            is_sliced = style is not None and (style != "rowwise" or parameter != "bias")
             total += (1 if is_integer else bytes_per_weight) * (size // world_size if is_sliced else size)
     return total

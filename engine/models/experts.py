@@ -5,11 +5,14 @@ token and one of its experts are sorted by expert, without the host. A token's r
 its experts, and over the ranks of a tensor-parallel model, which hold a slice of every expert.
 """
 
+import re
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.moe import ExpertsInterface
 
 from engine.errors import ModelError
@@ -61,6 +64,28 @@ def compute_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor)
 
 
 ExpertsInterface.register(EXPERTS_NAME, compute_experts)
+
+
+class FileNames:
+    """Where tensors of files belong in a module, by transformers' renamings; files have every expert by itself."""
+
+    def __init__(self, module: Any) -> None:
+        changes = get_model_conversion_mapping(module, add_legacy=False)
+        self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+        self._converters = [change for change in changes if isinstance(change, WeightConverter)]
+
+    def parameter(self, name: str) -> str:
+        """Return the name of a tensor's parameter in the module."""
+        return rename_source_key(name, self._renamings, self._converters)[0]
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return the part of a parameter that a tensor belongs to."""
+        pattern = rename_source_key(name, self._renamings, self._converters)[1]
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        if pattern is None or expert is None:
+            return whole
+        patterns = next(one.source_patterns for one in self._converters if pattern in one.source_patterns)
+        return whole[int(expert[1])].chunk(len(patterns))[patterns.index(pattern)]
 
 
 def slice_experts(module: Any, name: str, shard: Shard) -> None:

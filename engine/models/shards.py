@@ -5,6 +5,8 @@ summed over the ranks. Every rank holds embeddings, norms and the head whole. Th
 """
 
 import fnmatch
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,10 +17,12 @@ from transformers import AutoModelForCausalLM
 from engine.config import Quantization
 from engine.errors import ModelError
 from engine.models.causal_lm import Shard, kv_shape
+from engine.models.experts import FileNames, group_experts, slice_experts
 from engine.models.layer_attention import ATTENTION_NAME
 from engine.models.quantization import GROUP_SIZE, QuantizedLinear
 from engine.models.source import ModelSource
 
+_EXPERTS = "moe_tp_experts"
 _WHOLE = {"replicated", "replicated_with_grad_allreduce"}
 
 
@@ -62,6 +66,10 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
     }
     for name, style in styles.items():
         _narrow(module, name, style, shard, source.config.quantization)
+    if sliced := [(name, child) for name, child in module.named_modules() if style_of(plan, name) == _EXPERTS]:
+        group_experts(module)
+    for name, child in sliced:
+        slice_experts(child, name, shard)
     head = module.get_output_embeddings()  # type: ignore[operator]
     to_round = {
         name: child
@@ -73,7 +81,7 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
     module.to_empty(device=device)
     _restore_buffers(module)
     module.tie_weights()  # type: ignore[operator]
-    _read(source, module, styles, shard, to_round, dtype)
+    _read(source, module, shard, to_round, dtype)
     return module
 
 
@@ -87,8 +95,13 @@ def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
     plan = {f"model.{name}": style for name, style in (config.base_model_tp_plan or {}).items()}
     if not plan:
         raise ModelError(f"{path} is {config.model_type}, which has no tensor parallel plan in transformers")
-    if unsupported := sorted(set(plan.values()) - {"colwise", "rowwise"} - _WHOLE):
+    others = {style for name, style in plan.items() if plan.get(name.rpartition(".")[0]) != _EXPERTS}
+    if unsupported := sorted(others - {"colwise", "rowwise", _EXPERTS} - _WHOLE):
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan needs {', '.join(unsupported)}")
+    if "colwise" not in {style for name, style in plan.items() if "attn" in name}:
+        raise ModelError(
+            f"{path} is {config.model_type}, whose tensor parallel plan in transformers leaves attention whole"
+        )
     kv_heads = kv_shape(config, 1).kv_heads
     if kv_heads % world_size:
         raise ModelError(f"{path} has {kv_heads} key/value heads, not divisible by tensor_parallel_size {world_size}")
@@ -132,31 +145,27 @@ def _restore_buffers(module: nn.Module) -> None:
 
 
 def _read(
-    source: ModelSource,
-    module: nn.Module,
-    styles: dict[str, str],
-    shard: Shard,
-    to_round: dict[str, nn.Linear],
-    dtype: torch.dtype,
+    source: ModelSource, module: nn.Module, shard: Shard, to_round: dict[str, nn.Linear], dtype: torch.dtype
 ) -> None:
     """Copy this rank's slice of every weight from the files into the model; tied names share a tensor."""
-    device, quantization = next(module.parameters()).device, source.config.quantization
+    device, names = next(module.parameters()).device, FileNames(module)
     tensors = module.state_dict(keep_vars=True)
-    loaded = set()
+    missing = {id(tensor): tensor.numel() for tensor in tensors.values()}
     for file in source.weight_files:
         with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 - not a dict
+            for key in weights.keys():  # noqa: SIM118 - not a dict
+                name, weight = names.parameter(key), weights.get_slice(key)
                 layer, _, parameter = name.rpartition(".")
                 if parameter == "weight" and (linear := to_round.pop(layer, None)) is not None:
-                    is_row = isinstance(linear, RowLinear)
-                    weight = _slice(weights.get_slice(name), None if is_row else styles.get(layer), parameter, shard)
-                    module.set_submodule(layer, _rounded(weight.to(device, dtype), linear, quantization, shard))
-                if name not in tensors:
-                    continue
-                tensors[name].data.copy_(_slice(weights.get_slice(name), styles.get(layer), parameter, shard))
-                loaded.add(id(tensors[name]))
-    if missing := [*to_round, *(name for name, tensor in tensors.items() if id(tensor) not in loaded)]:
-        raise ModelError(f"{source.path} lacks the weights {', '.join(sorted(missing)[:3])}")
+                    shape = [linear.out_features, weight.get_shape()[1]]
+                    rows = _slice(weight, shape, shard).to(device, dtype)
+                    module.set_submodule(layer, _rounded(rows, linear, source.config.quantization, shard))
+                elif name in tensors:
+                    part = names.part(key, tensors[name].data)
+                    part.copy_(_slice(weight, part.shape, shard))
+                    missing[id(tensors[name])] -= part.numel()
+    if lacking := [*to_round, *(name for name, tensor in tensors.items() if missing[id(tensor)] > 0)]:
+        raise ModelError(f"{source.path} lacks the weights {', '.join(sorted(lacking)[:3])}")
 
 
 def _rounded(weight: Tensor, linear: nn.Linear, quantization: Quantization, shard: Shard) -> QuantizedLinear:
@@ -170,11 +179,9 @@ def _rounded(weight: Tensor, linear: nn.Linear, quantization: Quantization, shar
     return layer
 
 
-def _slice(weight: "object", style: str | None, parameter: str, shard: Shard) -> Tensor:
-    shape = weight.get_shape()  # type: ignore[attr-defined]
-    axis = {"colwise": 0, "rowwise": 1}.get(style or "")
-    if axis is None or (parameter == "bias" and style == "rowwise"):
-        return weight[:]  # type: ignore[index, no-any-return]
-    size = shape[axis] // shard.world_size
-    window = slice(shard.rank * size, (shard.rank + 1) * size)
-    return weight[window] if axis == 0 else weight[:, window]  # type: ignore[index, no-any-return]
+def _slice(weight: Any, shape: Sequence[int], shard: Shard) -> Tensor:
+    """Return this rank's part, which has a shape, of a tensor in a file."""
+    starts = [0 if size == whole else shard.rank * size for size, whole in zip(shape, weight.get_shape(), strict=True)]
+    window = tuple(slice(start, start + size) for start, size in zip(starts, shape, strict=True))
+    part: Tensor = weight[window]
+    return part

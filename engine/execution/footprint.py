@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.execution.memory import Footprint
 from engine.models.causal_lm import kv_shape
 from engine.models.experts import FileNames
+from engine.models.loader import kv_dtype
 from engine.models.quantization import check_quantization, layer_bytes, linear_layers, on_meta, saved_format
 from engine.models.shards import plan_of, style_of
 from engine.models.source import ModelSource
@@ -37,8 +38,9 @@ def footprint(
     weight_bytes = _weight_bytes(source, bytes_per_weight, world_size)
     longest = source.kind.context_length(configuration)
     return of_weights(
-        source.path, weight_bytes, configuration, engine, longest=longest, dtype=dtype, world_size=world_size
-    )
+        source.path, weight_bytes, configuration, engine, longest=longest, dtype=dtype, world_size=world_size,
+        cache_dtype=kv_dtype(source.config),
+    )  # fmt: skip
 
 
 def of_weights(
@@ -50,12 +52,13 @@ def of_weights(
     longest: int,
     dtype: torch.dtype,
     world_size: int = 1,
+    cache_dtype: torch.dtype | None = None,
 ) -> Footprint:
     """Return the footprint of a model with `weight_bytes` of weights on each rank; a pure function."""
     text = model_config.get_text_config()
     shape = kv_shape(model_config, world_size)
     max_model_len = min(engine.max_model_len or longest, longest)
-    layer_token_bytes = shape.kv_heads * (shape.key_dim + shape.value_dim) * dtype.itemsize
+    layer_token_numbers = shape.kv_heads * (shape.key_dim + shape.value_dim)
     num_tokens = engine.max_num_batched_tokens
     num_logits = min(num_tokens, engine.max_num_seqs * (1 + engine.num_speculative_tokens))
     inner = getattr(text, "intermediate_size", None) or getattr(text, "d_ff", None) or 4 * text.hidden_size
@@ -65,11 +68,12 @@ def of_weights(
     widest = max(text.hidden_size, *(inner if isinstance(inner, list) else [inner]))
     workspace_bytes = (
         num_masks * num_tokens * max_model_len * dtype.itemsize
-        + 2 * max_model_len * layer_token_bytes
+        + 2 * max_model_len * layer_token_numbers * dtype.itemsize
         + _ACTIVATION_COPIES * num_tokens * widest * dtype.itemsize
         + _LOGIT_COPIES * num_logits * text.vocab_size * torch.float32.itemsize
     )
-    return Footprint(name, weight_bytes, workspace_bytes, shape.layers * layer_token_bytes, max_model_len)
+    kv_token_bytes = shape.layers * layer_token_numbers * (cache_dtype or dtype).itemsize
+    return Footprint(name, weight_bytes, workspace_bytes, kv_token_bytes, max_model_len)
 
 
 def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -> int:

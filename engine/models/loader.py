@@ -7,7 +7,7 @@ import time
 import torch
 from transformers.utils import logging as transformers_logging
 
-from engine.config import ModelInfo
+from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM, Shard
 from engine.models.fusion import fuse_projections
@@ -63,7 +63,12 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     )
     size = f"{num_parameters / 1e6:.1f} M parameters in {info.dtype}"
     logger.info("%s: %s on %s, loaded in %.1f s", source.path, size, device, time.monotonic() - started)
-    return kind.model_class(module, configuration, info, device, dtype, shard)
+    return kind.model_class(module, configuration, info, device, dtype, shard, kv_dtype(source.config))
+
+
+def kv_dtype(config: ModelConfig) -> torch.dtype | None:
+    """Return the configured number format of the KV cache; None is the model's."""
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else None
 
 
 def resolve_device(device: str) -> torch.device:

@@ -60,7 +60,8 @@ def attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, output: Te
         query, _stored(keys), _stored(values), output, partials, stats,
         group.blocks, group.limits, group.positions, extra, sinks,
         scale, cap, group.length, num_chunks,
-        query.stride(0), query.stride(1), *group.blocks.stride(), num_stages=2, enable_fp_fusion=False, **constants,
+        query.stride(0), query.stride(1), *group.blocks.stride(),
+        num_stages=2, num_warps=num_warps(constants), enable_fp_fusion=False, **constants,
     )  # fmt: skip
     if is_split:
         _merge_kernel[(tokens, heads)](
@@ -78,27 +79,22 @@ def attention_constants(
     copies = heads // kv_heads
     tile_tokens = triton.next_power_of_2(min(length, max(1, _QUERY_ROWS // copies)))
     common = {
-        "HEADS": heads,
-        "VALUE_DIM": value_dim,
-        "VALUE_PAD": triton.next_power_of_2(value_dim),
-        "NUM_EXTRA": num_extra,
+        "HEADS": heads, "VALUE_DIM": value_dim, "VALUE_PAD": triton.next_power_of_2(value_dim), "NUM_EXTRA": num_extra,
         "CHUNK": CHUNK,
-        "WINDOW": params.window or 0,
-        "HAS_SINKS": params.sinks is not None,
-    }
+        "WINDOW": params.window or 0, "HAS_SINKS": params.sinks is not None,
+    }  # fmt: skip
     return common | {
-        "KV_HEADS": kv_heads,
-        "COPIES": copies,
-        "BLOCK_SIZE": block_size,
-        "TILE_TOKENS": tile_tokens,
-        "ROWS": max(16, triton.next_power_of_2(tile_tokens * copies)),
-        "TILE": TILE,
+        "KV_HEADS": kv_heads, "COPIES": copies, "BLOCK_SIZE": block_size, "TILE_TOKENS": tile_tokens,
+        "ROWS": max(16, triton.next_power_of_2(tile_tokens * copies)), "TILE": TILE,
         "IS_SPLIT": length <= MAX_SPLIT_LENGTH,
-        "KEY_DIM": key_dim,
-        "KEY_PAD": triton.next_power_of_2(key_dim),
-        "HAS_CAP": params.softcap is not None,
+        "KEY_DIM": key_dim, "KEY_PAD": triton.next_power_of_2(key_dim), "HAS_CAP": params.softcap is not None,
         "IS_FP8": is_fp8,
-    }, common
+    }, common  # fmt: skip
+
+
+def num_warps(constants: dict[str, int]) -> int:
+    """Return the warps of a program that attends; with fewer, its sums do not fit into registers."""
+    return 8 if constants["ROWS"] * constants["VALUE_PAD"] >= 4096 else 4
 
 
 def write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:

@@ -84,7 +84,12 @@ def attention_of(cc, heads, length, *, is_fp8=False):
     types |= dict.fromkeys(("keys", "values"), "*u8" if is_fp8 else "*bf16") | {"partials": "*fp32", "stats": "*fp32"}
     written = {"HEADS_PAD": heads[1]} | {name: constants[name] for name in ("KV_HEADS", "KEY_DIM", "KEY_PAD", "IS_FP8")}
     written |= {name: constants[name] for name in ("VALUE_DIM", "VALUE_PAD")}
-    yield "attention", compiled(attention._attend_kernel, types, constants, cc, num_stages=2)
+    yield (
+        "attention",
+        compiled(
+            attention._attend_kernel, types, constants, cc, num_stages=2, num_warps=attention.num_warps(constants)
+        ),
+    )
     yield "merge", compiled(attention._merge_kernel, types, merged, cc)
     yield "write", compiled(attention._write_kernel, types, written, cc)
 

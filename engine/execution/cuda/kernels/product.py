@@ -1,7 +1,7 @@
 """The matrix product of few rows, as a Triton kernel: each result is one ordered sum over the inner dimension.
 
 Quantised weights become 16-bit numbers in registers, so that only their own bits are read from memory. The bits of a
-result do not depend on the number of rows. With several splits, as many ordered sums are added in order.
+result do not depend on the number of rows, unless the inner dimension is split.
 """
 
 import functools
@@ -19,14 +19,9 @@ _MAX_SPLITS = 8
 
 
 def multiply(
-    rows: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    num_splits: int = 1,
+    rows: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None = None, num_splits: int = 1,
     scales: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return rows [n, in] times weight [out, in], [n, out]: rounded once, and once more where a bias is added.
 
     Args:
@@ -38,27 +33,24 @@ def multiply(
     """
     count, size = rows.shape
     num_outputs, num_groups = len(weight), 0 if scales is None else scales.shape[1]
-    output = torch.empty(count, num_outputs, dtype=out_dtype or rows.dtype, device=rows.device)
     constants = product_constants(count, num_outputs, size, weight.dtype, num_groups, num_splits)
+    dtype = out_dtype or rows.dtype
+    parts_dtype = dtype if num_splits == 1 else torch.float32
+    parts = torch.empty(num_splits, count, num_outputs, dtype=parts_dtype, device=rows.device)
     stages = num_stages(constants, rows.element_size(), _shared_bytes(rows.device))
     num_row_tiles = triton.cdiv(count, constants["ROWS_TILE"])
-    partials = output
-    if num_splits > 1:
-        partials = torch.empty(num_splits, count, num_outputs, dtype=torch.float32, device=rows.device)
     if weight.dtype == torch.float8_e4m3fn:
         weight = weight.view(torch.uint8)  # not every GPU that we serve on has the format
-    last = (rows if scales is None else scales, rows if bias is None else bias)
+    has_bias = bias is not None and num_splits == 1
     _multiply_kernel[(num_row_tiles * triton.cdiv(num_outputs, constants["OUT_TILE"]), num_splits)](
-        rows, weight, *last, partials, count, num_outputs, size, num_row_tiles, rows.stride(0), weight.stride(0),
-        HAS_BIAS=bias is not None, num_stages=stages, num_warps=num_warps(constants),
-        enable_fp_fusion=False, **constants,
+        rows, weight, rows if scales is None else scales, bias if has_bias else rows, parts,
+        count, num_outputs, size, num_row_tiles, rows.stride(0), weight.stride(0), HAS_BIAS=has_bias,
+        num_stages=stages, num_warps=num_warps(constants), enable_fp_fusion=False, **constants,
     )  # fmt: skip
-    if num_splits > 1:
-        _add_kernel[(count, triton.cdiv(num_outputs, 1024))](
-            partials, *last, output, count, num_outputs, NUM_SPLITS=num_splits, HAS_BIAS=bias is not None,
-            HAS_SCALES=num_groups == 1, OUT_TILE=1024, enable_fp_fusion=False,
-        )  # fmt: skip
-    return output
+    if num_splits == 1:
+        return parts[0]
+    total = parts.sum(0).to(dtype)
+    return total if bias is None else total + bias
 
 
 def splits_of(num_outputs: int, size: int) -> int:
@@ -147,20 +139,6 @@ def load_weights(
 
 
 @triton.jit
-def _finished(
-    sums, scales, bias, column, is_column, dtype: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr
-):
-    """Scale, round, and add the bias."""
-    if HAS_SCALES:
-        sums = sums * tl.load(scales + column, is_column, 0.0).to(tl.float32)[None, :]
-    result = sums.to(dtype)
-    if HAS_BIAS:
-        added = tl.load(bias + column, is_column, 0.0).to(tl.float32)
-        result = (result.to(tl.float32) + added[None, :]).to(dtype)
-    return result
-
-
-@triton.jit
 def _multiply_kernel(
     rows, weight, scales, bias, output, count, num_outputs, size, num_row_tiles, row_stride, weight_stride,
     ROWS_TILE: tl.constexpr, OUT_TILE: tl.constexpr, INNER_TILE: tl.constexpr, IS_EVEN: tl.constexpr,
@@ -184,25 +162,11 @@ def _multiply_kernel(
             INNER_TILE, IS_EVEN, FORMAT, GROUP, SPAN,
         )  # fmt: skip
         sums = tl.dot(x, w, sums, input_precision="ieee")
-    if NUM_SPLITS == 1:
-        sums = _finished(
-            sums, scales, bias, column, column < num_outputs, output.dtype.element_ty, HAS_SCALES, HAS_BIAS
-        )
+    if HAS_SCALES:
+        sums = sums * tl.load(scales + column, column < num_outputs, 0.0).to(tl.float32)[None, :]
+    result = sums.to(output.dtype.element_ty)
+    if HAS_BIAS:
+        added = tl.load(bias + column, column < num_outputs, 0.0).to(tl.float32)
+        result = (result.to(tl.float32) + added[None, :]).to(output.dtype.element_ty)
     place = split.to(tl.int64) * count * num_outputs + row[:, None].to(tl.int64) * num_outputs + column[None, :]
-    tl.store(output + place, sums, is_row & is_column)
-
-
-@triton.jit
-def _add_kernel(
-    partials, scales, bias, output, count, num_outputs,
-    NUM_SPLITS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, OUT_TILE: tl.constexpr,
-):  # fmt: skip
-    """Add the splits of one row's outputs, in order."""
-    column = tl.program_id(1) * OUT_TILE + tl.arange(0, OUT_TILE)
-    is_column = column < num_outputs
-    place = tl.program_id(0).to(tl.int64) * num_outputs + column
-    sums = tl.zeros((OUT_TILE,), tl.float32)
-    for split in tl.static_range(NUM_SPLITS):
-        sums += tl.load(partials + split * count * num_outputs + place, is_column, 0.0)
-    result = _finished(sums[None, :], scales, bias, column, is_column, output.dtype.element_ty, HAS_SCALES, HAS_BIAS)
-    tl.store(output + place[None, :], result, is_column[None, :])
+    tl.store(output + place, result, is_row & is_column)

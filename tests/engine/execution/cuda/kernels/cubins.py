@@ -64,15 +64,19 @@ def compiled(kernel, types, constants, cc, **options):
     return {"registers": registers, "local": stack, "shared": binary.metadata.shared, "k": inner}
 
 
-def product_of(cc, count, shape, name, num_splits=1):
-    """Compile the product of a number of rows."""
+def product_of(cc, count, shape, name, num_splits):
+    """Compile the product of a number of rows; shapes with the same tiles have the same kernel."""
     num_groups = 0 if not name else shape[1] // 32 if name == "int4" else 1
     constants = product.product_constants(count, *shape, FORMATS[name], num_groups, num_splits)
-    stages = product.num_stages(constants, 2, SHARED_BYTES[cc])
-    types = dict.fromkeys(("rows", "scales", "bias", "output"), "*bf16") | {"weight": _TYPES[FORMATS[name]]}
+    options = {
+        "num_stages": product.num_stages(constants, 2, SHARED_BYTES[cc]),
+        "num_warps": product.num_warps(constants),
+    }
+    types = dict.fromkeys(("rows", "scales", "bias"), "*bf16") | {"weight": _TYPES[FORMATS[name]]}
     types["output"] = "*fp32" if num_splits > 1 else "*bf16"
-    warps, constants = product.num_warps(constants), constants | {"HAS_BIAS": False}
-    return compiled(product._multiply_kernel, types, constants, cc, num_stages=stages, num_warps=warps)
+    tile = f"{constants['ROWS_TILE']} x {constants['OUT_TILE']}"
+    key = f"product {name or 'bf16'}{' in parts' * (num_splits > 1)} {tile}"
+    return key, (product._multiply_kernel, types, constants | {"HAS_BIAS": False}, cc), options
 
 
 def attention_of(cc, heads, length, *, is_fp8=False):
@@ -100,15 +104,14 @@ def main():
     is_whole = parser.parse_args().all
     table = {}
     for cc in SHARED_BYTES if is_whole else (90,):
-        for model, shapes in PRODUCTS.items() if is_whole else [("8B", PRODUCTS["8B"][1:3])]:
-            for shape, name in itertools.product(shapes, FORMATS):
-                splits = {1, product.splits_of(*shape)} if model == "1B" else {1}
-                for num_splits, count in itertools.product(sorted(splits), (16, 64, 128)):
-                    tile = f"rows {count}" + f" splits {num_splits}" * (num_splits > 1)
-                    key = f"sm_{cc} product {shape[0]}x{shape[1]} {name or 'bf16'} {tile}"
-                    table[key] = product_of(cc, count, shape, name, num_splits)
-        for model, heads in HEADS.items():
-            for length, is_fp8 in itertools.product((1, 5, 32, 512) if is_whole else (5, 512), (False, True)):
+        for model, shapes in PRODUCTS.items() if is_whole else [("8B", PRODUCTS["8B"][2:3])]:
+            for shape, name, count in itertools.product(shapes, FORMATS, (16, 64, 128)):
+                for num_splits in {1, product.splits_of(*shape)} if model == "1B" and count < 128 else {1}:
+                    key, arguments, options = product_of(cc, count, shape, name, num_splits)
+                    if f"sm_{cc} {key}" not in table:
+                        table[f"sm_{cc} {key}"] = compiled(*arguments, **options)
+        for model, heads in HEADS.items() if is_whole else [("8B", HEADS["8B"])]:
+            for length, is_fp8 in itertools.product((1, 5, 512), (False, True)):
                 for kernel, numbers in attention_of(cc, heads, length, is_fp8=is_fp8):
                     table[f"sm_{cc} {kernel} {model} {'fp8' if is_fp8 else 'bf16'} length {length}"] = numbers
     sys.stdout.write(

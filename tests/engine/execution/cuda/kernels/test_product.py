@@ -83,3 +83,12 @@ def test_the_inner_dimension_is_summed_in_order():
 )
 def test_products_of_few_outputs_are_split_where_the_order_is_free(shape, splits):
     assert product.splits_of(*shape) == splits
+
+
+@pytest.mark.parametrize("group", [48, 256])
+def test_groups_may_be_of_any_length(group):
+    rows, integers = numbers(3, 2 * group), torch.randint(-128, 128, (20, 2 * group), dtype=torch.int8)
+    scales = torch.rand(20, 2) + 0.1
+    right = rows.double() @ (integers.half() * scales.half().repeat_interleave(group, 1)).double().T
+    found = product.multiply(rows, integers, None, out_dtype=torch.float32, scales=scales)
+    torch.testing.assert_close(found.double(), right, rtol=0, atol=1e-6 * right.abs().max().item())

@@ -62,7 +62,7 @@ class EagerBackend:
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         """Allocate a KV cache for this model."""
-        like = torch.empty(0, dtype=self.model.dtype, device=self.device)
+        like = torch.empty(0, dtype=self.model.kv_dtype or self.model.dtype, device=self.device)
         return KVTensors(self.model.kv_shape, num_blocks, block_size, like)
 
     def thin(self, num_layers: int, kv: KVTensors) -> tuple[Backend, KVTensors]:

@@ -30,6 +30,7 @@ class CausalLM:
     Attributes:
         loaded_by: the class of transformers that loads the module.
         attention: the name of the attention function that it is loaded with.
+        kv_dtype: the number format of keys and values in the cache; None is `dtype`.
         runs_eagerly: why passes are never compiled; None if they can be.
     """
 
@@ -43,6 +44,7 @@ class CausalLM:
     device: torch.device
     dtype: torch.dtype
     shard: Shard | None = None
+    kv_dtype: torch.dtype | None = None
 
     @classmethod
     def load_module(cls, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, **arguments: Any) -> nn.Module:

@@ -11,11 +11,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from engine.config import ModelInfo
+from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM, Shard
 from engine.models.fusion import fuse_projections
-from engine.models.quantization import check_quantization, convert_torchao, loading_arguments, saved_format
+from engine.models.quantization import (
+    QuantizedLinear,
+    check_quantization,
+    convert_torchao,
+    loading_arguments,
+    saved_format,
+)
 from engine.models.shards import load_shard
 from engine.models.source import ModelSource
 from engine.models.weights import fill, has_names_of
@@ -41,7 +47,9 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     else:
         module = load_shard(source, shard, dtype, device)
     module.eval().requires_grad_(False)
+    rounded = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
     num_parameters = sum(p.numel() for p in module.parameters())
+    num_parameters += sum(layer.in_features * layer.out_features for layer in rounded)
     if has_torchao:
         convert_torchao(source.path, module)
     fuse_projections(module)
@@ -58,7 +66,12 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     )
     size = f"{num_parameters / 1e6:.1f} M parameters in {info.dtype}"
     logger.info("%s: %s on %s, loaded in %.1f s", source.path, size, device, time.monotonic() - started)
-    return kind.model_class(module, configuration, info, device, dtype, shard)
+    return kind.model_class(module, configuration, info, device, dtype, shard, kv_dtype(source.config))
+
+
+def kv_dtype(config: ModelConfig) -> torch.dtype | None:
+    """Return the configured number format of the KV cache; None is the model's."""
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else None
 
 
 def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -> nn.Module:

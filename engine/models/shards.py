@@ -12,14 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from engine.config import Quantization
 from engine.errors import ModelError
 from engine.models.causal_lm import Shard, kv_shape
+from engine.models.experts import group_experts, slice_experts
 from engine.models.layer_attention import ATTENTION_NAME
+from engine.models.quantization import GROUP_SIZE, QuantizedLinear
 from engine.models.reducer import register, sum_over_ranks
 from engine.models.source import ModelSource
-from engine.models.weights import WHOLE, FindWindow, Window, fill
+from engine.models.weights import FileNames, fill
 
 _HEAD = "lm_head"
+_EXPERTS = "moe_tp_experts"
 _WHOLE = {"replicated", "replicated_with_grad_allreduce"}
 
 
@@ -36,6 +40,17 @@ class RowLinear(nn.Linear):
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum, [..., out] float32."""
         return F.linear(x, self.weight).float()
+
+
+class QuantizedRowLinear(QuantizedLinear):
+    """The same with quantised weights, whose scales are those of all inputs."""
+
+    reducer_key: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out], summed over the ranks, for `x` [..., in / world_size]."""
+        total: Tensor = sum_over_ranks(self.partial(x), self.reducer_key).to(x.dtype)
+        return total if self.bias is None else total + self.bias
 
 
 def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -55,9 +70,30 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
         if isinstance(child, nn.Linear) and (style := style_of(plan, name))
     }
     for name, style in styles.items():
-        _narrow(module, name, style, shard)
-    fill(source, module, device, _windows(styles, shard))
+        _narrow(module, name, style, shard, source.config.quantization)
+    if sliced := [(name, child) for name, child in module.named_modules() if style_of(plan, name) == _EXPERTS]:
+        group_experts(module)
+    for name, child in sliced:
+        slice_experts(child, name, shard)
     head = module.get_output_embeddings()  # type: ignore[operator]
+    to_round = {
+        name: child
+        for name, child in module.named_modules()
+        if source.config.quantization != "none" and isinstance(child, nn.Linear) and child is not head
+    }
+    for layer in to_round.values():
+        if isinstance(layer, RowLinear):  # scales are those of all ranks' inputs
+            inputs = layer.in_features * shard.world_size
+            layer.weight = nn.Parameter(torch.empty(layer.out_features, inputs, dtype=dtype, device="meta"))
+
+    def rounded(name: str, _: Tensor, weight: Tensor) -> Tensor | None:
+        path, _, parameter = name.rpartition(".")
+        if parameter != "weight" or path not in to_round:
+            return weight
+        module.set_submodule(path, _rounded(weight, to_round[path], source.config.quantization, shard))
+        return None
+
+    fill(source, module, device, FileNames(module), shard.rank, shard.world_size, rounded)
     if source.configuration.tie_word_embeddings and head.out_features % shard.world_size == 0:
         rows = head.weight.tensor_split(shard.world_size)[shard.rank]  # shares the memory of the embeddings
         head.weight, head.out_features = nn.Parameter(rows, requires_grad=False), len(rows)
@@ -74,8 +110,13 @@ def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
     plan = {f"model.{name}": style for name, style in (config.base_model_tp_plan or {}).items()}
     if not plan:
         raise ModelError(f"{path} is {config.model_type}, which has no tensor parallel plan in transformers")
-    if unsupported := sorted(set(plan.values()) - {"colwise", "rowwise"} - _WHOLE):
+    others = {style for name, style in plan.items() if plan.get(name.rpartition(".")[0]) != _EXPERTS}
+    if unsupported := sorted(others - {"colwise", "rowwise", _EXPERTS} - _WHOLE):
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan needs {', '.join(unsupported)}")
+    if "colwise" not in {style for name, style in plan.items() if "attn" in name}:
+        raise ModelError(
+            f"{path} is {config.model_type}, whose tensor parallel plan in transformers leaves attention whole"
+        )
     if not config.tie_word_embeddings and config.get_text_config().vocab_size % world_size == 0:
         plan[_HEAD] = "colwise"
     kv_heads = kv_shape(config, 1).kv_heads
@@ -92,13 +133,17 @@ def style_of(plan: dict[str, str], name: str) -> str | None:
     return None
 
 
-def _narrow(module: nn.Module, name: str, style: str, shard: Shard) -> None:
+def _narrow(module: nn.Module, name: str, style: str, shard: Shard, quantization: Quantization) -> None:
     parent = module.get_submodule(name.rpartition(".")[0])
     whole = module.get_submodule(name)
     assert isinstance(whole, nn.Linear)
     size = whole.out_features if style == "colwise" else whole.in_features
     if size % shard.world_size:
         raise ModelError(f"{name} has size {size}, not divisible by tensor_parallel_size {shard.world_size}")
+    if style == "rowwise" and quantization == "int4" and size // shard.world_size % GROUP_SIZE:
+        raise ModelError(
+            f"{name} has {size // shard.world_size} inputs on a rank; int4 needs a multiple of {GROUP_SIZE}"
+        )
     has_bias, dtype = whole.bias is not None, whole.weight.dtype
     sliced: nn.Linear
     if style == "colwise":
@@ -109,16 +154,12 @@ def _narrow(module: nn.Module, name: str, style: str, shard: Shard) -> None:
     setattr(parent, name.rpartition(".")[2], sliced)
 
 
-def _windows(styles: dict[str, str], shard: Shard) -> FindWindow:
-    """Return which part of a weight this rank holds, by its name and whole shape."""
-
-    def window(name: str, shape: torch.Size) -> Window:
-        layer, _, parameter = name.rpartition(".")
-        style = styles.get(layer)
-        if style is None or (style == "rowwise" and parameter == "bias"):
-            return WHOLE
-        axis = 0 if style == "colwise" else 1
-        size = shape[axis] // shard.world_size
-        return (slice(None),) * axis + (slice(shard.rank * size, (shard.rank + 1) * size),)
-
-    return window
+def _rounded(weight: Tensor, linear: nn.Linear, quantization: Quantization, shard: Shard) -> QuantizedLinear:
+    """Round a layer's weight, whose inputs are those of all ranks."""
+    size = linear.in_features
+    if not isinstance(linear, RowLinear):
+        return QuantizedLinear.rounded(weight, linear.bias, quantization, slice(0, size))
+    inputs = slice(shard.rank * size, (shard.rank + 1) * size)
+    layer = QuantizedRowLinear.rounded(weight, linear.bias, quantization, inputs)
+    layer.reducer_key = register(shard.reducer)
+    return layer

@@ -10,6 +10,7 @@ fastsafetensors 0.5 or runai-model-streamer 0.17: both read whole tensors, not c
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from engine.errors import ModelError
 from engine.models.source import ModelSource
@@ -44,12 +47,16 @@ def fill(
     source: ModelSource,
     module: nn.Module,
     device: torch.device,
-    find_window: FindWindow = lambda name, shape: WHOLE,
+    names: "FileNames | None" = None,
+    rank: int = 0,
+    world_size: int = 1,
     on_tensor: OnTensor = lambda name, whole, window: window,
 ) -> None:
     """Fill a model on the meta device from its files; names that are tied share a tensor.
 
     Args:
+        names: where tensors of the files belong; None if they have the parameters' names.
+        rank, world_size: where a parameter is smaller than the tensor in a file, this rank's window of it is read.
         on_tensor: changes tensors as they are read, or keeps them from the module.
 
     Raises:
@@ -60,17 +67,56 @@ def fill(
     tied: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         tied.setdefault(id(tensor), []).append(name)
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    num_missing = {name: tensor.numel() for name, tensor in tensors.items()}
+    named = [(key, names.parameter(key) if names else key) for key, _ in _mapped(source)]
+    places = {key: (name, names.part(key, tensors[name]) if names else tensors[name])
+              for key, name in named if name in tensors}  # fmt: skip
+    dtypes = {key: part.dtype for key, (_, part) in places.items()}
+    stacks: dict[str, Tensor] = {}
     upload = None if device.type == "cpu" else _upload
-    for name, whole, window in read(source, dtypes, device, find_window, upload):
-        if window.shape != tensors[name].shape:
-            shapes = f"{[*window.shape]} of {[*whole.shape]}, not {[*tensors[name].shape]}"
-            raise ModelError(f"{source.path}: {name} has the shape {shapes}")
-        names = tied.pop(id(tensors[name]), [])
-        if (kept := on_tensor(name, whole, window)) is not None:
-            _assign(module, names, kept)
-    if missing := sorted(name for names in tied.values() for name in names):
+    windows = read(
+        source, dtypes, device, lambda key, shape: _window(shape, places[key][1].shape, rank, world_size), upload
+    )
+    for key, whole, window in windows:
+        name, part = places[key]
+        if window.shape != part.shape:
+            shapes = f"{[*window.shape]} of {[*whole.shape]}, not {[*part.shape]}"
+            raise ModelError(f"{source.path}: {key} has the shape {shapes}")
+        for other in tied[id(tensors[name])]:
+            num_missing[other] -= part.numel()
+        if (kept := on_tensor(name, whole, window)) is None:
+            continue
+        if names is not None and part.numel() < tensors[name].numel():
+            if name not in stacks:
+                stacks[name] = torch.empty_like(tensors[name], device=device)
+                _assign(module, [name], stacks[name])
+            names.part(key, stacks[name]).copy_(kept)
+        else:
+            _assign(module, tied[id(tensors[name])], kept)
+    if missing := sorted(name for name, count in num_missing.items() if count > 0):
         raise ModelError(f"{source.path} lacks the weights {', '.join(missing[:3])}")
+
+
+class FileNames:
+    """Where tensors of files belong in a module, by transformers' renamings; files have every expert by itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        changes = get_model_conversion_mapping(module, add_legacy=False)
+        self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+        self._converters = [change for change in changes if isinstance(change, WeightConverter)]
+
+    def parameter(self, name: str) -> str:
+        """Return the name of a tensor's parameter in the module."""
+        return rename_source_key(name, self._renamings, self._converters)[0]
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return the part of a parameter that a tensor belongs to."""
+        pattern = rename_source_key(name, self._renamings, self._converters)[1]
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        if pattern is None or expert is None:
+            return whole
+        patterns = next(one.source_patterns for one in self._converters if pattern in one.source_patterns)
+        return whole[int(expert[1])].chunk(len(patterns))[patterns.index(pattern)]
 
 
 def read(
@@ -106,6 +152,14 @@ def has_names_of(source: ModelSource, module: nn.Module) -> bool:
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
     stored = [id(tensor) for name, tensor in tensors.items() if shapes.get(name) == tensor.shape]
     return sorted(stored) == sorted({id(tensor) for tensor in tensors.values()})
+
+
+def _window(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> Window:
+    """Return a rank's window of a tensor; the whole of it if there is none of that shape."""
+    if len(whole) != len(part) or any(a not in (b, b * world_size) for a, b in zip(whole, part, strict=True)):
+        return WHOLE
+    starts = [0 if size == all_ranks else rank * size for size, all_ranks in zip(part, whole, strict=True)]
+    return tuple(slice(start, start + size) for start, size in zip(starts, part, strict=True))
 
 
 def _mapped(source: ModelSource) -> Iterator[tuple[str, Tensor]]:

@@ -75,7 +75,7 @@ class CudaBackend(EagerBackend):
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         """Allocate a KV cache for this model."""
-        like = torch.empty(0, dtype=self.model.dtype, device=self.device)
+        like = torch.empty(0, dtype=self.model.kv_dtype or self.model.dtype, device=self.device)
         kv = GraphedKV(self.model.kv_shape, num_blocks, block_size, like)
         self._caches.add(kv)
         return kv

@@ -8,11 +8,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from engine.errors import ModelError
-from engine.execution.attention import KVTensors, additive_mask, attend_to_gathered, attend_to_self, slots_of
+from engine.execution.attention import (
+    KVTensors,
+    additive_mask,
+    attend_to_gathered,
+    attend_to_self,
+    slots_of,
+    write_slots,
+)
 from engine.execution.batch import MAX_DRAFT_LENGTH, MAX_GROUPED_LENGTH, ForwardRow, build, depths
 from engine.models.layer_attention import AttentionParams, KVShape, paged_attention
+from engine.params import SamplingParams
+from tests.engine.running import chains, drafters, make_engine, run
+from tests.engine.tiny import SIZES, backend_of, save
 
 KV_HEADS, HEADS, DIM, BLOCK = 2, 4, 8, 4
 LONG = MAX_GROUPED_LENGTH + MAX_DRAFT_LENGTH + 3
@@ -266,3 +277,32 @@ def test_a_prompt_attends_to_itself_causally():
                 query[head, token], key[head // 2], value[head // 2], visible, AttentionParams(scaling=0.3), head
             )
             torch.testing.assert_close(output[token, head].double(), right, atol=1e-5, rtol=0)
+
+
+def test_the_text_of_a_target_with_an_fp8_cache_depends_on_nothing_else(tmp_path):
+    """Not on drafts, on preemption, or on how much of a prompt is cached: a prompt attends to what its cache holds."""
+    path = save(transformers.LlamaConfig(**SIZES), tmp_path, factor=4.0)
+    backend = backend_of(path, kv_cache_dtype="fp8", dtype="float32")
+    prompt = [*range(3, 40)]
+    params = [SamplingParams(temperature=i % 2 * 0.8, seed=i, max_tokens=24, ignore_eos=True) for i in range(4)]
+    requests = [(prompt[i:], one) for i, one in enumerate(params)]
+    plain = run(make_engine(backend, num_speculative_tokens=0), requests)
+    assert run(make_engine(backend, chains(backend), num_speculative_tokens=4), requests) == plain
+    for settings in (
+        {"num_blocks": 26, "block_size": 4},
+        {"max_num_batched_tokens": 16},
+        {"enable_prefix_caching": False},
+    ):
+        engine = make_engine(
+            backend, drafters(backend, backend)["trees by the target itself"], num_speculative_tokens=4, **settings
+        )
+        assert run(engine, requests) == plain
+        assert engine.stats.num_preemptions > 0 or "num_blocks" not in settings
+    assert run(make_engine(backend_of(path, dtype="float32"), num_speculative_tokens=0), requests) != plain
+
+
+def test_fp8_caches_saturate_and_keep_their_numbers_when_slots_move():
+    kv = KVTensors(KVShape(1, 1, 4, 4), 3, 4, torch.empty(0, dtype=torch.float8_e4m3fn))
+    write_slots(kv.keys[0], torch.tensor([2, 9]), torch.tensor([[[1.0, -1e5, 449.0, 0.01], [2.0, 3.0, 448.0, 480.0]]]))
+    kv.move([2, 9], [9, 2])
+    assert kv.keys[0].float().view(-1, 4)[[9, 2]].tolist() == [[1, -448, 448, 0.009765625], [2, 3, 448, 448]]

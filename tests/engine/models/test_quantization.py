@@ -20,6 +20,7 @@ from engine.models.first_layers import first_layers
 from engine.models.quantization import QuantizedLinear, pack_nibbles, unpack_nibbles
 from engine.models.registry import open_model
 from engine.params import SamplingParams
+from tests.engine.models.test_shards import load_ranks, logits_of
 from tests.engine.ranks import AbsentOthers
 from tests.engine.running import make_engine, run
 from tests.engine.tiny import HEADS, SIZES, backend_of, model_of, save
@@ -79,14 +80,14 @@ def check_texts(backend, module, draft):
     return text
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_the_text_is_that_of_the_model_that_transformers_quantises(name, path, draft_path):
     backend = load(path, name)
     text = check_texts(backend, quantised_reference(path, name), load(draft_path, "int8"))
     assert text != greedy(reference(path))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_a_quantised_target_drafts_for_itself_and_its_text_stays(name, path):
     backend = load(path, name)
     params = [SamplingParams(temperature=i % 2 * 0.8, seed=i, max_tokens=24, ignore_eos=True) for i in range(8)]
@@ -97,22 +98,22 @@ def test_a_quantised_target_drafts_for_itself_and_its_text_stays(name, path):
     assert engine.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_the_weights_of_a_thinned_model_are_counted_as_those_of_one_that_is_not_quantised(name, path):
     first = [first_layers(load(path, quantization).model, 1) for quantization in ("none", name)]
     assert first[0].info.num_parameters == first[1].info.num_parameters
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_integers_and_scales_are_torchaos(name, path):
     module = model_of(path, quantization=name).module
     for index, layer in enumerate(quantised_reference(path, name).model.layers):
         ours = module.model.layers[index]
         fused = ours.self_attn.q_proj.linear
         weights = [getattr(layer.self_attn, f"{part}_proj").weight for part in "qkv"]
-        assert torch.equal(fused.integers, torch.cat([weight.qdata for weight in weights]))
+        assert torch.equal(fused.integers.float(), torch.cat([weight.qdata.float() for weight in weights]))
         assert torch.equal(fused.scales, torch.cat([weight.scale for weight in weights]))
-        assert torch.equal(ours.mlp.down_proj.integers, layer.mlp.down_proj.weight.qdata)
+        assert torch.equal(ours.mlp.down_proj.integers.float(), layer.mlp.down_proj.weight.qdata.float())
     assert type(module.lm_head) is torch.nn.Linear
 
 
@@ -121,17 +122,18 @@ def bytes_of(backend):
     return sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+def rotary_bytes(backend):
+    return sum(buffer.nbytes for name, buffer in backend.model.module.named_buffers() if "inv_freq" in name)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_the_plan_counts_the_bytes_of_the_quantised_weights(name, path):
     def planned(quantization):
         config = ModelConfig(path, quantization=quantization)
         return footprint(open_model(config), EngineConfig(), dtype=torch.float32, bytes_per_weight=4).weight_bytes
 
     backend = load(path, name)
-    rotary = sum(
-        buffer.nbytes for buffer_name, buffer in backend.model.module.named_buffers() if "inv_freq" in buffer_name
-    )
-    assert planned(name) == bytes_of(backend) - rotary
+    assert planned(name) == bytes_of(backend) - rotary_bytes(backend)
     assert planned(name) < planned("none") / 2
 
 
@@ -167,13 +169,43 @@ def test_a_package_that_is_missing_is_named(path, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_quantised_weights_are_not_split_over_ranks(name, path):
-    config = ModelConfig(path, quantization=name)
-    with pytest.raises(ModelError, match=f"quantised weights .{name}. are not split over tensor-parallel ranks"):
-        model_of(path, Shard(0, 2, AbsentOthers()), quantization=name)
-    with pytest.raises(ModelError, match="not split"):
-        footprint(open_model(config), EngineConfig(), dtype=torch.float32, bytes_per_weight=4, world_size=2)
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_the_weights_of_all_ranks_are_those_of_the_whole_model(name, path):
+    whole = load(path, name)
+    ranks, _ = load_ranks(path, 2, quantization=name, dtype="float32")
+    for index, layer in enumerate(whole.model.module.model.layers):
+        first, second = (rank.model.module.model.layers[index] for rank in ranks)
+        for part, axis in (("self_attn.o_proj", 1), ("mlp.down_proj", 1), ("mlp.gate_proj.linear", 0)):
+            one, other, both = (module.get_submodule(part) for module in (first, second, layer))
+            values = [module.values.view(torch.uint8) for module in (one, other, both)]
+            if axis == 0:  # gate and up of 64 outputs on each rank
+                assert torch.equal(torch.cat([values[0][:64], values[1][:64]]), values[2][:128])
+                assert torch.equal(torch.cat([one.scales[:64], other.scales[:64]]), both.scales[:128])
+            else:
+                assert torch.equal(torch.cat(values[:2], 1), values[2])
+                scales = torch.cat([one.scales, other.scales], 1) if name == "int4" else one.scales
+                assert torch.equal(scales, both.scales)
+    (expected,) = logits_of([whole])
+    for logits in logits_of(ranks):
+        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert ranks[0].info.num_parameters > whole.info.num_parameters / 2
+    planned = footprint(
+        open_model(ModelConfig(path, quantization=name)),
+        EngineConfig(),
+        dtype=torch.float32,
+        bytes_per_weight=4,
+        world_size=2,
+    )
+    assert planned.weight_bytes == bytes_of(ranks[0]) - rotary_bytes(ranks[0])
+
+
+def test_what_ranks_cannot_split_is_refused_by_name(path, tmp_path):
+    save(transformers.LlamaConfig(**WIDE | {"intermediate_size": 96}), tmp_path)
+    with pytest.raises(ModelError, match=r"down_proj has 48 inputs on a rank; int4 needs a multiple of 32"):
+        model_of(str(tmp_path), Shard(0, 2, AbsentOthers()), quantization="int4")
+    mark(tmp_path, quant_method="torchao")
+    with pytest.raises(ModelError, match="saved quantised, as torchao, which is not split over tensor-parallel ranks"):
+        model_of(str(tmp_path), Shard(0, 2, AbsentOthers()))
 
 
 def mark(path, **settings):
@@ -197,7 +229,7 @@ def test_a_model_that_is_saved_quantised_is_not_quantised_again(tmp_path):
         load(tmp_path, "int8")
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_a_model_that_torchao_has_saved_stays_quantised(name, path, draft_path, tmp_path):
     module = quantised_reference(path, name)
     module.save_pretrained(tmp_path)
@@ -206,7 +238,7 @@ def test_a_model_that_torchao_has_saved_stays_quantised(name, path, draft_path, 
     assert any(isinstance(layer, QuantizedLinear) for layer in backend.model.module.modules())
     assert bytes_of(backend) == bytes_of(load(path, name))
     planned = footprint(open_model(ModelConfig(str(tmp_path))), EngineConfig(), dtype=torch.float32, bytes_per_weight=4)
-    assert planned.weight_bytes >= bytes_of(backend)
+    assert planned.weight_bytes >= bytes_of(backend) - rotary_bytes(backend)
 
 
 def test_torchaos_other_weights_become_floats_and_quantised_inputs_are_refused(path, draft_path, tmp_path):

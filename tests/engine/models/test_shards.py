@@ -31,9 +31,9 @@ def save_family(name, path, **changes):
     return save(getattr(transformers, cls)(**{**SIZES, **extra, **changes}), path, factor=3.0)
 
 
-def load_ranks(path, world_size):
+def load_ranks(path, world_size, **settings):
     reducers = gloo_reducers(world_size)
-    return on_ranks(lambda one: backend_of(path, Shard(one.rank, world_size, one)), reducers), reducers
+    return on_ranks(lambda one: backend_of(path, Shard(one.rank, world_size, one), **settings), reducers), reducers
 
 
 def logits_of(models):
@@ -234,8 +234,9 @@ def test_heads_that_cannot_be_shared_evenly_are_refused(tmp_path):
         backend_of(tmp_path, Shard(0, 2, AbsentOthers()))
 
 
-def test_experts_are_refused_until_they_can_be_sliced(tmp_path):
-    config = transformers.MixtralConfig(**{**SIZES, "num_local_experts": 4})
-    save(config, tmp_path)
+def test_styles_that_are_not_supported_are_refused(tmp_path, monkeypatch):
+    plan = transformers.LlamaConfig.base_model_tp_plan | {"layers.*.mlp.up_proj": "packed_colwise"}
+    monkeypatch.setattr(transformers.LlamaConfig, "base_model_tp_plan", plan)
+    save_family("llama", tmp_path)
     with pytest.raises(ModelError, match="tensor parallel plan needs"):
         backend_of(tmp_path, Shard(0, 2, AbsentOthers()))

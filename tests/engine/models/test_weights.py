@@ -152,12 +152,12 @@ def test_a_file_that_lacks_a_weight_is_refused(shard, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("shard", "message"), [(None, "cannot load"), (Shard(1, 2, lambda x: x), r"\[16, 32\] of \[32")]
+    ("shard", "message"), [(None, "cannot load"), (Shard(1, 2, lambda x: x), r"\[48, 32\] of \[48")]
 )
 def test_a_weight_of_another_shape_is_refused(shard, message, tmp_path):
     save(transformers.LlamaConfig(**SIZES), tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
-    rewrite(tmp_path, lambda stored: stored.update({name: stored[name][:32].clone()}))
+    rewrite(tmp_path, lambda stored: stored.update({name: stored[name][:48].clone()}))
     with pytest.raises(ModelError, match=message):
         model_of(tmp_path, shard)
 

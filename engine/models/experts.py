@@ -1,0 +1,120 @@
+"""Mixture-of-experts layers: every token's experts by two grouped products, whose bits do not depend on the batch.
+
+transformers calls `compute_experts` in the experts module of every family, if `group_experts` has chosen it. Pairs of a
+token and one of its experts are sorted by expert, without the host. A token's results are added in float32, in order of
+its experts, and over the ranks of a tensor-parallel model, which hold a slice of every expert.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.integrations.moe import ExpertsInterface
+
+from engine.errors import ModelError
+from engine.models.causal_lm import Shard
+from engine.models.reducer import register, sum_over_ranks
+
+EXPERTS_NAME = "paceline"
+
+
+def experts_of(module: nn.Module) -> list[Any]:
+    """Return a model's experts modules whose implementation can be chosen."""
+    return [child for child in module.modules() if hasattr(child, "_is_expert_parallel")]
+
+
+def group_experts(module: Any) -> None:
+    """Let `compute_experts` compute a model's experts."""
+    module.set_experts_implementation(EXPERTS_NAME)
+
+
+def compute_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of every token's experts, [tokens, hidden].
+
+    Args:
+        module: transformers' experts, with the weights of all experts in one tensor.
+        index, weights: [tokens, top_k] each token's experts and the factors of their results.
+    """
+    index, places = index.sort(-1)
+    weights = weights.gather(1, places)
+    order, ends = torch.ops.paceline.sort_by_expert(index, module.num_experts)
+
+    def product(rows: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+        weight, bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+        weight = weight.transpose(1, 2) if module.is_transposed else weight
+        output: Tensor = torch.ops.paceline.grouped_linear(rows, order, ends, weight, bias, dtype)
+        return output
+
+    inner = product(hidden, "gate_up_proj" if module.has_gate else "up_proj", hidden.dtype)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    results = product(inner, "down_proj", torch.float32)
+    if module.has_post_expert_norm:
+        results = module.post_expert_norm(results.to(hidden.dtype)).float()
+    results = results.view(*index.shape, -1) * weights.unsqueeze(-1).float()
+    total = results[:, 0]
+    for nth in range(1, index.shape[1]):
+        total = total + results[:, nth]
+    if (key := getattr(module, "reducer_key", None)) is not None:
+        total = sum_over_ranks(total, key)
+    return total.to(hidden.dtype)
+
+
+ExpertsInterface.register(EXPERTS_NAME, compute_experts)
+
+
+def slice_experts(module: Any, name: str, shard: Shard) -> None:
+    """Leave room in a module on the meta device for one rank's slice of every expert.
+
+    Raises:
+        ModelError: the experts cannot be split.
+    """
+    size = module.down_proj.shape[2]
+    if module.has_bias or module.is_transposed or module.has_post_expert_norm or not module.has_gate:
+        raise ModelError(f"{name} has experts with biases or norms, or without gates, which are not split over ranks")
+    if size % shard.world_size:
+        raise ModelError(f"{name} has size {size}, not divisible by tensor_parallel_size {shard.world_size}")
+    experts, outputs, inputs = module.gate_up_proj.shape
+    like = {"dtype": module.down_proj.dtype, "device": "meta"}
+    module.gate_up_proj = nn.Parameter(torch.empty(experts, outputs // shard.world_size, inputs, **like))
+    module.down_proj = nn.Parameter(torch.empty(experts, inputs, size // shard.world_size, **like))
+    module.reducer_key = register(shard.reducer)
+
+
+@torch.library.custom_op("paceline::sort_by_expert", mutates_args=())
+def _sort_by_expert(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Return the pairs of `index` in order of experts, and the end of every expert's pairs in it."""
+    experts, order = index.flatten().sort(stable=True)
+    return order, torch.searchsorted(experts, torch.arange(num_experts, device=index.device), right=True)
+
+
+@_sort_by_expert.register_fake
+def _(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    return index.new_empty(index.numel()), index.new_empty(num_experts)
+
+
+@torch.library.custom_op("paceline::grouped_linear", mutates_args=())
+def grouped_linear(
+    rows: Tensor, order: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return [pairs, out]: each pair's row times its expert's weight, in torch's operators.
+
+    Args:
+        rows: [pairs, in]; or [tokens, in], whose pairs follow each other.
+        order, ends: see `sort_by_expert`.
+        weight: [experts, out, in], with any strides.
+        bias: [experts, out], or None.
+    """
+    output = rows.new_empty(len(order), weight.shape[1], dtype=dtype)
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        pairs = order[start:end]
+        product = F.linear(rows[pairs // (len(order) // len(rows))], weight[expert])
+        output[pairs] = product.to(dtype) if bias is None else product.to(dtype) + bias[expert]
+        start = end
+    return output
+
+
+@grouped_linear.register_fake
+def _(rows: Tensor, order: Tensor, _: Tensor, weight: Tensor, _bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return rows.new_empty(len(order), weight.shape[1], dtype=dtype)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from engine.config import ModelInfo
 from engine.errors import ModelError
 from engine.models.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
-from engine.models.reducer import Reducer, argmax_over_ranks
+from engine.models.reducer import Reducer, best_over_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,11 @@ class CausalLM:
 
     def best_ids(self, scores: Tensor) -> Tensor:
         """Return each row's token with the highest score, [n] int64, for float32 scores [n, len(vocab_slice)]."""
+        ids = scores.argmax(-1)
         if (reducer := self.vocab_reducer) is None:
-            return scores.argmax(-1)
-        return argmax_over_ranks(scores, self.vocab_slice.start, reducer)
+            return ids
+        best = scores.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+        return best_over_ranks(best, ids + self.vocab_slice.start, reducer)
 
     def forward(self, batch: Any) -> Tensor:
         """Compute a `ForwardBatch`; returns [n, len(vocab_slice)] logits in the model's number format."""

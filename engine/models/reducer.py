@@ -82,15 +82,13 @@ def _(partial: Tensor, _key: int) -> Tensor:
     return torch.empty_like(partial)
 
 
-def argmax_over_ranks(scores: Tensor, first_id: int, reducer: Reducer) -> Tensor:
-    """Return the argmax of rows whose slices [n, m] the ranks hold, [n] int64; as in `argmax`, the lowest of equals.
+def best_over_ranks(scores: Tensor, ids: Tensor, reducer: Reducer) -> Tensor:
+    """Return the ids with the highest scores of all ranks, [n] int64; as in `argmax`, the lowest of equals.
 
     Args:
-        scores: float32, this rank's slices, which start at token `first_id`.
+        scores: [n] float32, the highest of this rank; ids: [n] int64, their token ids.
     """
-    ids = scores.argmax(-1)
-    best = scores.gather(-1, ids.unsqueeze(-1)).squeeze(-1).add(0.0)  # -0.0 becomes 0.0, its equal
-    bits = best.view(torch.int32)
+    bits = scores.add(0.0).view(torch.int32)  # -0.0 becomes 0.0, its equal
     ordered = bits ^ (bits >> 31 & 0x7FFFFFFF)  # ascends with the score, also below 0
-    packed = (ordered.long() << 32) + (~(ids + first_id) & _LOW_BITS)
+    packed = (ordered.long() << 32) + (~ids & _LOW_BITS)
     return ~reducer.max(packed) & _LOW_BITS

@@ -95,8 +95,10 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
 
     fill(source, module, device, FileNames(module), shard.rank, shard.world_size, rounded)
     if source.configuration.tie_word_embeddings and head.out_features % shard.world_size == 0:
-        rows = head.weight.tensor_split(shard.world_size)[shard.rank]  # shares the memory of the embeddings
-        head.weight, head.out_features = nn.Parameter(rows, requires_grad=False), len(rows)
+        for name, whole in list(head.named_parameters()):  # the weight's slice shares the memory of the embeddings
+            part = whole.tensor_split(shard.world_size)[shard.rank]
+            setattr(head, name, nn.Parameter(part, requires_grad=False))
+        head.out_features //= shard.world_size
     return module
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.models.reducer import argmax_over_ranks, register, sum_over_ranks
+from engine.models.reducer import best_over_ranks, register, sum_over_ranks
 from engine.models.shards import RowLinear
 from tests.engine.ranks import gloo_reducers, on_ranks
 
@@ -31,7 +31,8 @@ def test_the_argmax_over_slices_is_the_whole_rows_lowest_one(reducers):
 
     def argmax(reducer):
         first = reducer.rank * width
-        return argmax_over_ranks(scores[:, first : first + width], first, reducer)
+        best, ids = scores[:, first : first + width].max(-1)
+        return best_over_ranks(best, ids + first, reducer)
 
     for ids in on_ranks(argmax, reducers):
         assert torch.equal(ids, scores.argmax(-1))
@@ -39,9 +40,11 @@ def test_the_argmax_over_slices_is_the_whole_rows_lowest_one(reducers):
 
 def test_token_ids_may_be_as_large_as_31_bits_and_rows_none(reducers):
     last = 2**31 - len(reducers)
-    ids = on_ranks(lambda one: argmax_over_ranks(torch.ones(3, 1), last + one.rank, one).tolist(), reducers)
+    ids = on_ranks(
+        lambda one: best_over_ranks(torch.ones(3), torch.tensor([last + one.rank] * 3), one).tolist(), reducers
+    )
     assert ids == [[last] * 3] * len(reducers)
-    assert on_ranks(lambda one: argmax_over_ranks(torch.ones(0, 3), 0, one).shape, reducers)[0] == (0,)
+    assert on_ranks(lambda one: best_over_ranks(torch.ones(0), torch.ones(0).long(), one).shape, reducers)[0] == (0,)
 
 
 class Scaling:

@@ -1,7 +1,6 @@
 """Decoder layers compiled on the CPU: one compilation for all layers and numbers of tokens."""
 
 import functools
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -41,17 +40,3 @@ def test_layers_are_compiled_once_and_compute_the_same(monkeypatch):
         assert counters["stats"]["unique_graphs"] == 1
     finally:
         uncompile_layers(backend.model.module)
-
-
-def test_a_thread_that_serves_gets_the_compilers_settings_of_the_one_that_loaded():
-    context = TritonContext(None, [])
-
-    def settings():
-        with context.current():
-            pass
-        dynamo = torch._dynamo.config
-        deterministic = torch._inductor.config.deterministic
-        return dynamo.allow_unspec_int_on_nn_module, dynamo.recompile_limit, deterministic
-
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(settings).result() == (True, 64, True)

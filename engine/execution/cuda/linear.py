@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from engine.execution.cuda.kernels import grouped_product, product
 from engine.models.experts import experts_of, group_experts, grouped_linear
 from engine.models.quantization import QuantizedLinear
+from engine.models.shards import QuantizedRowLinear
 
 MAX_KERNEL_ROWS = 64
 """Rows up to which the kernel is used."""
@@ -58,6 +59,20 @@ class InvariantQuantizedLinear(QuantizedLinear):
         return output
 
 
+class InvariantQuantizedRowLinear(QuantizedRowLinear):
+    """A rank's slice of such a layer's inputs; see `RowLinear`."""
+
+    def __init__(self, layer: QuantizedRowLinear) -> None:
+        super().__init__(layer.values, layer.scales, layer.bias)
+        self.shard = layer.shard
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the sum, [..., out] float32."""
+        operands = (x, self.values, None, self.scales, 1, False, torch.float32)
+        output: Tensor = torch.ops.paceline.invariant_linear(*operands)
+        return output
+
+
 def sum_in_order() -> None:
     """Make cuBLAS sum 16-bit products in float32 and without splits, in this process."""
     torch.backends.cuda.preferred_blas_library("cublaslt")  # the other library cannot be told not to split
@@ -77,6 +92,8 @@ def make_invariant(module: nn.Module, dtype: torch.dtype, *, invariant: bool = T
                 setattr(parent, name, InvariantLinear(child, invariant=invariant))
             elif type(child) is QuantizedLinear:
                 setattr(parent, name, InvariantQuantizedLinear(child, invariant=invariant))
+            elif type(child) is QuantizedRowLinear:
+                setattr(parent, name, InvariantQuantizedRowLinear(child))
     if experts := experts_of(module):
         group_experts(module)
         for block in list(module.modules()):
@@ -122,18 +139,19 @@ def cublas_agrees(shape: torch.Size, dtype: torch.dtype, device: torch.device) -
 
 @torch.library.custom_op("paceline::invariant_linear", mutates_args=())
 def _invariant_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, num_splits: int, uses_cublas: bool
-) -> Tensor:
+    x: Tensor, weight: Tensor, bias: Tensor | None, scales: Tensor | None, num_splits: int, uses_cublas: bool,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     rows = x.reshape(-1, x.shape[-1])
     if uses_cublas and len(rows) > MAX_KERNEL_ROWS:
         output = F.linear(rows, weight)
         output = output if bias is None else output + bias
     else:
         num_splits = num_splits if len(rows) <= MAX_KERNEL_ROWS else 1
-        output = product.multiply(rows, weight, bias, num_splits=num_splits, scales=scales)
+        output = product.multiply(rows, weight, bias, out_dtype=out_dtype, num_splits=num_splits, scales=scales)
     return output.view(*x.shape[:-1], len(weight))
 
 
 @_invariant_linear.register_fake
-def _(x: Tensor, weight: Tensor, *_: object) -> Tensor:
-    return x.new_empty(*x.shape[:-1], len(weight))
+def _(x: Tensor, weight: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight), dtype=others[4] if len(others) > 4 else None)

@@ -115,7 +115,7 @@ def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
     others = {style for name, style in plan.items() if plan.get(name.rpartition(".")[0]) != _EXPERTS}
     if unsupported := sorted(others - {"colwise", "rowwise", _EXPERTS} - _WHOLE):
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan needs {', '.join(unsupported)}")
-    if "colwise" not in {style for name, style in plan.items() if "attn" in name}:
+    if "colwise" not in {style for name, style in plan.items() if "att" in name}:
         raise ModelError(
             f"{path} is {config.model_type}, whose tensor parallel plan in transformers leaves attention whole"
         )

@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from engine.config import ModelConfig
 from engine.execution.batch import ForwardRow, build
@@ -20,7 +21,11 @@ from engine.execution.cuda import linear
 from engine.execution.cuda.compiled_layers import TritonContext
 from engine.execution.cuda.cuda_backend import CudaBackend
 from engine.execution.cuda.kernels import product
+from engine.models.experts import experts_of
+from engine.models.shards import QuantizedRowLinear
+from tests.engine.models.test_experts import FAMILIES
 from tests.engine.models.test_quantization import layer_of
+from tests.engine.tiny import EXPERTS
 
 
 @pytest.fixture
@@ -158,3 +163,41 @@ def test_float32_models_keep_their_layers():
     module = nn.Sequential(nn.Linear(8, 8))
     linear.make_invariant(module, torch.float32)
     assert type(module[0]) is nn.Linear
+
+
+def test_a_ranks_quantised_inputs_are_multiplied_to_float32_before_the_ranks_are_summed(multiplied):
+    layer, weight = layer_of(8, groups=1, outputs=24, inputs=128)
+    row = QuantizedRowLinear(layer.values, layer.scales.half(), layer.bias.half())
+    summed = []
+    row.reducer_key = register(SimpleNamespace(sum=lambda partial: summed.append(partial) or partial * 2))
+    module = nn.Sequential(row)
+    linear.make_invariant(module, torch.float16)
+    x = torch.randn(70, 128, dtype=torch.float16) / 16
+    with torch.inference_mode():
+        result = module(x)
+        assert torch.equal(module(x[:3]), result[:3])
+    assert (multiplied, summed[0].dtype, result.dtype) == ([70, 3], torch.float32, torch.float16)
+    torch.testing.assert_close(summed[0], x.float() @ weight.T, rtol=0.001, atol=0.02)
+    torch.testing.assert_close(result, (summed[0] * 2).half() + layer.bias.half())
+
+
+@pytest.mark.parametrize("family", ["GptOss", "DeepseekV3"])
+def test_routers_and_experts_are_computed_by_our_products(family, multiplied, monkeypatch):
+    """The layer compiles as a whole, and a token's bits do not depend on the others."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | EXPERTS | FAMILIES[family] | {"num_hidden_layers": 2})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval().requires_grad_(False)
+    experts = experts_of(model)[0]
+    block = next(parent for parent in model.modules() if experts in parent.children())
+    x = torch.randn(1, 20, 32).half()
+    with torch.inference_mode():
+        expected = block(x)
+        monkeypatch.setattr(linear, "cublas_agrees", lambda *_: False)
+        linear.make_invariant(model, torch.float16)
+        compiled = torch.compile(block.forward, fullgraph=True, dynamic=True, backend="aot_eager")
+        found = block(x)
+        assert 20 in multiplied, "the router's"
+        for output in (found, compiled(x)):
+            torch.testing.assert_close(
+                *((one[0] if type(one) is tuple else one) for one in (output, expected)), rtol=0.02, atol=0.02
+            )

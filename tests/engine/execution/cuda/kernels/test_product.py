@@ -73,8 +73,8 @@ def test_the_inner_dimension_is_summed_in_order():
     rows, weight = torch.zeros(1, 512, dtype=torch.float16), torch.ones(16, 512, dtype=torch.float16)
     rows[0, ::128] = torch.tensor([1, 1e4, -1e4, 3], dtype=torch.float16)
     weight[:, 128:384] = 1e4
-    for num_splits, total in ((1, 3.0), (2, 0.0)):
-        found = product.multiply(rows, weight, None, out_dtype=torch.float32, num_splits=num_splits)
+    for options, total in (({}, 3.0), ({"num_splits": 2}, 0.0)):
+        found = product.multiply(rows, weight, None, out_dtype=torch.float32, **options)
         assert torch.equal(found, torch.full((1, 16), total))
 
 

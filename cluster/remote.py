@@ -77,6 +77,7 @@ class RemoteDrafter:
         """
         self.fallbacks: Counter[str] = Counter()
         self.calls = Calls()
+        self.unprepared: dict[str, int] = {}
         self.run_ahead: RunAheadStats | None = None
         self._num_hits = self._num_misses = 0
         self._prepares = prepares
@@ -125,6 +126,7 @@ class RemoteDrafter:
             return [NO_DRAFT] * len(rows)
         self._num_failures = 0
         self.calls.compute_s += reply.compute_s
+        self.unprepared = reply.unprepared
         if reply.run_ahead is not None:
             self._observe(reply.run_ahead)
         return reply.drafts
@@ -202,6 +204,7 @@ class RemoteVerifier:
     def __init__(self, *, vocab_size: int = 0, timeout_s: float) -> None:
         """Make a verifier without ranks; `vocab_size` as in `RemoteDrafter`."""
         self.calls = Calls()
+        self.unprepared: dict[str, int] = {}
         self.vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._links: list[Link] = []
@@ -249,6 +252,7 @@ class RemoteVerifier:
             # If not all ranks finished the round, their next all-reduces would not match.
             self.disconnect(str(error))
             raise TargetError(f"the target did not finish a round: {error}") from error
+        self.unprepared = reply.unprepared
         self.calls.compute_s += reply.compute_s
         self.calls.wait_s += time.perf_counter() - started
         return verdicts

@@ -119,7 +119,8 @@ class DraftWorker(Worker):
 
     def serve(self) -> None:
         """Answer proposals until the worker ends."""
-        self._server.serve(self._responder.answer, self._responder.work)
+        assert self._backend is not None, "it is loaded"
+        self._server.serve(self._responder.answer, self._responder.work, self._backend.idle)
 
 
 class TargetWorker(Worker):
@@ -163,6 +164,7 @@ class TargetWorker(Worker):
         from cluster.workers.tensor_parallel import leave_world
 
         try:
-            self._server.serve(self._responder.answer)
+            assert self._backend is not None, "it is loaded"
+            self._server.serve(self._responder.answer, idle=self._backend.idle)
         finally:
             leave_world()

@@ -6,6 +6,7 @@ from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.translated import translated
 from engine.drafting.registry import choose_method
+from engine.drafting.run_ahead.passes import WIDTHS
 from engine.execution.backend import Backend
 from engine.execution.registry import make_backend
 from engine.models.causal_lm import Shard
@@ -23,7 +24,9 @@ def load_drafter(
     source: ModelSource, target: ModelSource, engine: EngineConfig, *, run_ahead: bool
 ) -> tuple[Drafter, Backend]:
     """Load the draft, or raise ModelError; ids beyond the target's vocabulary are never drafted."""
-    backend = translated(make_backend(load_model(source), source), target, source)
+    backend = translated(
+        make_backend(load_model(source), source, engine, branches=WIDTHS if run_ahead else ()), target, source
+    )
     limit = target.vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=target.eos_token_ids)
     method = choose_method(engine, has_draft_model=True)
@@ -35,7 +38,7 @@ def load_drafter(
 def load_verifier(source: ModelSource, engine: EngineConfig, *, shard: Shard | None) -> ModelVerifier:
     """Load the target or a rank's shard of it, or raise ModelError."""
     check_self_draft(engine, source)
-    backend = make_backend(load_model(source, shard), source)
+    backend = make_backend(load_model(source, shard), source, engine)
     info = backend.info
     grammars = Grammars(source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
     # Drafting in the target needs no draft model, so its absence makes no difference here.

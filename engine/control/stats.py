@@ -6,7 +6,8 @@ num_drafts (bonus included); acceptance at position i = num_accepted_tokens_per_
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -73,6 +74,38 @@ class RunAheadStats:
     misses: dict[str, int] = field(default_factory=dict)
     num_forwards: int = 0
     num_wasted: int = 0
+
+
+class Preparation:
+    """Counts this process's work that rounds should not have waited for, by kind; see `UNPREPARED`."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._is_expected = True  # until the first model is warmed up
+
+    def observe(self, kind: str) -> None:
+        """Count a graph that is recorded or code that is compiled, unless that is `expected` now."""
+        if not self._is_expected:
+            self.counts[kind] += 1
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Within it no round waits; afterwards any round may."""
+        self._is_expected = True
+        try:
+            yield
+        finally:
+            self._is_expected = False
+
+
+PREPARATION = Preparation()
+UNPREPARED = {
+    "compiled": "layers and kernels that a round had to compile",
+    "recorded": "graphs that a round had to record",
+    "eager": "models whose passes could not be compiled",
+    "not_recorded": "graphs that could not be recorded",
+}
+"""What `PREPARATION` counts; 0 is wanted of each."""
 
 
 class Distribution:

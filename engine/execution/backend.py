@@ -80,3 +80,7 @@ class Backend(Protocol):
             compile_missing: whether to compile missing packages in the background.
         """
         ...
+
+    def idle(self) -> bool:
+        """Prepare a little more for passes that came unprepared, while no request waits; return whether to go on."""
+        ...

@@ -67,6 +67,10 @@ class EagerBackend:
     def warm_up(self, *, compile_missing: bool = True) -> None:
         """Do nothing: eager passes need no preparation."""
 
+    def idle(self) -> bool:
+        """Do nothing, as above."""
+        return False
+
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Compute [n, vocab] float32 logits."""
         return self.model.forward(batch).float()

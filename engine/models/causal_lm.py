@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from engine.config import ModelInfo
 from engine.errors import ModelError
 from engine.models.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
+from engine.models.reducer import Reducer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,7 @@ class Shard:
     rank: int
     world_size: int
     all_reduce: Callable[[Tensor], Tensor]
+    reducer: Reducer | None = None
 
 
 @dataclass

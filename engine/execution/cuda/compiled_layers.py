@@ -4,6 +4,7 @@ All layers of a model share one compilation, whose number of tokens is symbolic.
 finds keys, values and block tables in the context of the pass that is being computed.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,8 +13,11 @@ import torch
 import torch._dynamo
 import torch._inductor.config
 from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
 from transformers.modeling_layers import GradientCheckpointingLayer
+from triton import knobs  # type: ignore[import-untyped]
 
+from engine.control.stats import PREPARATION
 from engine.errors import ModelError
 from engine.execution.attention import PagedContext
 from engine.execution.cuda.kernels import triton_attention as paged_attention
@@ -24,6 +28,7 @@ _MAX_COMPILATIONS = 64
 
 _contexts: list["TritonContext"] = []
 """The pass that is being computed, last."""
+_settings = threading.local()
 
 
 @dataclass(slots=True)
@@ -91,13 +96,35 @@ def compile_layers(module: nn.Module) -> None:
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(f"{type(module).__name__} has no decoder layers that can be compiled")
+    apply_compile_settings()
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True)
+
+
+def apply_compile_settings() -> None:
+    """Set how layers are compiled, once in each thread that computes: since torch 2.12 a thread has its own settings.
+
+    A worker loads in one thread and serves in another, where a layer may have to be compiled again.
+    """
+    if getattr(_settings, "are_applied", False):
+        return
     # A layer's index is data, so that one compilation serves all layers.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     torch._dynamo.config.recompile_limit = _MAX_COMPILATIONS
     # Kernels are chosen by rule: a choice by measurement could round differently in the next process.
     torch._inductor.config.deterministic = True
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True)
+    _settings.are_applied = True
+
+
+def count_compilations() -> None:
+    """Have every compilation of layers and of Triton kernels in this process observed by `PREPARATION`."""
+    knobs.runtime.jit_post_compile_hook = _observe
+    if _observe not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_observe)
+
+
+def _observe(*_: object, **__: object) -> None:
+    PREPARATION.observe("compiled")
 
 
 def uncompile_layers(module: nn.Module) -> None:

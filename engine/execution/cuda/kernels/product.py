@@ -38,7 +38,7 @@ def _shared_bytes(device: torch.device) -> int:
     return int(properties["max_shared_mem"])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_row_tiles"])  # no variants by the number of rows
 def _multiply_kernel(
     rows, weight, bias, output, count, num_outputs, size, num_row_tiles, row_stride, weight_stride,
     ROWS_TILE: tl.constexpr, OUT_TILE: tl.constexpr, INNER_TILE: tl.constexpr, IS_EVEN: tl.constexpr,

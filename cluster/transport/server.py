@@ -35,6 +35,8 @@ _HANDSHAKE_S = 5.0
 _MAX_HANDSHAKES = 64
 _PAUSE_AFTER_ERROR_S = 0.01
 _IDLE_S = 1.0
+_Answer = Callable[[AnyRequest], AnyReply | None]
+_Work = Callable[[], bool]
 
 
 class Server:
@@ -66,12 +68,7 @@ class Server:
         self._payloads: deque[bytes] = deque()
         self._is_closing = threading.Event()
 
-    def serve(
-        self,
-        answer: Callable[[AnyRequest], AnyReply | None],
-        work: Callable[[], bool] = lambda: False,
-        idle: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def serve(self, answer: _Answer, work: _Work = lambda: False, idle: _Work = lambda: False) -> None:
         """Answer requests in their order until `close` is called from another thread; an answer of None is not sent.
 
         `work` is called repeatedly while no request waits, for as long as it returns True; so is `idle`, once none has

@@ -44,7 +44,7 @@ from prometheus_client.core import (
 from cluster.remote import Calls, RemoteDrafter, RemoteVerifier
 from deployments.observe.tracing import TracedStats, make_tracer
 from deployments.wire import Generation
-from engine.control.stats import REQUEST_BOUNDS_S, UNPREPARED, Distribution, token_bounds
+from engine.control.stats import REQUEST_BOUNDS_S, Distribution, token_bounds
 from engine.engine import Engine
 
 _Row = tuple[Any, ...]
@@ -156,7 +156,7 @@ class RouterMetrics:
         yield "paceline:drafter_fallbacks", "Rounds without a draft, by reason.", self._drafter.fallbacks, "reason"
         workers = {"draft": self._drafter, "target": self._verifier}
         late = {(name, kind): count for name, one in workers.items() for kind, count in one.unprepared.items()}
-        text = f"Work that should have been done before a round, 0 is wanted: {', '.join(UNPREPARED)}."
+        text = "Work of workers that no round should wait for, by kind; 0 is wanted: see the README."
         yield "paceline:unprepared", text, late, "process", "kind"
         if (ahead := self._drafter.run_ahead) is not None:
             forwards, wasted = "paceline:run_ahead_forwards", "Draft passes spent on preparing, for nothing."

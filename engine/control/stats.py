@@ -77,14 +77,18 @@ class RunAheadStats:
 
 
 class Preparation:
-    """Counts this process's work that rounds should not have waited for, by kind; see `UNPREPARED`."""
+    """Counts work that no round should wait for; 0 is wanted of each kind.
+
+    `compiled`: layers and kernels, by a round. `recorded`: graphs, by a round. `not_recorded`: graphs that could not
+    be recorded. `eager`: models that could not be compiled.
+    """
 
     def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts = Counter(compiled=0, recorded=0, not_recorded=0, eager=0)
         self._is_expected = True  # until the first model is warmed up
 
     def observe(self, kind: str) -> None:
-        """Count a graph that is recorded or code that is compiled, unless that is `expected` now."""
+        """Count something that is compiled or recorded, unless that is `expected` now."""
         if not self._is_expected:
             self.counts[kind] += 1
 
@@ -99,13 +103,7 @@ class Preparation:
 
 
 PREPARATION = Preparation()
-UNPREPARED = {
-    "compiled": "layers and kernels that a round had to compile",
-    "recorded": "graphs that a round had to record",
-    "eager": "models whose passes could not be compiled",
-    "not_recorded": "graphs that could not be recorded",
-}
-"""What `PREPARATION` counts; 0 is wanted of each."""
+"""Of this process."""
 
 
 class Distribution:

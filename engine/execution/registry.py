@@ -29,11 +29,7 @@ def make_backend(
     invariant: bool = True,
     branches: Sequence[int] = (),
 ) -> Backend:
-    """Return the backend of a loaded model's device.
-
-    Args:
-        invariant: whether a token must have the same bits in every batch; on CPUs, it always does.
-        branches: tokens of each request in passes that run ahead of requests, for which GPUs have graphs.
+    """Return the backend of a loaded model's device; `invariant` and `branches` are those of `CudaBackend`.
 
     Raises:
         ModelError: a trial pass fails, because the model cannot be served or does not fit into memory.

@@ -1,13 +1,13 @@
 """Reducer: the sums and choices over the ranks of a tensor-parallel model."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
 
-_alone: list[None] = []
-"""Has an entry while this rank computes without the others."""
+_thread = threading.local()
 
 
 class Reducer(Protocol):
@@ -43,17 +43,17 @@ class Reducer(Protocol):
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Within it, this process computes without the other ranks; its results are not used.
+    """Within it, this thread computes without the other ranks; its results are not used.
 
     Passes that only compile or warm up run so: if one rank fails in the middle of one, no other waits for it.
     """
-    _alone.append(None)
+    _thread.is_alone = True
     try:
         yield
     finally:
-        _alone.pop()
+        _thread.is_alone = False
 
 
 def is_alone() -> bool:
-    """Return whether sums leave out the other ranks."""
-    return bool(_alone)
+    """Return whether this thread leaves out the other ranks."""
+    return getattr(_thread, "is_alone", False)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 import torch._dynamo
-import torch._inductor.config
 from torch import Tensor, nn
 from torch._dynamo.callback import callback_handler
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -26,9 +25,16 @@ from engine.models.layer_attention import AttentionParams
 _MAX_COMPILATIONS = 64
 """Layers of different kinds are compiled separately; a model has a few kinds."""
 
-_contexts: list["TritonContext"] = []
-"""The pass that is being computed, last."""
-_settings = threading.local()
+
+class _Thread(threading.local):
+    """The passes that a thread computes, the current one last, and whether it has the settings of the compiler."""
+
+    def __init__(self) -> None:
+        self.contexts: list[TritonContext] = []
+        self.has_settings = False
+
+
+_thread = _Thread()
 
 
 @dataclass(slots=True)
@@ -49,11 +55,12 @@ class TritonContext(PagedContext):
     @contextmanager
     def current(self) -> Iterator["OperatorContext"]:
         """Make this the pass whose layers are computed, and return the context to give to the model."""
-        _contexts.append(self)
+        apply_compile_settings()
+        _thread.contexts.append(self)
         try:
             yield OperatorContext()
         finally:
-            _contexts.pop()
+            _thread.contexts.pop()
 
 
 class OperatorContext:
@@ -79,7 +86,7 @@ def _attend_in_context(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    return _contexts[-1].attend(layer, query, key, value, AttentionParams(window, scaling, softcap, sinks))
+    return _thread.contexts[-1].attend(layer, query, key, value, AttentionParams(window, scaling, softcap, sinks))
 
 
 @_attend_in_context.register_fake
@@ -96,31 +103,28 @@ def compile_layers(module: nn.Module) -> None:
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(f"{type(module).__name__} has no decoder layers that can be compiled")
-    apply_compile_settings()
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True)
+        # Kernels are chosen by rule: a choice by measurement could round differently in the next process. This is no
+        # setting of `torch._inductor.config`, because torch resets it after every compilation.
+        options = {"deterministic": True}
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True, options=options)
 
 
 def apply_compile_settings() -> None:
-    """Set how layers are compiled, once in each thread that computes: since torch 2.12 a thread has its own settings.
+    """Set how layers are compiled, and count compilations; passes do so themselves.
 
-    A worker loads in one thread and serves in another, where a layer may have to be compiled again.
+    Since torch 2.12 each thread has settings of its own. A worker loads in one thread and serves in another, where a
+    layer may have to be compiled again.
     """
-    if getattr(_settings, "are_applied", False):
+    if _thread.has_settings:
         return
     # A layer's index is data, so that one compilation serves all layers.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     torch._dynamo.config.recompile_limit = _MAX_COMPILATIONS
-    # Kernels are chosen by rule: a choice by measurement could round differently in the next process.
-    torch._inductor.config.deterministic = True
-    _settings.are_applied = True
-
-
-def count_compilations() -> None:
-    """Have every compilation of layers and of Triton kernels in this process observed by `PREPARATION`."""
     knobs.runtime.jit_post_compile_hook = _observe
     if _observe not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(_observe)
+    _thread.has_settings = True
 
 
 def _observe(*_: object, **__: object) -> None:

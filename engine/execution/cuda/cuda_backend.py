@@ -22,13 +22,7 @@ from engine.errors import ModelError
 from engine.execution.attention import Group, KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch, ForwardRow, build
-from engine.execution.cuda.compiled_layers import (
-    TritonContext,
-    apply_compile_settings,
-    compile_layers,
-    count_compilations,
-    uncompile_layers,
-)
+from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
 from engine.execution.cuda.graphs import NUM_EXTRA, GraphRecorder, Graphs, Recorder, shapes
 from engine.execution.cuda.kernels import noise_kernel
 from engine.execution.cuda.kernels.triton_attention import MAX_SPLIT_LENGTH
@@ -38,13 +32,11 @@ from engine.execution.eager import EagerBackend
 from engine.models.causal_lm import CausalLM, forward
 from engine.models.first_layers import first_layers
 from engine.models.layer_attention import KVShape
-from engine.models.reducer import Reducer, alone
+from engine.models.reducer import alone
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
 logger = logging.getLogger(__name__)
-
-_LOG_PERIOD_S = 10.0
 
 
 class GraphedKV(KVTensors):
@@ -78,10 +70,9 @@ class CudaBackend(EagerBackend):
         if model.dtype != torch.float32 and invariant:
             make_invariant(model.module, model.dtype)
         noise.IMPLEMENTATIONS["cuda"] = noise_kernel.gumbel
-        count_compilations()
         self._config, self._engine, self._branches, self._recorder = config, engine, branches, recorder
-        self._is_invariant = invariant
-        self._is_compiled = False
+        self._is_invariant, self._is_compiled = invariant, False
+        self._reducer = model.shard.reducer if model.shard is not None and model.shard.world_size > 1 else None
         self._caches: weakref.WeakSet[GraphedKV] = weakref.WeakSet()
         self._thinned: list[CudaBackend] = []
         self._progress: CompileProgress | None = None
@@ -98,7 +89,6 @@ class CudaBackend(EagerBackend):
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Compute [n, vocab] float32 logits."""
-        apply_compile_settings()
         groups = [_group_on(group, self.device) for group in batch.paged.groups]
         token_ids, indices = (
             tensor.to(self.device, non_blocking=True) for tensor in (batch.token_ids, batch.logit_indices)
@@ -154,11 +144,6 @@ class CudaBackend(EagerBackend):
         if self._reducer is not None:
             self._reducer.close()
 
-    @property
-    def _reducer(self) -> Reducer | None:
-        shard = self.model.shard
-        return None if shard is None or shard.world_size == 1 else shard.reducer
-
     def _agree(self, ok: bool) -> bool:
         return ok if self._reducer is None else self._reducer.agree(ok)
 
@@ -168,16 +153,14 @@ class CudaBackend(EagerBackend):
         if self._reducer is not None and not self._is_compiled:
             width = self.model.config.get_text_config().hidden_size
             self._reducer.prepare(max(engine.max_num_batched_tokens, *(shape.tokens for shape in every)), width)
-        reason: Exception | str = "another rank cannot run compiled passes"
+        is_ready, reason = True, "another rank cannot run compiled passes"
         try:
             self._compile()
             for kv in new:
                 recorder = self._recorder or GraphRecorder(self.device)
                 kv.graphs = Graphs(self.model, kv, recorder, every, self._agree)
         except (ModelError, RuntimeError, TritonError) as error:
-            reason, is_ready = error, False
-        else:
-            is_ready = True
+            is_ready, reason = False, str(error)
         if self._agree(is_ready):
             self._record(every, [kv.graphs for kv in new if kv.graphs is not None])
             return
@@ -186,9 +169,7 @@ class CudaBackend(EagerBackend):
         for kv in self._caches:
             kv.graphs = None
         PREPARATION.counts["eager"] += 1
-        logger.warning(
-            "%s runs eagerly, and its texts may differ from those of compiled passes: %s", self.info.name, reason
-        )
+        logger.warning("%s runs eagerly; texts may differ from those of compiled passes: %s", self.info.name, reason)
 
     @torch.inference_mode()
     def _compile(self) -> None:
@@ -211,16 +192,14 @@ class CudaBackend(EagerBackend):
         logger.info("%s: layers compiled in %.1f s", self.info.name, time.monotonic() - started)
 
     def _record(self, every: Sequence[Shape], all_graphs: Sequence[Graphs]) -> None:
-        started = logged = time.monotonic()
-        steps = list(itertools.product(all_graphs, every))
-        for done, (graphs, shape) in enumerate(steps, start=1):
+        started, steps = time.monotonic(), list(itertools.product(all_graphs, every))
+        logger.info("%s: recording %d graphs", self.info.name, len(steps))
+        for done, (graphs, shape) in enumerate(steps):
+            left_s = (time.monotonic() - started) / max(done, 1) * (len(steps) - done)
+            self._progress = CompileProgress(done, len(steps), left_s)
             graphs.record(shape)
-            now = time.monotonic()
-            self._progress = CompileProgress(done, len(steps), (now - started) / done * (len(steps) - done))
-            if done == len(steps) or now > logged + _LOG_PERIOD_S:
-                logged = now
-                logger.info("%s: recorded graphs: %d of %d, about %.0f s left", self.info.name, *self._progress)
         self._progress = None
+        logger.info("%s: graphs recorded in %.1f s", self.info.name, time.monotonic() - started)
 
 
 def make_cuda_backend(

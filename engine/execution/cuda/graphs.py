@@ -7,7 +7,6 @@ without a graph, and its shape is recorded when no request waits.
 
 import itertools
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -181,19 +180,18 @@ def choose_shape(batch: ForwardBatch, widths: Sequence[int], max_tokens: int = M
         return None
     (group,) = batch.paged.groups
     num_extra = 0 if group.extra is None else group.extra.shape[-1]
-    sizes = [group.rows, group.length, num_extra, group.blocks.shape[1]]
-    steps = [ROWS, LENGTHS, NUM_EXTRA, widths]
-    places = [bisect_left(choices, size) for choices, size in zip(steps, sizes, strict=True)]
-    if any(place == len(choices) for choices, place in zip(steps, places, strict=True)):
+    sizes, ladders = (group.rows, group.length, num_extra, group.blocks.shape[1]), (ROWS, LENGTHS, NUM_EXTRA, widths)
+    fitting = [[step for step in ladder if step >= size] for size, ladder in zip(sizes, ladders, strict=True)]
+    if not all(fitting):
         return None
-    rows, length, num_extra, width = (choices[place] for choices, place in zip(steps, places, strict=True))
+    rows, length, num_extra, width = (steps[0] for steps in fitting)
     shape = Shape(rows, _at_least_two_tokens(rows, length), num_extra, width)
     return shape if shape.tokens <= max_tokens and _fits(shape, batch.paged.kv.block_size) else None
 
 
 def _up_to(size: int, ladder: Sequence[int]) -> list[int]:
     """Return the steps of a ladder up to the first that is at least `size`."""
-    return list(ladder[: bisect_left(ladder, size) + 1])
+    return [step for step, last in zip(ladder, (0, *ladder), strict=False) if last < size or step == ladder[0]]
 
 
 def _widths(engine: EngineConfig, max_model_len: int, block_size: int) -> list[int]:

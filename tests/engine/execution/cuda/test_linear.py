@@ -37,7 +37,6 @@ def test_every_linear_layer_is_replaced_and_cublas_is_asked_for_many_rows(multip
     ("count", "uses_kernel"), [(linear.MAX_KERNEL_ROWS, True), (linear.MAX_KERNEL_ROWS + 1, False)]
 )
 def test_cublas_is_asked_only_for_more_rows_than_the_kernel_takes(count, uses_kernel, monkeypatch):
-    assert min(linear._CHECKED_ROWS) > linear.MAX_KERNEL_ROWS
     multiplied = []
     monkeypatch.setattr(product, "multiply", lambda rows, weight, _: multiplied.append(len(rows)) or rows @ weight.T)
     rows, weight = torch.randn(count, 16), torch.randn(8, 16)
@@ -58,3 +57,34 @@ def test_quantised_layers_are_multiplied_by_the_same_product(num_bits, groups, m
     assert multiplied == [9]
     linear.make_invariant(module, torch.float16)
     assert module[0].values is layer.values, "a thinned model shares the layer"
+
+
+def test_cublas_is_compared_once_on_a_machine_and_with_the_right_rows(monkeypatch, cache, caplog):
+    """Our kernel is computed here by `F.linear`, whose result differs for some numbers of rows."""
+    seen, wrong = {"kernel": [], "cublas": []}, set()
+
+    def product_of(name, rows, weight):
+        seen[name].append(len(rows))
+        return rows @ weight.T + (len(rows) in wrong)
+
+    monkeypatch.setattr(product, "multiply", lambda rows, weight, _: product_of("kernel", rows, weight))
+    monkeypatch.setattr(linear.F, "linear", lambda rows, weight: product_of("cublas", rows, weight))
+
+    def ask(outputs, *failing):
+        wrong.clear()
+        wrong.update(failing)
+        linear.cublas_agrees.cache_clear()
+        return linear.cublas_agrees(torch.Size((outputs, 4)), torch.float32, torch.device("cpu"))
+
+    assert ask(8)
+    assert seen == {"kernel": [8192, *linear._CHECKED_ROWS], "cublas": list(linear._CHECKED_ROWS[4:])}
+    assert ask(8, 320), "the answer is on disk"
+    assert not ask(16, 320)
+    assert "unlike itself for [320] rows" in caplog.text
+    assert len(list(cache.iterdir())) == 1, "a kernel that differs is asked again"
+    monkeypatch.setattr(linear, "_MAX_CHECKED_NUMBERS", 8 * 640)
+    assert ask(8, 8192)
+    monkeypatch.setattr(torch, "__version__", "another")
+    seen["kernel"].clear()
+    assert ask(8)
+    assert max(seen["kernel"]) == 640, "no more numbers than there is room for"

@@ -114,6 +114,7 @@ class DraftWorker(Worker):
         drafter, self._backend = load_drafter(
             self._open(config), self._open(target), replace(self._engine, num_blocks=num_blocks), run_ahead=run_ahead
         )
+        self._backend.warm_up()
         self._responder = DraftResponder(drafter, capacity=self._capacity, version=self._version)
         return self._backend.info
 
@@ -156,6 +157,7 @@ class TargetWorker(Worker):
             )
         verifier = load_verifier(self._open(config), replace(self._engine, num_blocks=num_blocks), shard=shard)
         self._backend = verifier.backend
+        self._backend.warm_up()
         self._responder = TargetResponder(verifier, rank=self._rank, capacity=self._capacity, version=self._version)
         return verifier.backend.info
 

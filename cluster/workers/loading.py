@@ -23,20 +23,18 @@ logger = logging.getLogger(__name__)
 def load_drafter(
     source: ModelSource, target: ModelSource, engine: EngineConfig, *, run_ahead: bool
 ) -> tuple[Drafter, Backend]:
-    """Load the draft, or raise ModelError; ids beyond the target's vocabulary are never drafted."""
+    """Load the draft, to be warmed up, or raise ModelError; ids beyond the target's vocabulary are never drafted."""
     backend = translated(
         make_backend(load_model(source), source, engine, branches=WIDTHS if run_ahead else ()), target, source
     )
     limit = target.vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=target.eos_token_ids)
     method = choose_method(engine, has_draft_model=True)
-    drafter = method.make(engine, DraftModel(backend, limit, grammars, run_ahead))
-    backend.warm_up()
-    return drafter, backend
+    return method.make(engine, DraftModel(backend, limit, grammars, run_ahead)), backend
 
 
 def load_verifier(source: ModelSource, engine: EngineConfig, *, shard: Shard | None) -> ModelVerifier:
-    """Load the target or a rank's shard of it, or raise ModelError."""
+    """Load the target or a rank's shard of it, to be warmed up, or raise ModelError."""
     check_self_draft(engine, source)
     backend = make_backend(load_model(source, shard), source, engine)
     info = backend.info
@@ -45,5 +43,4 @@ def load_verifier(source: ModelSource, engine: EngineConfig, *, shard: Shard | N
     method = choose_method(engine, has_draft_model=True)
     verifier = ModelVerifier(backend, engine, grammars, method.make_in_target)
     logger.info("%d KV blocks of %d tokens", verifier.num_blocks, engine.block_size)
-    backend.warm_up()
     return verifier

@@ -83,7 +83,7 @@ class Server:
                     is_working = may_idle = True
                 elif is_working:
                     is_working = work()
-                else:
+                elif may_idle:
                     may_idle = idle()
         finally:
             self._stop()

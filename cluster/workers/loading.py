@@ -6,7 +6,6 @@ from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.translated import translated
 from engine.drafting.registry import choose_method
-from engine.drafting.run_ahead.passes import WIDTHS
 from engine.execution.backend import Backend
 from engine.execution.registry import make_backend
 from engine.models.causal_lm import Shard
@@ -24,23 +23,22 @@ def load_drafter(
     source: ModelSource, target: ModelSource, engine: EngineConfig, *, run_ahead: bool
 ) -> tuple[Drafter, Backend]:
     """Load the draft, to be warmed up, or raise ModelError; ids beyond the target's vocabulary are never drafted."""
-    backend = translated(
-        make_backend(load_model(source), source, engine, branches=WIDTHS if run_ahead else ()), target, source
-    )
+    method = choose_method(engine, has_draft_model=True)
+    branches = method.branches(engine, run_ahead=run_ahead)
+    backend = translated(make_backend(load_model(source), source, engine, branches=branches), target, source)
     limit = target.vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=target.eos_token_ids)
-    method = choose_method(engine, has_draft_model=True)
     return method.make(engine, DraftModel(backend, limit, grammars, run_ahead)), backend
 
 
 def load_verifier(source: ModelSource, engine: EngineConfig, *, shard: Shard | None) -> ModelVerifier:
     """Load the target or a rank's shard of it, to be warmed up, or raise ModelError."""
     check_self_draft(engine, source)
-    backend = make_backend(load_model(source, shard), source, engine)
-    info = backend.info
-    grammars = Grammars(source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
     # Drafting in the target needs no draft model, so its absence makes no difference here.
     method = choose_method(engine, has_draft_model=True)
+    backend = make_backend(load_model(source, shard), source, engine, branches=method.branches(engine))
+    info = backend.info
+    grammars = Grammars(source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
     verifier = ModelVerifier(backend, engine, grammars, method.make_in_target)
     logger.info("%d KV blocks of %d tokens", verifier.num_blocks, engine.block_size)
     return verifier

@@ -181,7 +181,7 @@ class CudaBackend(EagerBackend):
         compile_layers(self.model.module)
         kv = next(iter(self._caches), None) or super().allocate_kv(1, self._engine.block_size)
         with alone():
-            for rows in _kinds_of_passes(self._engine, self.info.max_model_len):
+            for rows in _kinds_of_passes(self._engine, self.info.max_model_len, has_trees=bool(self._branches)):
                 batch = build(rows, kv)
                 count = range(len(batch.logit_indices))
                 keys = noise.keys(count, count, noise.TARGET_STREAM, kv.input_device)
@@ -215,7 +215,7 @@ def make_cuda_backend(
     return backend
 
 
-def _kinds_of_passes(engine: EngineConfig, max_model_len: int) -> Iterator[list[ForwardRow]]:
+def _kinds_of_passes(engine: EngineConfig, max_model_len: int, *, has_trees: bool) -> Iterator[list[ForwardRow]]:
     """Yield the rows of passes that use all kernels of passes without a graph; they write to block 0 only."""
 
     def row(length: int, num_nodes: int = 0) -> ForwardRow:
@@ -226,7 +226,7 @@ def _kinds_of_passes(engine: EngineConfig, max_model_len: int) -> Iterator[list[
     for exponent in range(MAX_SPLIT_LENGTH.bit_length()):  # attention has a kernel for each power of two
         length = min(2**exponent, longest)
         yield [row(length)] * 2
-        if engine.drafting == "tree":
+        if has_trees:
             yield from ([row(length, depth)] * 2 for depth in NUM_EXTRA[1:] if depth < length)
     for length in (MAX_SPLIT_LENGTH + 1, MAX_KERNEL_ROWS + 1, longest):
         yield [row(2), row(min(length, longest))]  # a prompt beside a chain

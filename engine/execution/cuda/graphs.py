@@ -141,19 +141,15 @@ def shapes(engine: EngineConfig, max_model_len: int, block_size: int, branches: 
 
     Args:
         max_model_len: the model's context length.
-        branches: tokens of each request in passes that run ahead of requests; empty if there are none.
+        branches: the possible tokens of a request in passes over trees and branches.
     """
     k = engine.num_speculative_tokens
     max_rows = engine.max_num_seqs * -(-(1 + k) // LENGTHS[-1])  # a long draft goes on in further rows
     lengths, rows = _up_to(1 + k, LENGTHS), _up_to(max_rows, ROWS)
     sizes = {(*size, 0) for size in itertools.product(rows, lengths)}
     sizes |= {(*size, 0) for size in itertools.product(_up_to(4, rows), _up_to(16, LENGTHS))}  # ends of prompts
-    is_tree = engine.drafting == "tree"
-    depths = _up_to(2 * k if is_tree and branches else k, NUM_EXTRA)[1:]
-    if is_tree:
-        sizes |= set(itertools.product(rows, lengths, depths))
-    padded = {_up_to(width, LENGTHS)[-1] for width in branches}
-    sizes |= set(itertools.product(_up_to(engine.max_num_seqs, ROWS), padded, depths))
+    padded = {_up_to(count, LENGTHS)[-1] for count in branches}
+    sizes |= set(itertools.product(_up_to(engine.max_num_seqs, ROWS), padded, _up_to(k, NUM_EXTRA)[1:]))
     widths = _widths(engine, max_model_len, block_size)
     every = {
         Shape(rows, _at_least_two_tokens(rows, length), num_extra, width)

@@ -127,7 +127,7 @@ def test_all_shapes_are_recorded_before_the_first_round(
 
 
 def test_a_warmed_up_backend_computes_with_graphs_what_an_eager_one_does(target_path, uncompiled, monkeypatch):
-    monkeypatch.setattr(cuda_backend, "_kinds_of_passes", lambda *_: [])
+    monkeypatch.setattr(cuda_backend, "_kinds_of_passes", lambda *_, **__: [])
     monkeypatch.setattr(cuda_backend, "shapes", lambda *_: shapes(ENGINE, 64, 16)[-3:])
     model, recorder = first_layers(model_of(target_path), 1), CallRecorder(is_warm=True)
     backend, eager = CudaBackend(model, SETTINGS, ENGINE, recorder=recorder), EagerBackend(model)
@@ -144,9 +144,9 @@ def test_a_warmed_up_backend_computes_with_graphs_what_an_eager_one_does(target_
 
 def test_every_kind_of_pass_is_warmed_up(monkeypatch):
     """Kernels differ by powers of two of tokens, by long prompts, by many rows, and by nodes of trees."""
-    engine = EngineConfig(drafting="tree", max_num_batched_tokens=2000)
+    engine = EngineConfig(max_num_batched_tokens=2000)
     lengths, extras = set(), set()
-    for rows in cuda_backend._kinds_of_passes(engine, 1500):
+    for rows in cuda_backend._kinds_of_passes(engine, 1500, has_trees=True):
         kv = GraphedKV(KVShape(1, 1, 1, 1), 1, 16, torch.empty(0))
         batch = build(rows, kv)
         assert max(int(group.blocks.max()) for group in batch.paged.groups) == 0, "only block 0 is written"
@@ -217,7 +217,7 @@ def test_ranks_make_the_same_collectives_in_the_same_order(count, four_heads, un
 
 
 def test_what_passes_came_without_is_recorded_when_idle(target_path, uncompiled, quick, preparation, monkeypatch):
-    monkeypatch.setattr(cuda_backend, "_kinds_of_passes", lambda *_: [])
+    monkeypatch.setattr(cuda_backend, "_kinds_of_passes", lambda *_, **__: [])
     backend = CudaBackend(model_of(target_path), SETTINGS, ENGINE, recorder=(recorder := CallRecorder()))
     kv = backend.allocate_kv(8, ENGINE.block_size)
     backend.warm_up()

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
+from engine.drafting.registry import METHODS
 from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
@@ -74,9 +75,10 @@ def test_a_chain_and_a_tree_of_the_default_pair_have_these_graphs():
         *((rows, 1) for rows in (2, 4)),
     }
     assert {(shape.num_extra, shape.width) for shape in found} == {(0, 510)}
-    trees = shapes(EngineConfig(max_num_seqs=3, num_speculative_tokens=8, drafting="tree"), 8000, 16)
-    assert {(shape.length, shape.num_extra) for shape in trees if shape.num_extra} == {
-        (length, extra) for length in (1, 2, 3, 5, 9) for extra in (4, 8)
+    config = EngineConfig(max_num_seqs=3, num_speculative_tokens=8)
+    trees = shapes(config, 8000, 16, METHODS["tree"].branches(config))
+    assert {(shape.rows, shape.length, shape.num_extra) for shape in trees if shape.num_extra} == {
+        (rows, length, extra) for rows in (1, 2, 4) for length in (2, 3, 5, 9) for extra in (4, 8)
     }
 
 
@@ -110,8 +112,8 @@ def batch_of(rows, length, num_extra, num_tokens, block_size=16):
 def test_every_decoding_pass_of_a_configuration_has_a_graph_unless_it_is_too_large(drafting):
     generator, ahead = random.Random(0), 0
     for k, max_rows, longest in ((0, 1, 500), (1, 3, 9000), (4, 32, 131_072), (8, 40, 40_000), (16, 300, 8192)):
-        engine = EngineConfig(num_speculative_tokens=k, max_num_seqs=max_rows, drafting=drafting)
-        found = set(shapes(engine, longest, 16, BRANCHES))
+        engine = EngineConfig(num_speculative_tokens=k, max_num_seqs=max_rows)
+        found = set(shapes(engine, longest, 16, METHODS[drafting].branches(engine, run_ahead=True)))
         widths = sorted({shape.width for shape in found})
         for _ in range(1000):
             length, num_extra = 1 + generator.randint(0, k), 0
@@ -129,7 +131,8 @@ def test_every_decoding_pass_of_a_configuration_has_a_graph_unless_it_is_too_lar
 
 def test_only_drafters_that_run_ahead_have_graphs_of_branches():
     assert {shape.num_extra for shape in shapes(EngineConfig(), 8192, 16)} == {0}
-    found = shapes(EngineConfig(), 8192, 16, BRANCHES)
+    assert METHODS["model"].branches(EngineConfig()) == ()
+    found = shapes(EngineConfig(), 8192, 16, METHODS["model"].branches(EngineConfig(), run_ahead=True))
     assert {shape.length for shape in found if shape.num_extra} == {5, 9, 16, 24}
 
 

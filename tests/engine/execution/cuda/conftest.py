@@ -1,7 +1,7 @@
 import pytest
 
 from engine.control import stats
-from engine.execution.cpu.compilation.packages import CACHE_VARIABLE
+from engine.execution.scratch import CACHE_VARIABLE
 
 
 @pytest.fixture(autouse=True)

@@ -78,6 +78,7 @@ class RemoteDrafter:
         """
         self.fallbacks: Counter[str] = Counter()
         self.calls = Calls()
+        self.unprepared: dict[str, int] = {}
         self.run_ahead: RunAheadStats | None = None
         self._num_hits = self._num_misses = 0
         self._prepares = prepares
@@ -126,6 +127,7 @@ class RemoteDrafter:
             return [NO_DRAFT] * len(rows)
         self._num_failures = 0
         self.calls.compute_s += reply.compute_s
+        self.unprepared = reply.unprepared
         if reply.run_ahead is not None:
             self._observe(reply.run_ahead)
         return reply.drafts
@@ -203,6 +205,7 @@ class RemoteVerifier:
     def __init__(self, *, vocab_size: int = 0, timeout_s: float) -> None:
         """Make a verifier without ranks; `timeout_s` is the longest that a round may take; see `RoundTimes`."""
         self.calls = Calls()
+        self.unprepared: dict[str, int] = {}
         self.vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._links: list[Link] = []
@@ -252,6 +255,7 @@ class RemoteVerifier:
             # If not all ranks finished the round, their next all-reduces would not match.
             self.disconnect(str(error))
             raise TargetError(f"the target did not finish a round: {error}") from error
+        self.unprepared = reply.unprepared
         self.calls.compute_s += reply.compute_s
         self.calls.wait_s += time.perf_counter() - started
         return verdicts

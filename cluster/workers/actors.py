@@ -124,6 +124,7 @@ class DraftWorker(Worker):
         drafter, self._backend = load_drafter(
             self._open(config), self._open(target), replace(self._engine, num_blocks=num_blocks), run_ahead=run_ahead
         )
+        self._backend.warm_up()
         self._responder = DraftResponder(drafter, capacity=self._capacity, version=self._version)
         return self._backend.info
 
@@ -131,7 +132,7 @@ class DraftWorker(Worker):
         """Answer proposals until the worker ends."""
         assert self._backend is not None, "load comes first"
         self._backend.enter_thread()
-        self._server.serve(self._responder.answer, self._responder.work)
+        self._server.serve(self._responder.answer, self._responder.work, self._backend.idle)
 
 
 class TargetWorker(Worker):
@@ -168,6 +169,7 @@ class TargetWorker(Worker):
             )
         verifier = load_verifier(self._open(config), replace(self._engine, num_blocks=num_blocks), shard=shard)
         self._backend = verifier.backend
+        self._backend.warm_up()
         self._responder = TargetResponder(verifier, rank=self._rank, capacity=self._capacity, version=self._version)
         return verifier.backend.info
 
@@ -176,6 +178,6 @@ class TargetWorker(Worker):
         assert self._backend is not None, "load comes first"
         self._backend.enter_thread()
         try:
-            self._server.serve(self._responder.answer)
+            self._server.serve(self._responder.answer, idle=self._backend.idle)
         finally:
             self._backend.close()

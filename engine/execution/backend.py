@@ -80,6 +80,10 @@ class Backend(Protocol):
         """
         ...
 
+    def idle(self) -> bool:
+        """Prepare a little more for passes that came unprepared, while no request waits; return whether to go on."""
+        ...
+
     def enter_thread(self) -> None:
         """Make this thread ready to run passes; it need not be the one that loaded the model."""
         ...

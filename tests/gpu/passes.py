@@ -88,7 +88,7 @@ def make_backend(shape: str, device: str, dtype: torch.dtype) -> EagerBackend:
         return EagerBackend(model)
     from engine.execution.cuda.cuda_backend import CudaBackend
 
-    return CudaBackend(model, ModelConfig(shape, compile="auto"))
+    return CudaBackend(model, ModelConfig(shape, compile="auto"), EngineConfig())
 
 
 def make_batch(rows: int, count: int, context: int, kv: KVTensors) -> ForwardBatch:

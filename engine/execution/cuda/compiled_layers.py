@@ -4,17 +4,19 @@ All layers of a model share one compilation, whose number of tokens is symbolic.
 finds keys, values and block tables in the context of the pass that is being computed.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
 import torch._dynamo
-import torch._inductor.config
 from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
 from transformers.modeling_layers import GradientCheckpointingLayer
+from triton import knobs  # type: ignore[import-untyped]
 
+from engine.control.stats import PREPARATION
 from engine.errors import ModelError
 from engine.execution.attention import PagedContext
 from engine.execution.cuda.kernels import triton_attention as paged_attention
@@ -23,8 +25,16 @@ from engine.models.layer_attention import AttentionParams
 _MAX_COMPILATIONS = 64
 """Layers of different kinds are compiled separately; a model has a few kinds."""
 
-_context: ContextVar["TritonContext"] = ContextVar("context")
-"""The pass that this thread computes."""
+
+class _Thread(threading.local):
+    """The passes that a thread computes, the current one last, and whether it has the settings of the compiler."""
+
+    def __init__(self) -> None:
+        self.contexts: list[TritonContext] = []
+        self.has_settings = False
+
+
+_thread = _Thread()
 
 
 @dataclass(slots=True)
@@ -46,11 +56,11 @@ class TritonContext(PagedContext):
     def current(self) -> Iterator["OperatorContext"]:
         """Make this the pass whose layers are computed, and return the context to give to the model."""
         apply_compile_settings()
-        token = _context.set(self)
+        _thread.contexts.append(self)
         try:
             yield OperatorContext()
         finally:
-            _context.reset(token)
+            _thread.contexts.pop()
 
 
 class OperatorContext:
@@ -76,7 +86,7 @@ def _attend_in_context(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    return _context.get().attend(layer, query, key, value, AttentionParams(window, scaling, softcap, sinks))
+    return _thread.contexts[-1].attend(layer, query, key, value, AttentionParams(window, scaling, softcap, sinks))
 
 
 @_attend_in_context.register_fake
@@ -94,16 +104,31 @@ def compile_layers(module: nn.Module) -> None:
     if not layers:
         raise ModelError(f"{type(module).__name__} has no decoder layers that can be compiled")
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True)
+        # Kernels are chosen by rule: a choice by measurement could round differently in the next process. This is no
+        # setting of `torch._inductor.config`, because torch resets it after every compilation.
+        options = {"deterministic": True}
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True, options=options)
 
 
 def apply_compile_settings() -> None:
-    """Set up torch's compiler in this thread: since torch 2.12, threads do not share its settings."""
+    """Set how layers are compiled, and count compilations; passes do so themselves.
+
+    Since torch 2.12 each thread has settings of its own. A worker loads in one thread and serves in another, where a
+    layer may have to be compiled again.
+    """
+    if _thread.has_settings:
+        return
     # A layer's index is data, so that one compilation serves all layers.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     torch._dynamo.config.recompile_limit = _MAX_COMPILATIONS
-    # Kernels are chosen by rule: a choice by measurement could round differently in the next process.
-    torch._inductor.config.deterministic = True
+    knobs.runtime.jit_post_compile_hook = _observe
+    if _observe not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_observe)
+    _thread.has_settings = True
+
+
+def _observe(*_: object, **__: object) -> None:
+    PREPARATION.observe("compiled")
 
 
 def uncompile_layers(module: nn.Module) -> None:

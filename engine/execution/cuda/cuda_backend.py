@@ -5,26 +5,34 @@ on the batch: attention splits a context in one way, matrix products never split
 compiled once for every number of tokens.
 """
 
+import itertools
 import logging
 import time
 import weakref
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from triton import TritonError  # type: ignore[import-untyped]
 
-from engine.config import ModelConfig
+from engine.config import CompileProgress, EngineConfig, ModelConfig
+from engine.control.stats import PREPARATION
 from engine.errors import ModelError
 from engine.execution.attention import Group, KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
-from engine.execution.cuda.graphs import Graphs
+from engine.execution.cuda.graphs import NUM_EXTRA, GraphRecorder, Graphs, Recorder, shapes
 from engine.execution.cuda.kernels import noise_kernel
-from engine.execution.cuda.linear import make_invariant
+from engine.execution.cuda.kernels.triton_attention import MAX_SPLIT_LENGTH
+from engine.execution.cuda.linear import MAX_KERNEL_ROWS, make_invariant
+from engine.execution.cuda.static_pass import Shape
 from engine.execution.eager import EagerBackend
 from engine.models.causal_lm import CausalLM, forward
 from engine.models.first_layers import first_layers
 from engine.models.layer_attention import KVShape
+from engine.models.reducer import alone
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
@@ -43,15 +51,29 @@ class GraphedKV(KVTensors):
 class CudaBackend(EagerBackend):
     """Runs a model on a GPU: with Triton attention at first, compiled and as graphs once it is warmed up."""
 
-    def __init__(self, model: CausalLM, config: ModelConfig) -> None:
-        """Choose how matrix products and noise are computed in this process."""
-        if model.dtype != torch.float32:
-            make_invariant(model.module, model.dtype)
+    def __init__(
+        self,
+        model: CausalLM,
+        config: ModelConfig,
+        engine: EngineConfig,
+        *,
+        invariant: bool = True,
+        branches: Sequence[int] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Choose how matrix products and noise are computed in this process.
+
+        Args:
+            invariant: whether a token must have the same bits in every batch.
+            branches: as in `shapes`.
+        """
+        make_invariant(model.module, model.dtype, invariant=invariant)
         noise.IMPLEMENTATIONS["cuda"] = noise_kernel.gumbel
-        self._config = config
+        self._config, self._engine, self._branches, self._recorder = config, engine, branches, recorder
+        self._is_invariant, self._is_compiled = invariant, False
         self._caches: weakref.WeakSet[GraphedKV] = weakref.WeakSet()
-        self._is_compiled = False
         self._thinned: list[CudaBackend] = []
+        self._progress: CompileProgress | None = None
         super().__init__(model)
 
     @torch.inference_mode()
@@ -69,7 +91,7 @@ class CudaBackend(EagerBackend):
         token_ids, indices = (
             tensor.to(self.device, non_blocking=True) for tensor in (batch.token_ids, batch.logit_indices)
         )
-        positions = torch.cat([group.positions.flatten() for group in groups])
+        positions = torch.cat([group.positions.flatten() for group in groups]).long()
         with TritonContext(batch.paged.kv, groups, layers=batch.paged.layers).current() as context:
             return forward(self.model.module, token_ids, positions, indices, context).float()
 
@@ -82,7 +104,8 @@ class CudaBackend(EagerBackend):
 
     def thin(self, num_layers: int, kv: KVTensors) -> "tuple[CudaBackend, KVTensors]":
         """Return this model's first layers; see `Backend.thin`."""
-        thinned = CudaBackend(first_layers(self.model, num_layers), self._config)
+        first, recorder = first_layers(self.model, num_layers), self._recorder
+        thinned = CudaBackend(first, self._config, self._engine, invariant=self._is_invariant, recorder=recorder)
         self._thinned.append(thinned)
         seen_kv = kv.first_layers(num_layers)
         assert isinstance(seen_kv, GraphedKV)
@@ -90,46 +113,98 @@ class CudaBackend(EagerBackend):
         thinned._caches.add(seen_kv)
         return thinned, seen_kv
 
-    def warm_up(self, *, compile_missing: bool = True) -> None:
-        """Compile the layers and record the graphs of all KV caches; this takes up to a minute."""
-        self._warm_up()
-        for thinned in self._thinned:
-            thinned.warm_up(compile_missing=compile_missing)
+    @property
+    def compiling(self) -> list[CompileProgress]:
+        """How many graphs are recorded while this backend warms up."""
+        return [self._progress] if self._progress else []
 
-    def _warm_up(self) -> None:
+    def warm_up(self, *, compile_missing: bool = True) -> None:
+        """Compile the layers and every kernel, and record the graphs of all KV caches; this takes up to a minute."""
         if self._config.compile == "off":
             return
-        if (shard := self.model.shard) is not None and shard.world_size > 1:
-            logger.info("%s runs eagerly: it is one of several ranks", self.info.name)
-            return
-        try:
-            if not self._is_compiled:
-                self._compile()
-            for kv in self._caches:
-                if kv.graphs is None:
-                    graphs = Graphs(self.model, kv)
-                    graphs.record()
-                    kv.graphs = graphs
-        except (ModelError, RuntimeError) as error:
-            uncompile_layers(self.model.module)
-            self._is_compiled = False
-            for kv in self._caches:
-                kv.graphs = None
-            logger.warning("%s runs eagerly: %s", self.info.name, error)
+        with PREPARATION.expected():
+            for backend in (self, *self._thinned):
+                backend._warm_up()
 
+    def idle(self) -> bool:
+        """Record a graph that passes did without; see `Backend.idle`."""
+        if self.reducer is not None:  # ranks would not do so at the same time
+            return False
+        with PREPARATION.expected():
+            caches = [kv for backend in (self, *self._thinned) for kv in backend._caches]
+            return any(kv.graphs.record_wanted() for kv in caches if kv.graphs is not None)
+
+    def close(self) -> None:
+        """Drop the graphs, then leave the other ranks: a communicator cannot end while a graph holds it."""
+        for backend in (self, *self._thinned):
+            for kv in backend._caches:
+                kv.graphs = None
+        super().close()
+
+    def _agree(self, ok: bool) -> bool:
+        return ok if self.reducer is None else self.reducer.agree(ok)
+
+    def _warm_up(self) -> None:
+        engine, new = self._engine, [kv for kv in self._caches if kv.graphs is None]
+        every = shapes(engine, self.info.max_model_len, engine.block_size, self._branches)
+        if self.reducer is not None and not self._is_compiled:
+            width = self.model.config.get_text_config().hidden_size
+            self.reducer.prepare(max(engine.max_num_batched_tokens, *(shape.tokens for shape in every)), width)
+        is_ready, reason = True, "another rank cannot run compiled passes"
+        try:
+            self._compile()
+            for kv in new:
+                recorder = self._recorder or GraphRecorder(self.device)
+                kv.graphs = Graphs(self.model, kv, recorder, every, self._agree)
+        except (ModelError, RuntimeError, TritonError) as error:
+            is_ready, reason = False, str(error)
+        if self._agree(is_ready):
+            self._record(every, [kv.graphs for kv in new if kv.graphs is not None])
+            return
+        uncompile_layers(self.model.module)
+        self._is_compiled = False
+        for kv in self._caches:
+            kv.graphs = None
+        PREPARATION.counts["eager"] += 1
+        logger.warning("%s runs eagerly; texts may differ from those of compiled passes: %s", self.info.name, reason)
+
+    @torch.inference_mode()
     def _compile(self) -> None:
+        """Compile the layers, and by a pass of each kind every kernel of passes without a graph."""
+        if self._is_compiled:
+            return
         started = time.monotonic()
+        logger.info("%s: compiling layers", self.info.name)
         compile_layers(self.model.module)
+        kv = next(iter(self._caches), None) or super().allocate_kv(1, self._engine.block_size)
+        with alone():
+            for rows in _kinds_of_passes(self._engine, self.info.max_model_len, has_trees=bool(self._branches)):
+                batch = build(rows, kv)
+                count = range(len(batch.logit_indices))
+                keys = noise.keys(count, count, noise.TARGET_STREAM, kv.input_device)
+                draws = Draws(torch.ones(len(count), 1), keys, torch.arange(1, 1 + len(count)))
+                super().run(batch, _draws_on(draws, self.device))
+        self.wait()
         self._is_compiled = True
-        with torch.inference_mode():
-            self.logits(build([ForwardRow([0, 0], 0, [1], 1)], super().allocate_kv(2, 16)))
         logger.info("%s: layers compiled in %.1f s", self.info.name, time.monotonic() - started)
 
+    def _record(self, every: Sequence[Shape], all_graphs: Sequence[Graphs]) -> None:
+        started, steps = time.monotonic(), list(itertools.product(all_graphs, every))
+        logger.info("%s: recording %d graphs", self.info.name, len(steps))
+        for done, (graphs, shape) in enumerate(steps):
+            left_s = (time.monotonic() - started) / max(done, 1) * (len(steps) - done)
+            self._progress = CompileProgress(done, len(steps), left_s)
+            graphs.record(shape)
+        self._progress = None
+        logger.info("%s: graphs recorded in %.1f s", self.info.name, time.monotonic() - started)
 
-def make_cuda_backend(model: CausalLM, config: ModelConfig) -> EagerBackend:
-    """Return a backend for a model on a GPU."""
+
+def make_cuda_backend(
+    model: CausalLM, config: ModelConfig, engine: EngineConfig, *, invariant: bool = True, branches: Sequence[int] = ()
+) -> EagerBackend:
+    """Return a backend for a model on a GPU; see `CudaBackend`."""
     if model.runs_eagerly is None:
-        backend: EagerBackend = CudaBackend(model, config)
+        backend: EagerBackend = CudaBackend(model, config, engine, invariant=invariant, branches=branches)
     else:
         backend = EagerBackend(model)
         logger.info("%s runs eagerly: %s", model.info.name, model.runs_eagerly)
@@ -137,10 +212,31 @@ def make_cuda_backend(model: CausalLM, config: ModelConfig) -> EagerBackend:
     return backend
 
 
+def _kinds_of_passes(engine: EngineConfig, max_model_len: int, *, has_trees: bool) -> Iterator[list[ForwardRow]]:
+    """Yield the rows of passes that use all kernels of passes without a graph; they write to block 0 only."""
+
+    def row(length: int, num_nodes: int = 0) -> ForwardRow:
+        blocks = [0] * -(-length // engine.block_size)
+        return ForwardRow([0] * length, 0, blocks, 1, range(-1, num_nodes - 1) if num_nodes else None)
+
+    longest = min(engine.max_num_batched_tokens, max_model_len)
+    for exponent in range(MAX_SPLIT_LENGTH.bit_length()):  # attention has a kernel for each power of two
+        length = min(2**exponent, longest)
+        yield [row(length)] * 2
+        if has_trees:
+            yield from ([row(length, depth)] * 2 for depth in NUM_EXTRA[1:] if depth < length)
+    for length in (MAX_SPLIT_LENGTH + 1, MAX_KERNEL_ROWS + 1, longest):
+        yield [row(2), row(min(length, longest))]  # a prompt beside a chain
+
+
 def _group_on(group: Group, device: torch.device) -> Group:
+    """Return a group on the device, as graphs hold it, so that its passes need no kernels of their own."""
     tensors = (group.blocks, group.positions, group.places, group.limits)
-    blocks, positions, places, limits = (tensor.to(device, non_blocking=True) for tensor in tensors)
-    extra = None if group.extra is None else group.extra.to(device, non_blocking=True)
+    blocks, positions, places, limits = (tensor.to(device, torch.int32, non_blocking=True) for tensor in tensors)
+    extra = group.extra
+    if extra is not None:
+        padded = next((count for count in NUM_EXTRA if count >= extra.shape[-1]), extra.shape[-1])
+        extra = F.pad(extra.to(torch.int32), (0, padded - extra.shape[-1]), value=-1).to(device, non_blocking=True)
     return Group(group.start, group.rows, group.length, blocks, positions, places, limits, extra)
 
 

@@ -96,14 +96,14 @@ def test_a_rank_that_sees_all_gpus_uses_the_one_that_ray_gave_it(world_size, ass
 def test_a_worker_prepares_the_thread_that_serves_and_a_target_closes_its_backend_after_any_end(kind):
     calls = []
 
-    def serve(*_):
+    def serve(*_, **__):
         calls.append("serve")
         raise RuntimeError("the end")
 
     worker = object.__new__(kind)
     worker._server, worker._responder = SimpleNamespace(serve=serve), SimpleNamespace(answer=None, work=None)
     worker._backend = SimpleNamespace(
-        enter_thread=lambda: calls.append("enter_thread"), close=lambda: calls.append("close")
+        enter_thread=lambda: calls.append("enter_thread"), close=lambda: calls.append("close"), idle=None
     )
     with pytest.raises(RuntimeError, match="the end"):
         worker.serve()

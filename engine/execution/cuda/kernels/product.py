@@ -138,7 +138,7 @@ def load_weights(
     return tl.trans(tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "num_row_tiles"])  # no variants by the number of rows
 def _multiply_kernel(
     rows, weight, scales, bias, output, count, num_outputs, size, num_row_tiles, row_stride, weight_stride,
     ROWS_TILE: tl.constexpr, OUT_TILE: tl.constexpr, INNER_TILE: tl.constexpr, IS_EVEN: tl.constexpr,

@@ -21,6 +21,8 @@ TILE = 128
 """Places that are loaded at once."""
 MAX_PROGRAMS = 32
 """Programs that share the chunks of one row and head."""
+_SIZES = ["length", "num_chunks", "blocks_row_stride", "blocks_stride"]
+"""Numbers whose values give a kernel no variants, which would be compiled in the round that has them first."""
 MAX_SPLIT_LENGTH = 32
 """Rows of more tokens have enough programs without splitting their context."""
 _QUERY_ROWS = 64
@@ -148,7 +150,7 @@ def _left_to_sink(best, total, sink):
     return tl.fma(total, kept, tl.exp2(sink - new_best)), kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _attend_kernel(
     query, keys, values, output, partials, stats, blocks, limits, positions, extra, sinks,
     scale, cap, length, num_chunks, query_head_stride, query_token_stride, blocks_row_stride, blocks_stride,
@@ -242,7 +244,7 @@ def _attend_kernel(
         tl.store(output + place, sums.to(output.dtype.element_ty), is_written)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _merge_kernel(
     partials, stats, output, limits, positions, extra, sinks, num_chunks,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,

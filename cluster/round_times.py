@@ -23,11 +23,11 @@ class RoundTimes:
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[Shape, deque[float]] = {}
+        self._seconds: dict[Shape | None, deque[float]] = {}
 
     def deadline_s(self, shape: Shape | None, timeout_s: float) -> float:
         """Return the seconds that a round may take; `shape` is None if it has none."""
-        seconds = () if shape is None else self._seconds.get(shape, ())
+        seconds = self._seconds.get(shape, ())
         if len(seconds) < _NUM_ROUNDS:
             return timeout_s
         return min(timeout_s, max(_LEAST_S, _FACTOR * max(seconds)))

@@ -5,6 +5,7 @@ summed over the ranks. Every rank holds embeddings, norms and the head whole. Th
 """
 
 import fnmatch
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from engine.errors import ModelError
 from engine.models.causal_lm import Shard, kv_shape
 from engine.models.layer_attention import ATTENTION_NAME
 from engine.models.source import ModelSource
-from engine.models.weights import WHOLE, FindWindow, Window, fill
+from engine.models.weights import Window, fill
 
 _WHOLE = {"replicated", "replicated_with_grad_allreduce"}
 
@@ -49,7 +50,7 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
     }
     for name, style in styles.items():
         _narrow(module, name, style, shard)
-    fill(source, module, device, _windows(styles, shard))
+    fill(source, module, device, partial(_window, styles, shard))
     return module
 
 
@@ -96,16 +97,12 @@ def _narrow(module: nn.Module, name: str, style: str, shard: Shard) -> None:
     setattr(parent, name.rpartition(".")[2], sliced)
 
 
-def _windows(styles: dict[str, str], shard: Shard) -> FindWindow:
+def _window(styles: dict[str, str], shard: Shard, name: str, shape: torch.Size) -> Window:
     """Return which part of a weight this rank holds, by its name and whole shape."""
-
-    def window(name: str, shape: torch.Size) -> Window:
-        layer, _, parameter = name.rpartition(".")
-        style = styles.get(layer)
-        if style is None or (style == "rowwise" and parameter == "bias"):
-            return WHOLE
-        axis = 0 if style == "colwise" else 1
-        size = shape[axis] // shard.world_size
-        return (slice(None),) * axis + (slice(shard.rank * size, (shard.rank + 1) * size),)
-
-    return window
+    layer, _, parameter = name.rpartition(".")
+    style = styles.get(layer)
+    if style is None or (style == "rowwise" and parameter == "bias"):
+        return ()
+    axis = 0 if style == "colwise" else 1
+    size = shape[axis] // shard.world_size
+    return (slice(None),) * axis + (slice(shard.rank * size, (shard.rank + 1) * size),)

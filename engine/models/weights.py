@@ -23,14 +23,13 @@ from engine.models.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_BYTES, _PIECE_BYTES = 2**26, 2**21
+_BLOCK_BYTES, _PIECE_BYTES = 2**25, 2**22
 """The size of a pinned buffer, and what one thread copies at a time."""
 _MAX_THREADS = 8
 _LOG_PERIOD_S = 5.0
 
 Window = tuple[slice, ...]
-"""The part of a tensor that a rank holds: slices of its first axes; `WHOLE` is all of it."""
-WHOLE: Window = ()
+"""The part of a tensor that a rank holds: slices of its first axes; an empty tuple is all of it."""
 FindWindow = Callable[[str, torch.Size], Window]
 """Returns which window of a tensor is needed, by its name and whole shape."""
 OnTensor = Callable[[str, Tensor, Tensor], Tensor | None]
@@ -44,7 +43,7 @@ def fill(
     source: ModelSource,
     module: nn.Module,
     device: torch.device,
-    find_window: FindWindow = lambda name, shape: WHOLE,
+    find_window: FindWindow = lambda name, shape: (),
     on_tensor: OnTensor = lambda name, whole, window: window,
 ) -> None:
     """Fill a model on the meta device from its files; names that are tied share a tensor.
@@ -97,7 +96,8 @@ def read(
             if time.monotonic() - logged >= _LOG_PERIOD_S:
                 logged = time.monotonic()
                 logger.info("%s: read %.1f of %.1f GB", source.path, num_bytes / 1e9, total / 1e9)
-        copier.finish()
+        for _, wait in copier.buffers:
+            wait()
 
 
 def has_names_of(source: ModelSource, module: nn.Module) -> bool:
@@ -121,9 +121,9 @@ class _Copier:
 
     def __init__(self, pool: ThreadPoolExecutor, device: torch.device, upload: Upload | None) -> None:
         self._pool, self._device, self._upload = pool, device, upload
-        size, is_pinned = 0 if upload is None else _BLOCK_BYTES, device.type == "cuda"
-        buffers = torch.empty(2, size, dtype=torch.uint8, pin_memory=is_pinned)
-        self._buffers: list[tuple[Tensor, Callable[[], None]]] = [(buffer, lambda: None) for buffer in buffers]
+        size = 0 if upload is None else _BLOCK_BYTES
+        buffers = torch.empty(2, size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.buffers: list[tuple[Tensor, Callable[[], None]]] = [(buffer, lambda: None) for buffer in buffers]
 
     def copy(self, window: Tensor, dtype: torch.dtype) -> Tensor:
         if self._upload is None and window.is_contiguous() and window.dtype == dtype:
@@ -133,16 +133,12 @@ class _Copier:
             self._copy(window, target)
             return target
         for block, rows in _split(window, target, _BLOCK_BYTES):
-            buffer, wait = self._buffers.pop(0)
+            buffer, wait = self.buffers.pop(0)
             wait()
             pinned = buffer[: block.nbytes].view(block.dtype).view(block.shape)
             self._copy(block, pinned)
-            self._buffers.append((buffer, self._upload(pinned, rows)))
+            self.buffers.append((buffer, self._upload(pinned, rows)))
         return target
-
-    def finish(self) -> None:
-        for _, wait in self._buffers:
-            wait()
 
     def _copy(self, window: Tensor, target: Tensor) -> None:
         list(self._pool.map(lambda pair: pair[1].copy_(pair[0]), _split(window, target, _PIECE_BYTES)))

@@ -102,8 +102,9 @@ def test_what_may_run_other_kernels_is_another_shape(name):
     assert shape_of(OTHERS[name]) != shape_of(decoding(4))
 
 
-def test_the_draft_tokens_of_two_rows_may_not_change_places_with_a_row():
-    assert shape_of(decoding(1, 1)) != shape_of(decoding(0, 2))
+def test_the_longest_row_and_all_tokens_both_count():
+    assert shape_of(decoding(2, 2)) != shape_of(decoding(1, 3))
+    assert shape_of(decoding(2, 2)) != shape_of(decoding(0, 2))
 
 
 @pytest.mark.parametrize("start", [0, 9])

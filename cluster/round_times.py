@@ -5,9 +5,7 @@ from collections.abc import Sequence
 
 from engine.protocols import VerifyRow
 
-_NUM_ROUNDS = 8
-_FACTOR = 20
-_LEAST_S = 2.0
+_NUM_ROUNDS, _FACTOR, _LEAST_S = 8, 20, 2.0
 _MAX_SHAPES = 1024
 
 Shape = tuple[object, ...]

@@ -305,19 +305,15 @@ class Clock:
     """A clock that only rounds move, and a target that takes so long for each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, side: TargetSide) -> None:
-        self.now_s = 0.0
-        self.round_s = 0.2
-        self.side = side
+        self.now_s, self.round_s, self.side = 0.0, 0.2, side
         monkeypatch.setattr(remote.time, "perf_counter", lambda: self.now_s)
-        for link in side.links:
-            link.answer = self._slow(link.answer)
+        answer = side.links[0].answer
 
-    def _slow(self, answer):
-        def slow(request):
-            self.now_s += self.round_s / len(self.side.links)
+        def slow(request: AnyRequest):
+            self.now_s += self.round_s
             return answer(request)
 
-        return slow
+        side.links[0].answer = slow
 
     async def deadlines(self, tokens: list[int], num_rounds: int) -> list[float]:
         """Decode, and return the deadline of each round."""

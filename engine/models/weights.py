@@ -86,7 +86,7 @@ def read(
     mapped = [(name, whole) for name, whole in _mapped(source) if name in dtypes]
     windows = [(name, whole, whole[find_window(name, whole.shape)]) for name, whole in mapped]
     num_bytes, total = 0, sum(window.nbytes for _, _, window in windows)
-    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)) // torch.get_num_threads())
+    num_threads = min(_MAX_THREADS, (os.cpu_count() or 1) // torch.get_num_threads())
     logged = time.monotonic()
     with ThreadPoolExecutor(max(1, num_threads), "weights") as pool:
         copier = _Copier(pool, device, upload)

@@ -273,8 +273,7 @@ class RemoteVerifier:
         entries = [
             VerifyEntry(delta, row.start, row.length, row.draft) for delta, row in zip(deltas, rows, strict=True)
         ]
-        is_new = any(delta.params is not None for delta in deltas)
-        shape = None if is_new else shape_of(rows)
+        shape = None if any(delta.params is not None for delta in deltas) else shape_of(rows)
         deadline_s = self._times.deadline_s(shape, self._timeout_s)
         request = Verify(self._round, links[0].version, deadline_s, released, entries)
         started = time.perf_counter()

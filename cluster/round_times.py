@@ -5,9 +5,7 @@ from collections.abc import Sequence
 
 from engine.protocols import VerifyRow
 
-_NUM_ROUNDS = 8
-_FACTOR = 20
-_LEAST_S = 2.0
+_NUM_ROUNDS, _FACTOR, _LEAST_S = 8, 20, 5.0
 _MAX_SHAPES = 1024
 
 Shape = tuple[object, ...]
@@ -17,17 +15,17 @@ class RoundTimes:
     """Measured rounds by their shape, since the target's ranks started; the deadline of the next follows from them.
 
     A round must end within the configured timeout until eight of its shape were measured; then within 20 times the
-    longest of the last eight, but never less than 2 s or more than the timeout. So whatever is larger than all before
+    longest of the last eight, but never less than 5 s or more than the timeout. So whatever is larger than all before
     it, or may be the first to compile a kernel, gets the whole timeout. A round with a part of a prompt has no shape:
     prompts differ in size, and the first pass of a request may compile its grammar.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[Shape, deque[float]] = {}
+        self._seconds: dict[Shape | None, deque[float]] = {}
 
     def deadline_s(self, shape: Shape | None, timeout_s: float) -> float:
         """Return the seconds that a round may take; `shape` is None if it has none."""
-        seconds = () if shape is None else self._seconds.get(shape, ())
+        seconds = self._seconds.get(shape, ())
         if len(seconds) < _NUM_ROUNDS:
             return timeout_s
         return min(timeout_s, max(_LEAST_S, _FACTOR * max(seconds)))

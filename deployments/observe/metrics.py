@@ -154,8 +154,8 @@ class RouterMetrics:
         for name, seconds in self._round_s.items():
             yield f"paceline:{name}_seconds", _ROUND_TIMES[name], seconds, "phase"
         yield "paceline:drafter_fallbacks", "Rounds without a draft, by reason.", self._drafter.fallbacks, "reason"
-        workers = {"draft": self._drafter, "target": self._verifier}
-        late = {(name, kind): count for name, one in workers.items() for kind, count in one.unprepared.items()}
+        counts = {"draft": self._drafter.unprepared, "target": self._verifier.unprepared}
+        late = {(process, kind): count for process, kinds in counts.items() for kind, count in kinds.items()}
         text = "Work of workers that no round should wait for, by kind; 0 is wanted: see the README."
         yield "paceline:unprepared", text, late, "process", "kind"
         if (ahead := self._drafter.run_ahead) is not None:

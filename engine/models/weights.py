@@ -26,14 +26,13 @@ from engine.models.source import ModelSource
 
 logger = logging.getLogger(__name__)
 
-_BLOCK_BYTES, _PIECE_BYTES = 2**26, 2**21
+_BLOCK_BYTES, _PIECE_BYTES = 2**25, 2**22
 """The size of a pinned buffer, and what one thread copies at a time."""
 _MAX_THREADS = 8
 _LOG_PERIOD_S = 5.0
 
 Window = tuple[slice, ...]
-"""The part of a tensor that a rank holds: slices of its first axes; `WHOLE` is all of it."""
-WHOLE: Window = ()
+"""The part of a tensor that a rank holds: slices of its first axes; an empty tuple is all of it."""
 FindWindow = Callable[[str, torch.Size], Window]
 """Returns which window of a tensor is needed, by its name and whole shape."""
 OnTensor = Callable[[str, Tensor, Tensor], Tensor | None]
@@ -133,7 +132,7 @@ def read(
     mapped = [(name, whole) for name, whole in _mapped(source) if name in dtypes]
     windows = [(name, whole, whole[find_window(name, whole.shape)]) for name, whole in mapped]
     num_bytes, total = 0, sum(window.nbytes for _, _, window in windows)
-    num_threads = min(_MAX_THREADS, len(os.sched_getaffinity(0)) // torch.get_num_threads())
+    num_threads = min(_MAX_THREADS, (os.cpu_count() or 1) // torch.get_num_threads())
     logged = time.monotonic()
     with ThreadPoolExecutor(max(1, num_threads), "weights") as pool:
         copier = _Copier(pool, device, upload)
@@ -143,7 +142,8 @@ def read(
             if time.monotonic() - logged >= _LOG_PERIOD_S:
                 logged = time.monotonic()
                 logger.info("%s: read %.1f of %.1f GB", source.path, num_bytes / 1e9, total / 1e9)
-        copier.finish()
+        for _, wait in copier.buffers:
+            wait()
 
 
 def has_names_of(source: ModelSource, module: nn.Module) -> bool:
@@ -157,7 +157,7 @@ def has_names_of(source: ModelSource, module: nn.Module) -> bool:
 def _window(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> Window:
     """Return a rank's window of a tensor; the whole of it if there is none of that shape."""
     if len(whole) != len(part) or any(a not in (b, b * world_size) for a, b in zip(whole, part, strict=True)):
-        return WHOLE
+        return ()
     starts = [0 if size == all_ranks else rank * size for size, all_ranks in zip(part, whole, strict=True)]
     return tuple(slice(start, start + size) for start, size in zip(starts, part, strict=True))
 
@@ -175,9 +175,9 @@ class _Copier:
 
     def __init__(self, pool: ThreadPoolExecutor, device: torch.device, upload: Upload | None) -> None:
         self._pool, self._device, self._upload = pool, device, upload
-        size, is_pinned = 0 if upload is None else _BLOCK_BYTES, device.type == "cuda"
-        buffers = torch.empty(2, size, dtype=torch.uint8, pin_memory=is_pinned)
-        self._buffers: list[tuple[Tensor, Callable[[], None]]] = [(buffer, lambda: None) for buffer in buffers]
+        size = 0 if upload is None else _BLOCK_BYTES
+        buffers = torch.empty(2, size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.buffers: list[tuple[Tensor, Callable[[], None]]] = [(buffer, lambda: None) for buffer in buffers]
 
     def copy(self, window: Tensor, dtype: torch.dtype) -> Tensor:
         if self._upload is None and window.is_contiguous() and window.dtype == dtype:
@@ -187,16 +187,12 @@ class _Copier:
             self._copy(window, target)
             return target
         for block, rows in _split(window, target, _BLOCK_BYTES):
-            buffer, wait = self._buffers.pop(0)
+            buffer, wait = self.buffers.pop(0)
             wait()
             pinned = buffer[: block.nbytes].view(block.dtype).view(block.shape)
             self._copy(block, pinned)
-            self._buffers.append((buffer, self._upload(pinned, rows)))
+            self.buffers.append((buffer, self._upload(pinned, rows)))
         return target
-
-    def finish(self) -> None:
-        for _, wait in self._buffers:
-            wait()
 
     def _copy(self, window: Tensor, target: Tensor) -> None:
         list(self._pool.map(lambda pair: pair[1].copy_(pair[0]), _split(window, target, _PIECE_BYTES)))

@@ -10,7 +10,7 @@ from cluster import remote, round_times
 from cluster.protocol.messages import AnyRequest, Drafts, Failure, Ping, Pong, PrefixMissing, Propose, Verdicts, Verify
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.workers.responder import DraftResponder, TargetResponder
-from engine.control.stats import RunAheadStats
+from engine.control.stats import PREPARATION, RunAheadStats
 from engine.errors import TargetError
 from engine.protocols import NO_DRAFT, Verdict, chain
 from tests.cluster.fakes import EchoDrafter, FakeLink, SumVerifier, propose_row, verify_row
@@ -73,6 +73,7 @@ async def test_every_round_reaches_the_worker():
         tokens["b"] += [30 + i]
     assert not side.drafter.fallbacks
     assert side.drafter.calls.wait_s > side.drafter.calls.compute_s > 0
+    assert side.drafter.unprepared == dict(PREPARATION.counts)
     assert side.drafter.calls.num_hits == side.drafter.calls.num_misses == 0
 
 
@@ -263,6 +264,7 @@ async def test_every_rank_runs_every_round_and_rank_0_decides():
     assert [one.decided for one in side.verifiers] == [[True] * 4, [False] * 4]
     assert side.links[0].requests == side.links[1].requests
     assert side.verifier.calls.wait_s > side.verifier.calls.compute_s > 0
+    assert side.verifier.unprepared == dict(PREPARATION.counts)
 
 
 async def test_ranks_that_evicted_a_prefix_are_told_again():
@@ -305,19 +307,15 @@ class Clock:
     """A clock that only rounds move, and a target that takes so long for each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, side: TargetSide) -> None:
-        self.now_s = 0.0
-        self.round_s = 0.2
-        self.side = side
+        self.now_s, self.round_s, self.side = 0.0, 0.2, side
         monkeypatch.setattr(remote.time, "perf_counter", lambda: self.now_s)
-        for link in side.links:
-            link.answer = self._slow(link.answer)
+        answer = side.links[0].answer
 
-    def _slow(self, answer):
-        def slow(request):
-            self.now_s += self.round_s / len(self.side.links)
+        def slow(request: AnyRequest):
+            self.now_s += self.round_s
             return answer(request)
 
-        return slow
+        side.links[0].answer = slow
 
     async def deadlines(self, tokens: list[int], num_rounds: int) -> list[float]:
         """Decode, and return the deadline of each round."""

@@ -20,13 +20,6 @@ def decoding(*drafts, context=100, **params):
     ]
 
 
-def measured(shape, *seconds):
-    times = RoundTimes()
-    for each in seconds:
-        times.observe(shape, each)
-    return times.deadline_s(shape, TIMEOUT_S)
-
-
 @pytest.mark.parametrize(
     ("seconds", "deadline_s"),
     [
@@ -40,21 +33,18 @@ def measured(shape, *seconds):
     ],
 )
 def test_a_deadline_is_twenty_times_the_longest_of_the_last_eight_rounds(seconds, deadline_s):
-    assert measured("a shape", *seconds) == pytest.approx(deadline_s)
+    times = RoundTimes()
+    for each in seconds:
+        times.observe("a shape", each)
+    assert times.deadline_s("a shape", TIMEOUT_S) == pytest.approx(deadline_s)
 
 
-def test_another_shape_and_none_get_the_whole_timeout():
+def test_another_shape_and_none_get_the_whole_timeout_and_a_short_timeout_holds():
     times = RoundTimes()
     for _ in range(8):
         times.observe("a shape", 0.01)
         times.observe(None, 0.01)
     assert [times.deadline_s(shape, TIMEOUT_S) for shape in ("a shape", "another", None)] == [2.0, TIMEOUT_S, TIMEOUT_S]
-
-
-def test_a_timeout_below_the_least_deadline_holds():
-    times = RoundTimes()
-    for _ in range(8):
-        times.observe("a shape", 0.01)
     assert times.deadline_s("a shape", 0.5) == 0.5
 
 
@@ -76,25 +66,22 @@ def test_rounds_that_run_the_same_kernels_have_one_shape():
     assert shape_of(decoding(3, temperature=0.5)) == shape_of(decoding(3, temperature=0.9, seed=7))
 
 
+SAMPLING = {
+    "temperature": 0.0,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "presence_penalty": 1.0,
+    "logit_bias": {1: 2.0},
+    "grammar": "%llguidance {}",
+    "logprobs": 2,
+}
 OTHERS = {
     "more rows": decoding(4, 0),
     "a longer draft": decoding(5),
     "a context of twice the length": decoding(4, context=200),
     "a tree": [replace(decoding(4)[0], draft=Draft([5] * 4, [-1, -1, 0, 1]))],
-    **{
-        name: decoding(4, **{name: value})
-        for name, value in {
-            "temperature": 0.0,
-            "top_p": 0.9,
-            "top_k": 5,
-            "min_p": 0.1,
-            "presence_penalty": 1.0,
-            "logit_bias": {1: 2.0},
-            "grammar": "%llguidance {}",
-            "logprobs": 2,
-        }.items()
-    },
-}
+} | {name: decoding(4, **{name: value}) for name, value in SAMPLING.items()}
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -102,8 +89,9 @@ def test_what_may_run_other_kernels_is_another_shape(name):
     assert shape_of(OTHERS[name]) != shape_of(decoding(4))
 
 
-def test_the_draft_tokens_of_two_rows_may_not_change_places_with_a_row():
-    assert shape_of(decoding(1, 1)) != shape_of(decoding(0, 2))
+def test_the_longest_row_and_all_tokens_both_count():
+    assert shape_of(decoding(2, 2)) != shape_of(decoding(1, 3))
+    assert shape_of(decoding(2, 2)) != shape_of(decoding(0, 2))
 
 
 @pytest.mark.parametrize("start", [0, 9])

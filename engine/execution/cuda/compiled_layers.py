@@ -106,8 +106,7 @@ def compile_layers(module: nn.Module) -> None:
     for layer in layers:
         # Kernels are chosen by rule: a choice by measurement could round differently in the next process. This is no
         # setting of `torch._inductor.config`, because torch resets it after every compilation.
-        options = {"deterministic": True}
-        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True, options=options)
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True, options={"deterministic": True})
 
 
 def apply_compile_settings() -> None:

@@ -167,7 +167,7 @@ def graph_bytes(engine: EngineConfig, config: PreTrainedConfig, max_model_len: i
     partial_bytes = chunks * text.num_attention_heads // world_size * (value_dim + 2) * torch.float32.itemsize
     output_bytes = 2 * tokens * text.vocab_size * torch.float32.itemsize
     communication_bytes = _COMMUNICATION_BYTES if world_size > 1 else 0
-    return int(partial_bytes) + output_bytes + len(recorded) * _GRAPH_BYTES + communication_bytes
+    return int(partial_bytes + output_bytes) + len(recorded) * _GRAPH_BYTES + communication_bytes
 
 
 def choose_shape(batch: ForwardBatch, widths: Sequence[int], max_tokens: int = MAX_TOKENS) -> Shape | None:

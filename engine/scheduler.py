@@ -100,8 +100,11 @@ class Scheduler:
             budget -= admitted.length + admitted.num_draft_tokens
         return rows
 
-    def commit(self, batch: list[ScheduledRow], verdicts: list[Verdict]) -> list[RequestOutput]:
-        """Commit the verdicts' tokens, publish full blocks, and remove finished requests."""
+    def commit(self, batch: list[ScheduledRow], verdicts: list[Verdict]) -> list[tuple[Sequence, RequestOutput]]:
+        """Commit the verdicts' tokens, publish full blocks, and remove finished requests.
+
+        Returns the outputs without text, and their sequences, whose `decode` adds it.
+        """
         outputs = []
         running = {id(sequence.request): sequence for sequence in self.running}
         for row, verdict in zip(batch, verdicts, strict=True):
@@ -115,7 +118,7 @@ class Scheduler:
                 self.stats.observe_draft(len(verdict.draft.token_ids), verdict.num_accepted)
                 output = sequence.commit(verdict)
                 self.stats.num_generation_tokens += len(output.token_ids)
-                outputs.append(output)
+                outputs.append((sequence, output))
             self._publish(sequence)
             if sequence.finish_reason is not None:
                 self.running.remove(sequence)

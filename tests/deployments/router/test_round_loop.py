@@ -76,14 +76,15 @@ async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeyp
     rig.engine.drafter = Drafting(1.0, rig.remote_drafter.calls)
     rig.engine.verifier = Verifying(4.0, rig.remote_verifier.calls)
     rig.engine.planner.goodput.choose = lambda limits, **_: (2 if len(limits) else 0, "goodput")  # type: ignore[method-assign]
-    deliver = rig.loop._deliver
+    take_outputs = rig.engine.take_outputs
 
-    def deliver_slowly(outputs: Sequence[RequestOutput]) -> None:
+    def take_slowly() -> list[RequestOutput]:
         nonlocal now
-        now += 0.5
-        deliver(outputs)
+        outputs = take_outputs()
+        now += 0.5 * len(outputs)
+        return outputs
 
-    monkeypatch.setattr(rig.loop, "_deliver", deliver_slowly)
+    monkeypatch.setattr(rig.engine, "take_outputs", take_slowly)
     await tokens(rig.loop, generation())
     await asyncio.sleep(0)
     await rig.loop.stop()

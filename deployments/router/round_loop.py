@@ -10,6 +10,7 @@ before the engine is idle, are delivered at once.
 import asyncio
 import logging
 import time
+from collections import defaultdict
 
 from cluster.group import SpeculationGroup
 from deployments.observe.metrics import RouterMetrics
@@ -17,7 +18,6 @@ from deployments.router.delivery import Stream
 from deployments.wire import retry_after_s
 from engine.engine import Engine
 from engine.errors import QueueFullError, TargetError
-from engine.protocols import RequestOutput
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -165,12 +165,12 @@ class RoundLoop:
         outputs, now = self._engine.take_outputs(), time.monotonic()
         num_finished = sum(output.finish_reason is not None for output in outputs)
         self.drain_rate.observe(num_finished, now, has_work=self._engine.has_work)
-        rounds: dict[Stream, list[RequestOutput]] = {}
+        rounds = defaultdict(list)
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue  # its client left during the round
-            rounds.setdefault(stream, []).append(output)
+            rounds[stream].append(output)
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
                 self._metrics.observe_finished(output.finish_reason, now - stream.started)

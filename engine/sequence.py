@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from engine.block_pool import BlockTable, block_table
 from engine.detokenizer import Detokenizer
 from engine.errors import RequestError
 from engine.protocols import FinishReason, Request, RequestOutput, RoundTrace, TokenLogprobs, Verdict
@@ -14,6 +15,7 @@ class Sequence:
     It owns the request's `token_ids`: only `commit` appends to them.
 
     Attributes:
+        block_ids: the block table; it only grows, until another array replaces it.
         num_computed: number of tokens whose keys and values are in `block_ids`.
         digests: digests of the full, computed blocks (`block_pool.block_digest`).
         prompt_logprobs: log probabilities of the prompt tokens computed so far, from the second on, if requested.
@@ -22,7 +24,7 @@ class Sequence:
     request: Request
     end_ids: frozenset[int]
     detokenizer: Detokenizer | None
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: BlockTable = field(default_factory=block_table)
     digests: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int = 0

@@ -238,7 +238,7 @@ def test_the_youngest_request_is_preempted_for_older_ones_and_keeps_its_tokens()
     assert names(scheduler.running) == ["old"]
     assert names(scheduler.waiting) == ["young"]
     assert len(old.block_ids) == 3
-    assert (young.block_ids, young.digests, young.num_computed) == ([], [], 0)
+    assert (list(young.block_ids), young.digests, young.num_computed) == ([], [], 0)
     assert tokens(young) == [*range(10, 17), 7, 7]
     assert scheduler.stats.num_preemptions == 1
 

@@ -12,7 +12,7 @@ from engine.sampling.noise import Draws
 from tests.engine.tiny import model_of
 
 pytest.importorskip("triton", reason="the kernels need triton")
-from engine.execution.cuda.static_pass import Shape, StaticPass
+from engine.execution.cuda.static_pass import Shape, Staging, StaticPass
 
 CPU = torch.device("cpu")
 BLOCKS = [*range(1, 12)]
@@ -87,3 +87,46 @@ def test_results_stay_when_the_next_pass_is_computed(backend):
     static.compute()
     assert torch.equal(first.logits, before)
     assert not torch.equal(static.output(1).logits, before)
+
+
+class LateDevice:
+    """A device tensor and an event of a stream that copies only when the host waits for it."""
+
+    def __init__(self):
+        self.pending, self.received = [], []
+
+    def copy_(self, packed, *, non_blocking):
+        assert non_blocking
+        self.pending.append(packed)
+
+    def record(self):
+        assert self.pending  # after the copy
+
+    def synchronize(self):
+        self.received += [packed.tolist() for packed in self.pending]
+        self.pending = []
+
+
+def test_a_staging_buffer_is_not_overwritten_while_it_is_copied(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    device, template = LateDevice(), torch.zeros(4, dtype=torch.int32)
+    staging = Staging(template, device)
+    for number in range(1, 4):
+        packed = staging.begin(template[:3])
+        packed[0] = number
+        staging.send(packed, device)
+    device.synchronize()
+    assert device.received == [[1, 0, 0], [2, 0, 0], [3, 0, 0]]
+
+
+@torch.inference_mode()
+def test_two_staging_buffers_take_turns(backend, monkeypatch):
+    sent = []
+    monkeypatch.setattr(Staging, "send", lambda self, packed, device: sent.append(packed))
+    kv = prefilled(backend, 1)
+    static = static_pass(backend, kv, Shape(1, 2, 0, 11))
+    batch = next_tokens([BLOCKS], [40], 3, kv, 1000)
+    for step in range(3):
+        static.fill(batch(step, torch.tensor([11 + step])), None)
+    assert sent[0].data_ptr() == sent[2].data_ptr() != sent[1].data_ptr()
+    assert [packed[0].item() for packed in sent] == [13, 12, 13]

@@ -235,6 +235,12 @@ def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[Sequence[i
     return [padded[first : first + length] for first in range(0, len(padded), length)]
 
 
+def block_tensor(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return block tables as a tensor [rows, width], padded with block 0."""
+    width = max(map(len, tables))
+    return torch.frombuffer(bytearray().join(_tables(tables, width)), dtype=torch.int64).view(-1, width).to(device)
+
+
 def next_tokens(
     tables: Sequence[Sequence[int]],
     lengths: Sequence[int],
@@ -255,8 +261,7 @@ def next_tokens(
         A function of a step, from 0, and of its token ids [rows]; it returns the step's batch.
     """
     device = kv.input_device
-    width = max(len(table) for table in tables)
-    blocks = torch.frombuffer(bytearray().join(_tables(tables, width)), dtype=torch.int64).view(-1, width).to(device)
+    blocks = block_tensor(tables, device)
     places = torch.arange(steps + 1).view(-1, 1, 1) + torch.tensor(lengths).view(-1, 1)  # [steps + 1, rows, 1]
     places = places.to(device)
     positions = places.clamp(max=max_length - 1)

@@ -236,8 +236,8 @@ def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[Sequence[i
 
 
 def block_tensor(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return block tables as a tensor [rows, width], padded with block 0."""
-    width = max(map(len, tables))
+    """Return block tables as a tensor [rows, width] of at least one column, padded with block 0."""
+    width = max(1, *map(len, tables))
     return torch.frombuffer(bytearray().join(_tables(tables, width)), dtype=torch.int64).view(-1, width).to(device)
 
 

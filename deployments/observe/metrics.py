@@ -56,7 +56,7 @@ _ROUND_TIMES = {
     "draft_compute": "Time the draft worker computed.",
     "target_wait": "Time rounds waited for their verdicts.",
     "target_compute": "Time the target's first rank computed.",
-    "delivery": "Time rounds took to give their tokens to the streams, and for other tasks to run.",
+    "delivery": "Time between rounds to give tokens to the streams and let other tasks run; most run during rounds.",
 }
 
 

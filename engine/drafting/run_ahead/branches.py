@@ -22,7 +22,7 @@ from engine.drafting.model.draft_cache import CachedPrefix
 from engine.drafting.model.next_tokens import Confidence, NextTokens, Ranking, joined
 from engine.drafting.model.token_drawer import Chain, Drawn, extend
 from engine.execution.attention import Group, KVTensors, PagedContext
-from engine.execution.batch import ForwardBatch
+from engine.execution.batch import ForwardBatch, block_tensor
 from engine.protocols import Request
 
 Verdict = tuple[int, int]
@@ -131,9 +131,7 @@ class Branches:
             for context, verdicts in zip(contexts, self._verdicts, strict=True)
         ]
         """Per context and branch, how many tokens are committed if the branch's verdict arrives."""
-        tables = [context.prefix.block_ids for context in contexts]
-        blocks = max(map(len, tables))
-        self._table = torch.tensor([[*table, *[0] * (blocks - len(table))] for table in tables], device=device)
+        self._table = block_tensor([context.prefix.block_ids for context in contexts], device)
         self._first = torch.tensor(self.tips, device=device) - 1
         starts = torch.tensor([[context.length] for context in contexts], device=device)
         self._places = starts + torch.arange(width, device=device)

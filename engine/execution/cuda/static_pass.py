@@ -3,6 +3,7 @@
 A batch with fewer rows or tokens is padded. All of its numbers travel to the device in one copy, 32 bits each.
 """
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +51,26 @@ class Shape:
         return self.rows * self.length
 
 
+class Staging:
+    """Host memory of a pass's inputs; an event says when no copy to the device reads it any more. None: at once."""
+
+    def __init__(self, template: Tensor, event: torch.cuda.Event | None) -> None:
+        self._numbers = template.pin_memory() if event is not None else template.clone()
+        self._copied = event
+
+    def begin(self, template: Tensor) -> Tensor:
+        """Wait until the last copy is over, and return memory that holds the template."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._numbers[: len(template)].copy_(template)
+
+    def send(self, packed: Tensor, device: Tensor) -> None:
+        """Begin to copy what `begin` returned to the device."""
+        device.copy_(packed, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
 class StaticPass:
     """A pass of one shape. `fill`, then `compute` or a recording of it, then `output`."""
 
@@ -67,6 +88,10 @@ class StaticPass:
         self._sizes = [len(field) for field in fields.values()]
         self._names = list(fields)
         self._packed = self._template.to(model.device, copy=True)
+        is_cuda = model.device.type == "cuda"
+        # Two, so that the inputs of a pass are written while those of the last one are copied.
+        events = [torch.cuda.Event() if is_cuda else None for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._stagings = itertools.cycle([Staging(self._template, event) for event in events])
         self._device = self._split(self._packed)
         group_size = (shape.rows, shape.length)
         self._context = TritonContext(
@@ -94,8 +119,8 @@ class StaticPass:
         (group,) = batch.paged.groups
         shape, width = self.shape, group.blocks.shape[1]
         used = len(self._template) - (shape.width - width) * shape.rows
-        packed = torch.empty(used, dtype=torch.int32, pin_memory=self._model.device.type == "cuda")
-        packed.copy_(self._template[:used])
+        staging = next(self._stagings)
+        packed = staging.begin(self._template[:used])
         host = self._split(packed)
         size, corner = (shape.rows, shape.length), (slice(group.rows), slice(group.length))
         is_on_host = batch.token_ids.device.type == "cpu"
@@ -115,7 +140,7 @@ class StaticPass:
             if len(draws.keys):
                 keys = draws.keys[(draws.rows - 1).clamp(min=0)]
                 host["key_low"][:count], host["key_high"][:count] = keys.unbind(-1)
-        self._packed[:used].copy_(packed, non_blocking=True)
+        staging.send(packed, self._packed[:used])
         if not is_on_host:
             self._device["token_ids"].view(size)[corner] = batch.token_ids.view(group.rows, -1).to(torch.int32)
 

@@ -16,7 +16,7 @@ from tests.engine.tiny import SIZES, model_of, save
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda.compiled_layers import TritonContext
-from engine.execution.cuda.static_pass import Shape, StaticPass
+from engine.execution.cuda.static_pass import Shape, Staging, StaticPass
 from tests.engine.execution.cuda.test_linear import attend_to_one_token
 
 CPU = torch.device("cpu")
@@ -117,3 +117,46 @@ def test_ranks_compute_a_slice_each_and_draw_the_whole_models_tokens(is_drawn, t
         assert torch.equal(output.tokens, expected.tokens)
         ids = backend.model.vocab_slice
         torch.testing.assert_close(output.scores, expected.scores[:, ids.start : ids.stop], atol=2e-4, rtol=0)
+
+
+class LateDevice:
+    """A device tensor and an event of a stream that copies only when the host waits for it."""
+
+    def __init__(self):
+        self.pending, self.received = [], []
+
+    def copy_(self, packed, *, non_blocking):
+        assert non_blocking
+        self.pending.append(packed)
+
+    def record(self):
+        assert self.pending  # after the copy
+
+    def synchronize(self):
+        self.received += [packed.tolist() for packed in self.pending]
+        self.pending = []
+
+
+def test_a_staging_buffer_is_not_overwritten_while_it_is_copied(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    device, template = LateDevice(), torch.zeros(4, dtype=torch.int32)
+    staging = Staging(template, device)
+    for number in range(1, 4):
+        packed = staging.begin(template[:3])
+        packed[0] = number
+        staging.send(packed, device)
+    device.synchronize()
+    assert device.received == [[1, 0, 0], [2, 0, 0], [3, 0, 0]]
+
+
+@torch.inference_mode()
+def test_two_staging_buffers_take_turns(backend, monkeypatch):
+    sent = []
+    monkeypatch.setattr(Staging, "send", lambda self, packed, device: sent.append(packed))
+    kv = prefilled(backend, 1)
+    static = static_pass(backend, kv, Shape(1, 2, 0, 11))
+    batch = next_tokens([BLOCKS], [40], 3, kv, 1000)
+    for step in range(3):
+        static.fill(batch(step, torch.tensor([11 + step])), None)
+    assert sent[0].data_ptr() == sent[2].data_ptr() != sent[1].data_ptr()
+    assert [packed[0].item() for packed in sent] == [13, 12, 13]

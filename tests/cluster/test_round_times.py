@@ -26,9 +26,9 @@ def decoding(*drafts, context=100, **params):
         ([], TIMEOUT_S),
         ([0.01] * 7, TIMEOUT_S),
         ([0.01] * 8, 5.0),
-        ([0.2] * 8, 4.0),
+        ([0.3] * 8, 6.0),
         ([0.1] * 7 + [1.0], 20.0),  # the longest, or one round in eight would be near its deadline
-        ([4.0] + [0.2] * 8, 4.0),  # long ago
+        ([4.0] + [0.3] * 8, 6.0),  # long ago
         ([5.0] * 8, TIMEOUT_S),
     ],
 )

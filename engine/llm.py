@@ -23,6 +23,7 @@ from engine.models.source import shared_tokens
 from engine.params import SamplingParams, nth_seed
 from engine.protocols import FinishReason, RequestOutput, TokenLogprobs, run_in_process
 from engine.sampling.grammar import Grammars
+from engine.verification.rule import rule_of
 from engine.verification.verifier import ModelVerifier
 
 
@@ -102,7 +103,8 @@ class LLM:
         verifier = ModelVerifier(target, config, self._grammars, method.make_in_target)
         backends, draft = [target], None
         if draft_source is not None:
-            backend = make_backend(load_model(draft_source), draft_source)
+            invariant = rule_of(config.verification).needs_invariant_draft
+            backend = make_backend(load_model(draft_source), draft_source, invariant=invariant)
             backends.append(translated(backend, target_source, draft_source))
             draft = DraftModel(backends[-1], info.vocab_size, self._grammars)
         self.engine = Engine(

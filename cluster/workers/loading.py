@@ -14,6 +14,7 @@ from engine.models.loader import load_model
 from engine.models.source import ModelSource
 from engine.protocols import Drafter
 from engine.sampling.grammar import Grammars
+from engine.verification.rule import rule_of
 from engine.verification.verifier import ModelVerifier
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,8 @@ def load_drafter(
     source: ModelSource, target: ModelSource, engine: EngineConfig, *, run_ahead: bool
 ) -> tuple[Drafter, Backend]:
     """Load the draft, or raise ModelError; ids beyond the target's vocabulary are never drafted."""
-    backend = translated(make_backend(load_model(source), source), target, source)
+    invariant = rule_of(engine.verification).needs_invariant_draft
+    backend = translated(make_backend(load_model(source), source, invariant=invariant), target, source)
     limit = target.vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=target.eos_token_ids)
     method = choose_method(engine, has_draft_model=True)

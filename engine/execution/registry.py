@@ -20,8 +20,11 @@ WRAPPER = "PACELINE_BACKEND"
 it returns is used instead: benches replace a part of the hardware so, in all processes that load a model."""
 
 
-def make_backend(model: CausalLM, source: ModelSource) -> Backend:
+def make_backend(model: CausalLM, source: ModelSource, *, invariant: bool = True) -> Backend:
     """Return the backend of a loaded model's device.
+
+    Args:
+        invariant: whether no bit of a token may depend on its batch; see `Rule.needs_invariant_draft`.
 
     Raises:
         ModelError: a trial pass fails, because the model cannot be served or does not fit into memory.
@@ -34,7 +37,7 @@ def make_backend(model: CausalLM, source: ModelSource) -> Backend:
     else:
         from engine.execution.cuda.cuda_backend import make_cuda_backend
 
-        backend = make_cuda_backend(model, source.config)
+        backend = make_cuda_backend(model, source.config, invariant=invariant)
     return wrap(backend)
 
 

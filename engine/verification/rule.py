@@ -48,6 +48,14 @@ class Rule:
     shares_noise: bool = False
     independent_siblings: bool = False
 
+    @property
+    def needs_invariant_draft(self) -> bool:
+        """Whether the draft's numbers must not depend on its batch: the rule judges by the draft's distributions.
+
+        Otherwise the draft's rounding changes only which tokens are drafted, never the text.
+        """
+        return self.needs_draft_rows
+
 
 RULES: Mapping[str, Rule] = {
     "coupled": Rule(coupled.decide, shares_noise=True),

@@ -43,9 +43,13 @@ class GraphedKV(KVTensors):
 class CudaBackend(EagerBackend):
     """Runs a model on a GPU: with Triton attention at first, compiled and as graphs once it is warmed up."""
 
-    def __init__(self, model: CausalLM, config: ModelConfig) -> None:
-        """Choose how matrix products and noise are computed in this process."""
-        if model.dtype != torch.float32:
+    def __init__(self, model: CausalLM, config: ModelConfig, *, invariant: bool = True) -> None:
+        """Choose how matrix products and noise are computed in this process.
+
+        Args:
+            invariant: whether matrix products must round alike in every batch; a draft's may be faster.
+        """
+        if invariant and model.dtype != torch.float32:
             make_invariant(model.module, model.dtype)
         noise.IMPLEMENTATIONS["cuda"] = noise_kernel.gumbel
         self._config = config
@@ -126,10 +130,10 @@ class CudaBackend(EagerBackend):
         logger.info("%s: layers compiled in %.1f s", self.info.name, time.monotonic() - started)
 
 
-def make_cuda_backend(model: CausalLM, config: ModelConfig) -> EagerBackend:
+def make_cuda_backend(model: CausalLM, config: ModelConfig, *, invariant: bool = True) -> EagerBackend:
     """Return a backend for a model on a GPU."""
     if model.runs_eagerly is None:
-        backend: EagerBackend = CudaBackend(model, config)
+        backend: EagerBackend = CudaBackend(model, config, invariant=invariant)
     else:
         backend = EagerBackend(model)
         logger.info("%s runs eagerly: %s", model.info.name, model.runs_eagerly)

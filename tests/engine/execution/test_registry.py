@@ -44,9 +44,12 @@ def test_every_device_has_a_backend_of_its_own(target_path, monkeypatch):
     backend = backend_of(target_path)
     assert isinstance(backend, CpuBackend)
     assert backend.device == CPU
-    monkeypatch.setattr("engine.execution.cuda.cuda_backend.make_cuda_backend", lambda *arguments: arguments)
+    monkeypatch.setattr(
+        "engine.execution.cuda.cuda_backend.make_cuda_backend", lambda *arguments, invariant: (*arguments, invariant)
+    )
     model, source = SimpleNamespace(device=SECOND_GPU), source_of("a model")
-    assert make_backend(model, source) == (model, source.config)
+    assert make_backend(model, source) == (model, source.config, True)
+    assert make_backend(model, source, invariant=False) == (model, source.config, False)
 
 
 def wrap(backend):

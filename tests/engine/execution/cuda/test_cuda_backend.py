@@ -92,3 +92,12 @@ def test_an_interpreted_backend_and_its_first_layers_compute_what_eager_ones_do(
         assert torch.equal(output.tokens, expected.tokens)
     backend.wait()
     assert not backend.is_busy
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_only_an_invariant_backend_gets_invariant_products(invariant, monkeypatch):
+    made = []
+    monkeypatch.setattr("engine.execution.cuda.cuda_backend.make_invariant", lambda *arguments: made.append(arguments))
+    model = random_model("tiny", torch.device("cpu"), torch.bfloat16)
+    make_cuda_backend(model, ModelConfig("tiny"), invariant=invariant)
+    assert made == [(model.module, torch.bfloat16)] * invariant

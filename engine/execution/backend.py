@@ -15,8 +15,8 @@ class PassOutput(NamedTuple):
     """The result of a forward pass.
 
     Attributes:
-        logits: [n, vocab] float32, at the batch's `logit_indices`.
-        scores: [n, vocab] float32, logits over temperature plus noise.
+        logits: [n, vocab] float32, at the batch's `logit_indices`; may be empty if the draws do not need them.
+        scores: [n, vocab] float32, logits over temperature plus noise; likewise.
         tokens: [n] int64, the argmax of the scores.
     """
 

@@ -105,19 +105,32 @@ def forbid(logits: Tensor, masks: Sequence[bytes]) -> None:
 
 
 def plan_draws(
-    params: Sequence[SamplingParams], positions: Sequence[int], device: torch.device, steps: int = 1
+    params: Sequence[SamplingParams],
+    positions: Sequence[int],
+    device: torch.device,
+    steps: int = 1,
+    *,
+    needs_logits: bool = True,
+    needs_scores: bool = True,
+    draws_shaped: bool = False,
 ) -> list[Draws]:
     """Return the temperatures and noise keys for `steps` passes that draw a token per row, one position further each.
 
     Args:
         params: per row; rows that need shaping get greedy draws, to be replaced by draws from shaped logits.
         positions: per row, the position of the token that the first step draws.
+        needs_logits, needs_scores: see `Draws`.
+        draws_shaped: the passes shape logits themselves, so that rows that need it are drawn, too.
     """
     # Rows with the same seed and position share one key, because noise costs more than a lookup.
     key_rows: dict[tuple[int, int], int] = {}
     rows, temperatures = [0] * len(params), [1.0] * len(params)
     distinct = {id(sampling): sampling for sampling in params}  # the rows of one request share theirs
-    drawn = {key for key, sampling in distinct.items() if sampling.temperature > 0 and not needs_shaping(sampling)}
+    drawn = {
+        key
+        for key, sampling in distinct.items()
+        if sampling.temperature > 0 and (draws_shaped or not needs_shaping(sampling))
+    }
     for i, (sampling, position) in enumerate(zip(params, positions, strict=True)):
         if id(sampling) in drawn:
             rows[i] = key_rows.setdefault((sampling.seed or 0, position), len(key_rows) + 1)
@@ -127,7 +140,7 @@ def plan_draws(
     keys = noise.keys(seeds * steps, later, noise.TARGET_STREAM, device).view(steps, len(key_rows), 2)
     column = torch.tensor(temperatures, device=device).unsqueeze(-1)
     index = torch.tensor(rows, dtype=torch.int64, device=device)
-    return [Draws(column, step_keys, index) for step_keys in keys]
+    return [Draws(column, step_keys, index, needs_logits, needs_scores) for step_keys in keys]
 
 
 def draw(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM) -> Tensor:

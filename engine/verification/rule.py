@@ -21,7 +21,8 @@ Decide = Callable[[Tensor, Sequence[Run], Sequence[Draft], list[int] | None], li
 """Decides a batch.
 
 Args:
-    logits: [n, vocab] per request the tip's row, then one row per draft token; may be changed in place.
+    logits: [n, vocab] per request the tip's row, then one row per draft token; may be changed in place. Empty if a
+        rule shares noise, and no row needs shaping or log probabilities.
     runs: one per request, for its rows.
     drafts: one per request.
     drawn: [n] the tokens that the pass drew, if it drew any; right for rows that need no shaping.

@@ -11,7 +11,7 @@ from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build, depths
 from engine.protocols import NO_DRAFT, Draft, TargetDrafter, TokenLogprobs, Verdict, VerifyRow
 from engine.sampling.grammar import Grammars, matcher_of
-from engine.sampling.logits import Run, plan_draws
+from engine.sampling.logits import Run, needs_shaping, plan_draws
 from engine.verification.rule import rule_of
 
 MakeTargetDrafter = Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter]
@@ -92,7 +92,9 @@ class ModelVerifier:
         draws = None
         if self._rule.shares_noise and len(params) == len(batch.logit_indices):
             positions = [position for run in runs for position in run.positions]
-            (draws,) = plan_draws(params, positions, self._kv.input_device)
+            needs_logits = any(needs_shaping(one) or one.logprobs is not None for one in params)
+            device = self._kv.input_device
+            (draws,) = plan_draws(params, positions, device, needs_logits=needs_logits, needs_scores=False)
         output = self.backend.run(batch, draws)
         self.backend.wait()
         return output.logits, None if draws is None else output.tokens.tolist()

@@ -19,7 +19,7 @@ from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
 from engine.execution.cuda.graphs import Graphs
-from engine.execution.cuda.kernels import noise_kernel
+from engine.execution.cuda.kernels import draw_kernel
 from engine.execution.cuda.linear import make_invariant
 from engine.execution.eager import EagerBackend
 from engine.models.causal_lm import CausalLM, forward
@@ -51,7 +51,7 @@ class CudaBackend(EagerBackend):
         """
         if invariant and model.dtype != torch.float32:
             make_invariant(model.module, model.dtype)
-        noise.IMPLEMENTATIONS["cuda"] = noise_kernel.gumbel
+        noise.IMPLEMENTATIONS["cuda"] = draw_kernel.gumbel
         self._config = config
         self._caches: weakref.WeakSet[GraphedKV] = weakref.WeakSet()
         self._is_compiled = False

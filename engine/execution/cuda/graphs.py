@@ -15,7 +15,7 @@ import torch
 from engine.execution.attention import KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch
-from engine.execution.cuda.static_pass import Shape, StaticPass
+from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass
 from engine.models.causal_lm import CausalLM
 from engine.sampling.noise import Draws
 
@@ -49,10 +49,8 @@ class Graphs:
         longest = min(-(-model.info.max_model_len // kv.block_size) + 1, num_blocks)
         self._widths = sorted({min(SHORT_CONTEXT // kv.block_size, longest), longest})
         size = (MAX_TOKENS, model.info.vocab_size)
-        self._outputs = PassOutput(
-            torch.empty(size, device=model.device),
-            torch.empty(size, device=model.device),
-            torch.empty(MAX_TOKENS, dtype=torch.int64, device=model.device),
+        self._outputs = Outputs(
+            torch.empty(size, device=model.device), torch.empty(MAX_TOKENS, dtype=torch.int64, device=model.device)
         )
 
     def record(self) -> None:
@@ -75,7 +73,7 @@ class Graphs:
         static, graph = self._recorded[shape]
         static.fill(batch, draws)
         graph.replay()
-        return static.output(len(batch.logit_indices))
+        return static.output(len(batch.logit_indices), draws)
 
     @torch.inference_mode()
     def _record(self, shape: Shape) -> None:

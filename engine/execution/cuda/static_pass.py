@@ -3,7 +3,9 @@
 A batch with fewer rows or tokens is padded. All of its numbers travel to the device in one copy, 32 bits each.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,21 +14,20 @@ from engine.execution.attention import Group, KVTensors, slots_of
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch
 from engine.execution.cuda.compiled_layers import TritonContext
+from engine.execution.cuda.kernels import draw_kernel
 from engine.models.causal_lm import CausalLM, forward
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
-_FILLERS = {
-    "token_ids": 0,
-    "positions": 0,
-    "slots": 0,
-    "limits": 1,
-    "logit_indices": 0,
-    "key_low": 0,
-    "key_high": 0,
-    "is_drawn": 0,
-}
+_FILLERS = {"token_ids": 0, "positions": 0, "slots": 0, "limits": 1}
 """What the fields of a token hold where a batch has none. Padding writes to block 0 and attends to place 0."""
+
+
+class Outputs(NamedTuple):
+    """Where every pass of a model leaves its results: logits [n, vocab] float32, and the drawn tokens [n] int64."""
+
+    logits: Tensor
+    tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -53,14 +54,32 @@ class Shape:
 class StaticPass:
     """A pass of one shape. `fill`, then `compute` or a recording of it, then `output`."""
 
-    def __init__(self, model: CausalLM, kv: KVTensors, shape: Shape, outputs: PassOutput) -> None:
-        """Allocate the inputs; every pass of a model leaves its results in `outputs`."""
+    def __init__(
+        self,
+        model: CausalLM,
+        kv: KVTensors,
+        shape: Shape,
+        outputs: Outputs,
+        *,
+        num_logits: int | None = None,
+        more: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Allocate the inputs; every pass of a model leaves its results in `outputs`.
+
+        Args:
+            num_logits: rows of logits; as many as tokens if None.
+            more: further inputs as they are where a batch has none, int32 or float32, by name.
+        """
         self._model = model
         self._outputs = outputs
         self.shape = shape
         tokens = shape.tokens
+        self._num_logits = num_logits or tokens
         fields = {name: torch.full((tokens,), filler, dtype=torch.int32) for name, filler in _FILLERS.items()}
-        fields["temperatures"] = torch.ones(tokens).view(torch.int32)
+        fields |= {name: torch.zeros(self._num_logits, dtype=torch.int32) for name in ("logit_indices", "is_drawn")}
+        fields["keys"] = torch.zeros(2 * self._num_logits, dtype=torch.int32)
+        fields["temperatures"] = torch.ones(self._num_logits).view(torch.int32)
+        fields |= {name: filler.flatten().view(torch.int32) for name, filler in (more or {}).items()}
         fields["extra"] = torch.full((tokens * shape.num_extra,), -1, dtype=torch.int32)
         fields["blocks"] = torch.zeros(shape.width * shape.rows, dtype=torch.int32)  # last, since it is cut
         self._template = torch.cat(list(fields.values()))
@@ -86,10 +105,10 @@ class StaticPass:
             self._device["slots"],
         )
 
-    def fill(self, batch: ForwardBatch, draws: Draws | None) -> None:
+    def fill(self, batch: ForwardBatch, draws: Draws | None, more: Mapping[str, Tensor] | None = None) -> None:
         """Copy a batch of one group that is no larger than the shape; see `Backend.run`.
 
-        Its tensors are the host's, but its token ids may be the device's.
+        Its tensors are the host's, but its token ids may be the device's. Of `more` inputs, the first numbers may do.
         """
         (group,) = batch.paged.groups
         shape, width = self.shape, group.blocks.shape[1]
@@ -112,30 +131,37 @@ class StaticPass:
         if draws is not None:
             host["temperatures"].view(torch.float32)[:count] = draws.temperatures.squeeze(-1)
             host["is_drawn"][:count] = draws.rows > 0
-            if len(draws.keys):
-                keys = draws.keys[(draws.rows - 1).clamp(min=0)]
-                host["key_low"][:count], host["key_high"][:count] = keys.unbind(-1)
+            host["keys"].view(-1, 2)[:count] = draws.row_keys()
+        for name, numbers in (more or {}).items():
+            host[name][: numbers.numel()] = numbers.flatten().view(torch.int32)
         self._packed[:used].copy_(packed, non_blocking=True)
         if not is_on_host:
             self._device["token_ids"].view(size)[corner] = batch.token_ids.view(group.rows, -1).to(torch.int32)
 
     def compute(self) -> None:
         """Compute the batch in the buffers."""
-        fields = self._device
+        logits, temperatures, keys, is_drawn = self._compute_logits()
+        self._outputs.tokens[: len(logits)].copy_(draw_kernel.draw(logits, temperatures, keys, is_drawn))
+
+    def _compute_logits(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Compute the batch's logits into the outputs; return them and the other arguments of `draw_kernel.draw`."""
+        fields, logits = self._device, self._outputs.logits[: self._num_logits]
         with self._context.current() as context:
             token_ids, positions = fields["token_ids"].long(), fields["positions"].long()
-            logits = forward(self._model.module, token_ids, positions, fields["logit_indices"].long(), context).float()
-        vocab = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-        keys = torch.stack([fields["key_low"], fields["key_high"]], -1)
-        is_drawn = fields["is_drawn"].bool().unsqueeze(-1)
-        gumbel = noise.gumbel(keys, vocab).masked_fill_(~is_drawn, 0.0)
-        scores = gumbel.add_(logits / fields["temperatures"].view(torch.float32).unsqueeze(-1))
-        for output, result in zip(self._outputs, (logits, scores, scores.argmax(-1)), strict=True):
-            output[: self.shape.tokens].copy_(result)
+            logits.copy_(forward(self._model.module, token_ids, positions, fields["logit_indices"].long(), context))
+        return logits, fields["temperatures"].view(torch.float32), fields["keys"].view(-1, 2), fields["is_drawn"]
 
-    def output(self, count: int) -> PassOutput:
-        """Return copies of the first `count` results, which later passes do not overwrite."""
-        return PassOutput(*(output[:count].clone() for output in self._outputs))
+    def output(self, count: int, draws: Draws | None) -> PassOutput:
+        """Return copies of the first `count` results, which later passes do not overwrite, if the draws need them."""
+        logits = self._outputs.logits[:count]
+        kept = logits.clone() if draws is None or draws.needs_logits else logits[:0]
+        scores = kept if draws is None else logits[:0]
+        if draws is not None and draws.needs_scores:
+            fields = self._device
+            rows = torch.arange(1, count + 1, device=logits.device) * fields["is_drawn"][:count]
+            temperatures = fields["temperatures"].view(torch.float32)[:count].unsqueeze(-1)
+            scores = noise.scores(logits, temperatures, fields["keys"].view(-1, 2)[:count], rows, noise.gumbel)
+        return PassOutput(kept, scores, self._outputs.tokens[:count].clone())
 
     def _split(self, packed: Tensor) -> dict[str, Tensor]:
         """Return the fields of a packed tensor, by name; the last is as long as the rest of it."""

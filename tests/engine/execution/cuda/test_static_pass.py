@@ -1,10 +1,11 @@
 """A static pass, computed on the CPU with interpreted kernels, gives what an eager pass gives, padding or not."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from engine.config import BUNDLED_DRAFT
-from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardRow, build, next_tokens
 from engine.execution.eager import EagerBackend
 from engine.sampling import noise
@@ -12,7 +13,7 @@ from engine.sampling.noise import Draws
 from tests.engine.tiny import model_of
 
 pytest.importorskip("triton", reason="the kernels need triton")
-from engine.execution.cuda.static_pass import Shape, StaticPass
+from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass
 
 CPU = torch.device("cpu")
 BLOCKS = [*range(1, 12)]
@@ -39,7 +40,7 @@ def prefilled(backend, seed):
 
 def static_pass(backend, kv, shape):
     vocab = backend.info.vocab_size
-    outputs = PassOutput(torch.empty(64, vocab), torch.empty(64, vocab), torch.empty(64, dtype=torch.int64))
+    outputs = Outputs(torch.empty(64, vocab), torch.empty(64, dtype=torch.int64))
     return StaticPass(backend.model, kv, shape, outputs)
 
 
@@ -66,7 +67,7 @@ def test_a_static_pass_gives_what_an_eager_pass_gives(backend, shape, drawn):
         draws = draws_for(len(batch.logit_indices)) if is_drawn else None
         static.fill(batch, draws)
         static.compute()
-        output, right = static.output(len(batch.logit_indices)), backend.run(other_batch, draws)
+        output, right = static.output(len(batch.logit_indices), draws), backend.run(other_batch, draws)
         torch.testing.assert_close(output.logits, right.logits, atol=2e-4, rtol=0)
         torch.testing.assert_close(output.scores, right.scores, atol=2e-4, rtol=0)
         assert torch.equal(output.tokens, output.scores.argmax(-1))
@@ -81,9 +82,25 @@ def test_results_stay_when_the_next_pass_is_computed(backend):
     batch = next_tokens([BLOCKS], [40], 2, kv, 1000)
     static.fill(batch(0, torch.tensor([11])), None)
     static.compute()
-    first = static.output(1)
+    first = static.output(1, None)
     before = first.logits.clone()
     static.fill(batch(1, first.tokens), None)
     static.compute()
     assert torch.equal(first.logits, before)
-    assert not torch.equal(static.output(1).logits, before)
+    assert not torch.equal(static.output(1, None).logits, before)
+
+
+@torch.inference_mode()
+def test_logits_and_scores_are_copied_only_where_the_draws_need_them(backend):
+    kv = prefilled(backend, 1)
+    static = static_pass(backend, kv, Shape(2, 5, 0, 11))
+    batch, draws = build(BATCHES["a chain"], kv), draws_for(5)
+    static.fill(batch, draws)
+    static.compute()
+    whole = static.output(5, draws)
+    assert torch.equal(whole.tokens, whole.scores.argmax(-1))
+    for needs_logits, needs_scores in [(False, False), (True, False), (False, True)]:
+        output = static.output(5, replace(draws, needs_logits=needs_logits, needs_scores=needs_scores))
+        assert torch.equal(output.tokens, whole.tokens)
+        assert torch.equal(output.logits, whole.logits if needs_logits else whole.logits[:0])
+        assert torch.equal(output.scores, whole.scores if needs_scores else whole.scores[:0])

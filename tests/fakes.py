@@ -43,6 +43,8 @@ class LawBackend:
     def wait(self) -> None:
         pass
 
+    draws_chains = False
+
     @property
     def is_busy(self) -> bool:
         return False

@@ -1,5 +1,7 @@
 """Backend: a loaded model on a device, as drafters and verifiers use it."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -9,6 +11,7 @@ from engine.config import CompileProgress, ModelInfo
 from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardBatch
 from engine.sampling.noise import Draws
+from engine.sampling.row_shaping import RowShaping
 
 
 class PassOutput(NamedTuple):
@@ -25,6 +28,35 @@ class PassOutput(NamedTuple):
     tokens: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class ChainBatch:
+    """The passes that draw some requests' chains, one token each per pass.
+
+    Attributes:
+        first: the first pass, a row of logits for each request; its block tables have room for the whole chains.
+        draws: one per pass.
+        lengths: per row, the place of the token that the first pass draws.
+        num_ranked: how many possible tokens are ranked at each position.
+        shaping: the rows' sampling parameters; None if none needs shaping.
+        prompts, outputs: per row, the tokens that its penalties count; empty without penalties.
+    """
+
+    first: ForwardBatch
+    draws: Sequence[Draws]
+    lengths: Sequence[int]
+    num_ranked: int = 0
+    shaping: RowShaping | None = None
+    prompts: Sequence[Sequence[int]] = ()
+    outputs: Sequence[Sequence[int]] = ()
+
+
+class ChainOutput(NamedTuple):
+    """The tokens [rows, passes] of chains, on the host after `wait`, and each pass's best scores and their tokens."""
+
+    tokens: Tensor
+    rankings: list[tuple[Tensor, Tensor]]
+
+
 class Backend(Protocol):
     """Runs a model's forward passes; loading, compiling and memory are up to each implementation."""
 
@@ -39,6 +71,15 @@ class Backend(Protocol):
         Args:
             draws: temperature and noise of every logit row; None for greedy draws.
         """
+        ...
+
+    @property
+    def draws_chains(self) -> bool:
+        """Whether `draw_chain` can be faster than a pass per token."""
+        ...
+
+    def draw_chain(self, chain: ChainBatch) -> ChainOutput | None:
+        """Launch all passes of some chains at once; None if they must be launched one by one."""
         ...
 
     def wait(self) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 from engine.config import CompileProgress
 from engine.errors import ModelError
 from engine.execution.attention import KVTensors
-from engine.execution.backend import Backend, PassOutput
+from engine.execution.backend import Backend, ChainBatch, ChainOutput, PassOutput
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.models.causal_lm import CausalLM
 from engine.models.first_layers import first_layers
@@ -34,6 +34,15 @@ class EagerBackend:
         logits = self.logits(batch)
         scores = logits if draws is None else noise.noised_logits(logits, draws)
         return PassOutput(logits, scores, scores.argmax(-1))
+
+    @property
+    def draws_chains(self) -> bool:
+        """Eager passes are launched one by one."""
+        return False
+
+    def draw_chain(self, _chain: ChainBatch) -> ChainOutput | None:
+        """Leave it to passes that are launched one by one."""
+        return None
 
     def wait(self) -> None:
         """Wait until every launched pass is over; on a CPU, `run` itself has waited."""

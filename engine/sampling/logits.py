@@ -17,6 +17,7 @@ from engine.protocols import Request
 from engine.sampling import noise
 from engine.sampling.grammar import Matcher
 from engine.sampling.noise import Draws
+from engine.sampling.row_shaping import below_min_p, penalise
 from engine.sampling.top_tokens import keep_top
 
 
@@ -81,8 +82,7 @@ def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
     if any(0 < run.params.temperature != 1 for run in runs):
         logits.div_(_column(runs, logits, lambda params: params.temperature or 1.0))
     if any(run.params.min_p > 0 for run in runs):
-        floor = logits.amax(-1, keepdim=True) + _column(runs, logits, lambda params: params.min_p).log()
-        logits.masked_fill_(logits < floor, float("-inf"))
+        logits.masked_fill_(below_min_p(logits, _column(runs, logits, lambda params: params.min_p)), float("-inf"))
     if any(run.params.top_k > 0 or run.params.top_p < 1 for run in runs):
         keep_top(logits, [run.params for run in runs for _ in run.depths])
     return logits
@@ -215,12 +215,10 @@ def _penalise(logits: Tensor, runs: Sequence[Run]) -> None:
     if any(run.paths for run in chosen):
         counts += _count([path for run in chosen for path in run.paths or [()] * len(run.depths)], vocab, device)
     seen = in_prompt[run_of_row] | (counts > 0)
-    shaped = logits[rows]
     repetition = _column(chosen, logits, lambda params: params.repetition_penalty)
-    shaped = torch.where(seen, torch.where(shaped > 0, shaped / repetition, shaped * repetition), shaped)
-    shaped -= _column(chosen, logits, lambda params: params.frequency_penalty) * counts
-    shaped -= _column(chosen, logits, lambda params: params.presence_penalty) * (counts > 0)
-    logits[rows] = shaped
+    frequency = _column(chosen, logits, lambda params: params.frequency_penalty)
+    presence = _column(chosen, logits, lambda params: params.presence_penalty)
+    logits[rows] = penalise(logits[rows], seen, counts, repetition, frequency, presence)
 
 
 def _count(sequences: Sequence[Sequence[int]], vocab: int, device: torch.device) -> Tensor:

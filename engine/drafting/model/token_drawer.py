@@ -12,12 +12,14 @@ from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import RankedRow, Ranking
 from engine.execution.attention import KVTensors
-from engine.execution.batch import ForwardBatch, next_tokens
+from engine.execution.backend import ChainBatch
+from engine.execution.batch import ForwardBatch, next_tokens, table_tensor
 from engine.protocols import Draft, Request, chain
 from engine.sampling import noise
 from engine.sampling.grammar import matcher_of
 from engine.sampling.logits import Run, draw, needs_shaping, noised, plan_draws, shape
 from engine.sampling.noise import Draws
+from engine.sampling.row_shaping import row_shaping
 from engine.verification.rule import rule_of
 
 TOP_M = 32
@@ -128,14 +130,14 @@ class TokenDrawer:
         heads = [len(chain.token_ids) for chain in chains]
         lengths = [len(request.token_ids) + head for request, head in zip(requests, heads, strict=True)]
         depth = max(counts)
-        plan = self.plan(requests, [[head] for head in heads], depth)
-        drawn: list[Drawn] = []
+        drawn = self._draw_at_once(batch, requests, tables, chains, depth) or []
+        plan = [] if drawn else self.plan(requests, [[head] for head in heads], depth)
 
         def paths() -> list[list[list[int]]]:
             new = torch.stack([step.tokens for step in drawn], -1).tolist() if drawn else [[]] * len(chains)
             return [[[*chain.token_ids, *tokens]] for chain, tokens in zip(chains, new, strict=True)]
 
-        for step in range(depth):
+        for step in range(len(plan)):
             if step == 1:  # while the first pass computes
                 source_lengths = [request.source_length for request in requests]
                 max_length = self._backend.info.max_model_len
@@ -147,6 +149,54 @@ class TokenDrawer:
         self._backend.wait()
         extend(chains, drawn, range(len(chains)), counts)
 
+    def _draw_at_once(
+        self,
+        batch: ForwardBatch,
+        requests: Sequence[Request],
+        tables: Sequence[Sequence[int]],
+        chains: Sequence[Chain],
+        depth: int,
+    ) -> list[Drawn] | None:
+        """Launch all passes of the chains at once; None if rule, parameters or backend need them one by one."""
+        ranks_all = self._ranks and self._num_ranked is None
+        if depth == 1 or not self._backend.draws_chains or self._needs_logits or ranks_all:
+            return None
+        if len(batch.paged.groups) > 1:
+            return None
+        vocab, (group,) = self._backend.info.vocab_size, batch.paged.groups
+        params, heads = [request.params for request in requests], [chain.token_ids for chain in chains]
+        lengths = [len(request.token_ids) + len(head) for request, head in zip(requests, heads, strict=True)]
+        shaping, prompts, outputs = None, [], []
+        if any(needs_shaping(one) for one in params):
+            eos = self._backend.info.eos_token_ids
+            ends = [(*eos, *one.stop_token_ids) for one in params]
+            num_outputs = [length - request.prompt_length for length, request in zip(lengths, requests, strict=True)]
+            shaping = row_shaping(params, ends, num_outputs, vocab)
+            if shaping is None:
+                return None
+            has_penalties = [one.has_penalties for one in params]
+            prompts = [
+                request.token_ids[request.source_length : request.prompt_length] if penalised else []
+                for request, penalised in zip(requests, has_penalties, strict=True)
+            ]
+            outputs = [
+                [*request.output, *head] if penalised else []
+                for request, head, penalised in zip(requests, heads, has_penalties, strict=True)
+            ]
+        draws = plan_draws(params, lengths, self._kv.input_device, depth, draws_shaped=shaping is not None)
+        group.blocks = table_tensor(tables, self._kv.input_device)
+        num_ranked = min(self._num_ranked or 0, vocab)
+        output = self._backend.draw_chain(ChainBatch(batch, draws, lengths, num_ranked, shaping, prompts, outputs))
+        if output is None:
+            return None
+        rankings = [Ranking(*ranking) for ranking in output.rankings] or [None] * depth
+        return [Drawn(tokens, None, ranking) for tokens, ranking in zip(output.tokens.unbind(1), rankings, strict=True)]
+
+    @property
+    def _needs_logits(self) -> bool:
+        """Whether the rule needs the distributions that are drawn from, or some tokens may not be drafted."""
+        return self._sends_rows or self._backend.info.vocab_size > self.vocab_size
+
     def plan(
         self, requests: Sequence[Request], depths: Sequence[Sequence[int]], steps: int = 1
     ) -> Sequence[Draws | None]:
@@ -155,12 +205,13 @@ class TokenDrawer:
         Args:
             depths: per request, the depths of its rows in the first step.
         """
-        needs_logits = self._sends_rows or self._backend.info.vocab_size > self.vocab_size
-        if needs_logits or any(needs_shaping(request.params) for request in requests):
+        if self._needs_logits or any(needs_shaping(request.params) for request in requests):
             return [None] * steps
         rows = [(request, depth) for request, row in zip(requests, depths, strict=True) for depth in row]
         positions = [len(request.token_ids) + depth for request, depth in rows]
-        return plan_draws([request.params for request, _ in rows], positions, self._kv.input_device, steps)
+        params = [request.params for request, _ in rows]
+        device = self._kv.input_device
+        return plan_draws(params, positions, device, steps, needs_logits=False, needs_scores=self._ranks)
 
     def step(
         self, batch: ForwardBatch, requests: Sequence[Request], depths: Sequence[list[int]], paths: Paths

@@ -64,6 +64,11 @@ class TranslatedBackend:
         """Return whatever does not depend on token ids."""
         return getattr(self._backend, name)
 
+    @property
+    def draws_chains(self) -> bool:
+        """Tokens are translated between the passes of a chain."""
+        return False
+
     def run(self, batch: ForwardBatch, draws: noise.Draws | None = None) -> PassOutput:
         """Launch a pass; see `Backend.run`."""
         self._reads = self._reads.to(batch.token_ids.device)

@@ -4,6 +4,7 @@ A graph launches a whole pass at once; one by one, an 8B model's kernels take th
 the device to compute.
 """
 
+import functools
 import itertools
 import logging
 import time
@@ -11,16 +12,20 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from engine.execution.attention import KVTensors
-from engine.execution.backend import PassOutput
+from engine.execution.backend import ChainBatch, ChainOutput, PassOutput
 from engine.execution.batch import ForwardBatch
+from engine.execution.cuda.chain_pass import ChainPass, ChainShape
 from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass
 from engine.models.causal_lm import CausalLM
 from engine.sampling.noise import Draws
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (1, 2, 3, 5, 9, 16, 24)
+CHAIN_LENGTHS = (3, 9)
+"""Tokens of a row that a chain's first pass computes: few sizes, because each needs a graph per number of passes."""
 NUM_EXTRA = (0, 4, 8, 16)
 SHORT_CONTEXT = 8192
 """Tokens of the smaller of two block tables."""
@@ -44,6 +49,7 @@ class Graphs:
         self._model = model
         self._kv = kv
         self._recorded: dict[Shape, tuple[StaticPass, torch.cuda.CUDAGraph]] = {}
+        self._chains: dict[ChainShape, tuple[ChainPass, torch.cuda.CUDAGraph]] = {}
         self._pool = torch.cuda.graph_pool_handle()
         num_blocks = kv.keys[0].shape[0]
         longest = min(-(-model.info.max_model_len // kv.block_size) + 1, num_blocks)
@@ -75,9 +81,31 @@ class Graphs:
         graph.replay()
         return static.output(len(batch.logit_indices), draws)
 
-    @torch.inference_mode()
+    def draw_chain(self, chain: ChainBatch) -> ChainOutput | None:
+        """Draw a chain with a graph; None if it exceeds the largest graph."""
+        shape = choose_chain(chain, self._widths)
+        if shape is None:
+            return None
+        if shape not in self._chains:
+            counts = self._counts if shape.is_shaped else None
+            static = ChainPass(self._model, self._kv, shape, self._outputs, counts)
+            self._chains[shape] = static, self._capture(static)
+        static, graph = self._chains[shape]
+        static.fill_chain(chain)
+        graph.replay()
+        return static.drawn(len(chain.lengths))
+
+    @functools.cached_property
+    def _counts(self) -> Tensor:
+        size = (ROWS[-1], self._model.info.vocab_size)
+        return torch.zeros(size, dtype=torch.int32, device=self._model.device)
+
     def _record(self, shape: Shape) -> None:
         static = StaticPass(self._model, self._kv, shape, self._outputs)
+        self._recorded[shape] = static, self._capture(static)
+
+    @torch.inference_mode()
+    def _capture(self, static: StaticPass) -> torch.cuda.CUDAGraph:
         # The first pass compiles kernels, which cannot be done while a graph is recorded.
         stream = torch.cuda.Stream(self._model.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self._model.device))
@@ -87,7 +115,7 @@ class Graphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             static.compute()
-        self._recorded[shape] = static, graph
+        return graph
 
 
 def choose_shape(batch: ForwardBatch, widths: Sequence[int]) -> Shape | None:
@@ -104,6 +132,19 @@ def choose_shape(batch: ForwardBatch, widths: Sequence[int]) -> Shape | None:
     rows, length, num_extra, width = (choices[place] for choices, place in zip(steps, places, strict=True))
     shape = Shape(rows, _at_least_two_tokens(rows, length), num_extra, width)
     return shape if _fits(shape, batch.paged.kv.block_size) else None
+
+
+def choose_chain(chain: ChainBatch, widths: Sequence[int]) -> ChainShape | None:
+    """Return the smallest shape of passes that hold a chain, or None; see `choose_shape`."""
+    first = choose_shape(chain.first, widths)
+    if first is None or first.num_extra or chain.first.paged.groups[0].rows != len(chain.lengths):
+        return None
+    length = next((length for length in CHAIN_LENGTHS if length >= first.length), None)
+    if length is None:
+        return None
+    first = Shape(max(2, first.rows), length, 0, first.width)
+    shape = ChainShape(first, len(chain.draws), chain.num_ranked, chain.shaping is not None)
+    return shape if _fits(first, chain.first.paged.kv.block_size) else None
 
 
 def _at_least_two_tokens(rows: int, length: int) -> int:

@@ -1,0 +1,117 @@
+"""A chain that is drawn by one recording has the tokens of a chain that is drawn pass by pass.
+
+The recording is computed on the CPU with interpreted kernels, by a recorder that calls.
+"""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from engine.config import EngineConfig, ModelConfig
+from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.token_drawer import Chain, TokenDrawer
+from engine.drafting.run_ahead.chains import RunAheadDrafter
+from engine.execution.eager import EagerBackend
+from engine.params import SamplingParams
+from engine.protocols import ProposeRow, Request, run_in_process
+from tests.engine.tiny import SIZES, model_of, save
+
+pytest.importorskip("triton", reason="the kernels need triton")
+from engine.execution.cuda.chain_pass import ChainShape
+from engine.execution.cuda.cuda_backend import CudaBackend
+from engine.execution.cuda.graphs import Graphs
+from engine.execution.cuda.static_pass import Shape
+
+BLOCK = 4
+PARAMS = {
+    "greedy": {"temperature": 0},
+    "0.7": {"temperature": 0.7},
+    "1": {"temperature": 1},
+    "top_p": {"temperature": 1.5, "top_p": 0.6},
+    "top_k and min_p": {"temperature": 2, "top_k": 7, "min_p": 0.05},
+    "penalties": {"temperature": 0, "repetition_penalty": 1.6, "presence_penalty": 1, "frequency_penalty": 1.5},
+    "biases": {"temperature": 1, "logit_bias": {3: 9.0, 5: 8.5, 1: 9.5}, "min_tokens": 5, "stop_token_ids": [5, 1]},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    return model_of(save(LlamaConfig(**SIZES | small), tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def recorded(model, monkeypatch):
+    """A backend with graphs that are called instead of recorded, and the shapes of their chains."""
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(Graphs, "_capture", lambda _, static: SimpleNamespace(replay=static.compute))
+    return CudaBackend(model, ModelConfig("tiny"))
+
+
+def drafter_of(backend, make=ModelDrafter, **settings):
+    drafter = make(DraftModel(backend), EngineConfig(num_blocks=40, block_size=BLOCK, **settings))
+    kv = drafter.cache.kv
+    if isinstance(backend, CudaBackend):
+        kv.graphs = Graphs(backend.model, kv)
+    return drafter
+
+
+def requests_of(names, seed=0):
+    chance = random.Random(seed)
+    return [
+        Request(
+            str(i),
+            [chance.randrange(4, 60) for _ in range(2 + 3 * i)],
+            2 + i,
+            SamplingParams(seed=i, **PARAMS[name] | {"max_tokens": 60}),
+        )
+        for i, name in enumerate(names)
+    ]
+
+
+def propose(drafter, requests, counts):
+    rows = [ProposeRow(request.copy(), count) for request, count in zip(requests, counts, strict=True)]
+    return [draft.token_ids for draft in run_in_process(drafter.propose(rows))]
+
+
+def chains_of(drafter):
+    return drafter.cache.kv.graphs._chains
+
+
+CASES = [
+    *((name, 1, 4) for name in PARAMS),
+    *(("1", rows, k) for rows, k in [(2, 2), (3, 5), (4, 3), (1, 1)]),
+    ("mixed", 4, 3),
+    ("plain", 3, 4),
+]
+
+
+@pytest.mark.parametrize(("name", "rows", "k"), CASES)
+def test_a_recorded_chain_is_the_one_that_is_drawn_pass_by_pass(name, rows, k, model, recorded):
+    """Over rounds that commit some draft tokens and others, so that 1 to 3 tokens are missing in the next."""
+    names = {"mixed": ["top_p", "penalties", "greedy", "biases"], "plain": ["greedy", "0.7", "1"]}.get(
+        name, [name] * rows
+    )
+    requests = requests_of(names)
+    drafter, other = drafter_of(recorded), drafter_of(EagerBackend(model))
+    for round_number in range(3):
+        counts = [max(1, k - (i + round_number) % 2) for i in range(rows)]
+        drafts = propose(drafter, requests, counts)
+        assert drafts == propose(other, requests, counts)
+        assert [len(draft) for draft in drafts] == counts
+        for i, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+            kept = draft[: (i + round_number) % (k + 1)]
+            request.token_ids.extend([*kept, 7 + i + round_number, 9][: len(kept) + 1 + (i + round_number) % 2])
+    for cache, expected in zip(drafter.cache.kv.keys, other.cache.kv.keys, strict=True):
+        for request in requests:  # the cached prefixes, in blocks that both gave out alike
+            for prefix, table in [(drafter.cache.prefixes[request.request_id],) * 2]:
+                slots = [drafter.cache.kv.slot(table.block_ids, place) for place in range(len(prefix.token_ids))]
+                flat, right = (one.view(-1, *one.shape[2:])[slots] for one in (cache, expected))
+                torch.testing.assert_close(flat, right, atol=1e-4, rtol=1e-4)
+    shaped = name not in ("greedy", "0.7", "1", "plain")
+    assert {(shape.steps, shape.is_shaped) for shape in chains_of(drafter)} <= {(n, shaped) for n in (k, k - 1)}
+    assert bool(chains_of(drafter)) == (k > 1)

@@ -18,7 +18,7 @@ class PassOutput(NamedTuple):
     """The result of a forward pass.
 
     Attributes:
-        logits: [n, vocab] float32, at the batch's `logit_indices`; may be empty if the draws do not need them.
+        logits: [n, vocab] float32, at the batch's `logit_indices`; may be empty if the batch does not need them.
         scores: [n, vocab] float32, logits over temperature plus noise; likewise.
         tokens: [n] int64, the argmax of the scores.
     """

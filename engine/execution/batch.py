@@ -58,12 +58,14 @@ class ForwardBatch:
         logit_indices: [n] flat indices of the tokens that need logits, in row order.
         paged: the inputs of the attention function.
         source_inputs: the sources, which are computed first.
+        needs_logits: whether the caller reads logits or scores; if not, a backend may return tokens only.
     """
 
     token_ids: Tensor
     logit_indices: Tensor
     paged: PagedContext
     source_inputs: list[SourceInput] = field(default_factory=list)
+    needs_logits: bool = True
 
     @property
     def num_tokens(self) -> int:

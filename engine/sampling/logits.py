@@ -110,8 +110,6 @@ def plan_draws(
     device: torch.device,
     steps: int = 1,
     *,
-    needs_logits: bool = True,
-    needs_scores: bool = True,
     draws_shaped: bool = False,
 ) -> list[Draws]:
     """Return the temperatures and noise keys for `steps` passes that draw a token per row, one position further each.
@@ -119,7 +117,6 @@ def plan_draws(
     Args:
         params: per row; rows that need shaping get greedy draws, to be replaced by draws from shaped logits.
         positions: per row, the position of the token that the first step draws.
-        needs_logits, needs_scores: see `Draws`.
         draws_shaped: the passes shape logits themselves, so that rows that need it are drawn, too.
     """
     # Rows with the same seed and position share one key, because noise costs more than a lookup.
@@ -140,7 +137,7 @@ def plan_draws(
     keys = noise.keys(seeds * steps, later, noise.TARGET_STREAM, device).view(steps, len(key_rows), 2)
     column = torch.tensor(temperatures, device=device).unsqueeze(-1)
     index = torch.tensor(rows, dtype=torch.int64, device=device)
-    return [Draws(column, step_keys, index, needs_logits, needs_scores) for step_keys in keys]
+    return [Draws(column, step_keys, index) for step_keys in keys]
 
 
 def draw(shaped: Tensor, runs: Sequence[Run], stream: int = noise.TARGET_STREAM) -> Tensor:

@@ -36,14 +36,11 @@ class Draws:
         temperatures: [n, 1] float32, 1 for greedy rows.
         keys: [m, 2] int32, from `keys`, for the rows that are not greedy.
         rows: [n] int64, the index of each row's key + 1; 0 is greedy.
-        needs_logits, needs_scores: whether the caller reads more than tokens; a backend may leave out what it does not.
     """
 
     temperatures: Tensor
     keys: Tensor
     rows: Tensor
-    needs_logits: bool = True
-    needs_scores: bool = True
 
     def row_keys(self) -> Tensor:
         """Return every row's key, [n, 2] int32; a greedy row's means nothing."""

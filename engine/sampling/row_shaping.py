@@ -85,7 +85,7 @@ def shaped(logits: Tensor, rows: RowShaping, counts: Tensor, draw: int) -> Tenso
     Args:
         counts: [n, vocab] int32, from `count_tokens`, and 1 more for every token drawn since.
     """
-    temperature, min_p, top_p, top_k, *penalties = rows.numbers.split(1, -1)
+    temperature, min_p, top_p, top_k, *penalties = torch.split(rows.numbers, 1, -1)
     logits = logits.scatter_add(-1, rows.biased_ids.long(), torch.where(rows.num_biased > draw, rows.biases, 0.0))
     logits = penalise(logits, counts > 0, counts & (_IN_PROMPT - 1), *penalties) / temperature
     logits = logits.masked_fill(below_min_p(logits, min_p), float("-inf"))

@@ -92,9 +92,8 @@ class ModelVerifier:
         draws = None
         if self._rule.shares_noise and len(params) == len(batch.logit_indices):
             positions = [position for run in runs for position in run.positions]
-            needs_logits = any(needs_shaping(one) or one.logprobs is not None for one in params)
-            device = self._kv.input_device
-            (draws,) = plan_draws(params, positions, device, needs_logits=needs_logits, needs_scores=False)
+            (draws,) = plan_draws(params, positions, self._kv.input_device)
+            batch.needs_logits = any(needs_shaping(one) or one.logprobs is not None for one in params)
         output = self.backend.run(batch, draws)
         self.backend.wait()
         return output.logits, None if draws is None else output.tokens.tolist()

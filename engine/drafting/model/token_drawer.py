@@ -189,8 +189,10 @@ class TokenDrawer:
         output = self._backend.draw_chain(ChainBatch(batch, draws, lengths, num_ranked, shaping, prompts, outputs))
         if output is None:
             return None
-        rankings = [Ranking(*ranking) for ranking in output.rankings] or [None] * depth
-        return [Drawn(tokens, None, ranking) for tokens, ranking in zip(output.tokens.unbind(1), rankings, strict=True)]
+        drawn = [Drawn(tokens) for tokens in output.tokens.unbind(1)]
+        if not output.rankings:
+            return drawn
+        return [replace(one, ranking=Ranking(*best)) for one, best in zip(drawn, output.rankings, strict=True)]
 
     @property
     def _needs_logits(self) -> bool:
@@ -209,9 +211,7 @@ class TokenDrawer:
             return [None] * steps
         rows = [(request, depth) for request, row in zip(requests, depths, strict=True) for depth in row]
         positions = [len(request.token_ids) + depth for request, depth in rows]
-        params = [request.params for request, _ in rows]
-        device = self._kv.input_device
-        return plan_draws(params, positions, device, steps, needs_logits=False, needs_scores=self._ranks)
+        return plan_draws([request.params for request, _ in rows], positions, self._kv.input_device, steps)
 
     def step(
         self, batch: ForwardBatch, requests: Sequence[Request], depths: Sequence[list[int]], paths: Paths
@@ -222,6 +222,7 @@ class TokenDrawer:
 
     def run(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
         """Compute a batch and draw the next draft token of every row."""
+        batch.needs_logits = draws is None or self._ranks
         output = self._backend.run(batch, draws)
         if draws is None:
             return self._draw(output.logits, runs())

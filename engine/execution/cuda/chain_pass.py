@@ -20,6 +20,9 @@ from engine.models.causal_lm import CausalLM, forward
 from engine.sampling import noise
 from engine.sampling.row_shaping import RowShaping, count_tokens, shaped, unshaped
 
+LENGTHS = (3, 9)
+"""Tokens of a row that the first pass computes: few sizes, because each needs a recording per number of passes."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class ChainShape:
@@ -36,6 +39,17 @@ class ChainShape:
     steps: int
     num_ranked: int = 0
     is_shaped: bool = False
+
+
+def chain_shape(chain: ChainBatch, first: Shape | None) -> ChainShape | None:
+    """Return the smallest shape that holds a chain, whose first pass has a shape; None if there is none."""
+    if first is None or first.num_extra or chain.first.paged.groups[0].rows != len(chain.lengths):
+        return None
+    length = next((length for length in LENGTHS if length >= first.length), None)
+    if length is None:
+        return None
+    first = Shape(max(2, first.rows), length, 0, first.width)
+    return ChainShape(first, len(chain.draws), chain.num_ranked, chain.shaping is not None)
 
 
 class ChainPass(StaticPass):

@@ -17,15 +17,13 @@ from torch import Tensor
 from engine.execution.attention import KVTensors
 from engine.execution.backend import ChainBatch, ChainOutput, PassOutput
 from engine.execution.batch import ForwardBatch
-from engine.execution.cuda.chain_pass import ChainPass, ChainShape
+from engine.execution.cuda.chain_pass import ChainPass, ChainShape, chain_shape
 from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass
 from engine.models.causal_lm import CausalLM
 from engine.sampling.noise import Draws
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (1, 2, 3, 5, 9, 16, 24)
-CHAIN_LENGTHS = (3, 9)
-"""Tokens of a row that a chain's first pass computes: few sizes, because each needs a graph per number of passes."""
 NUM_EXTRA = (0, 4, 8, 16)
 SHORT_CONTEXT = 8192
 """Tokens of the smaller of two block tables."""
@@ -79,12 +77,12 @@ class Graphs:
         static, graph = self._recorded[shape]
         static.fill(batch, draws)
         graph.replay()
-        return static.output(len(batch.logit_indices), draws)
+        return static.output(batch, draws)
 
     def draw_chain(self, chain: ChainBatch) -> ChainOutput | None:
         """Draw a chain with a graph; None if it exceeds the largest graph."""
-        shape = choose_chain(chain, self._widths)
-        if shape is None:
+        shape = chain_shape(chain, choose_shape(chain.first, self._widths))
+        if shape is None or not _fits(shape.first, self._kv.block_size):
             return None
         if shape not in self._chains:
             counts = self._counts if shape.is_shaped else None
@@ -132,19 +130,6 @@ def choose_shape(batch: ForwardBatch, widths: Sequence[int]) -> Shape | None:
     rows, length, num_extra, width = (choices[place] for choices, place in zip(steps, places, strict=True))
     shape = Shape(rows, _at_least_two_tokens(rows, length), num_extra, width)
     return shape if _fits(shape, batch.paged.kv.block_size) else None
-
-
-def choose_chain(chain: ChainBatch, widths: Sequence[int]) -> ChainShape | None:
-    """Return the smallest shape of passes that hold a chain, or None; see `choose_shape`."""
-    first = choose_shape(chain.first, widths)
-    if first is None or first.num_extra or chain.first.paged.groups[0].rows != len(chain.lengths):
-        return None
-    length = next((length for length in CHAIN_LENGTHS if length >= first.length), None)
-    if length is None:
-        return None
-    first = Shape(max(2, first.rows), length, 0, first.width)
-    shape = ChainShape(first, len(chain.draws), chain.num_ranked, chain.shaping is not None)
-    return shape if _fits(first, chain.first.paged.kv.block_size) else None
 
 
 def _at_least_two_tokens(rows: int, length: int) -> int:

@@ -151,17 +151,19 @@ class StaticPass:
             logits.copy_(forward(self._model.module, token_ids, positions, fields["logit_indices"].long(), context))
         return logits, fields["temperatures"].view(torch.float32), fields["keys"].view(-1, 2), fields["is_drawn"]
 
-    def output(self, count: int, draws: Draws | None) -> PassOutput:
-        """Return copies of the first `count` results, which later passes do not overwrite, if the draws need them."""
-        logits = self._outputs.logits[:count]
-        kept = logits.clone() if draws is None or draws.needs_logits else logits[:0]
-        scores = kept if draws is None else logits[:0]
-        if draws is not None and draws.needs_scores:
+    def output(self, batch: ForwardBatch, draws: Draws | None) -> PassOutput:
+        """Return copies of the batch's results, which later passes do not overwrite; logits only if it needs them."""
+        count = len(batch.logit_indices)
+        logits, tokens = self._outputs.logits[:count], self._outputs.tokens[:count].clone()
+        if not batch.needs_logits:
+            return PassOutput(logits[:0], logits[:0], tokens)
+        scores = logits = logits.clone()
+        if draws is not None:
             fields = self._device
             rows = torch.arange(1, count + 1, device=logits.device) * fields["is_drawn"][:count]
             temperatures = fields["temperatures"].view(torch.float32)[:count].unsqueeze(-1)
             scores = noise.scores(logits, temperatures, fields["keys"].view(-1, 2)[:count], rows, noise.gumbel)
-        return PassOutput(kept, scores, self._outputs.tokens[:count].clone())
+        return PassOutput(logits, scores, tokens)
 
     def _split(self, packed: Tensor) -> dict[str, Tensor]:
         """Return the fields of a packed tensor, by name; the last is as long as the rest of it."""

@@ -1,7 +1,5 @@
 """A static pass, computed on the CPU with interpreted kernels, gives what an eager pass gives, padding or not."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -67,7 +65,7 @@ def test_a_static_pass_gives_what_an_eager_pass_gives(backend, shape, drawn):
         draws = draws_for(len(batch.logit_indices)) if is_drawn else None
         static.fill(batch, draws)
         static.compute()
-        output, right = static.output(len(batch.logit_indices), draws), backend.run(other_batch, draws)
+        output, right = static.output(batch, draws), backend.run(other_batch, draws)
         torch.testing.assert_close(output.logits, right.logits, atol=2e-4, rtol=0)
         torch.testing.assert_close(output.scores, right.scores, atol=2e-4, rtol=0)
         assert torch.equal(output.tokens, output.scores.argmax(-1))
@@ -80,27 +78,26 @@ def test_results_stay_when_the_next_pass_is_computed(backend):
     kv = prefilled(backend, 1)
     static = static_pass(backend, kv, Shape(1, 2, 0, 11))
     batch = next_tokens([BLOCKS], [40], 2, kv, 1000)
-    static.fill(batch(0, torch.tensor([11])), None)
+    first_batch = batch(0, torch.tensor([11]))
+    static.fill(first_batch, None)
     static.compute()
-    first = static.output(1, None)
+    first = static.output(first_batch, None)
     before = first.logits.clone()
     static.fill(batch(1, first.tokens), None)
     static.compute()
     assert torch.equal(first.logits, before)
-    assert not torch.equal(static.output(1, None).logits, before)
+    assert not torch.equal(static.output(first_batch, None).logits, before)
 
 
 @torch.inference_mode()
-def test_logits_and_scores_are_copied_only_where_the_draws_need_them(backend):
+def test_logits_and_scores_are_returned_only_where_the_batch_needs_them(backend):
     kv = prefilled(backend, 1)
     static = static_pass(backend, kv, Shape(2, 5, 0, 11))
     batch, draws = build(BATCHES["a chain"], kv), draws_for(5)
     static.fill(batch, draws)
     static.compute()
-    whole = static.output(5, draws)
+    whole, batch.needs_logits = static.output(batch, draws), False
     assert torch.equal(whole.tokens, whole.scores.argmax(-1))
-    for needs_logits, needs_scores in [(False, False), (True, False), (False, True)]:
-        output = static.output(5, replace(draws, needs_logits=needs_logits, needs_scores=needs_scores))
-        assert torch.equal(output.tokens, whole.tokens)
-        assert torch.equal(output.logits, whole.logits if needs_logits else whole.logits[:0])
-        assert torch.equal(output.scores, whole.scores if needs_scores else whole.scores[:0])
+    output = static.output(batch, draws)
+    assert torch.equal(output.tokens, whole.tokens)
+    assert (len(whole.logits), len(whole.scores), len(output.logits), len(output.scores)) == (5, 5, 0, 0)

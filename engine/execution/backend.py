@@ -28,6 +28,10 @@ class PassOutput(NamedTuple):
     tokens: Tensor
 
 
+RankedTokens = tuple[Tensor, Tensor]
+"""The best scores of each row and their tokens, [n, m] each."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChainBatch:
     """The passes that draw some requests' chains, one token each per pass.
@@ -37,24 +41,14 @@ class ChainBatch:
         draws: one per pass.
         lengths: per row, the place of the token that the first pass draws.
         num_ranked: how many possible tokens are ranked at each position.
-        shaping: the rows' sampling parameters; None if none needs shaping.
-        prompts, outputs: per row, the tokens that its penalties count; empty without penalties.
+        shaping: what `row_shaping` returns; None if no row needs shaping.
     """
 
     first: ForwardBatch
     draws: Sequence[Draws]
     lengths: Sequence[int]
-    num_ranked: int = 0
-    shaping: RowShaping | None = None
-    prompts: Sequence[Sequence[int]] = ()
-    outputs: Sequence[Sequence[int]] = ()
-
-
-class ChainOutput(NamedTuple):
-    """The tokens [rows, passes] of chains, on the host after `wait`, and each pass's best scores and their tokens."""
-
-    tokens: Tensor
-    rankings: list[tuple[Tensor, Tensor]]
+    num_ranked: int
+    shaping: tuple[RowShaping, Tensor] | None
 
 
 class Backend(Protocol):
@@ -75,11 +69,15 @@ class Backend(Protocol):
 
     @property
     def draws_chains(self) -> bool:
-        """Whether `draw_chain` can be faster than a pass per token."""
+        """Whether `draw_chain` may be used."""
         ...
 
-    def draw_chain(self, chain: ChainBatch) -> ChainOutput | None:
-        """Launch all passes of some chains at once; None if they must be launched one by one."""
+    def draw_chain(self, chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
+        """Launch all passes of some chains at once; None if they must be launched one by one.
+
+        Returns:
+            [rows, passes] tokens, on the host after `wait`, and each pass's ranking, if tokens are to be ranked.
+        """
         ...
 
     def wait(self) -> None:

@@ -6,7 +6,7 @@ from torch import Tensor
 from engine.config import CompileProgress
 from engine.errors import ModelError
 from engine.execution.attention import KVTensors
-from engine.execution.backend import Backend, ChainBatch, ChainOutput, PassOutput
+from engine.execution.backend import Backend, ChainBatch, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.models.causal_lm import CausalLM
 from engine.models.first_layers import first_layers
@@ -40,9 +40,8 @@ class EagerBackend:
         """Eager passes are launched one by one."""
         return False
 
-    def draw_chain(self, _chain: ChainBatch) -> ChainOutput | None:
-        """Leave it to passes that are launched one by one."""
-        return None
+    def draw_chain(self, _chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
+        """Do nothing; see `draws_chains`."""
 
     def wait(self) -> None:
         """Wait until every launched pass is over; on a CPU, `run` itself has waited."""

@@ -110,14 +110,14 @@ def plan_draws(
     device: torch.device,
     steps: int = 1,
     *,
-    draws_shaped: bool = False,
+    draws_all: bool = False,
 ) -> list[Draws]:
     """Return the temperatures and noise keys for `steps` passes that draw a token per row, one position further each.
 
     Args:
         params: per row; rows that need shaping get greedy draws, to be replaced by draws from shaped logits.
         positions: per row, the position of the token that the first step draws.
-        draws_shaped: the passes shape logits themselves, so that rows that need it are drawn, too.
+        draws_all: the passes shape logits themselves, so that rows that need it are drawn, too.
     """
     # Rows with the same seed and position share one key, because noise costs more than a lookup.
     key_rows: dict[tuple[int, int], int] = {}
@@ -126,7 +126,7 @@ def plan_draws(
     drawn = {
         key
         for key, sampling in distinct.items()
-        if sampling.temperature > 0 and (draws_shaped or not needs_shaping(sampling))
+        if sampling.temperature > 0 and (draws_all or not needs_shaping(sampling))
     }
     for i, (sampling, position) in enumerate(zip(params, positions, strict=True)):
         if id(sampling) in drawn:

@@ -51,10 +51,7 @@ class Rule:
 
     @property
     def needs_invariant_draft(self) -> bool:
-        """Whether the draft's numbers must not depend on its batch: the rule judges by the draft's distributions.
-
-        Otherwise the draft's rounding changes only which tokens are drafted, never the text.
-        """
+        """Whether no number of the draft may depend on its batch; if not, its rounding never changes a text."""
         return self.needs_draft_rows
 
 

@@ -1,6 +1,7 @@
 """TokenDrawer: runs the passes of a draft model and draws tokens from them, for a chain one pass per token."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -130,7 +131,10 @@ class TokenDrawer:
         heads = [len(chain.token_ids) for chain in chains]
         lengths = [len(request.token_ids) + head for request, head in zip(requests, heads, strict=True)]
         depth = max(counts)
-        drawn = self._draw_at_once(batch, requests, tables, chains, depth) or []
+        drawn: list[Drawn] = []
+        if depth > 1 and self._backend.draws_chains:
+            tokens = [chain.token_ids for chain in chains]
+            drawn = self._draw_at_once(batch, requests, tables, tokens, lengths, depth) or []
         plan = [] if drawn else self.plan(requests, [[head] for head in heads], depth)
 
         def paths() -> list[list[list[int]]]:
@@ -154,45 +158,27 @@ class TokenDrawer:
         batch: ForwardBatch,
         requests: Sequence[Request],
         tables: Sequence[Sequence[int]],
-        chains: Sequence[Chain],
+        heads: Sequence[Sequence[int]],
+        lengths: Sequence[int],
         depth: int,
     ) -> list[Drawn] | None:
-        """Launch all passes of the chains at once; None if rule, parameters or backend need them one by one."""
-        ranks_all = self._ranks and self._num_ranked is None
-        if depth == 1 or not self._backend.draws_chains or self._needs_logits or ranks_all:
+        """Launch all passes at once; None if rule, parameters or backend need them one by one."""
+        if self._needs_logits or len(batch.paged.groups) > 1 or (self._ranks and self._num_ranked is None):
             return None
-        if len(batch.paged.groups) > 1:
-            return None
-        vocab, (group,) = self._backend.info.vocab_size, batch.paged.groups
-        params, heads = [request.params for request in requests], [chain.token_ids for chain in chains]
-        lengths = [len(request.token_ids) + len(head) for request, head in zip(requests, heads, strict=True)]
-        shaping, prompts, outputs = None, [], []
+        params, vocab, shaping = [request.params for request in requests], self._backend.info.vocab_size, None
         if any(needs_shaping(one) for one in params):
-            eos = self._backend.info.eos_token_ids
-            ends = [(*eos, *one.stop_token_ids) for one in params]
-            num_outputs = [length - request.prompt_length for length, request in zip(lengths, requests, strict=True)]
-            shaping = row_shaping(params, ends, num_outputs, vocab)
+            shaping = row_shaping(requests, heads, self._backend.info.eos_token_ids, vocab)
             if shaping is None:
                 return None
-            has_penalties = [one.has_penalties for one in params]
-            prompts = [
-                request.token_ids[request.source_length : request.prompt_length] if penalised else []
-                for request, penalised in zip(requests, has_penalties, strict=True)
-            ]
-            outputs = [
-                [*request.output, *head] if penalised else []
-                for request, head, penalised in zip(requests, heads, has_penalties, strict=True)
-            ]
-        draws = plan_draws(params, lengths, self._kv.input_device, depth, draws_shaped=shaping is not None)
-        group.blocks = table_tensor(tables, self._kv.input_device)
+        draws = plan_draws(params, lengths, self._kv.input_device, depth, draws_all=shaping is not None)
+        batch.paged.groups[0].blocks = table_tensor(tables, self._kv.input_device)
         num_ranked = min(self._num_ranked or 0, vocab)
-        output = self._backend.draw_chain(ChainBatch(batch, draws, lengths, num_ranked, shaping, prompts, outputs))
+        output = self._backend.draw_chain(ChainBatch(batch, draws, lengths, num_ranked, shaping))
         if output is None:
             return None
-        drawn = [Drawn(tokens) for tokens in output.tokens.unbind(1)]
-        if not output.rankings:
-            return drawn
-        return [replace(one, ranking=Ranking(*best)) for one, best in zip(drawn, output.rankings, strict=True)]
+        rankings = [Ranking(*ranked) for ranked in output[1]]
+        steps = itertools.zip_longest(output[0].unbind(1), rankings)
+        return [Drawn(tokens, None, ranking) for tokens, ranking in steps]
 
     @property
     def _needs_logits(self) -> bool:

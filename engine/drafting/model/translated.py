@@ -47,7 +47,7 @@ def translated(backend: Backend, target: ModelSource, draft: ModelSource) -> Bac
 
 
 class TranslatedBackend:
-    """Runs a draft's passes with the target's token ids.
+    """Runs a draft's passes with the target's token ids, each by itself, because tokens are translated in between.
 
     Args:
         reads: [target's vocab] the draft's token for each of the target's.
@@ -55,7 +55,7 @@ class TranslatedBackend:
     """
 
     def __init__(self, backend: Backend, info: Any, reads: Tensor, shared: Tensor) -> None:
-        self.info = info
+        self.info, self.draws_chains = info, False
         self._backend = backend
         self._reads, self._shared = reads, shared.to(backend.device)
         self._sources = reads[shared].to(backend.device)
@@ -63,11 +63,6 @@ class TranslatedBackend:
     def __getattr__(self, name: str) -> Any:
         """Return whatever does not depend on token ids."""
         return getattr(self._backend, name)
-
-    @property
-    def draws_chains(self) -> bool:
-        """Tokens are translated between the passes of a chain."""
-        return False
 
     def run(self, batch: ForwardBatch, draws: noise.Draws | None = None) -> PassOutput:
         """Launch a pass; see `Backend.run`."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.config import ModelConfig
 from engine.errors import ModelError
 from engine.execution.attention import Group, KVTensors
-from engine.execution.backend import ChainBatch, ChainOutput, PassOutput
+from engine.execution.backend import ChainBatch, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
 from engine.execution.cuda.graphs import Graphs
@@ -73,8 +73,8 @@ class CudaBackend(EagerBackend):
         return any(kv.graphs is not None for kv in self._caches)
 
     @torch.inference_mode()
-    def draw_chain(self, chain: ChainBatch) -> ChainOutput | None:
-        """Launch all passes of some chains as one graph; see `Backend.draw_chain`."""
+    def draw_chain(self, chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
+        """Launch a graph; see `Backend.draw_chain`."""
         kv = chain.first.paged.kv
         assert isinstance(kv, GraphedKV)
         return None if kv.graphs is None else kv.graphs.draw_chain(chain)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.attention import KVTensors
-from engine.execution.backend import ChainBatch, ChainOutput, PassOutput
+from engine.execution.backend import ChainBatch, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch
 from engine.execution.cuda.chain_pass import ChainPass, ChainShape, chain_shape
 from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass
@@ -79,14 +79,13 @@ class Graphs:
         graph.replay()
         return static.output(batch, draws)
 
-    def draw_chain(self, chain: ChainBatch) -> ChainOutput | None:
+    def draw_chain(self, chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
         """Draw a chain with a graph; None if it exceeds the largest graph."""
         shape = chain_shape(chain, choose_shape(chain.first, self._widths))
         if shape is None or not _fits(shape.first, self._kv.block_size):
             return None
         if shape not in self._chains:
-            counts = self._counts if shape.is_shaped else None
-            static = ChainPass(self._model, self._kv, shape, self._outputs, counts)
+            static = ChainPass(self._model, self._kv, shape, self._outputs, self._counts)
             self._chains[shape] = static, self._capture(static)
         static, graph = self._chains[shape]
         static.fill_chain(chain)

@@ -38,8 +38,7 @@ class ChainBatch:
 
     Attributes:
         first: the first pass, a row of logits for each request; its block tables have room for the whole chains.
-        draws: one per pass.
-        lengths: per row, the place of the token that the first pass draws.
+        draws: one per pass; lengths: per row, the place of the token that the first pass draws.
         num_ranked: how many possible tokens are ranked at each position.
         shaping: what `row_shaping` returns; None if no row needs shaping.
     """

@@ -21,10 +21,7 @@ it returns is used instead: benches replace a part of the hardware so, in all pr
 
 
 def make_backend(model: CausalLM, source: ModelSource, *, invariant: bool = True) -> Backend:
-    """Return the backend of a loaded model's device.
-
-    Args:
-        invariant: whether no bit of a token may depend on its batch; see `Rule.needs_invariant_draft`.
+    """Return the backend of a loaded model's device; no bit depends on the batch if it must be `invariant`.
 
     Raises:
         ModelError: a trial pass fails, because the model cannot be served or does not fit into memory.

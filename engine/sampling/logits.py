@@ -17,7 +17,7 @@ from engine.protocols import Request
 from engine.sampling import noise
 from engine.sampling.grammar import Matcher
 from engine.sampling.noise import Draws
-from engine.sampling.row_shaping import below_min_p, penalise
+from engine.sampling.row_shaping import penalise
 from engine.sampling.top_tokens import keep_top
 
 
@@ -82,7 +82,8 @@ def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
     if any(0 < run.params.temperature != 1 for run in runs):
         logits.div_(_column(runs, logits, lambda params: params.temperature or 1.0))
     if any(run.params.min_p > 0 for run in runs):
-        logits.masked_fill_(below_min_p(logits, _column(runs, logits, lambda params: params.min_p)), float("-inf"))
+        floor = logits.amax(-1, keepdim=True) + _column(runs, logits, lambda params: params.min_p).log()
+        logits.masked_fill_(logits < floor, float("-inf"))
     if any(run.params.top_k > 0 or run.params.top_p < 1 for run in runs):
         keep_top(logits, [run.params for run in runs for _ in run.depths])
     return logits
@@ -122,12 +123,8 @@ def plan_draws(
     # Rows with the same seed and position share one key, because noise costs more than a lookup.
     key_rows: dict[tuple[int, int], int] = {}
     rows, temperatures = [0] * len(params), [1.0] * len(params)
-    distinct = {id(sampling): sampling for sampling in params}  # the rows of one request share theirs
-    drawn = {
-        key
-        for key, sampling in distinct.items()
-        if sampling.temperature > 0 and (draws_all or not needs_shaping(sampling))
-    }
+    distinct = {id(sampling): sampling for sampling in params if sampling.temperature > 0}  # a request's rows share one
+    drawn = {key for key, sampling in distinct.items() if draws_all or not needs_shaping(sampling)}
     for i, (sampling, position) in enumerate(zip(params, positions, strict=True)):
         if id(sampling) in drawn:
             rows[i] = key_rows.setdefault((sampling.seed or 0, position), len(key_rows) + 1)

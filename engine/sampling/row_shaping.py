@@ -78,7 +78,7 @@ def shaped(logits: Tensor, rows: RowShaping, counts: Tensor, draw: int) -> Tenso
     temperature, min_p, top_p, top_k, *penalties = torch.split(rows.numbers, 1, -1)
     logits = logits.scatter_add(-1, rows.biased_ids.long(), torch.where(rows.num_biased > draw, rows.biases, 0.0))
     logits = penalise(logits, counts > 0, counts & (_IN_PROMPT - 1), *penalties) / temperature
-    logits = logits.masked_fill(below_min_p(logits, min_p), float("-inf"))
+    logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + min_p.log(), float("-inf"))
     return top(logits, top_k.long(), top_p, logits.shape[-1])[0]
 
 
@@ -88,8 +88,3 @@ def penalise(
     """Return logits with penalties, [n, 1] each, for tokens `seen` in prompt or output and `counts` in the output."""
     logits = torch.where(seen, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     return logits - frequency * counts - presence * (counts > 0)
-
-
-def below_min_p(logits: Tensor, min_p: Tensor) -> Tensor:
-    """Return which tokens of logits [n, vocab] are less likely than the likeliest times min_p, [n, 1]."""
-    return logits < logits.amax(-1, keepdim=True) + min_p.log()

@@ -50,8 +50,9 @@ class SelfDrafter(TokenDrawer):
         drafts = (chain.draft() for chain in chains)
         return [replace(row, draft=next(drafts)) if row.draft.num_deferred else row for row in rows]
 
-    def _draw_at_once(self, *_: object) -> None:
+    def _draw_at_once(self, *_: object) -> list[Drawn]:
         """Draw pass by pass: every rank needs each token before the next pass."""
+        return []
 
     def run(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
         """Compute a batch; the next draft token of every row is the one that the deciding rank draws."""

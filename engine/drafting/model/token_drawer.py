@@ -101,6 +101,7 @@ class TokenDrawer:
         self._grammars = draft.grammars
         self.vocab_size = draft.vocab_size
         self._sends_rows = rule_of(config.verification).needs_draft_rows
+        self._needs_logits = self._sends_rows or draft.backend.info.vocab_size > draft.vocab_size
         self._ranks = ranks
         self._num_ranked = num_ranked
 
@@ -133,8 +134,7 @@ class TokenDrawer:
         depth = max(counts)
         drawn: list[Drawn] = []
         if depth > 1 and self._backend.draws_chains:
-            tokens = [chain.token_ids for chain in chains]
-            drawn = self._draw_at_once(batch, requests, tables, tokens, lengths, depth) or []
+            drawn = self._draw_at_once(batch, requests, table_tensor(tables, self._kv.input_device), chains, depth)
         plan = [] if drawn else self.plan(requests, [[head] for head in heads], depth)
 
         def paths() -> list[list[list[int]]]:
@@ -154,36 +154,26 @@ class TokenDrawer:
         extend(chains, drawn, range(len(chains)), counts)
 
     def _draw_at_once(
-        self,
-        batch: ForwardBatch,
-        requests: Sequence[Request],
-        tables: Sequence[Sequence[int]],
-        heads: Sequence[Sequence[int]],
-        lengths: Sequence[int],
-        depth: int,
-    ) -> list[Drawn] | None:
-        """Launch all passes at once; None if rule, parameters or backend need them one by one."""
+        self, batch: ForwardBatch, requests: Sequence[Request], tables: Tensor, chains: Sequence[Chain], depth: int
+    ) -> list[Drawn]:
+        """Launch all passes at once; return nothing if rule, parameters or backend need them one by one."""
         if self._needs_logits or len(batch.paged.groups) > 1 or (self._ranks and self._num_ranked is None):
-            return None
-        params, vocab, shaping = [request.params for request in requests], self._backend.info.vocab_size, None
-        if any(needs_shaping(one) for one in params):
-            shaping = row_shaping(requests, heads, self._backend.info.eos_token_ids, vocab)
+            return []
+        heads, info, shaping = [chain.token_ids for chain in chains], self._backend.info, None
+        if any(needs_shaping(request.params) for request in requests):
+            shaping = row_shaping(requests, heads, info.eos_token_ids, info.vocab_size)
             if shaping is None:
-                return None
-        draws = plan_draws(params, lengths, self._kv.input_device, depth, draws_all=shaping is not None)
-        batch.paged.groups[0].blocks = table_tensor(tables, self._kv.input_device)
-        num_ranked = min(self._num_ranked or 0, vocab)
+                return []
+        lengths = [len(request.token_ids) + len(head) for request, head in zip(requests, heads, strict=True)]
+        params, device = [request.params for request in requests], self._kv.input_device
+        draws = plan_draws(params, lengths, device, depth, draws_all=shaping is not None)
+        batch.paged.groups[0].blocks = tables
+        num_ranked = min(self._num_ranked or 0, info.vocab_size)
         output = self._backend.draw_chain(ChainBatch(batch, draws, lengths, num_ranked, shaping))
         if output is None:
-            return None
+            return []
         rankings = [Ranking(*ranked) for ranked in output[1]]
-        steps = itertools.zip_longest(output[0].unbind(1), rankings)
-        return [Drawn(tokens, None, ranking) for tokens, ranking in steps]
-
-    @property
-    def _needs_logits(self) -> bool:
-        """Whether the rule needs the distributions that are drawn from, or some tokens may not be drafted."""
-        return self._sends_rows or self._backend.info.vocab_size > self.vocab_size
+        return [Drawn(*step) for step in itertools.zip_longest(output[0].unbind(1), [None] * depth, rankings)]
 
     def plan(
         self, requests: Sequence[Request], depths: Sequence[Sequence[int]], steps: int = 1

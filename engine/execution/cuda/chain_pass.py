@@ -6,7 +6,7 @@ are applied by `row_shaping`. A grammar's masks come from the host, after it has
 a grammar cannot be one recording: it is drawn pass by pass.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +15,15 @@ from engine.execution.attention import Group, KVTensors, slots_of
 from engine.execution.backend import ChainBatch, RankedTokens
 from engine.execution.cuda.compiled_layers import TritonContext
 from engine.execution.cuda.kernels import draw_kernel
-from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass
+from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass, scores_of
 from engine.models.causal_lm import CausalLM, forward
-from engine.sampling import noise
 from engine.sampling.row_shaping import MAX_BIASED, RowShaping, shaped
 
 LENGTHS = (3, 9)
 """Tokens of a row that the first pass computes: few sizes, because each needs a recording per number of passes."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ChainShape:
+class ChainShape(NamedTuple):
     """The size of a chain's passes.
 
     Attributes:
@@ -52,16 +50,19 @@ def chain_shape(chain: ChainBatch, first: Shape | None) -> ChainShape | None:
 class ChainPass(StaticPass):
     """The passes of a chain of one shape. `fill_chain`, then `compute` or a recording of it, then `drawn`."""
 
-    def __init__(self, model: CausalLM, kv: KVTensors, shape: ChainShape, outputs: Outputs, counts: Tensor) -> None:
-        """Allocate the inputs and the chain's own outputs; `counts` [rows, vocab] int32 is shared by shaped chains."""
+    def __init__(self, model: CausalLM, kv: KVTensors, shape: ChainShape, outputs: Outputs) -> None:
+        """Allocate the inputs and the chain's own outputs; see `StaticPass`."""
         rows, later = shape.first.rows, shape.steps - 1
         sizes = {"later_keys": 2 * later * rows, "lengths": rows}
         if shape.is_shaped:
             sizes |= {"numbers": 7 * rows} | dict.fromkeys(RowShaping._fields[1:], MAX_BIASED * rows)
         more = {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
-        super().__init__(model, kv, shape.first, outputs, num_logits=rows, more=more)
+        if shape.is_shaped:  # rows without a request are shaped, too
+            more["numbers"] = torch.ones(7 * rows).view(torch.int32)
+        super().__init__(model, kv, shape.first, outputs, more)
         self.chain_shape = shape
-        self._counts = counts[:rows]
+        # How often each token was drawn: rows of logits that no chain uses, because its first pass has more tokens.
+        self._counts = outputs.logits[-rows:].view(torch.int32)
         self._rows = torch.arange(rows, device=model.device)
         self._later = torch.arange(later, device=model.device).unsqueeze(-1)
         self._tokens = torch.zeros((shape.steps, rows), dtype=torch.int64, device=model.device)
@@ -84,9 +85,9 @@ class ChainPass(StaticPass):
 
     def compute(self) -> None:
         """Compute the passes and draw their tokens."""
-        logits, temperatures, keys, is_drawn = self._compute_logits()
-        self._draw(0, logits, temperatures, keys, is_drawn)
         kv, (group,), rows = self._context.kv, self._context.groups, self.shape.rows
+        logits, temperatures, keys, is_drawn = self._compute_logits(rows)
+        self._draw(0, logits, temperatures, keys, is_drawn)
         places = (self._device["lengths"] + self._later).long()  # [steps - 1, rows]
         slots = slots_of(group.blocks.long(), places.T, kv.block_size).T.contiguous()
         positions = places.clamp(max=self._model.info.max_model_len - 1)
@@ -108,8 +109,7 @@ class ChainPass(StaticPass):
         if self.chain_shape.is_shaped:
             self._counts.scatter_add_(1, tokens.unsqueeze(-1), torch.ones_like(self._counts[:, :1]))
         if self.chain_shape.num_ranked:
-            rows_drawn = (self._rows + 1) * is_drawn
-            scores = noise.scores(logits, temperatures.unsqueeze(-1), keys, rows_drawn, noise.gumbel)
+            scores = scores_of(logits, temperatures, keys, is_drawn)
             torch.topk(scores, self.chain_shape.num_ranked, out=(self._top_scores[step], self._top_ids[step]))
 
     def drawn(self, count: int) -> tuple[Tensor, list[RankedTokens]]:

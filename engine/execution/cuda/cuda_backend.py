@@ -44,11 +44,7 @@ class CudaBackend(EagerBackend):
     """Runs a model on a GPU: with Triton attention at first, compiled and as graphs once it is warmed up."""
 
     def __init__(self, model: CausalLM, config: ModelConfig, *, invariant: bool = True) -> None:
-        """Choose how matrix products and noise are computed in this process.
-
-        Args:
-            invariant: whether matrix products must round alike in every batch; a draft's may be faster.
-        """
+        """Choose how products and noise are computed in this process; without `invariant` ones, bits may differ."""
         if invariant and model.dtype != torch.float32:
             make_invariant(model.module, model.dtype)
         noise.IMPLEMENTATIONS["cuda"] = draw_kernel.gumbel

@@ -4,7 +4,6 @@ A graph launches a whole pass at once; one by one, an 8B model's kernels take th
 the device to compute.
 """
 
-import functools
 import itertools
 import logging
 import time
@@ -85,17 +84,12 @@ class Graphs:
         if shape is None or not _fits(shape.first, self._kv.block_size):
             return None
         if shape not in self._chains:
-            static = ChainPass(self._model, self._kv, shape, self._outputs, self._counts)
+            static = ChainPass(self._model, self._kv, shape, self._outputs)
             self._chains[shape] = static, self._capture(static)
         static, graph = self._chains[shape]
         static.fill_chain(chain)
         graph.replay()
         return static.drawn(len(chain.lengths))
-
-    @functools.cached_property
-    def _counts(self) -> Tensor:
-        size = (ROWS[-1], self._model.info.vocab_size)
-        return torch.zeros(size, dtype=torch.int32, device=self._model.device)
 
     def _record(self, shape: Shape) -> None:
         static = StaticPass(self._model, self._kv, shape, self._outputs)

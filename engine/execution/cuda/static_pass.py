@@ -19,7 +19,7 @@ from engine.models.causal_lm import CausalLM, forward
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
-_FILLERS = {"token_ids": 0, "positions": 0, "slots": 0, "limits": 1}
+_FILLERS = {"token_ids": 0, "positions": 0, "slots": 0, "limits": 1, "logit_indices": 0, "is_drawn": 0}
 """What the fields of a token hold where a batch has none. Padding writes to block 0 and attends to place 0."""
 
 
@@ -55,31 +55,21 @@ class StaticPass:
     """A pass of one shape. `fill`, then `compute` or a recording of it, then `output`."""
 
     def __init__(
-        self,
-        model: CausalLM,
-        kv: KVTensors,
-        shape: Shape,
-        outputs: Outputs,
-        *,
-        num_logits: int | None = None,
-        more: Mapping[str, Tensor] | None = None,
+        self, model: CausalLM, kv: KVTensors, shape: Shape, outputs: Outputs, more: Mapping[str, Tensor] | None = None
     ) -> None:
         """Allocate the inputs; every pass of a model leaves its results in `outputs`.
 
         Args:
-            num_logits: rows of logits; as many as tokens if None.
-            more: further inputs as they are where a batch has none, int32 or float32, by name.
+            more: further inputs, int32, by name, as they are where a batch has none.
         """
         self._model = model
         self._outputs = outputs
         self.shape = shape
         tokens = shape.tokens
-        self._num_logits = num_logits or tokens
         fields = {name: torch.full((tokens,), filler, dtype=torch.int32) for name, filler in _FILLERS.items()}
-        fields |= {name: torch.zeros(self._num_logits, dtype=torch.int32) for name in ("logit_indices", "is_drawn")}
-        fields["keys"] = torch.zeros(2 * self._num_logits, dtype=torch.int32)
-        fields["temperatures"] = torch.ones(self._num_logits).view(torch.int32)
-        fields |= {name: filler.flatten().view(torch.int32) for name, filler in (more or {}).items()}
+        fields["keys"] = torch.zeros(2 * tokens, dtype=torch.int32)
+        fields["temperatures"] = torch.ones(tokens).view(torch.int32)
+        fields |= more or {}
         fields["extra"] = torch.full((tokens * shape.num_extra,), -1, dtype=torch.int32)
         fields["blocks"] = torch.zeros(shape.width * shape.rows, dtype=torch.int32)  # last, since it is cut
         self._template = torch.cat(list(fields.values()))
@@ -140,16 +130,21 @@ class StaticPass:
 
     def compute(self) -> None:
         """Compute the batch in the buffers."""
-        logits, temperatures, keys, is_drawn = self._compute_logits()
-        self._outputs.tokens[: len(logits)].copy_(draw_kernel.draw(logits, temperatures, keys, is_drawn))
+        self._outputs.tokens[: self.shape.tokens].copy_(draw_kernel.draw(*self._compute_logits(self.shape.tokens)))
 
-    def _compute_logits(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Compute the batch's logits into the outputs; return them and the other arguments of `draw_kernel.draw`."""
-        fields, logits = self._device, self._outputs.logits[: self._num_logits]
+    def _compute_logits(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Compute the first `count` rows of logits into the outputs; return the arguments of `draw_kernel.draw`."""
+        fields, logits = self._device, self._outputs.logits[:count]
         with self._context.current() as context:
-            token_ids, positions = fields["token_ids"].long(), fields["positions"].long()
-            logits.copy_(forward(self._model.module, token_ids, positions, fields["logit_indices"].long(), context))
-        return logits, fields["temperatures"].view(torch.float32), fields["keys"].view(-1, 2), fields["is_drawn"]
+            token_ids, positions, indices = (
+                fields[name].long() for name in ("token_ids", "positions", "logit_indices")
+            )
+            logits.copy_(forward(self._model.module, token_ids, positions, indices[:count], context))
+        return logits, *self._draw_arguments(count)
+
+    def _draw_arguments(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        temperatures, keys, is_drawn = (self._device[name] for name in ("temperatures", "keys", "is_drawn"))
+        return temperatures.view(torch.float32)[:count], keys.view(-1, 2)[:count], is_drawn[:count]
 
     def output(self, batch: ForwardBatch, draws: Draws | None) -> PassOutput:
         """Return copies of the batch's results, which later passes do not overwrite; logits only if it needs them."""
@@ -159,13 +154,16 @@ class StaticPass:
             return PassOutput(logits[:0], logits[:0], tokens)
         scores = logits = logits.clone()
         if draws is not None:
-            fields = self._device
-            rows = torch.arange(1, count + 1, device=logits.device) * fields["is_drawn"][:count]
-            temperatures = fields["temperatures"].view(torch.float32)[:count].unsqueeze(-1)
-            scores = noise.scores(logits, temperatures, fields["keys"].view(-1, 2)[:count], rows, noise.gumbel)
+            scores = scores_of(logits, *self._draw_arguments(count))
         return PassOutput(logits, scores, tokens)
 
     def _split(self, packed: Tensor) -> dict[str, Tensor]:
         """Return the fields of a packed tensor, by name; the last is as long as the rest of it."""
         sizes = [*self._sizes[:-1], len(packed) - sum(self._sizes[:-1])]
         return dict(zip(self._names, torch.split(packed, sizes), strict=True))
+
+
+def scores_of(logits: Tensor, temperatures: Tensor, keys: Tensor, is_drawn: Tensor) -> Tensor:
+    """Return the scores [n, vocab] that `draw_kernel.draw` compares."""
+    rows = torch.arange(1, len(logits) + 1, device=logits.device) * is_drawn
+    return noise.scores(logits, temperatures.unsqueeze(-1), keys, rows, noise.gumbel)

@@ -88,7 +88,8 @@ CASES = [
     (["0.7"], 2, False),
     (["greedy", "0.7", "1"], 4, False),
     (["top_k and min_p", "1"], 5, True),
-    (["top_p", "penalties", "greedy", "biases"], 3, True),
+    (["top_p", "penalties", "greedy"], 3, True),
+    (["biases"], 3, True),
 ]
 
 

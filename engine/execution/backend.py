@@ -55,6 +55,8 @@ class Backend(Protocol):
 
     info: ModelInfo
     device: torch.device
+    draws_chains: bool
+    """Whether `draw_chain` may be called."""
 
     def run(self, batch: ForwardBatch, draws: Draws | None = None) -> PassOutput:
         """Launch a pass: write the batch's keys and values to their slots, and return logits and drawn tokens.
@@ -64,11 +66,6 @@ class Backend(Protocol):
         Args:
             draws: temperature and noise of every logit row; None for greedy draws.
         """
-        ...
-
-    @property
-    def draws_chains(self) -> bool:
-        """Whether `draw_chain` may be used."""
         ...
 
     def draw_chain(self, chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:

@@ -230,12 +230,6 @@ def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[list[int]]
     return [padded[first : first + length] for first in range(0, len(padded), length)]
 
 
-def table_tensor(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return block tables as a tensor [rows, width], padded with block 0."""
-    width = max(len(table) for table in tables)
-    return torch.tensor([_padded(table, width, 0) for table in tables], dtype=torch.int64, device=device)
-
-
 def next_tokens(
     tables: Sequence[Sequence[int]],
     lengths: Sequence[int],
@@ -256,7 +250,8 @@ def next_tokens(
         A function of a step, from 0, and of its token ids [rows]; it returns the step's batch.
     """
     device = kv.input_device
-    blocks = table_tensor(tables, device)
+    width = max(len(table) for table in tables)
+    blocks = torch.tensor([_padded(table, width, 0) for table in tables], dtype=torch.int64, device=device)
     ends = [[[length + step] for length in lengths] for step in range(steps + 1)]
     places = torch.tensor(ends, dtype=torch.int64, device=device)  # [steps + 1, rows, 1]
     positions = places.clamp(max=max_length - 1)

@@ -26,6 +26,7 @@ class EagerBackend:
         self.model = model
         self.info = model.info
         self.device = model.device
+        self.draws_chains = False
         self._try()
 
     @torch.inference_mode()
@@ -35,13 +36,8 @@ class EagerBackend:
         scores = logits if draws is None else noise.noised_logits(logits, draws)
         return PassOutput(logits, scores, scores.argmax(-1))
 
-    @property
-    def draws_chains(self) -> bool:
-        """Eager passes are launched one by one."""
-        return False
-
     def draw_chain(self, _chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
-        """Do nothing; see `draws_chains`."""
+        """Do nothing: eager passes are launched one by one."""
 
     def wait(self) -> None:
         """Wait until every launched pass is over; on a CPU, `run` itself has waited."""

@@ -106,25 +106,19 @@ def forbid(logits: Tensor, masks: Sequence[bytes]) -> None:
 
 
 def plan_draws(
-    params: Sequence[SamplingParams],
-    positions: Sequence[int],
-    device: torch.device,
-    steps: int = 1,
-    *,
-    draws_all: bool = False,
+    params: Sequence[SamplingParams], positions: Sequence[int], device: torch.device, steps: int = 1
 ) -> list[Draws]:
     """Return the temperatures and noise keys for `steps` passes that draw a token per row, one position further each.
 
     Args:
         params: per row; rows that need shaping get greedy draws, to be replaced by draws from shaped logits.
         positions: per row, the position of the token that the first step draws.
-        draws_all: the passes shape logits themselves, so that rows that need it are drawn, too.
     """
     # Rows with the same seed and position share one key, because noise costs more than a lookup.
     key_rows: dict[tuple[int, int], int] = {}
     rows, temperatures = [0] * len(params), [1.0] * len(params)
-    distinct = {id(sampling): sampling for sampling in params if sampling.temperature > 0}  # a request's rows share one
-    drawn = {key for key, sampling in distinct.items() if draws_all or not needs_shaping(sampling)}
+    distinct = {id(sampling): sampling for sampling in params}  # the rows of one request share theirs
+    drawn = {key for key, sampling in distinct.items() if sampling.temperature > 0 and not needs_shaping(sampling)}
     for i, (sampling, position) in enumerate(zip(params, positions, strict=True)):
         if id(sampling) in drawn:
             rows[i] = key_rows.setdefault((sampling.seed or 0, position), len(key_rows) + 1)

@@ -1,7 +1,6 @@
 """RowShaping: sampling parameters as tensors, applied without looking at them, so that a CUDA graph can record it.
 
-`logits.shape` calls the same functions, for the rows that need them. A grammar's masks depend on the drawn tokens and
-come from the host, so rows with a grammar have no such tensors.
+The result is that of `logits.shape`. A grammar has no such tensors: its masks depend on tokens and come from the host.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from engine.sampling.top_tokens import top
 
 MAX_BIASED = 64
 """Biased tokens of a row, tokens that end the text included."""
-_ALWAYS = 2**31 - 1
 _IN_PROMPT = 1 << 30
 """Added to the count of a token that is in the prompt."""
 
@@ -50,7 +48,7 @@ def row_shaping(
     for row, (request, tokens) in enumerate(zip(requests, drafted, strict=True)):
         params, missing = request.params, request.params.min_tokens - request.num_output_tokens - len(tokens)
         ends = {*end_ids, *params.stop_token_ids} if missing > 0 else ()
-        biased = [(token, bias, _ALWAYS) for token, bias in params.logit_bias.items() if token < vocab]
+        biased = [(token, bias, 2**31 - 1) for token, bias in params.logit_bias.items() if token < vocab]
         biased += [(token, float("-inf"), missing) for token in ends if token < vocab]
         if params.grammar is not None or len(biased) > MAX_BIASED:
             return None

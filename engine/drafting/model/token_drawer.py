@@ -14,7 +14,8 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import RankedRow, Ranking
 from engine.execution.attention import KVTensors
 from engine.execution.backend import ChainBatch
-from engine.execution.batch import ForwardBatch, next_tokens, table_tensor
+from engine.execution.batch import ForwardBatch, next_tokens
+from engine.params import SamplingParams
 from engine.protocols import Draft, Request, chain
 from engine.sampling import noise
 from engine.sampling.grammar import matcher_of
@@ -133,8 +134,10 @@ class TokenDrawer:
         lengths = [len(request.token_ids) + head for request, head in zip(requests, heads, strict=True)]
         depth = max(counts)
         drawn: list[Drawn] = []
+        source_lengths, max_length = [request.source_length for request in requests], self._backend.info.max_model_len
         if depth > 1 and self._backend.draws_chains:
-            drawn = self._draw_at_once(batch, requests, table_tensor(tables, self._kv.input_device), chains, depth)
+            later = next_tokens(tables, lengths, 1, self._kv, max_length)(0, batch.token_ids)
+            drawn = self._draw_at_once(batch, requests, later, chains, depth)
         plan = [] if drawn else self.plan(requests, [[head] for head in heads], depth)
 
         def paths() -> list[list[list[int]]]:
@@ -143,8 +146,6 @@ class TokenDrawer:
 
         for step in range(len(plan)):
             if step == 1:  # while the first pass computes
-                source_lengths = [request.source_length for request in requests]
-                max_length = self._backend.info.max_model_len
                 next_batch = next_tokens(tables, lengths, depth - 1, self._kv, max_length, source_lengths)
             if step:
                 batch = next_batch(step - 1, drawn[-1].tokens)
@@ -154,22 +155,23 @@ class TokenDrawer:
         extend(chains, drawn, range(len(chains)), counts)
 
     def _draw_at_once(
-        self, batch: ForwardBatch, requests: Sequence[Request], tables: Tensor, chains: Sequence[Chain], depth: int
+        self, first: ForwardBatch, requests: Sequence[Request], later: ForwardBatch, chains: Sequence[Chain], depth: int
     ) -> list[Drawn]:
         """Launch all passes at once; return nothing if rule, parameters or backend need them one by one."""
-        if self._needs_logits or len(batch.paged.groups) > 1 or (self._ranks and self._num_ranked is None):
+        if self._needs_logits or len(first.paged.groups) > 1 or (self._ranks and self._num_ranked is None):
             return []
         heads, info, shaping = [chain.token_ids for chain in chains], self._backend.info, None
-        if any(needs_shaping(request.params) for request in requests):
+        params = [request.params for request in requests]
+        if any(needs_shaping(one) for one in params):
             shaping = row_shaping(requests, heads, info.eos_token_ids, info.vocab_size)
             if shaping is None:
                 return []
+            params = [SamplingParams(temperature=one.temperature, seed=one.seed) for one in params]
         lengths = [len(request.token_ids) + len(head) for request, head in zip(requests, heads, strict=True)]
-        params, device = [request.params for request in requests], self._kv.input_device
-        draws = plan_draws(params, lengths, device, depth, draws_all=shaping is not None)
-        batch.paged.groups[0].blocks = tables
+        draws = plan_draws(params, lengths, self._kv.input_device, depth)
+        first.paged.groups[0].blocks = later.paged.groups[0].blocks
         num_ranked = min(self._num_ranked or 0, info.vocab_size)
-        output = self._backend.draw_chain(ChainBatch(batch, draws, lengths, num_ranked, shaping))
+        output = self._backend.draw_chain(ChainBatch(first, draws, lengths, num_ranked, shaping))
         if output is None:
             return []
         rankings = [Ranking(*ranked) for ranked in output[1]]

@@ -52,8 +52,8 @@ class ChainPass(StaticPass):
 
     def __init__(self, model: CausalLM, kv: KVTensors, shape: ChainShape, outputs: Outputs) -> None:
         """Allocate the inputs and the chain's own outputs; see `StaticPass`."""
-        rows, later = shape.first.rows, shape.steps - 1
-        sizes = {"later_keys": 2 * later * rows, "lengths": rows}
+        rows, num_later = shape.first.rows, shape.steps - 1
+        sizes = {"later_keys": 2 * num_later * rows, "lengths": rows}
         if shape.is_shaped:
             sizes |= {"numbers": 7 * rows} | dict.fromkeys(RowShaping._fields[1:], MAX_BIASED * rows)
         more = {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
@@ -64,7 +64,7 @@ class ChainPass(StaticPass):
         # How often each token was drawn: rows of logits that no chain uses, because its first pass has more tokens.
         self._counts = outputs.logits[-rows:].view(torch.int32)
         self._rows = torch.arange(rows, device=model.device)
-        self._later = torch.arange(later, device=model.device).unsqueeze(-1)
+        self._later = torch.arange(num_later, device=model.device).unsqueeze(-1)
         self._tokens = torch.zeros((shape.steps, rows), dtype=torch.int64, device=model.device)
         self._top_scores = torch.zeros((shape.steps, rows, shape.num_ranked), device=model.device)
         self._top_ids = torch.zeros_like(self._top_scores, dtype=torch.int64)
@@ -94,8 +94,9 @@ class ChainPass(StaticPass):
         limits = (places + 1).clamp(max=self.shape.width * kv.block_size)
         later_keys = self._device["later_keys"].view(-1, rows, 2)
         for step, tokens in enumerate(self._tokens[:-1]):
-            columns = (one[step].view(rows, 1) for one in (positions, slots, limits))
-            with TritonContext(kv, [Group(0, rows, 1, group.blocks, *columns)], slots[step]).current() as context:
+            position, place, limit = (one[step].view(rows, 1) for one in (positions, slots, limits))
+            later = Group(0, rows, 1, group.blocks, position, place, limit)
+            with TritonContext(kv, [later], slots[step]).current() as context:
                 logits.copy_(forward(self._model.module, tokens, positions[step], self._rows, context))
             self._draw(step + 1, logits, temperatures, later_keys[step], is_drawn)
 

@@ -53,6 +53,7 @@ class CudaBackend(EagerBackend):
         self._is_compiled = False
         self._thinned: list[CudaBackend] = []
         super().__init__(model)
+        self.draws_chains = config.compile != "off"
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, draws: Draws | None = None) -> PassOutput:
@@ -62,11 +63,6 @@ class CudaBackend(EagerBackend):
         if kv.graphs is not None and (output := kv.graphs.run(batch, draws)) is not None:
             return output
         return super().run(batch, draws and _draws_on(draws, self.device))
-
-    @property
-    def draws_chains(self) -> bool:
-        """Whether there are graphs."""
-        return any(kv.graphs is not None for kv in self._caches)
 
     @torch.inference_mode()
     def draw_chain(self, chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:

@@ -26,16 +26,12 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, temperatures: Tensor, keys: Tensor, is_drawn: Tensor) -> Tensor:
-    """Return each row's token, the argmax of its logits over temperature plus noise; ties go to the lowest id.
+    """Return each row's token [n] int64: the argmax of its logits over temperature plus noise, the lowest id of equals.
 
     Args:
-        logits: [n, vocab] float32.
-        temperatures: [n] float32.
-        keys: [n, 2] int32.
+        logits: [n, vocab] float32; a row without any number draws token 0.
+        temperatures: [n] float32; keys: [n, 2] int32.
         is_drawn: [n] int32; rows of 0 are greedy, without temperature and noise.
-
-    Returns:
-        [n] int64; 0 for a row without numbers.
     """
     count, vocab = logits.shape
     num_tiles = triton.cdiv(vocab, _TILE)

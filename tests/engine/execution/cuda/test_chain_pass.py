@@ -50,7 +50,7 @@ def recorded(model, monkeypatch):
     monkeypatch.setattr(triton_attention, "MAX_SPLIT_LENGTH", 0)  # one kernel less to interpret
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(Graphs, "_capture", lambda _, static: SimpleNamespace(replay=static.compute))
-    return CudaBackend(model, ModelConfig("tiny"))
+    return CudaBackend(model, ModelConfig("tiny", compile="auto"))
 
 
 def drafter_of(backend, make=ModelDrafter, **settings):

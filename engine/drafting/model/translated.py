@@ -67,7 +67,7 @@ class TranslatedBackend:
     def run(self, batch: ForwardBatch, draws: noise.Draws | None = None) -> PassOutput:
         """Launch a pass; see `Backend.run`."""
         self._reads = self._reads.to(batch.token_ids.device)
-        output = self._backend.run(replace(batch, token_ids=self._reads[batch.token_ids]))
+        output = self._backend.run(replace(batch, token_ids=self._reads[batch.token_ids], needs_logits=True))
         logits = output.logits.new_full((len(output.logits), self.info.vocab_size), _NEVER)
         logits[:, self._shared] = output.logits[:, self._sources]
         scores = logits if draws is None else noise.noised_logits(logits, draws)

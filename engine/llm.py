@@ -23,6 +23,7 @@ from engine.models.source import shared_tokens
 from engine.params import SamplingParams, nth_seed
 from engine.protocols import FinishReason, RequestOutput, TokenLogprobs, run_in_process
 from engine.sampling.grammar import Grammars
+from engine.verification.rule import rule_of
 from engine.verification.verifier import ModelVerifier
 
 
@@ -103,7 +104,9 @@ class LLM:
         verifier = ModelVerifier(target, config, self._grammars, method.make_in_target)
         backends, draft = [target], None
         if draft_source is not None:
-            backend = make_backend(load_model(draft_source), draft_source, config, branches=branches)
+            invariant = rule_of(config.verification).needs_invariant_draft
+            model = load_model(draft_source)
+            backend = make_backend(model, draft_source, config, invariant=invariant, branches=branches)
             backends.append(translated(backend, target_source, draft_source))
             draft = DraftModel(backends[-1], info.vocab_size, self._grammars)
         self.engine = Engine(

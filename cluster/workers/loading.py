@@ -14,6 +14,7 @@ from engine.models.loader import load_model
 from engine.models.source import ModelSource
 from engine.protocols import Drafter
 from engine.sampling.grammar import Grammars
+from engine.verification.rule import rule_of
 from engine.verification.verifier import ModelVerifier
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,9 @@ def load_drafter(
     """Load the draft, to be warmed up, or raise ModelError; ids beyond the target's vocabulary are never drafted."""
     method = choose_method(engine, has_draft_model=True)
     branches = method.branches(engine, run_ahead=run_ahead)
-    backend = translated(make_backend(load_model(source), source, engine, branches=branches), target, source)
+    invariant = rule_of(engine.verification).needs_invariant_draft
+    backend = make_backend(load_model(source), source, engine, invariant=invariant, branches=branches)
+    backend = translated(backend, target, source)
     limit = target.vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=target.eos_token_ids)
     return method.make(engine, DraftModel(backend, limit, grammars, run_ahead)), backend

@@ -33,15 +33,17 @@ class KVTensors:
         self.block_size = block_size
         self.input_device = like.device
         # Zeros, because a masked entry is multiplied by a weight of 0, and 0 * nan is nan.
-        self.keys, self.values = (
-            [torch.zeros((*blocks, dim), dtype=like.dtype, device=like.device) for _ in range(shape.layers)]
+        self._stacked = [
+            torch.zeros((shape.layers, *blocks, dim), dtype=like.dtype, device=like.device)
             for dim in (shape.key_dim, shape.value_dim)
-        )
+        ]
+        self.keys, self.values = (list(caches) for caches in self._stacked)
 
     def first_layers(self, count: int) -> Self:
         """Return the cache of the first layers, in the same memory."""
         view = copy.copy(self)
         view.keys, view.values = self.keys[:count], self.values[:count]
+        view._stacked = [caches[:count] for caches in self._stacked]
         return view
 
     def slot(self, block_ids: Sequence[int], place: int) -> int:
@@ -50,11 +52,13 @@ class KVTensors:
         return block_ids[block] * self.block_size + offset
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots `sources` to `targets` in every layer, to keep an accepted path of a tree."""
-        index = torch.tensor([sources, targets], dtype=torch.int64, device=self.keys[0].device)
-        for cache in (*self.keys, *self.values):
-            slots = _as_bytes(cache).view(-1, *cache.shape[2:])
-            slots[index[1]] = slots[index[0]]
+        """Copy slots `sources` to `targets` in all layers at once, to keep an accepted path of a tree."""
+        device = self._stacked[0].device
+        index = torch.tensor([sources, targets], dtype=torch.int64, pin_memory=device.type == "cuda")
+        index = index.to(device, non_blocking=True)
+        for caches in self._stacked:
+            slots = _as_bytes(caches).view(len(caches), -1, *caches.shape[3:])
+            slots.index_copy_(1, index[1], slots.index_select(1, index[0]))
 
 
 @dataclass(slots=True)

@@ -1,5 +1,7 @@
 """Backend: a loaded model on a device, as drafters and verifiers use it."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,20 +12,43 @@ from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardBatch
 from engine.models.reducer import Reducer
 from engine.sampling.noise import Draws
+from engine.sampling.row_shaping import RowShaping
 
 
 class PassOutput(NamedTuple):
     """The result of a forward pass.
 
     Attributes:
-        logits: [n, vocab] float32, at the batch's `logit_indices`.
-        scores: [n, vocab] float32, logits over temperature plus noise.
+        logits: [n, vocab] float32, at the batch's `logit_indices`; may be empty if the batch does not need them.
+        scores: [n, vocab] float32, logits over temperature plus noise; likewise.
         tokens: [n] int64, the argmax of the scores, over all ranks.
     """
 
     logits: Tensor
     scores: Tensor
     tokens: Tensor
+
+
+RankedTokens = tuple[Tensor, Tensor]
+"""The best scores of each row and their tokens, [n, m] each."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChainBatch:
+    """The passes that draw some requests' chains, one token each per pass.
+
+    Attributes:
+        first: the first pass, a row of logits for each request; its block tables have room for the whole chains.
+        draws: one per pass; lengths: per row, the place of the token that the first pass draws.
+        num_ranked: how many possible tokens are ranked at each position.
+        shaping: what `row_shaping` returns; None if no row needs shaping.
+    """
+
+    first: ForwardBatch
+    draws: Sequence[Draws]
+    lengths: Sequence[int]
+    num_ranked: int
+    shaping: tuple[RowShaping, Tensor] | None
 
 
 class Backend(Protocol):
@@ -41,6 +66,18 @@ class Backend(Protocol):
 
         Args:
             draws: temperature and noise of every logit row; None for greedy draws. All ranks draw alike.
+        """
+        ...
+
+    def plan_chains(self, num_steps: int, num_ranked: int) -> bool:
+        """Return whether `draw_chain` may be called; `warm_up` prepares for chains of up to `num_steps` tokens."""
+        ...
+
+    def draw_chain(self, chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
+        """Launch all passes of some chains at once; None if they must be launched one by one.
+
+        Returns:
+            [rows, passes] tokens, on the host after `wait`, and each pass's ranking, if tokens are to be ranked.
         """
         ...
 

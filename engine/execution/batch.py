@@ -59,8 +59,8 @@ class ForwardBatch:
         logit_indices: [n] flat indices of the tokens that need logits, in row order.
         paged: the inputs of the attention function.
         source_inputs: the sources, which are computed first.
-        needs_logits: whether the caller reads the whole vocabulary's logits or scores; if not, ranks that compute a
-            slice each do not gather them. All ranks must say the same.
+        needs_logits: whether the caller reads logits or scores; if not, a backend may return tokens only, and ranks
+            that compute a slice of the vocabulary each do not gather them. All ranks must say the same.
     """
 
     token_ids: Tensor

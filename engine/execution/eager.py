@@ -6,7 +6,7 @@ from torch import Tensor
 from engine.config import CompileProgress
 from engine.errors import ModelError
 from engine.execution.attention import KVTensors
-from engine.execution.backend import Backend, PassOutput
+from engine.execution.backend import Backend, ChainBatch, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.models.causal_lm import CausalLM
 from engine.models.first_layers import first_layers
@@ -44,6 +44,13 @@ class EagerBackend:
         logits = reducer.gather(output.logits)
         scores = logits if output.scores is output.logits else reducer.gather(output.scores)
         return PassOutput(logits, scores, output.tokens)
+
+    def draw_chain(self, _chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
+        """Do nothing: eager passes are launched one by one."""
+
+    def plan_chains(self, num_steps: int, num_ranked: int) -> bool:
+        """Return False: passes are launched one by one."""
+        return False
 
     def wait(self) -> None:
         """Wait until every launched pass is over; on a CPU, `run` itself has waited."""

@@ -95,10 +95,12 @@ class CausalLM:
     def best_ids(self, scores: Tensor) -> Tensor:
         """Return each row's token with the highest score, [n] int64, for float32 scores [n, len(vocab_slice)]."""
         ids = scores.argmax(-1)
-        if (reducer := self.vocab_reducer) is None:
-            return ids
         best = scores.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-        return best_over_ranks(best, ids + self.vocab_slice.start, reducer)
+        return self.best_of_ranks(best, ids + self.vocab_slice.start)
+
+    def best_of_ranks(self, scores: Tensor, ids: Tensor) -> Tensor:
+        """Return each row's token with the highest score of all ranks, given this rank's, [n] float32 and int64."""
+        return ids if (reducer := self.vocab_reducer) is None else best_over_ranks(scores, ids, reducer)
 
     def forward(self, batch: Any) -> Tensor:
         """Compute a `ForwardBatch`; returns [n, len(vocab_slice)] logits in the model's number format."""

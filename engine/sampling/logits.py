@@ -17,6 +17,7 @@ from engine.protocols import Request
 from engine.sampling import noise
 from engine.sampling.grammar import Matcher
 from engine.sampling.noise import Draws
+from engine.sampling.row_shaping import penalise
 from engine.sampling.top_tokens import keep_top
 
 
@@ -202,12 +203,10 @@ def _penalise(logits: Tensor, runs: Sequence[Run]) -> None:
     if any(run.paths for run in chosen):
         counts += _count([path for run in chosen for path in run.paths or [()] * len(run.depths)], vocab, device)
     seen = in_prompt[run_of_row] | (counts > 0)
-    shaped = logits[rows]
     repetition = _column(chosen, logits, lambda params: params.repetition_penalty)
-    shaped = torch.where(seen, torch.where(shaped > 0, shaped / repetition, shaped * repetition), shaped)
-    shaped -= _column(chosen, logits, lambda params: params.frequency_penalty) * counts
-    shaped -= _column(chosen, logits, lambda params: params.presence_penalty) * (counts > 0)
-    logits[rows] = shaped
+    frequency = _column(chosen, logits, lambda params: params.frequency_penalty)
+    presence = _column(chosen, logits, lambda params: params.presence_penalty)
+    logits[rows] = penalise(logits[rows], seen, counts, repetition, frequency, presence)
 
 
 def _count(sequences: Sequence[Sequence[int]], vocab: int, device: torch.device) -> Tensor:

@@ -42,6 +42,10 @@ class Draws:
     keys: Tensor
     rows: Tensor
 
+    def row_keys(self) -> Tensor:
+        """Return every row's key, [n, 2] int32; a greedy row's means nothing."""
+        return self.keys[(self.rows - 1).clamp(min=0)] if len(self.keys) else self.keys.new_zeros(len(self.rows), 2)
+
 
 def keys(seeds: Sequence[int], positions: Sequence[int], stream: int, device: torch.device) -> Tensor:
     """Return the hash keys of (seed, position) pairs: [n, 2] int32."""

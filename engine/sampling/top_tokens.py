@@ -34,7 +34,7 @@ def keep_top(logits: Tensor, params: Sequence[SamplingParams]) -> None:
         rows = _copied(cut, logits.device)
         limit = _copied([limits[i] for i in cut], logits.device).unsqueeze(-1)
         top_p = _copied([params[i].top_p for i in cut], logits.device).unsqueeze(-1)
-        kept, is_complete = _top(logits[rows], limit, top_p, min(count, vocab))
+        kept, is_complete = top(logits[rows], limit, top_p, min(count, vocab))
         logits[rows] = kept
         if all(limits[i] <= count for i in cut):
             break
@@ -42,7 +42,7 @@ def keep_top(logits: Tensor, params: Sequence[SamplingParams]) -> None:
         count *= 16
 
 
-def _top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Keep top_k and top_p tokens, searched among the `count` most likely; `count` does not change the result.
 
     Args:

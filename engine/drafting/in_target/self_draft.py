@@ -26,7 +26,9 @@ from engine.sampling.noise import Draws
 
 
 class SelfDrafter(TokenDrawer):
-    """Drafts with the target; see `TargetDrafter`."""
+    """Drafts with the target; see `TargetDrafter`. All ranks need each token before the next pass."""
+
+    draws_chains = False
 
     def __init__(self, config: EngineConfig, backend: Backend, kv: KVTensors, grammars: Grammars | None = None) -> None:
         assert config.self_draft_layers is not None

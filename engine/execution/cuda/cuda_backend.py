@@ -20,11 +20,12 @@ from engine.config import CompileProgress, EngineConfig, ModelConfig
 from engine.control.stats import PREPARATION
 from engine.errors import ModelError
 from engine.execution.attention import Group, KVTensors
-from engine.execution.backend import PassOutput
+from engine.execution.backend import ChainBatch, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.cuda.chain_pass import ChainShape, chain_shapes
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
 from engine.execution.cuda.graphs import NUM_EXTRA, GraphRecorder, Graphs, Recorder, shapes
-from engine.execution.cuda.kernels import noise_kernel
+from engine.execution.cuda.kernels import draw_kernel
 from engine.execution.cuda.kernels.triton_attention import MAX_SPLIT_LENGTH
 from engine.execution.cuda.linear import MAX_KERNEL_ROWS, make_invariant
 from engine.execution.cuda.static_pass import Shape
@@ -68,12 +69,13 @@ class CudaBackend(EagerBackend):
             branches: as in `shapes`.
         """
         make_invariant(model.module, model.dtype, invariant=invariant)
-        noise.IMPLEMENTATIONS["cuda"] = noise_kernel.gumbel
+        noise.IMPLEMENTATIONS["cuda"] = draw_kernel.gumbel
         self._config, self._engine, self._branches, self._recorder = config, engine, branches, recorder
         self._is_invariant, self._is_compiled = invariant, False
         self._caches: weakref.WeakSet[GraphedKV] = weakref.WeakSet()
         self._thinned: list[CudaBackend] = []
         self._progress: CompileProgress | None = None
+        self._chains = 0, 0
         super().__init__(model)
 
     @torch.inference_mode()
@@ -84,6 +86,18 @@ class CudaBackend(EagerBackend):
         if kv.graphs is not None and (output := kv.graphs.run(batch, draws)) is not None:
             return self.gathered(batch, output)
         return super().run(batch, draws and _draws_on(draws, self.device))
+
+    def plan_chains(self, num_steps: int, num_ranked: int) -> bool:
+        """Record chains at warm-up; see `Backend.plan_chains`."""
+        self._chains = num_steps, num_ranked
+        return self._config.compile != "off"
+
+    @torch.inference_mode()
+    def draw_chain(self, chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
+        """Launch a graph; see `Backend.draw_chain`."""
+        kv = chain.first.paged.kv
+        assert isinstance(kv, GraphedKV)
+        return None if kv.graphs is None else kv.graphs.draw_chain(chain)
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Compute [n, vocab] float32 logits, or a rank's slice of them."""
@@ -159,7 +173,9 @@ class CudaBackend(EagerBackend):
         except (ModelError, RuntimeError, TritonError) as error:
             is_ready, reason = False, str(error)
         if self._agree(is_ready):
-            self._record(every, [kv.graphs for kv in new if kv.graphs is not None])
+            self._record(
+                [*every, *chain_shapes(every, *self._chains)], [kv.graphs for kv in new if kv.graphs is not None]
+            )
             return
         uncompile_layers(self.model.module)
         self._is_compiled = False
@@ -188,7 +204,7 @@ class CudaBackend(EagerBackend):
         self._is_compiled = True
         logger.info("%s: layers compiled in %.1f s", self.info.name, time.monotonic() - started)
 
-    def _record(self, every: Sequence[Shape], all_graphs: Sequence[Graphs]) -> None:
+    def _record(self, every: Sequence[Shape | ChainShape], all_graphs: Sequence[Graphs]) -> None:
         started, steps = time.monotonic(), list(itertools.product(all_graphs, every))
         logger.info("%s: recording %d graphs", self.info.name, len(steps))
         for done, (graphs, shape) in enumerate(steps):

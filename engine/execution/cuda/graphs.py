@@ -11,16 +11,18 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 from triton import TritonError  # type: ignore[import-untyped]
 
 from engine.config import EngineConfig
 from engine.control.stats import PREPARATION
 from engine.execution.attention import KVTensors
-from engine.execution.backend import PassOutput
+from engine.execution.backend import ChainBatch, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch
+from engine.execution.cuda.chain_pass import ChainPass, ChainShape, chain_shape
 from engine.execution.cuda.kernels.triton_attention import CHUNK
-from engine.execution.cuda.static_pass import Shape, StaticPass
+from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass
 from engine.models.causal_lm import CausalLM, kv_shape
 from engine.models.reducer import alone
 from engine.sampling.noise import Draws
@@ -88,14 +90,13 @@ class Graphs:
         self._kv = kv
         self._recorder = recorder
         self._agree = agree
-        self._recorded: dict[Shape, tuple[StaticPass, Callable[[], None]]] = {}
-        self._impossible: set[Shape] = set()
-        self._wanted: set[Shape] = set()
+        self._recorded: dict[Shape | ChainShape, tuple[StaticPass, Callable[[], None]]] = {}
+        self._impossible: set[Shape | ChainShape] = set()
+        self._wanted: set[Shape | ChainShape] = set()
         self._widths = sorted({shape.width for shape in shapes})
         self._max_tokens = max(_MAX_BRANCH_TOKENS, *(shape.tokens for shape in shapes))
         size = (self._max_tokens, len(model.vocab_slice))
-        self._outputs = PassOutput(
-            torch.empty(size, device=model.device),
+        self._outputs = Outputs(
             torch.empty(size, device=model.device),
             torch.empty(self._max_tokens, dtype=torch.int64, device=model.device),
         )
@@ -110,7 +111,20 @@ class Graphs:
         static, replay = self._recorded[shape]
         static.fill(batch, draws)
         replay()
-        return static.output(len(batch.logit_indices))
+        return static.output(batch, draws)
+
+    def draw_chain(self, chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
+        """Draw a chain with a graph; None if it has none, or exceeds the largest."""
+        shape = chain_shape(chain, choose_shape(chain.first, self._widths, self._max_tokens))
+        if shape not in self._recorded:
+            if shape is not None:
+                self._wanted.add(shape)
+            return None
+        static, replay = self._recorded[shape]
+        assert isinstance(static, ChainPass)
+        static.fill_chain(chain)
+        replay()
+        return static.drawn(chain)
 
     def record_wanted(self) -> bool:
         """Record one of the shapes that passes have had without a graph; return whether there are more."""
@@ -120,11 +134,12 @@ class Graphs:
         return bool(self._wanted)
 
     @torch.inference_mode()
-    def record(self, shape: Shape) -> None:
-        """Record a pass of a shape; if a rank cannot, passes of this shape run without a graph on all ranks."""
+    def record(self, shape: Shape | ChainShape) -> None:
+        """Record a pass or chain of a shape; if a rank cannot, those of this shape run without a graph on all ranks."""
         PREPARATION.observe("recorded")
         try:
-            static = StaticPass(self._model, self._kv, shape, self._outputs)
+            kind = ChainPass if isinstance(shape, ChainShape) else StaticPass
+            static = kind(self._model, self._kv, shape, self._outputs)
             recorded = static, self._recorder.record(static.compute)
         except (RuntimeError, TritonError) as error:  # most likely, the memory is full
             recorded = None
@@ -165,7 +180,7 @@ def graph_bytes(engine: EngineConfig, config: PreTrainedConfig, max_model_len: i
     tokens = max(_MAX_BRANCH_TOKENS, *(shape.tokens for shape in recorded))
     chunks = max(shape.tokens * -(-shape.width * engine.block_size // CHUNK) for shape in recorded)
     partial_bytes = chunks * text.num_attention_heads // world_size * (value_dim + 2) * torch.float32.itemsize
-    output_bytes = 2 * tokens * text.vocab_size * torch.float32.itemsize
+    output_bytes = tokens * text.vocab_size * torch.float32.itemsize
     communication_bytes = _COMMUNICATION_BYTES if world_size > 1 else 0
     return int(partial_bytes + output_bytes) + len(recorded) * _GRAPH_BYTES + communication_bytes
 

@@ -138,12 +138,14 @@ def test_padding_changes_no_entry_but_those_of_block_0():
 
 
 def test_moved_entries_are_those_of_an_accepted_path():
-    kv = KVTensors(KVShape(2, KV_HEADS, DIM, DIM), num_blocks=3, block_size=BLOCK, like=torch.empty(0))
-    for cache in (*kv.keys, *kv.values):
-        cache.view(-1, KV_HEADS, DIM)[:] = torch.arange(12.0).view(-1, 1, 1)
-    kv.move([6, 7], [5, 6])  # 7 goes where 6 came from
-    for cache in (*kv.keys, *kv.values):
-        assert cache.view(12, -1)[:, 0].tolist() == [0, 1, 2, 3, 4, 6, 7, 7, 8, 9, 10, 11]
+    kv = KVTensors(KVShape(3, KV_HEADS, DIM, DIM + 1), num_blocks=3, block_size=BLOCK, like=torch.empty(0))
+    for layer, cache in enumerate((*kv.keys, *kv.values)):
+        cache.view(12, KV_HEADS, -1)[:] = 100 * layer + torch.arange(12.0).view(-1, 1, 1)
+    kv.first_layers(2).move([6, 7], [5, 6])  # 7 goes where 6 came from
+    kv.move([1, 0], [0, 1])  # an exchange
+    for layer, cache in enumerate((*kv.keys, *kv.values)):
+        moved = [1, 0, 2, 3, 4, 6, 7, 7, 8, 9, 10, 11] if layer % 3 < 2 else [1, 0, *range(2, 12)]
+        assert (cache.view(12, -1) - 100 * layer == torch.tensor(moved).unsqueeze(-1)).all()
 
 
 def test_a_new_cache_holds_no_nan():

@@ -259,3 +259,13 @@ def test_an_ended_requests_matcher_is_released(model):
 def test_a_device_that_computes_while_the_host_goes_on_decides_the_same(params, model):
     rows = [make_row([3, 4, 5], params, first_block=1), make_row([6, 7], params, first_block=10)]
     assert verify(make_verifier(LateModel(model)), *rows) == verify(make_verifier(model), *rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs_logits"),
+    [({}, False), ({"temperature": 0.7}, False), ({"top_k": 2}, True), ({"logprobs": 0}, True)],
+)
+def test_logits_are_read_only_for_parameters_and_log_probabilities(settings, needs_logits, model):
+    row = make_row([3, 4, 5], SamplingParams(**settings), draft=chain([2]))
+    verify(make_verifier(model), row, make_row([6], first_block=9))
+    assert model.needs_logits == [needs_logits]

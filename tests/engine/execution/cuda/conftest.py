@@ -30,8 +30,13 @@ def uncompiled(monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Attention costs nothing, and means nothing."""
-    from engine.execution.cuda.kernels import triton_attention
+    """Attention costs nothing, and means nothing; tokens are drawn without kernels, which threads cannot interpret."""
+    from engine.execution.cuda.kernels import draw_kernel, triton_attention
 
     monkeypatch.setattr(triton_attention, "attend", lambda _g, query, _k, _v, output, _p: output.fill_(query.mean()))
     monkeypatch.setattr(triton_attention, "write", lambda *_: None)
+
+    def draw(logits, _temperatures, _keys, _is_drawn, first_id=0):
+        return first_id + logits.argmax(-1), logits.amax(-1)
+
+    monkeypatch.setattr(draw_kernel, "draw", draw)

@@ -227,3 +227,13 @@ def test_what_passes_came_without_is_recorded_when_idle(target_path, uncompiled,
     assert (len(recorder.computes), recorder.num_replays) == (known, 0)
     assert [backend.idle(), backend.idle(), backend.idle()] == [True, False, False]
     assert (len(recorder.computes), preparation.counts["recorded"]) == (known + 2, 0)
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_a_backend_says_whether_its_products_must_be_invariant(invariant, monkeypatch):
+    made = []
+    monkeypatch.setattr(cuda_backend, "make_invariant", lambda *arguments, **options: made.append(options))
+    make_cuda_backend(
+        random_model("tiny", torch.device("cpu"), torch.bfloat16), ModelConfig("tiny"), ENGINE, invariant=invariant
+    )
+    assert made == [{"invariant": invariant}]

@@ -139,7 +139,7 @@ def test_only_drafters_that_run_ahead_have_graphs_of_branches():
 def test_the_memory_plan_counts_what_graphs_keep(target_path):
     engine, config = EngineConfig(max_num_seqs=256), model_of(target_path).config
     whole, half = (graph_bytes(engine, config, 8192, size) for size in (1, 2))
-    outputs, partials = 1280 * 64 * 2 * 4, 1280 * 33 * 4 * (8 + 2) * 4
+    outputs, partials = 1280 * 64 * 4, 1280 * 33 * 4 * (8 + 2) * 4
     assert whole - len(shapes(engine, 8192, 16)) * graphs_module._GRAPH_BYTES == outputs + partials
     assert half == whole - partials // 2 + graphs_module._COMMUNICATION_BYTES
 

@@ -9,7 +9,9 @@ from transformers import LlamaConfig
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.run_ahead.chains import RunAheadDrafter
+from engine.execution.attention import KVTensors
 from engine.execution.registry import make_backend
+from engine.models.layer_attention import KVShape
 from engine.params import SamplingParams
 from tests.engine.grammars import GRAMMARS
 from tests.engine.running import make_engine, run_outputs
@@ -112,6 +114,14 @@ def test_texts_are_the_cpus_and_the_waits_of_a_round_are_known(case, paths, make
     assert texts == expected[params]
     assert gpu.num_replays >= 2
     assert [wait for wait in waits[1] if wait != RECORDING] == WAITS[case]
+
+
+def test_moved_entries_arrive_and_the_host_waits_once(gpu):
+    kv = KVTensors(KVShape(2, 1, 2, 2), 2, 16, torch.empty(0, device=DEVICE))
+    kv.keys[1][1, 5] = 3.0
+    kv.move([21], [30])
+    assert gpu.read_waits() == [f"{COPY}attention"]
+    assert kv.keys[1][1, 14].tolist() == [[3.0, 3.0]]
 
 
 @pytest.mark.xfail(strict=True, reason="Branches.paths joins tokens of the host and of the device")

@@ -60,8 +60,7 @@ def error(device: torch.device, *, context: int) -> dict[str, Any]:
     kv = random_cache(100, device)
     (group,) = build([ForwardRow([1] * 5, context, [*range(1, 60)], 5)], kv).paged.groups
     query = torch.randn(HEADS, 5, HEAD_DIM, dtype=dtype_of(device), device=device)
-    right = by_torch(group, query.double(), kv.keys[0].double(), kv.values[0].double())
-    torchs = by_torch(group, query, kv.keys[0], kv.values[0])
+    right, torchs = (by_torch(group, query, kv, dtype) for dtype in (torch.float64, query.dtype))
     return {
         "error": float((attend(group, query, kv).double() - right).abs().max()),
         "error_of_torch": float((torchs.double() - right).abs().max()),
@@ -166,12 +165,19 @@ def attend(group: Group, query: torch.Tensor, kv: KVTensors) -> torch.Tensor:
     return output
 
 
-def by_torch(group: Group, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def by_torch(
+    group: Group,
+    query: torch.Tensor,
+    kv: KVTensors,
+    dtype: torch.dtype,
+    params: AttentionParams = AttentionParams(),  # noqa: B008 - a tuple
+) -> torch.Tensor:
+    """Return the attention to a group by torch, computed in a number format."""
+    keys, values = (cache[0][group.blocks].to(dtype) for cache in (kv.keys, kv.values))
     context = group.blocks.shape[1] * BLOCK_SIZE
-    mask = additive_mask(context, group.positions, group.limits, None, None, query.dtype).repeat(1, 1, 4, 1)
-    return attend_to_gathered(
-        group.rows, group.length, query, keys[group.blocks], values[group.blocks], mask, AttentionParams()
-    )
+    mask = additive_mask(context, group.positions, group.limits, group.extra, params.window, dtype)
+    mask = mask.repeat(1, 1, len(query) // kv.keys[0].shape[2], 1)
+    return attend_to_gathered(group.rows, group.length, query.to(dtype), keys, values, mask, params)
 
 
 def random_cache(num_blocks: int, device: torch.device) -> KVTensors:

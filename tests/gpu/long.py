@@ -7,11 +7,11 @@ from unittest.mock import patch
 
 import torch
 
-from engine.execution.attention import Group, KVTensors, additive_mask, attend_to_gathered
+from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cuda.kernels import triton_attention
 from engine.models.layer_attention import AttentionParams, KVShape
-from tests.gpu.kernels import dtype_of
+from tests.gpu.kernels import by_torch, dtype_of
 from tests.gpu.passes import BLOCK_SIZE
 
 LENGTHS = (8_193, 20_000, 131_072)
@@ -46,27 +46,9 @@ def long_contexts(device: str, *, dry: bool) -> Iterator[dict[str, Any]]:
                 (group,) = build(rows, kv).paged.groups
                 output = query.new_empty(num_rows * 5, heads, dim)
                 triton_attention.attend(group, query, kv.keys[0], kv.values[0], output, params)
-                right = _by_torch(group, query, kv, params, torch.float64)
-                torchs = _by_torch(group, query, kv, params, like.dtype)
+                right, torchs = (by_torch(group, query, kv, dtype, params) for dtype in (torch.float64, like.dtype))
                 yield {
                     "cell": f"{name} of 5 tokens at {length}, {num_rows} rows",
                     "error": float((output.double() - right).abs().max()),
                     "error_of_torch": float((torchs - right).abs().max()),
                 }
-
-
-def _by_torch(
-    group: Group, query: torch.Tensor, kv: KVTensors, params: AttentionParams, dtype: torch.dtype
-) -> torch.Tensor:
-    """Return [tokens, heads, dim] in float64, computed row by row in a number format."""
-    outputs, copies = [], query.shape[0] // kv.keys[0].shape[2]
-    for row in range(group.rows):
-        one = slice(row, row + 1)
-        extra = None if group.extra is None else group.extra[one]
-        context = group.blocks.shape[1] * BLOCK_SIZE
-        mask = additive_mask(context, group.positions[one], group.limits[one], extra, params.window, dtype)
-        queries = query[:, row * group.length : (row + 1) * group.length].to(dtype)
-        keys, values = (cache[0][group.blocks[one]].to(dtype) for cache in (kv.keys, kv.values))
-        mask = mask.repeat(1, 1, copies, 1)
-        outputs.append(attend_to_gathered(1, group.length, queries, keys, values, mask, params).double())
-    return torch.cat(outputs)

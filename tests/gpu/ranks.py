@@ -78,9 +78,8 @@ def two_ranks(device: str, shape: str) -> dict[str, Any]:
         if not isinstance(halves, list):
             return {"skipped": str(halves or "the ranks did not end")}
         whole = _logits(EagerBackend(load_model(open_model(_model_config(folder, device)))))
-    tokens = {len(half): (half, right) for half, right in zip(halves, whole, strict=True)}
     return {
-        "error": max(float((half - right).abs().max()) for half, right in tokens.values()),
+        "error": max(float((half - right).abs().max()) for half, right in zip(halves, whole, strict=True)),
         "different": [different(half[:1], halves[0]) for half in halves],
     }
 
@@ -89,7 +88,10 @@ def _rank(connection: Connection, folder: str, device: str, rank: int, port: int
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         shard = make_shard(rank, 2, torch.device(device))
-        connection.send([logits.cpu() for logits in _logits(_sharded(folder, device, shard))])
+        model = load_model(open_model(_model_config(folder, device)), shard)
+        if device == "cuda":
+            linear.make_invariant(model.module, model.dtype)
+        connection.send(_logits(EagerBackend(model)))
     except (ImportError, RuntimeError) as error:
         connection.send(f"{type(error).__name__}: {error}")
     connection.poll(None)  # until the stage has read everything
@@ -104,13 +106,6 @@ def make_shard(rank: int, world_size: int, device: torch.device) -> Shard:
 
         return Shard(rank, world_size, all_reduce)
     return Shard(rank, world_size, make_reducer(rank, world_size, dist.group.WORLD, device))
-
-
-def _sharded(folder: str, device: str, shard: Shard) -> EagerBackend:
-    model = load_model(open_model(_model_config(folder, device)), shard)
-    if device == "cuda":
-        linear.make_invariant(model.module, model.dtype)
-    return EagerBackend(model)
 
 
 def _logits(backend: EagerBackend) -> list[torch.Tensor]:

@@ -106,7 +106,7 @@ class FakeGPU(TorchDispatchMode):
         return DeviceTensor(torch.as_tensor(index))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         if func.namespace == "paceline":
             with self:
                 return OPDEFS[func._schema.name]._init_fn(*args, **kwargs)
@@ -114,26 +114,23 @@ class FakeGPU(TorchDispatchMode):
             if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
                 return result
         flat, _ = tree_flatten((args, kwargs))
-        on_device = [tensor for tensor in flat if isinstance(tensor, DeviceTensor)]
-        goes_to_device = bool(on_device)
+        is_on_device = any(map(_is_on_device, flat))
+        goes_to_device = is_on_device
         if (device := kwargs.get("device")) is not None:
             goes_to_device = torch.device(device).type == "cuda"
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        is_pinned = func is _aten._pin_memory.default or bool(kwargs.get("pin_memory"))
-        if "pin_memory" in kwargs:
-            kwargs = {**kwargs, "pin_memory": False}
+            kwargs["device"] = torch.device("cpu")
+        is_pinned = kwargs.pop("pin_memory", False)
+        if func is _aten._pin_memory.default:
+            func, args, is_pinned = _aten.clone.default, args[:1], True
         if func is _aten.is_pinned.default:
             return self._is_pinned(args[0])
-        if func is _aten._pin_memory.default:
-            func, args = _aten.clone.default, args[:1]
-        if func in (_aten._to_copy.default, _aten.copy_.default):
-            source = args[0] if func is _aten._to_copy.default else args[1]
-            target_is_on_device = goes_to_device if func is _aten._to_copy.default else _is_on_device(args[0])
-            non_blocking = kwargs.get("non_blocking", False) or (func is _aten.copy_.default and args[2:] == (True,))
-            self._copy(source, args[0], to_device=target_is_on_device, non_blocking=non_blocking)
-        elif on_device:
+        if func is _aten._to_copy.default:
+            self._copy(args[0], None, to_device=goes_to_device, non_blocking=kwargs.get("non_blocking", False))
+        elif func is _aten.copy_.default:
+            self._copy(args[1], args[0], to_device=_is_on_device(args[0]), non_blocking=args[2:] == (True,))
+        elif is_on_device:
             self._check(func, args, flat)
-        results = self._compute(func, args, kwargs)
+        results = self._compute(func, args, kwargs, is_device_work=is_on_device or goes_to_device)
         if is_pinned:
             self._pinned[results.untyped_storage().data_ptr()] = results
         return self._wrapped(results, flat) if goes_to_device else results
@@ -152,10 +149,10 @@ class FakeGPU(TorchDispatchMode):
         if self.captured is not None:
             self.captured.append(run)
 
-    def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _compute(self, func: Any, args: Any, kwargs: Any, *, is_device_work: bool) -> Any:
         args, kwargs = _on_host((args, kwargs))
         results = func(*args, **kwargs)
-        if self.captured is not None and func not in _UNDEFINED:
+        if self.captured is not None and is_device_work and func not in _UNDEFINED:
             kept = [tensor for tensor in tree_flatten(results)[0] if isinstance(tensor, Tensor)]
 
             def replay() -> None:
@@ -167,9 +164,9 @@ class FakeGPU(TorchDispatchMode):
             self.captured.append(replay)
         return results
 
-    def _copy(self, source: Tensor, target: Tensor, *, to_device: bool, non_blocking: bool) -> None:
+    def _copy(self, source: Tensor, target: Tensor | None, *, to_device: bool, non_blocking: bool) -> None:
         if _is_on_device(source) and not to_device:
-            if not (non_blocking and self._is_pinned(target)):
+            if not (non_blocking and target is not None and self._is_pinned(target)):
                 self.wait("copy to host")
         elif to_device and not _is_on_device(source) and source.dim():
             if self.captured is not None:
@@ -222,22 +219,6 @@ class FakeGraph:
                 work()
 
 
-class Stream:
-    """The device's stream; what is launched has ended already."""
-
-    def __init__(self, gpu: FakeGPU) -> None:
-        self._gpu = gpu
-
-    def synchronize(self) -> None:
-        self._gpu.wait("synchronize")
-
-    def query(self) -> bool:
-        return True
-
-    def wait_stream(self, _: object) -> None:
-        pass
-
-
 _gpus: list[FakeGPU] = []
 
 
@@ -249,7 +230,9 @@ def _gpu() -> FakeGPU:
 def fake_gpu(monkeypatch: Any) -> Iterator[FakeGPU]:
     """Be a process with one GPU."""
     gpu = FakeGPU()
-    stream = Stream(gpu)
+    stream = SimpleNamespace(
+        synchronize=lambda: gpu.wait("synchronize"), query=lambda: True, wait_stream=lambda _: None
+    )
     execute, call_patched = interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__
     modules: set[int] = set()
 

@@ -129,7 +129,7 @@ def graph_seconds(launch: Callable[[Any], object], operands: Sequence[Any]) -> f
     """Return the mean time of a kernel in a graph of one launch for each operand."""
     launch(operands[0])
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread of its own
         for operand in operands:
             launch(operand)
     return median_seconds(graph.replay, "cuda") / len(operands)

@@ -16,6 +16,7 @@ from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.eager import EagerBackend
+from engine.models.causal_lm import CausalLM
 from engine.params import SamplingParams
 from engine.protocols import ProposeRow, Request, run_in_process
 from tests.gpu.models import random_model
@@ -121,8 +122,11 @@ def dtype_of_passes(device: str) -> torch.dtype:
 
 def make_backend(shape: str, device: str, engine: EngineConfig, *, invariant: bool = True) -> Any:
     """Return a random model's backend, whose graphs are those of a configuration."""
-    model = random_model(shape, torch.device(device), dtype_of_passes(device))
-    if device == "cpu":
+    return backend_of(random_model(shape, torch.device(device), dtype_of_passes(device)), engine, invariant=invariant)
+
+
+def backend_of(model: CausalLM, engine: EngineConfig, *, invariant: bool = True) -> Any:
+    if model.device.type == "cpu":
         return EagerBackend(model)
     from engine.execution.cuda.cuda_backend import CudaBackend
 
@@ -130,7 +134,7 @@ def make_backend(shape: str, device: str, engine: EngineConfig, *, invariant: bo
     accepted = inspect.signature(CudaBackend).parameters
     return CudaBackend(
         model,
-        ModelConfig(shape, compile="auto"),
+        ModelConfig(model.info.name, compile="auto"),
         **{name: value for name, value in settings.items() if name in accepted},
     )
 

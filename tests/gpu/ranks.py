@@ -15,14 +15,14 @@ import torch.nn.functional as F
 from engine.config import EngineConfig, ModelConfig
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cuda import linear
+from engine.execution.cuda.compiled_layers import compile_layers
 from engine.execution.cuda.kernels import product
-from engine.execution.eager import EagerBackend
-from engine.models.causal_lm import Shard
+from engine.models.causal_lm import CausalLM, Shard
 from engine.models.loader import load_model
 from engine.models.registry import open_model
 from tests.gpu.kernels import different, dtype_of, graph_seconds
 from tests.gpu.models import random_module
-from tests.gpu.passes import BLOCK_SIZE, dtype_of_passes
+from tests.gpu.passes import BLOCK_SIZE, backend_of, dtype_of_passes
 from tests.gpu.processes import start
 
 PRODUCTS = {"o_proj of 70B over 4 ranks": (8192, 2048), "down_proj of 70B over 4 ranks": (8192, 7168)}
@@ -77,7 +77,7 @@ def two_ranks(device: str, shape: str) -> dict[str, Any]:
             process.kill()
         if not isinstance(halves, list):
             return {"skipped": str(halves or "the ranks did not end")}
-        whole = _logits(EagerBackend(load_model(open_model(_model_config(folder, device)))))
+        whole = _logits(load_model(open_model(_model_config(folder, device))))
     return {
         "error": max(float((half - right).abs().max()) for half, right in zip(halves, whole, strict=True)),
         "different": [different(half[:1], halves[0]) for half in halves],
@@ -88,10 +88,7 @@ def _rank(connection: Connection, folder: str, device: str, rank: int, port: int
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         shard = make_shard(rank, 2, torch.device(device))
-        model = load_model(open_model(_model_config(folder, device)), shard)
-        if device == "cuda":
-            linear.make_invariant(model.module, model.dtype)
-        connection.send(_logits(EagerBackend(model)))
+        connection.send(_logits(load_model(open_model(_model_config(folder, device)), shard)))
     except (ImportError, RuntimeError) as error:
         connection.send(f"{type(error).__name__}: {error}")
     connection.poll(None)  # until the stage has read everything
@@ -108,8 +105,11 @@ def make_shard(rank: int, world_size: int, device: torch.device) -> Shard:
     return Shard(rank, world_size, make_reducer(rank, world_size, dist.group.WORLD, device))
 
 
-def _logits(backend: EagerBackend) -> list[torch.Tensor]:
-    """Return the logits of the first tokens of a text in passes over 1, 5 and 40 of them."""
+def _logits(model: CausalLM) -> list[torch.Tensor]:
+    """Return the logits of the first tokens of a text in passes over 1, 5 and 40 of them, without graphs."""
+    backend = backend_of(model, EngineConfig())
+    if model.device.type == "cuda":
+        compile_layers(model.module)  # torch's own norms would depend on the number of rows
     kv = backend.allocate_kv(8, BLOCK_SIZE)
     with torch.inference_mode():
         rows = [ForwardRow([*range(3, 3 + count)], 0, range(1, 5), count) for count in _GLOO_TOKENS]

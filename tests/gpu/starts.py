@@ -37,7 +37,9 @@ def starts(device: str, shape: str) -> Iterator[dict[str, Any]]:
         for name in ("first", "second") if device == "cuda" else ("first",):
             command = [sys.executable, "-m", __name__, device, folder]
             started = time.perf_counter()
-            result = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True, check=True)
+            result = subprocess.run(command, env=os.environ | caches, capture_output=True, text=True)
+            if result.returncode:
+                raise RuntimeError(f"the {name} start failed: {result.stderr[-2000:]}")
             seconds = json.loads(result.stdout.splitlines()[-1])
             yield {"start": name, "total_s": round(time.perf_counter() - started, 1), **seconds}
 

@@ -96,21 +96,22 @@ def served_rounds(device: str, *, dry: bool) -> Iterator[Reading]:
     return served(device, ("8b", "1b"), num_rounds=200, prompt_length=512)
 
 
-def run_stage(name: str, device: str, *, dry: bool) -> None:
-    _, readings = STAGES[name]
+def run_stage(name: str, device: str, *, dry: bool) -> list[str]:
+    lines, (_, readings) = [], STAGES[name]
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     for reading in readings(device, dry):
-        print(json.dumps({"stage": name, **reading}), flush=True)
+        lines.append(json.dumps({"stage": name, **reading}))
+        print(lines[-1], flush=True)
+    return lines
 
 
 def start_stage(name: str, device: str) -> list[str]:
-    """Run one stage in a process of its own, a dry run in this one; print its lines, and return a process's.
+    """Run one stage in a process of its own, a dry run in this one; print its lines, and return them.
 
     A stage that fails or takes longer than its limit ends with a line that says so.
     """
     if device == "cpu":
-        run_stage(name, device, dry=True)
-        return []
+        return run_stage(name, device, dry=True)
     limit, _ = STAGES[name]
     command = [sys.executable, "-m", "tests.gpu.acceptance", "--device", device, "--only", name]
     started = time.monotonic()

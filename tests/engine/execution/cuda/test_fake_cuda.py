@@ -88,7 +88,7 @@ def rounds(paths, make_grammars, params, drafter, *, gpu=None):
     waits = []
     outputs = run_outputs(
         engine,
-        [([5, 6, 7], replace(PARAMS[params], max_tokens=3, seed=seed)) for seed in (1, 2)],
+        [([5, 6, 7], replace(PARAMS[params], max_tokens=4, seed=seed)) for seed in (1, 2)],
         between=lambda *_: gpu is not None and waits.append(gpu.read_waits()),
     )
     return [[token for output in each for token in output.token_ids] for each in outputs.values()], waits

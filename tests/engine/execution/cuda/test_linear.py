@@ -67,6 +67,36 @@ def test_cublas_is_asked_only_for_more_rows_than_the_kernel_takes(count, uses_ke
     assert multiplied == ([count] if uses_kernel else [])
 
 
+def test_cublas_is_told_to_sum_in_float32_and_without_splits(monkeypatch):
+    libraries, matmul = [], torch.backends.cuda.matmul
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", libraries.append)
+    flags = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {flag: getattr(matmul, flag) for flag in flags}
+    try:
+        for flag in flags:
+            setattr(matmul, flag, (True, True))
+        linear.sum_in_order()
+        assert libraries == ["cublaslt"]
+        assert [
+            torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+            torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        ] == [(False, False)] * 2
+    finally:
+        for flag, value in before.items():
+            setattr(matmul, flag, value)
+
+
+@pytest.mark.parametrize("wrong_count", [None, *linear._CHECKED_ROWS])
+def test_cublas_must_give_the_kernels_bits_for_every_number_of_rows(wrong_count, monkeypatch):
+    def cublas(rows, weight):
+        return rows @ weight.T + (len(rows) == wrong_count)
+
+    monkeypatch.setattr(product, "multiply", lambda rows, weight, _: rows @ weight.T)
+    monkeypatch.setattr(torch.nn.functional, "linear", cublas)
+    shape = torch.Size((2, 4 if wrong_count is None else wrong_count))  # of its own, because answers are cached
+    assert linear.cublas_agrees(shape, torch.float64, torch.device("cpu")) == (wrong_count is None)
+
+
 @pytest.mark.parametrize(("num_bits", "groups"), [(8, 1), (4, 4)])
 def test_quantised_layers_are_multiplied_by_the_same_product_for_any_number_of_rows(num_bits, groups, multiplied):
     layer, weight = layer_of(num_bits, groups=groups, outputs=40, inputs=128)

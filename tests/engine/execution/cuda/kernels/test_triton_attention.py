@@ -11,6 +11,12 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda.kernels import triton_attention as paged_attention
 
 BLOCK_SIZE = 16
+SIZES = paged_attention.CHUNK, paged_attention.TILE
+
+
+def test_a_chunk_is_a_whole_number_of_tiles():
+    chunk, tile = SIZES
+    assert chunk % tile == 0
 
 
 @pytest.fixture(autouse=True)

@@ -8,12 +8,7 @@ it. Block 0 is never allocated: padding writes there.
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
-
-BlockTable: TypeAlias = "array[int]"
-"""The blocks of a request in order, in memory that a forward pass copies at once. It grows in place; whoever changes it
-in another way replaces it, or is its only user."""
+from collections.abc import Sequence
 
 
 def salt_digest(cache_salt: str | None) -> bytes:
@@ -31,11 +26,6 @@ def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     It is SHA-256, because a collision would leak one user's text to another.
     """
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
-
-
-def block_table(blocks: Iterable[int] = ()) -> BlockTable:
-    """Return block ids as a table, one that is a table as it is."""
-    return blocks if isinstance(blocks, array) else array("q", blocks)
 
 
 class BlockPool:

@@ -11,8 +11,8 @@ from engine.config import ModelInfo
 from engine.execution.attention import KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch
-from engine.models.layer_attention import KVShape
-from engine.models.reducer import Reducer
+from engine.models.layers.layer_attention import KVShape
+from engine.models.layers.reducer import Reducer
 from engine.protocols import Draft, ProposeRow
 from engine.sampling import noise
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.layer_attention import AttentionParams, KVShape
+from engine.models.layers.layer_attention import AttentionParams, KVShape
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max

@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.config import CompileProgress, ModelInfo
 from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardBatch
-from engine.models.reducer import Reducer
+from engine.models.layers.reducer import Reducer
 from engine.sampling.noise import Draws
 from engine.sampling.row_shaping import RowShaping
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 from engine.config import EngineConfig
 from engine.execution.memory import Footprint
 from engine.models.causal_lm import kv_shape
+from engine.models.layers.quantization import check_quantization, layer_bytes, linear_layers, on_meta, saved_format
 from engine.models.loader import kv_dtype
-from engine.models.quantization import check_quantization, layer_bytes, linear_layers, on_meta, saved_format
 from engine.models.shards import plan_of, style_of
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames

@@ -15,7 +15,7 @@ import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.reducer import Reducer, is_alone
+from engine.models.layers.reducer import Reducer, is_alone
 
 ONE_SHOT_BYTES = 1 << 20
 """Bytes up to which every rank adds all parts whole; of larger tensors, each adds one slice, and they share these."""

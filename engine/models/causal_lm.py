@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from engine.config import ModelInfo
 from engine.errors import ModelError
-from engine.models.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
-from engine.models.reducer import Reducer, best_over_ranks
+from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
+from engine.models.layers.reducer import Reducer, best_over_ranks
 
 
 @dataclass(frozen=True, slots=True)

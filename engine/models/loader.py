@@ -14,8 +14,8 @@ from transformers.utils import logging as transformers_logging
 from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM, Shard
-from engine.models.fusion import fuse_projections
-from engine.models.quantization import (
+from engine.models.layers.fusion import fuse_projections
+from engine.models.layers.quantization import (
     QuantizedLinear,
     check_quantization,
     convert_torchao,

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from engine.config import Quantization
 from engine.errors import ModelError
 from engine.models.causal_lm import Shard, kv_shape
-from engine.models.experts import group_experts, slice_experts
-from engine.models.layer_attention import ATTENTION_NAME
-from engine.models.quantization import GROUP_SIZE, QuantizedLinear
-from engine.models.reducer import register, sum_over_ranks
+from engine.models.layers.experts import group_experts, slice_experts
+from engine.models.layers.layer_attention import ATTENTION_NAME
+from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear
+from engine.models.layers.reducer import register, sum_over_ranks
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, fill
 
@@ -74,7 +74,7 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
     if sliced := [(name, child) for name, child in module.named_modules() if style_of(plan, name) == _EXPERTS]:
         group_experts(module)
     for name, child in sliced:
-        slice_experts(child, name, shard)
+        slice_experts(child, name, shard.reducer)
     head = module.get_output_embeddings()  # type: ignore[operator]
     to_round = {
         name: child

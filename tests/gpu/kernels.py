@@ -15,7 +15,7 @@ from engine.execution.batch import ForwardRow, build
 from engine.execution.cuda import linear
 from engine.execution.cuda.kernels import product
 from engine.execution.cuda.kernels import triton_attention as paged_attention
-from engine.models.layer_attention import AttentionParams, KVShape
+from engine.models.layers.layer_attention import AttentionParams, KVShape
 from engine.sampling import noise
 from tests.gpu.passes import BLOCK_SIZE, median_seconds
 

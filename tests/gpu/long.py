@@ -10,7 +10,7 @@ import torch
 from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cuda.kernels import triton_attention
-from engine.models.layer_attention import AttentionParams, KVShape
+from engine.models.layers.layer_attention import AttentionParams, KVShape
 from tests.gpu.kernels import by_torch, dtype_of
 from tests.gpu.passes import BLOCK_SIZE
 

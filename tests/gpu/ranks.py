@@ -17,6 +17,7 @@ from engine.execution.batch import ForwardRow, build
 from engine.execution.cuda import linear
 from engine.execution.cuda.compiled_layers import compile_layers
 from engine.execution.cuda.kernels import product
+from engine.execution.reduce import make_reducer
 from engine.models.causal_lm import CausalLM, Shard
 from engine.models.loader import load_model
 from engine.models.registry import open_model

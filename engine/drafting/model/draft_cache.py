@@ -10,7 +10,7 @@ from collections.abc import Container, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.block_pool import BlockTable, block_table
+from engine.block_table import BlockTable, block_table
 from engine.config import EngineConfig
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build

@@ -20,7 +20,7 @@ from engine.control.stats import PREPARATION
 from engine.errors import ModelError
 from engine.execution.attention import PagedContext
 from engine.execution.cuda.kernels import triton_attention as paged_attention
-from engine.models.layer_attention import AttentionParams
+from engine.models.layers.layer_attention import AttentionParams
 
 _MAX_COMPILATIONS = 64
 """Layers of different kinds are compiled separately; a model has a few kinds."""

@@ -32,8 +32,8 @@ from engine.execution.cuda.static_pass import Shape
 from engine.execution.eager import EagerBackend
 from engine.models.causal_lm import CausalLM, forward
 from engine.models.first_layers import first_layers
-from engine.models.layer_attention import KVShape
-from engine.models.reducer import alone
+from engine.models.layers.layer_attention import KVShape
+from engine.models.layers.reducer import alone
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 

@@ -24,7 +24,7 @@ from engine.execution.cuda.chain_pass import ChainPass, ChainShape, chain_shape
 from engine.execution.cuda.kernels.triton_attention import CHUNK
 from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass
 from engine.models.causal_lm import CausalLM, kv_shape
-from engine.models.reducer import alone
+from engine.models.layers.reducer import alone
 from engine.sampling.noise import Draws
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from engine.execution.cuda.kernels import grouped_product, product
 from engine.execution.scratch import cache_folder
-from engine.models.experts import experts_of, group_experts, grouped_linear
-from engine.models.quantization import QuantizedLinear
+from engine.models.layers.experts import experts_of, group_experts, grouped_linear
+from engine.models.layers.quantization import QuantizedLinear
 from engine.models.shards import QuantizedRowLinear, RowLinear
 
 MAX_KERNEL_ROWS = 64

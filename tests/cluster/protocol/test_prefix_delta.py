@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.control.plan import Plan
 from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
-from engine.models.layer_attention import KVShape
+from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, ProposeRow, Request, Verdict
 from engine.scheduler import Scheduler

@@ -20,7 +20,7 @@ from engine.execution.attention import (
     write_slots,
 )
 from engine.execution.batch import MAX_DRAFT_LENGTH, MAX_GROUPED_LENGTH, ForwardRow, build, depths
-from engine.models.layer_attention import AttentionParams, KVShape, paged_attention
+from engine.models.layers.layer_attention import AttentionParams, KVShape, paged_attention
 from engine.params import SamplingParams
 from tests.engine.running import chains, drafters, make_engine, run
 from tests.engine.tiny import SIZES, backend_of, save

@@ -8,7 +8,7 @@ import torch
 
 from engine.execution import reduce
 from engine.execution.reduce import ONE_SHOT_BYTES, RankOrderReducer, SymmetricReducer, make_reducer
-from engine.models.reducer import alone, is_alone
+from engine.models.layers.reducer import alone, is_alone
 from tests.engine.ranks import gloo_reducers, on_ranks
 
 CPU = torch.device("cpu")

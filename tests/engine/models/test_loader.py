@@ -7,8 +7,8 @@ import transformers
 from engine.errors import ModelError
 from engine.models import loader
 from engine.models.causal_lm import CausalLM, Shard
-from engine.models.fusion import FusedLinear
-from engine.models.layer_attention import ATTENTION_NAME
+from engine.models.layers.fusion import FusedLinear
+from engine.models.layers.layer_attention import ATTENTION_NAME
 from engine.models.loader import resolve_device, resolve_dtype
 from tests.engine.ranks import AbsentOthers
 from tests.engine.tiny import EXPERTS, HEADS, SIZES, check_same, model_of, save, source_of

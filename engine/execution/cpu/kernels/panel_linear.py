@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.execution.cpu.kernels import library as kernels
-from engine.models.quantization import QuantizedLinear
+from engine.models.layers.quantization import QuantizedLinear
 
 logger = logging.getLogger(__name__)
 

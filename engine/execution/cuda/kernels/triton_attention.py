@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.execution.attention import Group
 from engine.execution.cuda.kernels.product import widened
-from engine.models.layer_attention import AttentionParams
+from engine.models.layers.layer_attention import AttentionParams
 
 CHUNK = 256
 """Places of a context that are attended to together."""

@@ -8,7 +8,7 @@ import torch
 
 from engine.config import EngineConfig, ModelConfig
 from engine.models.causal_lm import Shard
-from engine.models.reducer import alone, is_alone
+from engine.models.layers.reducer import alone, is_alone
 from tests.engine.tiny import model_of
 
 pytest.importorskip("triton", reason="the kernels need triton")

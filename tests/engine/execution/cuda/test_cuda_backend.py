@@ -14,7 +14,7 @@ from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
 from engine.models.first_layers import first_layers
-from engine.models.layer_attention import KVShape
+from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
 from engine.sampling import noise
 from engine.sampling.noise import Draws

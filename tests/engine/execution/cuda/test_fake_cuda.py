@@ -11,7 +11,7 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.execution.attention import KVTensors
 from engine.execution.registry import make_backend
-from engine.models.layer_attention import KVShape
+from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
 from tests.engine.grammars import GRAMMARS
 from tests.engine.running import make_engine, run_outputs

@@ -12,7 +12,7 @@ from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
 from engine.models.first_layers import first_layers
-from engine.models.layer_attention import KVShape
+from engine.models.layers.layer_attention import KVShape
 from tests.engine.tiny import model_of
 
 pytest.importorskip("triton", reason="the kernels need triton")

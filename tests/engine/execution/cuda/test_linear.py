@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from engine.config import EngineConfig, ModelConfig
 from engine.execution.batch import ForwardRow, build
 from engine.models.causal_lm import Shard
-from engine.models.reducer import register
+from engine.models.layers.reducer import register
 from engine.models.shards import RowLinear
 from tests.engine.ranks import gloo_reducers, in_turn
 from tests.engine.tiny import SIZES, model_of, save
@@ -22,10 +22,10 @@ from engine.execution.cuda.compiled_layers import TritonContext
 from engine.execution.cuda.cuda_backend import CudaBackend
 from engine.execution.cuda.kernels import product
 from engine.execution.scratch import CACHE_VARIABLE
-from engine.models.experts import experts_of
+from engine.models.layers.experts import experts_of
 from engine.models.shards import QuantizedRowLinear
-from tests.engine.models.test_experts import FAMILIES
-from tests.engine.models.test_quantization import layer_of
+from tests.engine.models.layers.test_experts import FAMILIES
+from tests.engine.models.layers.test_quantization import layer_of
 from tests.engine.tiny import EXPERTS
 
 

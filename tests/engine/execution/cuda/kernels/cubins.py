@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from engine.execution.cuda.kernels import product
 from engine.execution.cuda.kernels import triton_attention as attention
-from engine.models.layer_attention import AttentionParams
+from engine.models.layers.layer_attention import AttentionParams
 
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
 """The most that one block may use, by compute capability: A100, H100, B200."""

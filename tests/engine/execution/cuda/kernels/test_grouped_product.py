@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda.kernels import grouped_product
-from engine.models import experts
+from engine.models.layers import experts
 
 
 def operands(tokens, top_k, num_experts=5, inner=80, outer=70, is_transposed=False):

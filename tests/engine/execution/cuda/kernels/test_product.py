@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda.kernels import product
-from engine.models.quantization import pack_nibbles
+from engine.models.layers.quantization import pack_nibbles
 
 FORMATS = ["int8", "int8 in groups", "int4", "fp8"]
 

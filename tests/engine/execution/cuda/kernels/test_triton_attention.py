@@ -5,7 +5,7 @@ import torch
 
 from engine.execution.attention import KVTensors, additive_mask, attend_to_gathered
 from engine.execution.batch import ForwardRow, build
-from engine.models.layer_attention import AttentionParams, KVShape
+from engine.models.layers.layer_attention import AttentionParams, KVShape
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda.kernels import triton_attention as paged_attention

@@ -14,10 +14,10 @@ from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.errors import ModelError
 from engine.execution.footprint import footprint
-from engine.models import quantization
 from engine.models.causal_lm import Shard
 from engine.models.first_layers import first_layers
-from engine.models.quantization import QuantizedLinear, pack_nibbles, unpack_nibbles
+from engine.models.layers import quantization
+from engine.models.layers.quantization import QuantizedLinear, pack_nibbles, unpack_nibbles
 from engine.models.registry import open_model
 from engine.params import SamplingParams
 from tests.engine.models.test_shards import load_ranks, logits_of

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine.models.reducer import best_over_ranks, register, sum_over_ranks
+from engine.models.layers.reducer import best_over_ranks, register, sum_over_ranks
 from engine.models.shards import RowLinear
 from tests.engine.ranks import gloo_reducers, on_ranks
 

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface
 
 from engine.errors import ModelError
-from engine.models.causal_lm import Shard
-from engine.models.reducer import register, sum_over_ranks
+from engine.models.layers.reducer import Reducer, register, sum_over_ranks
 
 EXPERTS_NAME = "paceline"
 
@@ -63,7 +62,7 @@ def compute_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor)
 ExpertsInterface.register(EXPERTS_NAME, compute_experts)
 
 
-def slice_experts(module: Any, name: str, shard: Shard) -> None:
+def slice_experts(module: Any, name: str, reducer: Reducer) -> None:
     """Leave room in a module on the meta device for one rank's slice of every expert.
 
     Raises:
@@ -72,13 +71,13 @@ def slice_experts(module: Any, name: str, shard: Shard) -> None:
     size = module.down_proj.shape[2]
     if module.has_bias or module.is_transposed or module.has_post_expert_norm or not module.has_gate:
         raise ModelError(f"{name} has experts with biases or norms, or without gates, which are not split over ranks")
-    if size % shard.world_size:
-        raise ModelError(f"{name} has size {size}, not divisible by tensor_parallel_size {shard.world_size}")
+    if size % reducer.world_size:
+        raise ModelError(f"{name} has size {size}, not divisible by tensor_parallel_size {reducer.world_size}")
     experts, outputs, inputs = module.gate_up_proj.shape
     like = {"dtype": module.down_proj.dtype, "device": "meta"}
-    module.gate_up_proj = nn.Parameter(torch.empty(experts, outputs // shard.world_size, inputs, **like))
-    module.down_proj = nn.Parameter(torch.empty(experts, inputs, size // shard.world_size, **like))
-    module.reducer_key = register(shard.reducer)
+    module.gate_up_proj = nn.Parameter(torch.empty(experts, outputs // reducer.world_size, inputs, **like))
+    module.down_proj = nn.Parameter(torch.empty(experts, inputs, size // reducer.world_size, **like))
+    module.reducer_key = register(reducer)
 
 
 @torch.library.custom_op("paceline::sort_by_expert", mutates_args=())

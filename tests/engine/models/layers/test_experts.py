@@ -12,7 +12,7 @@ from engine.config import EngineConfig, ModelConfig
 from engine.errors import ModelError
 from engine.execution.footprint import footprint
 from engine.models.causal_lm import Shard
-from engine.models.experts import compute_experts, experts_of, group_experts
+from engine.models.layers.experts import compute_experts, experts_of, group_experts
 from engine.models.registry import open_model
 from tests.engine.models.test_shards import load_ranks, logits_of
 from tests.engine.ranks import AbsentOthers

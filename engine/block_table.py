@@ -5,8 +5,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 BlockTable: TypeAlias = "array[int]"
-"""It grows in place; whoever changes it
-in another way replaces it, or is its only user."""
+"""It grows in place; whoever changes it in another way replaces it, or is its only user."""
 
 
 def block_table(blocks: Iterable[int] = ()) -> BlockTable:

@@ -86,11 +86,11 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
             inputs = layer.in_features * shard.world_size
             layer.weight = nn.Parameter(torch.empty(layer.out_features, inputs, dtype=dtype, device="meta"))
 
-    def rounded(name: str, _: Tensor, weight: Tensor) -> Tensor | None:
-        path, _, parameter = name.rpartition(".")
-        if parameter != "weight" or path not in to_round:
+    def rounded(name: str, _whole: Tensor, weight: Tensor) -> Tensor | None:
+        layer_name, _, parameter = name.rpartition(".")
+        if parameter != "weight" or layer_name not in to_round:
             return weight
-        module.set_submodule(path, _rounded(weight, to_round[path], source.config.quantization, shard))
+        module.set_submodule(layer_name, _rounded(weight, to_round[layer_name], source.config.quantization, shard))
         return None
 
     fill(source, module, device, FileNames(module), shard.rank, shard.world_size, rounded)

@@ -100,7 +100,7 @@ class FileNames:
     """Where tensors of files belong in a module, by transformers' renamings; files have every expert by itself."""
 
     def __init__(self, module: nn.Module) -> None:
-        changes = get_model_conversion_mapping(module, add_legacy=False)
+        changes = get_model_conversion_mapping(module, add_legacy=False)  # type: ignore[arg-type]
         self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
         self._converters = [change for change in changes if isinstance(change, WeightConverter)]
 

@@ -138,8 +138,12 @@ class Graphs:
         """Record a pass or chain of a shape; if a rank cannot, those of this shape run without a graph on all ranks."""
         PREPARATION.observe("recorded")
         try:
-            kind = ChainPass if isinstance(shape, ChainShape) else StaticPass
-            static = kind(self._model, self._kv, shape, self._outputs)
+            inputs = self._model, self._kv
+            static = (
+                ChainPass(*inputs, shape, self._outputs)
+                if isinstance(shape, ChainShape)
+                else StaticPass(*inputs, shape, self._outputs)
+            )
             recorded = static, self._recorder.record(static.compute)
         except (RuntimeError, TritonError) as error:  # most likely, the memory is full
             recorded = None

@@ -20,7 +20,7 @@ EXPERTS_NAME = "paceline"
 
 def experts_of(module: nn.Module) -> list[Any]:
     """Return a model's experts modules whose implementation can be chosen."""
-    return [child for child in module.modules() if hasattr(child, "_is_expert_parallel")]
+    return [child for child in module.modules() if hasattr(child, "is_transposed")]
 
 
 def group_experts(module: Any) -> None:
@@ -48,7 +48,7 @@ def compute_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor)
     inner = product(hidden, "gate_up_proj" if module.has_gate else "up_proj", hidden.dtype)
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     results = product(inner, "down_proj", torch.float32)
-    if module.has_post_expert_norm:
+    if getattr(module, "has_post_expert_norm", False):
         results = module.post_expert_norm(results.to(hidden.dtype)).float()
     results = results.view(*index.shape, -1) * weights.unsqueeze(-1).float()
     total = results[:, 0]
@@ -69,7 +69,7 @@ def slice_experts(module: Any, name: str, reducer: Reducer) -> None:
         ModelError: the experts cannot be split.
     """
     size = module.down_proj.shape[2]
-    if module.has_bias or module.is_transposed or module.has_post_expert_norm or not module.has_gate:
+    if module.has_bias or module.is_transposed or getattr(module, "has_post_expert_norm", False) or not module.has_gate:
         raise ModelError(f"{name} has experts with biases or norms, or without gates, which are not split over ranks")
     if size % reducer.world_size:
         raise ModelError(f"{name} has size {size}, not divisible by tensor_parallel_size {reducer.world_size}")

@@ -97,7 +97,7 @@ def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -
 def resolve_device(device: str) -> torch.device:
     """Return the configured device with its index; auto is CUDA if available.
 
-    Ray makes only a worker's GPUs visible to it, so the current device is the worker's.
+    A worker sees only its GPU, or has made it the current one.
 
     Raises:
         ModelError: the configuration requires CUDA, but no CUDA device is visible.

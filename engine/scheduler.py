@@ -7,7 +7,8 @@ and recomputes its committed tokens later.
 
 from collections import deque
 
-from engine.block_pool import BlockPool, block_digest, block_table
+from engine.block_pool import BlockPool, block_digest
+from engine.block_table import block_table
 from engine.config import EngineConfig
 from engine.control.plan import Plan
 from engine.control.stats import SpeculationStats

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.block_pool import block_table
+from engine.block_table import block_table
 from engine.execution.attention import Group, KVTensors, PagedContext, slots_of
 
 MAX_GROUPED_LENGTH = 16

@@ -19,7 +19,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from engine.errors import ModelError
 from engine.models.source import ModelSource
@@ -103,19 +109,34 @@ class FileNames:
         changes = get_model_conversion_mapping(module, add_legacy=False)  # type: ignore[arg-type]
         self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
         self._converters = [change for change in changes if isinstance(change, WeightConverter)]
+        self._parameters = module.state_dict().keys()
 
     def parameter(self, name: str) -> str:
         """Return the name of a tensor's parameter in the module."""
-        return rename_source_key(name, self._renamings, self._converters)[0]
+        renamed = self._renamed(name)[0]
+        return name if name in self._parameters and renamed not in self._parameters else renamed
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return the part of a parameter that a tensor belongs to."""
-        pattern = rename_source_key(name, self._renamings, self._converters)[1]
+        converter, pattern = self._converter(name)
         expert = re.search(r"\.experts\.(\d+)\.", name)
-        if pattern is None or expert is None:
+        if converter is None or expert is None:
             return whole
-        patterns = next(one.source_patterns for one in self._converters if pattern in one.source_patterns)
+        patterns = converter.source_patterns
         return whole[int(expert[1])].chunk(len(patterns))[patterns.index(pattern)]
+
+    def has_part(self, name: str, parameter: str) -> bool:
+        """Return whether a tensor is, unchanged, a part of the parameter or all of it."""
+        converter, _ = self._converter(name)
+        operations = [] if converter is None or name == parameter else converter.operations
+        return all(isinstance(operation, (MergeModulelist, Concatenate)) for operation in operations)
+
+    def _renamed(self, name: str) -> tuple[str, str | None]:
+        return rename_source_key(name, self._renamings, self._converters)
+
+    def _converter(self, name: str) -> tuple[WeightConverter | None, str]:
+        pattern = self._renamed(name)[1]
+        return next((one for one in self._converters if pattern in one.source_patterns), None), pattern or ""
 
 
 def read(
@@ -146,12 +167,18 @@ def read(
             wait()
 
 
-def has_names_of(source: ModelSource, module: nn.Module) -> bool:
-    """Return whether the files hold each tensor of a model once, by its name and in its shape."""
-    shapes = {name: whole.shape for name, whole in _mapped(source)}
+def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bool:
+    """Return whether the files hold each number of a model once, in tensors that are not converted."""
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    stored = [id(tensor) for name, tensor in tensors.items() if shapes.get(name) == tensor.shape]
-    return sorted(stored) == sorted({id(tensor) for tensor in tensors.values()})
+    num_missing = {id(tensor): tensor.numel() for tensor in tensors.values()}
+    for key, whole in _mapped(source):
+        name = names.parameter(key)
+        if (tensor := tensors.get(name)) is None:
+            continue
+        if not names.has_part(key, name) or names.part(key, tensor).shape != whole.shape:
+            return False
+        num_missing[id(tensor)] -= whole.numel()
+    return not any(num_missing.values())
 
 
 def _window(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> Window:

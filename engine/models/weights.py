@@ -113,30 +113,24 @@ class FileNames:
 
     def parameter(self, name: str) -> str:
         """Return the name of a tensor's parameter in the module."""
-        renamed = self._renamed(name)[0]
-        return name if name in self._parameters and renamed not in self._parameters else renamed
+        return self._renamed(name)[0]
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return the part of a parameter that a tensor belongs to."""
-        converter, pattern = self._converter(name)
-        expert = re.search(r"\.experts\.(\d+)\.", name)
-        if converter is None or expert is None:
+        """Return the part of a parameter that a tensor belongs to; an empty one if the tensor has to be converted."""
+        pattern = self._renamed(name)[1]
+        converter = next((one for one in self._converters if pattern in one.source_patterns), None)
+        if converter is None or pattern is None:
             return whole
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        if expert is None or not {type(one) for one in converter.operations} <= {MergeModulelist, Concatenate}:
+            return whole.new_empty(0)
         patterns = converter.source_patterns
         return whole[int(expert[1])].chunk(len(patterns))[patterns.index(pattern)]
 
-    def has_part(self, name: str, parameter: str) -> bool:
-        """Return whether a tensor is, unchanged, a part of the parameter or all of it."""
-        converter, _ = self._converter(name)
-        operations = [] if converter is None or name == parameter else converter.operations
-        return all(isinstance(operation, (MergeModulelist, Concatenate)) for operation in operations)
-
     def _renamed(self, name: str) -> tuple[str, str | None]:
-        return rename_source_key(name, self._renamings, self._converters)
-
-    def _converter(self, name: str) -> tuple[WeightConverter | None, str]:
-        pattern = self._renamed(name)[1]
-        return next((one for one in self._converters if pattern in one.source_patterns), None), pattern or ""
+        renamed, pattern = rename_source_key(name, self._renamings, self._converters)
+        is_own = name in self._parameters and renamed not in self._parameters
+        return (name, None) if is_own else (renamed, pattern)
 
 
 def read(
@@ -172,12 +166,10 @@ def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bo
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
     num_missing = {id(tensor): tensor.numel() for tensor in tensors.values()}
     for key, whole in _mapped(source):
-        name = names.parameter(key)
-        if (tensor := tensors.get(name)) is None:
-            continue
-        if not names.has_part(key, name) or names.part(key, tensor).shape != whole.shape:
-            return False
-        num_missing[id(tensor)] -= whole.numel()
+        if (tensor := tensors.get(names.parameter(key))) is not None:
+            if names.part(key, tensor).shape != whole.shape:
+                return False
+            num_missing[id(tensor)] -= whole.numel()
     return not any(num_missing.values())
 
 

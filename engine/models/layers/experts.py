@@ -43,12 +43,9 @@ def compute_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor)
     order, ends = torch.ops.paceline.sort_by_expert(index, module.num_experts)
 
     def product(rows: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-        bias, scales = getattr(module, f"{name}_bias") if module.has_bias else None, None
-        if hasattr(module, f"{name}_blocks"):
-            weight, scales = getattr(module, f"{name}_blocks").flatten(2), getattr(module, f"{name}_scales")
-        else:
-            weight = getattr(module, name)
-            weight = weight.transpose(1, 2) if module.is_transposed else weight
+        bias, scales = getattr(module, f"{name}_bias", None), getattr(module, f"{name}_scales", None)
+        weight = getattr(module, name if scales is None else f"{name}_blocks")
+        weight = weight.flatten(2) if scales is not None else weight.mT if module.is_transposed else weight
         output: Tensor = torch.ops.paceline.grouped_linear(rows, order, ends, weight, bias, dtype, scales)
         return output
 
@@ -133,14 +130,9 @@ def _(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("paceline::grouped_linear", mutates_args=())
 def grouped_linear(
-    rows: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
+    rows: Tensor, order: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype,
     scales: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return [pairs, out]: each pair's row times its expert's weight, in torch's operators.
 
     Args:
@@ -165,12 +157,7 @@ def grouped_linear(
 
 @grouped_linear.register_fake
 def _(
-    rows: Tensor,
-    order: Tensor,
-    _: Tensor,
-    weight: Tensor,
-    _bias: Tensor | None,
-    dtype: torch.dtype,
+    rows: Tensor, order: Tensor, _: Tensor, weight: Tensor, _bias: Tensor | None, dtype: torch.dtype,
     _scales: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return rows.new_empty(len(order), weight.shape[1], dtype=dtype)

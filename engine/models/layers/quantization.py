@@ -40,9 +40,9 @@ def saved_format(model_config: PreTrainedConfig) -> str | None:
     return None if settings is None else str(settings.get("quant_method", "bitsandbytes"))
 
 
-def becomes_floats(saved: str | None) -> bool:
-    """Return whether the weights of a saved format become floats as they load."""
-    return saved not in (None, "torchao", "mxfp4")
+def becomes_floats(model_config: PreTrainedConfig) -> bool:
+    """Return whether a saved model's quantised weights become floats as they load."""
+    return saved_format(model_config) not in (None, "torchao", "mxfp4")
 
 
 def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, world_size: int) -> None:
@@ -106,8 +106,7 @@ def loading_arguments(config: ModelConfig, model_config: PreTrainedConfig) -> di
         from transformers import TorchAoConfig
 
         return {"quantization_config": TorchAoConfig(torchao_settings(config.quantization))}
-    saved = saved_format(model_config)
-    if becomes_floats(saved):
+    if becomes_floats(model_config):
         model_config.quantization_config["dequantize"] = True
     return {}
 

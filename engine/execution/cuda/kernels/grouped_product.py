@@ -15,14 +15,9 @@ _OUT_TILE = 64
 
 
 def multiply(
-    rows: Tensor,
-    order: Tensor,
-    ends: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
+    rows: Tensor, order: Tensor, ends: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype,
     scales: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return [pairs, out]; see `grouped_linear`."""
     pairs, num_outputs = len(order), weight.shape[1]
     output = rows.new_empty(pairs, num_outputs, dtype=dtype)
@@ -30,8 +25,7 @@ def multiply(
     max_tiles = min(len(weight), pairs) + pairs // rows_tile
     _grouped_kernel[(max_tiles, triton.cdiv(num_outputs, _OUT_TILE))](
         rows, order, ends, weight, rows if scales is None else scales, rows if bias is None else bias, output,
-        len(weight), num_outputs, rows.shape[1],
-        pairs // len(rows), rows.stride(0), *weight.stride(),
+        len(weight), num_outputs, rows.shape[1], pairs // len(rows), rows.stride(0), *weight.stride(),
         EXPERTS_PAD=triton.next_power_of_2(len(weight)), ROWS_TILE=rows_tile, OUT_TILE=_OUT_TILE,
         INNER_TILE=64 if scales is None else 128, IS_PACKED=scales is not None, HAS_BIAS=bias is not None,
         num_stages=4, enable_fp_fusion=False,

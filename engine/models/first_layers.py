@@ -46,19 +46,19 @@ def first_layers(model: CausalLM, count: int) -> CausalLM:
     config = copy.deepcopy(model.config)
     config.get_text_config().num_hidden_layers = count
     info = replace(model.info, num_parameters=model.info.num_parameters - sum(map(_num_weights, layers[count:])))
-    # Copies, because a backend may replace a layer's `forward` by a compiled one.
+    # Copies, because a backend may replace a module's `forward` by a compiled one.
     module = _replaced(model.module, path, nn.ModuleList(map(_shallow, layers[:count])))
     return replace(model, module=module, config=config, info=info)
 
 
 def _shallow(module: nn.Module) -> nn.Module:
     copied = copy.copy(module)
-    copied._modules = dict(module._modules)
+    copied._modules = {name: child and _shallow(child) for name, child in module._modules.items()}
     return copied
 
 
 def _replaced(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
-    """Return a shallow copy of a module with another module at a path; those above it are copied, too."""
+    """Return a copy of a module, with the same weights, with another module at a path."""
     copied = _shallow(module)
     name, _, rest = path.partition(".")
     setattr(copied, name, _replaced(module.get_submodule(name), rest, new) if rest else new)

@@ -31,15 +31,20 @@ def keep_top(logits: Tensor, params: Sequence[SamplingParams]) -> None:
     if not _reads_cheaply(logits.device) and any(limits[i] > count for i in cut):
         count = vocab
     while cut:
-        rows = _copied(cut, logits.device)
-        limit = _copied([limits[i] for i in cut], logits.device).unsqueeze(-1)
-        top_p = _copied([params[i].top_p for i in cut], logits.device).unsqueeze(-1)
+        rows = copied(cut, logits.device)
+        limit = copied([limits[i] for i in cut], logits.device).unsqueeze(-1)
+        top_p = copied([params[i].top_p for i in cut], logits.device).unsqueeze(-1)
         kept, is_complete = top(logits[rows], limit, top_p, min(count, vocab))
         logits[rows] = kept
         if all(limits[i] <= count for i in cut):
             break
         cut = [i for i, complete in zip(cut, is_complete.tolist(), strict=True) if not complete]
         count *= 16
+
+
+def copied(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copy numbers to a device without waiting for its queued work."""
+    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
 
 
 def top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -66,11 +71,6 @@ def top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tenso
     if not _reads_cheaply(logits.device) or bool((level.sum(-1, keepdim=True) > room).any()):
         level &= level.cumsum(-1) <= room
     return logits.masked_fill(~(above | level) & is_complete, float("-inf")), is_complete.squeeze(-1)
-
-
-def _copied(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Copy numbers to a device without waiting for its queued work."""
-    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def _reads_cheaply(device: torch.device) -> bool:

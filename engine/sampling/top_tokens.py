@@ -57,7 +57,8 @@ def top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tenso
         [n, vocab] with -inf for all others, and per row whether `count` was enough; rows where not are unchanged.
     """
     values, ids = logits.topk(count, -1)
-    held = logits.softmax(-1).gather(-1, ids).cumsum(-1)
+    # A GPU adds in an order that depends on the number of rows; in float64 that decides no token.
+    held = logits.softmax(-1).gather(-1, ids).cumsum(-1, dtype=torch.float64)
     is_limited = limit < logits.shape[-1]
     enough = top_p * torch.where(is_limited, held.gather(-1, limit.clamp(max=count) - 1), 1.0)
     enough.masked_fill_(top_p >= 1, float("inf"))

@@ -56,7 +56,7 @@ def keys(seeds: Sequence[int], positions: Sequence[int], stream: int, device: to
     if not keys:
         return torch.empty(0, 2, dtype=torch.int32, device=device)
     # The low word comes first: torch runs on little-endian machines only.
-    return torch.frombuffer(array("Q", keys), dtype=torch.int32).view(-1, 2).to(device)
+    return torch.frombuffer(array("Q", keys), dtype=torch.int32).view(-1, 2).to(device, non_blocking=True)
 
 
 def round_seed(seed: int, tip: int, lane: int = 0) -> int:

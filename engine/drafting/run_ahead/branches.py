@@ -169,10 +169,10 @@ class Branches:
 
     def paths(self) -> list[list[list[int]]]:
         """Return, per context and branch, the tokens between the tip and the next draw."""
-        steps = [self._first_tokens, *(one.tokens for one in self._drawn)]
-        rows = iter(torch.stack(steps, -1).tolist())
+        drawn = [one.tokens for one in self._drawn]
+        rows = iter(torch.stack(drawn, -1).tolist()) if drawn else itertools.repeat([])
         return [
-            [[*context.chain.token_ids[:accepted], *next(rows)] for accepted, _ in verdicts]
+            [[*context.chain.token_ids[:accepted], token, *next(rows)] for accepted, token in verdicts]
             for context, verdicts in zip(self.contexts, self._verdicts, strict=True)
         ]
 

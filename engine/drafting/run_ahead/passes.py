@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.control.stats import RunAheadStats
+from engine.control.stats import PREPARATION, RunAheadStats
 from engine.execution.backend import Backend
 from engine.protocols import Draft, ProposeRow
 
@@ -160,10 +160,11 @@ class PassesAhead(ABC):
         self._num_passes = 0
 
     def _step(self, work: Generator[None, None, None]) -> None:
-        started = self._clock()
+        started, num_prepared = self._clock(), PREPARATION.counts.total()
         try:
             next(work)
-            self._launched = started
+            # What is compiled or recorded once says nothing about the next pass.
+            self._launched = started if PREPARATION.counts.total() == num_prepared else None
             self._num_passes += 1
             self.stats.num_forwards += 1
         except StopIteration:

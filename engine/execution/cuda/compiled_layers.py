@@ -95,7 +95,9 @@ def _(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:
 
 
 def compile_layers(module: nn.Module) -> None:
-    """Compile every decoder layer of a transformers model, at its first pass.
+    """Compile every decoder layer of a transformers model and every norm outside them, each at its first pass.
+
+    By itself, torch sums a norm in an order that depends on the number of rows.
 
     Raises:
         ModelError: the model has no layers of the kind that transformers' models are made of.
@@ -103,7 +105,7 @@ def compile_layers(module: nn.Module) -> None:
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(f"{type(module).__name__} has no decoder layers that can be compiled")
-    for layer in layers:
+    for layer in _compiled_parts(module):
         # Kernels are chosen by rule: a choice by measurement could round differently in the next process. This is no
         # setting of `torch._inductor.config`, because torch resets it after every compilation.
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True, options={"deterministic": True})
@@ -132,6 +134,11 @@ def _observe(*_: object, **__: object) -> None:
 
 def uncompile_layers(module: nn.Module) -> None:
     """Undo `compile_layers`."""
-    for layer in module.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.__dict__.pop("forward", None)
+    for layer in _compiled_parts(module):
+        layer.__dict__.pop("forward", None)
+
+
+def _compiled_parts(module: nn.Module) -> list[nn.Module]:
+    layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    inner = {child for layer in layers for child in layer.modules()}
+    return layers + [child for child in module.modules() if "Norm" in type(child).__name__ and child not in inner]

@@ -10,6 +10,8 @@ import logging
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +28,7 @@ from engine.execution.cuda.chain_pass import ChainShape, chain_shapes
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
 from engine.execution.cuda.graphs import NUM_EXTRA, GraphRecorder, Graphs, Recorder, shapes
 from engine.execution.cuda.kernels import draw_kernel
-from engine.execution.cuda.kernels.triton_attention import MAX_SPLIT_LENGTH
+from engine.execution.cuda.kernels.triton_attention import CHUNK, MAX_SPLIT_LENGTH
 from engine.execution.cuda.linear import MAX_KERNEL_ROWS, make_invariant
 from engine.execution.cuda.static_pass import Shape
 from engine.execution.eager import EagerBackend
@@ -36,6 +38,9 @@ from engine.models.layers.layer_attention import KVShape
 from engine.models.layers.reducer import alone
 from engine.sampling import noise
 from engine.sampling.noise import Draws
+
+_MAX_CHUNKS = 1 << 16
+"""Chunks of all tokens whose results attention keeps at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +106,13 @@ class CudaBackend(EagerBackend):
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """Compute [n, vocab] float32 logits, or a rank's slice of them."""
-        groups = [_group_on(group, self.device) for group in batch.paged.groups]
+        parts = [part for group in batch.paged.groups for part in _parts(group, batch.paged.kv.block_size)]
+        groups = [_group_on(part, self.device) for part in parts]
         token_ids, indices = (
             tensor.to(self.device, non_blocking=True) for tensor in (batch.token_ids, batch.logit_indices)
         )
+        if len(token_ids) == 1:  # a layer compiled for one token alone could round differently
+            token_ids, groups = F.pad(token_ids, (0, 1)), [_with_padding(*groups)]
         positions = torch.cat([group.positions.flatten() for group in groups]).long()
         with TritonContext(batch.paged.kv, groups, layers=batch.paged.layers).current() as context:
             return forward(self.model.module, token_ids, positions, indices, context).float()
@@ -245,6 +253,18 @@ def _kinds_of_passes(engine: EngineConfig, max_model_len: int, *, has_trees: boo
         yield [row(2), row(min(length, longest))]  # a prompt beside a chain
 
 
+def _parts(group: Group, block_size: int) -> Iterator[Group]:
+    """Yield a group's rows in parts: one long context beside many short ones would fill the memory with results."""
+    num_chunks = group.length * -(-group.blocks.shape[1] * block_size // CHUNK)
+    count = group.rows if group.length > MAX_SPLIT_LENGTH else max(1, _MAX_CHUNKS // num_chunks)
+    tensors = {name: getattr(group, name) for name in ("blocks", "positions", "places", "limits", "extra")}
+    for first in range(0, group.rows, count):
+        part: dict[str, Any] = {
+            name: one if one is None else one[first : first + count] for name, one in tensors.items()
+        }
+        yield replace(group, start=group.start + first * group.length, rows=len(part["blocks"]), **part)
+
+
 def _group_on(group: Group, device: torch.device) -> Group:
     """Return a group on the device, as graphs hold it, so that its passes need no kernels of their own."""
     tensors = (group.blocks, group.positions, group.places, group.limits)
@@ -254,6 +274,15 @@ def _group_on(group: Group, device: torch.device) -> Group:
         padded = next((count for count in NUM_EXTRA if count >= extra.shape[-1]), extra.shape[-1])
         extra = F.pad(extra.to(torch.int32), (0, padded - extra.shape[-1]), value=-1).to(device, non_blocking=True)
     return Group(group.start, group.rows, group.length, blocks, positions, places, limits, extra)
+
+
+def _with_padding(group: Group) -> Group:
+    """Return a group of one token with another one, which is padding."""
+    positions, places, limits = (
+        F.pad(tensor, (0, 1), value=filler)
+        for tensor, filler in ((group.positions, 0), (group.places, -1), (group.limits, 1))
+    )
+    return replace(group, length=2, positions=positions, places=places, limits=limits)
 
 
 def _draws_on(draws: Draws, device: torch.device) -> Draws:

@@ -59,15 +59,16 @@ class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # one, because each keeps workspaces
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
         """Return the replay of a graph; see `Recorder.record`."""
         # The first pass compiles kernels, which cannot be done while a graph is recorded.
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream), alone():
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream), alone():
             compute()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             compute()
@@ -186,7 +187,8 @@ def graph_bytes(engine: EngineConfig, config: PreTrainedConfig, max_model_len: i
     partial_bytes = chunks * text.num_attention_heads // world_size * (value_dim + 2) * torch.float32.itemsize
     output_bytes = tokens * text.vocab_size * torch.float32.itemsize
     communication_bytes = _COMMUNICATION_BYTES if world_size > 1 else 0
-    return int(partial_bytes + output_bytes) + len(recorded) * _GRAPH_BYTES + communication_bytes
+    num_models = 1 if engine.self_draft_layers is None else 2  # a target's first layers have graphs of their own
+    return num_models * (int(partial_bytes + output_bytes) + len(recorded) * _GRAPH_BYTES) + communication_bytes
 
 
 def choose_shape(batch: ForwardBatch, widths: Sequence[int], max_tokens: int = MAX_TOKENS) -> Shape | None:

@@ -3,6 +3,8 @@
 import pytest
 from hypothesis import given, strategies
 
+from engine.control.stats import Preparation
+from engine.drafting.run_ahead import passes as passes_module
 from engine.drafting.run_ahead.passes import WIDTHS, Pace, PassesAhead
 from engine.protocols import run_in_process
 
@@ -84,6 +86,20 @@ def test_a_pass_that_a_proposal_interrupts_is_not_measured():
     run_in_process(passes.propose([]))
     passes.advance()
     assert passes._pace._pass_s == 0
+
+
+@pytest.mark.parametrize("kind", [None, "compiled", "recorded"])
+def test_a_pass_that_compiles_or_records_is_not_measured(kind, monkeypatch):
+    monkeypatch.setattr(passes_module, "PREPARATION", preparation := Preparation())
+    with preparation.expected():
+        pass
+    passes = Passes(2)
+    for first in (kind, None):
+        passes._work = map(preparation.observe, [first]) if first else passes._launch(1)
+        passes.advance()
+        passes.now += 0.5 if first else 0.002
+        passes.advance()
+    assert passes._pace._pass_s == pytest.approx(0.002)
 
 
 class Clock:

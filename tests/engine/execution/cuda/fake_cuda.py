@@ -166,7 +166,7 @@ class FakeGPU(TorchDispatchMode):
 
     def _copy(self, source: Tensor, target: Tensor | None, *, to_device: bool, non_blocking: bool) -> None:
         if _is_on_device(source) and not to_device:
-            if not (non_blocking and target is not None and self._is_pinned(target)):
+            if not (non_blocking and (target is None or self._is_pinned(target))):  # torch pins what it makes for this
                 self.wait("copy to host")
         elif to_device and not _is_on_device(source) and source.dim():
             if self.captured is not None:
@@ -258,6 +258,7 @@ def fake_gpu(monkeypatch: Any) -> Iterator[FakeGPU]:
         "synchronize": lambda *_: stream.synchronize(),
         "current_stream": lambda *_: stream,
         "Stream": lambda *_, **_options: stream,
+        "Event": lambda: SimpleNamespace(record=lambda: None, synchronize=lambda: None),
         "stream": lambda _: contextlib.nullcontext(),
         "graph_pool_handle": lambda: (0, 0),
         "CUDAGraph": lambda **_: FakeGraph(gpu),
@@ -266,7 +267,14 @@ def fake_gpu(monkeypatch: Any) -> Iterator[FakeGPU]:
         "get_device_capability": lambda *_: (9, 0),
         "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=132, major=9, minor=0),
     }
+    make = torch.tensor
+
+    def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
+        made = make(*args, **kwargs)
+        return made.pin_memory() if pin_memory else made
+
     with monkeypatch.context() as patched:
+        patched.setattr(torch, "tensor", tensor)
         for name, double in doubles.items():
             patched.setattr(torch.cuda, name, double)
         patched.setattr(interpreter.GridExecutor, "__call__", launch)

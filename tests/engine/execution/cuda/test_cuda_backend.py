@@ -27,6 +27,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda import cuda_backend
 from engine.execution.cuda.cuda_backend import CudaBackend, GraphedKV, make_cuda_backend
 from engine.execution.cuda.graphs import Graphs, shapes
+from engine.execution.cuda.kernels import triton_attention
 from tests.engine.execution.cuda.recorders import ENGINE, SETTINGS, CallRecorder, on_all, ranks, sharded
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
@@ -103,6 +104,26 @@ def test_an_interpreted_backend_and_its_first_layers_compute_what_eager_ones_do(
         assert torch.equal(output.tokens, expected.tokens)
     backend.wait()
     assert not backend.is_busy
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no CUDA device")
+def test_a_pass_without_a_graph_bounds_its_results_of_chunks_and_computes_two_tokens_at_least(monkeypatch):
+    """A layer compiled for one token alone could round differently."""
+    monkeypatch.setattr(cuda_backend, "_MAX_CHUNKS", 5)
+    seen, attend = [], triton_attention.attend
+    monkeypatch.setattr(triton_attention, "attend", lambda group, *rest: seen.append(group) or attend(group, *rest))
+    model = first_layers(random_model("tiny", torch.device("cpu"), torch.float32), 1)
+    eager, backend = EagerBackend(model), make_cuda_backend(model, ModelConfig("tiny"), EngineConfig())
+    kv, other_kv = backend.allocate_kv(8, 16), eager.allocate_kv(8, 16)
+    for rows, sizes in (
+        ([ForwardRow([3, 4], 0, [1], 1), ForwardRow([5, 6], 0, [2], 2), ForwardRow([7], 0, [3], 1)], [(2, 2), (1, 2)]),
+        ([ForwardRow([8], 2, [1], 1)], [(1, 2)]),
+    ):
+        seen.clear()
+        torch.testing.assert_close(
+            backend.logits(build(rows, kv)), eager.logits(build(rows, other_kv)), atol=1e-5, rtol=0
+        )
+        assert [(group.rows, group.length) for group in seen] == sizes
 
 
 def test_all_shapes_are_recorded_before_the_first_round(

@@ -1,6 +1,7 @@
 """Which graphs there are, and which a batch runs on; graphs of a GPU are tested there, in `test_cuda_backend`."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,14 +14,16 @@ from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
 from engine.models.first_layers import first_layers
 from engine.models.layers.layer_attention import KVShape
+from engine.models.layers.reducer import is_alone
 from tests.engine.tiny import model_of
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.drafting.run_ahead.passes import WIDTHS as BRANCHES
 from engine.execution.cuda import graphs as graphs_module
 from engine.execution.cuda.cuda_backend import GraphedKV
-from engine.execution.cuda.graphs import MAX_TOKENS, Graphs, choose_shape, graph_bytes, shapes
+from engine.execution.cuda.graphs import MAX_TOKENS, GraphRecorder, Graphs, choose_shape, graph_bytes, shapes
 from engine.execution.cuda.static_pass import Shape
+from tests.engine.execution.cuda.fake_cuda import fake_gpu
 from tests.engine.execution.cuda.recorders import CallRecorder, on_all, ranks
 
 KV = KVTensors(KVShape(1, 1, 1, 1), 2, 16, torch.empty(0))
@@ -141,7 +144,21 @@ def test_the_memory_plan_counts_what_graphs_keep(target_path):
     whole, half = (graph_bytes(engine, config, 8192, size) for size in (1, 2))
     outputs, partials = 1280 * 64 * 4, 1280 * 33 * 4 * (8 + 2) * 4
     assert whole - len(shapes(engine, 8192, 16)) * graphs_module._GRAPH_BYTES == outputs + partials
+    first_layers_too = replace(engine, drafting="self", self_draft_layers=1)
+    assert graph_bytes(first_layers_too, config, 8192, 1) == 2 * whole
     assert half == whole - partials // 2 + graphs_module._COMMUNICATION_BYTES
+
+
+def test_all_graphs_are_warmed_up_on_one_stream(monkeypatch):
+    """Each stream keeps memory of its own, cuBLAS's workspace among it."""
+    with fake_gpu(monkeypatch):
+        streams, make = [], torch.cuda.Stream
+        monkeypatch.setattr(torch.cuda, "Stream", lambda *_: streams.append(make()) or streams[-1])
+        recorder, calls = GraphRecorder(torch.device("cuda", 0)), []
+        for _ in range(3):
+            recorder.record(lambda: calls.append(is_alone()))
+    assert len(streams) == 1
+    assert calls == [True, False] * 3, "the warm pass leaves out the other ranks"
 
 
 EVERY = [Shape(2, 5, 4, 4), Shape(2, 5, 0, 4), Shape(1, 2, 0, 4)]

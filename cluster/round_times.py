@@ -49,7 +49,7 @@ def shape_of(rows: Sequence[VerifyRow]) -> Shape | None:
     for row in rows:
         if row.start < row.request.prompt_length:
             return None
-        lengths.append(row.length + len(row.draft.token_ids))
+        lengths.append(row.length + len(row.draft.token_ids) + row.draft.num_deferred)
         longest = max(longest, row.start + lengths[-1])
         p = row.request.params
         is_cut = (p.top_p < 1, p.top_k > 0, p.min_p > 0, p.has_penalties, bool(p.logit_bias), p.grammar is not None)

@@ -102,7 +102,7 @@ class RouterMetrics:
         return replace(self._drafter.calls), replace(self._verifier.calls)
 
     def observe_round(self, calls: tuple[Calls, Calls], *, round_s: float, delivery_s: float, is_prefill: bool) -> None:
-        """Count a round of `round_s` seconds; `delivery_s` of them gave tokens to streams and let other tasks run.
+        """Count a round of `round_s` seconds; `delivery_s` of them for streams after its verdicts.
 
         `calls` are the counters before the round; `is_prefill` says that it computed prompts.
         """

@@ -94,6 +94,11 @@ def test_the_longest_row_and_all_tokens_both_count():
     assert shape_of(decoding(2, 2)) != shape_of(decoding(0, 2))
 
 
+def test_drafts_that_are_left_to_the_target_count_by_their_length():
+    rows = [replace(decoding(0)[0], draft=Draft(num_deferred=length)) for length in (0, 2, 4)]
+    assert len({shape_of([row]) for row in rows}) == 3
+
+
 @pytest.mark.parametrize("start", [0, 9])
 def test_a_round_with_a_part_of_a_prompt_has_no_shape(start):
     prompt = VerifyRow(Request("p", [0] * 10, 10, SamplingParams()), start, 10 - start, [1], NO_DRAFT)

@@ -1,5 +1,6 @@
 """Which graphs there are, and which a batch runs on; graphs of a GPU are tested there, in `test_cuda_backend`."""
 
+import contextlib
 import random
 from types import SimpleNamespace
 
@@ -13,13 +14,14 @@ from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
 from engine.models.first_layers import first_layers
 from engine.models.layers.layer_attention import KVShape
+from engine.models.layers.reducer import is_alone
 from tests.engine.tiny import model_of
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.drafting.run_ahead.passes import WIDTHS as BRANCHES
 from engine.execution.cuda import graphs as graphs_module
 from engine.execution.cuda.cuda_backend import GraphedKV
-from engine.execution.cuda.graphs import MAX_TOKENS, Graphs, choose_shape, graph_bytes, shapes
+from engine.execution.cuda.graphs import MAX_TOKENS, GraphRecorder, Graphs, choose_shape, graph_bytes, shapes
 from engine.execution.cuda.static_pass import Shape
 from tests.engine.execution.cuda.recorders import CallRecorder, on_all, ranks
 
@@ -142,6 +144,29 @@ def test_the_memory_plan_counts_what_graphs_keep(target_path):
     outputs, partials = 1280 * 64 * 4, 1280 * 33 * 4 * (8 + 2) * 4
     assert whole - len(shapes(engine, 8192, 16)) * graphs_module._GRAPH_BYTES == outputs + partials
     assert half == whole - partials // 2 + graphs_module._COMMUNICATION_BYTES
+
+
+def test_a_graph_is_recorded_after_a_first_pass_that_no_other_work_overtakes(monkeypatch):
+    """Other threads may wait for the device meanwhile: a mode other than thread_local would make that an error."""
+    calls = []
+
+    def stream(name, other):
+        return SimpleNamespace(name=name, wait_stream=lambda waited_for: calls.append((name, waited_for.name == other)))
+
+    @contextlib.contextmanager
+    def within(thing, **options):
+        calls.append(options or thing.name)
+        yield
+        calls.append("end")
+
+    doubles = {"Stream": lambda _: stream("side", "main"), "current_stream": lambda _: stream("main", "side")}
+    doubles |= {"stream": within, "graph": within, "graph_pool_handle": lambda: 7}
+    doubles["CUDAGraph"] = lambda: SimpleNamespace(replay="replay")
+    for name, double in doubles.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    assert GraphRecorder("device").record(lambda: calls.append(f"alone: {is_alone()}")) == "replay"
+    first_pass = [("side", True), "side", "alone: True", "end", ("main", True)]
+    assert calls == [*first_pass, {"pool": 7, "capture_error_mode": "thread_local"}, "alone: False", "end"]
 
 
 EVERY = [Shape(2, 5, 4, 4), Shape(2, 5, 0, 4), Shape(1, 2, 0, 4)]

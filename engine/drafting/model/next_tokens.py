@@ -60,7 +60,7 @@ def joined(rows: Sequence[RankedRow]) -> Ranking:
         groups.setdefault(id(ranking), []).append(place)
     places = [place for group in groups.values() for place in group]
     device = rows[0][0].scores.device
-    order = copied(sorted(range(len(places)), key=places.__getitem__), device)
+    order = copied([index for _, index in sorted(zip(places, range(len(places)), strict=True))], device)
     members = [(rows[group[0]][0], copied([rows[place][1] for place in group], device)) for group in groups.values()]
     scores = torch.cat([ranking.scores[indices] for ranking, indices in members])[order]
     ids = [ranking.token_ids[indices] for ranking, indices in members if ranking.token_ids is not None]

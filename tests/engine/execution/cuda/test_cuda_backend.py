@@ -141,6 +141,7 @@ def test_all_shapes_are_recorded_before_the_first_round(
     assert (backend.compiling, thinned.compiling) == ([], [])
     lines = [" ".join(record.getMessage().split(" ")[1:3]) for record in caplog.records]
     assert lines == 2 * ["compiling layers", "layers compiled", f"recording {len(every)}", "graphs recorded"]
+    assert backend.thin(1, kv)[1].graphs is None, "those of the whole model"
     backend.close()
     assert (kv.graphs, seen_kv.graphs) == (None, None)
     preparation.observe("compiled")

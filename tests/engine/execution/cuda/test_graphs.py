@@ -1,5 +1,6 @@
 """Which graphs there are, and which a batch runs on; graphs of a GPU are tested there, in `test_cuda_backend`."""
 
+import contextlib
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -159,6 +160,29 @@ def test_all_graphs_are_warmed_up_on_one_stream(monkeypatch):
             recorder.record(lambda: calls.append(is_alone()))
     assert len(streams) == 1
     assert calls == [True, False] * 3, "the warm pass leaves out the other ranks"
+
+
+def test_a_graph_is_recorded_after_a_first_pass_that_no_other_work_overtakes(monkeypatch):
+    """Other threads may wait for the device meanwhile: a mode other than thread_local would make that an error."""
+    calls = []
+
+    def stream(name, other):
+        return SimpleNamespace(name=name, wait_stream=lambda waited_for: calls.append((name, waited_for.name == other)))
+
+    @contextlib.contextmanager
+    def within(thing, **options):
+        calls.append(options or thing.name)
+        yield
+        calls.append("end")
+
+    doubles = {"Stream": lambda _: stream("side", "main"), "current_stream": lambda _: stream("main", "side")}
+    doubles |= {"stream": within, "graph": within, "graph_pool_handle": lambda: 7}
+    doubles["CUDAGraph"] = lambda: SimpleNamespace(replay="replay")
+    for name, double in doubles.items():
+        monkeypatch.setattr(torch.cuda, name, double)
+    assert GraphRecorder("device").record(lambda: calls.append(f"alone: {is_alone()}")) == "replay"
+    first_pass = [("side", True), "side", "alone: True", "end", ("main", True)]
+    assert calls == [*first_pass, {"pool": 7, "capture_error_mode": "thread_local"}, "alone: False", "end"]
 
 
 EVERY = [Shape(2, 5, 4, 4), Shape(2, 5, 0, 4), Shape(1, 2, 0, 4)]

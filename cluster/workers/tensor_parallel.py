@@ -45,7 +45,7 @@ def join_world(
 ) -> Shard:
     """Enter the world and return this rank's shard of the model.
 
-    `device` is where this rank computes; CUDA without an index is the first GPU, the only one that a rank may see.
+    `device` is where this rank computes; CUDA without an index is the first GPU.
     `host` is this node's address, by which NCCL or gloo communicates; a sum waits `timeout_s` for the other ranks.
     """
     timeout = timedelta(seconds=timeout_s)

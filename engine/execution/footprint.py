@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from engine.config import EngineConfig
 from engine.execution.memory import Footprint
 from engine.models.causal_lm import kv_shape
-from engine.models.layers.quantization import check_quantization, layer_bytes, linear_layers, on_meta, saved_format
+from engine.models.layers.quantization import becomes_floats, check_quantization, layer_bytes, linear_layers, on_meta
 from engine.models.loader import kv_dtype
 from engine.models.shards import plan_of, style_of
 from engine.models.source import ModelSource
@@ -78,7 +78,7 @@ def of_weights(
 
 def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -> int:
     quantization, model_config = source.config.quantization, source.configuration
-    if saved_format(model_config) not in (None, "torchao"):  # all weights become floats
+    if becomes_floats(model_config):
         return sum(p.numel() for p in on_meta(model_config).parameters()) * bytes_per_weight
     plan = plan_of(source, world_size) if world_size > 1 else {}
     quantized: dict[str, int] = {}

@@ -10,6 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM
+from engine.models.layers.experts import num_packed_weights
 from engine.models.source import ModelSource
 
 
@@ -73,4 +74,4 @@ def _num_weights(module: nn.Module) -> int:
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     others = [parameter for parameter in module.parameters() if id(parameter) not in counted]
     num_products: int = sum(layer.in_features * layer.out_features for layer in layers)
-    return num_products + sum(tensor.numel() for tensor in (*biases, *others))
+    return num_products + num_packed_weights(module) + sum(tensor.numel() for tensor in (*biases, *others))

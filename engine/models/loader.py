@@ -1,6 +1,7 @@
 """Loader: loads safetensors into a CausalLM, the whole model or one rank's shard, on the configured device."""
 
 import copy
+import fnmatch
 import hashlib
 import importlib.util
 import logging
@@ -14,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM, Shard
+from engine.models.layers.experts import num_packed_weights, pack_experts
 from engine.models.layers.fusion import fuse_projections
 from engine.models.layers.quantization import (
     QuantizedLinear,
@@ -24,7 +26,7 @@ from engine.models.layers.quantization import (
 )
 from engine.models.shards import load_shard
 from engine.models.source import ModelSource
-from engine.models.weights import fill, has_names_of
+from engine.models.weights import FileNames, fill, has_names_of
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     module.eval().requires_grad_(False)
     rounded = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
     num_parameters = sum(p.numel() for p in module.parameters())
-    num_parameters += sum(layer.in_features * layer.out_features for layer in rounded)
+    num_parameters += sum(layer.in_features * layer.out_features for layer in rounded) + num_packed_weights(module)
     if has_torchao:
         convert_torchao(source.path, module)
     fuse_projections(module)
@@ -78,14 +80,21 @@ def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -
     """Read a model's weights as they are saved; have transformers load those that it renames or converts."""
     configuration, model_class = source.configuration, source.kind.model_class
     arguments = loading_arguments(source.config, configuration)
-    if not arguments and saved_format(configuration) is None and model_class.loaded_by is AutoModelForCausalLM:
+    saved = saved_format(configuration)
+    if not arguments and saved in (None, "mxfp4") and model_class.loaded_by is AutoModelForCausalLM:
         with torch.device("meta"):
             module: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 copy.deepcopy(configuration), attn_implementation=model_class.attention, dtype=dtype
             )
-        # The plan names parameters that stay in float32.
-        if not module._get_dtype_plan(dtype) and has_names_of(source, module):  # type: ignore[operator]
-            fill(source, module, device)
+        for part, kept in module._get_dtype_plan(dtype).items():  # type: ignore[operator]
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                if fnmatch.fnmatchcase(name, f"*{part}*"):
+                    tensor.data = tensor.data.to(kept)
+        if saved is not None:
+            pack_experts(module)
+        names = FileNames(module)
+        if saved is not None or has_names_of(source, module, names):
+            fill(source, module, device, names)
             return module
     logger.info("%s: transformers loads the weights, which it renames, converts or quantises", source.path)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -97,7 +106,7 @@ def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -
 def resolve_device(device: str) -> torch.device:
     """Return the configured device with its index; auto is CUDA if available.
 
-    Ray makes only a worker's GPUs visible to it, so the current device is the worker's.
+    A worker sees only its GPU, or has made it the current one.
 
     Raises:
         ModelError: the configuration requires CUDA, but no CUDA device is visible.

@@ -24,7 +24,8 @@ from engine.models.weights import FileNames, fill
 
 _HEAD = "lm_head"
 _EXPERTS = "moe_tp_experts"
-_WHOLE = {"replicated", "replicated_with_grad_allreduce"}
+_WHOLE = {"replicated", "replicated_with_grad_allreduce", "embedding_rowwise"}
+"""Styles of layers that every rank holds whole; embeddings are only looked up."""
 
 
 class RowLinear(nn.Linear):

@@ -19,7 +19,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
 
 from engine.errors import ModelError
 from engine.models.source import ModelSource
@@ -103,19 +109,28 @@ class FileNames:
         changes = get_model_conversion_mapping(module, add_legacy=False)  # type: ignore[arg-type]
         self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
         self._converters = [change for change in changes if isinstance(change, WeightConverter)]
+        self._parameters = module.state_dict().keys()
 
     def parameter(self, name: str) -> str:
         """Return the name of a tensor's parameter in the module."""
-        return rename_source_key(name, self._renamings, self._converters)[0]
+        return self._renamed(name)[0]
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return the part of a parameter that a tensor belongs to."""
-        pattern = rename_source_key(name, self._renamings, self._converters)[1]
-        expert = re.search(r"\.experts\.(\d+)\.", name)
-        if pattern is None or expert is None:
+        """Return the part of a parameter that a tensor belongs to; an empty one if the tensor has to be converted."""
+        pattern = self._renamed(name)[1]
+        converter = next((one for one in self._converters if pattern in one.source_patterns), None)
+        if converter is None or pattern is None:
             return whole
-        patterns = next(one.source_patterns for one in self._converters if pattern in one.source_patterns)
+        expert = re.search(r"\.experts\.(\d+)\.", name)
+        if expert is None or not {type(one) for one in converter.operations} <= {MergeModulelist, Concatenate}:
+            return whole.new_empty(0)
+        patterns = converter.source_patterns
         return whole[int(expert[1])].chunk(len(patterns))[patterns.index(pattern)]
+
+    def _renamed(self, name: str) -> tuple[str, str | None]:
+        renamed, pattern = rename_source_key(name, self._renamings, self._converters)
+        is_own = name in self._parameters and renamed not in self._parameters
+        return (name, None) if is_own else (renamed, pattern)
 
 
 def read(
@@ -146,12 +161,16 @@ def read(
             wait()
 
 
-def has_names_of(source: ModelSource, module: nn.Module) -> bool:
-    """Return whether the files hold each tensor of a model once, by its name and in its shape."""
-    shapes = {name: whole.shape for name, whole in _mapped(source)}
+def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bool:
+    """Return whether the files hold each number of a model once, in tensors that are not converted."""
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    stored = [id(tensor) for name, tensor in tensors.items() if shapes.get(name) == tensor.shape]
-    return sorted(stored) == sorted({id(tensor) for tensor in tensors.values()})
+    num_missing = {id(tensor): tensor.numel() for tensor in tensors.values()}
+    for key, whole in _mapped(source):
+        if (tensor := tensors.get(names.parameter(key))) is not None:
+            if names.part(key, tensor).shape != whole.shape:
+                return False
+            num_missing[id(tensor)] -= whole.numel()
+    return not any(num_missing.values())
 
 
 def _window(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> Window:

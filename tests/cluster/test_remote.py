@@ -307,7 +307,7 @@ class Clock:
     """A clock that only rounds move, and a target that takes so long for each."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, side: TargetSide) -> None:
-        self.now_s, self.round_s, self.side = 0.0, 0.2, side
+        self.now_s, self.round_s, self.side = 0.0, 0.5, side
         monkeypatch.setattr(remote.time, "perf_counter", lambda: self.now_s)
         answer = side.links[0].answer
 
@@ -329,11 +329,11 @@ async def test_a_round_like_eight_before_it_has_a_shorter_deadline_until_the_tar
     side, tokens = TargetSide(), [1, 2, *[3] * 62]
     clock = Clock(monkeypatch, side)
     # The first round is the request's first; the eight after it are measured.
-    assert await clock.deadlines(tokens, 12) == [PATIENT_S] * 9 + [pytest.approx(4.0)] * 3
-    assert [request.deadline_s for request in side.links[1].requests[-3:]] == [pytest.approx(4.0)] * 3
+    assert await clock.deadlines(tokens, 12) == [PATIENT_S] * 9 + [pytest.approx(10.0)] * 3
+    assert [request.deadline_s for request in side.links[1].requests[-3:]] == [pytest.approx(10.0)] * 3
     side.connect(2)
     clock = Clock(monkeypatch, side)
-    assert await clock.deadlines(tokens, 10) == [PATIENT_S] * 9 + [pytest.approx(4.0)]
+    assert await clock.deadlines(tokens, 10) == [PATIENT_S] * 9 + [pytest.approx(10.0)]
 
 
 async def test_ranks_that_are_told_a_prefix_again_have_the_whole_timeout_and_their_refusal_is_no_measurement(
@@ -346,8 +346,8 @@ async def test_ranks_that_are_told_a_prefix_again_have_the_whole_timeout_and_the
         await side.verifier.verify([verify_row(other, [7, 7])])
     clock.round_s = 1.2
     assert await clock.deadlines(tokens, 1) == [PATIENT_S]
-    clock.round_s = 0.2
-    assert await clock.deadlines(tokens, 1) == [pytest.approx(4.0)]
+    clock.round_s = 0.5
+    assert await clock.deadlines(tokens, 1) == [pytest.approx(10.0)]
 
 
 async def test_a_target_that_hangs_is_lost_at_the_learned_deadline(monkeypatch):

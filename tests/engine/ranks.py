@@ -85,7 +85,11 @@ def in_turn(work: Callable[[Any], Any], ranks: Sequence[Any], reducers: Sequence
 
 
 class AbsentOthers:
-    """The reducer of a rank that is tried without the others: what they would add is 0."""
+    """The reducer of a rank of two that is tried without the other: what it would add is 0."""
+
+    rank, world_size = 0, 2
+
+    rank, world_size = 0, 2
 
     def sum(self, partial: torch.Tensor) -> torch.Tensor:
         return partial.clone()

@@ -132,10 +132,10 @@ def test_requests_without_a_seed_derive_theirs_from_the_llms(models: tuple[Path,
 def test_only_a_draft_that_is_judged_by_its_distribution_is_invariant(
     models: tuple[Path, Path], verification: str, invariant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[Any] = []
+    made: list[bool] = []
 
     def make(*arguments: Any, **options: Any) -> Any:
-        made.append(options)
+        made.append(options.get("invariant", True))
         return make_backend(*arguments, **options)
 
     monkeypatch.setattr("engine.llm.make_backend", make)
@@ -143,4 +143,4 @@ def test_only_a_draft_that_is_judged_by_its_distribution_is_invariant(
     monkeypatch.setattr("cluster.workers.loading.make_backend", make)
     sources = [open_model(ModelConfig(str(path), dtype="float32", device="cpu", compile="off")) for path in models]
     load_drafter(sources[1], sources[0], EngineConfig(verification=verification, num_blocks=64), run_ahead=False)  # type: ignore[arg-type]
-    assert made == [{}, {"invariant": invariant}, {"invariant": invariant}]
+    assert made == [True, invariant, invariant]

@@ -2,8 +2,8 @@
 
 torchao rounds, called by transformers for one layer after the other, so that the whole model is never in memory as
 floats; the output head and embeddings stay as they are. Of saved formats, those are served that transformers can load
-without a GPU. torchao's weights without zero points stay quantised, all others become floats as they load: the same
-text, with the memory of an unquantised model. Activations are never quantised.
+without a GPU. torchao's weights without zero points and gpt-oss' experts stay quantised, all others become floats as
+they load: the same text, with the memory of an unquantised model. Activations are never quantised.
 """
 
 import importlib.util
@@ -38,6 +38,11 @@ def saved_format(model_config: PreTrainedConfig) -> str | None:
     """Return the name of a saved model's quantised format; None if it has none."""
     settings: dict[str, Any] | None = getattr(model_config, "quantization_config", None)
     return None if settings is None else str(settings.get("quant_method", "bitsandbytes"))
+
+
+def becomes_floats(model_config: PreTrainedConfig) -> bool:
+    """Return whether a saved model's quantised weights become floats as they load."""
+    return saved_format(model_config) not in (None, "torchao", "mxfp4")
 
 
 def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, world_size: int) -> None:
@@ -101,8 +106,7 @@ def loading_arguments(config: ModelConfig, model_config: PreTrainedConfig) -> di
         from transformers import TorchAoConfig
 
         return {"quantization_config": TorchAoConfig(torchao_settings(config.quantization))}
-    saved = saved_format(model_config)
-    if saved is not None and saved != "torchao":
+    if becomes_floats(model_config):
         model_config.quantization_config["dequantize"] = True
     return {}
 

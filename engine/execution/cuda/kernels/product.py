@@ -109,11 +109,25 @@ def widened(bits, dtype: tl.constexpr):
 
 
 @triton.jit
+def small_floats(nibbles):
+    """Return the numbers of 4-bit floats e2m1, in float32; float16 has a wider exponent, whose zero is 14 higher."""
+    wide = nibbles.to(tl.int16)
+    return (((wide & 8) << 12) | ((wide & 7) << 9)).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+
+
+@triton.jit
+def powers_of_two(exponents):
+    """Return the numbers of 8-bit exponents e8m0, in float32."""
+    wide = exponents.to(tl.int32)
+    return tl.where(wide == 0, 1 << 22, wide << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def load_weights(
     weight, scales, column, num_outputs, place, weight_stride, size, dtype: tl.constexpr,
     INNER_TILE: tl.constexpr, IS_EVEN: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of weights [INNER_TILE, outputs] that begins at an input, as 16-bit numbers."""
+    """Return a tile of weights [INNER_TILE, outputs] that begins at an input, in the number format of the rows."""
     inner = place + tl.arange(0, INNER_TILE)
     if FORMAT == "":
         is_weight = column[None, :] < num_outputs
@@ -122,10 +136,14 @@ def load_weights(
         return tl.load(weight + column[None, :].to(tl.int64) * weight_stride + inner[:, None], is_weight, 0.0)
     start = weight + column[:, None].to(tl.int64) * weight_stride
     is_output = column[:, None] < num_outputs
-    if FORMAT == "int4":
+    if FORMAT == "int4" or FORMAT == "mxfp4":
         half = place // 2 + tl.arange(0, INNER_TILE // 2)[None, :]
-        pairs = tl.load(start + half, is_output & (half < size // 2), 0).to(tl.int8, bitcast=True)
-        tile = tl.interleave((pairs << 4) >> 4, pairs >> 4).to(dtype)
+        pairs = tl.load(start + half, is_output & (half < size // 2), 0)
+        if FORMAT == "int4":
+            pairs = pairs.to(tl.int8, bitcast=True)
+            tile = tl.interleave((pairs << 4) >> 4, pairs >> 4).to(dtype)
+        else:
+            tile = tl.interleave(small_floats(pairs & 15), small_floats(pairs >> 4))
     else:
         tile = tl.load(start + inner[None, :], is_output & (inner[None, :] < size), 0)
         tile = widened(tile, dtype) if FORMAT == "fp8" else tile.to(dtype)
@@ -133,8 +151,10 @@ def load_weights(
         NUM_SPANS: tl.constexpr = INNER_TILE // SPAN
         first = place + tl.arange(0, NUM_SPANS)[None, :] * SPAN
         scale = tl.load(scales + column[:, None] * (size // GROUP) + first // GROUP, is_output & (first < size), 0.0)
-        parts = tl.reshape(tile, (tile.shape[0], NUM_SPANS, SPAN)) * scale.to(dtype)[:, :, None]
-        tile = tl.reshape(parts, (tile.shape[0], INNER_TILE))
+        if FORMAT == "mxfp4":
+            scale = powers_of_two(scale)
+        parts = tl.reshape(tile, (tile.shape[0], NUM_SPANS, SPAN)) * scale.to(tile.dtype)[:, :, None]
+        tile = tl.reshape(parts, (tile.shape[0], INNER_TILE)).to(dtype)
     return tl.trans(tile)
 
 

@@ -7,12 +7,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import ModelError
 from engine.execution.footprint import footprint
 from engine.models.causal_lm import Shard
-from engine.models.layers.experts import compute_experts, experts_of, group_experts
+from engine.models.layers import experts as experts_module
+from engine.models.layers.experts import compute_experts, experts_of, group_experts, unpack
 from engine.models.registry import open_model
 from tests.engine.models.test_shards import load_ranks, logits_of
 from tests.engine.ranks import AbsentOthers
@@ -66,6 +68,33 @@ def test_a_tokens_results_are_added_in_order_of_experts():
     assert found.item() == 0.0
     found = compute_experts(experts(), torch.ones(1, 1), torch.tensor([[0, 2, 1]]), torch.tensor([[0.5, 2.0, 1.0]]))
     assert found.item() == -1e8, "weights follow their experts"
+
+
+def packed(num_experts, outputs, inputs, exponents=(0, 254)):
+    """Random numbers of gpt-oss' format, and what transformers makes of them, [experts, out, in]."""
+    generator, size = torch.Generator().manual_seed(0), (num_experts, outputs, inputs // 32)
+    blocks = torch.randint(0, 256, (*size, 16), generator=generator, dtype=torch.uint8)
+    scales = torch.randint(*exponents, size, generator=generator, dtype=torch.uint8)
+    blocks.view(-1)[:256] = torch.arange(256)
+    return blocks.flatten(2), scales, convert_moe_packed_tensors(blocks, scales, dtype=torch.float32).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_packed_numbers_are_transformers_own(dtype):
+    blocks, scales, _ = packed(1, 8, 128)
+    expected = convert_moe_packed_tensors(blocks.view(1, 8, 4, 16), scales, dtype=dtype)[0].T
+    assert torch.equal(unpack(blocks[0], scales[0], dtype), expected)
+
+
+def test_only_experts_that_tokens_choose_are_unpacked(monkeypatch):
+    blocks, scales, floats = packed(5, 8, 64, (115, 124))
+    taken = []
+    monkeypatch.setattr(experts_module, "unpack", lambda *given: taken.append(given) or unpack(*given))
+    rows, index = torch.randn(3, 64), torch.tensor([[3], [1], [3]])
+    plan = torch.ops.paceline.sort_by_expert(index, 5)
+    found = experts_module.grouped_linear(rows, *plan, blocks, None, torch.float32, scales)
+    torch.testing.assert_close(found, torch.einsum("ni,noi->no", rows, floats[index[:, 0]]))
+    assert [given[0].data_ptr() for given in taken] == [blocks[1].data_ptr(), blocks[3].data_ptr()]
 
 
 @pytest.mark.parametrize("family", ["Qwen3Moe", "Mixtral"])

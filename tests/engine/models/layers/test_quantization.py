@@ -8,6 +8,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.model.chain_drafter import ModelDrafter
@@ -309,22 +310,61 @@ def test_a_model_that_another_library_has_saved_becomes_floats_that_write_transf
     assert planned.weight_bytes == 4 * module.num_parameters()
 
 
-def test_gpt_oss_as_it_is_saved_becomes_floats(tmp_path):
-    config = transformers.GptOssConfig(**WIDE | HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2})
-    save(config, tmp_path, factor=8.0)
-    weights = load_file(tmp_path / "model.safetensors")
+def save_packed(path, floats_path):
+    """Write gpt-oss with packed weights as it is published, and the floats that transformers makes of it."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    for folder in (path, floats_path):
+        save(transformers.GptOssConfig(**WIDE | HEADS | sizes), folder, factor=8.0)
+    weights = load_file(path / "model.safetensors")
+    floats = dict(weights)
     generator = torch.Generator().manual_seed(0)
     for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = weights.pop(name).shape
         size = (experts, outputs, inputs // 32)
-        weights[name + "_blocks"] = torch.randint(0, 256, (*size, 16), generator=generator, dtype=torch.uint8)
-        weights[name + "_scales"] = torch.randint(120, 124, size, generator=generator, dtype=torch.uint8)
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    mark(tmp_path, **settings)
-    backend = load(tmp_path)
-    mark(tmp_path, **settings, dequantize=True)
-    check_texts(backend, reference(tmp_path), backend)
+        blocks = torch.randint(0, 256, (*size, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 124, size, generator=generator, dtype=torch.uint8)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        floats[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    save_file(floats, floats_path / "model.safetensors", {"format": "pt"})
+    mark(path, quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
+    return weights
+
+
+@torch.inference_mode()
+def test_gpt_oss_experts_stay_packed_and_compute_what_their_floats_do(tmp_path):
+    stored = save_packed(tmp_path, tmp_path / "floats")
+    backend, floats = load(tmp_path), load(tmp_path / "floats")
+    check_texts(backend, reference(tmp_path / "floats"), floats)
+    logits, expected = logits_of([backend, floats])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert backend.model.info.num_parameters == floats.model.info.num_parameters
+    halves = [first_layers(each.model, 1).info.num_parameters for each in (backend, floats)]
+    assert halves[0] == halves[1]
+    tensors = backend.model.module.state_dict()
+    packed = [name for name in stored if name.endswith(("_blocks", "_scales"))]
+    assert len(packed) == 8
+    assert all(torch.equal(tensors[name], stored[name]) for name in packed)
+    planned = footprint(open_model(ModelConfig(str(tmp_path))), EngineConfig(), dtype=torch.float32, bytes_per_weight=4)
+    assert planned.weight_bytes == bytes_of(backend) - rotary_bytes(backend)
+
+
+def test_packed_weights_that_are_not_gpt_oss_or_not_whole_are_refused(tmp_path):
+    stored = save_packed(tmp_path, tmp_path / "floats")
+    with pytest.raises(ModelError, match="saved quantised, as mxfp4, which is not split"):
+        model_of(tmp_path, Shard(0, 2, AbsentOthers()))
+    del stored["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks the weights model\.layers\.1\.mlp\.experts\.down_proj_scales"):
+        load(tmp_path)
+    for cls, message in (
+        ("Qwen3MoeConfig", "mxfp4 is served in gpt-oss, not in Qwen3MoeForCausalLM"),
+        ("LlamaConfig", "mxfp4 is served in gpt-oss, not in LlamaForCausalLM"),
+    ):
+        save(getattr(transformers, cls)(**WIDE), tmp_path)
+        mark(tmp_path, quant_method="mxfp4")
+        with pytest.raises(ModelError, match=message):
+            load(tmp_path)
 
 
 def integers(num_bits, shape, seed=0):

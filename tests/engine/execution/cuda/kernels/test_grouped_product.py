@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda.kernels import grouped_product
 from engine.models.layers import experts
+from tests.engine.models.layers.test_experts import packed
 
 
 def operands(tokens, top_k, num_experts=5, inner=80, outer=70, is_transposed=False):
@@ -17,9 +18,9 @@ def operands(tokens, top_k, num_experts=5, inner=80, outer=70, is_transposed=Fal
     return rows, index, weight.transpose(1, 2) if is_transposed else weight
 
 
-def multiply(rows, index, weight, bias=None, dtype=torch.float32):
+def multiply(rows, index, weight, bias=None, dtype=torch.float32, scales=None):
     order, ends = torch.ops.paceline.sort_by_expert(index, len(weight))
-    return grouped_product.multiply(rows, order, ends, weight, bias, dtype), (order, ends)
+    return grouped_product.multiply(rows, order, ends, weight, bias, dtype, scales), (order, ends)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
@@ -43,6 +44,25 @@ def test_no_bit_of_a_token_depends_on_the_others():
     together, _ = multiply(rows, index, weight)
     for nth in (0, 41, 89):
         alone, _ = multiply(rows[nth : nth + 1], index[nth : nth + 1], weight)
+        assert torch.equal(alone, together.view(90, 2, -1)[nth])
+
+
+@pytest.mark.parametrize(("dtype", "exponents"), [(torch.float32, (0, 250)), (torch.float16, (100, 140))])
+def test_packed_weights_become_transformers_numbers(dtype, exponents):
+    """The rows are those of the identity, so that the result is the weight."""
+    blocks, scales, floats = packed(3, 70, 160, exponents)
+    found, _ = multiply(torch.eye(160, dtype=dtype), torch.ones(160, 1, dtype=torch.int64), blocks, scales=scales)
+    assert torch.equal(found, floats[1].to(dtype).float().T)
+
+
+def test_no_bit_of_a_product_with_packed_weights_depends_on_the_other_rows():
+    rows, index, _ = operands(90, 2, inner=160)
+    blocks, scales, floats = packed(5, 70, 160, (115, 124))
+    together, _ = multiply(rows, index, blocks, scales=scales)
+    right = torch.einsum("ni,nkoi->nko", rows.double(), floats.double()[index]).flatten(0, 1)
+    torch.testing.assert_close(together.double(), right, rtol=1e-5, atol=1e-3)
+    for nth in (0, 41, 89):
+        alone, _ = multiply(rows[nth : nth + 1], index[nth : nth + 1], blocks, scales=scales)
         assert torch.equal(alone, together.view(90, 2, -1)[nth])
 
 

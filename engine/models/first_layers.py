@@ -54,13 +54,14 @@ def first_layers(model: CausalLM, count: int) -> CausalLM:
 
 def _shallow(module: nn.Module) -> nn.Module:
     copied = copy.copy(module)
-    copied._modules = {name: child and _shallow(child) for name, child in module._modules.items()}
+    copied._modules = dict(module._modules)
     return copied
 
 
 def _replaced(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
-    """Return a copy of a module, with the same weights, with another module at a path."""
+    """Return a copy of a module with another module at a path, and copies of those beside it: norms are compiled."""
     copied = _shallow(module)
+    copied._modules.update((name, _shallow(child)) for name, child in module.named_children())
     name, _, rest = path.partition(".")
     setattr(copied, name, _replaced(module.get_submodule(name), rest, new) if rest else new)
     return copied

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from engine.execution.attention import Group, KVTensors, additive_mask, attend_to_gathered
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cuda import linear
-from engine.execution.cuda.kernels import product
+from engine.execution.cuda.kernels import grouped_product, product
 from engine.execution.cuda.kernels import triton_attention as paged_attention
 from engine.models.layers.layer_attention import AttentionParams, KVShape
 from engine.sampling import noise
@@ -41,9 +41,11 @@ def kernels(device: str, *, dry: bool) -> Iterator[dict[str, Any]]:
         with patch.multiple(sys.modules[__name__], HEADS=4, KV_HEADS=1, HEAD_DIM=16):
             yield error(place, context=100)
             yield bits(place, context=100)
+            yield experts(place, count=40, size=64)
     else:
         yield error(place, context=900)
         yield bits(place, context=2100)
+        yield experts(place, count=4096, size=2048)
         for name, shape in PRODUCTS.items():
             yield products(place, name, shape)
         for rows, count, context in SPEED_CELLS:
@@ -88,6 +90,19 @@ def bits(device: torch.device, *, context: int) -> dict[str, Any]:
         "beside_another_row": different(attend(beside, wide, kv)[16:21], together),
         "in_a_prompt": different(attend(prompt, query, kv)[:5], together),
     }
+
+
+def experts(device: torch.device, *, count: int, size: int) -> dict[str, Any]:
+    """Count how many numbers of a grouped product differ between few rows and many, which have another tile."""
+    weight = torch.randn(2, 128, size, dtype=dtype_of(device), device=device)
+    rows = torch.randn(count, size, dtype=dtype_of(device), device=device)
+    index = torch.arange(count, device=device).unsqueeze(-1) % 2
+
+    def multiply(few: int) -> torch.Tensor:
+        order, ends = torch.ops.paceline.sort_by_expert(index[:few], 2)
+        return grouped_product.multiply(rows[:few], order, ends, weight, None, torch.float32)
+
+    return {"experts_different": different(multiply(5), multiply(count)[:5])}
 
 
 def speed(device: torch.device, rows: int, count: int, context: int) -> dict[str, Any]:

@@ -145,6 +145,9 @@ class CudaBackend(EagerBackend):
         if self._config.compile == "off":
             return
         with PREPARATION.expected():
+            if self.reducer is not None and not self._is_compiled:  # once, because graphs keep its buffers' addresses
+                most = max(self._engine.max_num_batched_tokens, *(shape.tokens for shape in self._shapes))
+                self.reducer.prepare(most, self.model.config.get_text_config().hidden_size)
             for backend in (self, *self._thinned):
                 backend._warm_up()
 
@@ -166,12 +169,12 @@ class CudaBackend(EagerBackend):
     def _agree(self, ok: bool) -> bool:
         return ok if self.reducer is None else self.reducer.agree(ok)
 
+    @property
+    def _shapes(self) -> list[Shape]:
+        return shapes(self._engine, self.info.max_model_len, self._engine.block_size, self._branches)
+
     def _warm_up(self) -> None:
-        engine, new = self._engine, [kv for kv in self._caches if kv.graphs is None]
-        every = shapes(engine, self.info.max_model_len, engine.block_size, self._branches)
-        if self.reducer is not None and not self._is_compiled:
-            width = self.model.config.get_text_config().hidden_size
-            self.reducer.prepare(max(engine.max_num_batched_tokens, *(shape.tokens for shape in every)), width)
+        new, every = [kv for kv in self._caches if kv.graphs is None], self._shapes
         is_ready, reason = True, "another rank cannot run compiled passes"
         try:
             self._compile()

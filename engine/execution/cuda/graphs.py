@@ -118,7 +118,7 @@ class Graphs:
         """Draw a chain with a graph; None if it has none, or exceeds the largest."""
         shape = chain_shape(chain, choose_shape(chain.first, self._widths, self._max_tokens))
         if shape not in self._recorded:
-            if shape is not None:
+            if shape is not None and _fits(shape.first, self._kv.block_size):
                 self._wanted.add(shape)
             return None
         static, replay = self._recorded[shape]

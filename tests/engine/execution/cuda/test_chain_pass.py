@@ -19,6 +19,7 @@ from engine.protocols import ProposeRow, Request, run_in_process
 from tests.engine.tiny import SIZES, model_of, save
 
 pytest.importorskip("triton", reason="the kernels need triton")
+from engine.execution.cuda import graphs as graphs_module
 from engine.execution.cuda.chain_pass import STEPS, ChainShape
 from engine.execution.cuda.cuda_backend import CudaBackend
 from engine.execution.cuda.graphs import Graphs, shapes
@@ -164,3 +165,14 @@ def test_the_shape_of_a_chain_holds_its_whole_block_tables(model, recorded):
     drafter.cache.kv.graphs._widths = [2, 3, 4]
     propose(drafter, [Request("a", [5] * 7, 7, params), Request("b", [6], 1, params)], [2, 2])
     assert [*chains_of(drafter)] == [ChainShape(Shape(2, 9, 0, 3), 2)]
+
+
+def test_no_chain_is_recorded_that_keeps_more_results_of_attention_than_any_pass(recorded, monkeypatch):
+    """The memory plan counts those of passes; a chain's first pass has more rows or tokens than its batch."""
+    drafter = drafter_of(recorded)
+    graphs = drafter.cache.kv.graphs
+    monkeypatch.setattr(graphs_module, "_MAX_PARTIAL_TOKENS", 4 * graphs._widths[-1] * BLOCK)
+    (drawn,) = propose(drafter, requests_of(["1"]), [3])
+    assert len(drawn) == 3
+    assert not graphs._wanted
+    assert not chains_of(drafter)

@@ -238,6 +238,17 @@ def test_ranks_make_the_same_collectives_in_the_same_order(count, four_heads, un
     assert world[0].calls[-1] == ("close",)
 
 
+def test_sums_are_prepared_once_though_first_layers_are_warmed_up_too(four_heads, uncompiled, quick, preparation):
+    """A second time would free the buffers whose addresses the graphs of the whole model have."""
+    backends = sharded(four_heads, ranks(1), [CallRecorder()])
+    (backend, kv), world = backends[0], backends[0][0].reducer
+    thinned = backend.thin(1, kv)
+    backend.warm_up()
+    assert [call[0] for call in world.calls if call[0] != "agree"] == ["prepare"]
+    assert thinned[1].graphs is not None
+    assert sum(call[0] == "agree" for call in world.calls) == 2 * (1 + len(shapes(ENGINE, 64, ENGINE.block_size)))
+
+
 def test_what_passes_came_without_is_recorded_when_idle(target_path, uncompiled, quick, preparation, monkeypatch):
     monkeypatch.setattr(cuda_backend, "_kinds_of_passes", lambda *_, **__: [])
     backend = CudaBackend(model_of(target_path), SETTINGS, ENGINE, recorder=(recorder := CallRecorder()))

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from engine.config import BUNDLED_DRAFT
 from engine.execution.batch import ForwardRow, build, next_tokens
 from engine.execution.eager import EagerBackend
 from engine.models.causal_lm import Shard
@@ -29,8 +28,8 @@ BATCHES = {
 
 
 @pytest.fixture(scope="module")
-def backend():
-    return EagerBackend(model_of(BUNDLED_DRAFT))
+def backend(tmp_path_factory):
+    return EagerBackend(model_of(save(LlamaConfig(**SIZES), tmp_path_factory.mktemp("model"), factor=3.0)))
 
 
 def prefilled(backend, seed):

@@ -101,14 +101,14 @@ def make_shard(rank: int, world_size: int, device: torch.device) -> Shard:
 
 
 def _logits(model: CausalLM) -> list[torch.Tensor]:
-    """Return the logits of the first tokens of a text in passes over 1, 5 and 40 of them, without graphs."""
+    """Return the whole logits of the first tokens of a text in passes over 1, 5 and 40 of them, without graphs."""
     backend = backend_of(model, EngineConfig())
     if model.device.type == "cuda":
         compile_layers(model.module)  # torch's own norms would depend on the number of rows
     kv = backend.allocate_kv(8, BLOCK_SIZE)
     with torch.inference_mode():
         rows = [ForwardRow([*range(3, 3 + count)], 0, range(1, 5), count) for count in _GLOO_TOKENS]
-        return [backend.logits(build([row], kv)).cpu() for row in rows]
+        return [backend.run(build([row], kv)).logits.cpu() for row in rows]
 
 
 def _model_config(folder: str, device: str) -> ModelConfig:

@@ -34,7 +34,8 @@ PARAMS = {
     "1": {"temperature": 1},
     "top_p": {"temperature": 1.5, "top_p": 0.6},
     "top_k and min_p": {"temperature": 2, "top_k": 7, "min_p": 0.05},
-    "penalties": {"temperature": 0, "repetition_penalty": 1.6, "presence_penalty": 1, "frequency_penalty": 1.5},
+    "penalties": {"temperature": 0, "repetition_penalty": 1.6, "presence_penalty": 1, "frequency_penalty": 1.5}
+    | {"logit_bias": {9: 90.0, 10: 90.0, 11: 90.0}},  # without penalties, one of these would be drawn again and again
     "biases": {"temperature": 1, "logit_bias": {3: 9.0, 5: 8.5, 1: 9.5}, "min_tokens": 5, "stop_token_ids": [5, 1]},
 }
 

@@ -32,8 +32,9 @@ LONG = MAX_GROUPED_LENGTH + MAX_DRAFT_LENGTH + 3
 class Layer:
     """One attention layer, its cache, and a plain record of the keys and values that each request has."""
 
-    def __init__(self, seed=0):
-        self.kv = KVTensors(KVShape(1, KV_HEADS, DIM, DIM), num_blocks=140, block_size=BLOCK, like=torch.empty(0))
+    def __init__(self, seed=0, dtype=torch.float32):
+        like = torch.empty(0, dtype=dtype)
+        self.kv = KVTensors(KVShape(1, KV_HEADS, DIM, DIM), num_blocks=140, block_size=BLOCK, like=like)
         self.generator = torch.Generator().manual_seed(seed)
         self.entries = {}
 
@@ -49,6 +50,7 @@ class Layer:
         )
         assert weights is None
         assert output.is_contiguous(), "some models view it in another shape"
+        key, value = (states.to(self.kv.keys[0].dtype).float() for states in (key, value))
         indices = iter(batch.logit_indices.tolist())  # of all tokens, in the order of the rows
         found, expected = [], []
         for row in rows:
@@ -301,6 +303,12 @@ def test_the_text_of_a_target_with_an_fp8_cache_depends_on_nothing_else(tmp_path
         assert run(engine, requests) == plain
         assert engine.stats.num_preemptions > 0 or "num_blocks" not in settings
     assert run(make_engine(backend_of(path, dtype="float32"), num_speculative_tokens=0), requests) != plain
+
+
+def test_prompts_and_later_tokens_attend_to_the_numbers_that_an_fp8_cache_holds():
+    layer = Layer(dtype=torch.float8_e4m3fn)
+    torch.testing.assert_close(*layer.run(prompt(7, A)))
+    torch.testing.assert_close(*layer.run(prompt(3, A, start=7), prompt(2, B)))
 
 
 def test_fp8_caches_saturate_and_keep_their_numbers_when_slots_move():

@@ -4,6 +4,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from engine.errors import ModelError
 from engine.models import weights
@@ -168,3 +169,13 @@ def test_saved_buffers_stay_buffers(source):
     weights.fill(source, module, CPU)
     assert not [*module.parameters()]
     assert all(torch.equal(module.get_buffer(name), tensor) for name, tensor in expected.items())
+
+
+def test_a_tensor_that_has_to_be_converted_is_no_part_and_one_of_the_modules_name_is(target_path):
+    with torch.device("meta"):
+        names = weights.FileNames(transformers.AutoModelForCausalLM.from_config(source_of(target_path).configuration))
+    names._converters = [WeightConverter("norm.weight", "norm.weight", [Transpose(0, 1)])]
+    assert names.part("model.norm.weight", whole := torch.ones(4, 4)).shape == (0,)
+    names._converters = [WeightConverter("norm.weight", "norms.weight", [Transpose(0, 1)])]
+    assert names.parameter("model.norm.weight") == "model.norm.weight"
+    assert names.part("model.norm.weight", whole) is whole

@@ -160,9 +160,10 @@ class CudaBackend(EagerBackend):
             return any(kv.graphs.record_wanted() for kv in caches if kv.graphs is not None)
 
     def close(self) -> None:
-        """Drop the graphs, then leave the other ranks: a communicator cannot end while a graph holds it."""
-        for backend in (self, *self._thinned):
-            for kv in backend._caches:
+        """Free the graphs, then leave the other ranks: a communicator cannot end while a graph holds it."""
+        for kv in [kv for backend in (self, *self._thinned) for kv in backend._caches]:
+            if kv.graphs is not None:
+                kv.graphs.close()
                 kv.graphs = None
         super().close()
 

@@ -52,6 +52,10 @@ class Recorder(Protocol):
         """Return a function that does on the device what `compute` does; it may raise OutOfMemoryError."""
         ...
 
+    def close(self) -> None:
+        """Free all recordings, though somebody may still hold the functions that replay them."""
+        ...
+
 
 class GraphRecorder:
     """Records CUDA graphs, which share their memory."""
@@ -59,6 +63,7 @@ class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        self._graphs: list[torch.cuda.CUDAGraph] = []
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # one, because each keeps workspaces
 
     def record(self, compute: Callable[[], None]) -> Callable[[], None]:
@@ -72,7 +77,13 @@ class GraphRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             compute()
+        self._graphs.append(graph)
         return graph.replay
+
+    def close(self) -> None:
+        """Free the graphs: the traceback of an error holds the one that was replayed."""
+        for graph in self._graphs:
+            graph.reset()
 
 
 class Graphs:
@@ -101,6 +112,11 @@ class Graphs:
             torch.empty(size, device=model.device),
             torch.empty(self._max_tokens, dtype=torch.int64, device=model.device),
         )
+
+    def close(self) -> None:
+        """Free the graphs."""
+        self._recorded.clear()
+        self._recorder.close()
 
     def run(self, batch: ForwardBatch, draws: Draws | None) -> PassOutput | None:
         """Compute a batch with a graph; None if it has none, or exceeds the largest."""

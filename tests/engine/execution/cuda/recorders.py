@@ -40,6 +40,9 @@ class CallRecorder:
 
         return replay
 
+    def close(self):
+        self.computes.clear()
+
 
 class ThreadRank:
     """One of the ranks that run in threads; it keeps the names and sizes of its collectives."""

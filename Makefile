@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 # Two processes, because many tests wait for others; files and folders go to them in the order of tests/conftest.py.
 SIDE_BY_SIDE := -n 2 --dist loadfile --no-loadscope-reorder --durations=10
 
-.PHONY: serve test check fix load bench bench-peers format lint types unit avx2 integration long clean
+.PHONY: serve test check fix load bench bench-peers format lint types unit avx2 integration long gpu-wheels clean
 
 serve: $(STAMP)-runtime  ## serve the bundled pair on http://127.0.0.1:8000
 	$(BIN)/python -m deployments $(ARGS)
@@ -62,6 +62,9 @@ integration: $(STAMP)-dev  ## what `make check` leaves out: servers, clusters an
 
 long: $(STAMP)-dev  ## rollouts, soaks, rare faults, manifests and the image: half an hour or more
 	$(BIN)/pytest $(SIDE_BY_SIDE) -m "long and not gpu"
+
+gpu-wheels: $(STAMP)-dev  ## the small wheels that tests.gpu needs on a machine without a network
+	$(PIP:install=download) --no-deps --only-binary :all: -d dist/gpu-wheels msgspec cryptography cffi pycparser llguidance
 
 clean:
 	rm -rf $(VENV) $(PEERS) dist .mypy_cache .ruff_cache .pytest_cache

@@ -32,7 +32,7 @@ class GroupConfig:
     draft_label_selector: Mapping[str, str] = field(default_factory=dict)
     """Labels that the draft's node must have."""
     round_timeout_s: float = 60.0
-    """Seconds that a round waits for the target before the target counts as lost."""
+    """Seconds that a round waits for the target, at most, before the target counts as lost; see `RoundTimes`."""
     hang_timeout_s: float = 10.0
     """Seconds for which a worker may not answer a ping before it counts as lost and is replaced."""
     start_timeout_s: float = 600.0

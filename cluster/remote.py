@@ -28,6 +28,7 @@ from cluster.protocol.messages import (
 )
 from cluster.protocol.prefix_delta import Acknowledged
 from cluster.protocol.validation import check_proposal, check_verdicts, with_drafts
+from cluster.round_times import RoundTimes, shape_of
 from cluster.transport import ConnectionLostError, DeadlineError, Link, PeerGoneError, TransportError
 from engine.errors import TargetError
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, Verdict, VerifyRow
@@ -77,6 +78,7 @@ class RemoteDrafter:
         """
         self.fallbacks: Counter[str] = Counter()
         self.calls = Calls()
+        self.unprepared: dict[str, int] = {}
         self.run_ahead: RunAheadStats | None = None
         self._num_hits = self._num_misses = 0
         self._prepares = prepares
@@ -125,6 +127,7 @@ class RemoteDrafter:
             return [NO_DRAFT] * len(rows)
         self._num_failures = 0
         self.calls.compute_s += reply.compute_s
+        self.unprepared = reply.unprepared
         if reply.run_ahead is not None:
             self._observe(reply.run_ahead)
         return reply.drafts
@@ -200,14 +203,16 @@ class RemoteVerifier:
     """Verifies through the target's ranks: all get the same requests in the same order, and rank 0 replies."""
 
     def __init__(self, *, vocab_size: int = 0, timeout_s: float) -> None:
-        """Make a verifier without ranks; `vocab_size` as in `RemoteDrafter`."""
+        """Make a verifier without ranks; `timeout_s` is the longest that a round may take; see `RoundTimes`."""
         self.calls = Calls()
+        self.unprepared: dict[str, int] = {}
         self.vocab_size = vocab_size
         self._timeout_s = timeout_s
         self._links: list[Link] = []
         self._lost = "it has not started"
         self._round = 0
         self._acknowledged = Acknowledged()
+        self._times = RoundTimes()
 
     @property
     def is_available(self) -> bool:
@@ -223,6 +228,7 @@ class RemoteVerifier:
         self._links = list(links)
         self._round = 0
         self._acknowledged = Acknowledged()
+        self._times = RoundTimes()
 
     def disconnect(self, reason: str) -> None:
         """Fail the current round and all later ones with TargetError, until the next `connect`."""
@@ -249,6 +255,7 @@ class RemoteVerifier:
             # If not all ranks finished the round, their next all-reduces would not match.
             self.disconnect(str(error))
             raise TargetError(f"the target did not finish a round: {error}") from error
+        self.unprepared = reply.unprepared
         self.calls.compute_s += reply.compute_s
         self.calls.wait_s += time.perf_counter() - started
         return verdicts
@@ -266,11 +273,16 @@ class RemoteVerifier:
         entries = [
             VerifyEntry(delta, row.start, row.length, row.draft) for delta, row in zip(deltas, rows, strict=True)
         ]
-        request = Verify(self._round, links[0].version, self._timeout_s, released, entries)
+        shape = None if any(delta.params is not None for delta in deltas) else shape_of(rows)
+        deadline_s = self._times.deadline_s(shape, self._timeout_s)
+        request = Verify(self._round, links[0].version, deadline_s, released, entries)
+        started = time.perf_counter()
         for link in links[1:]:
             await link.post(request)
         reply = await links[0].call(request)
         if links is not self._links:
             raise PeerGoneError(self._lost)
+        if isinstance(reply, Verdicts):
+            self._times.observe(shape, time.perf_counter() - started)
         self._acknowledged.acknowledge(released, rows if isinstance(reply, Verdicts) else ())
         return reply

@@ -116,8 +116,9 @@ class AppConfig(BaseModel):
     """Whether the draft drafts for the likeliest verdicts while the target verifies: auto, on or off; auto is on where
     each model has a device or cores of its own."""
     round_timeout_s: float = Field(60.0, gt=0)
-    """Seconds that a round waits for the target before the target counts as lost and is restarted. A replica that
-    finishes no round for twice as long, while there is work, is replaced."""
+    """Seconds that a round waits for the target, at most, before the target counts as lost and is restarted; once eight
+    rounds like it were measured, 20 times the longest, but no less than 5 s. A replica that finishes no round for twice
+    this setting, while there is work, is replaced."""
     hang_timeout_s: float = Field(10.0, gt=0)
     """Seconds without an answer after which the process of a worker or a Router is replaced."""
     start_timeout_s: float = Field(600.0, gt=0)

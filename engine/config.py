@@ -22,8 +22,9 @@ BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KVCacheDtype = Literal["auto", "fp8"]
 Compile = Literal["auto", "off"]
-Quantization = Literal["none", "int8", "int4"]
+Quantization = Literal["none", "int8", "int4", "fp8"]
 Drafting = Literal["auto", "none", "model", "tree", "self", "ngram", "suffix", "model+suffix"]
 Verification = Literal["coupled", "rejection", "block", "k_sequential"]
 SEEDED_RULES = frozenset({"coupled"})
@@ -54,6 +55,9 @@ class ModelSettings(_Settings):
 
     dtype: Dtype = "auto"
     """Number format of the weights; auto is bfloat16 on CUDA and on CPUs with AMX, else float32."""
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """Number format of keys and values in the KV cache; auto is dtype, and fp8 takes half of 16 bits. The text is that
+    of the target with these keys and values."""
     device: Device = "auto"
     """Where models run: auto, cpu or cuda; auto is cuda where there is one, else cpu."""
     compile: Compile = "auto"
@@ -130,9 +134,9 @@ class PairConfig(EngineConfig, ModelSettings):
     """The draft model: a directory or hub name, `none`, or `auto`: the bundled draft for the bundled target, else
     none."""
     target_quantization: Quantization = "none"
-    """What the weights of the target's linear layers are rounded to at load, by torchao: none; int8 with a scale for
-    each output; int4 with one for each 32 inputs. The text is that of the rounded model. A model that is saved
-    quantised needs none."""
+    """What the weights of the target's linear layers are rounded to at load, by torchao: none; int8 or fp8 with a
+    scale for each output; int4 with one for each 32 inputs. The text is that of the rounded model. A model that is
+    saved quantised needs none."""
     draft_quantization: Quantization = "none"
     """The same for the draft."""
 

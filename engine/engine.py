@@ -1,10 +1,13 @@
-"""Engine: `add`, `abort` and `step`; a step runs one round: propose, verify, commit."""
+"""Engine: `add`, `abort` and `step`; a step runs one round: propose, verify, commit.
+
+Texts and statistics of a round are made in `take_outputs`, so that a caller can do this while the next one computes.
+"""
 
 import secrets
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Ids
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.block_pool import salt_digest
@@ -20,6 +23,16 @@ from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, Draft, Drafter, Request, RequestOutput, ScheduledRow, Verdict, Verifier
 from engine.scheduler import Scheduler
 from engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class _Round:
+    """A finished round, and the outputs of it that nobody has taken, with their sequences."""
+
+    batch: list[ScheduledRow]
+    outputs: list[tuple[Sequence, RequestOutput]]
+    started_s: float
+    ended_s: float
 
 
 class Engine:
@@ -61,6 +74,7 @@ class Engine:
         self.request_stats = RequestStats(self.max_model_len)
         self._clock = clock
         self._round_ended: float | None = None
+        self._committed: list[_Round] = []
 
     @property
     def has_work(self) -> bool:
@@ -118,9 +132,12 @@ class Engine:
         self.request_stats.add(request_id, self._clock())
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and free its blocks; unknown ids are ignored."""
+        """Drop a request, its blocks and the outputs that nobody has taken; unknown ids are ignored."""
         self.scheduler.abort(request_id)
         self._release(request_id)
+        self.request_stats.release(request_id)
+        for done in self._committed:
+            done.outputs = [entry for entry in done.outputs if entry[1].request_id != request_id]
 
     def reset(self) -> None:
         """Recompute every running request from its committed tokens, after the target lost its KV cache."""
@@ -128,7 +145,15 @@ class Engine:
         self._round_ended = None
 
     async def step(self) -> list[RequestOutput]:
-        """Run one round.
+        """Run one round and return its outputs; errors as of `run_round`."""
+        await self.run_round()
+        return self.take_outputs()
+
+    async def run_round(self, before_verify: Callable[[], object] = lambda: None) -> None:
+        """Run one round; `take_outputs` returns what it commits.
+
+        Args:
+            before_verify: called once drafts are proposed, right before the target gets the round.
 
         Raises:
             TargetError: the round failed and committed nothing; call `reset` and step again.
@@ -138,26 +163,37 @@ class Engine:
         started = self._clock() if self._round_ended is None else self._round_ended
         plan = self.planner.plan(self.scheduler.decoding, has_prompts=self.scheduler.has_prompts)
         batch = self.scheduler.next_batch(plan)
-        if not batch:
-            return []
         drafts = await self._propose(plan, batch)
+        before_verify()
+        if not batch:
+            return
         verdicts = await self.verifier.verify([row.verify(draft) for row, draft in zip(batch, drafts, strict=True)])
         outputs = self.scheduler.commit(batch, verdicts)
-        self._learn(plan, batch, verdicts, outputs, started)
-        return outputs
-
-    def _learn(
-        self, plan: Plan, batch: list[ScheduledRow], verdicts: Ids[Verdict], outputs: Ids[RequestOutput], started: float
-    ) -> None:
-        """Teach the planner and the statistics a round, and let go of the requests that it finished."""
         ended = self._clock()
-        self.planner.observe(plan, batch, verdicts, ended - started)
-        self.stats.num_rounds_by_length[plan.num_draft_tokens, plan.reason] += 1
-        self.request_stats.observe(batch, outputs, started_s=started, ended_s=ended)
-        for output in outputs:
-            if output.finish_reason is not None:
-                self._release(output.request_id)
+        self._learn(plan, batch, verdicts, ended - started)
+        self._committed.append(_Round(batch, outputs, started, ended))
+        for sequence, _ in outputs:
+            if sequence.finish_reason is not None:
+                self._release(sequence.request.request_id)
         self._round_ended = ended if self.has_work else None
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Return the outputs of all rounds since the last call, with their texts, and count them."""
+        rounds, self._committed = self._committed, []
+        for done in rounds:
+            outputs = [output for _, output in done.outputs]
+            for sequence, output in done.outputs:
+                sequence.decode(output)
+            self.request_stats.observe(done.batch, outputs, started_s=done.started_s, ended_s=done.ended_s)
+            for output in outputs:
+                if output.finish_reason is not None:
+                    self.request_stats.release(output.request_id)
+        return [output for done in rounds for _, output in done.outputs]
+
+    def _learn(self, plan: Plan, batch: list[ScheduledRow], verdicts: Ids[Verdict], seconds: float) -> None:
+        """Teach the planner a round, and count its length."""
+        self.planner.observe(plan, batch, verdicts, seconds)
+        self.stats.num_rounds_by_length[plan.num_draft_tokens, plan.reason] += 1
 
     async def _propose(self, plan: Plan, batch: list[ScheduledRow]) -> list[Draft]:
         # A row in prefill gets no draft yet, but its prompt lets a drafter that runs ahead prepare one.
@@ -218,4 +254,3 @@ class Engine:
     def _release(self, request_id: str) -> None:
         self.drafter.release(request_id)
         self.verifier.release(request_id)
-        self.request_stats.release(request_id)

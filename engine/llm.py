@@ -23,6 +23,7 @@ from engine.models.source import shared_tokens
 from engine.params import SamplingParams, nth_seed
 from engine.protocols import FinishReason, RequestOutput, TokenLogprobs, run_in_process
 from engine.sampling.grammar import Grammars
+from engine.verification.rule import rule_of
 from engine.verification.verifier import ModelVerifier
 
 
@@ -96,13 +97,16 @@ class LLM:
         footprints = [one.footprint for one in surveys]
         num_blocks = plan_kv_blocks(surveys[0].free_bytes, footprints, config, device=surveys[0].device)
         config = replace(config, num_blocks=num_blocks)
-        target = make_backend(load_model(target_source), target_source)
+        branches = method.branches(config)
+        target = make_backend(load_model(target_source), target_source, config, branches=branches)
         info = target.info
         self._grammars = Grammars(target_source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         verifier = ModelVerifier(target, config, self._grammars, method.make_in_target)
         backends, draft = [target], None
         if draft_source is not None:
-            backend = make_backend(load_model(draft_source), draft_source)
+            invariant = rule_of(config.verification).needs_invariant_draft
+            model = load_model(draft_source)
+            backend = make_backend(model, draft_source, config, invariant=invariant, branches=branches)
             backends.append(translated(backend, target_source, draft_source))
             draft = DraftModel(backends[-1], info.vocab_size, self._grammars)
         self.engine = Engine(

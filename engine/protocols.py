@@ -120,7 +120,8 @@ class VerifyRow:
     """One row of a verification.
 
     The forward pass computes `token_ids[start : start + length]` of the request and, if that reaches the committed tip,
-    the draft after it; only then does the row get tokens. `block_ids` is the request's whole block table.
+    the draft after it; only then does the row get tokens. `block_ids` is the request's whole block table; the table of
+    a later round is the same object with more blocks, or another object.
     """
 
     request: Request

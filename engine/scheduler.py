@@ -8,6 +8,7 @@ and recomputes its committed tokens later.
 from collections import deque
 
 from engine.block_pool import BlockPool, block_digest
+from engine.block_table import block_table
 from engine.config import EngineConfig
 from engine.control.plan import Plan
 from engine.control.stats import SpeculationStats
@@ -100,8 +101,11 @@ class Scheduler:
             budget -= admitted.length + admitted.num_draft_tokens
         return rows
 
-    def commit(self, batch: list[ScheduledRow], verdicts: list[Verdict]) -> list[RequestOutput]:
-        """Commit the verdicts' tokens, publish full blocks, and remove finished requests."""
+    def commit(self, batch: list[ScheduledRow], verdicts: list[Verdict]) -> list[tuple[Sequence, RequestOutput]]:
+        """Commit the verdicts' tokens, publish full blocks, and remove finished requests.
+
+        Returns the outputs without text, and their sequences, whose `decode` adds it.
+        """
         outputs = []
         running = {id(sequence.request): sequence for sequence in self.running}
         for row, verdict in zip(batch, verdicts, strict=True):
@@ -115,7 +119,7 @@ class Scheduler:
                 self.stats.observe_draft(len(verdict.draft.token_ids), verdict.num_accepted)
                 output = sequence.commit(verdict)
                 self.stats.num_generation_tokens += len(output.token_ids)
-                outputs.append(output)
+                outputs.append((sequence, output))
             self._publish(sequence)
             if sequence.finish_reason is not None:
                 self.running.remove(sequence)
@@ -149,13 +153,14 @@ class Scheduler:
         blocks = self.pool.allocate(max(0, num_blocks - len(sequence.block_ids)))
         if blocks is None:
             return False
-        sequence.block_ids += blocks
+        sequence.block_ids.extend(blocks)
         return True
 
     def _admit(self, sequence: Sequence, budget: int, plan: Plan) -> ScheduledRow | None:
         """Start the first waiting request and return its row, or None if there are too few free blocks."""
         if not sequence.lacks_prompt_logprobs:
-            sequence.block_ids, sequence.digests = self.pool.match(sequence.request.token_ids, sequence.request.salt)
+            blocks, sequence.digests = self.pool.match(sequence.request.token_ids, sequence.request.salt)
+            sequence.block_ids = block_table(blocks)
         sequence.num_computed = len(sequence.block_ids) * self.config.block_size
         row = self._row(sequence, budget, plan, self.config.num_speculative_tokens)
         if not self._grow(sequence, row):
@@ -180,7 +185,7 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self.pool.free(sequence.block_ids)
-        sequence.block_ids, sequence.digests, sequence.num_computed = [], [], 0
+        sequence.block_ids, sequence.digests, sequence.num_computed = block_table(), [], 0
 
     def _publish(self, sequence: Sequence) -> None:
         size, token_ids = self.config.block_size, sequence.request.token_ids

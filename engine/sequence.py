@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from engine.block_table import BlockTable, block_table
 from engine.detokenizer import Detokenizer
 from engine.errors import RequestError
 from engine.protocols import FinishReason, Request, RequestOutput, RoundTrace, TokenLogprobs, Verdict
@@ -14,6 +15,7 @@ class Sequence:
     It owns the request's `token_ids`: only `commit` appends to them.
 
     Attributes:
+        block_ids: the block table; it only grows, until another array replaces it.
         num_computed: number of tokens whose keys and values are in `block_ids`.
         digests: digests of the full, computed blocks (`block_pool.block_digest`).
         prompt_logprobs: log probabilities of the prompt tokens computed so far, from the second on, if requested.
@@ -22,7 +24,7 @@ class Sequence:
     request: Request
     end_ids: frozenset[int]
     detokenizer: Detokenizer | None
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: BlockTable = field(default_factory=block_table)
     digests: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_cached: int = 0
@@ -63,12 +65,15 @@ class Sequence:
         return self.request.params.max_tokens - self.request.num_output_tokens
 
     def commit(self, verdict: Verdict) -> RequestOutput:
-        """Append a round's tokens up to the first that ends the request, and return the output of the round."""
+        """Append a round's tokens up to the first that ends the request, and return the output of the round.
+
+        `decode` adds its text.
+        """
         request = self.request
         prompt_logprobs = self.prompt_logprobs if self.lacks_prompt_logprobs else None
         committed, texts = self._append(verdict.token_ids)
-        if self.finish_reason is not None and self.detokenizer is not None and not isinstance(self.stop_reason, str):
-            texts[-1] += self.detokenizer.finish()
+        if texts and self.finish_reason is not None and not isinstance(self.stop_reason, str):
+            texts[-1] += self._rest()
         num_accepted, draft, trace = min(verdict.num_accepted, len(committed)), verdict.draft, None
         if request.params.traces_rounds:
             trace = RoundTrace(texts, verdict.path[:num_accepted], draft.token_ids, draft.parents)
@@ -88,24 +93,30 @@ class Sequence:
             num_predicted_tokens=num_accepted if draft.is_predicted else 0,
         )
 
+    def decode(self, output: RequestOutput) -> None:
+        """Add the text of an output, unless `commit` needed it; call this for each output, in order."""
+        params = self.request.params
+        if not self._needs_texts:
+            is_shown = output.finish_reason != "stop" or params.include_stop_str_in_output
+            output.text = self._decode(output.token_ids if is_shown else output.token_ids[:-1], may_stop=True)
+            if output.finish_reason is not None:
+                output.text += self._rest()
+
     def resume(self, token_ids: list[int]) -> None:
         """Append output that another engine committed; the client has its text, except text that may end in a stop.
 
         Raises:
             RequestError: the output has ended the request, so that nothing is left to generate.
         """
-        self._append(token_ids)
+        if not self._append(token_ids)[1]:
+            self._decode(token_ids, may_stop=True)
         if self.finish_reason is not None:
             raise RequestError(f"the output so far of {len(token_ids)} tokens ends the text", "output_token_ids")
 
     def _append(self, token_ids: list[int]) -> tuple[list[int], list[str]]:
-        """Append tokens up to the first that ends the request; return those, and the pieces of text now final.
-
-        There is one piece for each token if rounds are traced.
-        """
+        """Append tokens up to the first that ends the request; return those, and their texts if they are needed now."""
         request, params = self.request, self.request.params
         start = len(request.token_ids)
-        shown: list[int] = []
         texts: list[str] = []
         for token in token_ids:
             request.token_ids.append(token)
@@ -115,18 +126,22 @@ class Sequence:
                 self.finish_reason = "stop"
                 # As in vLLM, stop_reason is the token for a stop id and None for end-of-text.
                 self.stop_reason = token if token in params.stop_token_ids else None
-            if not is_end or params.include_stop_str_in_output:
-                shown.append(token)
-            if params.stop or params.traces_rounds:  # a stop string can end the text within a round
+            if self._needs_texts:
+                shown = [token] if not is_end or params.include_stop_str_in_output else []
                 texts.append(self._decode(shown, may_stop))
-                shown = []
             if self.finish_reason is None and self.num_remaining <= 0:
                 self.finish_reason = "length"
             if self.finish_reason is not None:
                 break
-        if shown or not texts:
-            texts.append(self._decode(shown, may_stop=True))
         return request.token_ids[start:], texts
+
+    @property
+    def _needs_texts(self) -> bool:
+        """Whether each token's text is needed when it is committed: a stop string can end the text within a round."""
+        return bool(self.request.params.stop) or self.request.params.traces_rounds
+
+    def _rest(self) -> str:
+        return "" if self.detokenizer is None else self.detokenizer.finish()
 
     def _decode(self, token_ids: list[int], may_stop: bool) -> str:
         if self.detokenizer is None or not token_ids:

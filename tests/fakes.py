@@ -11,7 +11,8 @@ from engine.config import ModelInfo
 from engine.execution.attention import KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch
-from engine.models.layer_attention import KVShape
+from engine.models.layers.layer_attention import KVShape
+from engine.models.layers.reducer import Reducer
 from engine.protocols import Draft, ProposeRow
 from engine.sampling import noise
 
@@ -31,24 +32,29 @@ def sharpen(model: torch.nn.Module, noise: float = 0.0) -> None:
 
 
 class LawBackend:
-    """A backend whose logits are a law that is written down; subclasses give `logits` and `allocate_kv`."""
+    """A backend whose logits are a law that is written down; subclasses give `logits` and `allocate_kv`.
+
+    It returns tokens only where the batch needs no logits.
+    """
 
     device = torch.device("cpu")
+    reducer: Reducer | None = None
 
     def run(self, batch: ForwardBatch, draws: noise.Draws | None = None) -> PassOutput:
         logits = self.logits(batch)
         scores = logits if draws is None else noise.noised_logits(logits, draws)
-        return PassOutput(logits, scores, scores.argmax(-1))
+        kept = len(logits) if batch.needs_logits else 0
+        return PassOutput(logits[:kept], scores[:kept], scores.argmax(-1))
 
     def wait(self) -> None:
         pass
 
+    def plan_chains(self, num_steps: int, num_ranked: int) -> bool:
+        return False
+
     @property
     def is_busy(self) -> bool:
         return False
-
-    def all_reduce(self, partial: torch.Tensor) -> torch.Tensor:
-        return partial
 
     def warm_up(self, *, compile_missing: bool = True) -> None:
         pass
@@ -71,7 +77,7 @@ class LateModel:
 
     def run(self, batch: ForwardBatch, draws: noise.Draws | None = None) -> PassOutput:
         num_logits, vocab = len(batch.logit_indices), self._model.info.vocab_size
-        wrong = torch.arange(vocab, dtype=torch.float32).expand(num_logits, vocab)
+        wrong = torch.arange(vocab, dtype=torch.float32).expand(num_logits if batch.needs_logits else 0, vocab)
         output = PassOutput(wrong.clone(), wrong.clone(), torch.full((num_logits,), vocab - 1))
         self._launched.append((batch, draws, output))
         self.num_under_way = max(self.num_under_way, len(self._launched))

@@ -24,7 +24,7 @@ MIRRORED_ELSEWHERE = {
     "cluster/workers/loading.py": "tests/e2e/test_group.py loads both workers",
     "engine/drafting/model/draft_model.py": "a dataclass without behaviour",
     "engine/execution/backend.py": "a protocol",
-    "engine/models/layer_attention.py": "tests/engine/execution/test_attention.py",
+    "engine/models/layers/layer_attention.py": "tests/engine/execution/test_attention.py",
 }
 """Modules without a test file of their own, and what tests them instead."""
 
@@ -200,7 +200,7 @@ def folder_graph(package: str) -> dict[str, set[str]]:
     return graph
 
 
-VOCABULARY = {"protocols", "wire", "params", "config", "errors", "ray_internals", "ray_core"}
+VOCABULARY = {"protocols", "block_table", "wire", "params", "config", "errors", "ray_internals", "ray_core"}
 """The trunk's files that folders may import: what its parts exchange, sampling parameters, settings, exceptions, and
 Ray's private parts."""
 CODE = (".py", ".cpp")

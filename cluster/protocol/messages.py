@@ -82,16 +82,18 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Drafts(Reply, tag="drafts", frozen=True):
-    """One draft per row; `run_ahead` are the counters of a drafter that runs ahead."""
+    """One draft per row; `run_ahead` are the counters of running ahead, `unprepared` those of `Preparation`."""
 
     drafts: list[Draft]
     run_ahead: RunAheadStats | None = None
+    unprepared: dict[str, int] = {}
 
 
 class Verdicts(Reply, tag="verdicts", frozen=True):
-    """One verdict per row."""
+    """One verdict per row; `unprepared` as in `Drafts`."""
 
     verdicts: list[Verdict]
+    unprepared: dict[str, int] = {}
 
 
 class PrefixMissing(Reply, tag="prefix_missing", frozen=True):

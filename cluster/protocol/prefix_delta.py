@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.protocol.messages import PrefixDelta
+from engine.block_table import BlockTable, block_table
 from engine.protocols import ProposeRow, Request, VerifyRow
 
 
@@ -18,7 +19,7 @@ class Prefix:
     """A worker's copy of a request and its block table (empty in a draft worker)."""
 
     request: Request
-    block_ids: list[int]
+    block_ids: BlockTable
 
 
 class PrefixTable:
@@ -66,24 +67,24 @@ class PrefixTable:
         if delta.params is not None:
             tokens, length = list(delta.token_ids), delta.source_length
             request = Request(delta.request_id, tokens, delta.prompt_length, delta.params, source_length=length)
-            self._prefixes[delta.request_id] = Prefix(request, list(delta.block_ids))
+            self._prefixes[delta.request_id] = Prefix(request, block_table(delta.block_ids))
         else:
             prefix = self._prefixes[delta.request_id]
             prefix.request.token_ids[delta.offset :] = delta.token_ids
-            prefix.block_ids[delta.block_offset :] = delta.block_ids
+            prefix.block_ids[delta.block_offset :] = block_table(delta.block_ids)
         self._prefixes.move_to_end(delta.request_id)
 
 
 class Acknowledged:
     """Router side: the tokens and blocks each worker has acknowledged; the next deltas start there.
 
-    Committed tokens only grow, so their length is enough; block tables can change and are kept whole. Ids that have
-    ended are sent with every request until one gets a reply.
+    Committed tokens only grow, so their length is enough. So do block tables, as long as they are the same object.
+    Ids that have ended are sent with every request until one gets a reply.
     """
 
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
-        self._block_ids: dict[str, list[int]] = {}
+        self._tables: dict[str, tuple[Sequence[int], int]] = {}
         self._requested: set[str] = set()
         self._released: set[str] = set()
 
@@ -101,7 +102,7 @@ class Acknowledged:
                 continue
             self._lengths[request_id] = len(row.request.token_ids)
             if isinstance(row, VerifyRow):
-                self._block_ids[request_id] = list(row.block_ids)
+                self._tables[request_id] = row.block_ids, len(row.block_ids)
 
     def release(self, request_id: str) -> None:
         """Forget a request that has ended; if the worker may hold it, tell it with the next request."""
@@ -113,14 +114,16 @@ class Acknowledged:
         """Assume that the worker does not hold these requests."""
         for request_id in request_ids:
             self._lengths.pop(request_id, None)
-            self._block_ids.pop(request_id, None)
+            self._tables.pop(request_id, None)
 
     def _delta(self, row: ProposeRow | VerifyRow) -> PrefixDelta:
         request = row.request
         offset = min(self._lengths.get(request.request_id, 0), len(request.token_ids))
         block_ids = row.block_ids if isinstance(row, VerifyRow) else ()
-        known = self._block_ids.get(request.request_id, []) if offset else []
-        block_offset = _common_length(known, block_ids)
+        known, length = self._tables.get(request.request_id, ((), 0)) if offset else ((), 0)
+        block_offset = length if known is block_ids else _common_length(known[:length], block_ids)
+        if block_offset < length:  # whether or not this delta arrives, only these blocks are sure
+            self._tables[request.request_id] = known, block_offset
         return PrefixDelta(
             request_id=request.request_id,
             offset=offset,
@@ -133,10 +136,6 @@ class Acknowledged:
         )
 
 
-def _common_length(known: list[int], new: Sequence[int]) -> int:
-    if known == list(new[: len(known)]):  # the usual case: the table has only grown
-        return len(known)
-    for i, (a, b) in enumerate(zip(known, new, strict=False)):
-        if a != b:
-            return i
-    return min(len(known), len(new))
+def _common_length(known: Sequence[int], new: Sequence[int]) -> int:
+    differences = (i for i, (a, b) in enumerate(zip(known, new, strict=False)) if a != b)
+    return next(differences, min(len(known), len(new)))

@@ -1,7 +1,6 @@
 """Validation: checks drafts and verdicts from workers before they reach the engine."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from cluster.protocol.messages import MalformedMessageError
 from engine.drafting.check import check_drafts, draft_problem, in_vocabulary
@@ -28,7 +27,9 @@ def with_drafts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow]) -> list[
     if len(verdicts) != len(rows):
         raise MalformedMessageError(f"{len(verdicts)} verdicts for {len(rows)} rows")
     return [
-        verdict if row.draft.num_deferred else replace(verdict, draft=row.draft)
+        verdict  # `dataclasses.replace` would take three times as long
+        if row.draft.num_deferred
+        else Verdict(verdict.token_ids, verdict.path, verdict.logprobs, verdict.prompt_logprobs, row.draft)
         for verdict, row in zip(verdicts, rows, strict=True)
     ]
 

@@ -89,7 +89,17 @@ class Worker:
         with _importing():
             from engine.execution.registry import survey
 
+        self._select_gpu()
         return survey(self._open(config), self._engine, world_size=world_size)
+
+    def _select_gpu(self) -> None:
+        """Make this rank's GPU the current one of this thread, if the rank sees all GPUs of its node."""
+        if self._world_size > 1 and (assigned := ray.get_runtime_context().get_accelerator_ids().get("GPU")):
+            import torch
+
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            # Ray names GPUs as the node's variable does, or numbers them if it has none.
+            torch.cuda.set_device(visible.split(",").index(assigned[0]) if visible else int(assigned[0]))
 
     def _open(self, config: ModelConfig) -> ModelSource:
         return self._sources.setdefault(config, open_model(config))
@@ -114,12 +124,15 @@ class DraftWorker(Worker):
         drafter, self._backend = load_drafter(
             self._open(config), self._open(target), replace(self._engine, num_blocks=num_blocks), run_ahead=run_ahead
         )
+        self._backend.warm_up()
         self._responder = DraftResponder(drafter, capacity=self._capacity, version=self._version)
         return self._backend.info
 
     def serve(self) -> None:
         """Answer proposals until the worker ends."""
-        self._server.serve(self._responder.answer, self._responder.work)
+        assert self._backend is not None, "load comes first"
+        self._backend.enter_thread()
+        self._server.serve(self._responder.answer, self._responder.work, self._backend.idle)
 
 
 class TargetWorker(Worker):
@@ -142,6 +155,7 @@ class TargetWorker(Worker):
             from cluster.workers.tensor_parallel import join_store, join_world
             from engine.models.loader import resolve_device
 
+        self._select_gpu()
         shard = None
         if address is not None:
             store = self._store if self._rank == 0 else join_store(address, self._world_size, timeout_s)
@@ -155,14 +169,15 @@ class TargetWorker(Worker):
             )
         verifier = load_verifier(self._open(config), replace(self._engine, num_blocks=num_blocks), shard=shard)
         self._backend = verifier.backend
+        self._backend.warm_up()
         self._responder = TargetResponder(verifier, rank=self._rank, capacity=self._capacity, version=self._version)
         return verifier.backend.info
 
     def serve(self) -> None:
         """Verify until the worker ends; any failure ends it, because the other ranks need it."""
-        from cluster.workers.tensor_parallel import leave_world
-
+        assert self._backend is not None, "load comes first"
+        self._backend.enter_thread()
         try:
-            self._server.serve(self._responder.answer)
+            self._server.serve(self._responder.answer, idle=self._backend.idle)
         finally:
-            leave_world()
+            self._backend.close()

@@ -14,6 +14,7 @@ from engine.models.loader import load_model
 from engine.models.source import ModelSource
 from engine.protocols import Drafter
 from engine.sampling.grammar import Grammars
+from engine.verification.rule import rule_of
 from engine.verification.verifier import ModelVerifier
 
 logger = logging.getLogger(__name__)
@@ -22,25 +23,25 @@ logger = logging.getLogger(__name__)
 def load_drafter(
     source: ModelSource, target: ModelSource, engine: EngineConfig, *, run_ahead: bool
 ) -> tuple[Drafter, Backend]:
-    """Load the draft, or raise ModelError; ids beyond the target's vocabulary are never drafted."""
-    backend = translated(make_backend(load_model(source), source), target, source)
+    """Load the draft, to be warmed up, or raise ModelError; ids beyond the target's vocabulary are never drafted."""
+    method = choose_method(engine, has_draft_model=True)
+    branches = method.branches(engine, run_ahead=run_ahead)
+    invariant = rule_of(engine.verification).needs_invariant_draft
+    backend = make_backend(load_model(source), source, engine, invariant=invariant, branches=branches)
+    backend = translated(backend, target, source)
     limit = target.vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=target.eos_token_ids)
-    method = choose_method(engine, has_draft_model=True)
-    drafter = method.make(engine, DraftModel(backend, limit, grammars, run_ahead))
-    backend.warm_up()
-    return drafter, backend
+    return method.make(engine, DraftModel(backend, limit, grammars, run_ahead)), backend
 
 
 def load_verifier(source: ModelSource, engine: EngineConfig, *, shard: Shard | None) -> ModelVerifier:
-    """Load the target or a rank's shard of it, or raise ModelError."""
+    """Load the target or a rank's shard of it, to be warmed up, or raise ModelError."""
     check_self_draft(engine, source)
-    backend = make_backend(load_model(source, shard), source)
-    info = backend.info
-    grammars = Grammars(source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
     # Drafting in the target needs no draft model, so its absence makes no difference here.
     method = choose_method(engine, has_draft_model=True)
+    backend = make_backend(load_model(source, shard), source, engine, branches=method.branches(engine))
+    info = backend.info
+    grammars = Grammars(source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
     verifier = ModelVerifier(backend, engine, grammars, method.make_in_target)
     logger.info("%d KV blocks of %d tokens", verifier.num_blocks, engine.block_size)
-    backend.warm_up()
     return verifier

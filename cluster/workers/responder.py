@@ -19,6 +19,7 @@ from cluster.protocol.messages import (
     Verify,
 )
 from cluster.protocol.prefix_delta import PrefixTable
+from engine.control.stats import PREPARATION
 from engine.errors import TargetError
 from engine.protocols import NO_DRAFT, Drafter, ProposeRow, Verdict, VerifyRow, chain, run_in_process
 
@@ -79,7 +80,7 @@ class DraftResponder:
         rows = [ProposeRow(one, entry.num_draft_tokens) for one, entry in zip(requests, request.rows, strict=True)]
         drafts = run_in_process(self._drafter.propose(rows))
         stats = None if self._ahead is None else self._ahead.stats
-        return Drafts(request.round, self._version, _since(started), drafts, stats)
+        return Drafts(request.round, self._version, _since(started), drafts, stats, PREPARATION.counts)
 
 
 class TargetResponder:
@@ -120,7 +121,7 @@ class TargetResponder:
             prefix = self._table[entry.prefix.request_id]
             rows.append(VerifyRow(prefix.request, entry.start, entry.length, prefix.block_ids, entry.draft))
         verdicts = _without_known_drafts(run_in_process(self._verifier.verify(rows, decides=self._rank == 0)), rows)
-        return Verdicts(request.round, self._version, _since(started), verdicts)
+        return Verdicts(request.round, self._version, _since(started), verdicts, PREPARATION.counts)
 
 
 def _without_known_drafts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow]) -> list[Verdict]:

@@ -12,9 +12,9 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, TCPStore
 
+from engine.execution.reduce import make_reducer
 from engine.models.causal_lm import Shard
 
 Address = tuple[str, int]
@@ -45,7 +45,7 @@ def join_world(
 ) -> Shard:
     """Enter the world and return this rank's shard of the model.
 
-    `device` is where this rank computes; CUDA without an index is the first GPU, as Ray shows each rank only its own.
+    `device` is where this rank computes; CUDA without an index is the first GPU.
     `host` is this node's address, by which NCCL or gloo communicates; a sum waits `timeout_s` for the other ranks.
     """
     timeout = timedelta(seconds=timeout_s)
@@ -63,7 +63,7 @@ def join_world(
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]
         options._timeout = timeout
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, pg_options=options)
-    return Shard(rank, world_size, all_reduce)
+    return Shard(rank, world_size, make_reducer(rank, world_size, dist.group.WORLD, device))
 
 
 def find_interface(address: str) -> str | None:
@@ -73,20 +73,8 @@ def find_interface(address: str) -> str | None:
     return next((name for name, text in addresses if ip and ip == _parse_ip(text)), None)
 
 
-def leave_world() -> None:
-    """Leave the world, if this process is in one."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _parse_ip(text: str) -> IPv4Address | IPv6Address | None:
     try:
         return ip_address(text)
     except ValueError:
         return None
-
-
-def all_reduce(partial: Tensor) -> Tensor:
-    """Sum `partial` over the ranks, in place, and return it."""
-    dist.all_reduce(partial)
-    return partial

@@ -56,7 +56,7 @@ _ROUND_TIMES = {
     "draft_compute": "Time the draft worker computed.",
     "target_wait": "Time rounds waited for their verdicts.",
     "target_compute": "Time the target's first rank computed.",
-    "delivery": "Time rounds took to give their tokens to the streams, and for other tasks to run.",
+    "delivery": "Time between rounds to give tokens to the streams and let other tasks run; most run during rounds.",
 }
 
 
@@ -102,7 +102,7 @@ class RouterMetrics:
         return replace(self._drafter.calls), replace(self._verifier.calls)
 
     def observe_round(self, calls: tuple[Calls, Calls], *, round_s: float, delivery_s: float, is_prefill: bool) -> None:
-        """Count a round of `round_s` seconds; `delivery_s` of them gave tokens to streams and let other tasks run.
+        """Count a round of `round_s` seconds; `delivery_s` of them for streams after its verdicts.
 
         `calls` are the counters before the round; `is_prefill` says that it computed prompts.
         """
@@ -154,6 +154,10 @@ class RouterMetrics:
         for name, seconds in self._round_s.items():
             yield f"paceline:{name}_seconds", _ROUND_TIMES[name], seconds, "phase"
         yield "paceline:drafter_fallbacks", "Rounds without a draft, by reason.", self._drafter.fallbacks, "reason"
+        counts = {"draft": self._drafter.unprepared, "target": self._verifier.unprepared}
+        late = {(process, kind): count for process, kinds in counts.items() for kind, count in kinds.items()}
+        text = "Work of workers that no round should wait for, by kind; 0 is wanted: see the README."
+        yield "paceline:unprepared", text, late, "process", "kind"
         if (ahead := self._drafter.run_ahead) is not None:
             forwards, wasted = "paceline:run_ahead_forwards", "Draft passes spent on preparing, for nothing."
             yield "paceline:verdict_cache_hits", "Drafts that were prepared when they were requested.", ahead.hits

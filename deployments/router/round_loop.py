@@ -2,12 +2,15 @@
 
 One task owns the engine. A request has one stream, entered in `_streams` under each of its sequences. When `generate`
 ends, for whatever reason, the request's sequences leave the engine at once.
+
+A round's outputs are delivered while the target computes the next round. First tokens, and the last round's outputs
+before the engine is idle, are delivered at once.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections import defaultdict
 
 from cluster.group import SpeculationGroup
 from deployments.observe.metrics import RouterMetrics
@@ -15,7 +18,6 @@ from deployments.router.delivery import Stream
 from deployments.wire import retry_after_s
 from engine.engine import Engine
 from engine.errors import QueueFullError, TargetError
-from engine.protocols import RequestOutput
 
 logger = logging.getLogger("ray.serve")  # the one logger that Serve shows
 
@@ -128,37 +130,47 @@ class RoundLoop:
                 await self._wake.wait()
             if self._lost is not None:
                 lost, self._lost = self._lost, None
+                self._deliver()
                 await self._recover(lost)
                 continue
             started = time.perf_counter()
             calls = self._metrics.calls()
             is_prefill = self._engine.scheduler.has_prompts
-            other_tasks_ran = asyncio.Event()
-            asyncio.get_running_loop().call_soon(other_tasks_ran.set)
             try:
-                outputs = await self._engine.step()
+                await self._engine.run_round(before_verify=self._begin_delivery)
             except TargetError as error:
+                await self._delivery
                 await self._recover(error)
                 continue
             self._num_failures = 0
             self._last_progress = time.monotonic()
-            num_finished = sum(output.finish_reason is not None for output in outputs)
-            self.drain_rate.observe(num_finished, self._last_progress, has_work=self._engine.has_work)
             stepped = time.perf_counter()
-            self._deliver(outputs)
-            # Other tasks run while the workers compute. Where workers answer without waiting, let the tasks run here.
-            await other_tasks_ran.wait()
+            if is_prefill or not self._engine.has_work:
+                self._deliver()
+            # It is done, unless the workers answered without waiting; then other tasks run here, too.
+            await self._delivery
             now = time.perf_counter()
             self._metrics.observe_round(calls, round_s=now - started, delivery_s=now - stepped, is_prefill=is_prefill)
 
-    def _deliver(self, outputs: Sequence[RequestOutput]) -> None:
-        now = time.monotonic()
-        rounds: dict[Stream, list[RequestOutput]] = {}
+    def _begin_delivery(self) -> None:
+        """Deliver the outputs of earlier rounds once the round's task waits for the target."""
+
+        async def deliver() -> None:
+            self._deliver()
+
+        self._delivery = asyncio.create_task(deliver(), name="delivery")
+
+    def _deliver(self) -> None:
+        """Give the outputs that the engine holds to their streams."""
+        outputs, now = self._engine.take_outputs(), time.monotonic()
+        num_finished = sum(output.finish_reason is not None for output in outputs)
+        self.drain_rate.observe(num_finished, now, has_work=self._engine.has_work)
+        rounds = defaultdict(list)
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
                 continue  # its client left during the round
-            rounds.setdefault(stream, []).append(output)
+            rounds[stream].append(output)
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
                 self._metrics.observe_finished(output.finish_reason, now - stream.started)

@@ -6,7 +6,8 @@ num_drafts (bonus included); acceptance at position i = num_accepted_tokens_per_
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -73,6 +74,36 @@ class RunAheadStats:
     misses: dict[str, int] = field(default_factory=dict)
     num_forwards: int = 0
     num_wasted: int = 0
+
+
+class Preparation:
+    """Counts work that no round should wait for; 0 is wanted of each kind.
+
+    `compiled`: layers and kernels, by a round. `recorded`: graphs, by a round. `not_recorded`: graphs that could not
+    be recorded. `eager`: models that could not be compiled.
+    """
+
+    def __init__(self) -> None:
+        self.counts = Counter(compiled=0, recorded=0, not_recorded=0, eager=0)
+        self._is_expected = True  # until the first model is warmed up
+
+    def observe(self, kind: str) -> None:
+        """Count something that is compiled or recorded, unless that is `expected` now."""
+        if not self._is_expected:
+            self.counts[kind] += 1
+
+    @contextmanager
+    def expected(self) -> Iterator[None]:
+        """Within it no round waits; afterwards any round may."""
+        self._is_expected = True
+        try:
+            yield
+        finally:
+            self._is_expected = False
+
+
+PREPARATION = Preparation()
+"""Of this process."""
 
 
 class Distribution:

@@ -68,6 +68,13 @@ class Method:
             drafter = self.in_front(config, drafter)
         return drafter if config.speculation == "off" else CombinedDrafter(drafter, PredictionCopier())
 
+    def branches(self, config: EngineConfig, *, run_ahead: bool = False) -> tuple[int, ...]:
+        """Return the possible tokens of a request in passes over trees, and in passes that run ahead."""
+        from engine.drafting.run_ahead.passes import WIDTHS
+
+        trees = range(2, 2 + config.num_speculative_tokens) if self.drafts_trees else ()
+        return (*trees, *(WIDTHS if run_ahead else ()))
+
 
 def _model_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
     from engine.drafting.model.chain_drafter import ModelDrafter

@@ -14,7 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.models.layer_attention import AttentionParams, KVShape
+from engine.models.layers.layer_attention import AttentionParams, KVShape
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+"""Larger keys and values become this."""
 
 
 class KVTensors:
@@ -29,15 +33,17 @@ class KVTensors:
         self.block_size = block_size
         self.input_device = like.device
         # Zeros, because a masked entry is multiplied by a weight of 0, and 0 * nan is nan.
-        self.keys, self.values = (
-            [torch.zeros((*blocks, dim), dtype=like.dtype, device=like.device) for _ in range(shape.layers)]
+        self._stacked = [
+            torch.zeros((shape.layers, *blocks, dim), dtype=like.dtype, device=like.device)
             for dim in (shape.key_dim, shape.value_dim)
-        )
+        ]
+        self.keys, self.values = (list(caches) for caches in self._stacked)
 
     def first_layers(self, count: int) -> Self:
         """Return the cache of the first layers, in the same memory."""
         view = copy.copy(self)
         view.keys, view.values = self.keys[:count], self.values[:count]
+        view._stacked = [caches[:count] for caches in self._stacked]
         return view
 
     def slot(self, block_ids: Sequence[int], place: int) -> int:
@@ -46,11 +52,13 @@ class KVTensors:
         return block_ids[block] * self.block_size + offset
 
     def move(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots `sources` to `targets` in every layer, to keep an accepted path of a tree."""
-        index = torch.tensor([sources, targets], dtype=torch.int64, device=self.keys[0].device)
-        for cache in (*self.keys, *self.values):
-            slots = cache.view(-1, *cache.shape[2:])
-            slots[index[1]] = slots[index[0]]
+        """Copy slots `sources` to `targets` in all layers at once, to keep an accepted path of a tree."""
+        device = self._stacked[0].device
+        index = torch.tensor([sources, targets], dtype=torch.int64, pin_memory=device.type == "cuda")
+        index = index.to(device, non_blocking=True)
+        for caches in self._stacked:
+            slots = _as_bytes(caches).view(len(caches), -1, *caches.shape[3:])
+            slots.index_copy_(1, index[1], slots.index_select(1, index[0]))
 
 
 @dataclass(slots=True)
@@ -167,7 +175,8 @@ class PagedContext:
         for group in self.groups:
             tokens = slice(group.start, group.start + group.rows * group.length)
             sees_all = params.window is None or group.length <= params.window
-            if group.is_prompt_start and sees_all and params.is_plain:
+            is_exact = keys.dtype == key.dtype  # otherwise a prompt's text would depend on what is cached of it
+            if group.is_prompt_start and sees_all and params.is_plain and is_exact:
                 output = attend_to_self(query[:, tokens], key[:, tokens], value[:, tokens], params.scaling)
             else:
                 output = _attend_to_blocks(group, query[:, tokens], keys, values, params)
@@ -182,7 +191,14 @@ class PagedContext:
 
 def write_slots(cache: Tensor, slots: Tensor, entries: Tensor) -> None:
     """Write [kv_heads, tokens, head_dim] entries to the slots [tokens] of one layer's keys or values."""
-    cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, entries.transpose(0, 1))
+    if cache.dtype == FP8:
+        entries = entries.clamp(-FP8_MAX, FP8_MAX).to(FP8)
+    _as_bytes(cache).view(-1, *cache.shape[2:]).index_copy_(0, slots, _as_bytes(entries).transpose(0, 1))
+
+
+def _as_bytes(cache: Tensor) -> Tensor:
+    """Return fp8 numbers as bytes, because torch does not index them everywhere."""
+    return cache.view(torch.uint8) if cache.dtype == FP8 else cache
 
 
 def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
@@ -195,7 +211,9 @@ def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor,
     else:
         mask = group.mask(params.window, copies, query, block_size)
     blocks = group.blocks.flatten()
-    key, value = keys.index_select(0, blocks), values.index_select(0, blocks)
+    key, value = (
+        _as_bytes(cache).index_select(0, blocks).view(cache.dtype).to(query.dtype) for cache in (keys, values)
+    )
     return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)
 
 

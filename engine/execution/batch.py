@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.block_table import block_table
 from engine.execution.attention import Group, KVTensors, PagedContext, slots_of
 
 MAX_GROUPED_LENGTH = 16
@@ -28,7 +29,7 @@ class ForwardRow:
     Attributes:
         token_ids: committed tokens, then the draft's nodes.
         start: index of the first token in the request's context.
-        block_ids: the request's block table.
+        block_ids: the request's block table; one that `block_table` made is copied fastest.
         num_logits: how many of the last tokens need logits.
         parents: tree of the last `len(parents)` tokens; None for a chain.
         source_length: the number of source tokens (see `Request`), computed in one pass before the others; no trees.
@@ -58,12 +59,15 @@ class ForwardBatch:
         logit_indices: [n] flat indices of the tokens that need logits, in row order.
         paged: the inputs of the attention function.
         source_inputs: the sources, which are computed first.
+        needs_logits: whether the caller reads logits or scores; if not, a backend may return tokens only, and ranks
+            that compute a slice of the vocabulary each do not gather them. All ranks must say the same.
     """
 
     token_ids: Tensor
     logit_indices: Tensor
     paged: PagedContext
     source_inputs: list[SourceInput] = field(default_factory=list)
+    needs_logits: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -165,10 +169,11 @@ def _group(rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors) -
         *(_padded(_positions(row)[part], length, 0) for row, part in parts),
         *(_padded(range(row.start, row.start + len(row.token_ids))[part], length, -1) for row, part in parts),
         *(_padded(_limits(row)[part], length, row.source_length + 1) for row, part in parts),
-        *(_padded(row.block_ids[:width], width, 0) for row, _ in parts),
     ]
     # One tensor, because each takes microseconds to make, and on a GPU a copy.
-    packed = torch.frombuffer(array("q", itertools.chain.from_iterable(columns)), dtype=torch.int64).to(device)
+    numbers = array("q", itertools.chain.from_iterable(columns)).tobytes()
+    fields = [numbers, *_tables([row.block_ids for row, _ in parts], width)]
+    packed = torch.frombuffer(bytearray().join(fields), dtype=torch.int64).to(device)
     size = len(parts) * length
     tokens, positions, places, limits = packed[: 4 * size].view(4, len(parts), length)
     is_tree = any(row.parents is not None for row in rows)
@@ -190,8 +195,13 @@ def _source_lengths(lengths: Sequence[int], device: torch.device) -> Tensor | No
     return torch.tensor(lengths, dtype=torch.int64, device=device) if any(lengths) else None
 
 
-def _padded(values: Sequence[int], length: int, filler: int) -> list[int]:
-    return [*values, *[filler] * (length - len(values))]
+def _padded(values: Sequence[int], length: int, filler: int) -> Sequence[int]:
+    return values if len(values) == length else [*values, *[filler] * (length - len(values))]
+
+
+def _tables(tables: Sequence[Sequence[int]], width: int) -> list[bytes]:
+    """Return the rows of a tensor [rows, width] of block tables as bytes, which are faster to copy than numbers."""
+    return [block_table(table)[:width].tobytes().ljust(width * 8, b"\0") for table in tables]
 
 
 def _positions(row: ForwardRow) -> Sequence[int]:
@@ -212,7 +222,7 @@ def _limits(row: ForwardRow) -> Sequence[int]:
     return [*range(row.start + 1, end - num_nodes + 1), *[end - num_nodes] * num_nodes]
 
 
-def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[list[int]]]:
+def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[Sequence[int]]]:
     """Return the places of each token's path in the tree, itself included, padded with place 0, by rows of a length."""
     paths: list[list[int]] = []
     for row in rows:
@@ -226,6 +236,12 @@ def _seen_nodes(rows: Sequence[ForwardRow], length: int) -> list[list[list[int]]
     deepest = max(len(path) for path in paths)
     padded = [_padded(path, deepest, 0) for path in paths]
     return [padded[first : first + length] for first in range(0, len(padded), length)]
+
+
+def block_tensor(tables: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return block tables as a tensor [rows, width] of at least one column, padded with block 0."""
+    width = max(1, *map(len, tables))
+    return torch.frombuffer(bytearray().join(_tables(tables, width)), dtype=torch.int64).view(-1, width).to(device)
 
 
 def next_tokens(
@@ -248,10 +264,9 @@ def next_tokens(
         A function of a step, from 0, and of its token ids [rows]; it returns the step's batch.
     """
     device = kv.input_device
-    width = max(len(table) for table in tables)
-    blocks = torch.tensor([_padded(table, width, 0) for table in tables], dtype=torch.int64, device=device)
-    ends = [[[length + step] for length in lengths] for step in range(steps + 1)]
-    places = torch.tensor(ends, dtype=torch.int64, device=device)  # [steps + 1, rows, 1]
+    blocks = block_tensor(tables, device)
+    places = torch.arange(steps + 1).view(-1, 1, 1) + torch.tensor(lengths).view(-1, 1)  # [steps + 1, rows, 1]
+    places = places.to(device)
     positions = places.clamp(max=max_length - 1)
     indices = torch.arange(len(tables), device=device)
     sources = _source_lengths(source_lengths, device)

@@ -6,7 +6,7 @@ from torch import Tensor
 from engine.config import CompileProgress
 from engine.errors import ModelError
 from engine.execution.attention import KVTensors
-from engine.execution.backend import Backend, PassOutput
+from engine.execution.backend import Backend, ChainBatch, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.models.causal_lm import CausalLM
 from engine.models.first_layers import first_layers
@@ -26,14 +26,31 @@ class EagerBackend:
         self.model = model
         self.info = model.info
         self.device = model.device
+        self.reducer = None if model.shard is None else model.shard.reducer
         self._try()
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, draws: Draws | None = None) -> PassOutput:
         """Compute a batch; see `Backend.run`."""
         logits = self.logits(batch)
-        scores = logits if draws is None else noise.noised_logits(logits, draws)
-        return PassOutput(logits, scores, scores.argmax(-1))
+        scores = logits if draws is None else noise.noised_logits(logits, draws, self.model.vocab_slice.start)
+        return self.gathered(batch, PassOutput(logits, scores, self.model.best_ids(scores)))
+
+    def gathered(self, batch: ForwardBatch, output: PassOutput) -> PassOutput:
+        """Return a pass's output with the whole vocabulary's logits and scores, if the batch needs them."""
+        reducer = self.model.vocab_reducer
+        if reducer is None or not batch.needs_logits:
+            return output
+        logits = reducer.gather(output.logits)
+        scores = logits if output.scores is output.logits else reducer.gather(output.scores)
+        return PassOutput(logits, scores, output.tokens)
+
+    def draw_chain(self, _chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
+        """Do nothing: eager passes are launched one by one."""
+
+    def plan_chains(self, num_steps: int, num_ranked: int) -> bool:
+        """Return False: passes are launched one by one."""
+        return False
 
     def wait(self) -> None:
         """Wait until every launched pass is over; on a CPU, `run` itself has waited."""
@@ -52,23 +69,32 @@ class EagerBackend:
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         """Allocate a KV cache for this model."""
-        like = torch.empty(0, dtype=self.model.dtype, device=self.device)
+        like = torch.empty(0, dtype=self.model.kv_dtype or self.model.dtype, device=self.device)
         return KVTensors(self.model.kv_shape, num_blocks, block_size, like)
 
     def thin(self, num_layers: int, kv: KVTensors) -> tuple[Backend, KVTensors]:
         """Return this model's first layers; see `Backend.thin`."""
         return EagerBackend(first_layers(self.model, num_layers)), kv.first_layers(num_layers)
 
-    def all_reduce(self, partial: Tensor) -> Tensor:
-        """Sum a tensor over the model's tensor-parallel ranks."""
-        shard = self.model.shard
-        return partial if shard is None else shard.all_reduce(partial.to(self.device))
-
     def warm_up(self, *, compile_missing: bool = True) -> None:
         """Do nothing: eager passes need no preparation."""
 
+    def idle(self) -> bool:
+        """Do nothing, as above."""
+        return False
+
+    def enter_thread(self) -> None:
+        """Make this thread ready to run passes: each thread of a process has a current GPU of its own."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def close(self) -> None:
+        """Leave the other ranks."""
+        if self.reducer is not None:
+            self.reducer.close()
+
     def logits(self, batch: ForwardBatch) -> Tensor:
-        """Compute [n, vocab] float32 logits."""
+        """Compute [n, vocab] float32 logits, or a rank's slice of them."""
         return self.model.forward(batch).float()
 
     @torch.inference_mode()

@@ -11,11 +11,13 @@ from transformers import PreTrainedConfig
 from engine.config import EngineConfig
 from engine.execution.memory import Footprint
 from engine.models.causal_lm import kv_shape
-from engine.models.quantization import check_quantization, layer_bytes, linear_layers, on_meta, saved_format
+from engine.models.layers.quantization import becomes_floats, check_quantization, layer_bytes, linear_layers, on_meta
+from engine.models.loader import kv_dtype
 from engine.models.shards import plan_of, style_of
 from engine.models.source import ModelSource
+from engine.models.weights import FileNames
 
-_BYTES = {"I8", "U8"}
+_BYTES = {"I8", "U8", "F8_E4M3"}
 """Number formats in files that stay as they are: weights that are saved quantised."""
 _LOGIT_COPIES = 4
 """Logits, scores, and copies made by shaping and log probabilities."""
@@ -36,8 +38,9 @@ def footprint(
     weight_bytes = _weight_bytes(source, bytes_per_weight, world_size)
     longest = source.kind.context_length(configuration)
     return of_weights(
-        source.path, weight_bytes, configuration, engine, longest=longest, dtype=dtype, world_size=world_size
-    )
+        source.path, weight_bytes, configuration, engine, longest=longest, dtype=dtype, world_size=world_size,
+        cache_dtype=kv_dtype(source.config),
+    )  # fmt: skip
 
 
 def of_weights(
@@ -49,12 +52,13 @@ def of_weights(
     longest: int,
     dtype: torch.dtype,
     world_size: int = 1,
+    cache_dtype: torch.dtype | None = None,
 ) -> Footprint:
     """Return the footprint of a model with `weight_bytes` of weights on each rank; a pure function."""
     text = model_config.get_text_config()
     shape = kv_shape(model_config, world_size)
     max_model_len = min(engine.max_model_len or longest, longest)
-    layer_token_bytes = shape.kv_heads * (shape.key_dim + shape.value_dim) * dtype.itemsize
+    layer_token_numbers = shape.kv_heads * (shape.key_dim + shape.value_dim)
     num_tokens = engine.max_num_batched_tokens
     num_logits = min(num_tokens, engine.max_num_seqs * (1 + engine.num_speculative_tokens))
     inner = getattr(text, "intermediate_size", None) or getattr(text, "d_ff", None) or 4 * text.hidden_size
@@ -64,27 +68,36 @@ def of_weights(
     widest = max(text.hidden_size, *(inner if isinstance(inner, list) else [inner]))
     workspace_bytes = (
         num_masks * num_tokens * max_model_len * dtype.itemsize
-        + 2 * max_model_len * layer_token_bytes
+        + 2 * max_model_len * layer_token_numbers * dtype.itemsize
         + _ACTIVATION_COPIES * num_tokens * widest * dtype.itemsize
         + _LOGIT_COPIES * num_logits * text.vocab_size * torch.float32.itemsize
     )
-    return Footprint(name, weight_bytes, workspace_bytes, shape.layers * layer_token_bytes, max_model_len)
+    kv_token_bytes = shape.layers * layer_token_numbers * (cache_dtype or dtype).itemsize
+    return Footprint(name, weight_bytes, workspace_bytes, kv_token_bytes, max_model_len)
 
 
 def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -> int:
     quantization, model_config = source.config.quantization, source.configuration
-    if saved_format(model_config) not in (None, "torchao"):  # all weights become floats
+    if becomes_floats(model_config):
         return sum(p.numel() for p in on_meta(model_config).parameters()) * bytes_per_weight
+    plan = plan_of(source, world_size) if world_size > 1 else {}
     quantized: dict[str, int] = {}
     if quantization != "none":
-        layers = linear_layers(model_config).items()
-        quantized = {f"{name}.weight": layer_bytes(quantization, layer) for name, layer in layers}
-    plan = plan_of(source, world_size) if world_size > 1 else {}
-    return sum(_bytes_of(file, plan, world_size, bytes_per_weight, quantized) for file in source.weight_files)
+        for name, layer in linear_layers(model_config).items():
+            parts = [world_size if style_of(plan, name) == style else 1 for style in ("colwise", "rowwise")]
+            sizes = layer.out_features // parts[0], layer.in_features // parts[1]
+            quantized[f"{name}.weight"] = layer_bytes(quantization, *sizes)
+    names = FileNames(on_meta(model_config)) if world_size > 1 else None
+    return sum(_bytes_of(file, plan, world_size, bytes_per_weight, quantized, names) for file in source.weight_files)
 
 
 def _bytes_of(
-    file: Path, plan: dict[str, str], world_size: int, bytes_per_weight: int, quantized: Mapping[str, int]
+    file: Path,
+    plan: dict[str, str],
+    world_size: int,
+    bytes_per_weight: int,
+    quantized: Mapping[str, int],
+    names: FileNames | None,
 ) -> int:
     """Return the memory of a rank's weights by a file's header; `quantized` has those of weights that are rounded."""
     total = 0
@@ -96,6 +109,8 @@ def _bytes_of(
             weight = weights.get_slice(name)
             size = math.prod(weight.get_shape())
             is_integer = weight.get_dtype() in _BYTES
-            is_sliced = style_of(plan, name.rpartition(".")[0]) is not None
+            layer, _, parameter = (names.parameter(name) if names else name).rpartition(".")
+            style = style_of(plan, layer)
+            is_sliced = style is not None and (style != "rowwise" or parameter != "bias")
             total += (1 if is_integer else bytes_per_weight) * (size // world_size if is_sliced else size)
     return total

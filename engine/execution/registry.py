@@ -2,7 +2,8 @@
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -20,8 +21,15 @@ WRAPPER = "PACELINE_BACKEND"
 it returns is used instead: benches replace a part of the hardware so, in all processes that load a model."""
 
 
-def make_backend(model: CausalLM, source: ModelSource) -> Backend:
-    """Return the backend of a loaded model's device.
+def make_backend(
+    model: CausalLM,
+    source: ModelSource,
+    engine: EngineConfig | None = None,
+    *,
+    invariant: bool = True,
+    branches: Sequence[int] = (),
+) -> Backend:
+    """Return the backend of a loaded model's device; `invariant` and `branches` are those of `CudaBackend`.
 
     Raises:
         ModelError: a trial pass fails, because the model cannot be served or does not fit into memory.
@@ -34,7 +42,9 @@ def make_backend(model: CausalLM, source: ModelSource) -> Backend:
     else:
         from engine.execution.cuda.cuda_backend import make_cuda_backend
 
-        backend = make_cuda_backend(model, source.config)
+        backend = make_cuda_backend(
+            model, source.config, engine or EngineConfig(), invariant=invariant, branches=branches
+        )
     return wrap(backend)
 
 
@@ -67,5 +77,10 @@ def survey(source: ModelSource, engine: EngineConfig, *, world_size: int = 1) ->
     else:
         name, weight_bytes = str(torch.cuda.get_device_properties(device).uuid), dtype.itemsize
         num_free, _ = torch.cuda.mem_get_info(device)
-    model_footprint = footprint(source, engine, dtype=dtype, bytes_per_weight=weight_bytes, world_size=world_size)
-    return Survey(name, num_free, model_footprint)
+    needs = footprint(source, engine, dtype=dtype, bytes_per_weight=weight_bytes, world_size=world_size)
+    if device.type != "cpu" and source.config.compile != "off" and source.kind.model_class.runs_eagerly is None:
+        from engine.execution.cuda.graphs import graph_bytes
+
+        num_bytes = graph_bytes(engine, source.configuration, needs.max_model_len, world_size)
+        needs = replace(needs, workspace_bytes=needs.workspace_bytes + num_bytes)
+    return Survey(name, num_free, needs)

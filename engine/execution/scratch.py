@@ -1,9 +1,17 @@
-"""scratch_folder: a temporary folder that the next process removes if its own is killed."""
+"""The folder of the cache, and temporary folders, which the next process removes if theirs is killed."""
 
 import os
 import shutil
 import tempfile
 from pathlib import Path
+
+CACHE_VARIABLE = "PACELINE_CACHE_DIR"
+
+
+def cache_folder() -> Path:
+    """Return the folder of what this machine has compiled and found out."""
+    root = os.environ.get(CACHE_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "paceline"
+    return Path(root).expanduser()
 
 
 def scratch_folder() -> tempfile.TemporaryDirectory[str]:

@@ -1,6 +1,5 @@
 """CausalLM: a loaded transformers module with its configuration; a backend runs it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,19 +10,17 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 
 from engine.config import ModelInfo
 from engine.errors import ModelError
-from engine.models.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
+from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
+from engine.models.layers.reducer import Reducer, best_over_ranks
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One rank of a tensor-parallel model.
-
-    `all_reduce` sums a tensor over the ranks in place and returns it.
-    """
+    """One rank of a tensor-parallel model, and how it combines its parts with the others'."""
 
     rank: int
     world_size: int
-    all_reduce: Callable[[Tensor], Tensor]
+    reducer: Reducer
 
 
 @dataclass
@@ -33,6 +30,7 @@ class CausalLM:
     Attributes:
         loaded_by: the class of transformers that loads the module.
         attention: the name of the attention function that it is loaded with.
+        kv_dtype: the number format of keys and values in the cache; None is `dtype`.
         runs_eagerly: why passes are never compiled; None if they can be.
     """
 
@@ -46,16 +44,17 @@ class CausalLM:
     device: torch.device
     dtype: torch.dtype
     shard: Shard | None = None
+    kv_dtype: torch.dtype | None = None
 
     @classmethod
     def load_module(cls, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, **arguments: Any) -> nn.Module:
         """Load the module with transformers' `from_pretrained` and more of its arguments.
 
         Raises:
-            ModelError: the module cannot be loaded.
+            ModelError: the module cannot be loaded, or the files lack a weight.
         """
         try:
-            module: nn.Module = cls.loaded_by.from_pretrained(
+            module, loading = cls.loaded_by.from_pretrained(
                 directory,
                 config=config,
                 generation_config=GenerationConfig(),  # type: ignore[no-untyped-call] # or it would read the file again
@@ -63,10 +62,14 @@ class CausalLM:
                 attn_implementation=cls.attention,
                 use_safetensors=True,
                 trust_remote_code=False,
+                output_loading_info=True,
                 **arguments,
             )
         except (OSError, ValueError, ImportError, RuntimeError) as error:
             raise ModelError(f"cannot load {directory}: {error}") from error
+        if missing := sorted(loading["missing_keys"]):  # transformers only warns, and draws them
+            raise ModelError(f"{directory} lacks the weights {', '.join(missing[:3])}")
+        assert isinstance(module, nn.Module)
         return module
 
     @property
@@ -74,8 +77,33 @@ class CausalLM:
         """The keys and values that this rank caches per token."""
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
 
+    @property
+    def vocab_slice(self) -> range:
+        """The token ids whose logits this rank computes."""
+        width = size = self.info.vocab_size
+        if self.shard is not None:
+            width = self.module.get_output_embeddings().out_features  # type: ignore[operator]
+        first = self.shard.rank * width if self.shard is not None and width < size else 0
+        return range(first, first + width)
+
+    @property
+    def vocab_reducer(self) -> Reducer | None:
+        """The reducer of ranks that hold a slice of the vocabulary each, None if every rank computes all logits."""
+        is_sliced = len(self.vocab_slice) < self.info.vocab_size
+        return self.shard.reducer if self.shard is not None and is_sliced else None
+
+    def best_ids(self, scores: Tensor) -> Tensor:
+        """Return each row's token with the highest score, [n] int64, for float32 scores [n, len(vocab_slice)]."""
+        ids = scores.argmax(-1)
+        best = scores.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+        return self.best_of_ranks(best, ids + self.vocab_slice.start)
+
+    def best_of_ranks(self, scores: Tensor, ids: Tensor) -> Tensor:
+        """Return each row's token with the highest score of all ranks, given this rank's, [n] float32 and int64."""
+        return ids if (reducer := self.vocab_reducer) is None else best_over_ranks(scores, ids, reducer)
+
     def forward(self, batch: Any) -> Tensor:
-        """Compute a `ForwardBatch`; returns [n, vocab] logits in the model's number format."""
+        """Compute a `ForwardBatch`; returns [n, len(vocab_slice)] logits in the model's number format."""
         return forward(self.module, batch.token_ids, batch.positions, batch.logit_indices, batch.paged)
 
 

@@ -10,6 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM
+from engine.models.layers.experts import num_packed_weights
 from engine.models.source import ModelSource
 
 
@@ -46,7 +47,7 @@ def first_layers(model: CausalLM, count: int) -> CausalLM:
     config = copy.deepcopy(model.config)
     config.get_text_config().num_hidden_layers = count
     info = replace(model.info, num_parameters=model.info.num_parameters - sum(map(_num_weights, layers[count:])))
-    # Copies, because a backend may replace a layer's `forward` by a compiled one.
+    # Copies, because a backend may replace a module's `forward` by a compiled one.
     module = _replaced(model.module, path, nn.ModuleList(map(_shallow, layers[:count])))
     return replace(model, module=module, config=config, info=info)
 
@@ -58,8 +59,9 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 
 def _replaced(module: nn.Module, path: str, new: nn.Module) -> nn.Module:
-    """Return a shallow copy of a module with another module at a path; those above it are copied, too."""
+    """Return a copy of a module with another module at a path, and copies of those beside it: norms are compiled."""
     copied = _shallow(module)
+    copied._modules.update((name, _shallow(child)) for name, child in module.named_children())
     name, _, rest = path.partition(".")
     setattr(copied, name, _replaced(module.get_submodule(name), rest, new) if rest else new)
     return copied
@@ -72,4 +74,4 @@ def _num_weights(module: nn.Module) -> int:
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     others = [parameter for parameter in module.parameters() if id(parameter) not in counted]
     num_products: int = sum(layer.in_features * layer.out_features for layer in layers)
-    return num_products + sum(tensor.numel() for tensor in (*biases, *others))
+    return num_products + num_packed_weights(module) + sum(tensor.numel() for tensor in (*biases, *others))

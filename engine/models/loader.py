@@ -1,19 +1,32 @@
 """Loader: loads safetensors into a CausalLM, the whole model or one rank's shard, on the configured device."""
 
+import copy
+import fnmatch
 import hashlib
+import importlib.util
 import logging
 import time
 
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from engine.config import ModelInfo
+from engine.config import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM, Shard
-from engine.models.fusion import fuse_projections
-from engine.models.quantization import check_quantization, convert_torchao, loading_arguments, saved_format
+from engine.models.layers.experts import num_packed_weights, pack_experts
+from engine.models.layers.fusion import fuse_projections
+from engine.models.layers.quantization import (
+    QuantizedLinear,
+    check_quantization,
+    convert_torchao,
+    loading_arguments,
+    saved_format,
+)
 from engine.models.shards import load_shard
 from engine.models.source import ModelSource
+from engine.models.weights import FileNames, fill, has_names_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +44,14 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     configuration, kind = source.configuration, source.kind
     check_quantization(source.config, configuration, shard.world_size if shard else 1)
     has_torchao = source.config.quantization != "none" or saved_format(configuration) == "torchao"
-    arguments = loading_arguments(source.config, configuration)
     if shard is None or shard.world_size == 1:
-        transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        module = kind.model_class.load_module(source.directory, configuration, dtype, **arguments).to(device)
+        module = _load_whole(source, dtype, device)
     else:
         module = load_shard(source, shard, dtype, device)
     module.eval().requires_grad_(False)
+    rounded = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
     num_parameters = sum(p.numel() for p in module.parameters())
+    num_parameters += sum(layer.in_features * layer.out_features for layer in rounded) + num_packed_weights(module)
     if has_torchao:
         convert_torchao(source.path, module)
     fuse_projections(module)
@@ -55,13 +68,45 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     )
     size = f"{num_parameters / 1e6:.1f} M parameters in {info.dtype}"
     logger.info("%s: %s on %s, loaded in %.1f s", source.path, size, device, time.monotonic() - started)
-    return kind.model_class(module, configuration, info, device, dtype, shard)
+    return kind.model_class(module, configuration, info, device, dtype, shard, kv_dtype(source.config))
+
+
+def kv_dtype(config: ModelConfig) -> torch.dtype | None:
+    """Return the configured number format of the KV cache; None is the model's."""
+    return torch.float8_e4m3fn if config.kv_cache_dtype == "fp8" else None
+
+
+def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Read a model's weights as they are saved; have transformers load those that it renames or converts."""
+    configuration, model_class = source.configuration, source.kind.model_class
+    arguments = loading_arguments(source.config, configuration)
+    saved = saved_format(configuration)
+    if not arguments and saved in (None, "mxfp4") and model_class.loaded_by is AutoModelForCausalLM:
+        with torch.device("meta"):
+            module: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+                copy.deepcopy(configuration), attn_implementation=model_class.attention, dtype=dtype
+            )
+        for part, kept in module._get_dtype_plan(dtype).items():  # type: ignore[operator]
+            for name, tensor in module.state_dict(keep_vars=True).items():
+                if fnmatch.fnmatchcase(name, f"*{part}*"):
+                    tensor.data = tensor.data.to(kept)
+        if saved is not None:
+            pack_experts(module)
+        names = FileNames(module)
+        if saved is not None or has_names_of(source, module, names):
+            fill(source, module, device, names)
+            return module
+    logger.info("%s: transformers loads the weights, which it renames, converts or quantises", source.path)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if device.type != "cpu" and importlib.util.find_spec("accelerate") is not None:
+        arguments["device_map"] = {"": device}  # converts on the device; without, on the host
+    return model_class.load_module(source.directory, configuration, dtype, **arguments).to(device)
 
 
 def resolve_device(device: str) -> torch.device:
     """Return the configured device with its index; auto is CUDA if available.
 
-    Ray makes only a worker's GPUs visible to it, so the current device is the worker's.
+    A worker sees only its GPU, or has made it the current one.
 
     Raises:
         ModelError: the configuration requires CUDA, but no CUDA device is visible.

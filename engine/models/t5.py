@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForSeq2SeqLM
 
 from engine.models.causal_lm import CausalLM
-from engine.models.layer_attention import ATTENTION_NAME
+from engine.models.layers.layer_attention import ATTENTION_NAME
 
 
 @dataclass

@@ -17,7 +17,8 @@ from engine.protocols import Request
 from engine.sampling import noise
 from engine.sampling.grammar import Matcher
 from engine.sampling.noise import Draws
-from engine.sampling.top_tokens import keep_top
+from engine.sampling.row_shaping import penalise
+from engine.sampling.top_tokens import copied, keep_top
 
 
 @dataclass(slots=True)
@@ -67,10 +68,10 @@ def shape(logits: Tensor, runs: Sequence[Run]) -> Tensor:
         start += len(run.depths)
         params = run.params
         if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), device=logits.device)
-            rows[:, ids] += torch.tensor(list(params.logit_bias.values()), device=logits.device)
+            ids = copied(list(params.logit_bias), logits.device)
+            rows[:, ids] += copied(list(params.logit_bias.values()), logits.device)
         if params.min_tokens and run.end_ids:
-            ends = torch.tensor(list(run.end_ids), device=logits.device)
+            ends = copied(list(run.end_ids), logits.device)
             for row, depth in zip(rows, run.depths, strict=True):
                 if run.request.num_output_tokens + depth < params.min_tokens:
                     row[ends] = float("-inf")
@@ -96,7 +97,8 @@ def needs_shaping(params: SamplingParams) -> bool:
 
 def forbid(logits: Tensor, masks: Sequence[bytes]) -> None:
     """Set logits [rows, vocab] of tokens that a grammar forbids to -inf, in place, by `Matcher.masks` of the rows."""
-    packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).view(len(masks), -1, 1).to(logits.device)
+    packed = torch.frombuffer(bytearray(b"".join(masks)), dtype=torch.uint8).view(len(masks), -1, 1)
+    packed = packed.to(logits.device, non_blocking=True)
     bits = packed >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
     allowed = bits.view(len(masks), -1)[:, : logits.shape[-1]] != 0
     # A draft with a smaller vocabulary may lack all allowed tokens; then its row stays as it is.
@@ -178,7 +180,7 @@ def probabilities(shaped: Tensor, runs: Sequence[Run]) -> Tensor:
 
 def _column(runs: Sequence[Run], like: Tensor, value: Callable[[SamplingParams], float]) -> Tensor:
     numbers = [value(run.params) for run in runs for _ in run.depths]
-    return torch.tensor(numbers, dtype=like.dtype).to(like.device, non_blocking=True).unsqueeze(-1)
+    return copied(numbers, like.device, like.dtype).unsqueeze(-1)
 
 
 def _penalise(logits: Tensor, runs: Sequence[Run]) -> None:
@@ -194,26 +196,24 @@ def _penalise(logits: Tensor, runs: Sequence[Run]) -> None:
     ]
     chosen = [run for run, _ in penalised]
     device, vocab = logits.device, logits.shape[-1]
-    rows = torch.tensor([row for _, run_rows in penalised for row in run_rows], device=device)
-    run_of_row = torch.tensor([i for i, (_, run_rows) in enumerate(penalised) for _ in run_rows], device=device)
+    rows = copied([row for _, run_rows in penalised for row in run_rows], device)
+    run_of_row = copied([i for i, (_, run_rows) in enumerate(penalised) for _ in run_rows], device)
     prompts = [run.request.token_ids[run.request.source_length : run.request.prompt_length] for run in chosen]
     in_prompt = _count(prompts, vocab, device) > 0
     counts = _count([run.request.output for run in chosen], vocab, device)[run_of_row]
     if any(run.paths for run in chosen):
         counts += _count([path for run in chosen for path in run.paths or [()] * len(run.depths)], vocab, device)
     seen = in_prompt[run_of_row] | (counts > 0)
-    shaped = logits[rows]
     repetition = _column(chosen, logits, lambda params: params.repetition_penalty)
-    shaped = torch.where(seen, torch.where(shaped > 0, shaped / repetition, shaped * repetition), shaped)
-    shaped -= _column(chosen, logits, lambda params: params.frequency_penalty) * counts
-    shaped -= _column(chosen, logits, lambda params: params.presence_penalty) * (counts > 0)
-    logits[rows] = shaped
+    frequency = _column(chosen, logits, lambda params: params.frequency_penalty)
+    presence = _column(chosen, logits, lambda params: params.presence_penalty)
+    logits[rows] = penalise(logits[rows], seen, counts, repetition, frequency, presence)
 
 
 def _count(sequences: Sequence[Sequence[int]], vocab: int, device: torch.device) -> Tensor:
     """Return how often each token occurs in each sequence, [sequences, vocab] int32."""
-    tokens = torch.tensor([token for sequence in sequences for token in sequence], dtype=torch.int64, device=device)
-    lengths = torch.tensor([len(sequence) for sequence in sequences], device=device)
+    tokens = copied([token for sequence in sequences for token in sequence], device, torch.int64)
+    lengths = copied([len(sequence) for sequence in sequences], device)
     index = torch.arange(len(sequences), device=device).repeat_interleave(lengths, output_size=len(tokens))
     counts = torch.zeros(len(sequences), vocab, dtype=torch.int32, device=device)
     return counts.index_put_((index, tokens), torch.ones_like(index, dtype=torch.int32), accumulate=True)

@@ -42,6 +42,10 @@ class Draws:
     keys: Tensor
     rows: Tensor
 
+    def row_keys(self) -> Tensor:
+        """Return every row's key, [n, 2] int32; a greedy row's means nothing."""
+        return self.keys[(self.rows - 1).clamp(min=0)] if len(self.keys) else self.keys.new_zeros(len(self.rows), 2)
+
 
 def keys(seeds: Sequence[int], positions: Sequence[int], stream: int, device: torch.device) -> Tensor:
     """Return the hash keys of (seed, position) pairs: [n, 2] int32."""
@@ -52,7 +56,7 @@ def keys(seeds: Sequence[int], positions: Sequence[int], stream: int, device: to
     if not keys:
         return torch.empty(0, 2, dtype=torch.int32, device=device)
     # The low word comes first: torch runs on little-endian machines only.
-    return torch.frombuffer(array("Q", keys), dtype=torch.int32).view(-1, 2).to(device)
+    return torch.frombuffer(array("Q", keys), dtype=torch.int32).view(-1, 2).to(device, non_blocking=True)
 
 
 def round_seed(seed: int, tip: int, lane: int = 0) -> int:
@@ -87,11 +91,15 @@ def plain_gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-uniform(keys, token_ids)))
 
 
-def noised_logits(logits: Tensor, draws: Draws) -> Tensor:
-    """Return logits over temperature plus noise, [n, vocab]; the argmax is the drawn token. logits: [n, vocab]."""
+def noised_logits(logits: Tensor, draws: Draws, first_id: int = 0) -> Tensor:
+    """Return logits over temperature plus noise, [n, vocab]; the argmax is the drawn token.
+
+    Args:
+        logits: [n, vocab], or a slice of the vocabulary that starts at token `first_id`.
+    """
     if not len(draws.keys):
         return logits  # all greedy
-    return scores(logits, draws.temperatures, draws.keys, draws.rows, gumbel)
+    return scores(logits, draws.temperatures, draws.keys, draws.rows, gumbel, first_id)
 
 
 def scores(
@@ -100,9 +108,10 @@ def scores(
     keys: Tensor,
     rows: Tensor,
     noise_of: Callable[[Tensor, Tensor], Tensor] = plain_gumbel,
+    first_id: int = 0,
 ) -> Tensor:
     """Return the same as `noised_logits`, from tensors alone and without branches, for tracing."""
-    token_ids = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
+    token_ids = torch.arange(first_id, first_id + logits.shape[-1], dtype=torch.int32, device=logits.device)
     no_noise = torch.zeros_like(logits[:1])
     return logits / temperatures + torch.cat([no_noise, noise_of(keys, token_ids)])[rows]
 

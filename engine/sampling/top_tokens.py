@@ -31,10 +31,10 @@ def keep_top(logits: Tensor, params: Sequence[SamplingParams]) -> None:
     if not _reads_cheaply(logits.device) and any(limits[i] > count for i in cut):
         count = vocab
     while cut:
-        rows = _copied(cut, logits.device)
-        limit = _copied([limits[i] for i in cut], logits.device).unsqueeze(-1)
-        top_p = _copied([params[i].top_p for i in cut], logits.device).unsqueeze(-1)
-        kept, is_complete = _top(logits[rows], limit, top_p, min(count, vocab))
+        rows = copied(cut, logits.device)
+        limit = copied([limits[i] for i in cut], logits.device).unsqueeze(-1)
+        top_p = copied([params[i].top_p for i in cut], logits.device).unsqueeze(-1)
+        kept, is_complete = top(logits[rows], limit, top_p, min(count, vocab))
         logits[rows] = kept
         if all(limits[i] <= count for i in cut):
             break
@@ -42,7 +42,12 @@ def keep_top(logits: Tensor, params: Sequence[SamplingParams]) -> None:
         count *= 16
 
 
-def _top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def copied(numbers: Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copy numbers to a device without waiting for its queued work."""
+    return torch.tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+
+
+def top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Keep top_k and top_p tokens, searched among the `count` most likely; `count` does not change the result.
 
     Args:
@@ -52,7 +57,8 @@ def _top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tens
         [n, vocab] with -inf for all others, and per row whether `count` was enough; rows where not are unchanged.
     """
     values, ids = logits.topk(count, -1)
-    held = logits.softmax(-1).gather(-1, ids).cumsum(-1)
+    # A GPU adds in an order that depends on the number of rows; in float64 that decides no token.
+    held = logits.softmax(-1).gather(-1, ids).cumsum(-1, dtype=torch.float64)
     is_limited = limit < logits.shape[-1]
     enough = top_p * torch.where(is_limited, held.gather(-1, limit.clamp(max=count) - 1), 1.0)
     enough.masked_fill_(top_p >= 1, float("inf"))
@@ -65,11 +71,6 @@ def _top(logits: Tensor, limit: Tensor, top_p: Tensor, count: int) -> tuple[Tens
     if not _reads_cheaply(logits.device) or bool((level.sum(-1, keepdim=True) > room).any()):
         level &= level.cumsum(-1) <= room
     return logits.masked_fill(~(above | level) & is_complete, float("-inf")), is_complete.squeeze(-1)
-
-
-def _copied(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Copy numbers to a device without waiting for its queued work."""
-    return torch.tensor(numbers).to(device, non_blocking=True)
 
 
 def _reads_cheaply(device: torch.device) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.protocols import Draft
 from engine.sampling.logits import Run, draw, needs_shaping, shape
+from engine.sampling.top_tokens import copied
 
 
 def decide(
@@ -26,7 +27,9 @@ def decide(
         shaped = [(run, end) for run, end in zip(runs, ends, strict=True) if needs_shaping(run.params)]
         rows = [row for run, end in shaped for row in range(end - len(run.depths), end)]
         shaped_runs = [run for run, _ in shaped]
-        for row, token in zip(rows, draw(shape(logits[rows], shaped_runs), shaped_runs).tolist(), strict=True):
+        for row, token in zip(
+            rows, draw(shape(logits[copied(rows, logits.device)], shaped_runs), shaped_runs).tolist(), strict=True
+        ):
             drawn[row] = token
     tokens = iter(drawn)
     return [walk(draft, list(itertools.islice(tokens, 1 + len(draft.token_ids)))) for draft in drafts]

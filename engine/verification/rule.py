@@ -21,7 +21,8 @@ Decide = Callable[[Tensor, Sequence[Run], Sequence[Draft], list[int] | None], li
 """Decides a batch.
 
 Args:
-    logits: [n, vocab] per request the tip's row, then one row per draft token; may be changed in place.
+    logits: [n, vocab] per request the tip's row, then one row per draft token; may be changed in place. Empty if a
+        rule shares noise, and no row needs shaping or log probabilities.
     runs: one per request, for its rows.
     drafts: one per request.
     drawn: [n] the tokens that the pass drew, if it drew any; right for rows that need no shaping.
@@ -47,6 +48,11 @@ class Rule:
     needs_draft_rows: bool = False
     shares_noise: bool = False
     independent_siblings: bool = False
+
+    @property
+    def needs_invariant_draft(self) -> bool:
+        """Whether no number of the draft may depend on its batch; if not, its rounding never changes a text."""
+        return self.needs_draft_rows
 
 
 RULES: Mapping[str, Rule] = {

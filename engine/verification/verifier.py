@@ -7,11 +7,11 @@ from torch import Tensor
 
 from engine.config import EngineConfig
 from engine.execution.attention import KVTensors
-from engine.execution.backend import Backend
+from engine.execution.backend import Backend, PassOutput
 from engine.execution.batch import ForwardBatch, ForwardRow, build, depths
 from engine.protocols import NO_DRAFT, Draft, TargetDrafter, TokenLogprobs, Verdict, VerifyRow
 from engine.sampling.grammar import Grammars, matcher_of
-from engine.sampling.logits import Run, plan_draws
+from engine.sampling.logits import Run, needs_shaping, plan_draws
 from engine.verification.rule import rule_of
 
 MakeTargetDrafter = Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter]
@@ -45,9 +45,8 @@ class ModelVerifier:
                 assert self._drafter is not None, "no draft may be left to this target"
                 rows = self._drafter.draft(rows, decides=decides)
             batch = build([_forward_row(row) for row in rows], self._kv)
-            if not decides:
-                self.backend.run(batch)
-            verdicts = self._decide(rows, batch) if decides else []
+            output, is_drawn = self._forward(rows, batch)
+            verdicts = self._decide(rows, output, is_drawn=is_drawn) if decides else []
             self._keep_paths(rows, [verdict.path for verdict in verdicts] or [[]] * len(rows))
             return verdicts
 
@@ -56,11 +55,12 @@ class ModelVerifier:
         if self._grammars is not None:
             self._grammars.release(request_id)
 
-    def _decide(self, rows: Sequence[VerifyRow], batch: ForwardBatch) -> list[Verdict]:
+    def _decide(self, rows: Sequence[VerifyRow], output: PassOutput, *, is_drawn: bool) -> list[Verdict]:
         deciding = [(i, row) for i, row in enumerate(rows) if row.reaches_tip]
         runs = [self._run(row) for _, row in deciding]
-        logits, drawn = self._forward(batch, runs)
-        verdicts, logits = _read_prompts(rows, logits)
+        self.backend.wait()
+        drawn = output.tokens.tolist() if is_drawn else None
+        verdicts, logits = _read_prompts(rows, output.logits)
         if not deciding:
             return verdicts
         raw = logits.log_softmax(-1) if any(row.request.params.logprobs is not None for _, row in deciding) else None
@@ -86,21 +86,24 @@ class ModelVerifier:
             matcher=matcher_of(self._grammars, row.request),
         )
 
-    def _forward(self, batch: ForwardBatch, runs: Sequence[Run]) -> tuple[Tensor, list[int] | None]:
-        """Return the logits, and the tokens that the pass drew: none if the rule or a prompt's logprobs need more."""
-        params = [run.params for run in runs for _ in run.depths]
+    def _forward(self, rows: Sequence[VerifyRow], batch: ForwardBatch) -> tuple[PassOutput, bool]:
+        """Launch the pass, on all ranks alike, and return whether it draws the tokens.
+
+        It does not if the rule or a prompt's logprobs need more.
+        """
+        nodes = [(row.request, depth) for row in rows if row.reaches_tip for depth in [0, *depths(row.draft.parents)]]
+        params = [request.params for request, _ in nodes]
         draws = None
         if self._rule.shares_noise and len(params) == len(batch.logit_indices):
-            positions = [position for run in runs for position in run.positions]
+            positions = [len(request.token_ids) + depth for request, depth in nodes]
             (draws,) = plan_draws(params, positions, self._kv.input_device)
-        output = self.backend.run(batch, draws)
-        self.backend.wait()
-        return output.logits, None if draws is None else output.tokens.tolist()
+            batch.needs_logits = any(needs_shaping(one) or one.logprobs is not None for one in params)
+        return self.backend.run(batch, draws), draws is not None
 
     def _keep_paths(self, rows: Sequence[VerifyRow], paths: Sequence[list[int]]) -> None:
         """Move the keys and values of accepted nodes to the places after the tips.
 
-        A chain's nodes are there already. For a tree, an all-reduce gives every rank the deciding rank's paths.
+        A chain's nodes are there already. For a tree, a sum gives every rank the deciding rank's paths.
         """
         branching = [i for i, row in enumerate(rows) if not row.draft.is_chain]
         if not branching:
@@ -109,7 +112,8 @@ class ModelVerifier:
         kept = torch.zeros(len(branching), max(len(rows[i].draft.token_ids) for i in branching), dtype=torch.int64)
         for path, i in zip(kept, branching, strict=True):
             path[: len(paths[i])] = torch.tensor(paths[i], dtype=torch.int64) + 1
-        kept = self.backend.all_reduce(kept)
+        if (reducer := self.backend.reducer) is not None:
+            kept = reducer.sum(kept.to(self.backend.device))
         sources: list[int] = []
         targets: list[int] = []
         for i, path in zip(branching, kept.tolist(), strict=True):

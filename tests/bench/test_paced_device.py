@@ -11,7 +11,7 @@ from engine.execution.attention import KVTensors
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardRow, build
 from engine.llm import LLM
-from engine.models.layer_attention import KVShape
+from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
 from tests.bench.paced.roofline import Work
 from tests.bench.paced_device import PacedBackend, environment

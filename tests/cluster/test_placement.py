@@ -89,6 +89,8 @@ def test_each_worker_takes_its_share_of_its_bundle(size, num_gpus, expected):
         variables = options["runtime_env"]["env_vars"]
         assert variables.get("CUDA_VISIBLE_DEVICES") == (None if options["num_gpus"] else "")
         assert variables["OMP_WAIT_POLICY"] == "PASSIVE"
+        sees_others = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES" in variables
+        assert sees_others == (options is not draft and size > 1 and options["num_gpus"] > 0)
 
 
 @pytest.mark.parametrize("size", [1, 3, 6, 7, 8])

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from cluster import remote
+from cluster import remote, round_times
 from cluster.protocol.messages import AnyRequest, Drafts, Failure, Ping, Pong, PrefixMissing, Propose, Verdicts, Verify
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.workers.responder import DraftResponder, TargetResponder
-from engine.control.stats import RunAheadStats
+from engine.control.stats import PREPARATION, RunAheadStats
 from engine.errors import TargetError
 from engine.protocols import NO_DRAFT, Verdict, chain
 from tests.cluster.fakes import EchoDrafter, FakeLink, SumVerifier, propose_row, verify_row
@@ -73,6 +73,7 @@ async def test_every_round_reaches_the_worker():
         tokens["b"] += [30 + i]
     assert not side.drafter.fallbacks
     assert side.drafter.calls.wait_s > side.drafter.calls.compute_s > 0
+    assert side.drafter.unprepared == dict(PREPARATION.counts)
     assert side.drafter.calls.num_hits == side.drafter.calls.num_misses == 0
 
 
@@ -263,6 +264,7 @@ async def test_every_rank_runs_every_round_and_rank_0_decides():
     assert [one.decided for one in side.verifiers] == [[True] * 4, [False] * 4]
     assert side.links[0].requests == side.links[1].requests
     assert side.verifier.calls.wait_s > side.verifier.calls.compute_s > 0
+    assert side.verifier.unprepared == dict(PREPARATION.counts)
 
 
 async def test_ranks_that_evicted_a_prefix_are_told_again():
@@ -299,6 +301,65 @@ async def test_a_rank_above_0_whose_connection_breaks_ends_the_round():
     side.links[1].break_connection("the worker closed the connection")
     with pytest.raises(TargetError, match="the worker closed the connection"):
         await waiting
+
+
+class Clock:
+    """A clock that only rounds move, and a target that takes so long for each."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, side: TargetSide) -> None:
+        self.now_s, self.round_s, self.side = 0.0, 0.5, side
+        monkeypatch.setattr(remote.time, "perf_counter", lambda: self.now_s)
+        answer = side.links[0].answer
+
+        def slow(request: AnyRequest):
+            self.now_s += self.round_s
+            return answer(request)
+
+        side.links[0].answer = slow
+
+    async def deadlines(self, tokens: list[int], num_rounds: int) -> list[float]:
+        """Decode, and return the deadline of each round."""
+        for _ in range(num_rounds):
+            [verdict] = await self.side.verifier.verify([verify_row("a", tokens)])
+            tokens += verdict.token_ids
+        return [request.deadline_s for request in self.side.links[0].requests[-num_rounds:]]
+
+
+async def test_a_round_like_eight_before_it_has_a_shorter_deadline_until_the_target_starts_again(monkeypatch):
+    side, tokens = TargetSide(), [1, 2, *[3] * 62]
+    clock = Clock(monkeypatch, side)
+    # The first round is the request's first; the eight after it are measured.
+    assert await clock.deadlines(tokens, 12) == [PATIENT_S] * 9 + [pytest.approx(10.0)] * 3
+    assert [request.deadline_s for request in side.links[1].requests[-3:]] == [pytest.approx(10.0)] * 3
+    side.connect(2)
+    clock = Clock(monkeypatch, side)
+    assert await clock.deadlines(tokens, 10) == [PATIENT_S] * 9 + [pytest.approx(10.0)]
+
+
+async def test_ranks_that_are_told_a_prefix_again_have_the_whole_timeout_and_their_refusal_is_no_measurement(
+    monkeypatch,
+):
+    side, tokens = TargetSide(), [1, 2, *[3] * 62]
+    clock = Clock(monkeypatch, side)
+    await clock.deadlines(tokens, 9)
+    for other in "bcdef":  # more than the ranks hold
+        await side.verifier.verify([verify_row(other, [7, 7])])
+    clock.round_s = 1.2
+    assert await clock.deadlines(tokens, 1) == [PATIENT_S]
+    clock.round_s = 0.5
+    assert await clock.deadlines(tokens, 1) == [pytest.approx(10.0)]
+
+
+async def test_a_target_that_hangs_is_lost_at_the_learned_deadline(monkeypatch):
+    monkeypatch.setattr(round_times, "_LEAST_S", HASTY_S)
+    side, tokens = TargetSide(), [1, 2, *[3] * 62]
+    clock = Clock(monkeypatch, side)
+    clock.round_s = HASTY_S / 20
+    await clock.deadlines(tokens, 9)
+    side.links[0].faults = ["lose reply"]
+    with pytest.raises(TargetError, match=f"no reply to round 10 within {HASTY_S:g} s"):
+        await side.verifier.verify([verify_row("a", tokens)])
+    assert not side.verifier.is_available
 
 
 @pytest.mark.parametrize(

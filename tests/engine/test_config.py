@@ -68,6 +68,7 @@ def test_every_setting_reaches_the_models_and_the_engine() -> None:
         "target_quantization": "int8",
         "draft_quantization": "int4",
         "dtype": "float16",
+        "kv_cache_dtype": "fp8",
         "device": "cpu",
         "compile": "off",
         "num_threads": 3,
@@ -89,7 +90,7 @@ def test_every_setting_reaches_the_models_and_the_engine() -> None:
     assert settings.keys() == PAIR_SETTINGS.keys()
     assert all(settings[name] != setting.default for name, setting in PAIR_SETTINGS.items())
     pair = make_pair(**settings)
-    loading = {"dtype": "float16", "device": "cpu", "compile": "off", "num_threads": 3}
+    loading = {"dtype": "float16", "kv_cache_dtype": "fp8", "device": "cpu", "compile": "off", "num_threads": 3}
     assert pair.target == ModelConfig("org/big", "one", quantization="int8", **loading)
     assert pair.draft == ModelConfig("/small", quantization="int4", **loading)
     assert type(pair.engine) is EngineConfig

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.errors import DrafterError, TargetError
 from engine.params import SamplingParams
-from engine.protocols import NO_DRAFT, Draft
+from engine.protocols import NO_DRAFT, Draft, run_in_process
 from tests.engine.running import drafters, expected_tokens, make_engine, step
 from tests.fakes import ConstantDrafter, ContextModel
 
@@ -98,6 +98,11 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(count):
             self._note(step(self.engine))
 
+    @rule(count=st.integers(1, 3))
+    def run_rounds_whose_outputs_are_taken_later(self, count):
+        for _ in range(count):
+            run_in_process(self.engine.run_round())
+
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def abort(self, data):
@@ -163,6 +168,7 @@ class EngineMachine(RuleBasedStateMachine):
             if not self.engine.has_work:
                 break
             self._note(step(self.engine))
+        self._note(self.engine.take_outputs())
         assert not self.engine.has_work
         assert self.ended == set(self.expected)
         assert self.engine.scheduler.pool.num_free == self.engine.scheduler.pool.num_blocks

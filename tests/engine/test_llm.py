@@ -5,10 +5,14 @@ from typing import Any
 
 import pytest
 
+from cluster.workers.loading import load_drafter
 from engine import LLM, SamplingParams
+from engine.config import EngineConfig, ModelConfig
 from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.errors import ConfigError, ModelError, RequestError
+from engine.execution.registry import make_backend
+from engine.models.registry import open_model
 from engine.protocols import NoDrafter
 from engine.sampling.grammar import from_regex
 from tests.models import save_llama
@@ -122,3 +126,21 @@ def test_requests_without_a_seed_derive_theirs_from_the_llms(models: tuple[Path,
     assert first == same
     assert first != other
     assert first[0] != first[1]
+
+
+@pytest.mark.parametrize(("verification", "invariant"), [("coupled", False), ("rejection", True)])
+def test_only_a_draft_that_is_judged_by_its_distribution_is_invariant(
+    models: tuple[Path, Path], verification: str, invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[bool] = []
+
+    def make(*arguments: Any, **options: Any) -> Any:
+        made.append(options.get("invariant", True))
+        return make_backend(*arguments, **options)
+
+    monkeypatch.setattr("engine.llm.make_backend", make)
+    make_llm(*models, verification=verification, num_blocks=64)
+    monkeypatch.setattr("cluster.workers.loading.make_backend", make)
+    sources = [open_model(ModelConfig(str(path), dtype="float32", device="cpu", compile="off")) for path in models]
+    load_drafter(sources[1], sources[0], EngineConfig(verification=verification, num_blocks=64), run_ahead=False)  # type: ignore[arg-type]
+    assert made == [True, invariant, invariant]

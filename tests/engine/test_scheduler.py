@@ -40,7 +40,7 @@ def commit(scheduler, rows, *, num_accepted=0, token=7):
         verdicts.append(
             Verdict(tokens, list(range(accepted)), draft=drafted.draft) if drafted.reaches_tip else Verdict()
         )
-    return scheduler.commit(rows, verdicts)
+    return [output for _, output in scheduler.commit(rows, verdicts)]
 
 
 def run_round(scheduler, k=0, **settings):
@@ -238,7 +238,7 @@ def test_the_youngest_request_is_preempted_for_older_ones_and_keeps_its_tokens()
     assert names(scheduler.running) == ["old"]
     assert names(scheduler.waiting) == ["young"]
     assert len(old.block_ids) == 3
-    assert (young.block_ids, young.digests, young.num_computed) == ([], [], 0)
+    assert (list(young.block_ids), young.digests, young.num_computed) == ([], [], 0)
     assert tokens(young) == [*range(10, 17), 7, 7]
     assert scheduler.stats.num_preemptions == 1
 
@@ -301,7 +301,7 @@ def test_a_text_that_ends_inside_its_draft_is_shared_up_to_its_end():
     run_round(scheduler)
     rows = scheduler.next_batch(Plan(6))
     draft = [5, END, 5, 5, 5, 5]
-    (output,) = scheduler.commit(rows, [Verdict([*draft, 5], list(range(6)), draft=chain(draft))])
+    ((_, output),) = scheduler.commit(rows, [Verdict([*draft, 5], list(range(6)), draft=chain(draft))])
     assert (output.token_ids, output.finish_reason) == ([5, END], "stop")
     assert scheduler.stats.num_generation_tokens == 1 + 2
     assert num_shared(scheduler, [1, 2, 7, 5, END, 5, 5, 5, 5]) == BLOCK
@@ -375,7 +375,7 @@ def test_log_probabilities_of_a_chunk_that_is_computed_again_are_not_doubled():
     scheduler.commit(scheduler.next_batch(Plan(0)), [Verdict(prompt_logprobs=entries[:3])])
     scheduler.reset()
     scheduler.commit(scheduler.next_batch(Plan(0)), [Verdict(prompt_logprobs=entries[:3])])
-    (output,) = scheduler.commit(scheduler.next_batch(Plan(0)), [Verdict([7], prompt_logprobs=entries[3:])])
+    ((_, output),) = scheduler.commit(scheduler.next_batch(Plan(0)), [Verdict([7], prompt_logprobs=entries[3:])])
     assert output.prompt_logprobs == entries
 
 

@@ -46,20 +46,29 @@ def new_sequence(tokenizer, params, end_ids):
 
 
 def committed(tokenizer, token_ids, cuts, params, end_ids, moves=False):
-    """Commit tokens round by round, each of `cuts` tokens; what came of them, joined.
+    """Commit tokens round by round, each of `cuts` tokens; what came of them, joined. Texts are decoded at the end.
 
     With `moves`, every other round is committed to a new sequence that was given the output so far.
     """
     sequence = new_sequence(tokenizer, params, end_ids)
-    text, ids, left = "", [], list(token_ids)
+    outputs, ids, left = [], [], list(token_ids)
     while left and sequence.finish_reason is None:
         if moves and len(ids) % 2:
             sequence = new_sequence(tokenizer, params, end_ids)
             sequence.resume([*ids])
         count = next(cuts)
         output = sequence.commit(Verdict(left[:count]))
-        text, ids, left = text + output.text, ids + output.token_ids, left[count:]
-    return text, ids, sequence.finish_reason, sequence.stop_reason
+        outputs.append((sequence, output))
+        ids, left = ids + output.token_ids, left[count:]
+    for committer, output in outputs:
+        committer.decode(output)
+    return "".join(output.text for _, output in outputs), ids, sequence.finish_reason, sequence.stop_reason
+
+
+def commit(sequence, verdict):
+    output = sequence.commit(verdict)
+    sequence.decode(output)
+    return output
 
 
 @pytest.mark.parametrize("name", ["fallback", "bundled", "bytes"])
@@ -89,7 +98,7 @@ def test_the_text_of_each_number_of_tokens_is_the_same_with_any_rounds_and_trace
     for seed in range(4):
         sequence, cuts, num_tokens, text = new_sequence(tokenizer, params, ()), random_cuts(seed), 0, ""
         while sequence.finish_reason is None:
-            output = sequence.commit(Verdict(token_ids[num_tokens:][: next(cuts)]))
+            output = commit(sequence, Verdict(token_ids[num_tokens:][: next(cuts)]))
             num_tokens, text = num_tokens + len(output.token_ids), text + output.text
             assert text == "".join(trace.texts[:num_tokens])
 
@@ -109,7 +118,7 @@ def first_output(verdict, *, end_ids=(), **params):
     """What a request with a prompt of one token gets of its first round."""
     detokenizer = Detokenizer(byte_tokenizer(), [0], stop=params.get("stop", ()))
     params = SamplingParams(**{"max_tokens": 9, **params})
-    return Sequence(Request("a", [0], 1, params), frozenset(end_ids), detokenizer).commit(verdict)
+    return commit(Sequence(Request("a", [0], 1, params), frozenset(end_ids), detokenizer), verdict)
 
 
 def test_the_stop_reason_is_a_stop_token_but_not_the_end_of_text():

@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from engine.errors import ModelError
 from engine.execution.eager import EagerBackend
+from engine.models.causal_lm import CausalLM
+from engine.models.loader import _load_whole
 from engine.params import SamplingParams
 from tests.engine.running import chains, make_engine, run
-from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES, T5_SIZES, model_of, save
+from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES, T5_SIZES, check_same, model_of, save, source_of
 
 pytestmark = pytest.mark.slow
 
@@ -97,6 +99,14 @@ def test_a_served_architecture_writes_transformers_own_text(name, tmp_path):
     target = check_texts(tmp_path, requests, texts)
     self_drafting = make_engine(target, drafting="self", self_draft_layers=1, num_speculative_tokens=3)
     assert run(self_drafting, requests) == texts
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_served_architecture_has_the_weights_that_transformers_loads(name, tmp_path):
+    save(config_of(name, SERVED[name]), tmp_path)
+    source = source_of(tmp_path)
+    module = CausalLM.load_module(source.directory, source.configuration, torch.bfloat16)
+    check_same(_load_whole(source, torch.bfloat16, torch.device("cpu")), module)
 
 
 @pytest.mark.parametrize("name", ENCODER_DECODERS)

@@ -90,3 +90,13 @@ def model_of(path, shard=None, **settings):
 def backend_of(path, shard=None, **settings):
     source = source_of(path, **settings)
     return make_backend(load_model(source, shard), source)
+
+
+def check_same(module, expected):
+    """Compare every parameter and buffer, bit by bit."""
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    others = dict([*expected.named_parameters(), *expected.named_buffers()])
+    assert tensors.keys() == others.keys()
+    for name, tensor in others.items():
+        assert tensors[name].dtype == tensor.dtype, name
+        assert torch.equal(tensors[name], tensor), name

@@ -1,10 +1,10 @@
-"""The acceptance test of a GPU: which paths run, which texts differ, what a pass costs, in about five minutes.
+"""The acceptance test of a GPU: which paths run, which texts differ, what a pass costs, in about twenty minutes.
 
     python -m tests.gpu.acceptance [--device cpu] [--stages texts,flips] [--out FOLDER]
 
 Each stage is a process of its own with a time limit, and prints one JSON line per reading; a stage that fails says why
-and the next one starts. `--device cpu` is a dry run with tiny models. It needs torch, transformers and safetensors, and
-neither Ray nor a network.
+and the next one starts. `--device cpu` is a dry run with tiny models, in one process. It needs torch, transformers and
+safetensors, for `served` msgspec and cryptography, and neither Ray nor a network.
 """
 
 import argparse
@@ -21,23 +21,45 @@ from typing import Any
 import torch
 import transformers
 
+from tests.gpu.baseline import baseline
 from tests.gpu.kernels import kernels, noise_bits
+from tests.gpu.long import long_contexts
 from tests.gpu.memory import default_pair
-from tests.gpu.passes import bandwidth, chains, passes
+from tests.gpu.passes import PROMPTS, WIDE_CELLS, bandwidth, chains, passes, prompts
+from tests.gpu.ranks import ranks
+from tests.gpu.starts import kill, starts
 from tests.gpu.texts import equal_texts, flips
 
 Reading = dict[str, Any]
 _DRY_CELLS = ((1, 1, 64), (2, 5, 64))
+_DRY_PROMPTS = (16, 32)
 
 STAGES: dict[str, tuple[int, Callable[[str, bool], Iterator[Reading]]]] = {
     "machine": (60, lambda device, dry: iter([machine(device, dry=dry)])),
     "noise": (60, lambda device, dry: iter([noise_bits(device, num_rows=64 if dry else 768)])),
     "kernels": (60, lambda device, dry: kernels(device, dry=dry)),
-    "texts": (240, lambda device, dry: equal_texts(device, num_tokens=8 if dry else 64)),
-    "flips": (120, lambda device, dry: flips(device, num_tokens=8 if dry else 96)),
+    "texts": (240, lambda device, dry: equal_texts(device, num_tokens=2 if dry else 64)),
+    "flips": (120, lambda device, dry: flips(device, num_tokens=2 if dry else 96)),
     "target": (90, lambda device, dry: passes(device, "tiny", cells=_DRY_CELLS) if dry else passes(device, "8b")),
     "draft": (90, lambda device, dry: passes(device, "tiny", cells=_DRY_CELLS) if dry else passes(device, "1b")),
-    "chain": (60, lambda device, dry: chains(device, "tiny" if dry else "1b", context=64 if dry else 1024)),
+    "passes": (180, lambda device, dry: wide_passes(device, dry=dry)),
+    "baseline": (
+        180,
+        lambda device, dry: (
+            baseline(device, "tiny", context=64, prompts=_DRY_PROMPTS)
+            if dry
+            else baseline(device, "8b", context=1024, prompts=PROMPTS)
+        ),
+    ),
+    "chain": (
+        120,
+        lambda device, dry: chains(device, "tiny", context=64, ks=(2,)) if dry else chains(device, "1b"),
+    ),
+    "long": (90, lambda device, dry: long_contexts(device, dry=dry)),
+    "served": (300, lambda device, dry: served_rounds(device, dry=dry)),
+    "ranks": (300, lambda device, dry: ranks(device, dry=dry)),
+    "loading": (240, lambda device, dry: starts(device, "tiny" if dry else "8b")),
+    "kill": (90, lambda device, dry: kill(device, "tiny" if dry else "8b")),
     "memory": (
         150,
         lambda device, dry: default_pair(
@@ -54,18 +76,42 @@ def machine(device: str, *, dry: bool) -> Reading:
     return {"device": name, **versions, **bandwidth(device, num_bytes=1 << 20 if dry else 1 << 30)}
 
 
-def run_stage(name: str, device: str, *, dry: bool) -> None:
-    _, readings = STAGES[name]
+def wide_passes(device: str, *, dry: bool) -> Iterator[Reading]:
+    if dry:
+        yield from passes(device, "tiny", cells=((9, 1, 64), (1, 9, 64)))
+        yield from prompts(device, "tiny", lengths=_DRY_PROMPTS)
+    else:
+        yield from passes(device, "8b", cells=WIDE_CELLS)
+        torch.cuda.empty_cache()
+        yield from prompts(device, "8b")
+
+
+def served_rounds(device: str, *, dry: bool) -> Iterator[Reading]:
+    try:
+        from tests.gpu.served import served
+    except ImportError as error:
+        return iter([{"skipped": f"{error}; `make gpu-wheels` collects what it needs"}])
+    if dry:
+        return served(device, ("tiny", "tiny"), num_rounds=5, prompt_length=20)
+    return served(device, ("8b", "1b"), num_rounds=200, prompt_length=512)
+
+
+def run_stage(name: str, device: str, *, dry: bool) -> list[str]:
+    lines, (_, readings) = [], STAGES[name]
     logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
     for reading in readings(device, dry):
-        print(json.dumps({"stage": name, **reading}), flush=True)
+        lines.append(json.dumps({"stage": name, **reading}))
+        print(lines[-1], flush=True)
+    return lines
 
 
 def start_stage(name: str, device: str) -> list[str]:
-    """Run one stage in a process of its own, printing its lines as they come; return them all.
+    """Run one stage in a process of its own, a dry run in this one; print its lines, and return them.
 
     A stage that fails or takes longer than its limit ends with a line that says so.
     """
+    if device == "cpu":
+        return run_stage(name, device, dry=True)
     limit, _ = STAGES[name]
     command = [sys.executable, "-m", "tests.gpu.acceptance", "--device", device, "--only", name]
     started = time.monotonic()

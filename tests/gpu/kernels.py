@@ -1,9 +1,11 @@
 """Kernels on the GPU: their error against float64, what their bits depend on, and their speed; noise bit by bit."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +13,9 @@ import torch.nn.functional as F
 from engine.execution.attention import Group, KVTensors, additive_mask, attend_to_gathered
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cuda import linear
-from engine.execution.cuda.kernels import product
+from engine.execution.cuda.kernels import grouped_product, product
 from engine.execution.cuda.kernels import triton_attention as paged_attention
-from engine.models.layer_attention import AttentionParams, KVShape
+from engine.models.layers.layer_attention import AttentionParams, KVShape
 from engine.sampling import noise
 from tests.gpu.passes import BLOCK_SIZE, median_seconds
 
@@ -35,34 +37,44 @@ def kernels(device: str, *, dry: bool) -> Iterator[dict[str, Any]]:
     place = torch.device(device)
     if device == "cuda":
         linear.sum_in_order()
-    yield error(place)
-    yield bits(place)
-    if not dry:
+    if dry:
+        with patch.multiple(sys.modules[__name__], HEADS=4, KV_HEADS=1, HEAD_DIM=16):
+            yield error(place, context=100)
+            yield bits(place, context=100)
+            yield experts(place, count=40, size=64)
+    else:
+        yield error(place, context=900)
+        yield bits(place, context=2100)
+        yield experts(place, count=4096, size=2048)
         for name, shape in PRODUCTS.items():
             yield products(place, name, shape)
         for rows, count, context in SPEED_CELLS:
             yield speed(place, rows, count, context)
 
 
-def error(device: torch.device) -> dict[str, Any]:
-    """Compare with torch in float64, beside torch's own attention in bfloat16."""
+def dtype_of(device: torch.device | str) -> torch.dtype:
+    """Return bfloat16, but float16 on a CPU: interpreted, `tl.full` gives other numbers in bfloat16."""
+    return torch.bfloat16 if torch.device(device).type == "cuda" else torch.float16
+
+
+def error(device: torch.device, *, context: int) -> dict[str, Any]:
+    """Compare with torch in float64, beside torch's own attention in the same format."""
     kv = random_cache(100, device)
-    (group,) = build([ForwardRow([1] * 5, 900, [*range(1, 60)], 5)], kv).paged.groups
-    query = torch.randn(HEADS, 5, HEAD_DIM, dtype=torch.bfloat16, device=device)
-    right = by_torch(group, query.double(), kv.keys[0].double(), kv.values[0].double())
-    torchs = by_torch(group, query, kv.keys[0], kv.values[0])
+    (group,) = build([ForwardRow([1] * 5, context, [*range(1, 60)], 5)], kv).paged.groups
+    query = torch.randn(HEADS, 5, HEAD_DIM, dtype=dtype_of(device), device=device)
+    right, torchs = (by_torch(group, query, kv, dtype) for dtype in (torch.float64, query.dtype))
     return {
         "error": float((attend(group, query, kv).double() - right).abs().max()),
         "error_of_torch": float((torchs.double() - right).abs().max()),
     }
 
 
-def bits(device: torch.device) -> dict[str, Any]:
+def bits(device: torch.device, *, context: int) -> dict[str, Any]:
     """Count how many numbers differ between ways to compute the attention of 5 tokens."""
     kv = random_cache(300, device)
-    context, table = 2100, [*range(1, 140)]
+    table = [*range(1, 140)]
     (group,) = build([ForwardRow([1] * 5, context, table, 5)], kv).paged.groups
-    query = torch.randn(HEADS, 64, HEAD_DIM, dtype=torch.bfloat16, device=device)
+    query = torch.randn(HEADS, 64, HEAD_DIM, dtype=dtype_of(device), device=device)
     together = attend(group, query[:, :5], kv)
     alone = [
         attend(build([ForwardRow([1], context + i, table, 1)], kv).paged.groups[0], query[:, i : i + 1], kv)
@@ -78,6 +90,19 @@ def bits(device: torch.device) -> dict[str, Any]:
         "beside_another_row": different(attend(beside, wide, kv)[16:21], together),
         "in_a_prompt": different(attend(prompt, query, kv)[:5], together),
     }
+
+
+def experts(device: torch.device, *, count: int, size: int) -> dict[str, Any]:
+    """Count how many numbers of a grouped product differ between few rows and many, which have another tile."""
+    weight = torch.randn(2, 128, size, dtype=dtype_of(device), device=device)
+    rows = torch.randn(count, size, dtype=dtype_of(device), device=device)
+    index = torch.arange(count, device=device).unsqueeze(-1) % 2
+
+    def multiply(few: int) -> torch.Tensor:
+        order, ends = torch.ops.paceline.sort_by_expert(index[:few], 2)
+        return grouped_product.multiply(rows[:few], order, ends, weight, None, torch.float32)
+
+    return {"experts_different": different(multiply(5), multiply(count)[:5])}
 
 
 def speed(device: torch.device, rows: int, count: int, context: int) -> dict[str, Any]:
@@ -119,7 +144,7 @@ def graph_seconds(launch: Callable[[Any], object], operands: Sequence[Any]) -> f
     """Return the mean time of a kernel in a graph of one launch for each operand."""
     launch(operands[0])
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL has a thread of its own
         for operand in operands:
             launch(operand)
     return median_seconds(graph.replay, "cuda") / len(operands)
@@ -155,16 +180,23 @@ def attend(group: Group, query: torch.Tensor, kv: KVTensors) -> torch.Tensor:
     return output
 
 
-def by_torch(group: Group, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def by_torch(
+    group: Group,
+    query: torch.Tensor,
+    kv: KVTensors,
+    dtype: torch.dtype,
+    params: AttentionParams = AttentionParams(),  # noqa: B008 - a tuple
+) -> torch.Tensor:
+    """Return the attention to a group by torch, computed in a number format."""
+    keys, values = (cache[0][group.blocks].to(dtype) for cache in (kv.keys, kv.values))
     context = group.blocks.shape[1] * BLOCK_SIZE
-    mask = additive_mask(context, group.positions, group.limits, None, None, query.dtype).repeat(1, 1, 4, 1)
-    return attend_to_gathered(
-        group.rows, group.length, query, keys[group.blocks], values[group.blocks], mask, AttentionParams()
-    )
+    mask = additive_mask(context, group.positions, group.limits, group.extra, params.window, dtype)
+    mask = mask.repeat(1, 1, len(query) // kv.keys[0].shape[2], 1)
+    return attend_to_gathered(group.rows, group.length, query.to(dtype), keys, values, mask, params)
 
 
 def random_cache(num_blocks: int, device: torch.device) -> KVTensors:
-    like = torch.empty(0, dtype=torch.bfloat16, device=device)
+    like = torch.empty(0, dtype=dtype_of(device), device=device)
     kv = KVTensors(KVShape(1, KV_HEADS, HEAD_DIM, HEAD_DIM), num_blocks, BLOCK_SIZE, like)
     kv.keys[0].normal_()
     kv.values[0].normal_()

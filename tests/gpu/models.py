@@ -5,8 +5,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from engine.config import ModelInfo
 from engine.models.causal_lm import CausalLM
-from engine.models.fusion import fuse_projections
-from engine.models.layer_attention import ATTENTION_NAME
+from engine.models.layers.fusion import fuse_projections
+from engine.models.layers.layer_attention import ATTENTION_NAME
 
 SHAPES = {"8b": (4096, 14336, 32, 32, 8, 128), "1b": (2048, 8192, 16, 32, 8, 64), "tiny": (64, 128, 2, 4, 2, 16)}
 """Hidden and inner size, layers, heads, key/value heads, head size: Llama 3.1 8B, Llama 3.2 1B, one for dry runs."""

@@ -1,5 +1,6 @@
 """Passes: what a forward pass costs by rows, tokens and context, on the device and on the host, and its kernels."""
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.eager import EagerBackend
+from engine.models.causal_lm import CausalLM
 from engine.params import SamplingParams
 from engine.protocols import ProposeRow, Request, run_in_process
 from tests.gpu.models import random_model
@@ -21,6 +23,13 @@ from tests.gpu.models import random_model
 BLOCK_SIZE = 16
 CELLS = ((1, 1, 1024), (1, 5, 1024), (8, 1, 1024), (8, 5, 1024), (32, 5, 1024), (1, 1, 8192), (32, 5, 8192))
 """Rows, tokens per row and committed tokens before them."""
+WIDE_CELLS = ((64, 1, 1024), (64, 5, 1024), (128, 1, 1024), (256, 1, 1024), (1, 9, 1024))
+PROMPTS = (1024, 4096, 8192)
+PARAMS = {
+    "T=0": SamplingParams(temperature=0),
+    "T=0.7": SamplingParams(temperature=0.7, seed=1),
+    "top-p": SamplingParams(temperature=0.7, top_p=0.9, seed=1),
+}
 _COPY_BYTES = 1 << 30
 _NUM_TIMED = 10
 
@@ -39,8 +48,7 @@ def bandwidth(device: str, *, num_bytes: int = _COPY_BYTES) -> dict[str, Any]:
 
 def passes(device: str, shape: str, *, cells: tuple[tuple[int, int, int], ...] = CELLS) -> Iterator[dict[str, Any]]:
     """Yield the time of a pass by rows, tokens and context."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    backend = make_backend(shape, device, dtype)
+    backend = make_backend(shape, device, EngineConfig(num_speculative_tokens=8, max_num_seqs=256))
     weight_bytes = sum(p.numel() * p.element_size() for p in backend.model.module.parameters())
     kv = backend.allocate_kv(1 + max(rows * _blocks(context, count) for rows, count, context in cells), BLOCK_SIZE)
     started = time.perf_counter()
@@ -61,34 +69,67 @@ def passes(device: str, shape: str, *, cells: tuple[tuple[int, int, int], ...] =
     yield {"cell": f"{shape}: kernels of 1 x 5 tokens", **kernels(backend, make_batch(1, 5, 1024, kv))}
 
 
-def chains(device: str, shape: str, *, context: int = 1024) -> Iterator[dict[str, Any]]:
-    """Yield what a draft of four tokens costs, and how often the host waits for the device."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    backend = make_backend(shape, device, dtype)
-    config = EngineConfig(num_blocks=8 * _blocks(context, 256), num_speculative_tokens=4)
-    params = SamplingParams(temperature=0.7, seed=1)
-    for rows in (1, 8):
+def prompts(device: str, shape: str, *, lengths: tuple[int, ...] = PROMPTS) -> Iterator[dict[str, Any]]:
+    """Yield the time of a pass over a prompt, and its parts by the profiler; the first one beside 8 chains, too."""
+    backend = make_backend(shape, device, EngineConfig())
+    widths = [_blocks(0, length) for length in lengths]
+    kv = backend.allocate_kv(1 + max(widths) + 8 * _blocks(1024, 5), BLOCK_SIZE)
+    backend.warm_up()
+    cells = {}
+    for length, width in zip(lengths, widths, strict=True):
+        cells[f"{shape}: a prompt of {length}"] = [ForwardRow([7] * length, 0, range(1, 1 + width), 1)]
+    starts = range(1 + max(widths), 1 + max(widths) + 8 * _blocks(1024, 5), _blocks(1024, 5))
+    chains = [ForwardRow([7] * 5, 1024, range(start, start + _blocks(1024, 5)), 5) for start in starts]
+    first = ForwardRow([7] * lengths[0], 0, range(1, 1 + widths[0]), 1)
+    cells[f"{shape}: a prompt of {lengths[0]} beside 8 x 5 tokens at 1024"] = [*chains, first]
+    for cell, rows in cells.items():
+        batch = build(rows, kv)
+        device_s, host_s = device_and_host_seconds(backend, batch)
+        yield {
+            "cell": cell,
+            "pass_ms": round(device_s * 1e3, 3),
+            "launch_ms": round(host_s * 1e3, 3),
+            **parts(backend, batch),
+        }
+
+
+def chains(device: str, shape: str, *, context: int = 1024, ks: tuple[int, ...] = (4, 8)) -> Iterator[dict[str, Any]]:
+    """Yield what a draft of k tokens costs by parameters, and how often the host waits for the device."""
+    for k in ks:
+        config = EngineConfig(num_blocks=8 * _blocks(context, 512), num_speculative_tokens=k)
+        backend = make_backend(shape, device, config, invariant=False)
         drafter = ModelDrafter(DraftModel(backend), config)
         backend.warm_up()
-        requests = [Request(str(i), list(range(1, context)), context, params) for i in range(rows)]
+        for (name, params), rows in itertools.product(PARAMS.items(), (1, 8)):
+            requests = [Request(f"{name} {i}", list(range(1, context)), context, params) for i in range(rows)]
 
-        def propose(drafter: ModelDrafter = drafter, requests: list[Request] = requests) -> None:
+            def propose(requests: list[Request] = requests, k: int = k, drafter: ModelDrafter = drafter) -> None:
+                for request in requests:
+                    request.token_ids.extend([5, 6])  # what a round commits
+                run_in_process(drafter.propose([ProposeRow(request, k) for request in requests]))
+
+            seconds = median_seconds(propose, device)
+            waits = count_waits(propose) if device == "cuda" else 0
             for request in requests:
-                request.token_ids.extend([5, 6])  # what a round commits
-            run_in_process(drafter.propose([ProposeRow(request, 4) for request in requests]))
-
-        seconds = median_seconds(propose, device)
-        waits = count_waits(propose) if device == "cuda" else 0
-        yield {"cell": f"{shape}: {rows} x 4 drafted, T=0.7", "ms": round(seconds * 1e3, 3), "waits": waits}
+                drafter.release(request.request_id)
+            yield {"cell": f"{shape}: {rows} x {k} drafted, {name}", "ms": round(seconds * 1e3, 3), "waits": waits}
 
 
-def make_backend(shape: str, device: str, dtype: torch.dtype) -> EagerBackend:
-    model = random_model(shape, torch.device(device), dtype)
-    if device == "cpu":
+def dtype_of_passes(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def make_backend(shape: str, device: str, engine: EngineConfig, *, invariant: bool = True) -> Any:
+    """Return a random model's backend, whose graphs are those of a configuration."""
+    return backend_of(random_model(shape, torch.device(device), dtype_of_passes(device)), engine, invariant=invariant)
+
+
+def backend_of(model: CausalLM, engine: EngineConfig, *, invariant: bool = True) -> Any:
+    if model.device.type == "cpu":
         return EagerBackend(model)
     from engine.execution.cuda.cuda_backend import CudaBackend
 
-    return CudaBackend(model, ModelConfig(shape, compile="auto"))
+    return CudaBackend(model, ModelConfig(model.info.name, compile="auto"), engine, invariant=invariant)
 
 
 def make_batch(rows: int, count: int, context: int, kv: KVTensors) -> ForwardBatch:
@@ -142,6 +183,22 @@ def kernels(backend: Backend, batch: ForwardBatch) -> dict[str, Any]:
             f"{event.self_device_time_total / 1e3:.3f} ms in {event.count} x {event.key[:60]}" for event in events[:8]
         ],
     }
+
+
+def parts(backend: Backend, batch: ForwardBatch) -> dict[str, float]:
+    """Return the milliseconds of a pass's kernels (on a CPU, operators): products, attention, and the rest."""
+    activity = torch.profiler.ProfilerActivity
+    is_gpu = backend.device.type == "cuda"
+    with torch.profiler.profile(activities=[activity.CUDA if is_gpu else activity.CPU]) as profile:
+        backend.run(batch)
+        backend.wait()
+    sums = dict.fromkeys(("products_ms", "attention_ms", "rest_ms"), 0.0)
+    for event in profile.key_averages():
+        name, microseconds = event.key.lower(), event.self_device_time_total if is_gpu else event.self_cpu_time_total
+        is_attention = any(word in name for word in ("attend", "attention", "_merge_kernel"))
+        is_product = any(word in name for word in ("multiply", "gemm", "nvjet", "xmma", "cutlass", "aten::mm", "addmm"))
+        sums["attention_ms" if is_attention else "products_ms" if is_product else "rest_ms"] += microseconds / 1e3
+    return {name: round(number, 3) for name, number in sums.items()}
 
 
 def count_waits(work: Callable[[], object]) -> int:

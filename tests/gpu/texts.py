@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from engine.config import EngineConfig, make_pair
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
@@ -31,6 +33,8 @@ PARAMS = (
 BATCH_SIZES = (1, 8)
 NUM_PROMPTS = 4
 _NUM_BLOCKS = 2048
+_DRY_TOKENS = 2
+"""A dry run's tokens; it continues one prompt only."""
 
 Texts = list[list[int]]
 MakeDrafter = Callable[[EngineConfig], Drafter]
@@ -46,7 +50,12 @@ class Pair:
 
 def load_pair(device: str, dtype: str) -> Pair:
     """Load both bundled models, which run eagerly on a CPU."""
-    pair = make_pair(device=device, dtype=dtype, compile="off" if device == "cpu" else "auto", num_threads=2)
+    pair = make_pair(
+        device=device,
+        dtype=dtype,
+        compile="off" if device == "cpu" else "auto",
+        num_threads=min(2, torch.get_num_threads()),
+    )
     assert pair.draft is not None
     target, draft = (open_model(config) for config in (pair.target, pair.draft))
     return Pair(make_backend(load_model(target), target), make_backend(load_model(draft), draft))
@@ -102,7 +111,7 @@ def generate(pair: Pair, drafter: MakeDrafter, *, batch_size: int, num_tokens: i
     tokenizer = open_model(make_pair().target).tokenizer
     requests = [
         (tokenizer.encode(prompt), replace(params, seed=i, max_tokens=num_tokens, ignore_eos=True))
-        for i, prompt in enumerate(OWN_PROMPTS[:NUM_PROMPTS])
+        for i, prompt in enumerate(OWN_PROMPTS[: NUM_PROMPTS if num_tokens > _DRY_TOKENS else 1])
         for params in PARAMS
     ]
     defaults = {"num_speculative_tokens": 4, "num_blocks": _NUM_BLOCKS, "max_num_seqs": batch_size}

@@ -51,7 +51,9 @@ def test_components_can_be_combined(overlay: str, components: list[str], tmp_pat
     assert problems(manifests) == []
     assert {manifest["metadata"].get("namespace") for manifest in manifests} == {"ml"}
     if "models-from-image" in components:
-        assert of_kind(manifests, "PersistentVolumeClaim") == []
+        assert [claim["metadata"]["name"] for claim in of_kind(manifests, "PersistentVolumeClaim")] == [
+            "paceline-cache"
+        ]
 
 
 def test_every_component_is_combined() -> None:
@@ -109,6 +111,9 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     ],
     "models/claim/claim.yaml": [
         ("name: paceline-models", "name: models", "there is no PersistentVolumeClaim paceline-models")
+    ],
+    "overlays/gpu/cache.yaml": [
+        ("name: paceline-cache", "name: cache", "there is no PersistentVolumeClaim paceline-cache")
     ],
     "models/job.yaml": [
         ("claimName: paceline-models", "claimName: models", "there is no PersistentVolumeClaim models")

@@ -26,7 +26,9 @@ from engine.sampling.noise import Draws
 
 
 class SelfDrafter(TokenDrawer):
-    """Drafts with the target; see `TargetDrafter`."""
+    """Drafts with the target; see `TargetDrafter`. All ranks need each token before the next pass."""
+
+    draws_chains = False
 
     def __init__(self, config: EngineConfig, backend: Backend, kv: KVTensors, grammars: Grammars | None = None) -> None:
         assert config.self_draft_layers is not None
@@ -52,9 +54,10 @@ class SelfDrafter(TokenDrawer):
 
     def run(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
         """Compute a batch; the next draft token of every row is the one that the deciding rank draws."""
+        batch.needs_logits = draws is None
         if self._decides:
             drawn = super().run(batch, draws, runs)
         else:
-            self._backend.run(batch)
-            drawn = Drawn(torch.zeros_like(batch.logit_indices))
-        return replace(drawn, tokens=self._backend.all_reduce(drawn.tokens))
+            drawn = Drawn(torch.zeros_like(self._backend.run(batch, draws).tokens))
+        reducer = self._backend.reducer
+        return drawn if reducer is None else replace(drawn, tokens=reducer.sum(drawn.tokens))

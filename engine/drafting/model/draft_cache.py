@@ -10,6 +10,7 @@ from collections.abc import Container, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.block_table import BlockTable, block_table
 from engine.config import EngineConfig
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build
@@ -29,7 +30,7 @@ class CachedPrefix:
     """
 
     token_ids: list[int] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: BlockTable = field(default_factory=block_table)
     num_committed: int = 0
     source_length: int = 0
 
@@ -98,7 +99,7 @@ class DraftCache:
         missing = max(self._blocks_for(length) - len(prefix.block_ids), 0)
         if missing > len(self.free_blocks):
             return False
-        prefix.block_ids += [self.free_blocks.pop() for _ in range(missing)]
+        prefix.block_ids.extend([self.free_blocks.pop() for _ in range(missing)])
         return True
 
     def trim(self, request_id: str, length: int | None = None) -> None:

@@ -16,7 +16,7 @@ from engine.drafting.model.draft_cache import CachedPrefix, DraftCache
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.token_drawer import TokenDrawer
 from engine.execution.attention import Group, PagedContext
-from engine.execution.batch import ForwardBatch
+from engine.execution.batch import ForwardBatch, block_tensor
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request, run_in_process
 
 TIP = 0
@@ -188,7 +188,6 @@ class LevelwiseDrafter(ABC, Generic[T]):
         length = max(len(level.nodes) for level in levels)
         deepest = max(depth for level in levels for depth in level.depths)
         tables = [self.cache.prefixes[level.request.request_id].block_ids for level in levels]
-        num_blocks = max(map(len, tables))
         tokens, positions, places, extra = [], [], [], []
         indices: list[int] = []
         for row, level in enumerate(levels):
@@ -205,7 +204,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
             start=0,
             rows=len(levels),
             length=length,
-            blocks=torch.tensor([table + [0] * (num_blocks - len(table)) for table in tables], device=device),
+            blocks=block_tensor(tables, device),
             positions=torch.tensor(positions, device=device),
             places=torch.tensor(places, device=device),
             limits=torch.tensor([[level.tree.base] * length for level in levels], device=device),

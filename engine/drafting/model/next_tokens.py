@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.protocols import Request
+from engine.sampling.top_tokens import copied
 
 NUM_CANDIDATES = 10
 """Next tokens that are considered at each position."""
@@ -58,8 +59,9 @@ def joined(rows: Sequence[RankedRow]) -> Ranking:
     for place, (ranking, _) in enumerate(rows):
         groups.setdefault(id(ranking), []).append(place)
     places = [place for group in groups.values() for place in group]
-    order = sorted(range(len(places)), key=places.__getitem__)
-    members = [(rows[group[0]][0], [rows[place][1] for place in group]) for group in groups.values()]
+    device = rows[0][0].scores.device
+    order = copied([index for _, index in sorted(zip(places, range(len(places)), strict=True))], device)
+    members = [(rows[group[0]][0], copied([rows[place][1] for place in group], device)) for group in groups.values()]
     scores = torch.cat([ranking.scores[indices] for ranking, indices in members])[order]
     ids = [ranking.token_ids[indices] for ranking, indices in members if ranking.token_ids is not None]
     return Ranking(scores, torch.cat(ids)[order] if ids else None)

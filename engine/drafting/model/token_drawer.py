@@ -1,8 +1,10 @@
 """TokenDrawer: runs the passes of a draft model and draws tokens from them, for a chain one pass per token."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +14,15 @@ from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import RankedRow, Ranking
 from engine.execution.attention import KVTensors
+from engine.execution.backend import ChainBatch
 from engine.execution.batch import ForwardBatch, next_tokens
+from engine.params import SamplingParams
 from engine.protocols import Draft, Request, chain
 from engine.sampling import noise
 from engine.sampling.grammar import matcher_of
 from engine.sampling.logits import Run, draw, needs_shaping, noised, plan_draws, shape
 from engine.sampling.noise import Draws
+from engine.sampling.row_shaping import row_shaping
 from engine.verification.rule import rule_of
 
 TOP_M = 32
@@ -81,7 +86,13 @@ def likeliest(shaped: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class TokenDrawer:
-    """Draws draft tokens from a model in this process."""
+    """Draws draft tokens from a model in this process.
+
+    Attributes:
+        draws_chains: all passes of a chain may be launched at once, if the backend can.
+    """
+
+    draws_chains: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -98,8 +109,21 @@ class TokenDrawer:
         self._grammars = draft.grammars
         self.vocab_size = draft.vocab_size
         self._sends_rows = rule_of(config.verification).needs_draft_rows
+        self._needs_logits = self._sends_rows or draft.backend.info.vocab_size > draft.vocab_size
         self._ranks = ranks
         self._num_ranked = num_ranked
+        can_rank = not ranks or num_ranked is not None
+        self._draws_chains = bool(
+            self.draws_chains
+            and not self._needs_logits
+            and can_rank
+            and draft.backend.plan_chains(config.num_speculative_tokens, self._num_kept)
+        )
+
+    @property
+    def _num_kept(self) -> int:
+        """How many possible tokens of each draw are kept."""
+        return min(self._num_ranked or 0, self._backend.info.vocab_size)
 
     def release(self, request_id: str) -> None:
         """Forget the grammar of a request that has ended."""
@@ -128,17 +152,19 @@ class TokenDrawer:
         heads = [len(chain.token_ids) for chain in chains]
         lengths = [len(request.token_ids) + head for request, head in zip(requests, heads, strict=True)]
         depth = max(counts)
-        plan = self.plan(requests, [[head] for head in heads], depth)
         drawn: list[Drawn] = []
+        source_lengths, max_length = [request.source_length for request in requests], self._backend.info.max_model_len
+        if depth > 1 and self._draws_chains:
+            later = next_tokens(tables, lengths, 1, self._kv, max_length)(0, batch.token_ids)
+            drawn = self._draw_at_once(batch, requests, later, chains, depth)
+        plan = [] if drawn else self.plan(requests, [[head] for head in heads], depth)
 
         def paths() -> list[list[list[int]]]:
             new = torch.stack([step.tokens for step in drawn], -1).tolist() if drawn else [[]] * len(chains)
             return [[[*chain.token_ids, *tokens]] for chain, tokens in zip(chains, new, strict=True)]
 
-        for step in range(depth):
+        for step in range(len(plan)):
             if step == 1:  # while the first pass computes
-                source_lengths = [request.source_length for request in requests]
-                max_length = self._backend.info.max_model_len
                 next_batch = next_tokens(tables, lengths, depth - 1, self._kv, max_length, source_lengths)
             if step:
                 batch = next_batch(step - 1, drawn[-1].tokens)
@@ -146,6 +172,28 @@ class TokenDrawer:
             drawn.append(self.run(batch, plan[step], runs))
         self._backend.wait()
         extend(chains, drawn, range(len(chains)), counts)
+
+    def _draw_at_once(
+        self, first: ForwardBatch, requests: Sequence[Request], later: ForwardBatch, chains: Sequence[Chain], depth: int
+    ) -> list[Drawn]:
+        """Launch all passes at once; return nothing if rule, parameters or backend need them one by one."""
+        if len(first.paged.groups) > 1:
+            return []
+        heads, info, shaping = [chain.token_ids for chain in chains], self._backend.info, None
+        params = [request.params for request in requests]
+        if any(needs_shaping(one) for one in params):
+            shaping = row_shaping(requests, heads, info.eos_token_ids, info.vocab_size)
+            if shaping is None:
+                return []
+            params = [SamplingParams(temperature=one.temperature, seed=one.seed) for one in params]
+        lengths = [len(request.token_ids) + len(head) for request, head in zip(requests, heads, strict=True)]
+        draws = plan_draws(params, lengths, self._kv.input_device, depth)
+        first.paged.groups[0].blocks = later.paged.groups[0].blocks
+        output = self._backend.draw_chain(ChainBatch(first, draws, lengths, self._num_kept, shaping))
+        if output is None:
+            return []
+        rankings = [Ranking(*ranked) for ranked in output[1]]
+        return [Drawn(*step) for step in itertools.zip_longest(output[0].unbind(1), [None] * depth, rankings)]
 
     def plan(
         self, requests: Sequence[Request], depths: Sequence[Sequence[int]], steps: int = 1
@@ -155,8 +203,7 @@ class TokenDrawer:
         Args:
             depths: per request, the depths of its rows in the first step.
         """
-        needs_logits = self._sends_rows or self._backend.info.vocab_size > self.vocab_size
-        if needs_logits or any(needs_shaping(request.params) for request in requests):
+        if self._needs_logits or any(needs_shaping(request.params) for request in requests):
             return [None] * steps
         rows = [(request, depth) for request, row in zip(requests, depths, strict=True) for depth in row]
         positions = [len(request.token_ids) + depth for request, depth in rows]
@@ -171,6 +218,7 @@ class TokenDrawer:
 
     def run(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
         """Compute a batch and draw the next draft token of every row."""
+        batch.needs_logits = draws is None or self._ranks
         output = self._backend.run(batch, draws)
         if draws is None:
             return self._draw(output.logits, runs())

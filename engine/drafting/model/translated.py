@@ -47,7 +47,7 @@ def translated(backend: Backend, target: ModelSource, draft: ModelSource) -> Bac
 
 
 class TranslatedBackend:
-    """Runs a draft's passes with the target's token ids.
+    """Runs a draft's passes with the target's token ids, each by itself, because tokens are translated in between.
 
     Args:
         reads: [target's vocab] the draft's token for each of the target's.
@@ -64,10 +64,14 @@ class TranslatedBackend:
         """Return whatever does not depend on token ids."""
         return getattr(self._backend, name)
 
+    def plan_chains(self, num_steps: int, num_ranked: int) -> bool:
+        """Return False: tokens are translated between passes."""
+        return False
+
     def run(self, batch: ForwardBatch, draws: noise.Draws | None = None) -> PassOutput:
         """Launch a pass; see `Backend.run`."""
         self._reads = self._reads.to(batch.token_ids.device)
-        output = self._backend.run(replace(batch, token_ids=self._reads[batch.token_ids]))
+        output = self._backend.run(replace(batch, token_ids=self._reads[batch.token_ids], needs_logits=True))
         logits = output.logits.new_full((len(output.logits), self.info.vocab_size), _NEVER)
         logits[:, self._shared] = output.logits[:, self._sources]
         scores = logits if draws is None else noise.noised_logits(logits, draws)

@@ -22,7 +22,7 @@ from engine.drafting.model.draft_cache import CachedPrefix
 from engine.drafting.model.next_tokens import Confidence, NextTokens, Ranking, joined
 from engine.drafting.model.token_drawer import Chain, Drawn, extend
 from engine.execution.attention import Group, KVTensors, PagedContext
-from engine.execution.batch import ForwardBatch
+from engine.execution.batch import ForwardBatch, block_tensor
 from engine.protocols import Request
 
 Verdict = tuple[int, int]
@@ -131,9 +131,7 @@ class Branches:
             for context, verdicts in zip(contexts, self._verdicts, strict=True)
         ]
         """Per context and branch, how many tokens are committed if the branch's verdict arrives."""
-        tables = [context.prefix.block_ids for context in contexts]
-        blocks = max(map(len, tables))
-        self._table = torch.tensor([[*table, *[0] * (blocks - len(table))] for table in tables], device=device)
+        self._table = block_tensor([context.prefix.block_ids for context in contexts], device)
         self._first = torch.tensor(self.tips, device=device) - 1
         starts = torch.tensor([[context.length] for context in contexts], device=device)
         self._places = starts + torch.arange(width, device=device)
@@ -171,10 +169,10 @@ class Branches:
 
     def paths(self) -> list[list[list[int]]]:
         """Return, per context and branch, the tokens between the tip and the next draw."""
-        steps = [self._first_tokens, *(one.tokens for one in self._drawn)]
-        rows = iter(torch.stack(steps, -1).tolist())
+        drawn = [one.tokens for one in self._drawn]
+        rows = iter(torch.stack(drawn, -1).tolist()) if drawn else itertools.repeat([])
         return [
-            [[*context.chain.token_ids[:accepted], *next(rows)] for accepted, _ in verdicts]
+            [[*context.chain.token_ids[:accepted], token, *next(rows)] for accepted, token in verdicts]
             for context, verdicts in zip(self.contexts, self._verdicts, strict=True)
         ]
 

@@ -62,9 +62,10 @@ class RunAheadDrafter(PassesAhead):
         super().__init__(draft.backend, clock)
         self.cache = DraftCache(draft.backend, config)
         self._depth = max(1, config.num_speculative_tokens)
-        # Only branches whose verdict arrives need their top scores, so these are computed late if memory allows.
+        # Only branches whose verdict arrives need their top scores, so a CPU computes these late if memory allows.
         num_scores = config.max_num_seqs * WIDTHS[-1] * self._depth * draft.vocab_size
-        num_ranked = None if num_scores * torch.float32.itemsize <= _MAX_SCORES_BYTES else NUM_CANDIDATES
+        is_late = draft.backend.device.type == "cpu" and num_scores * torch.float32.itemsize <= _MAX_SCORES_BYTES
+        num_ranked = None if is_late else NUM_CANDIDATES
         self._drawer = TokenDrawer(draft, self.cache.kv, config, ranks=True, num_ranked=num_ranked)
         self._predictor = VerdictPredictor(self._depth, shares_noise=rule_of(config.verification).shares_noise)
         self._contexts: dict[str, DraftContext] = {}

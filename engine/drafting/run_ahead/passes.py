@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from engine.control.stats import RunAheadStats
+from engine.control.stats import PREPARATION, RunAheadStats
 from engine.execution.backend import Backend
 from engine.protocols import Draft, ProposeRow
 
@@ -14,6 +14,8 @@ WIDTHS = (4, 6, 8, 12, 16, 20, 24)
 _SMOOTHING = 0.9
 _LONGEST_ROUND_S = 1.0
 _SLACK = 0.8
+_PROBE_ROUNDS = 50
+"""After so many rounds without a measured pass, one round measures again, because passes may be faster by now."""
 
 
 class Pace:
@@ -28,6 +30,7 @@ class Pace:
         self.width = WIDTHS.index(8)
         self._step_s: float | None = None
         self._pass_s = 0.0
+        self._num_unmeasured = 0
         self._gap_s: float | None = None
         self._answered = self._finished = 0.0
 
@@ -37,6 +40,7 @@ class Pace:
         if not self._answered or gap > _LONGEST_ROUND_S:
             return  # the first request, or the drafter was idle
         self._gap_s = _smooth(self._gap_s, gap)
+        self._num_unmeasured = 0 if self._is_probing else self._num_unmeasured + 1
         if is_late:
             self.width = max(0, self.width - 1)
         elif self._answered < self._finished < self._answered + _SLACK * gap:
@@ -53,11 +57,18 @@ class Pace:
     @property
     def has_time(self) -> bool:
         """Whether at least half of a pass is likely to fit before the next request."""
-        return self._gap_s is None or self._clock() - self._answered + self._pass_s / 2 < self._gap_s
+        if self._gap_s is None or self._is_probing:
+            return True
+        return self._clock() - self._answered + self._pass_s / 2 < self._gap_s
+
+    @property
+    def _is_probing(self) -> bool:
+        return self._num_unmeasured >= _PROBE_ROUNDS
 
     def observe_pass(self, seconds: float) -> None:
-        """Record the time of a pass that ran ahead of the next request."""
-        self._pass_s = _smooth(self._pass_s or None, seconds)
+        """Record the time of a pass that ran ahead of the next request; after a pause, forget earlier ones."""
+        self._pass_s = _smooth(None if self._is_probing else self._pass_s or None, seconds)
+        self._num_unmeasured = 0
 
     def observe_late_steps(self, seconds: float, num_steps: int) -> None:
         """Record the time of draft steps that the target waited for."""
@@ -149,10 +160,11 @@ class PassesAhead(ABC):
         self._num_passes = 0
 
     def _step(self, work: Generator[None, None, None]) -> None:
-        started = self._clock()
+        started, num_prepared = self._clock(), PREPARATION.counts.total()
         try:
             next(work)
-            self._launched = started
+            # What is compiled or recorded once says nothing about the next pass.
+            self._launched = started if PREPARATION.counts.total() == num_prepared else None
             self._num_passes += 1
             self.stats.num_forwards += 1
         except StopIteration:

@@ -5,8 +5,9 @@ import os
 import signal
 import sys
 import threading
+from typing import get_args
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, Quantization
 from engine.errors import PacelineError
 from engine.execution.cpu.cpu_backend import CpuBackend
 from engine.models.loader import load_model
@@ -18,7 +19,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m engine.execution.cpu", description=main.__doc__)
     parser.add_argument("models", nargs="+", metavar="MODEL_DIRECTORY")
     parser.add_argument("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
-    parser.add_argument("--quantization", default="none", choices=["none", "int8", "int4"])
+    parser.add_argument("--quantization", default="none", choices=get_args(Quantization))
     parser.add_argument("--revision", help="hub revision")
     parser.add_argument("--self-draft-layers", type=int, help="also compile the self-draft of the first layers")
     parser.add_argument("--until-input-ends", action="store_true", help="stop compiling when standard input ends")

@@ -148,6 +148,8 @@ class CpuBackend(EagerBackend):
             return "it is one of several ranks"
         if self.model.runs_eagerly is not None:
             return self.model.runs_eagerly
+        if self.model.kv_dtype is not None:
+            return f"its KV cache is {self.model.kv_dtype}"
         if self._num_bytes > packages.MAX_BYTES:
             return "it is bound by memory, not by calls"
         if not packages.has_compiler():

@@ -4,26 +4,37 @@ All layers of a model share one compilation, whose number of tokens is symbolic.
 finds keys, values and block tables in the context of the pass that is being computed.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch._dynamo
-import torch._inductor.config
 from torch import Tensor, nn
+from torch._dynamo.callback import callback_handler
 from transformers.modeling_layers import GradientCheckpointingLayer
+from triton import knobs  # type: ignore[import-untyped]
 
+from engine.control.stats import PREPARATION
 from engine.errors import ModelError
 from engine.execution.attention import PagedContext
 from engine.execution.cuda.kernels import triton_attention as paged_attention
-from engine.models.layer_attention import AttentionParams
+from engine.models.layers.layer_attention import AttentionParams
 
 _MAX_COMPILATIONS = 64
 """Layers of different kinds are compiled separately; a model has a few kinds."""
 
-_contexts: list["TritonContext"] = []
-"""The pass that is being computed, last."""
+
+class _Thread(threading.local):
+    """The passes that a thread computes, the current one last, and whether it has the settings of the compiler."""
+
+    def __init__(self) -> None:
+        self.contexts: list[TritonContext] = []
+        self.has_settings = False
+
+
+_thread = _Thread()
 
 
 @dataclass(slots=True)
@@ -44,11 +55,12 @@ class TritonContext(PagedContext):
     @contextmanager
     def current(self) -> Iterator["OperatorContext"]:
         """Make this the pass whose layers are computed, and return the context to give to the model."""
-        _contexts.append(self)
+        apply_compile_settings()
+        _thread.contexts.append(self)
         try:
             yield OperatorContext()
         finally:
-            _contexts.pop()
+            _thread.contexts.pop()
 
 
 class OperatorContext:
@@ -74,7 +86,7 @@ def _attend_in_context(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    return _contexts[-1].attend(layer, query, key, value, AttentionParams(window, scaling, softcap, sinks))
+    return _thread.contexts[-1].attend(layer, query, key, value, AttentionParams(window, scaling, softcap, sinks))
 
 
 @_attend_in_context.register_fake
@@ -83,7 +95,9 @@ def _(query: Tensor, _key: Tensor, value: Tensor, *_: object) -> Tensor:
 
 
 def compile_layers(module: nn.Module) -> None:
-    """Compile every decoder layer of a transformers model, at its first pass.
+    """Compile every decoder layer of a transformers model and every norm outside them, each at its first pass.
+
+    By itself, torch sums a norm in an order that depends on the number of rows.
 
     Raises:
         ModelError: the model has no layers of the kind that transformers' models are made of.
@@ -91,17 +105,40 @@ def compile_layers(module: nn.Module) -> None:
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(f"{type(module).__name__} has no decoder layers that can be compiled")
+    for layer in _compiled_parts(module):
+        # Kernels are chosen by rule: a choice by measurement could round differently in the next process. This is no
+        # setting of `torch._inductor.config`, because torch resets it after every compilation.
+        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True, options={"deterministic": True})
+
+
+def apply_compile_settings() -> None:
+    """Set how layers are compiled, and count compilations; passes do so themselves.
+
+    Since torch 2.12 each thread has settings of its own. A worker loads in one thread and serves in another, where a
+    layer may have to be compiled again.
+    """
+    if _thread.has_settings:
+        return
     # A layer's index is data, so that one compilation serves all layers.
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     torch._dynamo.config.recompile_limit = _MAX_COMPILATIONS
-    # Kernels are chosen by rule: a choice by measurement could round differently in the next process.
-    torch._inductor.config.deterministic = True
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True)
+    knobs.runtime.jit_post_compile_hook = _observe
+    if _observe not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_observe)
+    _thread.has_settings = True
+
+
+def _observe(*_: object, **__: object) -> None:
+    PREPARATION.observe("compiled")
 
 
 def uncompile_layers(module: nn.Module) -> None:
     """Undo `compile_layers`."""
-    for layer in module.modules():
-        if isinstance(layer, GradientCheckpointingLayer):
-            layer.__dict__.pop("forward", None)
+    for layer in _compiled_parts(module):
+        layer.__dict__.pop("forward", None)
+
+
+def _compiled_parts(module: nn.Module) -> list[nn.Module]:
+    layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
+    inner = {child for layer in layers for child in layer.modules()}
+    return layers + [child for child in module.modules() if "Norm" in type(child).__name__ and child not in inner]

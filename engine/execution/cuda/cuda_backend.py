@@ -5,28 +5,42 @@ on the batch: attention splits a context in one way, matrix products never split
 compiled once for every number of tokens.
 """
 
+import itertools
 import logging
 import time
 import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from triton import TritonError  # type: ignore[import-untyped]
 
-from engine.config import ModelConfig
+from engine.config import CompileProgress, EngineConfig, ModelConfig
+from engine.control.stats import PREPARATION
 from engine.errors import ModelError
 from engine.execution.attention import Group, KVTensors
-from engine.execution.backend import PassOutput
+from engine.execution.backend import ChainBatch, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.cuda.chain_pass import ChainShape, chain_shapes
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
-from engine.execution.cuda.graphs import Graphs
-from engine.execution.cuda.kernels import noise_kernel
-from engine.execution.cuda.linear import make_invariant
+from engine.execution.cuda.graphs import NUM_EXTRA, GraphRecorder, Graphs, Recorder, shapes
+from engine.execution.cuda.kernels import draw_kernel
+from engine.execution.cuda.kernels.triton_attention import CHUNK, MAX_SPLIT_LENGTH
+from engine.execution.cuda.linear import MAX_KERNEL_ROWS, make_invariant
+from engine.execution.cuda.static_pass import Shape
 from engine.execution.eager import EagerBackend
 from engine.models.causal_lm import CausalLM, forward
 from engine.models.first_layers import first_layers
-from engine.models.layer_attention import KVShape
+from engine.models.layers.layer_attention import KVShape
+from engine.models.layers.reducer import alone
 from engine.sampling import noise
 from engine.sampling.noise import Draws
+
+_MAX_CHUNKS = 1 << 16
+"""Chunks of all tokens whose results attention keeps at once."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +57,30 @@ class GraphedKV(KVTensors):
 class CudaBackend(EagerBackend):
     """Runs a model on a GPU: with Triton attention at first, compiled and as graphs once it is warmed up."""
 
-    def __init__(self, model: CausalLM, config: ModelConfig) -> None:
-        """Choose how matrix products and noise are computed in this process."""
-        if model.dtype != torch.float32:
-            make_invariant(model.module, model.dtype)
-        noise.IMPLEMENTATIONS["cuda"] = noise_kernel.gumbel
-        self._config = config
+    def __init__(
+        self,
+        model: CausalLM,
+        config: ModelConfig,
+        engine: EngineConfig,
+        *,
+        invariant: bool = True,
+        branches: Sequence[int] = (),
+        recorder: Recorder | None = None,
+    ) -> None:
+        """Choose how matrix products and noise are computed in this process.
+
+        Args:
+            invariant: whether a token must have the same bits in every batch.
+            branches: as in `shapes`.
+        """
+        make_invariant(model.module, model.dtype, invariant=invariant)
+        noise.IMPLEMENTATIONS["cuda"] = draw_kernel.gumbel
+        self._config, self._engine, self._branches, self._recorder = config, engine, branches, recorder
+        self._is_invariant, self._is_compiled = invariant, False
         self._caches: weakref.WeakSet[GraphedKV] = weakref.WeakSet()
-        self._is_compiled = False
         self._thinned: list[CudaBackend] = []
+        self._progress: CompileProgress | None = None
+        self._chains = 0, 0
         super().__init__(model)
 
     @torch.inference_mode()
@@ -60,29 +89,45 @@ class CudaBackend(EagerBackend):
         kv = batch.paged.kv
         assert isinstance(kv, GraphedKV)
         if kv.graphs is not None and (output := kv.graphs.run(batch, draws)) is not None:
-            return output
+            return self.gathered(batch, output)
         return super().run(batch, draws and _draws_on(draws, self.device))
 
+    def plan_chains(self, num_steps: int, num_ranked: int) -> bool:
+        """Record chains at warm-up; see `Backend.plan_chains`."""
+        self._chains = num_steps, num_ranked
+        return self._config.compile != "off"
+
+    @torch.inference_mode()
+    def draw_chain(self, chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]] | None:
+        """Launch a graph; see `Backend.draw_chain`."""
+        kv = chain.first.paged.kv
+        assert isinstance(kv, GraphedKV)
+        return None if kv.graphs is None else kv.graphs.draw_chain(chain)
+
     def logits(self, batch: ForwardBatch) -> Tensor:
-        """Compute [n, vocab] float32 logits."""
-        groups = [_group_on(group, self.device) for group in batch.paged.groups]
+        """Compute [n, vocab] float32 logits, or a rank's slice of them."""
+        parts = [part for group in batch.paged.groups for part in _parts(group, batch.paged.kv.block_size)]
+        groups = [_group_on(part, self.device) for part in parts]
         token_ids, indices = (
             tensor.to(self.device, non_blocking=True) for tensor in (batch.token_ids, batch.logit_indices)
         )
-        positions = torch.cat([group.positions.flatten() for group in groups])
+        if len(token_ids) == 1:  # a layer compiled for one token alone could round differently
+            token_ids, groups = F.pad(token_ids, (0, 1)), [_with_padding(*groups)]
+        positions = torch.cat([group.positions.flatten() for group in groups]).long()
         with TritonContext(batch.paged.kv, groups, layers=batch.paged.layers).current() as context:
             return forward(self.model.module, token_ids, positions, indices, context).float()
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         """Allocate a KV cache for this model."""
-        like = torch.empty(0, dtype=self.model.dtype, device=self.device)
+        like = torch.empty(0, dtype=self.model.kv_dtype or self.model.dtype, device=self.device)
         kv = GraphedKV(self.model.kv_shape, num_blocks, block_size, like)
         self._caches.add(kv)
         return kv
 
     def thin(self, num_layers: int, kv: KVTensors) -> "tuple[CudaBackend, KVTensors]":
         """Return this model's first layers; see `Backend.thin`."""
-        thinned = CudaBackend(first_layers(self.model, num_layers), self._config)
+        first, recorder = first_layers(self.model, num_layers), self._recorder
+        thinned = CudaBackend(first, self._config, self._engine, invariant=self._is_invariant, recorder=recorder)
         self._thinned.append(thinned)
         seen_kv = kv.first_layers(num_layers)
         assert isinstance(seen_kv, GraphedKV)
@@ -90,46 +135,104 @@ class CudaBackend(EagerBackend):
         thinned._caches.add(seen_kv)
         return thinned, seen_kv
 
-    def warm_up(self, *, compile_missing: bool = True) -> None:
-        """Compile the layers and record the graphs of all KV caches; this takes up to a minute."""
-        self._warm_up()
-        for thinned in self._thinned:
-            thinned.warm_up(compile_missing=compile_missing)
+    @property
+    def compiling(self) -> list[CompileProgress]:
+        """How many graphs are recorded while this backend warms up."""
+        return [self._progress] if self._progress else []
 
-    def _warm_up(self) -> None:
+    def warm_up(self, *, compile_missing: bool = True) -> None:
+        """Compile the layers and every kernel, and record the graphs of all KV caches; this takes up to a minute."""
         if self._config.compile == "off":
             return
-        if (shard := self.model.shard) is not None and shard.world_size > 1:
-            logger.info("%s runs eagerly: it is one of several ranks", self.info.name)
-            return
-        try:
-            if not self._is_compiled:
-                self._compile()
-            for kv in self._caches:
-                if kv.graphs is None:
-                    graphs = Graphs(self.model, kv)
-                    graphs.record()
-                    kv.graphs = graphs
-        except (ModelError, RuntimeError) as error:
-            uncompile_layers(self.model.module)
-            self._is_compiled = False
-            for kv in self._caches:
-                kv.graphs = None
-            logger.warning("%s runs eagerly: %s", self.info.name, error)
+        with PREPARATION.expected():
+            if self.reducer is not None and not self._is_compiled:  # once, because graphs keep its buffers' addresses
+                most = max(self._engine.max_num_batched_tokens, *(shape.tokens for shape in self._shapes))
+                self.reducer.prepare(most, self.model.config.get_text_config().hidden_size)
+            for backend in (self, *self._thinned):
+                backend._warm_up()
 
+    def idle(self) -> bool:
+        """Record a graph that passes did without; see `Backend.idle`."""
+        if self.reducer is not None:  # ranks would not do so at the same time
+            return False
+        with PREPARATION.expected():
+            caches = [kv for backend in (self, *self._thinned) for kv in backend._caches]
+            return any(kv.graphs.record_wanted() for kv in caches if kv.graphs is not None)
+
+    def close(self) -> None:
+        """Free the graphs, then leave the other ranks: a communicator cannot end while a graph holds it."""
+        for kv in [kv for backend in (self, *self._thinned) for kv in backend._caches]:
+            if kv.graphs is not None:
+                kv.graphs.close()
+                kv.graphs = None
+        super().close()
+
+    def _agree(self, ok: bool) -> bool:
+        return ok if self.reducer is None else self.reducer.agree(ok)
+
+    @property
+    def _shapes(self) -> list[Shape]:
+        return shapes(self._engine, self.info.max_model_len, self._engine.block_size, self._branches)
+
+    def _warm_up(self) -> None:
+        new, every = [kv for kv in self._caches if kv.graphs is None], self._shapes
+        is_ready, reason = True, "another rank cannot run compiled passes"
+        try:
+            self._compile()
+            for kv in new:
+                recorder = self._recorder or GraphRecorder(self.device)
+                kv.graphs = Graphs(self.model, kv, recorder, every, self._agree)
+        except (ModelError, RuntimeError, TritonError) as error:
+            is_ready, reason = False, str(error)
+        if self._agree(is_ready):
+            self._record(
+                [*every, *chain_shapes(every, *self._chains)], [kv.graphs for kv in new if kv.graphs is not None]
+            )
+            return
+        uncompile_layers(self.model.module)
+        self._is_compiled = False
+        for kv in self._caches:
+            kv.graphs = None
+        PREPARATION.counts["eager"] += 1
+        logger.warning("%s runs eagerly; texts may differ from those of compiled passes: %s", self.info.name, reason)
+
+    @torch.inference_mode()
     def _compile(self) -> None:
+        """Compile the layers, and by a pass of each kind every kernel of passes without a graph."""
+        if self._is_compiled:
+            return
         started = time.monotonic()
+        logger.info("%s: compiling layers", self.info.name)
         compile_layers(self.model.module)
+        kv = next(iter(self._caches), None) or super().allocate_kv(1, self._engine.block_size)
+        with alone():
+            for rows in _kinds_of_passes(self._engine, self.info.max_model_len, has_trees=bool(self._branches)):
+                batch = build(rows, kv)
+                count = range(len(batch.logit_indices))
+                keys = noise.keys(count, count, noise.TARGET_STREAM, kv.input_device)
+                draws = Draws(torch.ones(len(count), 1), keys, torch.arange(1, 1 + len(count)))
+                super().run(batch, _draws_on(draws, self.device))
+        self.wait()
         self._is_compiled = True
-        with torch.inference_mode():
-            self.logits(build([ForwardRow([0, 0], 0, [1], 1)], super().allocate_kv(2, 16)))
         logger.info("%s: layers compiled in %.1f s", self.info.name, time.monotonic() - started)
 
+    def _record(self, every: Sequence[Shape | ChainShape], all_graphs: Sequence[Graphs]) -> None:
+        started, steps = time.monotonic(), list(itertools.product(all_graphs, every))
+        logger.info("%s: recording %d graphs", self.info.name, len(steps))
+        for done, (graphs, shape) in enumerate(steps):
+            left_s = (time.monotonic() - started) / max(done, 1) * (len(steps) - done)
+            self._progress = CompileProgress(done, len(steps), left_s)
+            graphs.record(shape)
+        self._progress = None
+        logger.info("%s: graphs recorded in %.1f s", self.info.name, time.monotonic() - started)
 
-def make_cuda_backend(model: CausalLM, config: ModelConfig) -> EagerBackend:
-    """Return a backend for a model on a GPU."""
+
+def make_cuda_backend(
+    model: CausalLM, config: ModelConfig, engine: EngineConfig, *, invariant: bool = True, branches: Sequence[int] = ()
+) -> EagerBackend:
+    """Return a backend for a model on a GPU; see `CudaBackend`."""
     if model.runs_eagerly is None:
-        backend: EagerBackend = CudaBackend(model, config)
+        backend: EagerBackend = CudaBackend(model, config, engine, invariant=invariant, branches=branches)
     else:
         backend = EagerBackend(model)
         logger.info("%s runs eagerly: %s", model.info.name, model.runs_eagerly)
@@ -137,11 +240,53 @@ def make_cuda_backend(model: CausalLM, config: ModelConfig) -> EagerBackend:
     return backend
 
 
+def _kinds_of_passes(engine: EngineConfig, max_model_len: int, *, has_trees: bool) -> Iterator[list[ForwardRow]]:
+    """Yield the rows of passes that use all kernels of passes without a graph; they write to block 0 only."""
+
+    def row(length: int, num_nodes: int = 0) -> ForwardRow:
+        blocks = [0] * -(-length // engine.block_size)
+        return ForwardRow([0] * length, 0, blocks, 1, range(-1, num_nodes - 1) if num_nodes else None)
+
+    longest = min(engine.max_num_batched_tokens, max_model_len)
+    for exponent in range(MAX_SPLIT_LENGTH.bit_length()):  # attention has a kernel for each power of two
+        length = min(2**exponent, longest)
+        yield [row(length)] * 2
+        if has_trees:
+            yield from ([row(length, depth)] * 2 for depth in NUM_EXTRA[1:] if depth < length)
+    for length in (MAX_SPLIT_LENGTH + 1, MAX_KERNEL_ROWS + 1, longest):
+        yield [row(2), row(min(length, longest))]  # a prompt beside a chain
+
+
+def _parts(group: Group, block_size: int) -> Iterator[Group]:
+    """Yield a group's rows in parts: one long context beside many short ones would fill the memory with results."""
+    num_chunks = group.length * -(-group.blocks.shape[1] * block_size // CHUNK)
+    count = group.rows if group.length > MAX_SPLIT_LENGTH else max(1, _MAX_CHUNKS // num_chunks)
+    tensors = {name: getattr(group, name) for name in ("blocks", "positions", "places", "limits", "extra")}
+    for first in range(0, group.rows, count):
+        part: dict[str, Any] = {
+            name: one if one is None else one[first : first + count] for name, one in tensors.items()
+        }
+        yield replace(group, start=group.start + first * group.length, rows=len(part["blocks"]), **part)
+
+
 def _group_on(group: Group, device: torch.device) -> Group:
+    """Return a group on the device, as graphs hold it, so that its passes need no kernels of their own."""
     tensors = (group.blocks, group.positions, group.places, group.limits)
-    blocks, positions, places, limits = (tensor.to(device, non_blocking=True) for tensor in tensors)
-    extra = None if group.extra is None else group.extra.to(device, non_blocking=True)
+    blocks, positions, places, limits = (tensor.to(device, torch.int32, non_blocking=True) for tensor in tensors)
+    extra = group.extra
+    if extra is not None:
+        padded = next((count for count in NUM_EXTRA if count >= extra.shape[-1]), extra.shape[-1])
+        extra = F.pad(extra.to(torch.int32), (0, padded - extra.shape[-1]), value=-1).to(device, non_blocking=True)
     return Group(group.start, group.rows, group.length, blocks, positions, places, limits, extra)
+
+
+def _with_padding(group: Group) -> Group:
+    """Return a group of one token with another one, which is padding."""
+    positions, places, limits = (
+        F.pad(tensor, (0, 1), value=filler)
+        for tensor, filler in ((group.positions, 0), (group.places, -1), (group.limits, 1))
+    )
+    return replace(group, length=2, positions=positions, places=places, limits=limits)
 
 
 def _draws_on(draws: Draws, device: torch.device) -> Draws:

@@ -2,22 +2,31 @@
 
 With few rows, cuBLAS splits the inner dimension over several blocks, so it rounds differently than for many rows. Our
 kernel never splits: each result is one ordered sum over the inner dimension, whatever the rows and tiles. For many
-rows cuBLAS is faster, and is used if it gives the same bits.
+rows cuBLAS is faster, and is used if it gives the same bits. A draft's layers may round as they like, because a draft
+cannot change a text: they split.
 """
 
 import functools
+import hashlib
 import logging
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+import triton  # type: ignore[import-untyped]
 from torch import Tensor, nn
 
-from engine.execution.cuda.kernels import product
-from engine.models.quantization import QuantizedLinear
+from engine.execution.cuda.kernels import grouped_product, product
+from engine.execution.scratch import cache_folder
+from engine.models.layers.experts import experts_of, group_experts, grouped_linear
+from engine.models.layers.quantization import QuantizedLinear
+from engine.models.shards import QuantizedRowLinear, RowLinear
 
 MAX_KERNEL_ROWS = 64
 """Rows up to which the kernel is used."""
-_CHECKED_ROWS = (80, 160, 320, 512, 640, 1024)
+_CHECKED_ROWS = (1, 16, 17, 64, 65, 80, 160, 320, 512, 640, 1024, 2048, 4096, 8192)
+_MAX_CHECKED_NUMBERS = 2**28
 
 logger = logging.getLogger(__name__)
 
@@ -25,30 +34,65 @@ logger = logging.getLogger(__name__)
 class InvariantLinear(nn.Module):
     """A linear layer with 16-bit weights [out, in]; see above."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, *, invariant: bool = True) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
         self.out_features = linear.out_features
-        self._uses_cublas = cublas_agrees(linear.weight.shape, linear.weight.dtype, linear.weight.device)
+        self._num_splits = 1 if invariant else product.splits_of(*linear.weight.shape)
+        self._uses_cublas = not invariant or cublas_agrees(
+            linear.weight.shape, linear.weight.dtype, linear.weight.device
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for `x` [..., in]."""
-        output: Tensor = torch.ops.paceline.invariant_linear(x, self.weight, self.bias, self._uses_cublas)
+        options = (None, self._num_splits, self._uses_cublas)
+        output: Tensor = torch.ops.paceline.invariant_linear(x, self.weight, self.bias, *options)
+        return output
+
+
+class InvariantRowLinear(RowLinear):
+    """A rank's slice of such a layer's inputs; see `RowLinear`."""
+
+    def __init__(self, linear: RowLinear) -> None:
+        nn.Module.__init__(self)
+        self.weight, self.bias, self.reducer_key = linear.weight, linear.bias, linear.reducer_key
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight = linear.weight
+        self._uses_cublas = cublas_agrees(weight.shape, weight.dtype, weight.device, torch.float32)
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the sum, [..., out] float32."""
+        operands = (x, self.weight, None, None, 1, self._uses_cublas, torch.float32)
+        output: Tensor = torch.ops.paceline.invariant_linear(*operands)
         return output
 
 
 class InvariantQuantizedLinear(QuantizedLinear):
-    """A linear layer with quantised weights, which become 16-bit numbers in every pass; see above."""
+    """A linear layer with quantised weights, which the kernel reads as they are, for any number of rows."""
 
-    def __init__(self, layer: QuantizedLinear, dtype: torch.dtype) -> None:
+    def __init__(self, layer: QuantizedLinear, *, invariant: bool = True) -> None:
         super().__init__(layer.values, layer.scales, layer.bias)
-        shape = torch.Size((layer.out_features, layer.in_features))
-        self._uses_cublas = cublas_agrees(shape, dtype, layer.values.device)
+        self._num_splits = 1 if invariant else product.splits_of(layer.out_features, layer.in_features)
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return the product; see `QuantizedLinear.multiply`."""
-        product: Tensor = torch.ops.paceline.invariant_linear(x, weight, None, self._uses_cublas)
-        return product
+    def forward(self, x: Tensor) -> Tensor:
+        """Return [..., out] for `x` [..., in]."""
+        options = (self.scales, self._num_splits, False)
+        output: Tensor = torch.ops.paceline.invariant_linear(x, self.values, self.bias, *options)
+        return output
+
+
+class InvariantQuantizedRowLinear(QuantizedRowLinear):
+    """A rank's slice of such a layer's inputs; see `QuantizedRowLinear`."""
+
+    def __init__(self, layer: QuantizedRowLinear) -> None:
+        super().__init__(layer.values, layer.scales, layer.bias)
+        self.reducer_key = layer.reducer_key
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Return this rank's part of the sum, [..., out] float32."""
+        operands = (x, self.values, None, self.scales, 1, False, torch.float32)
+        output: Tensor = torch.ops.paceline.invariant_linear(*operands)
+        return output
 
 
 def sum_in_order() -> None:
@@ -58,40 +102,120 @@ def sum_in_order() -> None:
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = (False, False)
 
 
-def make_invariant(module: nn.Module, dtype: torch.dtype) -> None:
-    """Replace every linear layer of a model in a 16-bit number format."""
-    sum_in_order()
+def make_invariant(module: nn.Module, dtype: torch.dtype, *, invariant: bool = True) -> None:
+    """Replace every linear layer of a model in a 16-bit number format; without `invariant`, by ones that may split."""
+    if dtype == torch.float32:
+        return
+    if invariant:
+        sum_in_order()
     for parent in list(module.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Linear:
-                setattr(parent, name, InvariantLinear(child))
+                setattr(parent, name, InvariantLinear(child, invariant=invariant))
+            elif type(child) is RowLinear:
+                setattr(parent, name, InvariantRowLinear(child))
+            elif type(child) is QuantizedRowLinear:
+                setattr(parent, name, InvariantQuantizedRowLinear(child))
             elif type(child) is QuantizedLinear:
-                setattr(parent, name, InvariantQuantizedLinear(child, dtype))
+                setattr(parent, name, InvariantQuantizedLinear(child, invariant=invariant))
+    if experts := experts_of(module):
+        group_experts(module)
+        for block in list(module.modules()):
+            if any(child in experts for child in block.children()):
+                _wrap_router(block)
+
+
+def _wrap_router(block: nn.Module) -> None:
+    """Let our product compute a router, which is no linear layer, but calls torch's function with its weight."""
+    for child in block.children():
+        weight = child._parameters.get("weight")
+        if weight is not None and weight.dim() == 2 and not isinstance(child, (nn.Linear, InvariantLinear)):
+            child.weight = RouterWeight(weight.data, requires_grad=False)
+
+
+class RouterWeight(nn.Parameter):
+    """A weight [experts, in] whose products with rows are ours."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace `linear`, and leave other functions."""
+        if function is not F.linear:
+            return super().__torch_function__(function, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            rows, weight, bias = (*args, None)[:3]
+            return torch.ops.paceline.invariant_linear(rows, weight, bias, None, 1, False)
+
+
+grouped_linear.register_kernel("cuda")(grouped_product.multiply)
 
 
 @functools.cache
 @torch.inference_mode()
-def cublas_agrees(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether cuBLAS gives the kernel's bits for many rows and weights of a shape."""
+def cublas_agrees(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, out_dtype: torch.dtype | None = None
+) -> bool:
+    """Return whether cuBLAS gives the kernel's bits for many rows and weights of a shape; answers are on disk."""
+    key = [torch.__version__, triton.__version__, shape, dtype, out_dtype, Path(product.__file__).read_text()]
+    if device.type == "cuda":
+        key += [torch.cuda.get_device_name(device), torch._C._cuda_getDriverVersion()]  # type: ignore[attr-defined]
+    path = cache_folder() / f"cublas-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}"
+    if path.exists():
+        return path.read_text() == "True"
+    counts = [count for count in _CHECKED_ROWS if count * max(shape) <= _MAX_CHECKED_NUMBERS]
     weight = torch.randn(shape, dtype=dtype, device=device)
-    rows = torch.randn(_CHECKED_ROWS[-1], shape[1], dtype=dtype, device=device)
-    expected = product.multiply(rows, weight, None)
-    agrees = all(torch.equal(F.linear(rows[:count], weight), expected[:count]) for count in _CHECKED_ROWS)
+    rows = torch.randn(counts[-1], shape[1], dtype=dtype, device=device)
+    expected = product.multiply(rows, weight, None, out_dtype=out_dtype)
+    many = [n for n in counts if n > MAX_KERNEL_ROWS]
+    agrees = all(torch.equal(_cublas(rows[:n], weight, out_dtype), expected[:n]) for n in many)
     logger.info("weights of %s x %s: cuBLAS rounds %s our kernel", *shape, "like" if agrees else "unlike")
+    unlike = [
+        n
+        for n in counts
+        if not torch.equal(product.multiply(rows[:n], weight, None, out_dtype=out_dtype), expected[:n])
+    ]
+    if unlike:
+        logger.warning("weights of %s x %s: our kernel rounds unlike itself for %s rows", *shape, unlike)
+    else:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(str(agrees))
+        except OSError as error:
+            logger.warning("the next start compares our kernel with cuBLAS again: %s", error)
     return agrees
 
 
 @torch.library.custom_op("paceline::invariant_linear", mutates_args=())
-def _invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, uses_cublas: bool) -> Tensor:
+def _invariant_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor | None,
+    num_splits: int,
+    uses_cublas: bool,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if uses_cublas and len(rows) > MAX_KERNEL_ROWS:
-        output = F.linear(rows, weight)
+        output = _cublas(rows, weight, out_dtype)
         output = output if bias is None else output + bias
     else:
-        output = product.multiply(rows, weight, bias)
+        num_splits = num_splits if len(rows) <= MAX_KERNEL_ROWS else 1
+        output = product.multiply(rows, weight, bias, out_dtype=out_dtype, num_splits=num_splits, scales=scales)
     return output.view(*x.shape[:-1], len(weight))
 
 
 @_invariant_linear.register_fake
-def _(x: Tensor, weight: Tensor, _bias: Tensor | None, _uses_cublas: bool) -> Tensor:
-    return x.new_empty(*x.shape[:-1], len(weight))
+def _(
+    x: Tensor,
+    weight: Tensor,
+    _bias: Tensor | None,
+    _scales: Tensor | None,
+    _num_splits: int,
+    _uses_cublas: bool,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], len(weight), dtype=out_dtype)
+
+
+def _cublas(rows: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    return F.linear(rows, weight) if out_dtype is None else torch.mm(rows, weight.T, out_dtype=out_dtype)

@@ -3,7 +3,10 @@
 A batch with fewer rows or tokens is padded. All of its numbers travel to the device in one copy, 32 bits each.
 """
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,21 +15,20 @@ from engine.execution.attention import Group, KVTensors, slots_of
 from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardBatch
 from engine.execution.cuda.compiled_layers import TritonContext
+from engine.execution.cuda.kernels import draw_kernel
 from engine.models.causal_lm import CausalLM, forward
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
-_FILLERS = {
-    "token_ids": 0,
-    "positions": 0,
-    "slots": 0,
-    "limits": 1,
-    "logit_indices": 0,
-    "key_low": 0,
-    "key_high": 0,
-    "is_drawn": 0,
-}
+_FILLERS = {"token_ids": 0, "positions": 0, "slots": 0, "limits": 1, "logit_indices": 0, "is_drawn": 0}
 """What the fields of a token hold where a batch has none. Padding writes to block 0 and attends to place 0."""
+
+
+class Outputs(NamedTuple):
+    """Where every pass of a model leaves its results: logits [n, vocab] float32, and the drawn tokens [n] int64."""
+
+    logits: Tensor
+    tokens: Tensor
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -50,23 +52,55 @@ class Shape:
         return self.rows * self.length
 
 
+class Staging:
+    """Host memory of a pass's inputs; an event says when no copy to the device reads it any more. None: at once."""
+
+    def __init__(self, template: Tensor, event: torch.cuda.Event | None) -> None:
+        self._numbers = template.pin_memory() if event is not None else template.clone()
+        self._copied = event
+
+    def begin(self, template: Tensor) -> Tensor:
+        """Wait until the last copy is over, and return memory that holds the template."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._numbers[: len(template)].copy_(template)
+
+    def send(self, packed: Tensor, device: Tensor) -> None:
+        """Begin to copy what `begin` returned to the device."""
+        device.copy_(packed, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
 class StaticPass:
     """A pass of one shape. `fill`, then `compute` or a recording of it, then `output`."""
 
-    def __init__(self, model: CausalLM, kv: KVTensors, shape: Shape, outputs: PassOutput) -> None:
-        """Allocate the inputs; every pass of a model leaves its results in `outputs`."""
+    def __init__(
+        self, model: CausalLM, kv: KVTensors, shape: Shape, outputs: Outputs, more: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Allocate the inputs; every pass of a model leaves its results in `outputs`.
+
+        Args:
+            more: further inputs, int32, by name, as they are where a batch has none.
+        """
         self._model = model
         self._outputs = outputs
         self.shape = shape
         tokens = shape.tokens
         fields = {name: torch.full((tokens,), filler, dtype=torch.int32) for name, filler in _FILLERS.items()}
+        fields["keys"] = torch.zeros(2 * tokens, dtype=torch.int32)
         fields["temperatures"] = torch.ones(tokens).view(torch.int32)
+        fields |= more or {}
         fields["extra"] = torch.full((tokens * shape.num_extra,), -1, dtype=torch.int32)
         fields["blocks"] = torch.zeros(shape.width * shape.rows, dtype=torch.int32)  # last, since it is cut
         self._template = torch.cat(list(fields.values()))
         self._sizes = [len(field) for field in fields.values()]
         self._names = list(fields)
         self._packed = self._template.to(model.device, copy=True)
+        is_cuda = model.device.type == "cuda"
+        # Two, so that the inputs of a pass are written while those of the last one are copied.
+        events = [torch.cuda.Event() if is_cuda else None for _ in range(2)]  # type: ignore[no-untyped-call]
+        self._stagings = itertools.cycle([Staging(self._template, event) for event in events])
         self._device = self._split(self._packed)
         group_size = (shape.rows, shape.length)
         self._context = TritonContext(
@@ -86,16 +120,16 @@ class StaticPass:
             self._device["slots"],
         )
 
-    def fill(self, batch: ForwardBatch, draws: Draws | None) -> None:
+    def fill(self, batch: ForwardBatch, draws: Draws | None, more: Mapping[str, Tensor] | None = None) -> None:
         """Copy a batch of one group that is no larger than the shape; see `Backend.run`.
 
-        Its tensors are the host's, but its token ids may be the device's.
+        Its tensors are the host's, but its token ids may be the device's. Of `more` inputs, the first numbers may do.
         """
         (group,) = batch.paged.groups
         shape, width = self.shape, group.blocks.shape[1]
         used = len(self._template) - (shape.width - width) * shape.rows
-        packed = torch.empty(used, dtype=torch.int32, pin_memory=self._model.device.type == "cuda")
-        packed.copy_(self._template[:used])
+        staging = next(self._stagings)
+        packed = staging.begin(self._template[:used])
         host = self._split(packed)
         size, corner = (shape.rows, shape.length), (slice(group.rows), slice(group.length))
         is_on_host = batch.token_ids.device.type == "cpu"
@@ -112,32 +146,51 @@ class StaticPass:
         if draws is not None:
             host["temperatures"].view(torch.float32)[:count] = draws.temperatures.squeeze(-1)
             host["is_drawn"][:count] = draws.rows > 0
-            if len(draws.keys):
-                keys = draws.keys[(draws.rows - 1).clamp(min=0)]
-                host["key_low"][:count], host["key_high"][:count] = keys.unbind(-1)
-        self._packed[:used].copy_(packed, non_blocking=True)
+            host["keys"].view(-1, 2)[:count] = draws.row_keys()
+        for name, numbers in (more or {}).items():
+            host[name][: numbers.numel()] = numbers.flatten().view(torch.int32)
+        staging.send(packed, self._packed[:used])
         if not is_on_host:
             self._device["token_ids"].view(size)[corner] = batch.token_ids.view(group.rows, -1).to(torch.int32)
 
     def compute(self) -> None:
         """Compute the batch in the buffers."""
-        fields = self._device
-        with self._context.current() as context:
-            token_ids, positions = fields["token_ids"].long(), fields["positions"].long()
-            logits = forward(self._model.module, token_ids, positions, fields["logit_indices"].long(), context).float()
-        vocab = torch.arange(logits.shape[-1], dtype=torch.int32, device=logits.device)
-        keys = torch.stack([fields["key_low"], fields["key_high"]], -1)
-        is_drawn = fields["is_drawn"].bool().unsqueeze(-1)
-        gumbel = noise.gumbel(keys, vocab).masked_fill_(~is_drawn, 0.0)
-        scores = gumbel.add_(logits / fields["temperatures"].view(torch.float32).unsqueeze(-1))
-        for output, result in zip(self._outputs, (logits, scores, scores.argmax(-1)), strict=True):
-            output[: self.shape.tokens].copy_(result)
+        count, first_id = self.shape.tokens, self._model.vocab_slice.start
+        tokens, scores = draw_kernel.draw(*self._compute_logits(count), first_id)
+        self._outputs.tokens[:count].copy_(self._model.best_of_ranks(scores, tokens))
 
-    def output(self, count: int) -> PassOutput:
-        """Return copies of the first `count` results, which later passes do not overwrite."""
-        return PassOutput(*(output[:count].clone() for output in self._outputs))
+    def _compute_logits(self, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Compute the first `count` rows of logits into the outputs; return the arguments of `draw_kernel.draw`."""
+        fields, logits = self._device, self._outputs.logits[:count]
+        with self._context.current() as context:
+            token_ids, positions, indices = (
+                fields[name].long() for name in ("token_ids", "positions", "logit_indices")
+            )
+            logits.copy_(forward(self._model.module, token_ids, positions, indices[:count], context))
+        return logits, *self._draw_arguments(count)
+
+    def _draw_arguments(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        temperatures, keys, is_drawn = (self._device[name] for name in ("temperatures", "keys", "is_drawn"))
+        return temperatures.view(torch.float32)[:count], keys.view(-1, 2)[:count], is_drawn[:count]
+
+    def output(self, batch: ForwardBatch, draws: Draws | None) -> PassOutput:
+        """Return copies of the batch's results, which later passes do not overwrite; logits only if it needs them."""
+        count = len(batch.logit_indices)
+        logits, tokens = self._outputs.logits[:count], self._outputs.tokens[:count].clone()
+        if not batch.needs_logits:
+            return PassOutput(logits[:0], logits[:0], tokens)
+        scores = logits = logits.clone()
+        if draws is not None:
+            scores = scores_of(logits, *self._draw_arguments(count), self._model.vocab_slice.start)
+        return PassOutput(logits, scores, tokens)
 
     def _split(self, packed: Tensor) -> dict[str, Tensor]:
         """Return the fields of a packed tensor, by name; the last is as long as the rest of it."""
         sizes = [*self._sizes[:-1], len(packed) - sum(self._sizes[:-1])]
         return dict(zip(self._names, torch.split(packed, sizes), strict=True))
+
+
+def scores_of(logits: Tensor, temperatures: Tensor, keys: Tensor, is_drawn: Tensor, first_id: int = 0) -> Tensor:
+    """Return the scores [n, vocab] that `draw_kernel.draw` compares."""
+    rows = torch.arange(1, len(logits) + 1, device=logits.device) * is_drawn
+    return noise.scores(logits, temperatures.unsqueeze(-1), keys, rows, noise.gumbel, first_id)

@@ -1,13 +1,23 @@
 """Both sides of the delta protocol: what a worker holds is always a prefix that the Router committed."""
 
 import random
+from dataclasses import replace
 
 import pytest
+import torch
 
 from cluster.protocol.messages import PrefixDelta
 from cluster.protocol.prefix_delta import Acknowledged, PrefixTable
+from engine.block_table import block_table
+from engine.config import EngineConfig
+from engine.control.plan import Plan
+from engine.execution.attention import KVTensors
+from engine.execution.batch import ForwardRow, build
+from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
-from engine.protocols import ProposeRow, Request
+from engine.protocols import NO_DRAFT, ProposeRow, Request, Verdict
+from engine.scheduler import Scheduler
+from engine.sequence import Sequence
 from tests.cluster.fakes import propose_row, verify_row
 
 
@@ -30,14 +40,14 @@ def test_a_whole_prefix_becomes_the_request_that_the_router_has():
     for _ in range(2):  # a repeated delta changes nothing
         assert table.update([], [PrefixDelta("a", 3, [4, 5], 2, block_offset=1)]) == []
         assert table["a"].request == Request("a", [1, 2, 3, 4, 5], 2, params)
-        assert table["a"].block_ids == [7]
+        assert list(table["a"].block_ids) == [7]
 
 
 def test_a_lower_offset_rolls_back():
     table, _ = table_of(whole("a", [1, 2, 3, 4, 5], [7, 8]))
     table.update([], [PrefixDelta("a", 2, [9], 1, None, 1, [6])])
     assert table["a"].request.token_ids == [1, 2, 9]
-    assert table["a"].block_ids == [7, 6]
+    assert list(table["a"].block_ids) == [7, 6]
 
 
 @pytest.mark.parametrize(
@@ -97,15 +107,18 @@ def test_whatever_is_lost_evicted_or_preempted_the_worker_holds_what_was_committ
     rng = random.Random(0)
     table, known = PrefixTable(3, {}.get), Acknowledged()
     tokens = {name: [rng.randrange(9)] for name in "abcdef"}
-    blocks = {name: [1] for name in tokens}
+    blocks = {name: block_table([1]) for name in tokens}
     num_resent = 0
     for _ in range(500):
         names = rng.sample(sorted(tokens), 2)
         for name in names:
             tokens[name] += [rng.randrange(9) for _ in range(rng.randrange(4))]
+            new_blocks = [rng.randrange(20) for _ in range(rng.randrange(4))]
             if rng.random() < 0.3:
-                blocks[name] = [rng.randrange(20) for _ in range(rng.randrange(4))]
-        rows = [verify_row(name, tokens[name], block_ids=blocks[name]) for name in names]
+                blocks[name] = block_table(new_blocks)
+            elif rng.random() < 0.3:
+                blocks[name].extend(new_blocks)
+        rows = [replace(verify_row(name, tokens[name]), block_ids=blocks[name]) for name in names]
         deltas, _ = known.deltas(rows)
         if rng.random() < 0.3:
             continue
@@ -120,6 +133,47 @@ def test_whatever_is_lost_evicted_or_preempted_the_worker_holds_what_was_committ
         if rng.random() < 0.7:
             known.acknowledge([], rows)
     assert num_resent > 20
+
+
+def test_a_pass_has_the_schedulers_block_tables_after_growth_preemption_and_abort():
+    """500 random rounds over 11 blocks, of which requests want more; messages are lost on either way."""
+    rng, kv = random.Random(0), KVTensors(KVShape(1, 1, 1, 1), 12, 2, torch.empty(0))
+    config = EngineConfig(block_size=2, max_num_seqs=4, max_num_batched_tokens=9)
+    scheduler, table, known, num_passes = Scheduler(config, 12, 20), PrefixTable(3, {}.get), Acknowledged(), 0
+    for number in range(500):
+        if scheduler.running and rng.random() < 0.1:
+            name = rng.choice(scheduler.running).request.request_id
+            scheduler.abort(name)
+            known.release(name)
+        if len(scheduler.running) + len(scheduler.waiting) < 5:
+            prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 6))]
+            request = Request(str(number), prompt, len(prompt), SamplingParams(max_tokens=rng.randrange(2, 12)))
+            scheduler.add(Sequence(request, frozenset(), None))
+        batch = scheduler.next_batch(Plan(0))
+        rows = [row.verify(NO_DRAFT) for row in batch]
+        deltas, released = known.deltas(rows)
+        if rng.random() < 0.2:
+            continue
+        if missing := table.update(released, deltas):
+            known.forget(missing)
+            assert table.update(released, known.deltas(rows)[0]) == []
+        if rng.random() < 0.2:
+            continue
+        held = [table[row.request.request_id] for row in rows]
+        sent = zip(held, rows, strict=True)
+        computed = [ForwardRow([1] * row.length, row.start, prefix.block_ids, 1) for prefix, row in sent]
+        (group,) = build(computed, kv).paged.groups
+        for blocks, row in zip(group.blocks.tolist(), rows, strict=True):
+            num_read = -(-(row.start + row.length) // 2)
+            assert blocks == [*list(row.block_ids)[:num_read], *[0] * len(blocks)][: len(blocks)]
+        num_passes += len(rows)
+        known.acknowledge(released, rows)
+        verdicts = [Verdict([rng.randrange(3)]) if row.reaches_tip else Verdict() for row in rows]
+        for sequence, output in scheduler.commit(batch, verdicts):
+            if output.finish_reason is not None:
+                known.release(sequence.request.request_id)
+    assert num_passes > 500
+    assert scheduler.stats.num_preemptions > 20
 
 
 def test_a_worker_learns_how_long_an_encoders_input_is():

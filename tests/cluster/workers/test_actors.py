@@ -7,10 +7,11 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from cluster.workers.actors import Worker, _importing, show_progress
+from cluster.workers.actors import DraftWorker, TargetWorker, Worker, _importing, show_progress
 from engine.config import ModelConfig
 from engine.models.loader import load_model
 from engine.models.registry import open_model
@@ -64,3 +65,46 @@ def test_a_worker_kills_the_process_in_which_it_runs(monkeypatch):
     monkeypatch.setattr("cluster.workers.actors.os.kill", lambda *call: killed.append(call))
     object.__new__(Worker).kill()
     assert killed == [(os.getpid(), signal.SIGKILL)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "assigned", "visible", "index"),
+    [
+        (4, ["2"], None, 2),
+        (4, ["5"], "4,5,6,7", 1),
+        (4, ["GPU-b"], "GPU-a,GPU-b", 1),
+        (4, [], None, None),
+        (1, ["2"], None, None),
+    ],
+    ids=["a node's third", "of four that the node may use", "by names", "on a CPU", "one rank"],
+)
+def test_a_rank_that_sees_all_gpus_uses_the_one_that_ray_gave_it(world_size, assigned, visible, index, monkeypatch):
+    """Ranks whose GPUs have the same index cannot share symmetric memory."""
+    context, selected = SimpleNamespace(get_accelerator_ids=lambda: {"GPU": assigned}), []
+    monkeypatch.setattr("cluster.workers.actors.ray.get_runtime_context", lambda: context)
+    monkeypatch.setattr("torch.cuda.set_device", selected.append)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    worker = object.__new__(Worker)
+    worker._world_size = world_size
+    worker._select_gpu()
+    assert selected == ([] if index is None else [index])
+
+
+@pytest.mark.parametrize("kind", [DraftWorker, TargetWorker])
+def test_a_worker_prepares_the_thread_that_serves_and_a_target_closes_its_backend_after_any_end(kind):
+    calls = []
+
+    def serve(*_, **__):
+        calls.append("serve")
+        raise RuntimeError("the end")
+
+    worker = object.__new__(kind)
+    worker._server, worker._responder = SimpleNamespace(serve=serve), SimpleNamespace(answer=None, work=None)
+    worker._backend = SimpleNamespace(
+        enter_thread=lambda: calls.append("enter_thread"), close=lambda: calls.append("close"), idle=None
+    )
+    with pytest.raises(RuntimeError, match="the end"):
+        worker.serve()
+    assert calls == ["enter_thread", "serve", *(["close"] if kind is TargetWorker else [])]

@@ -14,9 +14,11 @@ from cluster.protocol.messages import (
     ProposeEntry,
     Verify,
     VerifyEntry,
+    decode_reply,
+    encode,
 )
 from cluster.workers.responder import DraftResponder, TargetResponder
-from engine.control.stats import RunAheadStats
+from engine.control.stats import PREPARATION, RunAheadStats
 from engine.errors import TargetError
 from engine.params import SamplingParams
 from engine.protocols import Draft
@@ -121,3 +123,11 @@ def test_a_failure_ahead_costs_only_what_was_prepared(ahead):
     ahead.num_left = 0
     assert not responder.work()
     assert ahead.calls == ["advance", "stop"]
+
+
+def test_replies_say_what_their_rounds_should_not_have_waited_for(monkeypatch):
+    monkeypatch.setitem(PREPARATION.counts, "compiled", 3)
+    draft = DraftResponder(EchoDrafter(), capacity=4, version=1).answer(propose(1, WHOLE))
+    target = TargetResponder(SumVerifier(), rank=0, capacity=4, version=1).answer(verify(1, WHOLE))
+    for reply in (draft, target):
+        assert decode_reply(encode(reply)).unprepared == PREPARATION.counts

@@ -23,10 +23,10 @@ sum_parts(1, join_store(("127.0.0.1", int(sys.argv[1])), 2, 60))
 def sum_parts(rank, store):
     device = torch.device("cpu")
     shard = join_world(store, rank=rank, world_size=2, device=device, host="127.0.0.1", timeout_s=60)
-    partial = torch.tensor([1.0 + rank, 10.0])
-    assert shard.all_reduce(partial) is partial
-    assert partial.tolist() == [3.0, 20.0]
-    distributed.destroy_process_group()
+    assert shard.reducer.sum(torch.tensor([1.0 + rank, 10.0])).tolist() == [3.0, 20.0]
+    assert shard.reducer.agree(True)
+    shard.reducer.close()
+    assert not distributed.is_initialized()
 
 
 def test_two_ranks_sum_their_parts():

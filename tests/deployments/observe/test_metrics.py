@@ -235,3 +235,13 @@ async def test_fallbacks_are_counted_by_reason() -> None:
     text = text_of(rig.metrics)
     assert 'paceline:drafter_fallbacks_total{model_name="tiny",reason="absent",replica="a"} 3.0' in text
     await rig.loop.stop()
+
+
+async def test_what_rounds_waited_for_is_counted_by_process_and_kind() -> None:
+    rig = Rig()
+    rig.remote_drafter.unprepared = {"compiled": 2, "recorded": 0}
+    text = text_of(rig.metrics)
+    for kind, count in (("compiled", 2.0), ("recorded", 0.0)):
+        labels = f'{{kind="{kind}",model_name="tiny",process="draft",replica="a"}}'
+        assert f"paceline:unprepared_total{labels} {count}" in text
+    await rig.loop.stop()

@@ -6,8 +6,9 @@ import pytest
 
 from cluster.remote import Calls
 from deployments.observe.metrics import ReplicaMetrics, exposition
+from deployments.router.delivery import Stream
 from deployments.router.round_loop import HALF_LIFE_S, DrainRate, RoundLoop
-from deployments.wire import Generation
+from deployments.wire import Generation, Outputs
 from engine.errors import QueueFullError, RequestError, TargetError
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, RequestOutput, Verdict, VerifyRow
 from tests.deployments.fakes import Rig, generation, rounds_of
@@ -76,14 +77,15 @@ async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeyp
     rig.engine.drafter = Drafting(1.0, rig.remote_drafter.calls)
     rig.engine.verifier = Verifying(4.0, rig.remote_verifier.calls)
     rig.engine.planner.goodput.choose = lambda limits, **_: (2 if len(limits) else 0, "goodput")  # type: ignore[method-assign]
-    deliver = rig.loop._deliver
+    take_outputs = rig.engine.take_outputs
 
-    def deliver_slowly(outputs: Sequence[RequestOutput]) -> None:
+    def take_slowly() -> list[RequestOutput]:
         nonlocal now
-        now += 0.5
-        deliver(outputs)
+        outputs = take_outputs()
+        now += 0.5 * len(outputs)
+        return outputs
 
-    monkeypatch.setattr(rig.loop, "_deliver", deliver_slowly)
+    monkeypatch.setattr(rig.engine, "take_outputs", take_slowly)
     await tokens(rig.loop, generation())
     await asyncio.sleep(0)
     await rig.loop.stop()
@@ -100,6 +102,94 @@ async def test_a_rounds_time_is_split_between_its_workers_and_the_router(monkeyp
         assert f'paceline:{name}_total{{model_name="tiny",phase="prefill",replica="r1"}} {prefill}' in text
         assert f'paceline:{name}_total{{model_name="tiny",phase="decode",replica="r1"}} {decode}' in text
     assert 'paceline:run_ahead_wait_seconds_count{model_name="tiny",outcome="hit",replica="r1"} 7.0' in text
+
+
+class Events:
+    """Notes when rounds begin and outputs are sent; the target computes while other tasks run."""
+
+    def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.noted: list[str] = []
+        verify, self._num_rounds = rig.verifier.verify, 0
+
+        async def slow(rows: Sequence[VerifyRow]) -> list[Verdict]:
+            self._num_rounds += 1
+            self.noted.append(f"verify {self._num_rounds}")
+            verdicts = await verify(rows)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            return verdicts
+
+        monkeypatch.setattr(rig.verifier, "verify", slow)
+
+    def send(self, sent: Outputs) -> None:
+        self.noted.append(f"send {[len(output.token_ids) for output in sent.outputs]}")
+
+
+async def test_outputs_are_sent_while_the_target_has_the_next_round_and_the_first_and_last_at_once(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = Events(rig, monkeypatch)
+    async with asyncio.timeout(5):
+        await rig.loop.generate(Stream(generation(max_tokens=4), events.send))
+    assert events.noted == [
+        *("verify 1", "send [1]", "verify 2", "verify 3", "send [1]"),
+        *("verify 4", "send [1]", "send [1]"),
+    ]
+    assert not rig.engine.has_work
+
+
+@pytest.mark.parametrize("is_reported", [False, True])
+async def test_outputs_are_sent_before_the_target_is_restarted(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, is_reported: bool
+) -> None:
+    """A restart can take minutes."""
+    events = Events(rig, monkeypatch)
+    recover = rig.group.recover
+
+    async def noted_recover() -> None:
+        events.noted.append("recover")
+        await recover()
+
+    monkeypatch.setattr(rig.group, "recover", noted_recover)
+    rig.verifier.lose_after = None if is_reported else 2
+    task = asyncio.create_task(rig.loop.generate(Stream(generation(max_tokens=3), events.send)))
+    while is_reported and "verify 2" not in events.noted:
+        await asyncio.sleep(0)
+    if is_reported:
+        rig.loop.report_loss(TargetError("noticed by a health check"))
+    await task
+    first = ["verify 1", "send [1]", "verify 2"]
+    rest = ["send [1]", "recover", "verify 3", "send [1]"] if is_reported else []
+    assert events.noted == first + (rest or ["verify 3", "send [1]", "recover", "verify 4", "send [1]"])
+
+
+async def test_outputs_that_cannot_be_delivered_end_the_loop(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    Events(rig, monkeypatch)
+    deliver = rig.loop._deliver
+
+    def fail() -> None:
+        assert not rig.engine._committed or rig.engine.stats.num_generation_tokens < 3
+        deliver()
+
+    monkeypatch.setattr(rig.loop, "_deliver", fail)
+    with pytest.raises(TargetError, match="the round loop ended"):
+        await tokens(rig.loop, generation())
+
+
+async def test_a_request_that_takes_the_name_of_one_that_left_gets_no_output_of_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An Ingress that has lost its connection sends a request again, under the same name."""
+    alone = await tokens(rig.loop, generation())
+    events = Events(rig, monkeypatch)
+    old = asyncio.create_task(tokens(rig.loop, generation()))
+    while not rig.engine._committed or rig.engine.scheduler.has_prompts:
+        await asyncio.sleep(0)
+    old.cancel()
+    rest = replace(generation(), output_token_ids={0: alone[:1]})
+    await asyncio.wait([old])
+    assert await tokens(rig.loop, rest) == alone[1:]
+    assert events.noted
 
 
 async def test_a_request_of_many_sequences_is_one_stream(rig: Rig) -> None:

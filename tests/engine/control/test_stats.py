@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.control.stats import Distribution, SpeculationStats, token_bounds
+from engine.control.stats import Distribution, Preparation, SpeculationStats, token_bounds
 from engine.params import SamplingParams
 from tests.engine.running import make_engine, step
 from tests.engine.test_engine import MODEL
@@ -153,3 +153,13 @@ def test_acceptance_by_position_counts_each_draft_once_per_accepted_token():
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 7, 4)
     assert (stats.num_accepted_tokens, stats.num_draft_tokens) == (4, 7)
     assert stats.mean_acceptance_length == pytest.approx(1 + 4 / 3)
+
+
+def test_only_work_that_was_not_expected_is_counted():
+    preparation = Preparation()
+    preparation.observe("compiled")  # while models load
+    with preparation.expected():
+        preparation.observe("compiled")
+    assert not any(preparation.counts.values())
+    preparation.observe("recorded")
+    assert preparation.counts == {"compiled": 0, "recorded": 1, "not_recorded": 0, "eager": 0}

@@ -8,11 +8,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 
 from engine.errors import ModelError
-from engine.execution.attention import KVTensors, additive_mask, attend_to_gathered, attend_to_self, slots_of
+from engine.execution.attention import (
+    KVTensors,
+    additive_mask,
+    attend_to_gathered,
+    attend_to_self,
+    slots_of,
+    write_slots,
+)
 from engine.execution.batch import MAX_DRAFT_LENGTH, MAX_GROUPED_LENGTH, ForwardRow, build, depths
-from engine.models.layer_attention import AttentionParams, KVShape, paged_attention
+from engine.models.layers.layer_attention import AttentionParams, KVShape, paged_attention
+from engine.params import SamplingParams
+from tests.engine.running import chains, drafters, make_engine, run
+from tests.engine.tiny import SIZES, backend_of, save
 
 KV_HEADS, HEADS, DIM, BLOCK = 2, 4, 8, 4
 LONG = MAX_GROUPED_LENGTH + MAX_DRAFT_LENGTH + 3
@@ -21,8 +32,9 @@ LONG = MAX_GROUPED_LENGTH + MAX_DRAFT_LENGTH + 3
 class Layer:
     """One attention layer, its cache, and a plain record of the keys and values that each request has."""
 
-    def __init__(self, seed=0):
-        self.kv = KVTensors(KVShape(1, KV_HEADS, DIM, DIM), num_blocks=140, block_size=BLOCK, like=torch.empty(0))
+    def __init__(self, seed=0, dtype=torch.float32):
+        like = torch.empty(0, dtype=dtype)
+        self.kv = KVTensors(KVShape(1, KV_HEADS, DIM, DIM), num_blocks=140, block_size=BLOCK, like=like)
         self.generator = torch.Generator().manual_seed(seed)
         self.entries = {}
 
@@ -38,6 +50,7 @@ class Layer:
         )
         assert weights is None
         assert output.is_contiguous(), "some models view it in another shape"
+        key, value = (states.to(self.kv.keys[0].dtype).float() for states in (key, value))
         indices = iter(batch.logit_indices.tolist())  # of all tokens, in the order of the rows
         found, expected = [], []
         for row in rows:
@@ -127,12 +140,14 @@ def test_padding_changes_no_entry_but_those_of_block_0():
 
 
 def test_moved_entries_are_those_of_an_accepted_path():
-    kv = KVTensors(KVShape(2, KV_HEADS, DIM, DIM), num_blocks=3, block_size=BLOCK, like=torch.empty(0))
-    for cache in (*kv.keys, *kv.values):
-        cache.view(-1, KV_HEADS, DIM)[:] = torch.arange(12.0).view(-1, 1, 1)
-    kv.move([6, 7], [5, 6])  # 7 goes where 6 came from
-    for cache in (*kv.keys, *kv.values):
-        assert cache.view(12, -1)[:, 0].tolist() == [0, 1, 2, 3, 4, 6, 7, 7, 8, 9, 10, 11]
+    kv = KVTensors(KVShape(3, KV_HEADS, DIM, DIM + 1), num_blocks=3, block_size=BLOCK, like=torch.empty(0))
+    for layer, cache in enumerate((*kv.keys, *kv.values)):
+        cache.view(12, KV_HEADS, -1)[:] = 100 * layer + torch.arange(12.0).view(-1, 1, 1)
+    kv.first_layers(2).move([6, 7], [5, 6])  # 7 goes where 6 came from
+    kv.move([1, 0], [0, 1])  # an exchange
+    for layer, cache in enumerate((*kv.keys, *kv.values)):
+        moved = [1, 0, 2, 3, 4, 6, 7, 7, 8, 9, 10, 11] if layer % 3 < 2 else [1, 0, *range(2, 12)]
+        assert (cache.view(12, -1) - 100 * layer == torch.tensor(moved).unsqueeze(-1)).all()
 
 
 def test_a_new_cache_holds_no_nan():
@@ -266,3 +281,38 @@ def test_a_prompt_attends_to_itself_causally():
                 query[head, token], key[head // 2], value[head // 2], visible, AttentionParams(scaling=0.3), head
             )
             torch.testing.assert_close(output[token, head].double(), right, atol=1e-5, rtol=0)
+
+
+def test_the_text_of_a_target_with_an_fp8_cache_depends_on_nothing_else(tmp_path):
+    """Not on drafts, on preemption, or on how much of a prompt is cached: a prompt attends to what its cache holds."""
+    path = save(transformers.LlamaConfig(**SIZES), tmp_path, factor=4.0)
+    backend = backend_of(path, kv_cache_dtype="fp8", dtype="float32")
+    prompt = [*range(3, 40)]
+    params = [SamplingParams(temperature=i % 2 * 0.8, seed=i, max_tokens=24, ignore_eos=True) for i in range(4)]
+    requests = [(prompt[i:], one) for i, one in enumerate(params)]
+    plain = run(make_engine(backend, num_speculative_tokens=0), requests)
+    assert run(make_engine(backend, chains(backend), num_speculative_tokens=4), requests) == plain
+    for settings in (
+        {"num_blocks": 26, "block_size": 4},
+        {"max_num_batched_tokens": 16},
+        {"enable_prefix_caching": False},
+    ):
+        engine = make_engine(
+            backend, drafters(backend, backend)["trees by the target itself"], num_speculative_tokens=4, **settings
+        )
+        assert run(engine, requests) == plain
+        assert engine.stats.num_preemptions > 0 or "num_blocks" not in settings
+    assert run(make_engine(backend_of(path, dtype="float32"), num_speculative_tokens=0), requests) != plain
+
+
+def test_prompts_and_later_tokens_attend_to_the_numbers_that_an_fp8_cache_holds():
+    layer = Layer(dtype=torch.float8_e4m3fn)
+    torch.testing.assert_close(*layer.run(prompt(7, A)))
+    torch.testing.assert_close(*layer.run(prompt(3, A, start=7), prompt(2, B)))
+
+
+def test_fp8_caches_saturate_and_keep_their_numbers_when_slots_move():
+    kv = KVTensors(KVShape(1, 1, 4, 4), 3, 4, torch.empty(0, dtype=torch.float8_e4m3fn))
+    write_slots(kv.keys[0], torch.tensor([2, 9]), torch.tensor([[[1.0, -1e5, 449.0, 0.01], [2.0, 3.0, 448.0, 480.0]]]))
+    kv.move([2, 9], [9, 2])
+    assert kv.keys[0].float().view(-1, 4)[[9, 2]].tolist() == [[1, -448, 448, 0.009765625], [2, 3, 448, 448]]

@@ -5,7 +5,7 @@ import torch
 
 from engine.execution.attention import KVTensors
 from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardRow, build, next_tokens
-from engine.models.layer_attention import KVShape
+from engine.models.layers.layer_attention import KVShape
 
 LONG = MAX_GROUPED_LENGTH + 1
 

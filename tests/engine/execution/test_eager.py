@@ -197,12 +197,26 @@ def test_logits_of_16_bit_models_are_float32_and_their_caches_16_bit(target_path
     assert {cache.dtype for cache in backend.allocate_kv(2, 16).keys} == {torch.bfloat16}
 
 
-def test_a_model_by_itself_sums_nothing_and_a_rank_sums_with_the_others(target_path):
+def test_a_model_by_itself_has_no_reducer_and_a_rank_closes_its_own(target_path):
     model = model_of(target_path)
-    partial = torch.tensor([1, 2])
-    assert EagerBackend(model).all_reduce(partial) is partial
-    model.shard = Shard(0, 1, lambda tensor: tensor.mul_(2))
-    assert EagerBackend(model).all_reduce(partial).tolist() == [2, 4]
+    backend = EagerBackend(model)
+    assert backend.reducer is None
+    backend.close()
+    closed = []
+    model.shard = Shard(0, 1, SimpleNamespace(close=lambda: closed.append(True)))
+    backend = EagerBackend(model)
+    assert backend.reducer is model.shard.reducer
+    backend.close()
+    assert closed == [True]
+
+
+def test_a_thread_computes_on_the_models_gpu(target_path, monkeypatch):
+    backend, selected = EagerBackend(model_of(target_path)), []
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    backend.enter_thread()
+    backend.device = torch.device("cuda", 3)
+    backend.enter_thread()
+    assert selected == [torch.device("cuda", 3)]
 
 
 def test_a_model_whose_layers_attend_twice_is_refused_before_the_first_round(tmp_path):

@@ -27,9 +27,9 @@ def test_the_weights_counted_in_the_files_are_those_that_are_loaded(target_path)
 
 
 def test_a_rank_takes_its_slices_and_all_that_every_rank_holds_whole(target_path):
-    """Embeddings, head and norms are whole on both ranks; all other layers are halves."""
+    """Embeddings and norms are whole on both ranks; all other layers are halves."""
     whole, half = measure(target_path), measure(target_path, world_size=2)
-    kept_whole = 4 * (2 * VOCAB * 32 + 5 * 32)
+    kept_whole = 4 * (VOCAB * 32 + 5 * 32)
     assert half.weight_bytes == kept_whole + (whole.weight_bytes - kept_whole) // 2
     assert half.kv_token_bytes == whole.kv_token_bytes // 2
 
@@ -94,3 +94,12 @@ def test_an_encoder_decoder_is_counted_whole_and_has_a_mask_for_each_head(tmp_pa
         for heads in (2, 4)
     )
     assert many.workspace_bytes - few.workspace_bytes == 2 * 2 * 1024 * 2048 * 4
+
+
+def test_an_fp8_cache_takes_a_byte_for_each_number(target_path):
+    source = open_model(ModelConfig(target_path, kv_cache_dtype="fp8"))
+    planned = footprint(source, EngineConfig(), dtype=torch.float32, bytes_per_weight=4)
+    kv = backend_of(target_path, kv_cache_dtype="fp8").allocate_kv(3, 16)
+    assert planned.kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)
+    assert planned.kv_token_bytes == measure(target_path).kv_token_bytes / 4
+    assert planned.workspace_bytes == measure(target_path).workspace_bytes

@@ -11,6 +11,9 @@ from engine.execution.cpu.cpu_backend import CpuBackend
 from engine.execution.registry import WRAPPER, make_backend, survey
 from tests.engine.tiny import backend_of, source_of
 
+pytest.importorskip("triton", reason="the kernels need triton")
+from engine.execution.cuda.graphs import graph_bytes
+
 CPU = torch.device("cpu")
 SECOND_GPU = torch.device("cuda", 1)
 
@@ -31,6 +34,10 @@ def test_a_survey_of_a_gpu_names_the_card_by_what_all_processes_call_it(target, 
     found = survey(source_of(target.info.name, dtype="bfloat16", device="auto"), EngineConfig())
     assert (found.device, found.free_bytes) == ("GPU-of-cuda:1", 71)
     assert found.footprint.weight_bytes == 2 * target.info.num_parameters
+    compiled = survey(source_of(target.info.name, dtype="bfloat16", device="auto", compile="auto"), EngineConfig())
+    configuration = source_of(target.info.name).configuration
+    added = graph_bytes(EngineConfig(), configuration, 512, 1)
+    assert compiled.footprint.workspace_bytes == found.footprint.workspace_bytes + added
 
 
 def test_a_rank_surveys_its_own_slices(target):
@@ -44,9 +51,11 @@ def test_every_device_has_a_backend_of_its_own(target_path, monkeypatch):
     backend = backend_of(target_path)
     assert isinstance(backend, CpuBackend)
     assert backend.device == CPU
-    monkeypatch.setattr("engine.execution.cuda.cuda_backend.make_cuda_backend", lambda *arguments: arguments)
-    model, source = SimpleNamespace(device=SECOND_GPU), source_of("a model")
-    assert make_backend(model, source) == (model, source.config)
+    made = "engine.execution.cuda.cuda_backend.make_cuda_backend"
+    monkeypatch.setattr(made, lambda *arguments, **options: (*arguments, options))
+    model, source, engine = SimpleNamespace(device=SECOND_GPU), source_of("a model"), EngineConfig(max_num_seqs=3)
+    options = {"invariant": False, "branches": (4, 8)}
+    assert make_backend(model, source, engine, **options) == (model, source.config, engine, options)
 
 
 def wrap(backend):

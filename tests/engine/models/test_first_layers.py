@@ -9,6 +9,7 @@ from engine.errors import ModelError
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
 from engine.models.first_layers import check_self_draft, first_layers
+from engine.models.layers.fusion import FusedLinear
 from engine.models.registry import open_model
 from tests.engine.tiny import HEADS, SIZES, backend_of, save
 
@@ -63,7 +64,7 @@ def test_the_first_layers_compute_what_transformers_computes_without_the_others(
     torch.testing.assert_close(whole, reference(path, LAYERS), atol=1e-4, rtol=1e-4)
 
 
-def test_both_share_their_weights_but_no_layer_that_one_may_compile_and_the_whole_model_stays_as_it_is(backend):
+def test_both_share_their_weights_but_no_module_that_one_may_compile_and_the_whole_model_stays_as_it_is(backend):
     names = [name for name, _ in backend.model.module.named_modules()]
     first = first_layers(backend.model, 2)
     assert [name for name, _ in backend.model.module.named_modules()] == names
@@ -74,6 +75,23 @@ def test_both_share_their_weights_but_no_layer_that_one_may_compile_and_the_whol
     _, (whole, kept) = zip(layers_of(backend.model.module), layers_of(first.module), strict=True)
     assert (len(whole), len(kept)) == (LAYERS, 2)
     assert whole[0] is not kept[0]
+    inner = {child for layer in kept for child in layer.modules()}
+    outer = {child for child in first.module.modules() if "Norm" in type(child).__name__} - inner
+    assert outer
+    assert not outer & {*backend.model.module.modules()}
+
+
+def test_the_first_layers_have_as_few_products_as_the_whole_model(backend, monkeypatch):
+    """A copied projection would not find what the copy of its first sibling has stored for it."""
+    counts, project = [], FusedLinear.project
+    monkeypatch.setattr(FusedLinear, "project", lambda *each: counts.append(1) or project(*each))
+    kv = backend.allocate_kv(4, 16)
+    thinned, seen = backend.thin(2, kv)
+    counts.clear()
+    backend.run(build([ForwardRow([1, 2], 0, [1], 1)], kv))
+    of_all = len(counts)
+    thinned.run(build([ForwardRow([1, 2], 0, [1], 1)], seen))
+    assert LAYERS * (len(counts) - of_all) == 2 * of_all
 
 
 def test_the_layers_are_checked_before_anything_is_loaded(path, monkeypatch):

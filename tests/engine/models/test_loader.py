@@ -5,11 +5,13 @@ import torch
 import transformers
 
 from engine.errors import ModelError
-from engine.models.causal_lm import Shard
-from engine.models.fusion import FusedLinear
-from engine.models.layer_attention import ATTENTION_NAME
+from engine.models import loader
+from engine.models.causal_lm import CausalLM, Shard
+from engine.models.layers.fusion import FusedLinear
+from engine.models.layers.layer_attention import ATTENTION_NAME
 from engine.models.loader import resolve_device, resolve_dtype
-from tests.engine.tiny import HEADS, SIZES, model_of, save
+from tests.engine.ranks import AbsentOthers
+from tests.engine.tiny import EXPERTS, HEADS, SIZES, check_same, model_of, save, source_of
 
 CPU = torch.device("cpu")
 SECOND_GPU = torch.device("cuda", 1)
@@ -44,10 +46,43 @@ def test_weights_are_converted_to_the_number_format(target_path):
     assert {parameter.dtype for parameter in model.module.parameters()} == {torch.bfloat16}
 
 
+GEMMA3 = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES = {
+    "two rotary bases": ("Gemma3TextConfig", HEADS | GEMMA3, "bfloat16", "files"),
+    "a tied head": ("Qwen3Config", HEADS | {"tie_word_embeddings": True}, "float16", "files"),
+    "packed experts": ("GptOssConfig", HEADS | EXPERTS, "bfloat16", "files"),
+    "norms in float32": ("GptOssConfig", HEADS | EXPERTS, "float16", "files"),
+    "experts by themselves": ("MixtralConfig", EXPERTS, "bfloat16", "files"),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_read_from_its_files_is_the_one_that_transformers_loads(family, tmp_path, caplog):
+    cls, extra, dtype, loaded_by = FAMILIES[family]
+    cls, dtype = getattr(transformers, cls), getattr(torch, dtype)
+    save(cls(**SIZES | {key: value for key, value in extra.items() if key in cls.__dataclass_fields__}), tmp_path)
+    source = source_of(tmp_path)
+    settings = source.configuration.to_dict()
+    caplog.set_level("INFO", "engine.models.loader")
+    check_same(
+        loader._load_whole(source, dtype, CPU), CausalLM.load_module(source.directory, source.configuration, dtype)
+    )
+    assert source.configuration.to_dict() == settings
+    assert ("transformers loads the weights" in caplog.text) is (loaded_by == "transformers")
+
+
+def test_what_transformers_converts_is_converted_on_the_device(tmp_path, monkeypatch):
+    transformers.AutoModel.from_config(transformers.LlamaConfig(**SIZES)).save_pretrained(tmp_path)  # without a head
+    device, arguments = torch.device("meta"), {}
+    monkeypatch.setattr(CausalLM, "load_module", lambda *_, **given: arguments.update(given) or torch.nn.Module())
+    loader._load_whole(source_of(tmp_path), torch.bfloat16, device)
+    assert arguments == {"device_map": {"": device}}
+
+
 def test_a_rank_loads_its_own_slices_and_a_single_rank_the_whole_model(target_path):
     whole = model_of(target_path).info.num_parameters
-    assert model_of(target_path, Shard(0, 1, lambda x: x)).info.num_parameters == whole
-    shard = Shard(1, 2, lambda x: x)
+    assert model_of(target_path, Shard(0, 1, AbsentOthers())).info.num_parameters == whole
+    shard = Shard(1, 2, AbsentOthers())
     rank = model_of(target_path, shard)
     assert rank.shard is shard
     assert rank.info.num_parameters < whole

@@ -1,19 +1,18 @@
-"""Tensor parallelism: ranks in threads, summed by a plain Python collective, against the whole model."""
-
-import threading
-from concurrent.futures import ThreadPoolExecutor
+"""Tensor parallelism: ranks in threads, which communicate by gloo, against the whole model."""
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelError
 from engine.execution.batch import ForwardRow, build
 from engine.models.causal_lm import Shard
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, Draft, run_in_process
+from engine.sampling import noise
+from engine.sampling.noise import Draws
 from engine.verification.verifier import ModelVerifier
+from tests.engine.ranks import AbsentOthers, gloo_reducers, on_ranks
 from tests.engine.running import make_engine, run
 from tests.engine.tiny import SIZES, backend_of, save
 
@@ -27,36 +26,14 @@ FAMILIES = {
 }
 
 
-class Collective:
-    """Sums over threads: every rank puts its part, waits for the others, and takes the sum."""
-
-    def __init__(self, world_size):
-        self.parts = [None] * world_size
-        self.barrier = threading.Barrier(world_size, timeout=60)
-        self.calls = 0
-
-    def all_reduce(self, rank):
-        def reduce(part):
-            self.parts[rank] = part.clone()
-            self.barrier.wait()
-            part.copy_(sum(self.parts))
-            self.calls += rank == 0
-            self.barrier.wait()
-            return part
-
-        return reduce
-
-
 def save_family(name, path, **changes):
     cls, extra = FAMILIES[name]
     return save(getattr(transformers, cls)(**{**SIZES, **extra, **changes}), path, factor=3.0)
 
 
-def load_ranks(path, world_size):
-    collective = Collective(world_size)
-    shards = [Shard(rank, world_size, collective.all_reduce(rank)) for rank in range(world_size)]
-    with ThreadPoolExecutor(world_size) as pool:
-        return list(pool.map(lambda shard: backend_of(path, shard), shards)), collective
+def load_ranks(path, world_size, **settings):
+    reducers = gloo_reducers(world_size)
+    return on_ranks(lambda one: backend_of(path, Shard(one.rank, world_size, one), **settings), reducers), reducers
 
 
 def logits_of(models):
@@ -72,14 +49,13 @@ def logits_of(models):
         ]
         return torch.cat([first, model.run(build(rows, kv)).logits])
 
-    with ThreadPoolExecutor(len(models)) as pool:
-        return list(pool.map(compute, models))
+    return on_ranks(compute, models)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_two_ranks_compute_the_whole_models_logits(name, tmp_path):
-    save_family(name, tmp_path)
-    ranks, _ = load_ranks(tmp_path, 2)
+@pytest.mark.parametrize(("name", "world_size"), [*((name, 2) for name in FAMILIES), ("llama", 4)])
+def test_ranks_compute_the_whole_models_logits(name, world_size, tmp_path):
+    save_family(name, tmp_path, num_key_value_heads=max(2, world_size))
+    ranks, _ = load_ranks(tmp_path, world_size)
     (whole,) = logits_of([backend_of(tmp_path)])
     for logits in logits_of(ranks):
         assert (logits - whole).abs().max() < 1e-4
@@ -90,13 +66,12 @@ class Ranks:
 
     def __init__(self, verifiers):
         self._verifiers = verifiers
-        self._pool = ThreadPoolExecutor(len(verifiers))
 
     async def verify(self, rows):
         def verify(rank):
             return run_in_process(self._verifiers[rank].verify(rows, decides=rank == 0))
 
-        verdicts, *others = self._pool.map(verify, range(len(self._verifiers)))
+        verdicts, *others = on_ranks(verify, range(len(self._verifiers)))
         assert others == [[]] * len(others)
         return verdicts
 
@@ -151,9 +126,82 @@ def test_every_rank_computes_the_same_bits(tmp_path):
     assert torch.equal(first, second)
 
 
+def drawn_of(models, *, needs_logits):
+    """Three rows, of which the first is greedy, drawn with the noise of their keys."""
+    keys = noise.keys([5, 6], [3, 3], noise.TARGET_STREAM, torch.device("cpu"))
+
+    def compute(model):
+        batch = build([ForwardRow([7, 9, 30, 2, 8], 0, [1], 3)], model.allocate_kv(2, 8))
+        batch.needs_logits = needs_logits
+        return model.run(batch, Draws(torch.tensor([[1.0], [4.0], [9.0]]), keys, torch.tensor([0, 1, 2])))
+
+    return on_ranks(compute, models)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", ["llama", "llama, tied head"])
+def test_each_rank_computes_a_slice_of_the_vocabulary_and_all_draw_the_whole_models_tokens(name, world_size, tmp_path):
+    save_family(name, tmp_path, num_key_value_heads=4)
+    ranks, reducers = load_ranks(tmp_path, world_size)
+    whole = backend_of(tmp_path)
+    (expected,) = drawn_of([whole], needs_logits=True)
+    assert len(set(expected.tokens.tolist())) > 1
+    for output in drawn_of(ranks, needs_logits=False):
+        assert output.logits.shape == output.scores.shape == (3, 64 // world_size)
+        assert torch.equal(output.tokens, expected.tokens)
+    assert {reducer.num_gathers for reducer in reducers} == {0}
+    for output in drawn_of(ranks, needs_logits=True):
+        torch.testing.assert_close(tuple(output), tuple(expected))
+    for rank, backend in enumerate(ranks):
+        head, embeddings = backend.model.module.lm_head, backend.model.module.model.embed_tokens.weight
+        first = rank * 64 // world_size
+        assert torch.equal(head.weight, whole.model.module.lm_head.weight[first : first + 64 // world_size])
+        is_shared = head.weight.untyped_storage().data_ptr() == embeddings.untyped_storage().data_ptr()
+        assert is_shared == ("tied" in name)
+        assert embeddings.shape == (64, 32)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied head"])
+def test_a_vocabulary_that_cannot_be_shared_evenly_is_whole_on_every_rank(name, tmp_path):
+    save_family(name, tmp_path, vocab_size=63)
+    ranks, reducers = load_ranks(tmp_path, 2)
+    (expected,) = drawn_of([backend_of(tmp_path)], needs_logits=False)
+    for output in drawn_of(ranks, needs_logits=False):
+        torch.testing.assert_close(tuple(output), tuple(expected))
+    assert ranks[1].model.vocab_slice == range(63)
+    assert {reducer.num_gathers for reducer in reducers} == {0}
+
+
+@pytest.mark.parametrize(
+    ("params", "settings", "gathers"),
+    [
+        ({}, {}, False),
+        ({"top_p": 0.9}, {}, True),
+        ({"logprobs": 1}, {}, True),
+        ({}, {"verification": "rejection"}, True),
+    ],
+    ids=["coupled", "shaped", "logprobs", "rejection"],
+)
+def test_ranks_give_one_ranks_text_and_gather_logits_only_if_they_are_read(params, settings, gathers, target_path):
+    requests = [
+        ([3 + i, 9, 4], SamplingParams(temperature=0.5 * (i % 2), seed=i, max_tokens=12, ignore_eos=True, **params))
+        for i in range(4)
+    ]
+    settings = {"num_speculative_tokens": 3, "drafting": "self", "self_draft_layers": 1} | settings
+    engine = make_engine(backend_of(target_path), **settings)
+    expected = run(engine, requests)
+    models, reducers = load_ranks(target_path, 2)
+    engines = on_ranks(lambda model: make_engine(model, **settings), models)
+    ranks = engines[0]
+    ranks.verifier = Ranks([one.verifier for one in engines])
+    assert run(ranks, requests) == expected
+    assert ranks.stats.num_accepted_tokens == engine.stats.num_accepted_tokens > 0
+    assert [reducer.num_gathers > 0 for reducer in reducers] == [gathers] * 2
+
+
 def test_a_rank_holds_half_of_every_sliced_layer_and_sums_twice_a_layer(tmp_path):
     save_family("llama", tmp_path)
-    backends, collective = load_ranks(tmp_path, 2)
+    backends, reducers = load_ranks(tmp_path, 2)
     ranks = [backend.model for backend in backends]
     whole = backend_of(tmp_path).model
     assert [rank.kv_shape for rank in ranks] == [(2, 1, 8, 8)] * 2
@@ -163,9 +211,10 @@ def test_a_rank_holds_half_of_every_sliced_layer_and_sums_twice_a_layer(tmp_path
     for rank in ranks:
         for name in sliced:
             assert rank.module.get_parameter(name).numel() * 2 == whole.module.get_parameter(name).numel()
-    before = collective.calls
+    for reducer in reducers:
+        reducer.sums.clear()
     logits_of(backends)
-    assert collective.calls - before == 2 * 2 * 2  # passes, layers, row-wise projections
+    assert [len(reducer.sums) for reducer in reducers] == [2 * 2 * 2] * 2  # passes, layers, row-wise projections
 
 
 def test_weights_spread_over_several_files_are_found(tmp_path):
@@ -182,20 +231,12 @@ def test_weights_spread_over_several_files_are_found(tmp_path):
 def test_heads_that_cannot_be_shared_evenly_are_refused(tmp_path):
     save_family("llama", tmp_path, num_key_value_heads=1)
     with pytest.raises(ModelError, match="1 key/value heads, not divisible by tensor_parallel_size 2"):
-        backend_of(tmp_path, Shard(0, 2, lambda x: x))
+        backend_of(tmp_path, Shard(0, 2, AbsentOthers()))
 
 
-def test_experts_are_refused_until_they_can_be_sliced(tmp_path):
-    config = transformers.MixtralConfig(**{**SIZES, "num_local_experts": 4})
-    save(config, tmp_path)
-    with pytest.raises(ModelError, match="tensor parallel plan needs"):
-        backend_of(tmp_path, Shard(0, 2, lambda x: x))
-
-
-def test_a_file_that_lacks_a_weight_is_refused(tmp_path):
+def test_styles_that_are_not_supported_are_refused(tmp_path, monkeypatch):
+    plan = transformers.LlamaConfig.base_model_tp_plan | {"layers.*.mlp.up_proj": "packed_colwise"}
+    monkeypatch.setattr(transformers.LlamaConfig, "base_model_tp_plan", plan)
     save_family("llama", tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, tmp_path / "model.safetensors")
-    with pytest.raises(ModelError, match=r"lacks the weights model\.layers\.1\.mlp\.up_proj\.weight"):
-        backend_of(tmp_path, Shard(0, 2, lambda x: x))
+    with pytest.raises(ModelError, match="tensor parallel plan needs"):
+        backend_of(tmp_path, Shard(0, 2, AbsentOthers()))

@@ -1,5 +1,6 @@
 """top_k and top_p keep what a full sort keeps."""
 
+import math
 import random
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from engine.params import SamplingParams
 from engine.protocols import Request
 from engine.sampling.logits import Run, probabilities, shape
+from engine.sampling.top_tokens import top
 
 
 def law_of(logits, params):
@@ -23,6 +25,15 @@ def test_top_p_keeps_the_smallest_set_that_holds_enough():
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
     kept = [sum(p > 0 for p in law_of(logits, SamplingParams(top_p=p))) for p in (0.49, 0.51, 0.79, 0.81, 0.96)]
     assert kept == [1, 2, 2, 3, 4]
+
+
+def test_small_probabilities_add_up_in_any_order():
+    """In float32 they would be lost one by one after a large one, and kept if added before; GPUs do either."""
+    logits = torch.full((1, 101), -26.0).mul(math.log(2.0))
+    logits[0, 0] = 0.0
+    enough = logits.softmax(-1)[:, :1] + 2.0**-23
+    kept, _ = top(logits, torch.tensor([[101]]), enough, 101)
+    assert kept.isfinite().sum() in (1 + 8, 1 + 9)
 
 
 def test_of_equal_logits_top_k_keeps_the_lowest_ids():

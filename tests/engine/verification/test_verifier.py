@@ -22,14 +22,17 @@ class RecordingModel(ContextModel):
         laws = torch.rand(101, VOCAB, generator=torch.Generator().manual_seed(0)) ** 4
         super().__init__(laws / laws.sum(-1, keepdim=True), [EOS])
         self.first_rank = first_rank
+        self.reducer = self
         self.draws = []
+        self.needs_logits = []
         self.shared = None
 
     def run(self, batch, draws=None):
         self.draws.append(draws)
+        self.needs_logits.append(batch.needs_logits)
         return super().run(batch, draws)
 
-    def all_reduce(self, partial):
+    def sum(self, partial):
         self.shared = partial.clone()
         return partial if self.first_rank is None else partial + self.first_rank.shared
 
@@ -168,6 +171,30 @@ def test_where_more_than_tokens_is_needed_the_pass_does_not_draw(settings, model
     assert model.draws == [None]
 
 
+@pytest.mark.parametrize(
+    ("params", "settings", "needs_logits"),
+    [
+        ({}, {}, False),
+        ({"top_p": 0.5}, {}, True),
+        ({"logprobs": 0}, {}, True),
+        ({"prompt_logprobs": 0}, {}, True),
+        ({}, {"verification": "rejection"}, True),
+    ],
+    ids=["coupled", "shaped", "logprobs", "a prompt's logprobs", "rejection"],
+)
+def test_all_ranks_draw_alike_and_say_alike_whether_they_need_logits(params, settings, needs_logits, model):
+    second = RecordingModel(first_rank=model)
+    rows = [make_row(PROMPT, PLAIN[0]), make_row([3, 4], SamplingParams(seed=5, **params), first_block=10)]
+    for rank, decides in ((model, True), (second, False)):
+        verify(make_verifier(rank, **settings), *rows, decides=decides)
+        assert rank.needs_logits == [needs_logits]
+    (first,), (other,) = model.draws, second.draws
+    assert (first is None) == (other is None) == ("verification" in settings or "prompt_logprobs" in params)
+    if first is not None:
+        for name in ("temperatures", "keys", "rows"):
+            assert torch.equal(getattr(first, name), getattr(other, name))
+
+
 def branching_rows(model):
     """A tree whose second branch is right, a chain, and a tree of which nothing is right."""
     right = greedy(model, PROMPT, 4)
@@ -199,7 +226,6 @@ def test_a_rank_that_does_not_decide_answers_nothing_and_keeps_the_paths_of_the_
     _, rows = branching_rows(model)
     assert len(verify(verifiers[0], *rows)) == 3
     assert verify(verifiers[1], *rows, decides=False) == []
-    assert second.draws == [None]
     assert second.shared.tolist() == [[0] * 5] * 2, "it adds empty paths, for the drafts that branch"
     assert model.shared.tolist() == [[2, 4, 5, 0, 0], [0] * 5]
     (entries,), (others,) = (verifier._kv.keys for verifier in verifiers)
@@ -233,3 +259,13 @@ def test_an_ended_requests_matcher_is_released(model):
 def test_a_device_that_computes_while_the_host_goes_on_decides_the_same(params, model):
     rows = [make_row([3, 4, 5], params, first_block=1), make_row([6, 7], params, first_block=10)]
     assert verify(make_verifier(LateModel(model)), *rows) == verify(make_verifier(model), *rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "needs_logits"),
+    [({}, False), ({"temperature": 0.7}, False), ({"top_k": 2}, True), ({"logprobs": 0}, True)],
+)
+def test_logits_are_read_only_for_parameters_and_log_probabilities(settings, needs_logits, model):
+    row = make_row([3, 4, 5], SamplingParams(**settings), draft=chain([2]))
+    verify(make_verifier(model), row, make_row([6], first_block=9))
+    assert model.needs_logits == [needs_logits]

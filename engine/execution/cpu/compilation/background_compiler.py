@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from engine.config import CompileProgress
-from engine.execution.cpu.compilation.packages import cache_folder
-from engine.execution.scratch import scratch_folder
+from engine.execution.scratch import cache_folder, scratch_folder
 from engine.models.source import ModelSource
 
 logger = logging.getLogger(__name__)

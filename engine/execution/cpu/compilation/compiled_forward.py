@@ -22,7 +22,7 @@ from engine.execution.cpu.kernels.paged_attention import attend_to_blocks, suits
 from engine.execution.cpu.kernels.panel_linear import packed_copy
 from engine.execution.scratch import scratch_folder
 from engine.models.causal_lm import forward
-from engine.models.layer_attention import AttentionParams
+from engine.models.layers.layer_attention import AttentionParams
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 

@@ -7,7 +7,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,10 +22,11 @@ from engine.execution.batch import ForwardBatch
 from engine.execution.cpu.compilation.compiled_forward import CompileError, GumbelNoise, Step, arguments
 from engine.execution.cpu.kernels import library as kernels
 from engine.execution.cpu.kernels import paged_attention, panel_linear
+from engine.execution.scratch import CACHE_VARIABLE as CACHE_VARIABLE
+from engine.execution.scratch import cache_folder
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
-CACHE_VARIABLE = "PACELINE_CACHE_DIR"
 _ENGINE = Path(__file__).parents[3]
 _SOURCES = (
     "execution/attention.py",
@@ -67,12 +67,6 @@ def noise_path() -> Path:
 def kernels_path() -> Path:
     """Return the path of the C++ library in the cache."""
     return _cached("kernels").with_suffix(".so")
-
-
-def cache_folder() -> Path:
-    """Return the folder of the cache."""
-    root = os.environ.get(CACHE_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "paceline"
-    return Path(root).expanduser()
 
 
 def _cached(*parts: object) -> Path:

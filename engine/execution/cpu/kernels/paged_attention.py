@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.execution.attention import attend_to_gathered
 from engine.execution.cpu.kernels import library as kernels
-from engine.models.layer_attention import AttentionParams
+from engine.models.layers.layer_attention import AttentionParams
 
 _LANES = 16
 """Floats in a CPU's largest vector register; the C++ works with whole registers."""

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.execution.cpu.kernels import library as kernels
-from engine.models.quantization import QuantizedLinear
+from engine.models.layers.quantization import QuantizedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -151,5 +151,5 @@ def packed_copy(module: nn.Module) -> nn.Module:
 
 def _can_pack(layer: nn.Module) -> bool:
     if type(layer) is QuantizedLinear:
-        return layer.values.device.type == "cpu"
+        return layer.values.device.type == "cpu" and not layer.values.is_floating_point()
     return type(layer) is nn.Linear and layer.weight.dtype == torch.float32 and layer.weight.device.type == "cpu"

@@ -12,7 +12,8 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from engine.execution.attention import Group
-from engine.models.layer_attention import AttentionParams
+from engine.execution.cuda.kernels.product import widened
+from engine.models.layers.layer_attention import AttentionParams
 
 CHUNK = 256
 """Places of a context that are attended to together."""
@@ -20,6 +21,8 @@ TILE = 128
 """Places that are loaded at once."""
 MAX_PROGRAMS = 32
 """Programs that share the chunks of one row and head."""
+_SIZES = ["length", "num_chunks", "blocks_row_stride", "blocks_stride"]
+"""Numbers whose values give a kernel no variants, which would be compiled in the round that has them first."""
 MAX_SPLIT_LENGTH = 32
 """Rows of more tokens have enough programs without splitting their context."""
 _QUERY_ROWS = 64
@@ -37,9 +40,10 @@ def attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, output: Te
     heads, _, key_dim = query.shape
     value_dim = values.shape[-1]
     _, block_size, kv_heads, _ = keys.shape
-    copies = heads // kv_heads
-    is_split = group.length <= MAX_SPLIT_LENGTH
-    tile_tokens = triton.next_power_of_2(min(group.length, max(1, _QUERY_ROWS // copies)))
+    num_extra = 0 if group.extra is None else group.extra.shape[-1]
+    sizes = (heads, kv_heads, key_dim, value_dim, block_size, group.length, num_extra)
+    constants, common = attention_constants(*sizes, params, is_fp8=keys.dtype == torch.float8_e4m3fn)
+    is_split = constants["IS_SPLIT"]
     num_chunks = triton.cdiv(group.blocks.shape[1] * block_size, CHUNK)
     num_programs = min(num_chunks, MAX_PROGRAMS) if is_split else 1
     tokens = group.rows * group.length
@@ -48,36 +52,51 @@ def attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, output: Te
         partials = torch.empty((tokens, heads, num_chunks, value_dim), dtype=torch.float32, device=query.device)
         stats = torch.empty((tokens, heads, num_chunks, 2), dtype=torch.float32, device=query.device)
     extra = group.limits if group.extra is None else group.extra
-    num_extra = 0 if group.extra is None else group.extra.shape[-1]
-    common = {
-        "VALUE_DIM": value_dim,
-        "VALUE_PAD": triton.next_power_of_2(value_dim),
-        "NUM_EXTRA": num_extra,
-        "CHUNK": CHUNK,
-        "WINDOW": params.window or 0,
-        "HAS_SINKS": params.sinks is not None,
-    }
     sinks = output if params.sinks is None else params.sinks
     scale = key_dim**-0.5 if params.scaling is None else params.scaling
     # Scores are in units of log2, for `exp2`.
     cap = 0.0 if params.softcap is None else params.softcap * _LOG2_E
     scale = scale * _LOG2_E if params.softcap is None else scale / params.softcap
-    grid = (group.rows * triton.cdiv(group.length, tile_tokens), kv_heads, num_programs)
+    grid = (group.rows * triton.cdiv(group.length, constants["TILE_TOKENS"]), kv_heads, num_programs)
     _attend_kernel[grid](
-        query, keys, values, output, partials, stats,
+        query, _stored(keys), _stored(values), output, partials, stats,
         group.blocks, group.limits, group.positions, extra, sinks,
         scale, cap, group.length, num_chunks,
         query.stride(0), query.stride(1), *group.blocks.stride(),
-        HEADS=heads, KV_HEADS=kv_heads, COPIES=copies, BLOCK_SIZE=block_size, TILE_TOKENS=tile_tokens,
-        ROWS=max(16, triton.next_power_of_2(tile_tokens * copies)), TILE=TILE, IS_SPLIT=is_split,
-        KEY_DIM=key_dim, KEY_PAD=triton.next_power_of_2(key_dim), HAS_CAP=params.softcap is not None,
-        num_stages=2, enable_fp_fusion=False, **common,
+        num_stages=2, num_warps=num_warps(constants), enable_fp_fusion=False, **constants,
     )  # fmt: skip
     if is_split:
         _merge_kernel[(tokens, heads)](
-            partials, stats, output, group.limits, group.positions, extra, sinks, num_chunks, HEADS=heads,
+            partials, stats, output, group.limits, group.positions, extra, sinks, num_chunks,
             enable_fp_fusion=False, **common,
         )  # fmt: skip
+
+
+def attention_constants(
+    heads: int, kv_heads: int, key_dim: int, value_dim: int, block_size: int, length: int, num_extra: int,
+    params: AttentionParams, *, is_fp8: bool = False,
+) -> tuple[dict[str, int], dict[str, int]]:  # fmt: skip
+    """Return the constants of the kernels that attend to chunks and merge them."""
+    assert CHUNK % TILE == 0, "a tile lies in one chunk"
+    copies = heads // kv_heads
+    tile_tokens = triton.next_power_of_2(min(length, max(1, _QUERY_ROWS // copies)))
+    common = {
+        "HEADS": heads, "VALUE_DIM": value_dim, "VALUE_PAD": triton.next_power_of_2(value_dim), "NUM_EXTRA": num_extra,
+        "CHUNK": CHUNK,
+        "WINDOW": params.window or 0, "HAS_SINKS": params.sinks is not None,
+    }  # fmt: skip
+    return common | {
+        "KV_HEADS": kv_heads, "COPIES": copies, "BLOCK_SIZE": block_size, "TILE_TOKENS": tile_tokens,
+        "ROWS": max(16, triton.next_power_of_2(tile_tokens * copies)), "TILE": TILE,
+        "IS_SPLIT": length <= MAX_SPLIT_LENGTH,
+        "KEY_DIM": key_dim, "KEY_PAD": triton.next_power_of_2(key_dim), "HAS_CAP": params.softcap is not None,
+        "IS_FP8": is_fp8,
+    }, common  # fmt: skip
+
+
+def num_warps(constants: dict[str, int]) -> int:
+    """Return the warps of a program that attends; with fewer, its sums do not fit into registers."""
+    return 8 if constants["ROWS"] * constants["VALUE_PAD"] >= 4096 else 4
 
 
 def write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tensor) -> None:
@@ -85,11 +104,16 @@ def write(key: Tensor, value: Tensor, keys: Tensor, values: Tensor, slots: Tenso
     kv_heads, tokens, key_dim = key.shape
     value_dim = value.shape[-1]
     _write_kernel[(tokens,)](
-        key, value, keys, values, slots, key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+        key, value, _stored(keys), _stored(values), slots,
+        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
         KV_HEADS=kv_heads, HEADS_PAD=triton.next_power_of_2(kv_heads),
         KEY_DIM=key_dim, KEY_PAD=triton.next_power_of_2(key_dim),
-        VALUE_DIM=value_dim, VALUE_PAD=triton.next_power_of_2(value_dim),
+        VALUE_DIM=value_dim, VALUE_PAD=triton.next_power_of_2(value_dim), IS_FP8=keys.dtype == torch.float8_e4m3fn,
     )  # fmt: skip
+
+
+def _stored(cache: Tensor) -> Tensor:
+    return cache.view(torch.uint8) if cache.dtype == torch.float8_e4m3fn else cache
 
 
 @triton.jit
@@ -126,7 +150,7 @@ def _left_to_sink(best, total, sink):
     return tl.fma(total, kept, tl.exp2(sink - new_best)), kept
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_SIZES)
 def _attend_kernel(
     query, keys, values, output, partials, stats, blocks, limits, positions, extra, sinks,
     scale, cap, length, num_chunks, query_head_stride, query_token_stride, blocks_row_stride, blocks_stride,
@@ -134,6 +158,7 @@ def _attend_kernel(
     TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, IS_SPLIT: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
     NUM_EXTRA: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):  # fmt: skip
     """Attend to the chunks of one tile of tokens and one key/value head.
 
@@ -171,7 +196,9 @@ def _attend_kernel(
             block = tl.load(blocks + row * blocks_row_stride + place // BLOCK_SIZE * blocks_stride, is_place, 0)
             entry = (block.to(tl.int64) * BLOCK_SIZE + place % BLOCK_SIZE) * KV_HEADS + kv_head
             key_entry = keys + entry[None, :] * KEY_DIM + key_column[:, None]
-            key = tl.load(key_entry, is_place[None, :] & is_key_column[:, None], 0.0)
+            key = tl.load(key_entry, is_place[None, :] & is_key_column[:, None], 0)
+            if IS_FP8:
+                key = widened(key, rows.dtype)
             scores = tl.dot(rows, key, input_precision="ieee") * scale
             if HAS_CAP:  # tanh
                 scores = (1.0 - 2.0 / (tl.exp2(scores * 2.8853900817779268) + 1.0)) * cap
@@ -187,7 +214,9 @@ def _attend_kernel(
             weights = tl.exp2(scores - shift[:, None])
             kept = tl.exp2(chunk_best - shift)
             value_entry = values + entry[:, None] * VALUE_DIM + column[None, :]
-            value = tl.load(value_entry, is_place[:, None] & is_column[None, :], 0.0)
+            value = tl.load(value_entry, is_place[:, None] & is_column[None, :], 0)
+            if IS_FP8:
+                value = widened(value, rows.dtype)
             # A product with ones sums in order of places; `tl.sum` would sum in an order that depends on the tile.
             ones = tl.full((TILE, 16), 1.0, value.dtype)
             tile_totals = tl.dot(weights.to(value.dtype), ones, input_precision="ieee")
@@ -215,7 +244,7 @@ def _attend_kernel(
         tl.store(output + place, sums.to(output.dtype.element_ty), is_written)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _merge_kernel(
     partials, stats, output, limits, positions, extra, sinks, num_chunks,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
@@ -244,10 +273,23 @@ def _merge_kernel(
 
 
 @triton.jit
+def _narrowed(numbers):
+    """Return the bits of the nearest float8_e4m3fn; larger numbers become the largest."""
+    exact = numbers.to(tl.float32)
+    size = tl.minimum(tl.abs(exact), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960  # exponents are lower by 120
+    small = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # steps of 2^-9, as beside 2^14
+    sign = (exact.to(tl.int32, bitcast=True) >> 24) & 128
+    return (tl.where(size < 0.015625, small, normal) | sign).to(tl.uint8)
+
+
+@triton.jit
 def _write_kernel(
     key, value, keys, values, slots, key_head_stride, key_token_stride, value_head_stride, value_token_stride,
     KV_HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
+    IS_FP8: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     head = tl.arange(0, HEADS_PAD)[:, None]
@@ -255,8 +297,10 @@ def _write_kernel(
     column = tl.arange(0, KEY_PAD)[None, :]
     is_entry = (head < KV_HEADS) & (column < KEY_DIM)
     new_key = tl.load(key + head * key_head_stride + token * key_token_stride + column, is_entry)
+    new_key = _narrowed(new_key) if IS_FP8 else new_key
     tl.store(keys + entry * KEY_DIM + column, new_key, is_entry)
     column = tl.arange(0, VALUE_PAD)[None, :]
     is_entry = (head < KV_HEADS) & (column < VALUE_DIM)
     new_value = tl.load(value + head * value_head_stride + token * value_token_stride + column, is_entry)
+    new_value = _narrowed(new_value) if IS_FP8 else new_value
     tl.store(values + entry * VALUE_DIM + column, new_value, is_entry)

@@ -190,12 +190,12 @@ class Rank(SelfDraftingModel):
 
     def __init__(self, first=None):
         super().__init__(laws(1), laws(2))
-        self.thinned.all_reduce = self.all_reduce
+        self.reducer = self.thinned.reducer = self
         self.first = first
         self.shared = []
         self.num_sums = 0
 
-    def all_reduce(self, partial):
+    def sum(self, partial):
         self.shared.append(partial.clone())
         self.num_sums += 1
         return partial if self.first is None else partial + self.first.shared[self.num_sums - 1]

@@ -41,6 +41,7 @@ class Foreign:
     def run(self, batch, draws=None):
         own = torch.zeros(6, dtype=torch.int64)
         own[ORDER] = torch.arange(5)
+        assert batch.needs_logits
         output = self.model.run(replace(batch, token_ids=own[batch.token_ids]))
         logits = output.logits.new_full((len(output.logits), 6), 2.0)
         logits[:, ORDER] = output.logits
@@ -50,6 +51,12 @@ class Foreign:
 def drafted_by(model, shared, drafting="model"):
     backend = TranslatedBackend(Foreign(model), model.info, ORDER, torch.tensor(shared))
     return lambda config: METHODS[drafting].make(config, DraftModel(backend, 5))
+
+
+def test_chains_are_drawn_pass_by_pass_even_by_a_model_that_draws_them():
+    model = Foreign(TARGET)
+    model.plan_chains = lambda *_: True
+    assert not TranslatedBackend(model, TARGET.info, ORDER, torch.tensor([0, 1])).plan_chains(4, 0)
 
 
 @pytest.mark.parametrize("drafting", ["model", "tree"])

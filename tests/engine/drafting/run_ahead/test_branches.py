@@ -12,7 +12,7 @@ from engine.drafting.model.next_tokens import NUM_CANDIDATES, Confidence, NextTo
 from engine.drafting.model.token_drawer import Chain, Drawn
 from engine.drafting.run_ahead.branches import Branches, DraftContext, VerdictPredictor
 from engine.execution.attention import KVTensors
-from engine.models.layer_attention import KVShape
+from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
 from engine.protocols import Request
 

@@ -1,7 +1,10 @@
 """Passes between two proposals: one at a time, measured, and only while there is something to do."""
 
 import pytest
+from hypothesis import given, strategies
 
+from engine.control.stats import Preparation
+from engine.drafting.run_ahead import passes as passes_module
 from engine.drafting.run_ahead.passes import WIDTHS, Pace, PassesAhead
 from engine.protocols import run_in_process
 
@@ -83,6 +86,20 @@ def test_a_pass_that_a_proposal_interrupts_is_not_measured():
     run_in_process(passes.propose([]))
     passes.advance()
     assert passes._pace._pass_s == 0
+
+
+@pytest.mark.parametrize("kind", [None, "compiled", "recorded"])
+def test_a_pass_that_compiles_or_records_is_not_measured(kind, monkeypatch):
+    monkeypatch.setattr(passes_module, "PREPARATION", preparation := Preparation())
+    with preparation.expected():
+        pass
+    passes = Passes(2)
+    for first in (kind, None):
+        passes._work = map(preparation.observe, [first]) if first else passes._launch(1)
+        passes.advance()
+        passes.now += 0.5 if first else 0.002
+        passes.advance()
+    assert passes._pace._pass_s == pytest.approx(0.002)
 
 
 class Clock:
@@ -181,3 +198,56 @@ def test_the_slowdown_is_the_late_steps_share_of_a_round(pace, clock):
     pace.observe_late_steps(0.03, 3)
     assert pace.slowdown(1) == pytest.approx(1.1)
     assert pace.slowdown(4) == pytest.approx(1.4)
+
+
+def steady_round(pace, clock):
+    """A round of the target that takes 8 ms, with a pass of 2 ms whenever there is time; return their number."""
+    pace.observe_answer()
+    end = clock.now + 0.008
+    num_passes = 0
+    while clock.now < end and pace.has_time:
+        clock.now += 0.002
+        pace.observe_pass(0.002)
+        num_passes += 1
+    clock.now = max(clock.now, end)
+    pace.observe_request(end, is_late=False)
+    return num_passes
+
+
+seconds = strategies.floats(0, 1e4, allow_subnormal=False)
+
+
+@given(strategies.lists(strategies.tuples(strategies.sampled_from(["pass", "answer", "request"]), seconds)))
+def test_no_history_stops_the_passes_for_good(history):
+    """One slow pass must not: no pass is launched without time for it, and none is measured that is not launched."""
+    clock = Clock()
+    pace = Pace(clock)
+    for kind, length in [*history, ("pass", 0.4)]:
+        if kind == "pass":
+            pace.observe_pass(length)
+            continue
+        clock.now += length
+        pace.observe_answer() if kind == "answer" else pace.observe_request(clock.now, is_late=False)
+    num_passes = [steady_round(pace, clock) for _ in range(200)]
+    assert num_passes[-20:] == [4] * 20
+
+
+def test_a_pass_that_is_slow_for_good_is_tried_once_in_many_rounds(pace, clock):
+    one_round(pace, clock, length=0.008)
+    pace.observe_pass(0.4)
+    tried = []
+    for _ in range(204):
+        pace.observe_answer()
+        tried.append(pace.has_time)
+        clock.now += 0.008
+        pace.observe_request(clock.now, is_late=False)  # and the pass is never seen to end
+    assert sum(tried) == 4
+
+
+def test_a_pass_after_a_pause_is_measured_anew(pace, clock):
+    pace.observe_pass(0.4)
+    for _ in range(50):
+        one_round(pace, clock, length=0.008)
+    pace.observe_pass(0.002)
+    pace.observe_pass(0.004)
+    assert pace._pass_s == pytest.approx(0.0022)

@@ -31,6 +31,7 @@ from engine.sampling.grammar import Grammars, from_regex
 from engine.sampling.noise import Draws
 from tests.engine.conftest import VOCAB
 from tests.engine.execution.cpu.batches import assert_same_caches, both_caches, mixed_rows
+from tests.engine.ranks import AbsentOthers
 from tests.engine.running import make_engine, run
 from tests.engine.tiny import SIZES, backend_of, save
 from tests.engine.tokenizers import END, json_tokenizer, saved
@@ -141,7 +142,7 @@ def test_where_compiling_does_not_pay_it_stays_eager_and_says_why(name, target_p
     monkeypatch.setattr(packages, "has_compiler", lambda: name != "no compiler")
     monkeypatch.setattr(packages, "MAX_BYTES", 1 if name == "too large" else 2**31)
     monkeypatch.setattr(cpu_backend, "BackgroundCompiler", pytest.fail)
-    shard = Shard(0, 2, lambda x: x) if name == "one of several ranks" else None
+    shard = Shard(0, 2, AbsentOthers()) if name == "one of several ranks" else None
     backend = backend_of(target_path, shard, compile="auto")
     with caplog.at_level(logging.INFO):
         backend.warm_up()

@@ -1,6 +1,7 @@
-"""Decoder layers compiled on the CPU: one compilation for all layers and numbers of tokens."""
+"""Decoder layers compiled on the CPU: one compilation for all layers and numbers of tokens, in every thread."""
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from engine.execution.eager import EagerBackend
 from engine.models.causal_lm import forward
 
 pytest.importorskip("triton", reason="the kernels need triton")
+from triton import knobs
+
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
-from tests.gpu.models import random_model
+from tests.gpu.models import SHAPES, random_model
 
 
 @pytest.mark.slow
@@ -37,6 +40,48 @@ def test_layers_are_compiled_once_and_compute_the_same(monkeypatch):
                 ).float()
             uncompiled = EagerBackend(random_model("tiny", torch.device("cpu"), torch.float32))
             torch.testing.assert_close(logits, uncompiled.logits(build(rows, other_kv)), atol=1e-4, rtol=0)
-        assert counters["stats"]["unique_graphs"] == 1
+        assert counters["stats"]["unique_graphs"] == 2, "the layers', and the final norm's"
     finally:
         uncompile_layers(backend.model.module)
+    assert not any("forward" in child.__dict__ for child in backend.model.module.modules())
+
+
+def computed(backend, count):
+    kv = backend.allocate_kv(4, 16)
+    batch = build([ForwardRow([3] * count, 0, [1, 2], 1)], kv)
+    with torch.inference_mode(), TritonContext(kv, batch.paged.groups).current() as context:
+        return forward(backend.model.module, batch.token_ids, batch.positions, batch.logit_indices, context)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_layers_are_compiled_alike_in_the_thread_that_serves(monkeypatch, quick, preparation):
+    """One thread loads and warms up, another serves 9 layers, more than torch compiles by itself, in two formats."""
+    compiler, seen = torch.compile, []
+    monkeypatch.setattr(torch, "compile", lambda *a, **k: seen.append(k) or compiler(*a, **k, backend="eager"))
+    monkeypatch.setitem(SHAPES, "deep", (16, 32, 9, 2, 1, 16))
+    torch._dynamo.reset()
+    counters.clear()
+    formats = (torch.float32, torch.bfloat16)
+    backends = [EagerBackend(random_model("deep", torch.device("cpu"), dtype)) for dtype in formats]
+
+    def load():
+        for backend in backends:
+            compile_layers(backend.model.module)
+        with preparation.expected():
+            computed(backends[0], 2)
+
+    def serve():
+        for backend in backends:
+            computed(backend, 5)
+        return torch._dynamo.config.allow_unspec_int_on_nn_module, torch._dynamo.config.recompile_limit
+
+    for step in (load, serve):
+        with ThreadPoolExecutor(1) as thread:
+            result = thread.submit(step).result()
+    assert counters["stats"]["unique_graphs"] == 2 * 2
+    assert result == (True, 64)
+    assert all(options["options"] == {"deterministic": True} and options["fullgraph"] for options in seen)
+    assert preparation.counts["compiled"] == 2, "the other format, in a round"
+    knobs.runtime.jit_post_compile_hook(fn="a kernel of ours")
+    assert preparation.counts["compiled"] == 3

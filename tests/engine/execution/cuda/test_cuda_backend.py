@@ -1,24 +1,34 @@
 """CudaBackend: the eager pass's results, interpreted on a CPU, and on a GPU before and after it is warmed up."""
 
+import random
+
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from engine.config import ModelConfig
+from engine.config import EngineConfig, ModelConfig
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
+from engine.models.first_layers import first_layers
+from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 from tests.engine.running import make_engine, run
+from tests.engine.tiny import SIZES, model_of, save
 from tests.fakes import InterruptedDrafter, TreeDrafter
 from tests.gpu.models import random_model
 
 pytest.importorskip("triton", reason="the kernels need triton")
+from engine.execution.cuda import cuda_backend
 from engine.execution.cuda.cuda_backend import CudaBackend, GraphedKV, make_cuda_backend
+from engine.execution.cuda.graphs import Graphs, shapes
+from engine.execution.cuda.kernels import triton_attention
+from tests.engine.execution.cuda.recorders import ENGINE, SETTINGS, CallRecorder, on_all, ranks, sharded
 
 on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
 DEVICE = torch.device("cuda", 0)
@@ -56,7 +66,7 @@ def test_float32_texts_are_those_of_a_cpu(name, is_compiled, expected):
     model = random_model("tiny", torch.device("cpu"), torch.float32)
     model.module.to(DEVICE)
     model.device = DEVICE
-    backend = CudaBackend(model, ModelConfig("tiny", compile=is_compiled))
+    backend = CudaBackend(model, ModelConfig("tiny", compile=is_compiled), EngineConfig())
     assert texts(backend, DRAFTERS[name](backend)) == expected
 
 
@@ -64,7 +74,9 @@ def test_float32_texts_are_those_of_a_cpu(name, is_compiled, expected):
 @on_a_gpu
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_bfloat16_texts_depend_on_neither_draft_nor_batch(name):
-    backend = CudaBackend(random_model("tiny", DEVICE, torch.bfloat16), ModelConfig("tiny", compile="auto"))
+    backend = CudaBackend(
+        random_model("tiny", DEVICE, torch.bfloat16), ModelConfig("tiny", compile="auto"), EngineConfig()
+    )
     alone = texts(backend, None, max_num_seqs=1)
     assert texts(backend, DRAFTERS[name](backend)) == alone
     assert texts(backend, None, max_num_batched_tokens=24, enable_prefix_caching=False) == alone
@@ -80,7 +92,7 @@ def test_an_interpreted_backend_and_its_first_layers_compute_what_eager_ones_do(
     keys = noise.keys(range(5), range(5), noise.TARGET_STREAM, torch.device("cpu"))
     draws = Draws(torch.linspace(1.0, 0.5, 7).unsqueeze(-1), keys, torch.tensor([0, 1, 2, 3, 4, 5, 0]))
     model = random_model("tiny", torch.device("cpu"), torch.float32)
-    eager, backend = EagerBackend(model), make_cuda_backend(model, ModelConfig("tiny"))
+    eager, backend = EagerBackend(model), make_cuda_backend(model, ModelConfig("tiny"), EngineConfig())
     kv, other_kv = backend.allocate_kv(8, 16), eager.allocate_kv(8, 16)
     assert isinstance(kv, GraphedKV)
     backend.warm_up()  # with compile=off, nothing is compiled
@@ -92,3 +104,169 @@ def test_an_interpreted_backend_and_its_first_layers_compute_what_eager_ones_do(
         assert torch.equal(output.tokens, expected.tokens)
     backend.wait()
     assert not backend.is_busy
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no CUDA device")
+def test_a_pass_without_a_graph_bounds_its_results_of_chunks_and_computes_two_tokens_at_least(monkeypatch):
+    """A layer compiled for one token alone could round differently."""
+    monkeypatch.setattr(cuda_backend, "_MAX_CHUNKS", 5)
+    seen, attend = [], triton_attention.attend
+    monkeypatch.setattr(triton_attention, "attend", lambda group, *rest: seen.append(group) or attend(group, *rest))
+    model = first_layers(random_model("tiny", torch.device("cpu"), torch.float32), 1)
+    eager, backend = EagerBackend(model), make_cuda_backend(model, ModelConfig("tiny"), EngineConfig())
+    kv, other_kv = backend.allocate_kv(8, 16), eager.allocate_kv(8, 16)
+    for rows, sizes in (
+        ([ForwardRow([3, 4], 0, [1], 1), ForwardRow([5, 6], 0, [2], 2), ForwardRow([7], 0, [3], 1)], [(2, 2), (1, 2)]),
+        ([ForwardRow([8], 2, [1], 1)], [(1, 2)]),
+    ):
+        seen.clear()
+        torch.testing.assert_close(
+            backend.logits(build(rows, kv)), eager.logits(build(rows, other_kv)), atol=1e-5, rtol=0
+        )
+        assert [(group.rows, group.length) for group in seen] == sizes
+
+
+def test_all_shapes_are_recorded_before_the_first_round(
+    target_path, uncompiled, quick, preparation, monkeypatch, caplog
+):
+    caplog.set_level("INFO", cuda_backend.logger.name)
+    monkeypatch.setattr(Graphs, "record", lambda graphs, shape: seen.append((graphs, shape, *backend.compiling)))
+    seen, backend = [], CudaBackend(model_of(target_path), SETTINGS, ENGINE, recorder=CallRecorder())
+    kv = backend.allocate_kv(8, ENGINE.block_size)
+    thinned, seen_kv = backend.thin(1, kv)
+    backend.warm_up()
+    every = shapes(ENGINE, backend.info.max_model_len, ENGINE.block_size)
+    assert [entry[:2] for entry in seen] == [(one.graphs, shape) for one in (kv, seen_kv) for shape in every]
+    assert [entry[2][:2] for entry in seen[: len(every)]] == [(done, len(every)) for done in range(len(every))]
+    assert (backend.compiling, thinned.compiling) == ([], [])
+    lines = [" ".join(record.getMessage().split(" ")[1:3]) for record in caplog.records]
+    assert lines == 2 * ["compiling layers", "layers compiled", f"recording {len(every)}", "graphs recorded"]
+    assert backend.thin(1, kv)[1].graphs is None, "those of the whole model"
+    backend.close()
+    assert (kv.graphs, seen_kv.graphs) == (None, None)
+    preparation.observe("compiled")
+    assert preparation.counts["compiled"] == 1, "rounds may come now"
+
+
+def test_a_warmed_up_backend_computes_with_graphs_what_an_eager_one_does(target_path, uncompiled, monkeypatch):
+    monkeypatch.setattr(cuda_backend, "_kinds_of_passes", lambda *_, **__: [])
+    monkeypatch.setattr(cuda_backend, "shapes", lambda *_: shapes(ENGINE, 64, 16)[-3:])
+    model, recorder = first_layers(model_of(target_path), 1), CallRecorder(is_warm=True)
+    backend, eager = CudaBackend(model, SETTINGS, ENGINE, recorder=recorder), EagerBackend(model)
+    kv, other_kv = backend.allocate_kv(4, 16), eager.allocate_kv(4, 16)
+    backend.warm_up()
+    for num_replays, rows in (
+        (1, [ForwardRow([3, 4], 0, [1], 1)]),
+        (1, [ForwardRow(list(range(3, 38)), 0, [1, 2, 3], 2)]),
+    ):
+        output, expected = (one.run(build(rows, cache)) for one, cache in ((backend, kv), (eager, other_kv)))
+        torch.testing.assert_close(output.logits, expected.logits, atol=1e-4, rtol=0)
+        assert recorder.num_replays == num_replays
+
+
+def test_every_kind_of_pass_is_warmed_up(monkeypatch):
+    """Kernels differ by powers of two of tokens, by long prompts, by many rows, and by nodes of trees."""
+    engine = EngineConfig(max_num_batched_tokens=2000)
+    lengths, extras = set(), set()
+    for rows in cuda_backend._kinds_of_passes(engine, 1500, has_trees=True):
+        kv = GraphedKV(KVShape(1, 1, 1, 1), 1, 16, torch.empty(0))
+        batch = build(rows, kv)
+        assert max(int(group.blocks.max()) for group in batch.paged.groups) == 0, "only block 0 is written"
+        lengths |= {tuple(group.length for group in batch.paged.groups)}
+        extras |= {(group.length, group.extra.shape[-1]) for group in batch.paged.groups if group.extra is not None}
+    assert {(length,) for length in (1, 2, 4, 8, 16)} | {(32, 32), (2, 33), (2, 65), (2, 1500)} == lengths
+    assert {(8, 4), (16, 8), (32, 16)} <= extras
+
+
+def test_trees_without_a_graph_have_no_kernels_of_their_own(target_path):
+    rows, kv = [ForwardRow([5, 6, 7, 8], 0, [2], 4, [-1, -1, 1])], GraphedKV(KVShape(1, 1, 1, 1), 3, 16, torch.empty(0))
+    (group,) = build(rows, kv).paged.groups
+    moved = cuda_backend._group_on(group, torch.device("cpu"))
+    assert {tensor.dtype for tensor in (moved.blocks, moved.positions, moved.limits, moved.extra)} == {torch.int32}
+    assert torch.equal(moved.extra[..., :2], group.extra)
+    assert moved.extra[..., 2:].unique().tolist() == [-1]
+    assert moved.extra.shape[-1] == 4
+
+
+@pytest.fixture(scope="module")
+def four_heads(tmp_path_factory):
+    sizes = SIZES | {"num_key_value_heads": 4, "num_hidden_layers": 1}
+    return save(LlamaConfig(**sizes), tmp_path_factory.mktemp("ranks"), factor=3.0)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_if_one_rank_cannot_compile_all_run_eagerly_and_say_so(
+    count, four_heads, uncompiled, quick, preparation, monkeypatch, caplog
+):
+    world, names = ranks(count), []
+    backends = sharded(four_heads, world, [CallRecorder() for _ in world])
+
+    def fail(module):
+        if module is backends[-1][0].model.module:
+            raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(cuda_backend, "compile_layers", fail)
+    monkeypatch.setattr(cuda_backend, "uncompile_layers", names.append)
+    on_all(backends, lambda one: one[0].warm_up())
+    assert [kv.graphs for _, kv in backends] == [None] * count
+    assert [rank.calls for rank in world] == [[("prepare", 40, 32), ("agree",)]] * count
+    assert set(names) == {backend.model.module for backend, _ in backends}
+    assert preparation.counts["eager"] == count
+    assert caplog.text.count("texts may differ") == count
+    assert caplog.text.count("another rank cannot") == count - 1
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_ranks_make_the_same_collectives_in_the_same_order(count, four_heads, uncompiled, quick, preparation):
+    """Though one lacks memory for a graph; where a pass has none, all sum as many rows as it has tokens."""
+    world, every = ranks(count), shapes(ENGINE, 64, ENGINE.block_size)
+    backends = sharded(four_heads, world, [CallRecorder({2} if rank.rank == 1 else ()) for rank in world])
+    on_all(backends, lambda one: one[0].warm_up())
+    assert world[0].calls == [("prepare", 40, 32), *[("agree",)] * (1 + len(every))]
+    generator, batches = random.Random(count), [[ForwardRow([3] * 9, 0, [1], 1)] * 2]
+    for _ in range(12):
+        sizes = [(generator.choice([1, 2, 5, 9, 20]), generator.randint(0, 12)) for _ in range(generator.randint(1, 3))]
+        batches.append([ForwardRow([3] * length, start, [1, 2], 1) for length, start in sizes])
+    on_all(backends, lambda one: [one[0].run(build(rows, one[1])) for rows in batches])
+    assert all(rank.calls == world[0].calls for rank in world)
+    assert [call for call in world[0].calls if call[0] == "sum"][:2] == [("sum", 1, 18, 32)] * 2
+    assert len({len(backend._recorder.computes) for backend, _ in backends}) == 1
+    assert not any(backend.idle() for backend, _ in backends)
+    for backend, kv in backends:
+        backend.close()
+        assert kv.graphs is None
+    assert world[0].calls[-1] == ("close",)
+
+
+def test_sums_are_prepared_once_though_first_layers_are_warmed_up_too(four_heads, uncompiled, quick, preparation):
+    """A second time would free the buffers whose addresses the graphs of the whole model have."""
+    backends = sharded(four_heads, ranks(1), [CallRecorder()])
+    (backend, kv), world = backends[0], backends[0][0].reducer
+    thinned = backend.thin(1, kv)
+    backend.warm_up()
+    assert [call[0] for call in world.calls if call[0] != "agree"] == ["prepare"]
+    assert thinned[1].graphs is not None
+    assert sum(call[0] == "agree" for call in world.calls) == 2 * (1 + len(shapes(ENGINE, 64, ENGINE.block_size)))
+
+
+def test_what_passes_came_without_is_recorded_when_idle(target_path, uncompiled, quick, preparation, monkeypatch):
+    monkeypatch.setattr(cuda_backend, "_kinds_of_passes", lambda *_, **__: [])
+    backend = CudaBackend(model_of(target_path), SETTINGS, ENGINE, recorder=(recorder := CallRecorder()))
+    kv = backend.allocate_kv(8, ENGINE.block_size)
+    backend.warm_up()
+    known = len(recorder.computes)
+    for count in (3, 5):
+        backend.run(build([ForwardRow([3], 0, [1], 1)] * count, kv))
+    assert (len(recorder.computes), recorder.num_replays) == (known, 0)
+    assert [backend.idle(), backend.idle(), backend.idle()] == [True, False, False]
+    assert (len(recorder.computes), preparation.counts["recorded"]) == (known + 2, 0)
+
+
+@pytest.mark.parametrize("invariant", [True, False])
+def test_a_backend_says_whether_its_products_must_be_invariant(invariant, monkeypatch):
+    made = []
+    monkeypatch.setattr(cuda_backend, "make_invariant", lambda *arguments, **options: made.append(options))
+    make_cuda_backend(
+        random_model("tiny", torch.device("cpu"), torch.bfloat16), ModelConfig("tiny"), ENGINE, invariant=invariant
+    )
+    assert made == [{"invariant": invariant}]

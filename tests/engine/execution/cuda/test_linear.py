@@ -1,20 +1,41 @@
 """The layers that use our product, which is interpreted on the CPU."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import transformers
 from torch import nn
+from transformers import AutoModelForCausalLM
+
+from engine.config import EngineConfig, ModelConfig
+from engine.execution.batch import ForwardRow, build
+from engine.models.causal_lm import Shard
+from engine.models.layers.reducer import register
+from engine.models.shards import RowLinear
+from tests.engine.ranks import gloo_reducers, in_turn
+from tests.engine.tiny import SIZES, model_of, save
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda import linear
+from engine.execution.cuda.compiled_layers import TritonContext
+from engine.execution.cuda.cuda_backend import CudaBackend
 from engine.execution.cuda.kernels import product
-from tests.engine.models.test_quantization import layer_of
+from engine.execution.scratch import CACHE_VARIABLE
+from engine.models.layers.experts import experts_of
+from engine.models.shards import QuantizedRowLinear
+from tests.engine.models.layers.test_experts import FAMILIES
+from tests.engine.models.layers.test_quantization import layer_of
+from tests.engine.tiny import EXPERTS
 
 
 @pytest.fixture
 def multiplied(monkeypatch):
     """The numbers of rows that the kernel has multiplied."""
     counts, multiply = [], product.multiply
-    monkeypatch.setattr(product, "multiply", lambda rows, *rest: counts.append(len(rows)) or multiply(rows, *rest))
+    monkeypatch.setattr(
+        product, "multiply", lambda rows, *rest, **more: counts.append(len(rows)) or multiply(rows, *rest, **more)
+    )
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda _: None)
     return counts
 
@@ -37,24 +58,209 @@ def test_every_linear_layer_is_replaced_and_cublas_is_asked_for_many_rows(multip
     ("count", "uses_kernel"), [(linear.MAX_KERNEL_ROWS, True), (linear.MAX_KERNEL_ROWS + 1, False)]
 )
 def test_cublas_is_asked_only_for_more_rows_than_the_kernel_takes(count, uses_kernel, monkeypatch):
-    assert min(linear._CHECKED_ROWS) > linear.MAX_KERNEL_ROWS
     multiplied = []
-    monkeypatch.setattr(product, "multiply", lambda rows, weight, _: multiplied.append(len(rows)) or rows @ weight.T)
+    monkeypatch.setattr(
+        product, "multiply", lambda rows, weight, _, **options: multiplied.append(len(rows)) or rows @ weight.T
+    )
     rows, weight = torch.randn(count, 16), torch.randn(8, 16)
-    torch.ops.paceline.invariant_linear(rows, weight, None, True)
+    torch.ops.paceline.invariant_linear(rows, weight, None, None, 1, True)
     assert multiplied == ([count] if uses_kernel else [])
 
 
+def test_cublas_is_told_to_sum_in_float32_and_without_splits(monkeypatch):
+    libraries, matmul = [], torch.backends.cuda.matmul
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", libraries.append)
+    flags = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction")
+    before = {flag: getattr(matmul, flag) for flag in flags}
+    try:
+        for flag in flags:
+            setattr(matmul, flag, (True, True))
+        linear.sum_in_order()
+        assert libraries == ["cublaslt"]
+        assert [
+            torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+            torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        ] == [(False, False)] * 2
+    finally:
+        for flag, value in before.items():
+            setattr(matmul, flag, value)
+
+
+@pytest.mark.parametrize("wrong_count", [None, 80, 160, 320, 512, 640, 1024, 8192])
+def test_cublas_must_give_the_kernels_bits_for_every_number_of_rows(wrong_count, monkeypatch):
+    def cublas(rows, weight):
+        return rows @ weight.T + (len(rows) == wrong_count)
+
+    monkeypatch.setattr(product, "multiply", lambda rows, weight, _, **how: rows @ weight.T)
+    monkeypatch.setattr(torch.nn.functional, "linear", cublas)
+    shape = torch.Size((2, 4 if wrong_count is None else wrong_count))  # of its own, because answers are cached
+    assert linear.cublas_agrees(shape, torch.float64, torch.device("cpu")) == (wrong_count is None)
+
+
 @pytest.mark.parametrize(("num_bits", "groups"), [(8, 1), (4, 4)])
-def test_quantised_layers_are_multiplied_by_the_same_product(num_bits, groups, multiplied, monkeypatch):
-    monkeypatch.setattr(linear, "cublas_agrees", lambda *_: False)
+def test_quantised_layers_are_multiplied_by_the_same_product_for_any_number_of_rows(num_bits, groups, multiplied):
     layer, weight = layer_of(num_bits, groups=groups, outputs=40, inputs=128)
     module = nn.Sequential(layer.half())
     linear.make_invariant(module, torch.float16)
-    x = torch.randn(1, 9, 128, dtype=torch.float16)
+    x = torch.randn(1, 70, 128, dtype=torch.float16)
     with torch.inference_mode():
         result = module(x)
     torch.testing.assert_close(result.float(), x.float() @ weight.T + layer.bias.float(), atol=2.0, rtol=0.01)
-    assert multiplied == [9]
+    assert multiplied == [70]
     linear.make_invariant(module, torch.float16)
     assert module[0].values is layer.values, "a thinned model shares the layer"
+
+
+@pytest.mark.parametrize("num_rows", [3, linear.MAX_KERNEL_ROWS + 1])
+def test_a_row_linear_sums_unrounded_products_whoever_multiplies(num_rows, monkeypatch):
+    """cuBLAS is asked for float32 results, too; torch can give these on GPUs only."""
+    asked = []
+
+    def mm(rows, weight, out_dtype):
+        asked.append(len(rows))
+        return rows.to(out_dtype) @ weight.to(out_dtype)
+
+    monkeypatch.setattr(linear, "cublas_agrees", lambda *how: asked.append(how[-1]) or True)
+    monkeypatch.setattr(torch, "mm", mm)
+    layer, sums = RowLinear(32, 8).half(), []
+    layer.reducer_key = register(SimpleNamespace(sum=lambda partial: sums.append(partial) or partial * 3))
+    module = nn.Sequential(layer)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda _: None)
+    linear.make_invariant(module, torch.float16)
+    assert type(module[0]) is linear.InvariantRowLinear
+    x = torch.randn(1, num_rows, 32).half()
+    with torch.inference_mode():
+        output = module(x)
+    exact = x.float() @ layer.weight.float().T
+    assert sums[0].dtype == torch.float32
+    torch.testing.assert_close(sums[0], exact, atol=1e-5, rtol=1e-5)
+    assert torch.equal(output, (sums[0] * 3).half() + layer.bias)
+    assert asked == [torch.float32, *([num_rows] if num_rows > linear.MAX_KERNEL_ROWS else [])]
+
+
+def attend_to_one_token(context, layer, query, key, value, params):
+    """Attention in contexts of one token, exactly: the interpreter takes seconds for what the kernel would do."""
+    context.layers.append(layer)
+    return value.repeat_interleave(len(query) // len(value), 0).transpose(0, 1).contiguous()
+
+
+@pytest.mark.parametrize(("world_size", "dtype"), [(2, "float16"), (4, "float16")])
+def test_logits_over_ranks_have_the_same_bits_beside_any_number_of_rows(world_size, dtype, tmp_path, monkeypatch):
+    save(transformers.LlamaConfig(**{**SIZES, "num_key_value_heads": 4, "num_hidden_layers": 1}), tmp_path, factor=3.0)
+    monkeypatch.setattr(linear, "cublas_agrees", lambda *_: False)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda _: None)
+    monkeypatch.setattr(TritonContext, "attend", attend_to_one_token)
+    reducers = gloo_reducers(world_size)
+
+    def compute(reducer):
+        shard = Shard(reducer.rank, world_size, reducer) if reducer else None
+        model = model_of(tmp_path, shard, dtype=dtype)
+        linear.make_invariant(model.module, model.dtype)
+        backend, results = CudaBackend(model, ModelConfig("", compile="off"), EngineConfig()), []
+        for count in (1, 5, 40):
+            others = [ForwardRow([nth % 60], 0, [1 + nth], 1) for nth in range(1, count)]
+            batch = build([ForwardRow([7], 0, [1], 1), *others], backend.allocate_kv(count + 1, 16))
+            results.append(backend.run(batch).logits[0])
+        return results
+
+    (whole, *_), ranks = compute(None), in_turn(compute, reducers, reducers)
+    for logits in (row for rank in ranks for row in rank):
+        assert torch.equal(logits, ranks[0][0])
+        torch.testing.assert_close(logits, whole, atol=0.1, rtol=0.02)
+
+
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_only_the_products_of_few_rows_split_and_only_without_invariance(is_quantised, monkeypatch):
+    splits = []
+
+    def multiply(rows, weight, bias, *, num_splits, **_):
+        splits.append(num_splits)
+        return rows.new_empty(len(rows), len(weight))
+
+    monkeypatch.setattr(product, "multiply", multiply)
+    monkeypatch.setattr(linear, "cublas_agrees", lambda *_: False)
+    monkeypatch.setattr(linear, "sum_in_order", lambda: splits.append("in order"))
+    one = layer_of(8, groups=1, outputs=16, inputs=8192)[0].half() if is_quantised else nn.Linear(8192, 16).half()
+    for invariant in (True, False):
+        module = nn.Sequential(one)
+        linear.make_invariant(module, torch.float16, invariant=invariant)
+        for count in (linear.MAX_KERNEL_ROWS, linear.MAX_KERNEL_ROWS + 1):
+            module(torch.ones(count, 8192, dtype=torch.float16))
+    assert splits == ["in order", 1, 1, 8] + [1] * is_quantised, "cuBLAS multiplies many rows if it may"
+
+
+def test_float32_models_keep_their_layers():
+    module = nn.Sequential(nn.Linear(8, 8))
+    linear.make_invariant(module, torch.float32)
+    assert type(module[0]) is nn.Linear
+
+
+def test_a_ranks_quantised_inputs_are_multiplied_to_float32_before_the_ranks_are_summed(multiplied):
+    layer, weight = layer_of(8, groups=1, outputs=24, inputs=128)
+    row = QuantizedRowLinear(layer.values, layer.scales.half(), layer.bias.half())
+    summed = []
+    row.reducer_key = register(SimpleNamespace(sum=lambda partial: summed.append(partial) or partial * 2))
+    module = nn.Sequential(row)
+    linear.make_invariant(module, torch.float16)
+    x = torch.randn(70, 128, dtype=torch.float16) / 16
+    with torch.inference_mode():
+        result = module(x)
+        assert torch.equal(module(x[:3]), result[:3])
+    assert (multiplied, summed[0].dtype, result.dtype) == ([70, 3], torch.float32, torch.float16)
+    torch.testing.assert_close(summed[0], x.float() @ weight.T, rtol=0.001, atol=0.02)
+    torch.testing.assert_close(result, (summed[0] * 2).half() + layer.bias.half())
+
+
+@pytest.mark.parametrize("family", ["GptOss", "DeepseekV3"])
+def test_routers_and_experts_are_computed_by_our_products(family, multiplied, monkeypatch):
+    """The layer compiles as a whole, and a token's bits do not depend on the others."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES | EXPERTS | FAMILIES[family] | {"num_hidden_layers": 2})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval().requires_grad_(False)
+    experts = experts_of(model)[0]
+    block = next(parent for parent in model.modules() if experts in parent.children())
+    x = torch.randn(1, 20, 32).half()
+    with torch.inference_mode():
+        expected = block(x)
+        monkeypatch.setattr(linear, "cublas_agrees", lambda *_: False)
+        linear.make_invariant(model, torch.float16)
+        compiled = torch.compile(block.forward, fullgraph=True, dynamic=True, backend="aot_eager")
+        found = block(x)
+        assert 20 in multiplied, "the router's"
+        for output in (found, compiled(x)):
+            torch.testing.assert_close(
+                *((one[0] if type(one) is tuple else one) for one in (output, expected)), rtol=0.02, atol=0.02
+            )
+
+
+def test_cublas_is_compared_once_on_a_machine_and_with_the_right_rows(monkeypatch, cache, caplog):
+    """Our kernel is computed here by `F.linear`, whose result differs for some numbers of rows."""
+    seen, wrong = {"kernel": [], "cublas": []}, set()
+
+    def product_of(name, rows, weight):
+        seen[name].append(len(rows))
+        return rows[:, :1] * weight[:, 0] + (len(rows) in wrong)
+
+    monkeypatch.setattr(product, "multiply", lambda rows, weight, _, **how: product_of("kernel", rows, weight))
+    monkeypatch.setattr(linear.F, "linear", lambda rows, weight: product_of("cublas", rows, weight))
+
+    def ask(outputs, *failing):
+        wrong.clear()
+        wrong.update(failing)
+        linear.cublas_agrees.cache_clear()
+        return linear.cublas_agrees(torch.Size((outputs, 4)), torch.float32, torch.device("cpu"))
+
+    assert ask(8)
+    assert seen == {"kernel": [8192, *linear._CHECKED_ROWS], "cublas": list(linear._CHECKED_ROWS[4:])}
+    assert ask(8, 320), "the answer is on disk"
+    assert not ask(16, 320)
+    assert "unlike itself for [320] rows" in caplog.text
+    assert len(list(cache.iterdir())) == 1, "a kernel that differs is asked again"
+    monkeypatch.setattr(linear, "_MAX_CHECKED_NUMBERS", 8 * 640)
+    assert ask(8, 8192)
+    monkeypatch.setattr(torch, "__version__", "another version")
+    seen["kernel"].clear()
+    (cache / "taken").touch()
+    monkeypatch.setenv(CACHE_VARIABLE, str(cache / "taken" / "folder"))
+    assert ask(8), "there is no folder for answers"
+    assert max(seen["kernel"]) == 640, "no more numbers than there is room for"

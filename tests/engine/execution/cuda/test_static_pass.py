@@ -2,17 +2,20 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
-from engine.config import BUNDLED_DRAFT
-from engine.execution.backend import PassOutput
 from engine.execution.batch import ForwardRow, build, next_tokens
 from engine.execution.eager import EagerBackend
+from engine.models.causal_lm import Shard
 from engine.sampling import noise
 from engine.sampling.noise import Draws
-from tests.engine.tiny import model_of
+from tests.engine.ranks import gloo_reducers, in_turn, on_ranks
+from tests.engine.tiny import SIZES, model_of, save
 
 pytest.importorskip("triton", reason="the kernels need triton")
-from engine.execution.cuda.static_pass import Shape, StaticPass
+from engine.execution.cuda.compiled_layers import TritonContext
+from engine.execution.cuda.static_pass import Outputs, Shape, Staging, StaticPass
+from tests.engine.execution.cuda.test_linear import attend_to_one_token
 
 CPU = torch.device("cpu")
 BLOCKS = [*range(1, 12)]
@@ -25,8 +28,8 @@ BATCHES = {
 
 
 @pytest.fixture(scope="module")
-def backend():
-    return EagerBackend(model_of(BUNDLED_DRAFT))
+def backend(tmp_path_factory):
+    return EagerBackend(model_of(save(LlamaConfig(**SIZES), tmp_path_factory.mktemp("model"), factor=3.0)))
 
 
 def prefilled(backend, seed):
@@ -38,8 +41,8 @@ def prefilled(backend, seed):
 
 
 def static_pass(backend, kv, shape):
-    vocab = backend.info.vocab_size
-    outputs = PassOutput(torch.empty(64, vocab), torch.empty(64, vocab), torch.empty(64, dtype=torch.int64))
+    vocab = len(backend.model.vocab_slice)
+    outputs = Outputs(torch.empty(64, vocab), torch.empty(64, dtype=torch.int64))
     return StaticPass(backend.model, kv, shape, outputs)
 
 
@@ -66,7 +69,7 @@ def test_a_static_pass_gives_what_an_eager_pass_gives(backend, shape, drawn):
         draws = draws_for(len(batch.logit_indices)) if is_drawn else None
         static.fill(batch, draws)
         static.compute()
-        output, right = static.output(len(batch.logit_indices)), backend.run(other_batch, draws)
+        output, right = static.output(batch, draws), backend.run(other_batch, draws)
         torch.testing.assert_close(output.logits, right.logits, atol=2e-4, rtol=0)
         torch.testing.assert_close(output.scores, right.scores, atol=2e-4, rtol=0)
         assert torch.equal(output.tokens, output.scores.argmax(-1))
@@ -79,11 +82,95 @@ def test_results_stay_when_the_next_pass_is_computed(backend):
     kv = prefilled(backend, 1)
     static = static_pass(backend, kv, Shape(1, 2, 0, 11))
     batch = next_tokens([BLOCKS], [40], 2, kv, 1000)
-    static.fill(batch(0, torch.tensor([11])), None)
+    first_batch = batch(0, torch.tensor([11]))
+    static.fill(first_batch, None)
     static.compute()
-    first = static.output(1)
+    first = static.output(first_batch, None)
     before = first.logits.clone()
     static.fill(batch(1, first.tokens), None)
     static.compute()
     assert torch.equal(first.logits, before)
-    assert not torch.equal(static.output(1).logits, before)
+    assert not torch.equal(static.output(first_batch, None).logits, before)
+
+
+@pytest.mark.parametrize("is_drawn", [False, True])
+def test_ranks_compute_a_slice_each_and_draw_the_whole_models_tokens(is_drawn, tmp_path, monkeypatch):
+    save(LlamaConfig(**SIZES), tmp_path, factor=3.0)
+    rows = [ForwardRow([token], 0, [1 + token], 1) for token in range(7)]
+    draws = draws_for(7) if is_drawn else None
+    reducers = gloo_reducers(2)
+    whole = EagerBackend(model_of(tmp_path))
+    expected = whole.run(build(rows, whole.allocate_kv(9, 16)), draws)
+    backends = on_ranks(lambda one: EagerBackend(model_of(tmp_path, Shard(one.rank, 2, one))), reducers)
+    monkeypatch.setattr(TritonContext, "attend", attend_to_one_token)
+
+    @torch.inference_mode()
+    def compute(rank):
+        kv = rank.allocate_kv(9, 16)
+        static = static_pass(rank, kv, Shape(8, 1, 0, 1))
+        batch = build(rows, kv)
+        static.fill(batch, draws)
+        static.compute()
+        return static.output(batch, draws)
+
+    for backend, output in zip(backends, in_turn(compute, backends, reducers), strict=True):
+        assert torch.equal(output.tokens, expected.tokens)
+        ids = backend.model.vocab_slice
+        torch.testing.assert_close(output.scores, expected.scores[:, ids.start : ids.stop], atol=2e-4, rtol=0)
+
+
+class LateDevice:
+    """A device tensor and an event of a stream that copies only when the host waits for it."""
+
+    def __init__(self):
+        self.pending, self.received = [], []
+
+    def copy_(self, packed, *, non_blocking):
+        assert non_blocking
+        self.pending.append(packed)
+
+    def record(self):
+        assert self.pending  # after the copy
+
+    def synchronize(self):
+        self.received += [packed.tolist() for packed in self.pending]
+        self.pending = []
+
+
+def test_a_staging_buffer_is_not_overwritten_while_it_is_copied(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    device, template = LateDevice(), torch.zeros(4, dtype=torch.int32)
+    staging = Staging(template, device)
+    for number in range(1, 4):
+        packed = staging.begin(template[:3])
+        packed[0] = number
+        staging.send(packed, device)
+    device.synchronize()
+    assert device.received == [[1, 0, 0], [2, 0, 0], [3, 0, 0]]
+
+
+@torch.inference_mode()
+def test_two_staging_buffers_take_turns(backend, monkeypatch):
+    sent = []
+    monkeypatch.setattr(Staging, "send", lambda self, packed, device: sent.append(packed))
+    kv = prefilled(backend, 1)
+    static = static_pass(backend, kv, Shape(1, 2, 0, 11))
+    batch = next_tokens([BLOCKS], [40], 3, kv, 1000)
+    for step in range(3):
+        static.fill(batch(step, torch.tensor([11 + step])), None)
+    assert sent[0].data_ptr() == sent[2].data_ptr() != sent[1].data_ptr()
+    assert [packed[0].item() for packed in sent] == [13, 12, 13]
+
+
+@torch.inference_mode()
+def test_logits_and_scores_are_returned_only_where_the_batch_needs_them(backend):
+    kv = prefilled(backend, 1)
+    static = static_pass(backend, kv, Shape(2, 5, 0, 11))
+    batch, draws = build(BATCHES["a chain"], kv), draws_for(5)
+    static.fill(batch, draws)
+    static.compute()
+    whole, batch.needs_logits = static.output(batch, draws), False
+    assert torch.equal(whole.tokens, whole.scores.argmax(-1))
+    output = static.output(batch, draws)
+    assert torch.equal(output.tokens, whole.tokens)
+    assert (len(whole.logits), len(whole.scores), len(output.logits), len(output.scores)) == (5, 5, 0, 0)

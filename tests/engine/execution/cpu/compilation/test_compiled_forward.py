@@ -23,7 +23,7 @@ from engine.execution.cpu.compilation.compiled_forward import (
     samples,
 )
 from engine.execution.cpu.kernels.paged_attention import suits
-from engine.models.layer_attention import AttentionParams, KVShape
+from engine.models.layers.layer_attention import AttentionParams, KVShape
 from tests.engine.execution.cpu.batches import assert_same_caches, both_caches, mixed_rows
 from tests.engine.tiny import SIZES, backend_of, save
 

@@ -11,7 +11,7 @@ from torch import nn
 from engine.execution.cpu.compilation import packages as compilation
 from engine.execution.cpu.kernels import panel_linear
 from engine.execution.cpu.kernels.panel_linear import PanelLinear, pack_layers, packed_copy
-from tests.engine.models.test_quantization import layer_of
+from tests.engine.models.layers.test_quantization import layer_of
 
 FORMATS = {
     "bfloat16": torch.bfloat16,

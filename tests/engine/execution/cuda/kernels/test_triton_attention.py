@@ -5,12 +5,18 @@ import torch
 
 from engine.execution.attention import KVTensors, additive_mask, attend_to_gathered
 from engine.execution.batch import ForwardRow, build
-from engine.models.layer_attention import AttentionParams, KVShape
+from engine.models.layers.layer_attention import AttentionParams, KVShape
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from engine.execution.cuda.kernels import triton_attention as paged_attention
 
 BLOCK_SIZE = 16
+SIZES = paged_attention.CHUNK, paged_attention.TILE
+
+
+def test_a_chunk_is_a_whole_number_of_tiles():
+    chunk, tile = SIZES
+    assert chunk % tile == 0
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +126,52 @@ def test_keys_and_values_are_written_to_their_slots():
     for cache, old, new in zip((kv.keys[0], kv.values[0]), before, (key, value), strict=True):
         old.view(-1, *old.shape[2:])[slots] = new.transpose(0, 1)
         assert torch.equal(cache, old)
+
+
+def test_fp8_caches_hold_the_nearest_numbers_and_saturate():
+    numbers = torch.cat([torch.randn(40) * 10.0**power for power in range(-4, 4)])
+    every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    middles = (every[:-1] + every[1:]) / 2
+    numbers = torch.cat([numbers, every, -every, middles, -middles, torch.tensor([448.1, -1e6, 464.0, 1e30])])
+    kv = context(5, 1, len(numbers), dtype=torch.float8_e4m3fn)
+    key = numbers.view(1, 1, -1)
+    paged_attention.write(key, -key, kv.keys[0], kv.values[0], torch.tensor([17]))
+    right = numbers.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    assert torch.equal(kv.keys[0].float()[1, 1, 0], right)
+    assert torch.equal(kv.values[0].float()[1, 1, 0], -right)
+
+
+@pytest.mark.parametrize("name", ["a chain", "trees", "a prompt"])
+def test_attention_to_fp8_caches_is_that_to_the_numbers_they_hold(name):
+    kv = context(90, 2, 16, dtype=torch.float8_e4m3fn)
+    for group in build(ROWS[name], kv).paged.groups:
+        query = torch.randn(8, group.rows * group.length, 16)
+        is_real = (group.places >= 0).flatten()
+        wide = context(90, 2, 16)
+        wide.keys[0].copy_(kv.keys[0].float())
+        wide.values[0].copy_(kv.values[0].float())
+        assert torch.equal(attend(group, query, kv)[is_real], attend(group, query, wide)[is_real])
+
+
+def test_more_chunks_than_programs_are_all_attended_to(monkeypatch):
+    """70 chunks by two programs, for rows beside each other; sharp queries, so that every chunk counts for some."""
+    monkeypatch.setattr(paged_attention, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(paged_attention, "CHUNK", 32)
+    kv = context(142, 1, 16)
+    rows = [
+        ForwardRow([1] * 2, 70 * 32 - 5, [*range(1, 142)], 2),
+        ForwardRow([1] * 2, 900, [*range(1, 142)], 2, [-1, -1]),
+    ]
+    for group in build(rows, kv).paged.groups:
+        query = torch.randn(2, group.rows * group.length, 16) * 2
+        torch.testing.assert_close(
+            attend(group, query, kv).double(), expected(group, query, kv, AttentionParams()), atol=2e-5, rtol=0
+        )
+
+
+def test_a_tile_must_lie_in_one_chunk(monkeypatch):
+    monkeypatch.setattr(paged_attention, "TILE", 128)
+    kv = context(4, 1, 16)
+    (group,) = build([ForwardRow([1], 3, [1], 1)], kv).paged.groups
+    with pytest.raises(AssertionError, match="a tile lies in one chunk"):
+        attend(group, torch.randn(1, 1, 16), kv)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.models.fusion import FusedLinear, FusedSibling, fuse_projections
+from engine.models.layers.fusion import FusedLinear, FusedSibling, fuse_projections
 
 
 class Block(nn.Module):

@@ -8,18 +8,21 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.errors import ModelError
 from engine.execution.footprint import footprint
-from engine.models import quantization
 from engine.models.causal_lm import Shard
 from engine.models.first_layers import first_layers
-from engine.models.quantization import QuantizedLinear, pack_nibbles, unpack_nibbles
+from engine.models.layers import quantization
+from engine.models.layers.quantization import QuantizedLinear, pack_nibbles, unpack_nibbles
 from engine.models.registry import open_model
 from engine.params import SamplingParams
+from tests.engine.models.test_shards import load_ranks, logits_of
+from tests.engine.ranks import AbsentOthers
 from tests.engine.running import make_engine, run
 from tests.engine.tiny import HEADS, SIZES, backend_of, model_of, save
 
@@ -78,14 +81,14 @@ def check_texts(backend, module, draft):
     return text
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_the_text_is_that_of_the_model_that_transformers_quantises(name, path, draft_path):
     backend = load(path, name)
     text = check_texts(backend, quantised_reference(path, name), load(draft_path, "int8"))
     assert text != greedy(reference(path))
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_a_quantised_target_drafts_for_itself_and_its_text_stays(name, path):
     backend = load(path, name)
     params = [SamplingParams(temperature=i % 2 * 0.8, seed=i, max_tokens=24, ignore_eos=True) for i in range(8)]
@@ -96,22 +99,22 @@ def test_a_quantised_target_drafts_for_itself_and_its_text_stays(name, path):
     assert engine.stats.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_the_weights_of_a_thinned_model_are_counted_as_those_of_one_that_is_not_quantised(name, path):
     first = [first_layers(load(path, quantization).model, 1) for quantization in ("none", name)]
     assert first[0].info.num_parameters == first[1].info.num_parameters
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_integers_and_scales_are_torchaos(name, path):
     module = model_of(path, quantization=name).module
     for index, layer in enumerate(quantised_reference(path, name).model.layers):
         ours = module.model.layers[index]
         fused = ours.self_attn.q_proj.linear
         weights = [getattr(layer.self_attn, f"{part}_proj").weight for part in "qkv"]
-        assert torch.equal(fused.integers, torch.cat([weight.qdata for weight in weights]))
+        assert torch.equal(fused.integers.float(), torch.cat([weight.qdata.float() for weight in weights]))
         assert torch.equal(fused.scales, torch.cat([weight.scale for weight in weights]))
-        assert torch.equal(ours.mlp.down_proj.integers, layer.mlp.down_proj.weight.qdata)
+        assert torch.equal(ours.mlp.down_proj.integers.float(), layer.mlp.down_proj.weight.qdata.float())
     assert type(module.lm_head) is torch.nn.Linear
 
 
@@ -120,17 +123,18 @@ def bytes_of(backend):
     return sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+def rotary_bytes(backend):
+    return sum(buffer.nbytes for name, buffer in backend.model.module.named_buffers() if "inv_freq" in name)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_the_plan_counts_the_bytes_of_the_quantised_weights(name, path):
     def planned(quantization):
         config = ModelConfig(path, quantization=quantization)
         return footprint(open_model(config), EngineConfig(), dtype=torch.float32, bytes_per_weight=4).weight_bytes
 
     backend = load(path, name)
-    rotary = sum(
-        buffer.nbytes for buffer_name, buffer in backend.model.module.named_buffers() if "inv_freq" in buffer_name
-    )
-    assert planned(name) == bytes_of(backend) - rotary
+    assert planned(name) == bytes_of(backend) - rotary_bytes(backend)
     assert planned(name) < planned("none") / 2
 
 
@@ -166,13 +170,43 @@ def test_a_package_that_is_missing_is_named(path, monkeypatch):
         )
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_quantised_weights_are_not_split_over_ranks(name, path):
-    config = ModelConfig(path, quantization=name)
-    with pytest.raises(ModelError, match=f"quantised weights .{name}. are not split over tensor-parallel ranks"):
-        model_of(path, Shard(0, 2, lambda x: x), quantization=name)
-    with pytest.raises(ModelError, match="not split"):
-        footprint(open_model(config), EngineConfig(), dtype=torch.float32, bytes_per_weight=4, world_size=2)
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
+def test_the_weights_of_all_ranks_are_those_of_the_whole_model(name, path):
+    whole = load(path, name)
+    ranks, _ = load_ranks(path, 2, quantization=name, dtype="float32")
+    for index, layer in enumerate(whole.model.module.model.layers):
+        first, second = (rank.model.module.model.layers[index] for rank in ranks)
+        for part, axis in (("self_attn.o_proj", 1), ("mlp.down_proj", 1), ("mlp.gate_proj.linear", 0)):
+            one, other, both = (module.get_submodule(part) for module in (first, second, layer))
+            values = [module.values.view(torch.uint8) for module in (one, other, both)]
+            if axis == 0:  # gate and up of 64 outputs on each rank
+                assert torch.equal(torch.cat([values[0][:64], values[1][:64]]), values[2][:128])
+                assert torch.equal(torch.cat([one.scales[:64], other.scales[:64]]), both.scales[:128])
+            else:
+                assert torch.equal(torch.cat(values[:2], 1), values[2])
+                scales = torch.cat([one.scales, other.scales], 1) if name == "int4" else one.scales
+                assert torch.equal(scales, both.scales)
+    (expected,) = logits_of([whole])
+    for logits in logits_of(ranks):
+        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert ranks[0].info.num_parameters > whole.info.num_parameters / 2
+    planned = footprint(
+        open_model(ModelConfig(path, quantization=name)),
+        EngineConfig(),
+        dtype=torch.float32,
+        bytes_per_weight=4,
+        world_size=2,
+    )
+    assert planned.weight_bytes == bytes_of(ranks[0]) - rotary_bytes(ranks[0])
+
+
+def test_what_ranks_cannot_split_is_refused_by_name(path, tmp_path):
+    save(transformers.LlamaConfig(**WIDE | {"intermediate_size": 96}), tmp_path)
+    with pytest.raises(ModelError, match=r"down_proj has 48 inputs on a rank; int4 needs a multiple of 32"):
+        model_of(str(tmp_path), Shard(0, 2, AbsentOthers()), quantization="int4")
+    mark(tmp_path, quant_method="torchao")
+    with pytest.raises(ModelError, match="saved quantised, as torchao, which is not split over tensor-parallel ranks"):
+        model_of(str(tmp_path), Shard(0, 2, AbsentOthers()))
 
 
 def mark(path, **settings):
@@ -196,7 +230,7 @@ def test_a_model_that_is_saved_quantised_is_not_quantised_again(tmp_path):
         load(tmp_path, "int8")
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 def test_a_model_that_torchao_has_saved_stays_quantised(name, path, draft_path, tmp_path):
     module = quantised_reference(path, name)
     module.save_pretrained(tmp_path)
@@ -205,7 +239,7 @@ def test_a_model_that_torchao_has_saved_stays_quantised(name, path, draft_path, 
     assert any(isinstance(layer, QuantizedLinear) for layer in backend.model.module.modules())
     assert bytes_of(backend) == bytes_of(load(path, name))
     planned = footprint(open_model(ModelConfig(str(tmp_path))), EngineConfig(), dtype=torch.float32, bytes_per_weight=4)
-    assert planned.weight_bytes >= bytes_of(backend)
+    assert planned.weight_bytes >= bytes_of(backend) - rotary_bytes(backend)
 
 
 def test_torchaos_other_weights_become_floats_and_quantised_inputs_are_refused(path, draft_path, tmp_path):
@@ -276,22 +310,61 @@ def test_a_model_that_another_library_has_saved_becomes_floats_that_write_transf
     assert planned.weight_bytes == 4 * module.num_parameters()
 
 
-def test_gpt_oss_as_it_is_saved_becomes_floats(tmp_path):
-    config = transformers.GptOssConfig(**WIDE | HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2})
-    save(config, tmp_path, factor=8.0)
-    weights = load_file(tmp_path / "model.safetensors")
+def save_packed(path, floats_path):
+    """Write gpt-oss with packed weights as it is published, and the floats that transformers makes of it."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    for folder in (path, floats_path):
+        save(transformers.GptOssConfig(**WIDE | HEADS | sizes), folder, factor=8.0)
+    weights = load_file(path / "model.safetensors")
+    floats = dict(weights)
     generator = torch.Generator().manual_seed(0)
     for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = weights.pop(name).shape
         size = (experts, outputs, inputs // 32)
-        weights[name + "_blocks"] = torch.randint(0, 256, (*size, 16), generator=generator, dtype=torch.uint8)
-        weights[name + "_scales"] = torch.randint(120, 124, size, generator=generator, dtype=torch.uint8)
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    settings = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    mark(tmp_path, **settings)
-    backend = load(tmp_path)
-    mark(tmp_path, **settings, dequantize=True)
-    check_texts(backend, reference(tmp_path), backend)
+        blocks = torch.randint(0, 256, (*size, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(120, 124, size, generator=generator, dtype=torch.uint8)
+        weights |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        floats[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    save_file(floats, floats_path / "model.safetensors", {"format": "pt"})
+    mark(path, quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
+    return weights
+
+
+@torch.inference_mode()
+def test_gpt_oss_experts_stay_packed_and_compute_what_their_floats_do(tmp_path):
+    stored = save_packed(tmp_path, tmp_path / "floats")
+    backend, floats = load(tmp_path), load(tmp_path / "floats")
+    check_texts(backend, reference(tmp_path / "floats"), floats)
+    logits, expected = logits_of([backend, floats])
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert backend.model.info.num_parameters == floats.model.info.num_parameters
+    halves = [first_layers(each.model, 1).info.num_parameters for each in (backend, floats)]
+    assert halves[0] == halves[1]
+    tensors = backend.model.module.state_dict()
+    packed = [name for name in stored if name.endswith(("_blocks", "_scales"))]
+    assert len(packed) == 8
+    assert all(torch.equal(tensors[name], stored[name]) for name in packed)
+    planned = footprint(open_model(ModelConfig(str(tmp_path))), EngineConfig(), dtype=torch.float32, bytes_per_weight=4)
+    assert planned.weight_bytes == bytes_of(backend) - rotary_bytes(backend)
+
+
+def test_packed_weights_that_are_not_gpt_oss_or_not_whole_are_refused(tmp_path):
+    stored = save_packed(tmp_path, tmp_path / "floats")
+    with pytest.raises(ModelError, match="saved quantised, as mxfp4, which is not split"):
+        model_of(tmp_path, Shard(0, 2, AbsentOthers()))
+    del stored["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"lacks the weights model\.layers\.1\.mlp\.experts\.down_proj_scales"):
+        load(tmp_path)
+    for cls, message in (
+        ("Qwen3MoeConfig", "mxfp4 is served in gpt-oss, not in Qwen3MoeForCausalLM"),
+        ("LlamaConfig", "mxfp4 is served in gpt-oss, not in LlamaForCausalLM"),
+    ):
+        save(getattr(transformers, cls)(**WIDE), tmp_path)
+        mark(tmp_path, quant_method="mxfp4")
+        with pytest.raises(ModelError, match=message):
+            load(tmp_path)
 
 
 def integers(num_bits, shape, seed=0):

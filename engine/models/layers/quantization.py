@@ -2,8 +2,8 @@
 
 torchao rounds, called by transformers for one layer after the other, so that the whole model is never in memory as
 floats; the output head and embeddings stay as they are. Of saved formats, those are served that transformers can load
-without a GPU. torchao's weights without zero points stay quantised, all others become floats as they load: the same
-text, with the memory of an unquantised model. Activations are never quantised.
+without a GPU. torchao's weights without zero points and gpt-oss' experts stay quantised, all others become floats as
+they load: the same text, with the memory of an unquantised model. Activations are never quantised.
 """
 
 import importlib.util
@@ -21,7 +21,8 @@ from engine.errors import ModelError
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 GROUP_SIZE = 32
 """Inputs that share a scale in int4."""
-_NUM_BITS = {"int8": 8, "int4": 4}
+_NUM_BITS = {"int8": 8, "int4": 4, "fp8": 8}
+_VALUE_DTYPES = (torch.int8, torch.float8_e4m3fn)
 _SAVED = {
     "compressed-tensors": ("compressed_tensors",),
     "fp8": ("accelerate",),
@@ -37,6 +38,11 @@ def saved_format(model_config: PreTrainedConfig) -> str | None:
     """Return the name of a saved model's quantised format; None if it has none."""
     settings: dict[str, Any] | None = getattr(model_config, "quantization_config", None)
     return None if settings is None else str(settings.get("quant_method", "bitsandbytes"))
+
+
+def becomes_floats(model_config: PreTrainedConfig) -> bool:
+    """Return whether a saved model's quantised weights become floats as they load."""
+    return saved_format(model_config) not in (None, "torchao", "mxfp4")
 
 
 def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, world_size: int) -> None:
@@ -58,8 +64,8 @@ def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, worl
             f"{config.path}: {format_name} needs the package {' and '.join(missing)}, which is not installed; "
             "`pip install 'paceline[quantization]'` installs it"
         )
-    if world_size > 1:
-        raise ModelError(f"{config.path}: quantised weights ({format_name}) are not split over tensor-parallel ranks")
+    if saved is not None and world_size > 1:
+        raise ModelError(f"{config.path} is saved quantised, as {saved}, which is not split over tensor-parallel ranks")
     if name == "int4":
         for layer_name, layer in linear_layers(model_config).items():
             if layer.in_features % GROUP_SIZE:
@@ -84,10 +90,10 @@ def on_meta(model_config: PreTrainedConfig) -> nn.Module:
     return module
 
 
-def layer_bytes(quantization: Quantization, layer: nn.Linear) -> int:
+def layer_bytes(quantization: Quantization, num_outputs: int, num_inputs: int) -> int:
     """Return the memory of a layer's weights and scales once it is quantised; scales are float32 at most."""
-    groups = layer.in_features // GROUP_SIZE if quantization == "int4" else 1
-    return layer.out_features * (layer.in_features * _NUM_BITS[quantization] // 8 + 4 * groups)
+    groups = num_inputs // GROUP_SIZE if quantization == "int4" else 1
+    return num_outputs * (num_inputs * _NUM_BITS[quantization] // 8 + 4 * groups)
 
 
 def loading_arguments(config: ModelConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
@@ -100,19 +106,19 @@ def loading_arguments(config: ModelConfig, model_config: PreTrainedConfig) -> di
         from transformers import TorchAoConfig
 
         return {"quantization_config": TorchAoConfig(torchao_settings(config.quantization))}
-    saved = saved_format(model_config)
-    if saved is not None and saved != "torchao":
+    if becomes_floats(model_config):
         model_config.quantization_config["dequantize"] = True
     return {}
 
 
 def torchao_settings(quantization: Quantization) -> Any:
     """Return torchao's name for a quantisation."""
-    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
 
-    if quantization == "int8":
+    if quantization in ("int8", "fp8"):
+        kind = Int8WeightOnlyConfig if quantization == "int8" else Float8WeightOnlyConfig
         # Otherwise torchao would also change the precision of every float32 product in this process.
-        return Int8WeightOnlyConfig(set_inductor_config=False)
+        return kind(set_inductor_config=False)
     return IntxWeightOnlyConfig(weight_dtype=INT4, granularity=PerGroup(GROUP_SIZE))
 
 
@@ -124,7 +130,7 @@ class QuantizedLinear(nn.Module):
     product that reads the integers.
 
     Attributes:
-        values: [out, in] int8; or, of 4-bit weights, [out, in / 2] uint8, as `pack_nibbles` makes them.
+        values: [out, in] int8 or float8_e4m3fn; or, of 4-bit weights, [out, in / 2] uint8, as `pack_nibbles` makes it.
         scales: [out, groups] of equally many inputs each, in the model's number format or float32.
         bias: [out], or None.
     """
@@ -142,6 +148,25 @@ class QuantizedLinear(nn.Module):
         self.in_features = values.shape[1] * (2 if values.dtype == torch.uint8 else 1)
 
     @classmethod
+    def rounded(cls, weight: Tensor, bias: Tensor | None, quantization: Quantization, inputs: slice) -> Self:
+        """Return a layer with some inputs of a weight [out, in]; its scales are those of all inputs, as torchao's.
+
+        Args:
+            inputs: multiples of GROUP_SIZE for int4.
+        """
+        from torchao.quantization import quantize_
+
+        with torch.device("meta"):
+            linear = nn.Linear(weight.shape[1], len(weight), bias=False)
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+        quantize_(linear, torchao_settings(quantization))
+        quantized: Any = linear.weight
+        values, scales = quantized.qdata[:, inputs], quantized.scale
+        if quantization == "int4":
+            values, scales = pack_nibbles(values), scales[:, inputs.start // GROUP_SIZE : inputs.stop // GROUP_SIZE]
+        return cls(values.contiguous(), scales.contiguous(), bias)
+
+    @classmethod
     def concatenated(cls, layers: Sequence["QuantizedLinear"]) -> Self:
         """Return one layer with the outputs of several that have the same inputs and format."""
         biases = [layer.bias for layer in layers if layer.bias is not None]
@@ -155,22 +180,23 @@ class QuantizedLinear(nn.Module):
 
     @property
     def integers(self) -> Tensor:
-        """[out, in] int8."""
+        """[out, in] int8, or float8_e4m3fn."""
         return unpack_nibbles(self.values) if self.values.dtype == torch.uint8 else self.values
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for `x` [..., in]."""
         integers, scales = self.integers.to(x.dtype), self.scales.to(x.dtype)
         if scales.shape[1] == 1:
-            product = self.multiply(x, integers) * scales.flatten()
+            product = F.linear(x, integers) * scales.flatten()
         else:
             weight = integers.view(len(integers), scales.shape[1], -1) * scales.unsqueeze(-1)
-            product = self.multiply(x, weight.flatten(1))
+            product = F.linear(x, weight.flatten(1))
         return product if self.bias is None else product + self.bias
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return [..., out] for `x` [..., in] and weights [out, in] of the same number format."""
-        return F.linear(x, weight)
+    def partial(self, x: Tensor) -> Tensor:
+        """Return [..., out] float32 without the bias, for `x` [..., in]: one rank's part of a sum."""
+        weight = self.integers.float().view(self.out_features, self.scales.shape[1], -1) * self.scales.unsqueeze(-1)
+        return F.linear(x.float(), weight.flatten(1))
 
 
 def pack_nibbles(integers: Tensor) -> Tensor:
@@ -208,7 +234,7 @@ def convert_torchao(name: str, module: nn.Module) -> None:
 def _quantized_linear(weight: Any, bias: Tensor | None) -> QuantizedLinear | None:
     """Return a layer with torchao's numbers; None if they have zero points, or scales for blocks of several outputs."""
     integers, scales = getattr(weight, "qdata", None), getattr(weight, "scale", None)
-    if not isinstance(integers, Tensor) or not isinstance(scales, Tensor) or integers.dtype != torch.int8:
+    if not isinstance(integers, Tensor) or not isinstance(scales, Tensor) or integers.dtype not in _VALUE_DTYPES:
         return None
     if integers.shape != weight.shape or scales.shape[:-1] != integers.shape[:-1]:
         return None

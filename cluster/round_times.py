@@ -1,0 +1,57 @@
+"""RoundTimes: how long the target may take for a round, learned from the rounds before it."""
+
+from collections import deque
+from collections.abc import Sequence
+
+from engine.protocols import VerifyRow
+
+_NUM_ROUNDS, _FACTOR, _LEAST_S = 8, 20, 5.0
+_MAX_SHAPES = 1024
+
+Shape = tuple[object, ...]
+
+
+class RoundTimes:
+    """Measured rounds by their shape, since the target's ranks started; the deadline of the next follows from them.
+
+    A round must end within the configured timeout until eight of its shape were measured; then within 20 times the
+    longest of the last eight, but never less than 5 s or more than the timeout. So whatever is larger than all before
+    it, or may be the first to compile a kernel, gets the whole timeout. A round with a part of a prompt has no shape:
+    prompts differ in size, and the first pass of a request may compile its grammar.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[Shape | None, deque[float]] = {}
+
+    def deadline_s(self, shape: Shape | None, timeout_s: float) -> float:
+        """Return the seconds that a round may take; `shape` is None if it has none."""
+        seconds = self._seconds.get(shape, ())
+        if len(seconds) < _NUM_ROUNDS:
+            return timeout_s
+        return min(timeout_s, max(_LEAST_S, _FACTOR * max(seconds)))
+
+    def observe(self, shape: Shape | None, seconds: float) -> None:
+        """Record a round; of many shapes, those that were not seen for the longest time are forgotten."""
+        if shape is None:
+            return
+        self._seconds[shape] = rounds = self._seconds.pop(shape, None) or deque(maxlen=_NUM_ROUNDS)
+        rounds.append(seconds)
+        if len(self._seconds) > _MAX_SHAPES:
+            del self._seconds[next(iter(self._seconds))]
+
+
+def shape_of(rows: Sequence[VerifyRow]) -> Shape | None:
+    """Return all that decides which kernels a round runs, and how long; None if it computes a part of a prompt.
+
+    Contexts count by powers of two, and rows by what is drawn for them.
+    """
+    lengths, longest, kinds = [], 0, set()
+    for row in rows:
+        if row.start < row.request.prompt_length:
+            return None
+        lengths.append(row.length + len(row.draft.token_ids) + row.draft.num_deferred)
+        longest = max(longest, row.start + lengths[-1])
+        p = row.request.params
+        is_cut = (p.top_p < 1, p.top_k > 0, p.min_p > 0, p.has_penalties, bool(p.logit_bias), p.grammar is not None)
+        kinds.add((row.draft.is_chain, p.temperature > 0, p.logprobs is not None, *is_cut))
+    return len(lengths), sum(lengths), max(lengths), longest.bit_length(), frozenset(kinds)

@@ -1,0 +1,138 @@
+"""ChainPass: all passes of a draft chain as one recording; between them, nothing comes from the host.
+
+The first pass computes the missing tokens of every row, each later one the token that was drawn before it. Positions,
+slots and limits follow from the rows' lengths and block tables, and every pass has its noise keys. Sampling parameters
+are applied by `row_shaping`. A grammar's masks come from the host, after it has seen the drawn tokens, so a chain with
+a grammar cannot be one recording: it is drawn pass by pass.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.execution.attention import Group, KVTensors, slots_of
+from engine.execution.backend import ChainBatch, RankedTokens
+from engine.execution.cuda.compiled_layers import TritonContext
+from engine.execution.cuda.kernels import draw_kernel
+from engine.execution.cuda.static_pass import Outputs, Shape, StaticPass, scores_of
+from engine.models.causal_lm import CausalLM, forward
+from engine.sampling.row_shaping import MAX_BIASED, RowShaping, shaped
+
+LENGTHS = (3, 9)
+"""Tokens of a row that the first pass computes: few sizes, because each needs a recording per number of passes."""
+STEPS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""Passes of a chain; what a shorter chain draws beyond its end is dropped."""
+
+
+class ChainShape(NamedTuple):
+    """The size of a chain's passes.
+
+    Attributes:
+        first: the first pass; it has at least two rows, since a layer compiled for one token alone is another one.
+        steps: number of passes, and of tokens that each row draws.
+        num_ranked: see `ChainBatch`; is_shaped: whether sampling parameters are applied.
+    """
+
+    first: Shape
+    steps: int
+    num_ranked: int = 0
+    is_shaped: bool = False
+
+
+def chain_shape(chain: ChainBatch, first: Shape | None) -> ChainShape | None:
+    """Return the smallest shape that holds a chain, whose first pass has a shape; None if there is none."""
+    if first is None or chain.first.paged.groups[0].rows != len(chain.lengths) or first.length > LENGTHS[-1]:
+        return None
+    steps = next(steps for steps in STEPS if steps >= len(chain.draws))
+    length = next(length for length in LENGTHS if length >= first.length)
+    first = Shape(max(2, first.rows), length, 0, first.width)
+    return ChainShape(first, steps, chain.num_ranked, chain.shaping is not None)
+
+
+def chain_shapes(passes: Sequence[Shape], num_steps: int, num_ranked: int) -> list[ChainShape]:
+    """Return the shapes of chains of up to `num_steps` tokens to record in advance: those of the shortest contexts."""
+    width = min(shape.width for shape in passes)
+    rows = {max(2, shape.rows) for shape in passes}
+    steps = [steps for last, steps in zip((1, *STEPS), STEPS, strict=False) if last < num_steps]
+    return [
+        ChainShape(Shape(count, LENGTHS[0], 0, width), num_passes, num_ranked, is_shaped)
+        for count in sorted(rows, reverse=True)
+        for num_passes in steps
+        for is_shaped in (False, True)
+    ]
+
+
+class ChainPass(StaticPass):
+    """The passes of a chain of one shape. `fill_chain`, then `compute` or a recording of it, then `drawn`."""
+
+    def __init__(self, model: CausalLM, kv: KVTensors, shape: ChainShape, outputs: Outputs) -> None:
+        """Allocate the inputs and the chain's own outputs; see `StaticPass`."""
+        rows, num_later = shape.first.rows, shape.steps - 1
+        sizes = {"later_keys": 2 * num_later * rows, "lengths": rows}
+        if shape.is_shaped:
+            sizes |= {"numbers": 7 * rows} | dict.fromkeys(RowShaping._fields[1:], MAX_BIASED * rows)
+        more = {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
+        if shape.is_shaped:  # rows without a request are shaped, too
+            more["numbers"] = torch.ones(7 * rows).view(torch.int32)
+        super().__init__(model, kv, shape.first, outputs, more)
+        self.chain_shape = shape
+        # How often each token was drawn: rows of logits that no chain uses, because its first pass has more tokens.
+        self._counts = outputs.logits[-rows:].view(torch.int32)
+        self._rows = torch.arange(rows, device=model.device)
+        self._later = torch.arange(num_later, device=model.device).unsqueeze(-1)
+        self._tokens = torch.zeros((shape.steps, rows), dtype=torch.int64, device=model.device)
+        self._top_scores = torch.zeros((shape.steps, rows, shape.num_ranked), device=model.device)
+        self._top_ids = torch.zeros_like(self._top_scores, dtype=torch.int64)
+
+    def fill_chain(self, chain: ChainBatch) -> None:
+        """Copy a chain that is no larger than the shape."""
+        later_keys = torch.zeros((self.chain_shape.steps - 1, self.shape.rows, 2), dtype=torch.int32)
+        for keys, draws in zip(later_keys, chain.draws[1:], strict=False):
+            keys[: len(chain.lengths)] = draws.row_keys()
+        more = {"later_keys": later_keys, "lengths": torch.tensor(chain.lengths, dtype=torch.int32)}
+        if chain.shaping is not None:
+            shaping, counted = chain.shaping
+            counted = counted.pin_memory() if self._counts.is_cuda else counted
+            places, added = counted.to(self._counts.device, non_blocking=True)
+            self._counts.zero_().view(-1).index_add_(0, places, added.int())
+            more |= shaping._asdict()
+        self.fill(chain.first, chain.draws[0], more)
+
+    def compute(self) -> None:
+        """Compute the passes and draw their tokens."""
+        kv, (group,), rows = self._context.kv, self._context.groups, self.shape.rows
+        logits, temperatures, keys, is_drawn = self._compute_logits(rows)
+        self._draw(0, logits, temperatures, keys, is_drawn)
+        places = (self._device["lengths"] + self._later).long()  # [steps - 1, rows]
+        slots = slots_of(group.blocks.long(), places.T, kv.block_size).T.contiguous()
+        positions = places.clamp(max=self._model.info.max_model_len - 1)
+        limits = (places + 1).clamp(max=self.shape.width * kv.block_size)
+        later_keys = self._device["later_keys"].view(-1, rows, 2)
+        for step, tokens in enumerate(self._tokens[:-1]):
+            position, place, limit = (one[step].view(rows, 1) for one in (positions, slots, limits))
+            later = Group(0, rows, 1, group.blocks, position, place, limit)
+            with TritonContext(kv, [later], slots[step]).current() as context:
+                logits.copy_(forward(self._model.module, tokens, positions[step], self._rows, context))
+            self._draw(step + 1, logits, temperatures, later_keys[step], is_drawn)
+
+    def _draw(self, step: int, logits: Tensor, temperatures: Tensor, keys: Tensor, is_drawn: Tensor) -> None:
+        if self.chain_shape.is_shaped:
+            numbers, ids, biases, counts = (self._device[name].view(len(logits), -1) for name in RowShaping._fields)
+            rows = RowShaping(numbers.view(torch.float32), ids, biases.view(torch.float32), counts)
+            logits, temperatures = shaped(logits, rows, self._counts, step), torch.ones_like(temperatures)
+        tokens, _ = draw_kernel.draw(logits, temperatures, keys, is_drawn)
+        self._tokens[step].copy_(tokens)
+        if self.chain_shape.is_shaped:
+            self._counts.scatter_add_(1, tokens.unsqueeze(-1), torch.ones_like(self._counts[:, :1]))
+        if self.chain_shape.num_ranked:
+            scores = scores_of(logits, temperatures, keys, is_drawn)
+            torch.topk(scores, self.chain_shape.num_ranked, out=(self._top_scores[step], self._top_ids[step]))
+
+    def drawn(self, chain: ChainBatch) -> tuple[Tensor, list[RankedTokens]]:
+        """Return copies of the chain's results; see `Backend.draw_chain`."""
+        used = slice(len(chain.draws)), slice(len(chain.lengths))
+        tokens = self._tokens[used].T.clone().to("cpu", non_blocking=True)
+        rankings = zip(self._top_scores[used].clone(), self._top_ids[used].clone(), strict=True)
+        return tokens, list(rankings) if self.chain_shape.num_ranked else []

@@ -1,0 +1,135 @@
+"""Reducers over torch.distributed: sums in rank order by moving parts, or in the GPUs' symmetric memory.
+
+NCCL's and gloo's own sums add in an order that depends on an element's place and on the message's size, so a token's
+bits would depend on the batch. Here the backend moves parts and each rank adds them itself, rank 0's first. So neither
+NCCL_ALGO nor NCCL_PROTO needs to be pinned.
+"""
+
+import functools
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.layers.reducer import Reducer, is_alone
+
+ONE_SHOT_BYTES = 1 << 20
+"""Bytes up to which every rank adds all parts whole; of larger tensors, each adds one slice, and they share these."""
+_SYMMETRIC_SIZES = (2, 4, 8)
+"""Numbers of ranks for which torch's kernels add in rank order; for others, each rank begins with its own part."""
+
+logger = logging.getLogger(__name__)
+
+
+class RankOrderReducer:
+    """Combines through a process group: gloo on CPUs, NCCL on GPUs."""
+
+    def __init__(self, rank: int, world_size: int, group: Any, device: torch.device) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._group, self._device = group, device
+
+    def prepare(self, max_tokens: int, width: int) -> None:
+        """Sum one tensor of each kind: NCCL connects ranks at their first messages, which no graph can record."""
+        for numel in (1, ONE_SHOT_BYTES // 4 + 1):
+            self.sum(torch.zeros(numel, device=self._device))
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Return the sum in rank order; see `Reducer.sum`."""
+        if partial.nbytes <= ONE_SHOT_BYTES or is_alone():
+            return _add(self._all_gather(partial))
+        flat = F.pad(partial.flatten(), (0, -partial.numel() % self.world_size))
+        slices = torch.empty_like(flat)
+        self._group.alltoall_base(slices, flat, [], []).wait()
+        total = self._all_gather(_add(slices.view(self.world_size, -1)))
+        return total.flatten()[: partial.numel()].view(partial.shape)
+
+    def max(self, packed: Tensor) -> Tensor:
+        """Return the element-wise maximum; see `Reducer.max`."""
+        return self._all_gather(packed).amax(0)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Return all ranks' parts side by side; see `Reducer.gather`."""
+        return self._all_gather(part).movedim(0, 1).flatten(1)
+
+    def agree(self, ok: bool) -> bool:
+        """Return whether all ranks pass True; see `Reducer.agree`."""
+        return not self.max(torch.tensor([not ok], dtype=torch.int64, device=self._device)).any()
+
+    def close(self) -> None:
+        """Leave the world, if this process is in one."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _all_gather(self, part: Tensor) -> Tensor:
+        """Return [world_size, *shape]. torch's functions for this change their names; the group's methods do not."""
+        if is_alone():
+            return torch.stack([part] * self.world_size)
+        parts = part.new_empty(self.world_size * part.numel())
+        self._group._allgather_base(parts, part.flatten()).wait()
+        return parts.view(self.world_size, *part.shape)
+
+
+class SymmetricReducer(RankOrderReducer):
+    """Sums float32 tensors by kernels that read the other GPUs' buffers; combines all else as its base does.
+
+    Until `prepare`, and where symmetric memory is not to be had, its sums are its base's, with the same bits.
+    """
+
+    _buffer: Tensor | None = None
+
+    def prepare(self, max_tokens: int, width: int) -> None:
+        """Allocate the buffer, and use it if all ranks can and its sums of random parts are those in rank order."""
+        super().prepare(max_tokens, width)
+        name, problem = self._group.group_name, ""
+        try:  # no rank may wait for another that has not come this far
+            self._buffer = symm_mem.empty(max_tokens * width, dtype=torch.float32, device=self._device)
+        except RuntimeError as error:
+            problem = str(error)
+        if self.agree(not problem):
+            assert self._buffer is not None
+            try:
+                symm_mem.rendezvous(self._buffer, name)
+                generator = torch.Generator(self._device).manual_seed(self.rank)
+                parts = torch.randn(max_tokens * width, generator=generator, device=self._device)
+                for part in (parts[: ONE_SHOT_BYTES // 4], parts):
+                    if not torch.equal(self.sum(part), super().sum(part)):
+                        problem = "sums are not in rank order"
+            except (RuntimeError, AttributeError) as error:
+                problem = str(error)
+        if not self.agree(not problem):
+            self._buffer = None
+            logger.warning("Ranks sum through NCCL, without symmetric memory: %s", problem or "another rank has none")
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """Return the sum in rank order; see `Reducer.sum`."""
+        buffer = None if is_alone() else self._buffer
+        if buffer is None or partial.dtype != torch.float32 or not 0 < partial.numel() <= len(buffer):
+            return super().sum(partial)
+        name = self._group.group_name
+        staged = buffer[: partial.numel()].view(partial.shape)
+        if partial.nbytes <= ONE_SHOT_BYTES:
+            total: Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(staged, partial.contiguous(), "sum", name)
+            return total
+        # A rank writes to others' buffers only after all have begun this sum, so after they have cloned the last one.
+        summed: Tensor = torch.ops.symm_mem.two_shot_all_reduce_(staged.copy_(partial), "sum", name)
+        return summed.clone()
+
+    def close(self) -> None:
+        """Free the buffer and leave the world."""
+        self._buffer = None
+        super().close()
+
+
+def make_reducer(rank: int, world_size: int, group: Any, device: torch.device) -> Reducer:
+    """Return the reducer of a process group's device."""
+    is_symmetric = device.type == "cuda" and world_size in _SYMMETRIC_SIZES
+    return (SymmetricReducer if is_symmetric else RankOrderReducer)(rank, world_size, group, device)
+
+
+def _add(parts: Tensor) -> Tensor:
+    """Return the sum of parts [world_size, ...], rank 0's first."""
+    return functools.reduce(torch.add, parts.unbind())

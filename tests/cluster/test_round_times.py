@@ -1,0 +1,105 @@
+"""Deadlines of rounds: short where eight rounds like it were measured, whole where anything is new."""
+
+from dataclasses import replace
+
+import pytest
+
+from cluster.round_times import _MAX_SHAPES, RoundTimes, shape_of
+from engine.params import SamplingParams
+from engine.protocols import NO_DRAFT, Draft, Request, VerifyRow, chain
+
+TIMEOUT_S = 60.0
+
+
+def decoding(*drafts, context=100, **params):
+    """Rows that decode after a prompt of ten tokens; their last token is committed and not computed yet."""
+    params = SamplingParams(**params)
+    return [
+        VerifyRow(Request(str(i), [0] * context, 10, params), context - 1, 1, [1], chain([5] * length))
+        for i, length in enumerate(drafts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "deadline_s"),
+    [
+        ([], TIMEOUT_S),
+        ([0.01] * 7, TIMEOUT_S),
+        ([0.01] * 8, 5.0),
+        ([0.3] * 8, 6.0),
+        ([0.1] * 7 + [1.0], 20.0),  # the longest, or one round in eight would be near its deadline
+        ([4.0] + [0.3] * 8, 6.0),  # long ago
+        ([5.0] * 8, TIMEOUT_S),
+    ],
+)
+def test_a_deadline_is_twenty_times_the_longest_of_the_last_eight_rounds(seconds, deadline_s):
+    times = RoundTimes()
+    for each in seconds:
+        times.observe("a shape", each)
+    assert times.deadline_s("a shape", TIMEOUT_S) == pytest.approx(deadline_s)
+
+
+def test_another_shape_and_none_get_the_whole_timeout_and_a_short_timeout_holds():
+    times = RoundTimes()
+    for _ in range(8):
+        times.observe("a shape", 0.01)
+        times.observe(None, 0.01)
+    assert [times.deadline_s(shape, TIMEOUT_S) for shape in ("a shape", "another", None)] == [5.0, TIMEOUT_S, TIMEOUT_S]
+    assert times.deadline_s("a shape", 0.5) == 0.5
+
+
+def test_the_shapes_not_seen_for_longest_are_forgotten():
+    times = RoundTimes()
+    for _ in range(8):
+        times.observe("a frequent shape", 0.01)
+    for number in range(_MAX_SHAPES + 5):
+        times.observe("a frequent shape", 0.01)
+        for _ in range(8):
+            times.observe(number, 0.01)
+    assert len(times._seconds) == _MAX_SHAPES
+    known = [times.deadline_s(shape, TIMEOUT_S) for shape in ("a frequent shape", 0, _MAX_SHAPES)]
+    assert known == [5.0, TIMEOUT_S, 5.0]
+
+
+def test_rounds_that_run_the_same_kernels_have_one_shape():
+    assert shape_of(decoding(4, 4)) == shape_of(decoding(4, 4, context=120)) is not None
+    assert shape_of(decoding(3, temperature=0.5)) == shape_of(decoding(3, temperature=0.9, seed=7))
+
+
+SAMPLING = {
+    "temperature": 0.0,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "presence_penalty": 1.0,
+    "logit_bias": {1: 2.0},
+    "grammar": "%llguidance {}",
+    "logprobs": 2,
+}
+OTHERS = {
+    "more rows": decoding(4, 0),
+    "a longer draft": decoding(5),
+    "a context of twice the length": decoding(4, context=200),
+    "a tree": [replace(decoding(4)[0], draft=Draft([5] * 4, [-1, -1, 0, 1]))],
+} | {name: decoding(4, **{name: value}) for name, value in SAMPLING.items()}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_may_run_other_kernels_is_another_shape(name):
+    assert shape_of(OTHERS[name]) != shape_of(decoding(4))
+
+
+def test_the_longest_row_and_all_tokens_both_count():
+    assert shape_of(decoding(2, 2)) != shape_of(decoding(1, 3))
+    assert shape_of(decoding(2, 2)) != shape_of(decoding(0, 2))
+
+
+def test_drafts_that_are_left_to_the_target_count_by_their_length():
+    rows = [replace(decoding(0)[0], draft=Draft(num_deferred=length)) for length in (0, 2, 4)]
+    assert len({shape_of([row]) for row in rows}) == 3
+
+
+@pytest.mark.parametrize("start", [0, 9])
+def test_a_round_with_a_part_of_a_prompt_has_no_shape(start):
+    prompt = VerifyRow(Request("p", [0] * 10, 10, SamplingParams()), start, 10 - start, [1], NO_DRAFT)
+    assert shape_of([*decoding(4), prompt]) is None

@@ -1,0 +1,42 @@
+import pytest
+
+from engine.control import stats
+from engine.execution.scratch import CACHE_VARIABLE
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """No test reads what an earlier one has found out about kernels."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def preparation(monkeypatch):
+    """The counts of this test alone."""
+    from engine.execution.cuda import compiled_layers, cuda_backend, graphs
+
+    counted = stats.Preparation()
+    for module in (compiled_layers, cuda_backend, graphs):
+        monkeypatch.setattr(module, "PREPARATION", counted)
+    return counted
+
+
+@pytest.fixture
+def uncompiled(monkeypatch):
+    """Layers are not compiled."""
+    monkeypatch.setattr("engine.execution.cuda.cuda_backend.compile_layers", lambda _: None)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Attention costs nothing, and means nothing; tokens are drawn without kernels, which threads cannot interpret."""
+    from engine.execution.cuda.kernels import draw_kernel, triton_attention
+
+    monkeypatch.setattr(triton_attention, "attend", lambda _g, query, _k, _v, output, _p: output.fill_(query.mean()))
+    monkeypatch.setattr(triton_attention, "write", lambda *_: None)
+
+    def draw(logits, _temperatures, _keys, _is_drawn, first_id=0):
+        return first_id + logits.argmax(-1), logits.amax(-1)
+
+    monkeypatch.setattr(draw_kernel, "draw", draw)

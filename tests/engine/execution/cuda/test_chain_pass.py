@@ -1,0 +1,179 @@
+"""A chain that is drawn by one recording has the tokens of a chain that is drawn pass by pass.
+
+The recording is computed on the CPU with interpreted kernels, by a recorder that calls.
+"""
+
+import random
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from engine.config import EngineConfig, ModelConfig
+from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.run_ahead.chains import RunAheadDrafter
+from engine.execution.eager import EagerBackend
+from engine.params import SamplingParams
+from engine.protocols import ProposeRow, Request, run_in_process
+from tests.engine.tiny import SIZES, model_of, save
+
+pytest.importorskip("triton", reason="the kernels need triton")
+from engine.execution.cuda import graphs as graphs_module
+from engine.execution.cuda.chain_pass import STEPS, ChainShape
+from engine.execution.cuda.cuda_backend import CudaBackend
+from engine.execution.cuda.graphs import Graphs, shapes
+from engine.execution.cuda.kernels import triton_attention
+from engine.execution.cuda.static_pass import Shape
+from tests.engine.execution.cuda.recorders import CallRecorder
+
+BLOCK = 4
+PARAMS = {
+    "greedy": {"temperature": 0},
+    "0.7": {"temperature": 0.7},
+    "1": {"temperature": 1},
+    "top_p": {"temperature": 1.5, "top_p": 0.6},
+    "top_k and min_p": {"temperature": 2, "top_k": 7, "min_p": 0.05},
+    "penalties": {"temperature": 0, "repetition_penalty": 1.6, "presence_penalty": 1, "frequency_penalty": 1.5}
+    | {"logit_bias": {9: 90.0, 10: 90.0, 11: 90.0}},  # without penalties, one of these would be drawn again and again
+    "biases": {"temperature": 1, "logit_bias": {3: 9.0, 5: 8.5, 1: 9.5}, "min_tokens": 5, "stop_token_ids": [5, 1]},
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    return model_of(save(LlamaConfig(**SIZES | small), tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def recorded(model, monkeypatch):
+    """A backend with graphs that are called instead of recorded, and the shapes of their chains."""
+    monkeypatch.setattr(triton_attention, "MAX_SPLIT_LENGTH", 0)  # one kernel less to interpret
+    return CudaBackend(model, ModelConfig("tiny", compile="auto"), EngineConfig())
+
+
+def drafter_of(backend, make=ModelDrafter, **settings):
+    config = EngineConfig(num_blocks=40, block_size=BLOCK, **settings)
+    drafter = make(DraftModel(backend), config)
+    kv = drafter.cache.kv
+    if isinstance(backend, CudaBackend):
+        kv.graphs = EagerGraphs(
+            backend.model, kv, CallRecorder(is_warm=True), shapes(config, backend.info.max_model_len, BLOCK)
+        )
+    return drafter
+
+
+class EagerGraphs(Graphs):
+    """Records a chain when it comes for the first time."""
+
+    def draw_chain(self, chain):
+        if (output := super().draw_chain(chain)) is None and self._wanted:
+            while self.record_wanted():
+                pass
+            output = super().draw_chain(chain)
+        return output
+
+    def run(self, batch, draws):
+        return None
+
+
+def requests_of(names, seed=0):
+    chance = random.Random(seed)
+    return [
+        Request(
+            str(i),
+            [chance.randrange(4, 60) for _ in range(1 + i % 3)],
+            1 + i // 2,
+            SamplingParams(seed=i, **PARAMS[name] | {"max_tokens": 60}),
+        )
+        for i, name in enumerate(names)
+    ]
+
+
+def propose(drafter, requests, counts):
+    rows = [ProposeRow(request.copy(), count) for request, count in zip(requests, counts, strict=True)]
+    return [draft.token_ids for draft in run_in_process(drafter.propose(rows))]
+
+
+def chains_of(drafter):
+    return [shape for shape in drafter.cache.kv.graphs._recorded if isinstance(shape, ChainShape)]
+
+
+CASES = [
+    (["1"], 1, False),
+    (["0.7"], 2, False),
+    (["greedy", "0.7", "1"], 4, False),
+    (["top_k and min_p", "1"], 5, True),
+    (["top_p", "penalties", "greedy"], 3, True),
+    (["biases"], 3, True),
+]
+
+
+@pytest.mark.parametrize(("names", "k", "shaped"), CASES)
+def test_a_recorded_chain_is_the_one_that_is_drawn_pass_by_pass(names, k, shaped, model, recorded):
+    """Over rounds that commit some draft tokens and others, so that 1 to 3 tokens are missing in the next."""
+    requests = requests_of(names)
+    drafter, other = drafter_of(recorded), drafter_of(EagerBackend(model))
+    for round_number in range(3):
+        counts = [max(1, k - (i + round_number) % 2) for i in range(len(names))]
+        drafts = propose(drafter, requests, counts)
+        assert drafts == propose(other, requests, counts)
+        assert [len(draft) for draft in drafts] == counts
+        for i, (request, draft) in enumerate(zip(requests, drafts, strict=True)):
+            kept = draft[: (i + round_number) % (k + 1)]
+            request.token_ids.extend([*kept, 7 + i + round_number, 9][: len(kept) + 1 + (i + round_number) % 2])
+    for cache, expected in zip(drafter.cache.kv.keys, other.cache.kv.keys, strict=True):
+        for prefix in drafter.cache.prefixes.values():  # in blocks that both gave out alike
+            slots = [drafter.cache.kv.slot(prefix.block_ids, place) for place in range(len(prefix.token_ids))]
+            flat, right = (one.view(-1, *one.shape[2:])[slots] for one in (cache, expected))
+            torch.testing.assert_close(flat, right, atol=1e-4, rtol=1e-4)
+    assert {(shape.steps, shape.is_shaped) for shape in chains_of(drafter)} <= {
+        (next(steps for steps in STEPS if steps >= n), shaped) for n in (k, k - 1)
+    }
+    assert bool(chains_of(drafter)) == (k > 1)
+
+
+def test_a_chain_ranks_what_its_passes_would_rank(model, recorded):
+    """So that the tokens which may follow each number of accepted ones are foreseen alike."""
+    requests = requests_of(["1", "0.7"])
+    drafter, other = drafter_of(recorded, RunAheadDrafter), drafter_of(EagerBackend(model), RunAheadDrafter)
+    drafter._drawer._num_ranked = other._drawer._num_ranked = 10  # as on a GPU
+    drafter._drawer._draws_chains = True
+    assert propose(drafter, requests, [3, 3]) == propose(other, requests, [3, 3])
+    assert [shape.num_ranked for shape in chains_of(drafter)] == [10]
+    for context, expected in zip(drafter._contexts.values(), other._contexts.values(), strict=True):
+        for (ranking, row), (right, right_row) in zip(context.chain.rankings, expected.chain.rankings, strict=True):
+            torch.testing.assert_close(ranking.scores[row], right.scores[right_row], atol=1e-4, rtol=1e-4)
+            assert torch.equal(ranking.token_ids[row], right.token_ids[right_row])
+
+
+@pytest.mark.parametrize(
+    ("params", "settings"), [({}, {"verification": "rejection"}), ({"logit_bias": {4: -9.0, 5: 1.0, 6: 2.0}}, {})]
+)
+def test_what_a_recording_cannot_draw_is_drawn_pass_by_pass(params, settings, model, recorded, monkeypatch):
+    """A rule that judges by the draft's distribution needs it whole; a row has room for so many biases."""
+    monkeypatch.setattr(Graphs, "draw_chain", lambda *_: pytest.fail("a chain was recorded"))
+    monkeypatch.setattr(Graphs, "run", lambda *_: None)
+    monkeypatch.setattr("engine.sampling.row_shaping.MAX_BIASED", 2)
+    row = Request("a", [9, 8], 2, SamplingParams(temperature=0, **params))
+    expected = propose(drafter_of(EagerBackend(model), **settings), [row], [2])
+    assert propose(drafter_of(recorded, **settings), [row], [2]) == expected
+
+
+def test_the_shape_of_a_chain_holds_its_whole_block_tables(model, recorded):
+    drafter, params = drafter_of(recorded), SamplingParams(temperature=0)
+    drafter.cache.kv.graphs._widths = [2, 3, 4]
+    propose(drafter, [Request("a", [5] * 7, 7, params), Request("b", [6], 1, params)], [2, 2])
+    assert [*chains_of(drafter)] == [ChainShape(Shape(2, 9, 0, 3), 2)]
+
+
+def test_no_chain_is_recorded_that_keeps_more_results_of_attention_than_any_pass(recorded, monkeypatch):
+    """The memory plan counts those of passes; a chain's first pass has more rows or tokens than its batch."""
+    drafter = drafter_of(recorded)
+    graphs = drafter.cache.kv.graphs
+    monkeypatch.setattr(graphs_module, "_MAX_PARTIAL_TOKENS", 4 * graphs._widths[-1] * BLOCK)
+    (drawn,) = propose(drafter, requests_of(["1"]), [3])
+    assert len(drawn) == 3
+    assert not graphs._wanted
+    assert not chains_of(drafter)

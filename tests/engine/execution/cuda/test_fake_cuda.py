@@ -1,0 +1,165 @@
+"""Rounds on a fake GPU: every text is the CPU's, and the list of what makes the host wait is the expected one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from engine.drafting.model.chain_drafter import ModelDrafter
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.run_ahead.chains import RunAheadDrafter
+from engine.execution.attention import KVTensors
+from engine.execution.registry import make_backend
+from engine.models.layers.layer_attention import KVShape
+from engine.params import SamplingParams
+from tests.engine.grammars import GRAMMARS
+from tests.engine.running import make_engine, run_outputs
+from tests.engine.tiny import SIZES, model_of, save, source_of
+from tests.fakes import InterruptedDrafter, TreeDrafter
+
+pytest.importorskip("triton", reason="the kernels need triton")
+from engine.execution.cuda import cuda_backend
+from engine.execution.cuda.chain_pass import ChainShape
+from engine.execution.cuda.kernels import draw_kernel, triton_attention
+from engine.execution.cuda.static_pass import Shape
+from tests.engine.execution.cuda.fake_cuda import DEVICE, fake_gpu, move_to_gpu
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted where there is no GPU")
+
+PLAIN = SamplingParams(temperature=0.8, seed=1)
+PARAMS = {
+    "drawn": PLAIN,
+    "top-p": replace(PLAIN, top_p=0.5),
+    "grammar": replace(PLAIN, grammar=GRAMMARS["regex"]),
+}
+DRAFTERS = {
+    "no draft": lambda draft: None,
+    "chain": lambda draft: lambda config: ModelDrafter(draft, config),
+    "tree": lambda draft: lambda config: TreeDrafter(range(2, 40), seed=1),
+    "running ahead": lambda draft: lambda config: InterruptedDrafter(RunAheadDrafter(draft, config), seed=3),
+}
+VERIFIED = ["synchronize in eager", "tolist in verifier"]
+CHAIN = ["synchronize in eager"]
+DRAFTED = ["synchronize in eager", "tolist in token_drawer"]
+RANKED = ["tolist in next_tokens"] * 2
+SHAPED = ["tolist in coupled"]
+WAITS = {
+    "drawn, no draft": VERIFIED,
+    "drawn, chain": [*CHAIN, *VERIFIED],
+    "drawn, tree": VERIFIED,
+    "drawn, running ahead": [*CHAIN, *RANKED, *VERIFIED],
+    "top-p, chain": [*CHAIN, *VERIFIED, *SHAPED],
+    "grammar, chain": ["synchronize in eager", *DRAFTED, *DRAFTED, *VERIFIED, *SHAPED],
+}
+"""What makes the host wait for the device in a round, and in which file; a new entry costs every round its time."""
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: forward)
+    monkeypatch.setattr(triton_attention, "MAX_PROGRAMS", 2)
+    monkeypatch.setattr(triton_attention, "MAX_SPLIT_LENGTH", 0)  # one kernel less to interpret
+    monkeypatch.setattr(cuda_backend, "_kinds_of_passes", lambda *_, **__: [])
+    with fake_gpu(monkeypatch) as gpu:
+        yield gpu
+
+
+SHAPES = {
+    "no draft": [Shape(2, 1, 0, 2)],
+    "chain": [Shape(2, 3, 0, 2)],
+    "tree": [Shape(2, 3, 4, 2)],
+    "running ahead": [Shape(2, 9, 4, 2), Shape(2, 3, 0, 2)],
+}
+
+
+def backend_of(path, *, gpu, invariant=True):
+    model = model_of(path)
+    if gpu is not None:
+        move_to_gpu(model.module)
+        model.device = DEVICE
+    return make_backend(model, source_of(path, compile="off" if gpu is None else "auto"), invariant=invariant)
+
+
+def rounds(paths, make_grammars, params, drafter, *, gpu=None):
+    """Generate two texts; return them, and the waits of each round."""
+    target, draft = (backend_of(path, gpu=gpu, invariant=path is paths[0]) for path in paths)
+    drafting = DRAFTERS[drafter](DraftModel(draft, grammars=make_grammars()))
+    settings = {"num_blocks": 12, "num_speculative_tokens": 2, "max_num_seqs": 2}
+    engine = make_engine(target, drafting, grammars=make_grammars(), **settings)
+
+    def chain(num_ranked):
+        return ChainShape(Shape(2, 3, 0, 2), 2, num_ranked, params == "top-p")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cuda_backend, "shapes", lambda *_: SHAPES[drafter])
+        target.warm_up()
+        if drafter in ("chain", "running ahead"):
+            patched.setattr(cuda_backend, "chain_shapes", lambda _passes, _num_steps, num_ranked: [chain(num_ranked)])
+            draft.warm_up()
+    waits = []
+    outputs = run_outputs(
+        engine,
+        [([5, 6], replace(PARAMS[params], max_tokens=4, seed=seed)) for seed in (1, 2)],
+        between=lambda *_: gpu is not None and waits.append(gpu.read_waits()),
+    )
+    return [[token for output in each for token in output.token_ids] for each in outputs.values()], waits
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    sizes = SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    return [save(LlamaConfig(**sizes), folder / str(seed), seed=seed) for seed in (1, 2)]
+
+
+@pytest.fixture(scope="module")
+def expected(paths, make_grammars):
+    """The texts of the CPU."""
+    return {params: rounds(paths, make_grammars, params, "no draft")[0] for params in PARAMS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", WAITS)
+def test_texts_are_the_cpus_and_the_waits_of_a_round_are_known(case, paths, make_grammars, expected, gpu):
+    params, drafter = case.split(", ")
+    texts, waits = rounds(paths, make_grammars, params, drafter, gpu=gpu)
+    assert texts == expected[params]
+    assert gpu.num_replays
+    assert waits[1] == WAITS[case]
+
+
+def test_moved_entries_arrive_and_the_host_waits_for_nothing(gpu):
+    kv = KVTensors(KVShape(2, 1, 2, 2), 2, 16, torch.empty(0, device=DEVICE))
+    kv.keys[1][1, 5] = 3.0
+    kv.move([21], [30])
+    assert gpu.read_waits() == []
+    assert kv.keys[1][1, 14].tolist() == [[3.0, 3.0]]
+
+
+@pytest.mark.slow
+def test_a_draft_with_a_grammar_runs_ahead(paths, make_grammars, gpu):
+    rounds(paths, make_grammars, "grammar", "running ahead", gpu=gpu)
+
+
+def test_what_a_gpu_would_refuse_is_refused(gpu):
+    host, device = torch.ones(2), torch.ones(2, device=DEVICE)
+    with pytest.raises(AssertionError, match="mixes devices"):
+        host + device
+    with pytest.raises(AssertionError, match="a tensor of the host"):
+        draw_kernel.gumbel(torch.zeros(1, 2, dtype=torch.int32), torch.arange(3, device=DEVICE))
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="item while a graph"):
+        device.sum().item()
+    assert gpu.read_waits() == []
+    device[[1]] = 2.0
+    assert [kind for kind, _ in gpu.waits] == ["blocking copy from host"]
+
+
+def test_a_graph_computes_again_from_the_tensors_it_was_captured_with(gpu):
+    source, output = torch.ones(3, device=DEVICE), torch.zeros(3, device=DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output.copy_(source * 2)
+    source.fill_(5.0)
+    graph.replay()
+    assert output.tolist() == [10.0] * 3

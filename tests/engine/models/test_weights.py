@@ -1,0 +1,181 @@
+"""Weights: windows are read whole and in order, whatever the blocks, and a model holds what transformers would load."""
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.core_model_loading import Transpose, WeightConverter
+
+from engine.errors import ModelError
+from engine.models import weights
+from engine.models.causal_lm import Shard
+from tests.engine.tiny import SIZES, model_of, save, source_of
+
+CPU = torch.device("cpu")
+COLUMNS = (slice(None), slice(10, 21))
+WINDOWS = dict.fromkeys(("scale", "norm", "experts", "few"), ()) | {
+    "rows": (slice(3, 9),),
+    "columns": COLUMNS,
+    "middle": COLUMNS,
+}
+
+
+@pytest.fixture
+def source(target_path, tmp_path):
+    """Two files of tensors of several shapes and formats, one of them with an odd number of bytes before it."""
+    torch.manual_seed(0)
+    first = {"norm": torch.randn(7), "rows": torch.randn(12, 5), "columns": torch.randn(9, 31).bfloat16()}
+    second = {"scale": torch.tensor(2.5), "experts": torch.randn(3, 11, 13), "middle": torch.randn(3, 31, 2)}
+    second["few"] = torch.randint(99, (5, 1), dtype=torch.int8)
+    source = source_of(target_path)
+    source.weight_files = [tmp_path / "1.safetensors", tmp_path / "2.safetensors"]
+    save_file(first | {"unknown": torch.ones(3, dtype=torch.uint8)}, source.weight_files[0])
+    save_file(second, source.weight_files[1], {"a header": "of another length"})
+    source.tensors = first | second
+    return source
+
+
+class LateUpload:
+    """A device that copies as late as it may: when it is waited for."""
+
+    def __init__(self) -> None:
+        self.num_bytes = self.num_waiting = self.most_waiting = 0
+
+    def __call__(self, pinned, target):
+        self.num_bytes += pinned.nbytes
+        self.num_waiting += 1
+        self.most_waiting = max(self.most_waiting, self.num_waiting)
+
+        def wait():
+            self.num_waiting -= 1
+            target.copy_(pinned)
+
+        return wait
+
+
+def read(source, upload, dtypes=None):
+    dtypes = dtypes or {name: source.tensors[name].dtype for name in WINDOWS}
+    return {name: window for name, _, window in weights.read(source, dtypes, CPU, lambda n, _: WINDOWS[n], upload)}
+
+
+@pytest.mark.parametrize(("block", "piece"), [(96, 40), (64, 8), (2**20, 2**20)])
+def test_windows_are_read_whole_and_a_buffer_is_not_filled_before_its_copy_has_ended(source, block, piece, monkeypatch):
+    monkeypatch.setattr(weights, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(weights, "_PIECE_BYTES", piece)
+    upload = LateUpload()
+    windows = read(source, upload)
+    expected = {name: source.tensors[name][window] for name, window in WINDOWS.items()}
+    assert windows.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert windows[name].dtype == tensor.dtype
+        assert torch.equal(windows[name], tensor), name
+    assert upload.num_waiting == 0
+    assert upload.most_waiting == 2  # one is filled while the other is copied
+    assert upload.num_bytes == sum(tensor.nbytes for tensor in expected.values())  # no other rank's
+
+
+def test_on_a_cpu_contiguous_windows_stay_mapped_and_others_are_copied(source):
+    windows = read(source, None)
+    for name, window in WINDOWS.items():
+        assert torch.equal(windows[name], source.tensors[name][window]), name
+    with open("/proc/self/maps") as maps:
+        files = [line.split() for line in maps if line.rstrip().endswith(".safetensors")]
+    ranges = [tuple(int(end, 16) for end in line[0].split("-")) for line in files]
+    mapped = {name for name, window in windows.items() if any(a <= window.data_ptr() < b for a, b in ranges)}
+    assert mapped == WINDOWS.keys() - {"columns", "middle"}
+
+
+@pytest.mark.parametrize("upload", [None, LateUpload()], ids=["cpu", "device"])
+def test_windows_become_the_wanted_number_format(source, upload):
+    dtypes = {"rows": torch.bfloat16, "columns": torch.float32}
+    for name, window in read(source, upload, dtypes).items():
+        assert torch.equal(window, source.tensors[name][WINDOWS[name]].to(dtypes[name]))
+        assert window.dtype == dtypes[name]
+
+
+@pytest.mark.parametrize(("period_s", "num_lines"), [(0, len(WINDOWS)), (60, 0)])
+def test_progress_is_logged_but_not_for_every_tensor(source, period_s, num_lines, monkeypatch, caplog):
+    monkeypatch.setattr(weights, "_LOG_PERIOD_S", period_s)
+    caplog.set_level("INFO", "engine.models.weights")
+    read(source, None)
+    assert len(caplog.records) == num_lines
+    assert all("0.0 of 0.0 GB" in record.message for record in caplog.records)
+
+
+def test_a_caller_may_change_a_tensor_as_it_is_read_or_keep_it_from_the_module(target_path):
+    source, taken = source_of(target_path), {}
+
+    def on_tensor(name, whole, window):
+        taken[name] = whole, window
+        return None if "q_proj" in name else window * 2
+
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(source.configuration)
+    weights.fill(source, module, CPU, on_tensor=on_tensor)
+    for name, tensor in load_file(source.weight_files[0]).items():
+        assert all(torch.equal(each, tensor) for each in taken[name])
+        kept = module.get_parameter(name)
+        assert kept.is_meta if "q_proj" in name else torch.equal(kept, 2 * tensor)
+
+
+def rewrite(path, change):
+    stored = load_file(path / "model.safetensors")
+    change(stored)
+    save_file(stored, path / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("shard", [None, Shard(0, 2, lambda x: x)], ids=["whole", "rank"])
+def test_a_file_that_lacks_a_weight_is_refused(shard, tmp_path):
+    save(transformers.LlamaConfig(**SIZES), tmp_path)
+    rewrite(tmp_path, lambda stored: stored.pop("model.layers.1.mlp.up_proj.weight"))
+    with pytest.raises(ModelError, match=r"lacks the weights model\.layers\.1\.mlp\.up_proj\.weight"):
+        model_of(tmp_path, shard)
+
+
+@pytest.mark.parametrize(
+    ("shard", "message"), [(None, "cannot load"), (Shard(1, 2, lambda x: x), r"\[48, 32\] of \[48")]
+)
+def test_a_weight_of_another_shape_is_refused(shard, message, tmp_path):
+    save(transformers.LlamaConfig(**SIZES), tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite(tmp_path, lambda stored: stored.update({name: stored[name][:48].clone()}))
+    with pytest.raises(ModelError, match=message):
+        model_of(tmp_path, shard)
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_tied_weights_are_found_under_either_name(name, tmp_path):
+    save(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True), tmp_path)
+    rewrite(tmp_path, lambda stored: stored.update({name: stored.pop("model.embed_tokens.weight")}))
+    module = model_of(tmp_path).module
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+    assert torch.equal(module.lm_head.weight, load_file(tmp_path / "model.safetensors")[name])
+
+
+def test_transformers_decides_on_tied_weights_that_are_saved_twice(tmp_path):
+    save(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True), tmp_path)
+    head = torch.randn(64, 32)
+    rewrite(tmp_path, lambda stored: stored.update({"lm_head.weight": head}))
+    module = model_of(tmp_path).module
+    assert torch.equal(module.lm_head.weight, head)
+    assert not torch.equal(module.model.embed_tokens.weight, head)
+
+
+def test_saved_buffers_stay_buffers(source):
+    with torch.device("meta"):
+        module = torch.nn.BatchNorm1d(4, affine=False)
+    expected = {"running_mean": torch.randn(4), "running_var": torch.rand(4), "num_batches_tracked": torch.tensor(3)}
+    save_file(expected, source.weight_files[0])
+    weights.fill(source, module, CPU)
+    assert not [*module.parameters()]
+    assert all(torch.equal(module.get_buffer(name), tensor) for name, tensor in expected.items())
+
+
+def test_a_tensor_that_has_to_be_converted_is_no_part_and_one_of_the_modules_name_is(target_path):
+    with torch.device("meta"):
+        names = weights.FileNames(transformers.AutoModelForCausalLM.from_config(source_of(target_path).configuration))
+    names._converters = [WeightConverter("norm.weight", "norm.weight", [Transpose(0, 1)])]
+    assert names.part("model.norm.weight", whole := torch.ones(4, 4)).shape == (0,)
+    names._converters = [WeightConverter("norm.weight", "norms.weight", [Transpose(0, 1)])]
+    assert names.parameter("model.norm.weight") == "model.norm.weight"
+    assert names.part("model.norm.weight", whole) is whole

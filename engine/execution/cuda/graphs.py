@@ -2,7 +2,7 @@
 
 A graph launches a whole pass at once; one by one, an 8B model's kernels take the host four times as long to launch as
 the device to compute. The shapes of a configuration are recorded before it serves. A pass of any other shape runs
-without a graph, and its shape is recorded when no request waits.
+without a graph; where there is one rank, its shape is recorded when no request waits.
 """
 
 import itertools

@@ -73,7 +73,10 @@ class CudaBackend(EagerBackend):
             invariant: whether a token must have the same bits in every batch.
             branches: as in `shapes`.
         """
-        make_invariant(model.module, model.dtype, invariant=invariant)
+        try:
+            make_invariant(model.module, model.dtype, invariant=invariant)
+        except torch.OutOfMemoryError as error:  # it multiplies large random matrices
+            raise ModelError(f"{model.info.name} does not fit into the memory of {model.device}: {error}") from error
         noise.IMPLEMENTATIONS["cuda"] = draw_kernel.gumbel
         self._config, self._engine, self._branches, self._recorder = config, engine, branches, recorder
         self._is_invariant, self._is_compiled = invariant, False

@@ -11,6 +11,7 @@ from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
+from engine.errors import ModelError
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
 from engine.models.first_layers import first_layers
@@ -260,6 +261,15 @@ def test_what_passes_came_without_is_recorded_when_idle(target_path, uncompiled,
     assert (len(recorder.computes), recorder.num_replays) == (known, 0)
     assert [backend.idle(), backend.idle(), backend.idle()] == [True, False, False]
     assert (len(recorder.computes), preparation.counts["recorded"]) == (known + 2, 0)
+
+
+def test_a_model_that_leaves_no_memory_to_compare_products_is_refused_by_name(monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(cuda_backend, "make_invariant", fail)
+    with pytest.raises(ModelError, match=r"tiny does not fit into the memory of cpu: no memory is left"):
+        make_cuda_backend(random_model("tiny", torch.device("cpu"), torch.bfloat16), ModelConfig("tiny"), ENGINE)
 
 
 @pytest.mark.parametrize("invariant", [True, False])

@@ -15,7 +15,7 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import RankedRow, Ranking
 from engine.execution.attention import KVTensors
 from engine.execution.backend import ChainBatch
-from engine.execution.batch import ForwardBatch, next_tokens
+from engine.execution.batch import ForwardBatch, block_tensor, next_tokens
 from engine.params import SamplingParams
 from engine.protocols import Draft, Request, chain
 from engine.sampling import noise
@@ -153,10 +153,8 @@ class TokenDrawer:
         lengths = [len(request.token_ids) + head for request, head in zip(requests, heads, strict=True)]
         depth = max(counts)
         drawn: list[Drawn] = []
-        source_lengths, max_length = [request.source_length for request in requests], self._backend.info.max_model_len
         if depth > 1 and self._draws_chains:
-            later = next_tokens(tables, lengths, 1, self._kv, max_length)(0, batch.token_ids)
-            drawn = self._draw_at_once(batch, requests, later, chains, depth)
+            drawn = self._draw_at_once(batch, requests, tables, chains, depth)
         plan = [] if drawn else self.plan(requests, [[head] for head in heads], depth)
 
         def paths() -> list[list[list[int]]]:
@@ -165,6 +163,8 @@ class TokenDrawer:
 
         for step in range(len(plan)):
             if step == 1:  # while the first pass computes
+                source_lengths = [request.source_length for request in requests]
+                max_length = self._backend.info.max_model_len
                 next_batch = next_tokens(tables, lengths, depth - 1, self._kv, max_length, source_lengths)
             if step:
                 batch = next_batch(step - 1, drawn[-1].tokens)
@@ -174,7 +174,12 @@ class TokenDrawer:
         extend(chains, drawn, range(len(chains)), counts)
 
     def _draw_at_once(
-        self, first: ForwardBatch, requests: Sequence[Request], later: ForwardBatch, chains: Sequence[Chain], depth: int
+        self,
+        first: ForwardBatch,
+        requests: Sequence[Request],
+        tables: Sequence[Sequence[int]],
+        chains: Sequence[Chain],
+        depth: int,
     ) -> list[Drawn]:
         """Launch all passes at once; return nothing if rule, parameters or backend need them one by one."""
         if len(first.paged.groups) > 1:
@@ -188,7 +193,7 @@ class TokenDrawer:
             params = [SamplingParams(temperature=one.temperature, seed=one.seed) for one in params]
         lengths = [len(request.token_ids) + len(head) for request, head in zip(requests, heads, strict=True)]
         draws = plan_draws(params, lengths, self._kv.input_device, depth)
-        first.paged.groups[0].blocks = later.paged.groups[0].blocks
+        first.paged.groups[0].blocks = block_tensor(tables, self._kv.input_device)
         output = self._backend.draw_chain(ChainBatch(first, draws, lengths, self._num_kept, shaping))
         if output is None:
             return []

@@ -22,6 +22,7 @@ from engine.models.layers.quantization import (
     check_quantization,
     convert_torchao,
     loading_arguments,
+    on_meta,
     saved_format,
 )
 from engine.models.shards import load_shard
@@ -82,10 +83,7 @@ def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -
     arguments = loading_arguments(source.config, configuration)
     saved = saved_format(configuration)
     if not arguments and saved in (None, "mxfp4") and model_class.loaded_by is AutoModelForCausalLM:
-        with torch.device("meta"):
-            module: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-                copy.deepcopy(configuration), attn_implementation=model_class.attention, dtype=dtype
-            )
+        module = on_meta(copy.deepcopy(configuration), attn_implementation=model_class.attention, dtype=dtype)
         for part, kept in module._get_dtype_plan(dtype).items():  # type: ignore[operator]
             for name, tensor in module.state_dict(keep_vars=True).items():
                 if fnmatch.fnmatchcase(name, f"*{part}*"):

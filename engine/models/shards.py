@@ -10,14 +10,13 @@ import fnmatch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
 
 from engine.config import Quantization
 from engine.errors import ModelError
 from engine.models.causal_lm import Shard, kv_shape
 from engine.models.layers.experts import group_experts, slice_experts
 from engine.models.layers.layer_attention import ATTENTION_NAME
-from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear
+from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, on_meta
 from engine.models.layers.reducer import register, sum_over_ranks
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, fill
@@ -35,8 +34,7 @@ class RowLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out], summed over the ranks, for `x` [..., in / world_size]."""
-        total: Tensor = sum_over_ranks(self.partial(x), self.reducer_key).to(x.dtype)
-        return total if self.bias is None else total + self.bias
+        return _sum(self, x)
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum, [..., out] float32."""
@@ -50,8 +48,12 @@ class QuantizedRowLinear(QuantizedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out], summed over the ranks, for `x` [..., in / world_size]."""
-        total: Tensor = sum_over_ranks(self.partial(x), self.reducer_key).to(x.dtype)
-        return total if self.bias is None else total + self.bias
+        return _sum(self, x)
+
+
+def _sum(layer: RowLinear | QuantizedRowLinear, x: Tensor) -> Tensor:
+    total: Tensor = sum_over_ranks(layer.partial(x), layer.reducer_key).to(x.dtype)
+    return total if layer.bias is None else total + layer.bias
 
 
 def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: torch.device) -> nn.Module:
@@ -61,10 +63,7 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
         ModelError: the model has no plan, an unsupported style, or sizes that are not divisible by the ranks.
     """
     plan = plan_of(source, shard.world_size)
-    with torch.device("meta"):
-        module: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            source.configuration, attn_implementation=ATTENTION_NAME, dtype=dtype
-        )
+    module = on_meta(source.configuration, attn_implementation=ATTENTION_NAME, dtype=dtype)
     styles = {
         name: style
         for name, child in module.named_modules()

@@ -83,10 +83,10 @@ def linear_layers(model_config: PreTrainedConfig) -> dict[str, nn.Linear]:
     return {name: layer for name, layer in layers if isinstance(layer, nn.Linear) and layer is not head}
 
 
-def on_meta(model_config: PreTrainedConfig) -> nn.Module:
-    """Return the unquantised model on the meta device."""
+def on_meta(model_config: PreTrainedConfig, **arguments: Any) -> nn.Module:
+    """Return the unquantised model on the meta device, made with these arguments of `from_config`."""
     with torch.device("meta"):
-        module: nn.Module = AutoModelForCausalLM.from_config(model_config)  # type: ignore[no-untyped-call]
+        module: nn.Module = AutoModelForCausalLM.from_config(model_config, **arguments)  # type: ignore[no-untyped-call]
     return module
 
 

@@ -38,6 +38,8 @@ _CPU_SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "THP_MEM_A
 """Environment variables of a worker, for OpenMP and torch. An idle worker must not spin on cores that the other model
 needs. Weights on huge pages save page-table walks: a pass over 0.36 billion weights took 0.88 of the time."""
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+_ITS_GPU: dict[str, str] = {}
+"""Ray itself shows an actor only the GPUs that it has."""
 _ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
 """For ranks: GPUs share symmetric memory only if each rank's has another index."""
 
@@ -116,7 +118,7 @@ def count_cores(node_id: str) -> int:
 def draft_options(config: GroupConfig, group: PlacementGroup) -> dict[str, Any]:
     """Return the Ray options of the draft's actor."""
     num_gpus = 0.5 if shares_gpu(config, group.bundle_specs) else group.bundle_specs[DRAFT_BUNDLE].get("GPU", 0)
-    return _actor_options(group, DRAFT_BUNDLE, DRAFT_CPUS, num_gpus)
+    return _actor_options(group, DRAFT_BUNDLE, DRAFT_CPUS, num_gpus, _ITS_GPU)
 
 
 def rank_beside_draft(config: GroupConfig, group: PlacementGroup) -> int | None:
@@ -140,13 +142,13 @@ def rank_options(config: GroupConfig, group: PlacementGroup, rank: int) -> dict[
         num_gpus = 0.5
     # Ray counts in units of 0.0001 and rounds; all ranks together must fit into their bundle.
     num_cpus = math.floor(TARGET_CPUS / config.tensor_parallel_size * 1e4) / 1e4
-    options = _actor_options(group, len(bundles) - 1, num_cpus, num_gpus)
-    if num_gpus and config.tensor_parallel_size > 1:
-        options["runtime_env"] = {"env_vars": _CPU_SETTINGS | _ALL_GPUS}
-    return options
+    sees = _ITS_GPU if config.tensor_parallel_size == 1 else _ALL_GPUS
+    return _actor_options(group, len(bundles) - 1, num_cpus, num_gpus, sees)
 
 
-def _actor_options(group: PlacementGroup, index: int, num_cpus: float, num_gpus: float) -> dict[str, Any]:
+def _actor_options(
+    group: PlacementGroup, index: int, num_cpus: float, num_gpus: float, sees: dict[str, str]
+) -> dict[str, Any]:
     """Return the Ray options of an actor in a bundle.
 
     An actor without a GPU must not see one: Ray leaves the node's CUDA_VISIBLE_DEVICES as it is for such actors, and
@@ -158,7 +160,7 @@ def _actor_options(group: PlacementGroup, index: int, num_cpus: float, num_gpus:
         "num_gpus": num_gpus,
         "max_restarts": 0,
         "max_concurrency": 4,
-        "runtime_env": {"env_vars": _CPU_SETTINGS if num_gpus else _CPU_SETTINGS | _NO_GPU},
+        "runtime_env": {"env_vars": _CPU_SETTINGS | (sees if num_gpus else _NO_GPU)},
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
     }
 

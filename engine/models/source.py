@@ -183,6 +183,17 @@ class ModelSource:
         return [self.directory / name for name in names]
 
     @cached_property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors in the files."""
+        from safetensors import safe_open
+
+        shapes = {}
+        for path in self.weight_files:
+            with safe_open(path, framework="np") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        return shapes
+
+    @cached_property
     def digest(self) -> str:
         """A digest of the model's settings and weights: of samples of these, because reading all takes minutes."""
         digest = hashlib.sha256(json.dumps([self.settings, self.generation_settings]).encode())

@@ -4,6 +4,7 @@ A form is that of `speculators` or that of a paper's authors. A wrong tap, norm 
 accepted tokens, so what a file leaves open is refused, not guessed. The Router recognises heads here: no torch.
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -86,9 +87,9 @@ class HeadConfig:
         return int(self.layers.num_hidden_layers) if _KINDS[self.kind] else 1
 
     @property
-    def max_draft_tokens(self) -> int | None:
-        """Draft tokens of one pass at most; None is no limit."""
-        return self.block_size - (not self.sample_from_anchor) if self.block_size else None
+    def max_draft_tokens(self) -> int:
+        """Draft tokens of one pass at most."""
+        return self.block_size - (not self.sample_from_anchor) if self.block_size else sys.maxsize
 
 
 def kind_of(settings: Mapping[str, Any]) -> str | None:

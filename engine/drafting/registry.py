@@ -118,7 +118,7 @@ def _head_drafter(
     config: EngineConfig, target: "Backend", kv: "KVTensors", grammars: "Grammars | None"
 ) -> TargetDrafter:
     from engine.drafting.in_target.target_chains import TargetChainDrafter
-    from engine.models.heads.head import head_model
+    from engine.heads.head import head_model
 
     return TargetChainDrafter(head_model, config, target, kv, grammars)
 

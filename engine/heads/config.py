@@ -133,7 +133,7 @@ class _Reader:
     def __init__(self, source: ModelSource, target: ModelSource) -> None:
         self._source, self._target, self._settings = source, target, source.settings
         self._is_speculators = "speculators_model_type" in self._settings
-        self._kind = "mtp" if source.path == target.path else kind_of(self._settings)
+        self._kind = "mtp" if source.path == target.path else kind_of(self._settings) or "a whole model"
         self._fields = dict(self._settings)
         for section in ("transformer_layer_config", "eagle_config", "dflash_config"):
             self._fields |= self._settings.get(section) or {}
@@ -141,13 +141,13 @@ class _Reader:
     def read(self) -> HeadConfig:
         kind, text = self._kind, self._target.configuration.get_text_config()
         if kind not in _KINDS:
-            self._refuse(f"it is {kind or 'a whole model'}; heads are {', '.join(_KINDS)}")
-        sizes = {"vocab_size": int(text.vocab_size), "target_hidden_size": int(text.hidden_size)}
-        taps, draft_vocab_size = (int(text.num_hidden_layers),), sizes["vocab_size"]
+            self._refuse(f"it is {kind}; heads are {', '.join(_KINDS)}")
+        sizes: dict[str, Any] = {"vocab_size": int(text.vocab_size), "target_hidden_size": int(text.hidden_size)}
+        num_layers, draft_vocab_size = int(text.num_hidden_layers), sizes["vocab_size"]
         if self._source.path != self._target.path:
             self._check_served()
         if not _KINDS[kind]:
-            return HeadConfig(kind=kind, layers=text, taps=taps, draft_vocab_size=draft_vocab_size, **sizes)
+            return HeadConfig(kind=kind, layers=text, taps=(num_layers,), draft_vocab_size=draft_vocab_size, **sizes)
         layers: Any = self._layers(_KINDS[kind])
         width = self._fields.get("target_hidden_size") or layers.hidden_size
         for name, size in {"vocab_size": layers.vocab_size, "target_hidden_size": width}.items():
@@ -162,7 +162,7 @@ class _Reader:
         return HeadConfig(
             kind=kind,
             layers=layers,
-            taps=self._taps(text.num_hidden_layers, layers.num_hidden_layers),
+            taps=self._taps(num_layers, layers.num_hidden_layers),
             draft_vocab_size=given or draft_vocab_size,
             mask_token_id=mask,
             fc_bias=any(name.endswith("fc.bias") for name in self._source.weight_shapes),
@@ -215,7 +215,7 @@ class _Reader:
         if not stated and self._kind in _BLOCKS and self._is_speculators:
             self._refuse("aux_hidden_state_layer_ids is missing; add the layers that it was trained with")
         if not stated:
-            taps = 2, num_layers // 2, num_layers - 3
+            taps: tuple[int, ...] = (2, num_layers // 2, num_layers - 3)
             if self._kind in _BLOCKS:
                 step = (num_layers - 4) / max(num_own - 1, 1)
                 first = num_layers // 2 if num_own == 1 else 1

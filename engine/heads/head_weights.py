@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,9 +19,6 @@ from engine.models.causal_lm import CausalLM, Shard
 from engine.models.loader import load_model
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, fill
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _RENAMINGS: tuple[tuple[str, Any], ...] = (
     (r"^model\.", ""),
@@ -61,21 +58,23 @@ def load_head(
             another shape.
     """
     config = read_head_config(source, target)
-    hidden, given = config.layers.hidden_size, cast("PreTrainedModel", lm)
+    hidden = config.layers.hidden_size
+    given: Any = lm
     with no_init_weights(), local_torch_dtype(dtype):
         embed_tokens = nn.Embedding(config.vocab_size, hidden)
         lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         head = HEADS[config.kind](config, embed_tokens, lm_head, first_layer)
     names = getattr(head, "names", None) or HeadNames()  # those of MTP layers depend on the target's family
     stored = {names.parameter(name): name for name in source.weight_shapes}
+    embedding: Tensor = given.get_input_embeddings().weight
     # Only the weight of an embedding: targets that scale theirs have heads that do not.
-    shared = {
-        "embed_tokens": nn.Embedding.from_pretrained(given.get_input_embeddings().weight),
+    shared: dict[str, nn.Module] = {
+        "embed_tokens": nn.Embedding(len(embedding), embedding.shape[-1], _weight=embedding),
         "lm_head": given.get_output_embeddings(),
     }
     shared = {name: module for name, module in shared.items() if f"{name}.weight" not in stored}
     for name in shared:
-        shape = [*head.get_submodule(name).weight.shape]
+        shape = [*head.get_parameter(f"{name}.weight").shape]
         if shape != [config.vocab_size, config.target_hidden_size]:
             raise ModelError(f"the head {source.path} lacks {name}.weight, {shape}, and cannot use that of its target")
         setattr(head, name, nn.Identity())

@@ -196,7 +196,7 @@ class ModelSource:
         """The shapes of the tensors in the files."""
         from safetensors import safe_open
 
-        shapes = {}
+        shapes: dict[str, tuple[int, ...]] = {}
         for path in self.weight_files:
             with safe_open(path, framework="np") as file:
                 shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118

@@ -16,7 +16,7 @@ from engine.engine import Engine
 from engine.errors import ConfigError, RequestError
 from engine.execution.memory import plan_kv_blocks
 from engine.execution.registry import make_backend, survey
-from engine.heads.head_weights import load_target
+from engine.heads.registry import load_target
 from engine.models.first_layers import check_self_draft
 from engine.models.loader import load_model
 from engine.models.registry import open_model

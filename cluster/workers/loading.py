@@ -8,7 +8,7 @@ from engine.drafting.model.translated import translated
 from engine.drafting.registry import choose_method
 from engine.execution.backend import Backend
 from engine.execution.registry import make_backend
-from engine.heads.head_weights import load_target
+from engine.heads.registry import load_target
 from engine.models.causal_lm import Shard
 from engine.models.first_layers import check_self_draft
 from engine.models.loader import load_model

@@ -11,7 +11,7 @@ from typing import get_args
 from engine.config import ModelConfig, Quantization
 from engine.errors import PacelineError
 from engine.execution.cpu.cpu_backend import CpuBackend
-from engine.heads.head_weights import load_target
+from engine.heads.registry import load_target
 from engine.models.first_layers import first_layers
 from engine.models.registry import open_model
 

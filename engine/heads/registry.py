@@ -7,5 +7,6 @@ from collections.abc import Mapping
 
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.head import Head
+from engine.heads.mtp import MtpHead
 
-HEADS: Mapping[str, type[Head]] = {"eagle3": Eagle3Head}
+HEADS: Mapping[str, type[Head]] = {"eagle3": Eagle3Head, "mtp": MtpHead}

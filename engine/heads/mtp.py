@@ -23,7 +23,7 @@ from engine.heads.head import Head, HeadOutput, Rotary
 from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext, AttentionParams
 from engine.models.layers.quantization import on_meta
 from engine.models.source import ModelSource
-from engine.models.weights import FileNames, fill, mapped
+from engine.models.weights import FileNames
 
 logger = logging.getLogger(__name__)
 
@@ -32,58 +32,50 @@ _PUBLISHED = {
     "hnorm": r"layers\.{n}\.hnorm|mtp\.pre_fc_norm_hidden|mtp_layers\.0\.hidden_layernorm",
     "eh_proj": r"layers\.{n}\.eh_proj|mtp\.fc|mtp_layers\.0\.input_proj",
     "norm": r"layers\.{n}\.shared_head\.norm|mtp\.norm|mtp_layers\.0\.final_layernorm",
-    "mtp_block": r"layers\.{n}|mtp\.layers\.0|mtp_layers\.0",
+    "mtp_block": r"layers\.{n}(?!\.embed_tokens|\.shared_head)|mtp\.layers\.0|mtp_layers\.0",
 }
 """Names in files: of DeepSeek-V3 and GLM, whose targets have n layers; of Qwen and Mellum; of MiMo and speculators."""
 
 
 class MtpHead(Head):
-    """Drafts one token a pass; its weights are on the meta device until `load`."""
-
-    hidden_first: bool
-    target_norm: nn.Module
+    """Drafts one token a pass; its weights are on the meta device until they are loaded."""
 
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
-        layers, like = copy.deepcopy(config.layers), next(embed_tokens.parameters())
+        layers, dtype = copy.deepcopy(config.layers), next(embed_tokens.parameters()).dtype
         layers.num_hidden_layers, layers.first_k_dense_replace = 1, 0
         for name in ("layer_types", "mlp_layer_types"):
             if kinds := getattr(layers, f"mtp_{name}", None) or (getattr(layers, name, None) or [])[-1:]:
                 setattr(layers, name, kinds[:1])
         super().__init__(replace(config, layers=layers), embed_tokens, lm_head, first_layer)
-        model: Any = on_meta(layers, attn_implementation=ATTENTION_NAME, dtype=like.dtype)
+        model: Any = on_meta(layers, attn_implementation=ATTENTION_NAME, dtype=dtype)
         decoder = model.get_decoder()
         self.enorm, self.hnorm, self.norm = (copy.deepcopy(decoder.norm) for _ in range(3))
-        self.eh_proj = nn.Linear(2 * layers.hidden_size, layers.hidden_size, False, device="meta", dtype=like.dtype)
+        self.eh_proj = nn.Linear(2 * layers.hidden_size, layers.hidden_size, False, device="meta", dtype=dtype)
         self.mtp_block = decoder.layers[0]
         for buffer in self.mtp_block.buffers():  # biases of experts' scores
             buffer.data = buffer.float()
         self.mtp_block.self_attn.layer_idx = first_layer
         self.mtp_block.self_attn.attends_from = self.attends_from
-        self.rotary_emb = type(decoder.rotary_emb)(layers).to(like.device)
+        self.rotary_emb = type(decoder.rotary_emb)(layers)
         published = {part: names.format(n=config.taps[0]) for part, names in _PUBLISHED.items()}
         renamings = [WeightRenaming(rf"^(?:model\.)?(?:{names})\.", f"{part}.") for part, names in published.items()]
-        self._names, self._device = FileNames(model, renamings), like.device
+        self.names = _Names(model, renamings)
 
-    def load(self, source: ModelSource, lm: Any) -> None:
-        """Read the weights from the target's checkpoint or from files of their own; `lm` is the target's module.
-
-        Raises:
-            ModelError: there is no MTP layer, or it is quantised or lacks a weight.
-        """
-        projections = [name for name, _ in mapped(source) if self._names.parameter(name) == "eh_proj.weight"]
+    def attach(self, lm: Any, source: ModelSource) -> None:
+        """Take the target's final norm, and check the files; see `Head.attach`."""
+        projections = [name for name in source.weight_shapes if self.names.parameter(name) == "eh_proj.weight"]
         if not projections:
             raise ModelError(f"{source.path} has no MTP layers in its checkpoint")
         if source.settings.get("quantization_config"):
             raise ModelError(f"{source.path} is saved quantised, and so are its MTP layers, which are not served")
         if (count := source.settings.get("num_nextn_predict_layers") or 1) > 1:
             logger.info("%s: the first of %d MTP layers drafts every token", source.path, count)
-        self.hidden_first, self.target_norm = projections[0].endswith("input_proj.weight"), lm.get_decoder().norm
-        parts = nn.ModuleDict({name: getattr(self, name) for name in _PUBLISHED})
-        fill(source, parts, self._device, self._names)
+        self._hidden_first = projections[0].endswith("input_proj.weight")
+        self._target_norm = [lm.get_decoder().norm]  # in a list, because it is the target's
 
     def feature(self, taps: Sequence[Tensor]) -> Tensor:
         """Return the target's last hidden states; see `Head.feature`."""
-        normed: Tensor = self.target_norm(taps[0])
+        normed: Tensor = self._target_norm[0](taps[0])
         return normed
 
     def absorb(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> None:
@@ -115,4 +107,11 @@ class MtpHead(Head):
         layers: Any = self.config.layers
         kinds = [kind for kind in getattr(layers, "layer_types", None) or () if kind in layers.rope_parameters]
         rotary = self.rotary_emb(embedded, positions, *kinds)  # some families rotate each type of layer in its own way
-        return self.eh_proj(torch.cat(parts if self.hidden_first else parts[::-1], -1)), rotary
+        return self.eh_proj(torch.cat(parts if self._hidden_first else parts[::-1], -1)), rotary
+
+
+class _Names(FileNames):
+    def parameter(self, name: str) -> str:
+        """Return the name of a tensor's parameter; "" for the target's, and for copies of them."""
+        renamed = super().parameter(name)
+        return renamed if renamed.partition(".")[0] in _PUBLISHED else ""

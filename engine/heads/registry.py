@@ -13,12 +13,13 @@ from engine.heads.config import read_head_config
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.head import Head
 from engine.heads.head_weights import load_weights
+from engine.heads.mtp import MtpHead
 from engine.heads.tapped import with_head
 from engine.models.causal_lm import CausalLM, Shard
 from engine.models.loader import load_model
 from engine.models.source import ModelSource
 
-HEADS: Mapping[str, type[Head]] = {"eagle3": Eagle3Head}
+HEADS: Mapping[str, type[Head]] = {"eagle3": Eagle3Head, "mtp": MtpHead}
 
 
 def load_target(source: ModelSource, shard: Shard | None = None) -> CausalLM:

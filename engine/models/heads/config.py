@@ -37,3 +37,8 @@ class HeadConfig:
     markov_head_type: str = "vanilla"
     has_confidence: bool = False
     confidence_with_markov: bool = False
+
+    @property
+    def max_draft_tokens(self) -> int | None:
+        """Draft tokens of one pass at most; None is no limit."""
+        return self.block_size - (not self.sample_from_anchor) if self.block_size else None

@@ -1,8 +1,7 @@
 """DFlashHead and DSparkHead: predict a block of masked places in one pass.
 
-DFlash is of Chen et al. (arXiv:2602.06036). Keys and values of
-the context are projections of the target's features alone: slot p needs no other token. DSpark (arXiv:2607.05147) adds
-to each place's logits a bias by the token that was drawn before it.
+In DFlash (Chen et al., arXiv:2602.06036), keys and values of the context are projections of the target's features, and
+each belongs to one token alone. DSpark (arXiv:2607.05147) adds a bias by the token that is drawn before a place.
 """
 
 from collections.abc import Sequence
@@ -31,7 +30,8 @@ class DFlashHead(Head):
 
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
         super().__init__(config, embed_tokens, lm_head, first_layer)
-        layers, self.num_unread = config.layers, int(not config.sample_from_anchor)
+        layers: Any = config.layers
+        self.num_unread = int(not config.sample_from_anchor)
         layers._attn_implementation = ATTENTION_NAME
         self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, layers.hidden_size, bias=config.fc_bias)
         self.hidden_norm = Qwen3RMSNorm(layers.hidden_size, layers.rms_norm_eps)
@@ -105,16 +105,16 @@ class MarkovHead(nn.Module):
         elif self._type == "rnn":
             self.joint_proj = nn.Linear(hidden + 2 * rank, 3 * rank)
 
-    def forward(self, previous: Tensor, hidden: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, previous: Tensor, hidden: Any, state: Any) -> tuple[Tensor, Any]:
         """Return the bias and the next state.
 
         Args:
             previous: [n] tokens of the target's vocabulary.
-            hidden: [n, hidden] last hidden vectors of the places, if `reads_hidden`.
-            state: [n, rank] of the place before; None at the first place.
+            hidden: [n, hidden] last hidden vectors of the places; None unless `reads_hidden`.
+            state: that of the places before; None at the first places.
 
         Returns:
-            [n, draft_vocab_size], and [n, rank] if recurrent.
+            [n, draft_vocab_size], and [n, rank] or None.
         """
         embedded = self.markov_w1(previous)
         if self._type == "gated":

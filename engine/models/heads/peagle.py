@@ -19,9 +19,11 @@ class PEagleHead(Eagle3Head):
 
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
         super().__init__(config, embed_tokens, lm_head, first_layer)
+        assert config.mask_token_id is not None
+        self._mask_id = config.mask_token_id
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(config.taps) * config.target_hidden_size))
 
     def _inputs(self, token_ids: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
         embedded, states = super()._inputs(token_ids, context)
         mask = self.feature(self.mask_hidden.chunk(len(self.config.taps), -1))
-        return embedded, torch.where((token_ids == self.config.mask_token_id).unsqueeze(-1), mask, states)
+        return embedded, torch.where(token_ids.eq(self._mask_id).unsqueeze(-1), mask, states)

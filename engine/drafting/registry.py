@@ -119,7 +119,7 @@ def _head_drafter(
 ) -> TargetDrafter:
     from engine.drafting.in_target.block_drafter import BlockDrafter
     from engine.drafting.in_target.target_chains import TargetChainDrafter
-    from engine.models.heads.head import head_model
+    from engine.heads.head import head_model
 
     if target.model.head is not None and target.model.head.drafts_blocks:
         return BlockDrafter(config, target, kv, grammars)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,6 @@ from engine.errors import ModelError
 from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
 from engine.models.layers.reducer import Reducer, best_over_ranks
 
-if TYPE_CHECKING:
-    from engine.models.heads.head import Head
-
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -24,6 +21,22 @@ class Shard:
     rank: int
     world_size: int
     reducer: Reducer
+
+
+class HeadModule(Protocol):
+    """What a trained head needs in its target's cache; see `engine.heads.head.Head`."""
+
+    attends_from: int
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """The keys and values that it caches per token."""
+        ...
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a token's state."""
+        ...
 
 
 @dataclass
@@ -49,7 +62,7 @@ class CausalLM:
     dtype: torch.dtype
     shard: Shard | None = None
     kv_dtype: torch.dtype | None = None
-    head: "Head | None" = None
+    head: "HeadModule | None" = None
 
     @classmethod
     def load_module(cls, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, **arguments: Any) -> nn.Module:

@@ -14,7 +14,7 @@ from engine.drafting.model.token_drawer import Chain, Drawn, TokenDrawer, extend
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend
 from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardBatch, ForwardRow, build
-from engine.models.heads.head import head_model
+from engine.heads.head import head_model
 from engine.protocols import NO_DRAFT, Request, VerifyRow
 from engine.sampling.grammar import Grammars
 from engine.sampling.top_tokens import copied

@@ -5,8 +5,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from engine.models.heads.config import HeadConfig
-from engine.models.heads.eagle3 import Eagle3Head
+from engine.heads.config import HeadConfig
+from engine.heads.eagle3 import Eagle3Head
 from engine.models.layers.layer_attention import AttentionContext
 
 

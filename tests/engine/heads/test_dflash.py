@@ -13,13 +13,13 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 from engine.config import EngineConfig
 from engine.drafting.in_target.block_drafter import BlockDrafter
 from engine.execution.batch import ForwardRow, build
-from engine.models.heads.dflash import MarkovHead
-from engine.models.heads.head import NEVER, head_model
+from engine.heads.dflash import MarkovHead
+from engine.heads.head import NEVER, head_model
 from engine.params import SamplingParams
 from engine.protocols import Draft, Request, VerifyRow, run_in_process
 from engine.verification.verifier import ModelVerifier
-from tests.engine.models.heads.test_eagle3 import rms, rotated
-from tests.engine.models.heads.tiny_heads import VOCAB, backend_with_head, head_config
+from tests.engine.heads.test_eagle3 import rms, rotated
+from tests.engine.heads.tiny_heads import VOCAB, backend_with_head, head_config
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ANCHOR, NON_CAUSAL = {"sample_from_anchor": True}, {"sliding_window_non_causal": True}

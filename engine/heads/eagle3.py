@@ -13,8 +13,8 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from engine.models.heads.config import HeadConfig
-from engine.models.heads.head import Head, HeadOutput, Rotary, keys_and_values
+from engine.heads.config import HeadConfig
+from engine.heads.head import Head, HeadOutput, Rotary, keys_and_values
 from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext
 
 _LAYERS: dict[str, Any] = {"llama": LlamaDecoderLayer, "qwen3": Qwen3DecoderLayer}

@@ -6,11 +6,11 @@ import torch.nn.functional as F
 
 from engine.config import EngineConfig
 from engine.drafting.registry import METHODS
-from engine.models.heads.head import NEVER
+from engine.heads.head import NEVER
 from engine.params import SamplingParams
 from engine.protocols import Draft, Request, VerifyRow, run_in_process
 from engine.verification.verifier import ModelVerifier
-from tests.engine.models.heads.tiny_heads import backend_with_head, head_config
+from tests.engine.heads.tiny_heads import backend_with_head, head_config
 
 VARIANTS = {
     "plain": {},

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
-from engine.models.heads.config import HeadConfig
-from engine.models.heads.head import Head, HeadOutput, keys_and_values
+from engine.heads.config import HeadConfig
+from engine.heads.head import Head, HeadOutput, keys_and_values
 from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext
 
 

@@ -10,7 +10,7 @@ class HeadConfig:
     """What a head's files say about it.
 
     Attributes:
-        kind: a name in `engine.models.heads.registry.HEADS`.
+        kind: a name in `engine.heads.registry.HEADS`.
         layers: the configuration of the head's own layers, as of a model of transformers.
         taps: the target's layers whose outputs the head reads, each by the number of layers up to it, in the order of
             the columns of `fc`.

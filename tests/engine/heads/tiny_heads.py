@@ -4,9 +4,9 @@ import torch
 from transformers import LlamaConfig
 
 from engine.execution.cpu.cpu_backend import CpuBackend
-from engine.models.heads.config import HeadConfig
-from engine.models.heads.registry import HEADS
-from engine.models.heads.tapped import with_head
+from engine.heads.config import HeadConfig
+from engine.heads.registry import HEADS
+from engine.heads.tapped import with_head
 from tests.engine.tiny import backend_of
 
 VOCAB = 64

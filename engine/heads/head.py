@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from engine.heads.config import HeadConfig
 from engine.models.causal_lm import CausalLM, kv_shape
-from engine.models.heads.config import HeadConfig
 from engine.models.layers.layer_attention import AttentionContext, KVShape
 
 NEVER = -1e30
@@ -42,7 +42,7 @@ class Head(nn.Module):
     """
 
     drafts_blocks: ClassVar[bool] = False
-    attends_from: ClassVar[int] = 1
+    attends_from: int = 1
 
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
         """Store the parts that a head may share with its target.
@@ -105,8 +105,8 @@ def keys_and_values(attention: Any, hidden: Tensor, rotary: Rotary) -> tuple[Ten
 
 def head_model(model: CausalLM) -> CausalLM:
     """Return the head that is loaded with a model, as a model over the same cache."""
-    assert model.head is not None, "no head is loaded"
     head = model.head
+    assert isinstance(head, Head), "no head is loaded"
     is_shared = head.lm_head is model.module.get_output_embeddings()  # type: ignore[operator]
     info = replace(model.info, num_parameters=sum(parameter.numel() for parameter in head.parameters()))
     # Each rank holds all of the head, but a slice of a vocabulary that it shares with the target.

@@ -1,13 +1,14 @@
 """TappedLM: a target whose every pass also writes what its head keeps about the tokens."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from engine.heads.head import Head
 from engine.models.causal_lm import CausalLM
 from engine.models.first_layers import decoder_layers
-from engine.models.heads.head import Head
 
 
 class TappedLM(nn.Module):
@@ -47,6 +48,4 @@ def _tap(count: int, _layer: nn.Module, _: object, inputs: dict[str, Any], outpu
 
 def with_head(model: CausalLM, head: Head, *, keeps_kv: bool = True) -> CausalLM:
     """Return a loaded model whose passes keep what a head needs."""
-    model.module = TappedLM(model.module, head, keeps_kv=keeps_kv)
-    model.head = head
-    return model
+    return replace(model, module=TappedLM(model.module, head, keeps_kv=keeps_kv), head=head)

@@ -16,10 +16,3 @@ HEADS: Mapping[str, type[Head]] = {
     "dflash": DFlashHead,
     "dspark": DSparkHead,
 }
-
-HEADS: Mapping[str, type[Head]] = {
-    "eagle3": Eagle3Head,
-    "peagle": PEagleHead,
-    "dflash": DFlashHead,
-    "dspark": DSparkHead,
-}

@@ -41,7 +41,7 @@ class MtpHead(Head):
     """Drafts one token a pass; its weights are on the meta device until they are loaded."""
 
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
-        layers, dtype = copy.deepcopy(config.layers), next(embed_tokens.parameters()).dtype
+        layers, dtype = copy.deepcopy(config.layers), torch.get_default_dtype()
         layers.num_hidden_layers, layers.first_k_dense_replace = 1, 0
         for name in ("layer_types", "mlp_layer_types"):
             if kinds := getattr(layers, f"mtp_{name}", None) or (getattr(layers, name, None) or [])[-1:]:

@@ -16,7 +16,7 @@ from engine.errors import ModelError
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
 from engine.heads.head import head_model
-from engine.heads.head_weights import load_head, load_target
+from engine.heads.registry import load_head, load_target
 from engine.models.layers.experts import EXPERTS_NAME, experts_of, group_experts
 from engine.params import SamplingParams
 from tests.engine.running import make_engine, run

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from engine.heads.config import HeadConfig
 from engine.models.causal_lm import CausalLM, kv_shape
 from engine.models.layers.layer_attention import AttentionContext, KVShape
+from engine.models.source import ModelSource
 
 NEVER = -1e30
 """Logit of tokens that a head cannot draft: of probability 0, but finite."""
@@ -77,8 +78,8 @@ class Head(nn.Module):
         """Write the keys and values of a pass's tokens, whose features are in the cache; both are [1, tokens]."""
         raise NotImplementedError
 
-    def attach(self, lm: nn.Module) -> None:
-        """Take from the target's module what a head of this kind computes with besides embedding and last layer."""
+    def attach(self, lm: nn.Module, source: ModelSource) -> None:
+        """Take what it needs of the target's module, and check its files, or raise ModelError; they are read later."""
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the head's last layer, as models of transformers do."""

@@ -113,9 +113,9 @@ def keys_and_values(attention: Any, hidden: Tensor, rotary: Rotary) -> tuple[Ten
 
 def head_model(model: CausalLM) -> CausalLM:
     """Return the head that is loaded with a model, as a model over the same cache."""
-    head = model.head
+    head = getattr(model.module, "head", None)
     assert isinstance(head, Head), "no head is loaded"
     is_shared = head.lm_head is model.module.get_output_embeddings()  # type: ignore[operator]
     info = replace(model.info, num_parameters=sum(parameter.numel() for parameter in head.parameters()))
     # Each rank holds all of the head, but a slice of a vocabulary that it shares with the target.
-    return replace(model, module=head, info=info, shard=model.shard if is_shared else None)
+    return replace(model, module=head, head=head, info=info, shard=model.shard if is_shared else None)

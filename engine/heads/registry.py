@@ -11,15 +11,24 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
 from engine.heads.config import read_head_config
+from engine.heads.dflash import DFlashHead, DSparkHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.head import Head
 from engine.heads.head_weights import fill_head
+from engine.heads.mtp import MtpHead
+from engine.heads.peagle import PEagleHead
 from engine.heads.tapped import with_head
 from engine.models.causal_lm import CausalLM, Shard
 from engine.models.loader import load_model
 from engine.models.source import ModelSource
 
-HEADS: Mapping[str, type[Head]] = {"eagle3": Eagle3Head}
+HEADS: Mapping[str, type[Head]] = {
+    "eagle3": Eagle3Head,
+    "peagle": PEagleHead,
+    "dflash": DFlashHead,
+    "dspark": DSparkHead,
+    "mtp": MtpHead,
+}
 
 
 def load_target(source: ModelSource, shard: Shard | None = None) -> CausalLM:

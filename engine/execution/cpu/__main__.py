@@ -12,8 +12,8 @@ from engine.config import ModelConfig, Quantization
 from engine.errors import PacelineError
 from engine.execution.cpu.cpu_backend import CpuBackend
 from engine.heads.head import head_model
+from engine.heads.registry import load_target
 from engine.models.first_layers import first_layers
-from engine.models.loader import load_model
 from engine.models.registry import open_model
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def main() -> None:
         config = ModelConfig(path, options.revision, head=options.head, **settings)
         try:
             source = open_model(config)
-            backend = CpuBackend(load_model(source), source)
+            backend = CpuBackend(load_target(source), source)
             backend.compile()
             parts: list[Part] = [head_model] if options.head else []
             if options.self_draft_layers:

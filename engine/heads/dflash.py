@@ -26,12 +26,12 @@ class DFlashHead(Head):
 
     drafts_blocks: ClassVar[bool] = True
     attends_from: ClassVar[int] = 0
-    markov_head: "MarkovHead | None" = None
 
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
         super().__init__(config, embed_tokens, lm_head, first_layer)
         layers: Any = config.layers
         self.num_unread = int(not config.sample_from_anchor)
+        self.markov_head: MarkovHead | None = None
         layers._attn_implementation = ATTENTION_NAME
         self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, layers.hidden_size, bias=config.fc_bias)
         self.hidden_norm = Qwen3RMSNorm(layers.hidden_size, layers.rms_norm_eps)
@@ -39,7 +39,7 @@ class DFlashHead(Head):
         self.norm = Qwen3RMSNorm(layers.hidden_size, layers.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(layers)
         for index, attention in enumerate(self._attentions, first_layer):
-            attention.layer_idx = index
+            attention.layer_idx, attention.attends_from = index, self.attends_from
             attention.sees_row = attention.sliding_window is None or config.sliding_window_non_causal
 
     @property

@@ -36,18 +36,17 @@ HEADS = {
     "gated": {"kind": "dspark", "sample_from_anchor": True, "markov_rank": 5, "markov_head_type": "gated"},
     "rnn": {"kind": "dspark", "markov_rank": 5, "markov_head_type": "rnn", "draft_vocab": 20},
 }
-PATHS = {"alike": LAWS["top_p"], "shaped": LAWS["penalties"]}
 
 
 def expected_draft(backend, request, count):
     """The draft of one request, from left to right, by the formulas."""
     head, drafted, state = backend.model.head, [], None
     ids = torch.arange(VOCAB) if head.target_ids is None else head.target_ids
-    text = request.token_ids
-    hidden = dense_block(head, tapped(backend, text[:-1]), text[-1], count + head.num_unread)[head.num_unread :]
+    text, unread = request.token_ids, 0 if head.config.sample_from_anchor else 1
+    hidden = dense_block(head, tapped(backend, text[:-1]), text[-1], count + unread)[unread:]
     for depth, place in enumerate(hidden):
         logits = head.lm_head(place)
-        if head.markov_head is not None:
+        if head.config.markov_rank:
             bias, state = head.markov_head(torch.tensor([[*text, *drafted][-1]]), place[None], state)
             logits = logits + bias[0]
         row = torch.full((1, VOCAB), NEVER).index_copy_(1, ids, logits[None])
@@ -61,10 +60,13 @@ def expected_draft(backend, request, count):
 def test_each_token_is_the_one_that_its_place_and_noise_give(target_path, name):
     """8 requests in one pass; then with one whose parameters depend on the tokens drawn before."""
     backend = backend_with_head(target_path, block_config(**HEADS[name]))
+    backend.model.head.norm.weight.mul_(0.1)  # so that noise and biases matter
+    if backend.model.head.markov_head is not None:
+        for parameter in backend.model.head.markov_head.parameters():
+            parameter.mul_(4)
     verifier = verifier_of(backend)
     params = [SamplingParams(temperature=0.7 * (i % 3), seed=i, max_tokens=64) for i in range(8)]
     texts, counts = [text_of(2 + 3 * i, seed=i) for i in range(8)], [7, 1, 4, 2, 3, 5, 6, 7]
-    params[6] = replace(params[6], logit_bias={3: 2.0})
     for first, text in enumerate(texts):
         prefill(verifier, text, 1 + 9 * first)
     for changed in ({}, {6: LAWS["penalties"]}, {6: LAWS["top_p"]}):
@@ -118,7 +120,7 @@ class PlaceModel(MarkovModel):
 
 
 def laws_of(seed):
-    return torch.rand(5, 5, generator=torch.Generator().manual_seed(seed)).add(0.05).log_softmax(-1).exp()
+    return torch.randn(5, 5, generator=torch.Generator().manual_seed(seed)).mul(1.5).softmax(-1)
 
 
 def drafted_by(target, laws, markov_laws=None, num_unread=1):

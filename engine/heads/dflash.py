@@ -25,7 +25,7 @@ class DFlashHead(Head):
     """
 
     drafts_blocks: ClassVar[bool] = True
-    attends_from: ClassVar[int] = 0
+    attends_from: int = 0
 
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
         super().__init__(config, embed_tokens, lm_head, first_layer)

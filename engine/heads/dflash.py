@@ -54,7 +54,7 @@ class DFlashHead(Head):
 
     def absorb(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> None:
         """Write the keys and values of the tokens' own features; see `Head.absorb`."""
-        features = context.read_states(of_parents=False).unsqueeze(0).to(self.fc.weight.dtype)
+        features = context.read_states(of_parents=False).unsqueeze(0).to(self.norm.weight.dtype)
         rotary = self.rotary_emb(features, positions)
         for attention in self._attentions:
             context.write(attention.layer_idx, *keys_and_values(attention, features, rotary))
@@ -62,12 +62,7 @@ class DFlashHead(Head):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, paged: AttentionContext, **_: object
     ) -> HeadOutput:
-        """Compute blocks: each is a request's last committed token, then masks.
-
-        Args:
-            input_ids, position_ids: [1, tokens].
-            logits_to_keep: [n] the indices of the tokens that need logits.
-        """
+        """Compute blocks, each of a request's last committed token and masks; arguments as in `Eagle3Head.forward`."""
         hidden = self.embed_tokens(input_ids)
         rotary = self.rotary_emb(hidden, position_ids)
         for layer in self.layers:

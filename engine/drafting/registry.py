@@ -123,6 +123,15 @@ def _head_drafter(
     return TargetChainDrafter(head_model, config, target, kv, grammars)
 
 
+def _head_tree_drafter(
+    config: EngineConfig, target: "Backend", kv: "KVTensors", grammars: "Grammars | None"
+) -> TargetDrafter:
+    from engine.drafting.in_target.target_trees import TargetTreeDrafter
+    from engine.heads.head import head_model
+
+    return TargetTreeDrafter(head_model, config, target, kv, grammars)
+
+
 METHODS: Mapping[str, Method] = {
     "none": Method("router", lambda *_: NoDrafter(), proposes=False),
     "model": Method("draft", _model_drafter, runs_ahead=_CHAIN_RULES),
@@ -136,6 +145,13 @@ METHODS: Mapping[str, Method] = {
     ),
     "self": Method("target", lambda *_: DeferringDrafter(), make_in_target=_self_drafter),
     "head": Method("target", lambda *_: DeferringDrafter(), make_in_target=_head_drafter),
+    "head_tree": Method(
+        "target",
+        lambda *_: DeferringDrafter(),
+        drafts_trees=True,
+        rules=("coupled",),
+        make_in_target=_head_tree_drafter,
+    ),
     "ngram": Method("router", lambda *_: NgramDrafter()),
     "suffix": Method("router", lambda config, _: _suffix_drafter(config)),
     "model+suffix": Method(

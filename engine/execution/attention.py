@@ -177,10 +177,10 @@ def additive_mask(
     """Return [rows, 1, length, context], 0 where a token attends to a place, else -inf; see `Group`."""
     places = torch.arange(context, device=limits.device)
     visible = places < limits.unsqueeze(-1)
-    if first:
-        visible = visible & (places >= (limits - 1).clamp(max=first).unsqueeze(-1))
     if extra is not None:
         visible = visible.scatter(-1, extra, True)
+    if first:  # after `extra`, which is padded with place 0
+        visible = visible & (places >= (limits - 1).clamp(max=first).unsqueeze(-1))
     if window is not None:
         visible = visible & (places > positions.unsqueeze(-1) - window)
     return torch.where(visible, 0.0, float("-inf")).to(dtype).unsqueeze(1)

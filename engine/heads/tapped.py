@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from engine.heads.head import Head
 from engine.models.causal_lm import CausalLM
 from engine.models.first_layers import decoder_layers
-from engine.heads.head import Head
 
 
 class TappedLM(nn.Module):

@@ -1,4 +1,4 @@
 """How is a draft made in the target's process?
 
-Only `target_chains`.
+In reading order: `target_chains` and `target_trees`.
 """

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from engine.config import EngineConfig
 from engine.drafting.registry import METHODS
+from engine.execution.batch import ForwardRow, build
 from engine.heads.head import NEVER
 from engine.params import SamplingParams
 from engine.protocols import Draft, Request, VerifyRow, run_in_process
@@ -73,6 +74,16 @@ def dense_logits(head, taps, tokens, drafted):
     return torch.stack(logits)
 
 
+def tapped(backend, tokens):
+    """The outputs of the tapped layers, [tokens, width] each."""
+    outputs, (lm, head) = [], (backend.model.module.lm, backend.model.head)
+    hooks = [layer.register_forward_hook(lambda *hooked: outputs.append(hooked[2][0])) for layer in lm.model.layers]
+    backend.run(build([ForwardRow(tokens, 0, list(range(1, 9)), 1)], backend.allocate_kv(9, 4)))
+    for hook in hooks:
+        hook.remove()
+    return [outputs[b - 1].view(len(tokens), -1) for b in head.config.taps]
+
+
 def verify_row(text, num_deferred, start, blocks=range(1, 9)):
     request = Request("r", list(text), len(text), SamplingParams(temperature=0.0, max_tokens=64))
     return VerifyRow(request, start, len(text) - start, list(blocks), Draft(num_deferred=num_deferred))
@@ -91,17 +102,7 @@ def test_the_drafts_are_those_of_the_formulas_whatever_the_chunks(target_path, n
     (verdict,) = run_in_process(verifier.verify([verify_row(TEXT, 4, len(TEXT) - 1)]))
     drafted = verdict.draft.token_ids
     assert len(drafted) == 4
-    lm = backend.model.module.lm
-    outputs = []
-    hooks = [layer.register_forward_hook(lambda *hooked: outputs.append(hooked[2][0])) for layer in lm.model.layers]
-    kv = backend.allocate_kv(9, 4)
-    from engine.execution.batch import ForwardRow, build
-
-    backend.run(build([ForwardRow(TEXT[:-1], 0, list(range(1, 9)), 1)], kv))
-    for hook in hooks:
-        hook.remove()
-    taps = [(outputs[b - 1]).view(len(TEXT) - 1, -1) for b in head.config.taps]
-    expected = dense_logits(head, taps, TEXT, drafted[:-1])
+    expected = dense_logits(head, tapped(backend, TEXT[:-1]), TEXT, drafted[:-1])
     ids = expected.argmax(-1)
     assert drafted == (ids if head.target_ids is None else head.target_ids[ids]).tolist()
 

@@ -1,0 +1,70 @@
+"""What a head drafted in an engine, and what its cache held, compared with a cold start at the same text."""
+
+from dataclasses import replace
+
+import torch
+
+from engine.drafting.model.next_tokens import Confidence
+from engine.drafting.registry import METHODS
+from engine.protocols import Draft, run_in_process
+from engine.verification.verifier import ModelVerifier
+
+KINDS = {"eagle3": {}}
+"""The fields of each kind's tiny head; what drafts no trees is left out where trees are drafted."""
+METHODS_OF_HEADS = ("head", "head_tree")
+BLOCK = 4
+
+
+class Recorder:
+    """Notes every draft that an engine's target makes, with what its cache holds about the tokens before."""
+
+    def __init__(self, engine, monkeypatch):
+        # What is learned from the requests before changes the shape of trees.
+        monkeypatch.setattr(Confidence, "learn", lambda *_: None)
+        self.engine, self.verifier = engine, engine.verifier
+        self.backend = self.verifier.backend
+        self.drafts = []
+        self.draft = self.verifier._drafter.draft
+        monkeypatch.setattr(self.verifier._drafter, "draft", self._note)
+
+    def _note(self, rows, *, decides):
+        held = [entries(self.verifier, row) if row.draft.num_deferred else None for row in rows]
+        drafted = self.draft(rows, decides=decides)
+        for row, cached, made in zip(rows, held, drafted, strict=True):
+            if cached is not None:
+                row = replace(row, request=row.request.copy(), block_ids=list(row.block_ids))
+                self.drafts.append((row, cached, made.draft))
+        return drafted
+
+    def check(self, least):
+        """Compare all drafts and all that was cached with those of a cache that computed each text at once."""
+        assert len(self.drafts) >= least
+        config = self.engine.config
+        size = max(len(row.block_ids) for row, _, _ in self.drafts)
+        cold = ModelVerifier(
+            self.backend,
+            replace(config, num_blocks=1 + size * len(self.drafts)),
+            None,
+            METHODS[config.drafting].make_in_target,
+        )
+        rows = []
+        for i, (row, _, _) in enumerate(self.drafts):
+            blocks = list(range(1 + i * size, 1 + i * size + len(row.block_ids)))
+            request = replace(row.request, request_id=str(i))
+            rows.append(replace(row, request=request, block_ids=blocks))
+        prompts = [replace(row, start=0, length=row.start, draft=Draft()) for row in rows if row.start]
+        run_in_process(cold.verify(prompts))
+        with torch.inference_mode():
+            expected = [entries(cold, row) for row in rows]
+            drafted = cold._drafter.draft(rows, decides=True)
+        for (_, cached, draft), once, again in zip(self.drafts, expected, drafted, strict=True):
+            torch.testing.assert_close(cached, once, rtol=1e-4, atol=1e-4)
+            assert (draft.token_ids, draft.parents) == (again.draft.token_ids, again.draft.parents)
+
+
+def entries(verifier, row):
+    """The states, and the head's keys and values, of a row's computed tokens; those of place 0 are never read."""
+    kv, first = verifier._kv, verifier.backend.model.head.first_layer
+    slots = [kv.slot(row.block_ids, place) for place in range(row.start)]
+    caches = [cache.flatten(0, 1)[slots][1:].flatten(1) for cache in (*kv.keys[first:], *kv.values[first:])]
+    return torch.cat([kv.states.flatten(0, 1)[slots].flatten(), *(cache.flatten() for cache in caches)])

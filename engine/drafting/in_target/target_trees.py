@@ -49,10 +49,8 @@ class TargetTreeDrafter(TreeDrafter):
         Raises:
             ModelError: the head drafts blocks.
         """
-        if (head := backend.model.head) is not None and head.drafts_blocks:
-            raise ModelError(
-                f"drafting is 'head_tree', but a {head.config.kind} head drafts blocks; use drafting='head'"
-            )
+        if backend.model.head is not None and backend.model.head.drafts_blocks:
+            raise ModelError(f"drafting is 'head_tree', but the head of {backend.info.name} drafts blocks, no trees")
         self._in_target = TargetChainDrafter(part, config, backend, kv, grammars, num_ranked=NUM_CANDIDATES)
         self._blocks = RowBlocks(self._in_target.kv)
         super().__init__(self._in_target.draft_model, config, self._blocks, self._in_target)

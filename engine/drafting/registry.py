@@ -118,18 +118,11 @@ def _head_drafter(
     config: EngineConfig, target: "Backend", kv: "KVTensors", grammars: "Grammars | None"
 ) -> TargetDrafter:
     from engine.drafting.in_target.target_chains import TargetChainDrafter
-    from engine.heads.head import head_model
-
-    return TargetChainDrafter(head_model, config, target, kv, grammars)
-
-
-def _head_tree_drafter(
-    config: EngineConfig, target: "Backend", kv: "KVTensors", grammars: "Grammars | None"
-) -> TargetDrafter:
     from engine.drafting.in_target.target_trees import TargetTreeDrafter
     from engine.heads.head import head_model
 
-    return TargetTreeDrafter(head_model, config, target, kv, grammars)
+    make = TargetTreeDrafter if config.drafting == "head_tree" else TargetChainDrafter
+    return make(head_model, config, target, kv, grammars)
 
 
 METHODS: Mapping[str, Method] = {
@@ -150,7 +143,7 @@ METHODS: Mapping[str, Method] = {
         lambda *_: DeferringDrafter(),
         drafts_trees=True,
         rules=("coupled",),
-        make_in_target=_head_tree_drafter,
+        make_in_target=_head_drafter,
     ),
     "ngram": Method("router", lambda *_: NgramDrafter()),
     "suffix": Method("router", lambda config, _: _suffix_drafter(config)),

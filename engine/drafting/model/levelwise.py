@@ -118,20 +118,17 @@ class Kept(NamedTuple):
 class LevelwiseDrafter(ABC, Generic[T]):
     """Drafts trees with a model in this process; subclasses choose their shape and their tokens."""
 
-    def __init__(
-        self,
-        draft: DraftModel,
-        config: EngineConfig,
-        cache: DraftCache | None = None,
-        drawer: TokenDrawer | None = None,
-    ) -> None:
-        """Make the draft's KV cache and its drawer, unless the draft reads another model's cache."""
-        self.cache = cache or DraftCache(draft.backend, config)
+    def __init__(self, draft: DraftModel, config: EngineConfig) -> None:
         self.width = config.tree_width or TREE_WIDTH
         self._backend = draft.backend
-        self._drawer = drawer or TokenDrawer(draft, self.cache.kv, config, ranks=True)
+        self.cache, self._drawer = self.parts(draft, config)
         self._sent: dict[str, T] = {}
         """The last tree of each request."""
+
+    def parts(self, draft: DraftModel, config: EngineConfig) -> tuple[DraftCache, TokenDrawer]:
+        """Return the cache of the trees' entries and the drawer of their tokens."""
+        cache = DraftCache(draft.backend, config)
+        return cache, TokenDrawer(draft, cache.kv, config, ranks=True)
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a tree per row; empty if the context or the cache is full."""

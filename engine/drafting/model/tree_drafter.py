@@ -14,11 +14,10 @@ import itertools
 from collections.abc import Collection, Sequence
 
 from engine.config import EngineConfig
-from engine.drafting.model.draft_cache import DraftCache
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.levelwise import TIP, LevelwiseDrafter, Tree, TreeLevel
 from engine.drafting.model.next_tokens import Confidence, NextTokens
-from engine.drafting.model.token_drawer import Drawn, TokenDrawer
+from engine.drafting.model.token_drawer import Drawn
 from engine.execution.batch import ForwardBatch
 from engine.protocols import Draft, Request
 
@@ -145,17 +144,9 @@ class BestFirstTree(Tree):
 class TreeDrafter(LevelwiseDrafter[BestFirstTree]):
     """Drafts the likeliest nodes by the scores that draft and target share."""
 
-    def __init__(
-        self,
-        draft: DraftModel,
-        config: EngineConfig,
-        cache: DraftCache | None = None,
-        drawer: TokenDrawer | None = None,
-        *,
-        num_children: int | None = None,
-    ) -> None:
-        """See `LevelwiseDrafter`; `num_children` are added per node, by default as many as a draft may hold."""
-        super().__init__(draft, config, cache, drawer)
+    def __init__(self, draft: DraftModel, config: EngineConfig, *, num_children: int | None = None) -> None:
+        """Make the draft's KV cache; `num_children` are added per node, by default as many as a draft may hold."""
+        super().__init__(draft, config)
         self._confidence = Confidence()
         self._num_children = num_children or self.width
 

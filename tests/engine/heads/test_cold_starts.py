@@ -38,7 +38,10 @@ def start(request, backend, monkeypatch):
 
 @pytest.fixture(scope="module")
 def requests():
-    return varied_requests(8)
+    return [
+        (prompt, replace(params, num_speculative_tokens=0) if i % 7 == 6 else params)
+        for i, (prompt, params) in enumerate(varied_requests(8))
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +62,10 @@ def plain(target, requests):
     ids=["one batch", "one by one", "preempted", "chunked", "unshared", "adaptive"],
 )
 def test_drafts_and_caches_are_those_of_a_cold_start(settings, start, requests, plain):
+    """Requests arrive while others draft, and every seventh one never does."""
     engine, recorder = start(**settings)
-    assert run(engine, requests) == plain
+    half = len(requests) // 2
+    assert run(engine, requests[:half], late=requests[half:]) == plain
     recorder.check(20)
     assert engine.stats.num_accepted_tokens > 0
     if settings.get("num_blocks"):

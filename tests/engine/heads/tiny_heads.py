@@ -12,7 +12,7 @@ from tests.engine.tiny import backend_of
 VOCAB = 64
 
 
-def head_config(kind="eagle3", *, layers=1, hidden=32, width=32, taps=(1, 2, 1), draft_vocab=VOCAB, **fields):
+def head_config(kind="eagle3", *, layers=1, hidden=32, width=32, taps=(2, 1, 1), draft_vocab=VOCAB, **fields):
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=hidden,

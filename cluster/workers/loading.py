@@ -8,6 +8,7 @@ from engine.drafting.model.translated import translated
 from engine.drafting.registry import choose_method
 from engine.execution.backend import Backend
 from engine.execution.registry import make_backend
+from engine.heads.registry import load_target
 from engine.models.causal_lm import Shard
 from engine.models.first_layers import check_self_draft
 from engine.models.loader import load_model
@@ -39,7 +40,7 @@ def load_verifier(source: ModelSource, engine: EngineConfig, *, shard: Shard | N
     check_self_draft(engine, source)
     # Drafting in the target needs no draft model, so its absence makes no difference here.
     method = choose_method(engine, has_draft_model=True)
-    backend = make_backend(load_model(source, shard), source, engine, branches=method.branches(engine))
+    backend = make_backend(load_target(source, shard), source, engine, branches=method.branches(engine))
     info = backend.info
     grammars = Grammars(source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
     verifier = ModelVerifier(backend, engine, grammars, method.make_in_target)

@@ -1,8 +1,54 @@
-"""HeadConfig: what a trained head is made of."""
+"""HeadConfig: what a trained head is made of, read from the config.json of every published form.
 
+A form is that of `speculators` or that of a paper's authors. A wrong tap, norm or layout changes no text and only costs
+accepted tokens, so what a file leaves open is refused, not guessed. The Router recognises heads here: no torch.
+"""
+
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedConfig
+from engine.errors import ModelError
+from engine.models.source import ModelSource, read_configuration
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_BLOCKS = ("dflash", "dspark")
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("eagle3", "peagle"), ("llama", "qwen3")),
+    **dict.fromkeys(_BLOCKS, ("qwen3",)),
+    "mtp": (),
+}
+"""The model types that the layers of each kind may have; none where they are the target's."""
+_SERVED: Mapping[str, object] = {
+    "verifier_accept_k": 1,
+    "accept_tolerance": 0,
+    "num_nextn_predict_layers": 1,
+    "use_aux_hidden_state": True,
+    "attention_sink_bias": False,
+    "add_swa_attention_sink_bias": False,
+    "causal": False,
+    "use_swa": False,
+    "quantization_config": None,
+}
+"""Fields of which only one value is served; the first two would accept tokens that the target does not draw."""
+_TAP_FIELDS: Mapping[str, int] = {
+    "eagle_aux_hidden_state_layer_ids": 0,
+    "aux_hidden_state_layer_ids": 0,
+    "eagle_config.eagle_aux_hidden_state_layer_ids": 1,
+    "dflash_config.target_layer_ids": 1,
+    "target_layer_ids": 1,
+    "dspark_target_layer_ids": 1,
+}
+"""The fields of tapped layers: an id is the number of layers up to the tap, or needs 1 to be it."""
+_MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token")
+_NO_LAYOUT = (
+    "sample_from_anchor is missing; add it to its config.json: true if the first place of a block predicts the next "
+    "token, false if it only stands for the last committed one"
+)
+_SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,15 +57,18 @@ class HeadConfig:
 
     Attributes:
         kind: a name in `engine.heads.registry.HEADS`.
-        layers: the configuration of the head's own layers, as of a model of transformers.
+        layers: the configuration of the head's own layers, as of a model of transformers; of MTP layers, the target's.
         taps: the target's layers whose outputs the head reads, each by the number of layers up to it, in the order of
             the columns of `fc`.
         vocab_size: the target's; draft_vocab_size: the tokens that the head can draft.
         target_hidden_size: the width of the outputs that it reads.
+        block_size: places of a block; 0 if there is no limit.
+        sample_from_anchor: the first place of a block predicts a token, too.
+        sliding_window_non_causal: in layers with a window, places of a block see later ones, too.
     """
 
     kind: str
-    layers: PreTrainedConfig
+    layers: "PreTrainedConfig"
     taps: tuple[int, ...]
     vocab_size: int
     draft_vocab_size: int
@@ -35,5 +84,167 @@ class HeadConfig:
     sliding_window_non_causal: bool = False
     markov_rank: int = 0
     markov_head_type: str = "vanilla"
-    has_confidence: bool = False
-    confidence_with_markov: bool = False
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of its own in the KV cache."""
+        return int(self.layers.num_hidden_layers) if _KINDS[self.kind] else 1
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Draft tokens of one pass at most."""
+        return self.block_size - (not self.sample_from_anchor) if self.block_size else sys.maxsize
+
+
+def kind_of(settings: Mapping[str, Any]) -> str | None:
+    """Return the kind of head that a config.json describes; None if it describes a whole model."""
+    if kind := settings.get("speculators_model_type"):
+        return str(kind)
+    names, block = " ".join(settings.get("architectures") or ()), settings.get("dflash_config")
+    if "DSpark" in names or (block or {}).get("projector_type") == _BLOCKS[1]:
+        return _BLOCKS[1]
+    if "DFlash" in names or block is not None:
+        return _BLOCKS[0]
+    # A `pard_token` alone marks a whole model that drafts several tokens.
+    if "Eagle3" in names or settings.keys() & {"draft_vocab_size", "eagle_config", "ptd_token_id"}:
+        return "peagle" if any(settings.get(name) is not None for name in _MASK_IDS) else "eagle3"
+    return None
+
+
+def is_head(settings: Mapping[str, Any]) -> bool:
+    """Return whether a config.json describes a trained head."""
+    return kind_of(settings) is not None
+
+
+def verifier_of(settings: Mapping[str, Any]) -> str | None:
+    """Return the target that a head was trained for, as its config.json names it."""
+    verifier = (settings.get("speculators_config") or {}).get("verifier") or {}
+    return verifier.get("name_or_path") or None
+
+
+def read_head_config(source: ModelSource, target: ModelSource) -> HeadConfig:
+    """Return what a head is made of; `source` is the target itself for the MTP layers of its checkpoint.
+
+    Raises:
+        ModelError: it is of an unknown kind, does not fit the target, or leaves open how it is computed.
+    """
+    return _Reader(source, target).read()
+
+
+class _Reader:
+    """Reads a head's fields, wherever its form has them."""
+
+    def __init__(self, source: ModelSource, target: ModelSource) -> None:
+        self._source, self._target, self._settings = source, target, source.settings
+        self._is_speculators = "speculators_model_type" in self._settings
+        self._kind = "mtp" if source.path == target.path else kind_of(self._settings) or "a whole model"
+        self._fields = dict(self._settings)
+        for section in ("transformer_layer_config", "eagle_config", "dflash_config"):
+            self._fields |= self._settings.get(section) or {}
+
+    def read(self) -> HeadConfig:
+        kind, fields, text = self._kind, self._fields, self._target.configuration.get_text_config()
+        vocab_size, width, num_layers = int(text.vocab_size), int(text.hidden_size), int(text.num_hidden_layers)
+        self._check(kind in _KINDS, f"it is {kind}; heads are {', '.join(_KINDS)}")
+        methods = (fields.get("speculators_config") or {}).get("proposal_methods") or []
+        for values in (fields, *methods) if self._source.path != self._target.path else ():
+            for name, served in _SERVED.items():
+                value = values.get(name)
+                self._check(value in (None, served), f"{name} is {value}, and only {served} is served")
+        common: dict[str, Any] = {"kind": kind, "vocab_size": vocab_size, "target_hidden_size": width}
+        if not _KINDS[kind]:
+            return HeadConfig(layers=text, taps=(num_layers,), draft_vocab_size=vocab_size, **common)
+        layers: Any = self._layers(_KINDS[kind])
+        sizes = (layers.vocab_size, vocab_size), (fields.get("target_hidden_size") or layers.hidden_size, width)
+        for name, (size, wanted) in zip(("vocab_size", "target_hidden_size"), sizes, strict=True):
+            self._check(size == wanted, f"its {name} is {size}, but the target {self._target.path} has {wanted}")
+        given = fields.get("draft_vocab_size", 32000 if self._is_speculators else None) or vocab_size
+        self._check(given <= vocab_size, f"draft_vocab_size is {given}, more than the {vocab_size} of its target")
+        mask = self._first(*_MASK_IDS)
+        is_token = kind == "eagle3" or (isinstance(mask, int) and mask < vocab_size)
+        self._check(is_token, f"mask_token_id is {mask}; it must be a token of the target")
+        return HeadConfig(
+            layers=layers,
+            taps=self._taps(num_layers, layers.num_hidden_layers, width),
+            draft_vocab_size=given,
+            mask_token_id=mask,
+            fc_bias=any(name.endswith("fc.bias") for name in self._source.weight_shapes),
+            **common,
+            **(self._block() if kind in _BLOCKS else self._norms()),
+        )
+
+    def _layers(self, model_types: tuple[str, ...]) -> "PreTrainedConfig":
+        # What differs from the defaults of a class in one form, everything in the others.
+        settings = dict(
+            self._settings.get("transformer_layer_config") or {} if self._is_speculators else self._settings
+        )
+        model_type = settings.setdefault("model_type", model_types[-1])
+        self._check(
+            model_type in model_types, f"model_type of its layers is {model_type}, not {' or '.join(model_types)}"
+        )
+        if is_sliding := _SLIDING in (settings.get("layer_types") or []):
+            settings["use_sliding_window"] = True  # without it, Qwen3's configuration drops the window
+        layers: Any = read_configuration(self._source.path, settings)
+        unknown = {*(getattr(layers, "layer_types", None) or [])} - {"full_attention", _SLIDING}
+        self._check(not unknown, f"layer_types has {', '.join(unknown)}, which no head is served with")
+        has_window = not is_sliding or bool(getattr(layers, "sliding_window", None))
+        self._check(has_window, f"sliding_window is missing, but layer_types has {_SLIDING}")
+        return layers  # type: ignore[no-any-return]
+
+    def _taps(self, num_layers: int, num_own: int, width: int) -> tuple[int, ...]:
+        """Return the tapped layers in the file's order, the order of the columns of `fc`."""
+        stated: dict[str, tuple[int, ...]] = {}
+        for field, shift in _TAP_FIELDS.items():
+            section, _, name = field.rpartition(".")
+            if (ids := ((self._settings.get(section) or {}) if section else self._settings).get(name)) is not None:
+                stated[field] = tuple(layer + shift for layer in ids)
+        is_one = len({*stated.values()}) < 2
+        self._check(is_one, f"{' and '.join(stated)} name different layers; leave the one that it was trained with")
+        if self._kind in _BLOCKS:
+            is_known = bool(stated) or not self._is_speculators
+            self._check(is_known, "aux_hidden_state_layer_ids is missing; add the layers that it was trained with")
+            first, step = (num_layers // 2, 0.0) if num_own == 1 else (1, (num_layers - 4) / (num_own - 1))
+            default = tuple(round(first + i * step) + 1 for i in range(num_own))
+        else:
+            default = 2, num_layers // 2, num_layers - 3
+        name, taps = next(iter(stated.items()), ("the default for it", default))
+        meaning = f"{name} means the outputs of layers {', '.join(map(str, taps))}"
+        is_inside = all(1 <= tap <= num_layers for tap in taps)
+        self._check(is_inside, f"{meaning}, but the target {self._target.path} has {num_layers} layers")
+        columns = [shape[-1] for name, shape in self._source.weight_shapes.items() if name.endswith("fc.weight")]
+        problem = f"{meaning}, {len(taps)} times {width} numbers, but fc.weight reads {columns}"
+        self._check(columns == [len(taps) * width], problem)
+        return taps
+
+    def _norms(self) -> dict[str, Any]:
+        names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        norms: dict[str, Any] = {name: bool(self._fields.get(name)) for name in names}
+        is_clear = not (norms["norm_before_fc"] and norms["fc_norm"])
+        self._check(is_clear, "norm_before_fc and fc_norm exclude each other, and both are true")
+        # False in all other forms; readers of this one disagree about its default.
+        is_open = self._is_speculators and self._kind == "eagle3" and self._fields.get(names[0]) is None
+        self._check(not is_open, f"{names[0]} is missing; add the value that it was trained with to its config.json")
+        return norms
+
+    def _block(self) -> dict[str, Any]:
+        fields, is_plain = self._fields, self._kind == _BLOCKS[0]
+        size = fields.get("block_size", 8 if self._is_speculators else None)
+        self._check(isinstance(size, int) and size > 1, f"block_size is {size}; it must be at least 2")
+        from_anchor = self._first("sample_from_anchor", "query_zero_predicts_next")
+        self._check(is_plain or from_anchor is not None, _NO_LAYOUT)
+        markov, types = fields.get("markov_head_type") or "vanilla", ("vanilla", "gated", "rnn")
+        self._check(markov in types, f"markov_head_type is {markov}; it must be {' or '.join(types)}")
+        return {
+            "block_size": size,
+            "sample_from_anchor": bool(from_anchor),
+            "sliding_window_non_causal": bool(fields.get("sliding_window_non_causal")) or fields.get("causal") is False,
+            "markov_rank": 0 if is_plain else fields.get("markov_rank", 256),
+            "markov_head_type": markov,
+        }
+
+    def _first(self, *names: str) -> Any:
+        return next((self._fields[name] for name in names if self._fields.get(name) is not None), None)
+
+    def _check(self, is_served: bool, problem: str) -> None:
+        if not is_served:
+            raise ModelError(f"the head {self._source.path} cannot be served: {problem}")

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from engine.heads.config import HeadConfig
 from engine.models.causal_lm import CausalLM, kv_shape
 from engine.models.layers.layer_attention import AttentionContext, KVShape
+from engine.models.source import ModelSource
 
 NEVER = -1e30
 """Logit of tokens that a head cannot draft: of probability 0, but finite."""
@@ -35,6 +36,7 @@ class Head(nn.Module):
 
     Attributes:
         embed_tokens, lm_head: its own, or the target's.
+        num_tokens: it drafts ids below this one; the target's tokenizer has no others.
         target_ids: [draft vocabulary] the target's id of each of its tokens; None if it has all of them in order.
         drafts_blocks: one pass drafts several tokens; else each pass drafts one.
         attends_from: the first place that its layers attend to: one that files (token, feature of the token before it)
@@ -54,6 +56,7 @@ class Head(nn.Module):
         self.config = config
         self.first_layer = first_layer
         self.embed_tokens, self.lm_head = embed_tokens, lm_head
+        self.num_tokens = config.vocab_size
         self.target_ids: Tensor | None
         self.register_buffer("target_ids", None, persistent=False)
 
@@ -75,6 +78,9 @@ class Head(nn.Module):
         """Write the keys and values of a pass's tokens, whose features are in the cache; both are [1, tokens]."""
         raise NotImplementedError
 
+    def attach(self, lm: nn.Module, source: ModelSource) -> None:
+        """Take what it needs of the target's module, and check its files, or raise ModelError; they are read later."""
+
     def get_output_embeddings(self) -> nn.Module:
         """Return the head's last layer, as models of transformers do."""
         return self.lm_head
@@ -82,10 +88,12 @@ class Head(nn.Module):
     def vocab_logits(self, hidden: Tensor) -> Tensor:
         """Return logits in the order of the target's vocabulary, [..., vocab]."""
         logits: Tensor = self.lm_head(hidden)
-        if self.target_ids is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), NEVER)
-        return full.index_copy(-1, self.target_ids, logits)
+        if self.target_ids is not None:
+            full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), NEVER)
+            logits = full.index_copy(-1, self.target_ids, logits)
+        if self.num_tokens < self.config.vocab_size:
+            logits[..., self.num_tokens :] = NEVER
+        return logits
 
 
 def keys_and_values(attention: Any, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -105,9 +113,9 @@ def keys_and_values(attention: Any, hidden: Tensor, rotary: Rotary) -> tuple[Ten
 
 def head_model(model: CausalLM) -> CausalLM:
     """Return the head that is loaded with a model, as a model over the same cache."""
-    head = model.head
+    head = getattr(model.module, "head", None)
     assert isinstance(head, Head), "no head is loaded"
     is_shared = head.lm_head is model.module.get_output_embeddings()  # type: ignore[operator]
     info = replace(model.info, num_parameters=sum(parameter.numel() for parameter in head.parameters()))
     # Each rank holds all of the head, but a slice of a vocabulary that it shares with the target.
-    return replace(model, module=head, info=info, shard=model.shard if is_shared else None)
+    return replace(model, module=head, head=head, info=info, shard=model.shard if is_shared else None)

@@ -4,8 +4,53 @@ To add a kind, write its file with a subclass of `Head`, and give it a line here
 """
 
 from collections.abc import Mapping
+from functools import partial
 
+import torch
+from torch import nn
+
+from engine.heads.config import read_head_config
+from engine.heads.dflash import DFlashHead, DSparkHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.head import Head
+from engine.heads.head_weights import load_weights
+from engine.heads.mtp import MtpHead
+from engine.heads.peagle import PEagleHead
+from engine.heads.tapped import with_head
+from engine.models.causal_lm import CausalLM, Shard
+from engine.models.loader import load_model
+from engine.models.source import ModelSource
 
-HEADS: Mapping[str, type[Head]] = {"eagle3": Eagle3Head}
+HEADS: Mapping[str, type[Head]] = {
+    "eagle3": Eagle3Head,
+    "peagle": PEagleHead,
+    "dflash": DFlashHead,
+    "dspark": DSparkHead,
+    "mtp": MtpHead,
+}
+
+
+def load_target(source: ModelSource, shard: Shard | None = None) -> CausalLM:
+    """Load a model, as `load_model` does, and the head that its configuration names; see `load_head`."""
+    model = load_model(source, shard)
+    if source.head is None:
+        return model
+    layers = model.kv_shape.layers
+    return with_head(model, load_head(source.head, source, model.module, model.device, model.dtype, layers))
+
+
+def load_head(
+    source: ModelSource, target: ModelSource, lm: nn.Module, device: torch.device, dtype: torch.dtype, first_layer: int
+) -> Head:
+    """Load a head.
+
+    Args:
+        lm: the target's module, whose embedding and last layer are used where the head's files have none.
+        first_layer: the index of the head's first layer in the cache.
+
+    Raises:
+        ModelError: the head does not fit the target, or its files lack a tensor or have one that is unknown.
+    """
+    config = read_head_config(source, target)
+    make_head = partial(HEADS[config.kind], config, first_layer=first_layer)
+    return load_weights(make_head, source, target, lm, device, dtype)

@@ -8,11 +8,12 @@ import filecmp
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, split_revision
 from engine.errors import ModelError, ModelMismatchError
 
 _MARKS = str.maketrans("Ġ▁Ċ", "  \n")
@@ -123,18 +124,10 @@ class ModelSource:
     @cached_property
     def configuration(self) -> "PreTrainedConfig":
         """The configuration of a model that can be served."""
-        from huggingface_hub.errors import StrictDataclassError
-        from transformers import CONFIG_MAPPING
-
         model_type = self.settings.get("model_type", "")
         if model_type == "mistral" and "layer_types" in self.settings:  # as in `AutoConfig`
             model_type = "ministral"
-        try:
-            configuration: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(
-                self.settings | {"model_type": model_type}
-            )
-        except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
-            raise ModelError(f"cannot read a model configuration from {self.path}: {error}") from error
+        configuration = read_configuration(self.path, self.settings | {"model_type": model_type})
         self.kind.check(self.config, configuration, self.generation_settings)
         return configuration
 
@@ -183,6 +176,25 @@ class ModelSource:
         return [self.directory / name for name in names]
 
     @cached_property
+    def head(self) -> "ModelSource | None":
+        """The files of the trained head that is loaded with the model."""
+        if self.config.head is None:
+            return None
+        path, revision = split_revision(self.config.head)
+        return ModelSource(replace(self.config, path=path, revision=revision, quantization="none", head=None), {})
+
+    @cached_property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors in the files."""
+        from safetensors import safe_open
+
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in self.weight_files:
+            with safe_open(path, framework="np") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        return shapes
+
+    @cached_property
     def digest(self) -> str:
         """A digest of the model's settings and weights: of samples of these, because reading all takes minutes."""
         digest = hashlib.sha256(json.dumps([self.settings, self.generation_settings]).encode())
@@ -208,6 +220,18 @@ class ModelSource:
         if not isinstance(content, dict):
             raise ModelError(f"cannot read a model configuration from {self.path}: {name} holds no object")
         return content
+
+
+def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig":
+    """Return the configuration of these settings; raise ModelError if they cannot be read."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    try:
+        configuration: PreTrainedConfig = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise ModelError(f"cannot read a model configuration from {path}: {error}") from error
+    return configuration
 
 
 def _special_float(value: dict[str, Any]) -> Any:

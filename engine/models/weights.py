@@ -12,12 +12,13 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -57,7 +58,7 @@ def fill(
     world_size: int = 1,
     on_tensor: OnTensor = lambda name, whole, window: window,
 ) -> None:
-    """Fill a model on the meta device from its files; names that are tied share a tensor.
+    """Fill a model on the meta device, or one whose weights are unset, from files; names that are tied share a tensor.
 
     Args:
         names: where tensors of the files belong; None if they have the parameters' names.
@@ -67,7 +68,8 @@ def fill(
     Raises:
         ModelError: the files lack a weight, or have it in another shape.
     """
-    _restore_buffers(module, device)
+    if isinstance(module, PreTrainedModel):
+        _restore_buffers(module, device)
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
     tied: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
@@ -105,8 +107,8 @@ def fill(
 class FileNames:
     """Where tensors of files belong in a module, by transformers' renamings; files have every expert by itself."""
 
-    def __init__(self, module: nn.Module) -> None:
-        changes = get_model_conversion_mapping(module, add_legacy=False)  # type: ignore[arg-type]
+    def __init__(self, module: nn.Module, renamings: Sequence[WeightRenaming] = ()) -> None:
+        changes = [*renamings, *get_model_conversion_mapping(module, add_legacy=False)]  # type: ignore[arg-type]
         self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
         self._converters = [change for change in changes if isinstance(change, WeightConverter)]
         self._parameters = module.state_dict().keys()
@@ -245,10 +247,10 @@ def _assign(module: nn.Module, names: list[str], tensor: Tensor) -> None:
         setattr(parent, attribute, parameter if attribute in parent._parameters else tensor)
 
 
-def _restore_buffers(module: nn.Module, device: torch.device) -> None:
+def _restore_buffers(module: PreTrainedModel, device: torch.device) -> None:
     """Let transformers recompute buffers that are in no file, such as rotary frequencies."""
     for child in module.modules():
         for name in child._non_persistent_buffers_set:
             setattr(child, name, torch.empty_like(child.get_buffer(name), device=device))
         if child._non_persistent_buffers_set:
-            module._init_weights(child)  # type: ignore[operator]
+            module._init_weights(child)  # type: ignore[no-untyped-call]

@@ -27,9 +27,7 @@ from engine.sampling.noise import Draws
 
 
 class TargetChainDrafter(TokenDrawer):
-    """Drafts chains in the target's process; see `TargetDrafter`. All ranks need each token before the next pass."""
-
-    draws_chains = False
+    """Drafts chains in the target's process; see `TargetDrafter`."""
 
     def __init__(
         self,
@@ -43,6 +41,8 @@ class TargetChainDrafter(TokenDrawer):
     ) -> None:
         """Draft with a part of the target's model, see `Backend.beside`; `num_ranked` tokens are kept of each draw."""
         other, self.kv = backend.beside(part, kv)
+        # All ranks need each token before the next pass, and trees are not drawn as chains.
+        self.draws_chains = backend.reducer is None and num_ranked is None
         self.draft_model = DraftModel(other, grammars=grammars)
         super().__init__(self.draft_model, self.kv, config, ranks=num_ranked is not None, num_ranked=num_ranked)
         head = other.model.head

@@ -1,17 +1,34 @@
 """What a head drafted in an engine, and what its cache held, compared with a cold start at the same text."""
 
 from dataclasses import replace
+from functools import partial
 
+import pytest
 import torch
 
 from engine.drafting.model.next_tokens import Confidence
 from engine.drafting.registry import METHODS
+from engine.heads.registry import HEADS
 from engine.protocols import Draft, run_in_process
 from engine.verification.verifier import ModelVerifier
+from tests.engine.heads.test_dflash import block_config
+from tests.engine.heads.tiny_heads import head_config
 
-KINDS = {"eagle3": {}}
-"""The fields of each kind's tiny head; what drafts no trees is left out where trees are drafted."""
-METHODS_OF_HEADS = ("head", "head_tree")
+KINDS = {
+    "eagle3": head_config,
+    "mtp": partial(head_config, "mtp", taps=(2,)),
+    "peagle": partial(head_config, "peagle", layers=2, mask_token_id=60),
+    "dflash": partial(block_config, ["sliding_attention", "full_attention"]),
+    "dspark": partial(block_config, kind="dspark", sample_from_anchor=True, markov_rank=4),
+}
+"""Functions that return the configuration of a tiny head."""
+CASES = [
+    pytest.param(kind, method, id=f"{kind} {method}", marks=() if kind == "eagle3" else pytest.mark.slow)
+    for kind in KINDS
+    for method in ("head", "head_tree")
+    if method == "head" or not HEADS[kind].drafts_blocks
+]
+"""Every kind with each method that drafts with it."""
 BLOCK = 4
 
 
@@ -63,8 +80,9 @@ class Recorder:
 
 
 def entries(verifier, row):
-    """The states, and the head's keys and values, of a row's computed tokens; those of place 0 are never read."""
+    """The states, and the head's keys and values, of a row's computed tokens; not those that are never read."""
     kv, first = verifier._kv, verifier.backend.model.head.first_layer
     slots = [kv.slot(row.block_ids, place) for place in range(row.start)]
-    caches = [cache.flatten(0, 1)[slots][1:].flatten(1) for cache in (*kv.keys[first:], *kv.values[first:])]
-    return torch.cat([kv.states.flatten(0, 1)[slots].flatten(), *(cache.flatten() for cache in caches)])
+    read = slots[verifier.backend.model.head.attends_from :]
+    caches = [cache.flatten(0, 1)[read].flatten() for cache in (*kv.keys[first:], *kv.values[first:])]
+    return torch.cat([kv.states.flatten(0, 1)[slots].flatten(), *caches])

@@ -11,26 +11,27 @@ import torch
 
 from engine.params import SamplingParams
 from tests.engine.conftest import VOCAB
-from tests.engine.heads.cold_starts import BLOCK, KINDS, METHODS_OF_HEADS, Recorder
-from tests.engine.heads.tiny_heads import backend_with_head, head_config
+from tests.engine.heads.cold_starts import BLOCK, CASES, KINDS, Recorder
+from tests.engine.heads.tiny_heads import backend_with_head
 from tests.engine.running import make_engine, run, step
 from tests.engine.test_exactness import varied_requests
 
+pytestmark = pytest.mark.parametrize(("kind", "method"), CASES)
 PROMPT = torch.randint(2, VOCAB, (41,), generator=torch.Generator().manual_seed(3)).tolist()
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def backend(request, target_path):
-    return backend_with_head(target_path, head_config(request.param, **KINDS[request.param]))
+@pytest.fixture(scope="module")
+def backends(target_path):
+    return {kind: backend_with_head(target_path, make_config()) for kind, make_config in KINDS.items()}
 
 
-@pytest.fixture(params=METHODS_OF_HEADS)
-def start(request, backend, monkeypatch):
-    """Makes an engine that drafts with the head, and the recorder of its drafts."""
+@pytest.fixture
+def start(kind, method, backends, monkeypatch):
+    """Makes an engine that drafts with a head, and the recorder of its drafts."""
 
     def start(**settings):
-        settings = {"drafting": request.param, "num_speculative_tokens": 8, "block_size": BLOCK} | settings
-        engine = make_engine(backend, **settings)
+        settings = {"drafting": method, "num_speculative_tokens": 8, "block_size": BLOCK} | settings
+        engine = make_engine(backends[kind], **settings)
         return engine, Recorder(engine, monkeypatch)
 
     return start

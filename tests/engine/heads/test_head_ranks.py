@@ -11,8 +11,8 @@ from engine.heads.tapped import with_head
 from engine.models.causal_lm import Shard
 from engine.protocols import run_in_process
 from engine.verification.verifier import ModelVerifier
-from tests.engine.heads.cold_starts import BLOCK, KINDS, METHODS_OF_HEADS
-from tests.engine.heads.tiny_heads import VOCAB, head_config, random_head
+from tests.engine.heads.cold_starts import BLOCK, CASES, KINDS
+from tests.engine.heads.tiny_heads import VOCAB, random_head
 from tests.engine.models.test_shards import save_family
 from tests.engine.ranks import gloo_reducers, on_ranks
 from tests.engine.running import make_engine, run
@@ -67,14 +67,13 @@ def generate(backends, method, requests):
     return run(engine, requests), engine.verifier
 
 
-@pytest.mark.parametrize("method", METHODS_OF_HEADS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "method"), CASES)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_draft_and_write_what_one_rank_does(world_size, head, kind, method, tmp_path):
     save_family("llama", tmp_path, num_key_value_heads=4)
     requests = [(prompt, replace(params, max_tokens=6)) for prompt, params in varied_requests(3)[::2]]
-    config = head_config(kind, **KINDS[kind] | HEADS[head])
+    config = KINDS[kind](**HEADS[head])
     expected, alone = generate(ranks_of(tmp_path, 1, config), method, requests)
     texts, ranks = generate(ranks_of(tmp_path, world_size, config), method, requests)
     assert texts == expected

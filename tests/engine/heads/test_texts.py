@@ -12,8 +12,8 @@ from engine.laws import p_value
 from engine.params import SamplingParams
 from engine.protocols import Request
 from engine.sampling.logits import Run, shape
-from tests.engine.heads.cold_starts import KINDS, METHODS_OF_HEADS
-from tests.engine.heads.tiny_heads import backend_with_head, head_config
+from tests.engine.heads.cold_starts import CASES, KINDS
+from tests.engine.heads.tiny_heads import backend_with_head
 from tests.engine.running import SAMPLING, make_engine, run, run_outputs
 from tests.engine.test_exactness import varied_requests
 from tests.engine.test_features import Output
@@ -24,23 +24,24 @@ from tests.engine.tokenizers import json_tokenizer
 def spoiled(backend, value):
     """A backend whose head's every logit is not a number, or infinite; so are its features."""
     with torch.no_grad():
-        for parameter in backend.model.head.fc.parameters():
-            parameter.fill_(value)
+        for name, parameter in backend.model.head.named_parameters():
+            if name.startswith(("fc.", "eh_proj.")):
+                parameter.fill_(value)
     return backend
 
 
 HEADS = {
-    "a head": lambda path, kind: backend_with_head(path, head_config(kind, **KINDS[kind])),
-    "another head": lambda path, kind: backend_with_head(path, head_config(kind, **KINDS[kind]), seed=8),
-    "few tokens": lambda path, kind: backend_with_head(path, head_config(kind, **KINDS[kind] | {"draft_vocab": 9})),
-    "not a number": lambda path, kind: spoiled(backend_with_head(path, head_config(kind, **KINDS[kind])), float("nan")),
-    "infinite": lambda path, kind: spoiled(backend_with_head(path, head_config(kind, **KINDS[kind])), float("inf")),
+    "a head": lambda path, config: backend_with_head(path, config()),
+    "another head": lambda path, config: backend_with_head(path, config(), seed=8),
+    "few tokens": lambda path, config: backend_with_head(path, config(draft_vocab=9)),
+    "not a number": lambda path, config: spoiled(backend_with_head(path, config()), float("nan")),
+    "infinite": lambda path, config: spoiled(backend_with_head(path, config()), float("inf")),
 }
 
 
 @pytest.fixture(scope="module")
 def backends(target_path):
-    return {(name, kind): make(target_path, kind) for name, make in HEADS.items() for kind in KINDS}
+    return {(name, kind): make(target_path, KINDS[kind]) for name, make in HEADS.items() for kind in KINDS}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +54,7 @@ def plain(target, requests):
     return run(make_engine(target, num_speculative_tokens=0), requests)
 
 
-@pytest.mark.parametrize("method", METHODS_OF_HEADS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "method"), CASES)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("settings", [{"max_num_seqs": 1}, {"max_num_seqs": 8}], ids=["alone", "eight"])
 def test_the_text_does_not_depend_on_the_head(settings, head, kind, method, backends, requests, plain):
@@ -90,8 +90,7 @@ def plain_outputs(start, features):
     return [Output(rounds) for rounds in run_outputs(start(), features).values()]
 
 
-@pytest.mark.parametrize("method", METHODS_OF_HEADS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "method"), CASES)
 @pytest.mark.parametrize("head", ["a head", "few tokens", "not a number"])
 def test_what_a_client_sees_does_not_depend_on_the_head(head, kind, method, start, features, plain_outputs):
     rounds = run_outputs(start(head, kind, method), features)

@@ -40,6 +40,12 @@ def random_head(model, config, *, seed=7):
     torch.manual_seed(seed)
     lm = model.module
     head = HEADS[config.kind](config, lm.get_input_embeddings(), lm.get_output_embeddings(), model.kv_shape.layers)
+    if config.kind == "mtp":
+        for name in ("enorm", "hnorm", "norm", "eh_proj", "mtp_block"):
+            getattr(head, name).to_empty(device="cpu")
+        for norm in (module for module in head.modules() if hasattr(module, "variance_epsilon")):
+            torch.nn.init.ones_(norm.weight)
+        head._hidden_first, head._target_norm = False, [lm.get_decoder().norm]
     if config.draft_vocab_size < VOCAB:
         head.lm_head = torch.nn.Linear(config.layers.hidden_size, config.draft_vocab_size, bias=False)
         head.target_ids = torch.randperm(VOCAB)[: config.draft_vocab_size].sort().values

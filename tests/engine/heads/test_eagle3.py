@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Qwen3Config
 
 from engine.config import EngineConfig
 from engine.drafting.registry import METHODS
@@ -18,7 +19,8 @@ VARIANTS = {
     "norm before residual": {"norm_before_residual": True},
     "norm before fc": {"norm_before_fc": True, "fc_bias": True},
     "3.1": {"fc_norm": True, "norm_output": True},
-    "two layers": {"layers": 2},
+    "two layers": {"layers": 2, "kv_heads": 2, "norm_before_residual": True},
+    "qwen3": {"like": Qwen3Config},
     "draft vocabulary": {"draft_vocab": 20},
 }
 TEXT = [5, 9, 2, 7, 30, 12, 44, 8, 3, 21, 17]
@@ -61,6 +63,8 @@ def dense_logits(head, taps, tokens, drafted):
                 joined = rms(hidden, layer.input_layernorm)
             parts = [F.linear(joined, getattr(layer.self_attn, f"{name}_proj").weight) for name in "qkv"]
             query, key, value = (part.view(len(joined), -1, dim).transpose(0, 1) for part in parts)
+            if hasattr(layer.self_attn, "q_norm"):
+                query, key = rms(query, layer.self_attn.q_norm), rms(key, layer.self_attn.k_norm)
             query, key = (rotated(one, positions, layers.rope_parameters["rope_theta"]) for one in (query, key))
             key, value = (one.repeat_interleave(heads // kv_heads, 0) for one in (key, value))
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(0, 1).flatten(1)

@@ -12,14 +12,25 @@ from tests.engine.tiny import backend_of
 VOCAB = 64
 
 
-def head_config(kind="eagle3", *, layers=1, hidden=32, width=32, taps=(2, 1, 1), draft_vocab=VOCAB, **fields):
-    config = LlamaConfig(
+def head_config(
+    kind="eagle3",
+    *,
+    layers=1,
+    hidden=32,
+    width=32,
+    taps=(2, 1, 1),
+    draft_vocab=VOCAB,
+    kv_heads=1,
+    like=LlamaConfig,
+    **fields,
+):
+    config = like(
         vocab_size=VOCAB,
         hidden_size=hidden,
         intermediate_size=48,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         head_dim=hidden // 4,
         max_position_embeddings=512,
         rope_theta=500.0,

@@ -342,3 +342,11 @@ def test_fp8_caches_saturate_and_keep_their_numbers_when_slots_move():
     write_slots(kv.keys[0], torch.tensor([2, 9]), torch.tensor([[[1.0, -1e5, 449.0, 0.01], [2.0, 3.0, 448.0, 480.0]]]))
     kv.move([2, 9], [9, 2])
     assert kv.keys[0].float().view(-1, 4)[[9, 2]].tolist() == [[1, -448, 448, 0.009765625], [2, 3, 448, 448]]
+
+
+def test_places_before_the_first_are_hidden_from_all_but_themselves():
+    """Also from the nodes of trees, whose paths are padded with place 0."""
+    positions, limits = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[1, 2, 3, 3]])
+    extra = torch.tensor([[[0, 0], [0, 0], [0, 0], [3, 0]]])
+    mask = additive_mask(4, positions, limits, extra, None, torch.float32, first=1)[0, 0]
+    assert [(row == 0).nonzero().flatten().tolist() for row in mask] == [[0], [1], [1, 2], [1, 2, 3]]

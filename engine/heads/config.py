@@ -158,7 +158,7 @@ class _Reader:
         self._check(is_token, f"mask_token_id is {mask}; it must be a token {of_target}")
         return HeadConfig(
             layers=layers,
-            taps=self._taps(num_layers, layers.num_hidden_layers, width),
+            taps=self._taps(num_layers, width),
             draft_vocab_size=draft_vocab_size,
             mask_token_id=mask,
             fc_bias=any(name.endswith("fc.bias") for name in self._source.weight_shapes),
@@ -184,7 +184,7 @@ class _Reader:
         self._check(has_window, f"sliding_window is missing, but layer_types has {_SLIDING}")
         return layers
 
-    def _taps(self, num_layers: int, num_own: int, width: int) -> tuple[int, ...]:
+    def _taps(self, num_layers: int, width: int) -> tuple[int, ...]:
         """Return the tapped layers in the file's order, the order of the columns of `fc`."""
         stated: dict[str, tuple[int, ...]] = {}
         for field, shift in _TAP_FIELDS.items():
@@ -194,12 +194,9 @@ class _Reader:
         self._check(
             len({*stated.values()}) < 2, f"{' and '.join(stated)} differ; leave the one that it was trained with"
         )
-        default: tuple[int, ...] = (2, num_layers // 2, num_layers - 3)
-        if self._kind in _BLOCKS:
-            is_known = bool(stated) or not self._is_speculators
-            self._check(is_known, "aux_hidden_state_layer_ids is missing; add the layers that it was trained with")
-            first, step = (num_layers // 2, 0.0) if num_own == 1 else (1, (num_layers - 4) / (num_own - 1))
-            default = tuple(round(first + i * step) + 1 for i in range(num_own))
+        is_known = bool(stated) or self._kind not in _BLOCKS
+        self._check(is_known, "the field of tapped layers is missing; add the layers that it was trained with")
+        default = (2, num_layers // 2, num_layers - 3)
         name, taps = next(iter(stated.items()), ("the default for it", default))
         meaning = f"{name} means the outputs of layers {', '.join(map(str, taps))}"
         self._check(all(1 <= tap <= num_layers for tap in taps), f"{meaning} of {num_layers} of its target")

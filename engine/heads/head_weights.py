@@ -10,7 +10,7 @@ from engine.errors import ModelError
 from engine.heads.config import HeadConfig
 from engine.heads.head import Head
 from engine.models.source import ModelSource
-from engine.models.weights import FileNames, fill, mapped
+from engine.models.weights import FileNames, fill, mapped_tensors
 
 _RENAMINGS: tuple[tuple[str, Any], ...] = (
     (r"^model\.", ""),
@@ -61,7 +61,7 @@ def fill_head(head: Head, source: ModelSource, target: ModelSource, lm: nn.Modul
 
 def _target_ids(source: ModelSource, config: HeadConfig, names: FileNames) -> Tensor | None:
     """Return the target's id of each draft token, from offsets or from ids; None if all are the same."""
-    maps = {name: tensor for key, tensor in mapped(source) if (name := names.parameter(key)) in _MAPS}
+    maps = {name: tensor for key, tensor in mapped_tensors(source) if (name := names.parameter(key)) in _MAPS}
     size, vocab_size = config.draft_vocab_size, config.vocab_size
     if "d2t" not in maps and size == vocab_size:
         return None

@@ -1,6 +1,5 @@
 """What a model takes, read before it loads, against what it takes once it is loaded."""
 
-from dataclasses import replace
 
 import pytest
 import torch

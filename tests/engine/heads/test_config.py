@@ -240,7 +240,7 @@ REFUSED = {
     "model_type of its layers is mistral, not llama or qwen3": EAGLE3 | layers(model_type="mistral"),
     "layer_types has linear_attention, which no": EAGLE3 | layers(layer_types=["linear_attention"]),
     "sliding_window is missing, but layer_types": EAGLE3 | layers(layer_types=["sliding_attention"]),
-    "aux_hidden_state_layer_ids is missing": without(GLM_DSPARK | layers(model_type="qwen3"), AUX)
+    "the field of tapped layers is missing": without(GLM_DSPARK | layers(model_type="qwen3"), AUX)
     | {"mask_token_id": 1, "draft_vocab_size": None},
     "eagle_aux_hidden_state_layer_ids means the outputs of layers 0, 18, 33 of 36 of its target": EAGLE3
     | {"eagle_aux_hidden_state_layer_ids": [0, 18, 33]},
@@ -274,13 +274,6 @@ def test_layers_that_cannot_be_read_are_refused(tmp_path):
 def test_taps_keep_the_order_of_the_file(tmp_path):
     settings = EAGLE3 | {"eagle_aux_hidden_state_layer_ids": [33, 2, 36]}
     assert read(tmp_path, settings, **{"fc.bias": [4096]}).taps == (33, 2, 36)
-
-
-def test_a_block_head_without_taps_reads_layers_at_equal_distances(tmp_path):
-    settings = section(DFLASH, "dflash_config", target_layer_ids=None)
-    assert read(tmp_path, settings, num_taps=5).taps == (2, 10, 18, 26, 34)
-    (tmp_path / "one").mkdir()
-    assert read(tmp_path / "one", settings | {"num_hidden_layers": 1}, num_taps=1).taps == (19,)
 
 
 def test_the_nested_rope_base_and_the_flags_of_blocks_are_honoured(tmp_path):

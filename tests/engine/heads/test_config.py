@@ -271,9 +271,10 @@ def test_layers_that_cannot_be_read_are_refused(tmp_path):
         read(tmp_path, EAGLE3 | layers(num_attention_heads="many"))
 
 
-def test_taps_keep_the_order_of_the_file(tmp_path):
-    settings = EAGLE3 | {"eagle_aux_hidden_state_layer_ids": [33, 2, 36]}
-    assert read(tmp_path, settings, **{"fc.bias": [4096]}).taps == (33, 2, 36)
+def test_taps_keep_the_order_of_the_file_and_fields_have_the_forms_defaults(tmp_path):
+    settings = without(EAGLE3, "draft_vocab_size") | {"eagle_aux_hidden_state_layer_ids": [33, 2, 36]}
+    head = read(tmp_path, settings, **{"fc.bias": [4096]})
+    assert (head.taps, head.draft_vocab_size) == ((33, 2, 36), 32000)
 
 
 def test_the_nested_rope_base_and_the_flags_of_blocks_are_honoured(tmp_path):

@@ -38,10 +38,12 @@ class Eagle3Head(Head):
             projection = getattr(first.self_attn, name)
             wider = nn.Linear(2 * layers.hidden_size, projection.out_features, projection.bias is not None)
             setattr(first.self_attn, name, wider)
-        for index, layer in enumerate(self.layers, first_layer):
+        kinds = getattr(layers, "layer_types", None) or ["full_attention"] * len(self.layers)
+        for index, (layer, kind) in enumerate(zip(self.layers, kinds, strict=True), first_layer):
             attention: Any = layer.self_attn
-            attention.layer_idx = index  # set late, because Qwen3's looks its type up by its own number
-            attention.attends_from = self.attends_from
+            attention.layer_idx, attention.attends_from = index, self.attends_from
+            # Llama's layers have no window of their own.
+            attention.window = layers.sliding_window if kind == "sliding_attention" else None
         self.norm = _norm(layers, layers.hidden_size)
         self.rotary_emb = LlamaRotaryEmbedding(layers)
 

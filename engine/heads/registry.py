@@ -4,16 +4,17 @@ To add a kind, write its file with a subclass of `Head`, and give it a line here
 """
 
 from collections.abc import Mapping
-from functools import partial
 
 import torch
 from torch import nn
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
 from engine.heads.config import read_head_config
 from engine.heads.dflash import DFlashHead, DSparkHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.head import Head
-from engine.heads.head_weights import load_weights
+from engine.heads.head_weights import fill_head
 from engine.heads.mtp import MtpHead
 from engine.heads.peagle import PEagleHead
 from engine.heads.tapped import with_head
@@ -52,5 +53,10 @@ def load_head(
         ModelError: the head does not fit the target, or its files lack a tensor or have one that is unknown.
     """
     config = read_head_config(source, target)
-    make_head = partial(HEADS[config.kind], config, first_layer=first_layer)
-    return load_weights(make_head, source, target, lm, device, dtype)
+    hidden = config.layers.hidden_size
+    with no_init_weights(), local_torch_dtype(dtype):
+        embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        head = HEADS[config.kind](config, embed_tokens, lm_head, first_layer)
+    fill_head(head, source, target, lm, device)
+    return head

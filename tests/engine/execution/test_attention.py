@@ -219,6 +219,32 @@ def test_only_cross_attention_sees_an_encoders_tokens_and_it_sees_nothing_else()
     assert known() is None, "the mask of another layer's bias is not kept"
 
 
+def test_a_heads_states_are_read_at_parents_moved_with_keys_and_never_written_for_padding():
+    """Beside an fp8 cache, states keep the model's format."""
+    fp8, states = torch.empty(0, dtype=torch.float8_e4m3fn), torch.empty(3, dtype=torch.bfloat16)
+    kv = KVTensors(KVShape(2, 1, 8, 8), 4, BLOCK, fp8, KVShape(1, 2, 6, 6), states)
+    assert [tuple(cache.shape[-2:]) for cache in kv.of_head] == [(2, 6), (2, 6), (1, 3)]
+    paged = build([ForwardRow([1] * 5, 2, [2, 1], 1, [-1, 0, -1, 1]), ForwardRow([1], 0, [3], 1)], kv).paged
+    paged.write_states(paged.slots.float()[:, None].expand(-1, 3))
+    assert paged.read_states(of_parents=False)[:6, 0].tolist() == [10, 11, 4, 5, 6, 12]
+    kv.states[2, 1] = 9
+    assert paged.read_states(of_parents=True)[:6, 0].tolist() == [9, 10, 11, 10, 4, kv.states[0, 0, 0]]
+    before = kv.states.clone()
+    paged.write_states(torch.full((2, 3), 7.0), torch.tensor([3, -1]))
+    assert (kv.states != before).any(-1).nonzero().tolist() == [[0, 0], [1, 1]]
+    kv.keys[2][1, 1] = 5.0
+    kv.move([5], [11])
+    assert (kv.states[2, 3].tolist(), kv.keys[2][2, 3].float().unique().tolist()) == ([7.0] * 3, [5.0])
+
+
+def test_a_tree_of_a_head_does_not_see_the_place_that_pads_its_paths():
+    (group,) = build([ForwardRow([1] * 4, 2, [1, 2], 1, [-1, -1, 1])], Layer().kv).paged.groups
+    mask = group.mask(AttentionParams(first=1), 1, torch.empty(0), BLOCK)[0, 0]
+    assert [[i for i, score in enumerate(row) if score == 0] for row in mask.tolist()] == [
+        [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 5],
+    ]  # fmt: skip
+
+
 VALUE_DIM = 6
 SINKS = torch.tensor([-2.0, 0.0, 1.0, 20.0])
 PARAMS = {

@@ -1,6 +1,5 @@
 """What a model takes, read before it loads, against what it takes once it is loaded."""
 
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3nTextConfig, LlamaConfig, T5Config

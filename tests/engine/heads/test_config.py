@@ -7,132 +7,43 @@ from engine.heads.config import kind_of, read_head_config, verifier_of
 from tests.engine.heads.files import source_of, target_of
 
 QWEN3_8B = (36, 4096, 151936)
-LAYERS_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 1,
-    "vocab_size": 151936,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-}
-PROPOSALS = {
-    "algorithm": "eagle3",
-    "default_proposal_method": "greedy",
-    "proposal_methods": [
-        {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
-    ],
-    "verifier": {"name_or_path": "Qwen/Qwen3-8B", "architectures": ["Qwen3ForCausalLM"]},
-}
-EAGLE3 = {
-    "architectures": ["Eagle3Speculator"],
-    "speculators_model_type": "eagle3",
-    "speculators_config": PROPOSALS,
-    "draft_vocab_size": 32000,
-    "norm_before_residual": True,
-    "target_hidden_size": None,
-    "transformer_layer_config": LAYERS_8B,
-}
-GPT_OSS = EAGLE3 | {
-    "architectures": ["Eagle3DraftModel"],
-    "draft_vocab_size": 64000,
-    "norm_before_fc": True,
-    "transformer_layer_config": {
-        "model_type": "llama",
-        "hidden_size": 2880,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 1,
-        "vocab_size": 201088,
-        "rope_parameters": {"rope_theta": 150000.0, "rope_type": "default"},
-    },
-}
-LLAMA_31 = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "num_hidden_layers": 1,
-    "vocab_size": 128256,
-    "draft_vocab_size": 32000,
-    "rms_norm_eps": 1e-5,
-    "max_position_embeddings": 2048,
-}
-SPECFORGE = LLAMA_31 | {
-    "architectures": ["LlamaForCausalLMEagle3"],
-    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28], "use_aux_hidden_state": True},
-}
+GROUPS = {"num_attention_heads": 32, "num_key_value_heads": 8}
+LAYERS_8B = GROUPS | {"model_type": "llama", "hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151936}
+LAYERS_8B |= {"num_hidden_layers": 1, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0}
+METHOD = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+VERIFIER = {"name_or_path": "Qwen/Qwen3-8B", "architectures": ["Qwen3ForCausalLM"]}
+PROPOSALS = {"default_proposal_method": "greedy", "proposal_methods": [METHOD], "verifier": VERIFIER}
+FORM = {"speculators_model_type": "eagle3", "speculators_config": PROPOSALS | {"algorithm": "eagle3"}}
+EAGLE3 = FORM | {"architectures": ["Eagle3Speculator"], "draft_vocab_size": 32000, "norm_before_residual": True}
+EAGLE3 |= {"target_hidden_size": None, "transformer_layer_config": LAYERS_8B}
+GPT_OSS_LAYERS = {"model_type": "llama", "hidden_size": 2880, "intermediate_size": 2880, "vocab_size": 201088}
+GPT_OSS_LAYERS |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 1}
+GPT_OSS_LAYERS |= {"rope_parameters": {"rope_theta": 150000.0, "rope_type": "default"}}
+GPT_OSS = EAGLE3 | {"architectures": ["Eagle3DraftModel"], "draft_vocab_size": 64000, "norm_before_fc": True}
+GPT_OSS |= {"transformer_layer_config": GPT_OSS_LAYERS}
+LLAMA_31 = GROUPS | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096}
+LLAMA_31 |= {"intermediate_size": 14336, "num_hidden_layers": 1, "vocab_size": 128256, "draft_vocab_size": 32000}
+LLAMA_31 |= {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048}
+SPECFORGE = LLAMA_31 | {"architectures": ["LlamaForCausalLMEagle3"]}
+SPECFORGE |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28], "use_aux_hidden_state": True}}
 NEBIUS = SPECFORGE | {"eagle_aux_hidden_state_layer_ids": [3, 40, 77], "eagle_config": {}, "target_hidden_size": 8192}
 PEAGLE = LLAMA_31 | {"num_hidden_layers": 4, "ptd_token_id": 128255}
-DFLASH = {
-    "architectures": ["DFlashDraftModel"],
-    **LAYERS_8B,
-    "model_type": "qwen3",
-    "num_hidden_layers": 5,
-    "block_size": 16,
-    "num_target_layers": 36,
-    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-}
-QWEN35_DFLASH = {
-    **DFLASH,
-    "num_hidden_layers": 6,
-    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
-    "sliding_window": 4096,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "vocab_size": 248320,
-    "block_size": None,
-    "dflash_config": {
-        "block_size": 16,
-        "mask_token_id": 248077,
-        "target_layer_ids": [1, 6, 11, 16, 22, 27, 32, 37],
-    },
-}
-GLM_DSPARK = {
-    "speculators_model_type": "dspark",
-    "speculators_config": PROPOSALS | {"algorithm": "dspark"},
-    "block_size": 8,
-    "aux_hidden_state_layer_ids": [2, 20, 39, 58, 75],
-    "mask_token_id": 154856,
-    "draft_vocab_size": 154880,
-    "markov_rank": 256,
-    "markov_head_type": "vanilla",
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,
-    "sample_from_anchor": True,
-    "transformer_layer_config": {
-        "hidden_size": 6144,
-        "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention"] * 3,
-        "sliding_window": 2048,
-        "num_attention_heads": 64,
-        "head_dim": 64,
-        "vocab_size": 154880,
-    },
-}
-DEEPSPEC = {
-    **DFLASH,
-    "architectures": ["Qwen3DSparkModel"],
-    "block_size": 7,
-    "dflash_config": None,
-    "target_layer_ids": [1, 9, 17, 25, 33],
-    "mask_token_id": 151669,
-    "markov_rank": 256,
-    "sample_from_anchor": True,
-}
-MTP = {
-    "speculators_model_type": "mtp",
-    "speculators_config": PROPOSALS | {"algorithm": "mtp"},
-    "num_nextn_predict_layers": 1,
-    "transformer_layer_config": {"model_type": "qwen3", "hidden_size": 4096},
-}
+DFLASH = LAYERS_8B | {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "num_hidden_layers": 5}
+DFLASH |= {"block_size": 16, "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]}}
+QWEN35 = {"block_size": 16, "mask_token_id": 248077, "target_layer_ids": [1, 6, 11, 16, 22, 27, 32, 37]}
+QWEN35_DFLASH = DFLASH | {"hidden_size": 2048, "intermediate_size": 6144, "vocab_size": 248320, "block_size": None}
+QWEN35_DFLASH |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}
+QWEN35_DFLASH |= {"sliding_window": 4096, "dflash_config": QWEN35}
+GLM_LAYERS = {"hidden_size": 6144, "num_hidden_layers": 3, "layer_types": ["sliding_attention"] * 3, "head_dim": 64}
+GLM_LAYERS |= {"sliding_window": 2048, "num_attention_heads": 64, "vocab_size": 154880}
+GLM_DSPARK = FORM | {"speculators_model_type": "dspark", "block_size": 8, "draft_vocab_size": 154880}
+GLM_DSPARK |= {"aux_hidden_state_layer_ids": [2, 20, 39, 58, 75], "mask_token_id": 154856, "markov_rank": 256}
+GLM_DSPARK |= {"markov_head_type": "vanilla", "sample_from_anchor": True, "transformer_layer_config": GLM_LAYERS}
+GLM_DSPARK |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+DEEPSPEC = DFLASH | {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "dflash_config": None, "markov_rank": 256}
+DEEPSPEC |= {"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": 151669, "sample_from_anchor": True}
+MTP = FORM | {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1}
+MTP |= {"transformer_layer_config": {"model_type": "qwen3", "hidden_size": 4096}}
 BLOCK = {"block_size": 16, "mask_token_id": 151669}
 PUBLISHED = {
     "eagle3": (EAGLE3, QWEN3_8B, 3, (2, 18, 33), {"norm_before_residual": True, "draft_vocab_size": 32000}, 1e6),

@@ -25,7 +25,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "fp8"]
 Compile = Literal["auto", "off"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
-Drafting = Literal["auto", "none", "model", "tree", "self", "ngram", "suffix", "model+suffix"]
+Drafting = Literal["auto", "none", "model", "tree", "head_worker", "self", "ngram", "suffix", "model+suffix"]
 Verification = Literal["coupled", "rejection", "block", "k_sequential"]
 SEEDED_RULES = frozenset({"coupled"})
 """The rules by which target, request and seed alone determine a text."""

@@ -12,17 +12,20 @@ import gc
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import ray
 
 from cluster.config import LogFormat
 from cluster.ray_core import stderr_handler
-from cluster.transport import Endpoint, Server
+from cluster.transport import Connector, Endpoint, Server
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import CompileProgress, EngineConfig, ModelConfig, ModelInfo
+from engine.drafting.model.feature_store import FeatureStore
+from engine.drafting.registry import choose_method
 from engine.execution.memory import Survey
 from engine.models.registry import open_model
 from engine.models.source import ModelSource
@@ -116,17 +119,33 @@ class Worker:
 class DraftWorker(Worker):
     """Holds the draft's weights and a cache of committed prefixes; decides nothing that reaches a client."""
 
+    _feature_server: Server | None = None
+
     def load(self, config: ModelConfig, target: ModelConfig, num_blocks: int, *, run_ahead: bool) -> ModelInfo:
         """Load the draft with its planned KV blocks; ids beyond the target's vocabulary are never drafted."""
         with _importing():
             from cluster.workers.loading import load_drafter
 
+        engine, self._features = replace(self._engine, num_blocks=num_blocks), FeatureStore()
         drafter, self._backend = load_drafter(
-            self._open(config), self._open(target), replace(self._engine, num_blocks=num_blocks), run_ahead=run_ahead
+            self._open(config), self._open(target), engine, run_ahead=run_ahead, features=self._features
         )
         self._backend.warm_up()
-        self._responder = DraftResponder(drafter, capacity=self._capacity, version=self._version)
+        self._responder = DraftResponder(
+            drafter, capacity=self._capacity, version=self._version, features=self._features
+        )
         return self._backend.info
+
+    def receive_features(self, identity: str) -> Endpoint:
+        """Accept features from the target's rank 0 with this identity from now on, and from no earlier one."""
+        from cluster.workers.features import FeatureReceiver
+
+        if self._feature_server is not None:
+            self._feature_server.close()
+        server = self._feature_server = Server(self._host, ray.get_runtime_context().get_node_id(), identity)
+        answer = FeatureReceiver(self._features).answer
+        threading.Thread(target=server.serve, args=(answer,), name="features", daemon=True).start()
+        return server.endpoint
 
     def serve(self) -> None:
         """Answer proposals until the worker ends."""
@@ -151,6 +170,7 @@ class TargetWorker(Worker):
     ) -> ModelInfo:
         """Load this rank's shard with its planned KV blocks; `address` is the ranks' store, None for a single rank."""
         with _importing():
+            from cluster.workers.features import FeatureSender, FeatureSource
             from cluster.workers.loading import load_verifier
             from cluster.workers.tensor_parallel import join_store, join_world
             from engine.models.loader import resolve_device
@@ -170,14 +190,29 @@ class TargetWorker(Worker):
         verifier = load_verifier(self._open(config), replace(self._engine, num_blocks=num_blocks), shard=shard)
         self._backend = verifier.backend
         self._backend.warm_up()
-        self._responder = TargetResponder(verifier, rank=self._rank, capacity=self._capacity, version=self._version)
+        options: dict[str, Any] = {"rank": self._rank, "capacity": self._capacity, "version": self._version}
+        if self._rank == 0 and choose_method(self._engine, has_draft_model=True).reads_features:
+            node_id = ray.get_runtime_context().get_node_id()
+            self._sender = FeatureSender(Connector(node_id), self._version)
+            source = FeatureSource(verifier, self._sender)
+            self._responder = TargetResponder(source, **options, work=source.work)
+        else:
+            self._responder = TargetResponder(verifier, **options)
         return verifier.backend.info
+
+    def feature_identity(self) -> str:
+        """Return what proves this rank 0 to a draft worker that receives features from it."""
+        return self._sender.identity
+
+    def send_features(self, endpoint: Endpoint) -> None:
+        """Send features to a new draft worker from now on."""
+        self._sender.connect(endpoint)
 
     def serve(self) -> None:
         """Verify until the worker ends; any failure ends it, because the other ranks need it."""
         assert self._backend is not None, "load comes first"
         self._backend.enter_thread()
         try:
-            self._server.serve(self._responder.answer, idle=self._backend.idle)
+            self._server.serve(self._responder.answer, self._responder.work, self._backend.idle)
         finally:
             self._backend.close()

@@ -4,6 +4,7 @@ import logging
 
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.feature_store import FeatureStore
 from engine.drafting.model.translated import translated
 from engine.drafting.registry import choose_method
 from engine.execution.backend import Backend
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_drafter(
-    source: ModelSource, target: ModelSource, engine: EngineConfig, *, run_ahead: bool
+    source: ModelSource, target: ModelSource, engine: EngineConfig, *, run_ahead: bool, features: FeatureStore
 ) -> tuple[Drafter, Backend]:
     """Load the draft, to be warmed up, or raise ModelError; ids beyond the target's vocabulary are never drafted."""
     method = choose_method(engine, has_draft_model=True)
@@ -31,7 +32,7 @@ def load_drafter(
     backend = translated(backend, target, source)
     limit = target.vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=target.eos_token_ids)
-    return method.make(engine, DraftModel(backend, limit, grammars, run_ahead)), backend
+    return method.make(engine, DraftModel(backend, limit, grammars, run_ahead, features)), backend
 
 
 def load_verifier(source: ModelSource, engine: EngineConfig, *, shard: Shard | None) -> ModelVerifier:

@@ -45,6 +45,7 @@ class Method:
         rules: the verification rules that accept its drafts.
         runs_ahead: the rules that let a draft worker draft before the verdict is known.
         chain_rules: the rules that need trees of independent chains from the tip.
+        reads_features: a head in the draft worker drafts, so the target's first rank sends it the target's features.
         make_in_target: of a method that runs in the target, returns the drafter that the verifier calls there, given
             the target's backend and its KV cache; the drafter of `make` then leaves every draft to it.
     """
@@ -57,6 +58,7 @@ class Method:
     rules: Collection[str] = _CHAIN_RULES
     runs_ahead: Collection[str] = ()
     chain_rules: Collection[str] = ()
+    reads_features: bool = False
     make_in_target: "Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter] | None" = None
 
     def drafter_of_engine(self, config: EngineConfig, drafter: Drafter) -> Drafter:
@@ -82,6 +84,17 @@ def _model_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
 
     assert draft is not None
     return RunAheadDrafter(draft, config) if draft.run_ahead else ModelDrafter(draft, config)
+
+
+def _head_worker_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
+    from engine.drafting.model.chain_drafter import ModelDrafter
+    from engine.drafting.model.feature_cache import FeatureCache
+    from engine.drafting.run_ahead.chains import RunAheadDrafter
+
+    assert draft is not None
+    assert draft.features is not None
+    cache = FeatureCache(draft.backend, config, draft.features)
+    return RunAheadDrafter(draft, config, cache) if draft.run_ahead else ModelDrafter(draft, config, cache)
 
 
 def _tree_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
@@ -122,6 +135,7 @@ METHODS: Mapping[str, Method] = {
         runs_ahead=("coupled",),
         chain_rules=("k_sequential",),
     ),
+    "head_worker": Method("draft", _head_worker_drafter, runs_ahead=_CHAIN_RULES, reads_features=True),
     "self": Method("target", lambda *_: DeferringDrafter(), make_in_target=_self_drafter),
     "ngram": Method("router", lambda *_: NgramDrafter()),
     "suffix": Method("router", lambda config, _: _suffix_drafter(config)),

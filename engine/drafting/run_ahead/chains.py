@@ -57,10 +57,15 @@ class RunAheadDrafter(PassesAhead):
     """Drafts chains, and prepares the next ones in `advance`; without calls of it, it drafts as `ModelDrafter` does."""
 
     def __init__(
-        self, draft: DraftModel, config: EngineConfig, *, clock: Callable[[], float] = time.perf_counter
+        self,
+        draft: DraftModel,
+        config: EngineConfig,
+        cache: DraftCache | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(draft.backend, clock)
-        self.cache = DraftCache(draft.backend, config)
+        self.cache = cache or DraftCache(draft.backend, config)
         self._depth = max(1, config.num_speculative_tokens)
         # Only branches whose verdict arrives need their top scores, so a CPU computes these late if memory allows.
         num_scores = config.max_num_seqs * WIDTHS[-1] * self._depth * draft.vocab_size

@@ -8,8 +8,8 @@ one process), `laws` (whether a rule or a drafter leaves the text's law alone), 
 
 Each folder answers one question: `control/` (how many draft tokens, for whom?), `sampling/` (which token do these
 logits give?), `drafting/` (who proposes?), `verification/` (which draft tokens are accepted?), `models/` (which model
-is this, and where are its weights?), `execution/` (how is a pass computed?) and `training/` (how is a draft made, and
-is it worth it?).
+is this, and where are its weights?), `heads/` (how does a trained head draft from a target's layers?), `execution/`
+(how is a pass computed?) and `training/` (how is a draft made, and is it worth it?).
 """
 
 import importlib

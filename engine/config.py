@@ -25,7 +25,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "fp8"]
 Compile = Literal["auto", "off"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
-Drafting = Literal["auto", "none", "model", "tree", "head_worker", "self", "ngram", "suffix", "model+suffix"]
+Drafting = Literal["auto", "none", "model", "tree", "self", "head", "head_worker", "ngram", "suffix", "model+suffix"]
 Verification = Literal["coupled", "rejection", "block", "k_sequential"]
 SEEDED_RULES = frozenset({"coupled"})
 """The rules by which target, request and seed alone determine a text."""
@@ -77,6 +77,9 @@ class ModelConfig(ModelSettings):
     """A hub revision to pin."""
     quantization: Quantization = field(default="none", kw_only=True)
     """What linear layers are rounded to as the model loads."""
+    head: str | None = field(default=None, kw_only=True)
+    """A trained head that is loaded with the model and drafts in its process: a directory or hub name; the model's own
+    path for the layers that its checkpoint has for it."""
     compile: Compile = field(default="off", kw_only=True)
     """off, unlike for a pair: a model loaded by itself (by training, by the compiler) must not start a compiler."""
 

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,9 +10,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from engine.config import ModelInfo
 from engine.execution.attention import KVTensors
-from engine.execution.backend import PassOutput
+from engine.execution.backend import Part, PassOutput
 from engine.execution.batch import ForwardBatch
-from engine.models.layers.layer_attention import KVShape
+from engine.models.layers.layer_attention import AttentionParams, KVShape
 from engine.models.layers.reducer import Reducer
 from engine.protocols import Draft, ProposeRow
 from engine.sampling import noise
@@ -39,6 +40,7 @@ class LawBackend:
 
     device = torch.device("cpu")
     reducer: Reducer | None = None
+    model = SimpleNamespace(head=None)
 
     def run(self, batch: ForwardBatch, draws: noise.Draws | None = None) -> PassOutput:
         logits = self.logits(batch)
@@ -136,7 +138,7 @@ class ContextModel(LawBackend):
         states = []
         for group in paged.groups:
             context = entries.index_select(0, group.blocks.flatten()).view(group.rows, 1, -1)
-            visible = group.mask(None, 1, torch.empty(0), paged.kv.block_size).squeeze(1) == 0
+            visible = group.mask(AttentionParams(), 1, torch.empty(0), paged.kv.block_size).squeeze(1) == 0
             states.append(self._states(visible * context).flatten())
         return self.laws[torch.cat(states)[batch.logit_indices]].log()
 
@@ -170,8 +172,7 @@ class SelfDraftingModel(ContextModel):
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         return KVTensors(KVShape(2, 1, 1, 1), num_blocks, block_size, torch.empty(0, dtype=torch.int64))
 
-    def thin(self, num_layers: int, kv: KVTensors) -> tuple[LawBackend, KVTensors]:
-        assert num_layers == 1
+    def beside(self, part: Part, kv: KVTensors) -> tuple[LawBackend, KVTensors]:
         return self.thinned, kv.first_layers(1)
 
     def _states(self, seen: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,9 @@ MIRRORED_ELSEWHERE = {
     "cluster/workers/loading.py": "tests/e2e/test_group.py loads both workers",
     "engine/drafting/model/draft_model.py": "a dataclass without behaviour",
     "engine/execution/backend.py": "a protocol",
+    "engine/heads/head.py": "tests/engine/heads/test_eagle3.py and the other kinds' files",
+    "engine/heads/registry.py": "the same",
+    "engine/heads/tapped.py": "the same",
     "engine/models/layers/layer_attention.py": "tests/engine/execution/test_attention.py",
 }
 """Modules without a test file of their own, and what tests them instead."""

@@ -7,6 +7,7 @@ elsewhere is named by its import path: a `Method`, or a class of drafters for th
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from engine.config import TREE_WIDTH, EngineConfig, ModelConfig, PairConfig, import_named
@@ -119,9 +120,20 @@ def _suffix_drafter(config: EngineConfig) -> SuffixDrafter:
 def _self_drafter(
     config: EngineConfig, target: "Backend", kv: "KVTensors", grammars: "Grammars | None"
 ) -> TargetDrafter:
-    from engine.drafting.in_target.self_draft import SelfDrafter
+    from engine.drafting.in_target.target_chains import TargetChainDrafter
+    from engine.models.first_layers import first_layers
 
-    return SelfDrafter(config, target, kv, grammars)
+    assert config.self_draft_layers is not None
+    return TargetChainDrafter(partial(first_layers, count=config.self_draft_layers), config, target, kv, grammars)
+
+
+def _head_drafter(
+    config: EngineConfig, target: "Backend", kv: "KVTensors", grammars: "Grammars | None"
+) -> TargetDrafter:
+    from engine.drafting.in_target.target_chains import TargetChainDrafter
+    from engine.heads.head import head_model
+
+    return TargetChainDrafter(head_model, config, target, kv, grammars)
 
 
 METHODS: Mapping[str, Method] = {
@@ -137,6 +149,7 @@ METHODS: Mapping[str, Method] = {
     ),
     "head_worker": Method("draft", _head_worker_drafter, runs_ahead=_CHAIN_RULES, reads_features=True),
     "self": Method("target", lambda *_: DeferringDrafter(), make_in_target=_self_drafter),
+    "head": Method("target", lambda *_: DeferringDrafter(), make_in_target=_head_drafter),
     "ngram": Method("router", lambda *_: NgramDrafter()),
     "suffix": Method("router", lambda config, _: _suffix_drafter(config)),
     "model+suffix": Method(
@@ -187,9 +200,9 @@ def choose_method(config: EngineConfig, *, has_draft_model: bool) -> Method:
     if name == "auto":
         name = "model" if has_draft_model else "suffix"
     method = method_of(name)
-    if method.runs_in == "target" and config.self_draft_layers is None:
+    if name == "self" and config.self_draft_layers is None:
         raise ConfigError(f"drafting is {name!r}, which needs self_draft_layers")
-    if method.runs_in != "target" and config.self_draft_layers is not None:
+    if name != "self" and config.self_draft_layers is not None:
         problem = f"drafting is {config.drafting!r}, which does not draft with the target's layers"
         raise ConfigError(f"self_draft_layers is set, but {problem}")
     if config.num_speculative_tokens == 0 or config.speculation == "off":

@@ -26,24 +26,45 @@ class KVTensors:
 
     Attributes:
         input_device: where batches and draws for this cache are made; a backend may copy them itself.
+        states: [num_blocks, block_size, state_size] one state of a head per token; None without a head.
     """
 
-    def __init__(self, shape: KVShape, num_blocks: int, block_size: int, like: Tensor) -> None:
-        blocks = (num_blocks, block_size, shape.kv_heads)
+    def __init__(
+        self,
+        shape: KVShape,
+        num_blocks: int,
+        block_size: int,
+        like: Tensor,
+        head_shape: KVShape | None = None,
+        states_like: Tensor | None = None,
+    ) -> None:
+        """Allocate zeros: a masked entry is multiplied by a weight of 0, and 0 * nan is nan.
+
+        Args:
+            like: has the number format and the device of keys and values.
+            head_shape: the layers of a head, behind the model's own; None without a head.
+            states_like: [state_size] the format of a head's states.
+        """
         self.block_size = block_size
         self.input_device = like.device
-        # Zeros, because a masked entry is multiplied by a weight of 0, and 0 * nan is nan.
+        blocks = (num_blocks, block_size)
         self._stacked = [
-            torch.zeros((shape.layers, *blocks, dim), dtype=like.dtype, device=like.device)
-            for dim in (shape.key_dim, shape.value_dim)
+            like.new_zeros((layers.layers, *blocks, layers.kv_heads, dim))
+            for layers in (shape, head_shape)
+            if layers is not None
+            for dim in (layers.key_dim, layers.value_dim)
         ]
-        self.keys, self.values = (list(caches) for caches in self._stacked)
+        self.keys, self.values = ([layer for caches in self._stacked[i::2] for layer in caches] for i in (0, 1))
+        self.states = None if states_like is None else states_like.new_zeros((*blocks, *states_like.shape))
+        if self.states is not None:
+            self._stacked.append(self.states[None, :, :, None])
 
     def first_layers(self, count: int) -> Self:
-        """Return the cache of the first layers, in the same memory."""
+        """Return the cache of the first layers, in the same memory; if these are all, with a head's states."""
         view = copy.copy(self)
-        view.keys, view.values = self.keys[:count], self.values[:count]
-        view._stacked = [caches[:count] for caches in self._stacked]
+        if count < len(self.keys):
+            view.keys, view.values, view.states = self.keys[:count], self.values[:count], None
+            view._stacked = [caches[:count] for caches in self._stacked[:2]]
         return view
 
     def slot(self, block_ids: Sequence[int], place: int) -> int:
@@ -89,18 +110,34 @@ class Group:
     extra: Tensor | None = None
     is_prompt_start: bool = False
     source_lengths: Tensor | None = None
-    _masks: dict[tuple[int | None, int], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int, bool, int], Tensor] = field(default_factory=dict)
     _cross_mask: Tensor | None = None
     _biased_mask: tuple[Tensor, Tensor] | None = None
 
-    def mask(self, window: int | None, copies: int, like: Tensor, block_size: int) -> Tensor:
-        """Return the additive mask [rows, 1, copies * length, context], cached per window for the forward pass."""
-        key = (window, copies)
+    def mask(self, params: AttentionParams, copies: int, like: Tensor, block_size: int) -> Tensor:
+        """Return the additive mask [rows, 1, copies * length, context], cached per kind for the forward pass."""
+        key = (params.window, params.first, params.sees_row, copies)
         if key not in self._masks:
             context = self.blocks.shape[1] * block_size
-            mask = additive_mask(context, self.positions, self.limits, self.extra, window, like.dtype)
+            limits = self.limits_of(params)
+            mask = additive_mask(context, self.positions, limits, self.extra, params.window, like.dtype, params.first)
             self._masks[key] = mask if copies == 1 else mask.repeat(1, 1, copies, 1)
         return self._masks[key]
+
+    def limits_of(self, params: AttentionParams) -> Tensor:
+        """Return each token's limit for a layer, [rows, length]."""
+        return self.limits.amax(-1, keepdim=True).expand_as(self.limits) if params.sees_row else self.limits
+
+    @property
+    def parents(self) -> Tensor:
+        """The place of the token before each token, [rows, length]; -1 for the first of a context."""
+        before = self.positions - 1
+        if self.extra is None:
+            return before
+        # A node's path ends with its parent and itself; the first node of a path follows the committed tip.
+        depths = self.positions - self.limits + 1
+        nodes = self.extra.gather(-1, (depths - 2).clamp(0, self.extra.shape[-1] - 1).long().unsqueeze(-1)).squeeze(-1)
+        return torch.where(depths > 1, nodes, before)
 
     def cross_mask(self, like: Tensor, block_size: int) -> Tensor:
         """Return the additive mask [rows, 1, 1, context] that shows a source's tokens only."""
@@ -129,11 +166,19 @@ class Group:
 
 
 def additive_mask(
-    context: int, positions: Tensor, limits: Tensor, extra: Tensor | None, window: int | None, dtype: torch.dtype
+    context: int,
+    positions: Tensor,
+    limits: Tensor,
+    extra: Tensor | None,
+    window: int | None,
+    dtype: torch.dtype,
+    first: int = 0,
 ) -> Tensor:
     """Return [rows, 1, length, context], 0 where a token attends to a place, else -inf; see `Group`."""
     places = torch.arange(context, device=limits.device)
     visible = places < limits.unsqueeze(-1)
+    if first:
+        visible = visible & (places >= (limits - 1).clamp(max=first).unsqueeze(-1))
     if extra is not None:
         visible = visible.scatter(-1, extra, True)
     if window is not None:
@@ -156,6 +201,7 @@ class PagedContext:
     groups: list[Group]
     _slots: Tensor | None = None
     layers: list[int] = field(default_factory=list)
+    taps: dict[int, Tensor] = field(default_factory=dict)
 
     @property
     def slots(self) -> Tensor:
@@ -170,23 +216,53 @@ class PagedContext:
         keys, values = self.kv.keys[layer], self.kv.values[layer]
         if not params.is_cross:
             self.layers.append(layer)
-            self.write(layer, self.slots, key, value)
+            self.write(layer, key, value)
         outputs = []
         for group in self.groups:
             tokens = slice(group.start, group.start + group.rows * group.length)
             sees_all = params.window is None or group.length <= params.window
             is_exact = keys.dtype == key.dtype  # otherwise a prompt's text would depend on what is cached of it
-            if group.is_prompt_start and sees_all and params.is_plain and is_exact:
+            if group.is_prompt_start and sees_all and params.is_plain and is_exact and not params.first:
                 output = attend_to_self(query[:, tokens], key[:, tokens], value[:, tokens], params.scaling)
             else:
                 output = _attend_to_blocks(group, query[:, tokens], keys, values, params)
             outputs.append(output)
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def write(self, layer: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write [kv_heads, tokens, d] keys and values of a layer to the slots [tokens]."""
+    def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor | None = None) -> None:
+        """Write keys and values of a layer to the batch's slots or to others, [tokens]; see `AttentionContext`."""
+        slots = self.slots if slots is None else slots
         write_slots(self.kv.keys[layer], slots, key)
         write_slots(self.kv.values[layer], slots, value)
+
+    def read_states(self, *, of_parents: bool) -> Tensor:
+        """Return states; see `AttentionContext.read_states`."""
+        return read_states(_states(self.kv), parent_slots(self.kv, self.groups) if of_parents else self.slots)
+
+    def write_states(self, states: Tensor, tokens: Tensor | None = None) -> None:
+        """Write states; see `AttentionContext.write_states`."""
+        write_states(_states(self.kv), self.slots if tokens is None else self.slots[tokens], states)
+
+
+def parent_slots(kv: KVTensors, groups: Sequence[Group]) -> Tensor:
+    """Return the slot of the token before each token, [tokens]; 0 for the first of a context."""
+    size = kv.block_size
+    return torch.cat([slots_of(group.blocks.long(), group.parents.long(), size).flatten() for group in groups])
+
+
+def read_states(cache: Tensor, slots: Tensor) -> Tensor:
+    """Return the states at slots [tokens]."""
+    return cache.view(-1, cache.shape[-1]).index_select(0, slots)
+
+
+def write_states(cache: Tensor, slots: Tensor, states: Tensor) -> None:
+    """Write states [tokens, state_size] to slots [tokens]."""
+    cache.view(-1, cache.shape[-1]).index_copy_(0, slots, states.to(cache.dtype))
+
+
+def _states(kv: KVTensors) -> Tensor:
+    assert kv.states is not None, "only a model with a head has states"
+    return kv.states
 
 
 def write_slots(cache: Tensor, slots: Tensor, entries: Tensor) -> None:
@@ -209,7 +285,7 @@ def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor,
     elif params.bias is not None:
         mask = group.biased_mask(params.bias, block_size)
     else:
-        mask = group.mask(params.window, copies, query, block_size)
+        mask = group.mask(params, copies, query, block_size)
     blocks = group.blocks.flatten()
     key, value = (
         _as_bytes(cache).index_select(0, blocks).view(cache.dtype).to(query.dtype) for cache in (keys, values)

@@ -1,6 +1,6 @@
 """Backend: a loaded model on a device, as drafters and verifiers use it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from engine.config import CompileProgress, ModelInfo
 from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardBatch
+from engine.models.causal_lm import CausalLM
 from engine.models.layers.reducer import Reducer
 from engine.sampling.noise import Draws
 from engine.sampling.row_shaping import RowShaping
@@ -51,9 +52,13 @@ class ChainBatch:
     shaping: tuple[RowShaping, Tensor] | None
 
 
+Part = Callable[[CausalLM], CausalLM]
+
+
 class Backend(Protocol):
     """Runs a model's forward passes; loading, compiling and memory are up to each implementation."""
 
+    model: CausalLM
     info: ModelInfo
     device: torch.device
     reducer: Reducer | None
@@ -99,13 +104,16 @@ class Backend(Protocol):
         """Allocate a KV cache for this model; `num_blocks` includes block 0."""
         ...
 
-    def thin(self, num_layers: int, kv: KVTensors) -> "tuple[Backend, KVTensors]":
-        """Return this model's first layers with its final norm and head, and their view of the KV cache.
+    def beside(self, part: Part, kv: KVTensors) -> "tuple[Backend, KVTensors]":
+        """Return the backend of another model in this one's process, and its view of the KV cache.
 
         Both share their memory with this backend and `kv`; `warm_up` prepares their passes, too.
 
+        Args:
+            part: returns the other model: this one's first layers, or the head that is loaded with it.
+
         Raises:
-            ModelError: the model's layers cannot be told apart.
+            ModelError: there is no such part.
         """
         ...
 

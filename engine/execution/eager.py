@@ -1,21 +1,24 @@
 """EagerBackend: runs passes operator by operator on any torch device."""
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from engine.config import CompileProgress
 from engine.errors import ModelError
 from engine.execution.attention import KVTensors
-from engine.execution.backend import Backend, ChainBatch, PassOutput, RankedTokens
+from engine.execution.backend import Backend, ChainBatch, Part, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.models.causal_lm import CausalLM
-from engine.models.first_layers import first_layers
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
 
 class EagerBackend:
     """Runs a transformers model with our attention function and fused projections."""
+
+    cache: ClassVar[type[KVTensors]] = KVTensors
 
     def __init__(self, model: CausalLM) -> None:
         """Run the model on two tokens, to fail at load if it cannot be served.
@@ -70,11 +73,15 @@ class EagerBackend:
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         """Allocate a KV cache for this model."""
         like = torch.empty(0, dtype=self.model.kv_dtype or self.model.dtype, device=self.device)
-        return KVTensors(self.model.kv_shape, num_blocks, block_size, like)
+        if (head := self.model.head) is None:
+            return self.cache(self.model.kv_shape, num_blocks, block_size, like)
+        states_like = torch.empty(head.state_size, dtype=self.model.dtype, device=self.device)
+        return self.cache(self.model.kv_shape, num_blocks, block_size, like, head.kv_shape, states_like)
 
-    def thin(self, num_layers: int, kv: KVTensors) -> tuple[Backend, KVTensors]:
-        """Return this model's first layers; see `Backend.thin`."""
-        return EagerBackend(first_layers(self.model, num_layers)), kv.first_layers(num_layers)
+    def beside(self, part: Part, kv: KVTensors) -> tuple[Backend, KVTensors]:
+        """Return a part of this model; see `Backend.beside`."""
+        model = part(self.model)
+        return EagerBackend(model), kv.first_layers(model.num_cached_layers)
 
     def warm_up(self, *, compile_missing: bool = True) -> None:
         """Do nothing: eager passes need no preparation."""
@@ -107,7 +114,8 @@ class EagerBackend:
             self.logits(build([ForwardRow([0, 0], 0, [1], 1, None, source_length)], kv))
             step = build([ForwardRow([0], 2, [1], 1, None, source_length)], kv)
             self.logits(step)
-            if sorted(step.paged.layers) != list(range(self.model.kv_shape.layers)):
+            own = range(self.model.kv_shape.layers)  # a head has others
+            if self.model.module is not self.model.head and sorted(i for i in step.paged.layers if i in own) != [*own]:
                 raise RuntimeError("not every layer attends once in a pass")
         except torch.OutOfMemoryError as error:
             raise ModelError(f"{self.info.name} does not fit into the memory of {self.device}: {error}") from error

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,22 @@ class Shard:
     reducer: Reducer
 
 
+class HeadModule(Protocol):
+    """What a trained head needs in its target's cache; see `engine.heads.head.Head`."""
+
+    attends_from: int
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """The keys and values that it caches per token."""
+        ...
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a token's state."""
+        ...
+
+
 @dataclass
 class CausalLM:
     """A language model on one device, or one rank's shard of it.
@@ -31,6 +47,7 @@ class CausalLM:
         loaded_by: the class of transformers that loads the module.
         attention: the name of the attention function that it is loaded with.
         kv_dtype: the number format of keys and values in the cache; None is `dtype`.
+        head: the trained head that its passes feed; the module of a head by itself.
         runs_eagerly: why passes are never compiled; None if they can be.
     """
 
@@ -45,6 +62,7 @@ class CausalLM:
     dtype: torch.dtype
     shard: Shard | None = None
     kv_dtype: torch.dtype | None = None
+    head: "HeadModule | None" = None
 
     @classmethod
     def load_module(cls, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, **arguments: Any) -> nn.Module:
@@ -76,6 +94,11 @@ class CausalLM:
     def kv_shape(self) -> KVShape:
         """The keys and values that this rank caches per token."""
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Layers in the cache, a head's included."""
+        return self.kv_shape.layers + (self.head.kv_shape.layers if self.head else 0)
 
     @property
     def vocab_slice(self) -> range:

@@ -34,22 +34,29 @@ def first_layers(model: CausalLM, count: int) -> CausalLM:
     Raises:
         ModelError: the model does not have one list of decoder layers.
     """
-    lists = [
-        (path, list(child))
-        for path, child in model.module.named_modules()
-        if isinstance(child, nn.ModuleList)
-        and all(isinstance(layer, GradientCheckpointingLayer) for layer in child)
-        and any(hasattr(inner, "layer_idx") for inner in child.modules())
-    ]
-    if len(lists) != 1 or len(lists[0][1]) != model.kv_shape.layers:
-        raise ModelError(f"{model.info.name} cannot draft for itself: {len(lists)} lists of decoder layers in it")
-    path, layers = lists[0]
+    path, layers = decoder_layers(model.module)
+    if len(layers) != model.kv_shape.layers:
+        raise ModelError(f"{model.info.name} cannot draft for itself: {len(layers)} of its layers are in a list")
     config = copy.deepcopy(model.config)
     config.get_text_config().num_hidden_layers = count
     info = replace(model.info, num_parameters=model.info.num_parameters - sum(map(_num_weights, layers[count:])))
     # Copies, because a backend may replace a module's `forward` by a compiled one.
     module = _replaced(model.module, path, nn.ModuleList(map(_shallow, layers[:count])))
     return replace(model, module=module, config=config, info=info)
+
+
+def decoder_layers(module: nn.Module) -> tuple[str, list[nn.Module]]:
+    """Return the path of a model's decoder layers, and the layers; raise ModelError if they are not one list."""
+    lists = [
+        (path, list(child))
+        for path, child in module.named_modules()
+        if isinstance(child, nn.ModuleList)
+        and all(isinstance(layer, GradientCheckpointingLayer) for layer in child)
+        and any(hasattr(inner, "layer_idx") for inner in child.modules())
+    ]
+    if len(lists) != 1:
+        raise ModelError(f"{type(module).__name__} has {len(lists)} lists of decoder layers; drafting needs one")
+    return lists[0]
 
 
 def _shallow(module: nn.Module) -> nn.Module:

@@ -69,7 +69,7 @@ class EncoderDecoderLM(CausalLM):
         heads = (module.config.num_heads, module.config.d_kv)
         for layer, pair in enumerate(module.encoder_projections):
             key, value = (projection(hidden).unflatten(-1, heads).transpose(0, 1) for projection in pair)
-            paged.write(layer, slots, key, value)
+            paged.write(layer, key, value, slots)
 
 
 def bias_by_distance(attention: Any) -> Tensor:

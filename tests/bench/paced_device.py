@@ -18,7 +18,7 @@ from typing import Any
 
 from engine.errors import ModelError
 from engine.execution.attention import KVTensors
-from engine.execution.backend import Backend, PassOutput
+from engine.execution.backend import Backend, Part, PassOutput
 from engine.execution.batch import ForwardBatch
 from engine.execution.registry import WRAPPER
 from engine.sampling.noise import Draws
@@ -102,7 +102,7 @@ class PacedBackend:
     def is_busy(self) -> bool:
         return self._clock() < self._idle_from
 
-    def thin(self, num_layers: int, kv: KVTensors) -> tuple[Backend, KVTensors]:
+    def beside(self, part: Part, kv: KVTensors) -> tuple[Backend, KVTensors]:
         """Refuse: how long a thinned model's passes take is not known.
 
         Raises:

@@ -1,4 +1,4 @@
-"""How does the target draft for itself?
+"""How is a draft made in the target's process?
 
-Only `self_draft`.
+Only `target_chains`.
 """

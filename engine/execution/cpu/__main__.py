@@ -5,11 +5,13 @@ import os
 import signal
 import sys
 import threading
+from functools import partial
 from typing import get_args
 
 from engine.config import ModelConfig, Quantization
 from engine.errors import PacelineError
 from engine.execution.cpu.cpu_backend import CpuBackend
+from engine.models.first_layers import first_layers
 from engine.models.loader import load_model
 from engine.models.registry import open_model
 
@@ -34,8 +36,8 @@ def main() -> None:
             backend = CpuBackend(load_model(source), source)
             backend.compile()
             if options.self_draft_layers:
-                thinned, _ = backend.thin(options.self_draft_layers, backend.allocate_kv(2, 16))
-                thinned.compile()
+                part = partial(first_layers, count=options.self_draft_layers)
+                backend.beside(part, backend.allocate_kv(2, 16))[0].compile()
         except (PacelineError, OSError) as error:
             sys.exit(f"{path}: {error}")
 

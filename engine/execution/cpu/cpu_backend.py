@@ -10,7 +10,7 @@ import torch
 
 from engine.config import CompileProgress
 from engine.execution.attention import KVTensors
-from engine.execution.backend import PassOutput
+from engine.execution.backend import Part, PassOutput
 from engine.execution.batch import ForwardBatch, build
 from engine.execution.cpu.compilation import packages
 from engine.execution.cpu.compilation.background_compiler import BackgroundCompiler
@@ -27,7 +27,6 @@ from engine.execution.cpu.host import num_threads
 from engine.execution.cpu.kernels.panel_linear import pack_large_model
 from engine.execution.eager import EagerBackend
 from engine.models.causal_lm import CausalLM
-from engine.models.first_layers import first_layers
 from engine.models.source import ModelSource
 from engine.sampling import noise
 from engine.sampling.noise import Draws
@@ -38,16 +37,23 @@ logger = logging.getLogger(__name__)
 class CpuBackend(EagerBackend):
     """Runs a model on the CPU: eagerly at first, compiled as soon as its package exists."""
 
-    def __init__(self, model: CausalLM, source: ModelSource, *, whole: "CpuBackend | None" = None) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        source: ModelSource,
+        *,
+        whole: "CpuBackend | None" = None,
+        part: Part = lambda model: model,
+    ) -> None:
         """Pack quantised and exact 16-bit weights, if the model has large layers and its passes can be compiled.
 
         Passes use at most `num_threads` threads, by default as many as torch.
 
         Args:
-            whole: the backend whose model's first layers this one is.
+            whole: the backend whose model this one is a part of; part: returns it.
         """
-        self._whole = whole
-        self._thinned: list[CpuBackend] = []
+        self._whole, self._part = whole, part
+        self._beside: list[CpuBackend] = []
         self._source = source
         self._num_bytes = sum(tensor.nbytes for tensor in [*model.module.parameters(), *model.module.buffers()])
         self._compiled: CompiledForward | None = None
@@ -74,7 +80,7 @@ class CpuBackend(EagerBackend):
     @property
     def compiling(self) -> list[CompileProgress]:
         """How far this model is, and its first layers that draft; nothing if they are compiled."""
-        compilers = [backend._compiler for backend in (self, *self._thinned)]
+        compilers = [backend._compiler for backend in (self, *self._beside)]
         return [progress for compiler in compilers if compiler and (progress := compiler.progress)]
 
     def warm_up(self, *, compile_missing: bool = True) -> None:
@@ -91,14 +97,15 @@ class CpuBackend(EagerBackend):
                     num_layers=self.model.kv_shape.layers,
                     is_self_draft=self._whole is not None,
                 )
-        for thinned in self._thinned:
-            thinned.warm_up(compile_missing=compile_missing)
+        for other in self._beside:
+            other.warm_up(compile_missing=compile_missing)
 
-    def thin(self, num_layers: int, kv: KVTensors) -> "tuple[CpuBackend, KVTensors]":
-        """Return this model's first layers; see `Backend.thin`."""
-        thinned = CpuBackend(first_layers(self.model, num_layers), self._source, whole=self)
-        self._thinned.append(thinned)
-        return thinned, kv.first_layers(num_layers)
+    def beside(self, part: Part, kv: KVTensors) -> "tuple[CpuBackend, KVTensors]":
+        """Return a part of this model; see `Backend.beside`."""
+        model = part(self.model)
+        other = CpuBackend(model, self._source, whole=self, part=part)
+        self._beside.append(other)
+        return other, kv.first_layers(model.num_cached_layers)
 
     def compile(self) -> None:
         """Compile and load the model's passes; this takes a minute if they are not in the cache.
@@ -128,8 +135,7 @@ class CpuBackend(EagerBackend):
     def _step(self) -> Step:
         module = self.model.module
         if self._whole is not None:  # so that both share packed weights, too
-            whole = replace(self._whole.model, module=self._whole._step.module)
-            module = first_layers(whole, self.model.kv_shape.layers).module
+            module = self._part(replace(self._whole.model, module=self._whole._step.module)).module
         return Step(module)
 
     @functools.cached_property
@@ -148,6 +154,8 @@ class CpuBackend(EagerBackend):
             return "it is one of several ranks"
         if self.model.runs_eagerly is not None:
             return self.model.runs_eagerly
+        if self.model.head is not None:
+            return "it has a head"
         if self.model.kv_dtype is not None:
             return f"its KV cache is {self.model.kv_dtype}"
         if self._num_bytes > packages.MAX_BYTES:

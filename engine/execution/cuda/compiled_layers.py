@@ -68,7 +68,7 @@ class OperatorContext:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend, in the context of the current pass; see `AttentionContext.attend`."""
-        window, scaling, softcap, sinks, bias, is_cross = params
+        window, scaling, softcap, sinks, bias, is_cross, *_ = params
         assert bias is None, "models with these run eagerly"
         assert not is_cross, "models with these run eagerly"
         output: Tensor = torch.ops.paceline.attend_in_context(query, key, value, layer, window, scaling, softcap, sinks)

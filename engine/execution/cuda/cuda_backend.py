@@ -22,7 +22,7 @@ from engine.config import CompileProgress, EngineConfig, ModelConfig
 from engine.control.stats import PREPARATION
 from engine.errors import ModelError
 from engine.execution.attention import Group, KVTensors
-from engine.execution.backend import ChainBatch, PassOutput, RankedTokens
+from engine.execution.backend import ChainBatch, Part, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.cuda.chain_pass import ChainShape, chain_shapes
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
@@ -33,7 +33,6 @@ from engine.execution.cuda.linear import MAX_KERNEL_ROWS, make_invariant
 from engine.execution.cuda.static_pass import Shape
 from engine.execution.eager import EagerBackend
 from engine.models.causal_lm import CausalLM, forward
-from engine.models.first_layers import first_layers
 from engine.models.layers.layer_attention import KVShape
 from engine.models.layers.reducer import alone
 from engine.sampling import noise
@@ -48,14 +47,24 @@ logger = logging.getLogger(__name__)
 class GraphedKV(KVTensors):
     """A KV cache and its graphs, None until the backend is warmed up; batches for it are made on the host."""
 
-    def __init__(self, shape: KVShape, num_blocks: int, block_size: int, like: Tensor) -> None:
-        super().__init__(shape, num_blocks, block_size, like)
+    def __init__(
+        self,
+        shape: KVShape,
+        num_blocks: int,
+        block_size: int,
+        like: Tensor,
+        head_shape: KVShape | None = None,
+        states_like: Tensor | None = None,
+    ) -> None:
+        super().__init__(shape, num_blocks, block_size, like, head_shape, states_like)
         self.input_device = torch.device("cpu")
         self.graphs: Graphs | None = None
 
 
 class CudaBackend(EagerBackend):
     """Runs a model on a GPU: with Triton attention at first, compiled and as graphs once it is warmed up."""
+
+    cache = GraphedKV
 
     def __init__(
         self,
@@ -81,7 +90,7 @@ class CudaBackend(EagerBackend):
         self._config, self._engine, self._branches, self._recorder = config, engine, branches, recorder
         self._is_invariant, self._is_compiled = invariant, False
         self._caches: weakref.WeakSet[GraphedKV] = weakref.WeakSet()
-        self._thinned: list[CudaBackend] = []
+        self._beside: list[CudaBackend] = []
         self._progress: CompileProgress | None = None
         self._chains = 0, 0
         super().__init__(model)
@@ -122,21 +131,21 @@ class CudaBackend(EagerBackend):
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         """Allocate a KV cache for this model."""
-        like = torch.empty(0, dtype=self.model.kv_dtype or self.model.dtype, device=self.device)
-        kv = GraphedKV(self.model.kv_shape, num_blocks, block_size, like)
+        kv = super().allocate_kv(num_blocks, block_size)
+        assert isinstance(kv, GraphedKV)
         self._caches.add(kv)
         return kv
 
-    def thin(self, num_layers: int, kv: KVTensors) -> "tuple[CudaBackend, KVTensors]":
-        """Return this model's first layers; see `Backend.thin`."""
-        first, recorder = first_layers(self.model, num_layers), self._recorder
-        thinned = CudaBackend(first, self._config, self._engine, invariant=self._is_invariant, recorder=recorder)
-        self._thinned.append(thinned)
-        seen_kv = kv.first_layers(num_layers)
+    def beside(self, part: Part, kv: KVTensors) -> "tuple[CudaBackend, KVTensors]":
+        """Return a part of this model; see `Backend.beside`."""
+        model, recorder = part(self.model), self._recorder
+        other = CudaBackend(model, self._config, self._engine, invariant=self._is_invariant, recorder=recorder)
+        self._beside.append(other)
+        seen_kv = kv.first_layers(model.num_cached_layers)
         assert isinstance(seen_kv, GraphedKV)
         seen_kv.graphs = None
-        thinned._caches.add(seen_kv)
-        return thinned, seen_kv
+        other._caches.add(seen_kv)
+        return other, seen_kv
 
     @property
     def compiling(self) -> list[CompileProgress]:
@@ -151,7 +160,7 @@ class CudaBackend(EagerBackend):
             if self.reducer is not None and not self._is_compiled:  # once, because graphs keep its buffers' addresses
                 most = max(self._engine.max_num_batched_tokens, *(shape.tokens for shape in self._shapes))
                 self.reducer.prepare(most, self.model.config.get_text_config().hidden_size)
-            for backend in (self, *self._thinned):
+            for backend in (self, *self._beside):
                 backend._warm_up()
 
     def idle(self) -> bool:
@@ -159,12 +168,12 @@ class CudaBackend(EagerBackend):
         if self.reducer is not None:  # ranks would not do so at the same time
             return False
         with PREPARATION.expected():
-            caches = [kv for backend in (self, *self._thinned) for kv in backend._caches]
+            caches = [kv for backend in (self, *self._beside) for kv in backend._caches]
             return any(kv.graphs.record_wanted() for kv in caches if kv.graphs is not None)
 
     def close(self) -> None:
         """Free the graphs, then leave the other ranks: a communicator cannot end while a graph holds it."""
-        for kv in [kv for backend in (self, *self._thinned) for kv in backend._caches]:
+        for kv in [kv for backend in (self, *self._beside) for kv in backend._caches]:
             if kv.graphs is not None:
                 kv.graphs.close()
                 kv.graphs = None

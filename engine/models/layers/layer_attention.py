@@ -37,6 +37,8 @@ class AttentionParams(NamedTuple):
         bias: [heads, distances] added to a score by the distance between two tokens; longer distances have the last
             (Raffel et al., arXiv:1910.10683, section 2.1).
         is_cross: the layer attends to the source's tokens, whose keys and values are in the cache already.
+        first: places before it are not attended to; a token at one of them attends to itself.
+        sees_row: every token attends to all places up to the end of its row, not only up to its own.
     """
 
     window: int | None = None
@@ -45,6 +47,8 @@ class AttentionParams(NamedTuple):
     sinks: Tensor | None = None
     bias: Tensor | None = None
     is_cross: bool = False
+    first: int = 0
+    sees_row: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -53,7 +57,13 @@ class AttentionParams(NamedTuple):
 
 
 class AttentionContext(Protocol):
-    """The attention function's access to one forward pass; backends implement it."""
+    """The access of attention functions and heads to the cache in one forward pass; backends implement it.
+
+    Attributes:
+        taps: the outputs of tapped layers, [1, tokens, width] each, by the number of layers before them.
+    """
+
+    taps: dict[int, Tensor]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write a layer's new keys and values to their slots, then attend.
@@ -65,6 +75,21 @@ class AttentionContext(Protocol):
         Returns:
             [tokens, heads, value_dim].
         """
+        ...
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write a layer's new keys and values to their slots, and do not attend; shapes as in `attend`."""
+        ...
+
+    def read_states(self, *, of_parents: bool) -> Tensor:
+        """Return the state of each token or of the token before it, [tokens, state_size].
+
+        The token before a node of a tree is its parent. What a context's first token gets is finite and means nothing.
+        """
+        ...
+
+    def write_states(self, states: Tensor, tokens: Tensor | None = None) -> None:
+        """Write states [n, state_size] of the tokens with these indices in the pass; None is all of them."""
         ...
 
 
@@ -107,6 +132,8 @@ def paged_attention(
         kwargs.get("s_aux"),
         bias=None if is_cross else bias,
         is_cross=is_cross,
+        first=getattr(module, "attends_from", 0),
+        sees_row=getattr(module, "sees_row", False),
     )
     # Contiguous, because some models view it as [1, tokens, heads * value_dim].
     return context.attend(layer, query[0], key[0], value[0], params).unsqueeze(0).contiguous(), None

@@ -8,7 +8,7 @@ import pytest
 from engine.config import Drafting, EngineConfig, ModelConfig, PairConfig
 from engine.control.acceptance import ChainAcceptance
 from engine.drafting.copying.combined import CombinedDrafter
-from engine.drafting.in_target.self_draft import SelfDrafter
+from engine.drafting.in_target.target_chains import TargetChainDrafter
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.sampled_tree import SampledTreeDrafter
 from engine.drafting.model.tree_drafter import TreeDrafter
@@ -168,9 +168,9 @@ def test_the_self_method_leaves_drafts_to_the_target_and_makes_a_drafter_there()
     assert type(method.make(config, None)) is DeferringDrafter
     target = SelfDraftingModel(MODEL.laws, MODEL.laws)
     drafter = method.make_in_target(config, target, target.allocate_kv(10, 16), None)
-    assert type(drafter) is SelfDrafter
+    assert type(drafter) is TargetChainDrafter
     assert drafter._backend is target.thinned
-    assert [name for name, method in METHODS.items() if method.make_in_target is not None] == ["self"]
+    assert [name for name, method in METHODS.items() if method.make_in_target is not None] == ["self", "head"]
     with pytest.raises(ConfigError, match="run_ahead is on, but drafting is 'self'"):
         check_run_ahead(config, "on", has_draft_model=False)
 

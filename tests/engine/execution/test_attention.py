@@ -176,10 +176,10 @@ def test_a_mask_is_zero_where_a_token_sees_a_place():
 
 def test_a_mask_is_built_once_per_window():
     group = build([prompt(3, A), prompt(2, B)], Layer().kv).paged.groups[0]
-    first = group.mask(None, 2, torch.empty(0), BLOCK)
+    first = group.mask(AttentionParams(), 2, torch.empty(0), BLOCK)
     assert first.shape == (2, 1, 6, BLOCK)
-    assert group.mask(None, 2, torch.empty(0), BLOCK) is first
-    assert group.mask(7, 2, torch.empty(0), BLOCK) is not first
+    assert group.mask(AttentionParams(), 2, torch.empty(0), BLOCK) is first
+    assert group.mask(AttentionParams(7), 2, torch.empty(0), BLOCK) is not first
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """The first layers compute what transformers computes of the same weights without the later layers."""
 
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, GPTNeoXConfig, GptOssConfig, LlamaConfig
@@ -53,7 +55,7 @@ def reference(path, num_layers):
 def test_the_first_layers_compute_what_transformers_computes_without_the_others(num_layers, path, backend):
     """Chunk by chunk, over the whole model's keys and values of these layers."""
     kv = backend.allocate_kv(8, 4)
-    thinned, seen = backend.thin(num_layers, kv)
+    thinned, seen = backend.beside(partial(first_layers, count=num_layers), kv)
     logits = [
         thinned.run(build([ForwardRow(TOKENS[start:end], start, [3, 1, 5], end - start)], seen)).logits
         for start, end in ((0, 5), (5, 9), (9, 10))
@@ -86,7 +88,7 @@ def test_the_first_layers_have_as_few_products_as_the_whole_model(backend, monke
     counts, project = [], FusedLinear.project
     monkeypatch.setattr(FusedLinear, "project", lambda *each: counts.append(1) or project(*each))
     kv = backend.allocate_kv(4, 16)
-    thinned, seen = backend.thin(2, kv)
+    thinned, seen = backend.beside(partial(first_layers, count=2), kv)
     counts.clear()
     backend.run(build([ForwardRow([1, 2], 0, [1], 1)], kv))
     of_all = len(counts)

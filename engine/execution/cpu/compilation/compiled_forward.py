@@ -62,9 +62,9 @@ class TracedContext(NamedTuple):
         write_slots(values, self.slots, value)
         _, size, kv_heads, _ = keys.shape
         if params.is_plain and key.shape[-1] == value.shape[-1] and suits(query.shape[-1], query.dtype):
-            mask = group.mask(params.window, 1, query, size)
+            mask = group.mask(params, 1, query, size)
             return attend_to_blocks(query.transpose(0, 1), keys, values, group.blocks, self.ends, mask, params.scaling)
-        mask = group.mask(params.window, query.shape[0] // kv_heads, query, size)
+        mask = group.mask(params, query.shape[0] // kv_heads, query, size)
         # Indexed by rows of blocks: with flat indices, the compiled code would divide to find each number's row.
         key, value = keys[group.blocks], values[group.blocks]
         return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)

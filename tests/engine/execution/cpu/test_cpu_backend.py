@@ -4,6 +4,7 @@ import gc
 import logging
 import re
 import weakref
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,7 @@ from engine.execution.cpu.cpu_backend import CpuBackend
 from engine.execution.cpu.kernels.paged_attention import suits
 from engine.execution.cpu.kernels.panel_linear import PanelLinear
 from engine.models.causal_lm import Shard
+from engine.models.first_layers import first_layers
 from engine.params import SamplingParams
 from engine.sampling import noise
 from engine.sampling.grammar import Grammars, from_regex
@@ -188,7 +190,7 @@ def test_a_backend_says_how_far_its_models_are(empty_cache, target_path, monkeyp
 
     monkeypatch.setattr(cpu_backend, "BackgroundCompiler", compiler)
     backend = backend_of(target_path, compile="auto")
-    backend.thin(1, backend.allocate_kv(4, 16))
+    backend.beside(partial(first_layers, count=1), backend.allocate_kv(4, 16))
     assert backend.compiling == []
     backend.warm_up()
     assert backend.compiling == [CompileProgress(0, 3, 2.0)], "of the two, only the first layers are still compiled"
@@ -268,7 +270,7 @@ def test_16_bit_weights_stay_16_bit_in_eager_passes_where_the_library_is(has_lib
     layers = [layer for layer in model.model.module.modules() if isinstance(layer, nn.Linear | PanelLinear)]
     assert {type(layer) for layer in layers} == {PanelLinear if has_library else nn.Linear}
     assert model.info.num_parameters == module.num_parameters()
-    thinned, _ = model.thin(1, model.allocate_kv(2, 16))
+    thinned, _ = model.beside(partial(first_layers, count=1), model.allocate_kv(2, 16))
     num_dropped = sum(parameter.numel() for parameter in module.model.layers[1].parameters())
     assert thinned.info.num_parameters == model.info.num_parameters - num_dropped
     text = list(range(2, 40))

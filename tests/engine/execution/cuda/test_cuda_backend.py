@@ -1,6 +1,7 @@
 """CudaBackend: the eager pass's results, interpreted on a CPU, and on a GPU before and after it is warmed up."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -98,7 +99,9 @@ def test_an_interpreted_backend_and_its_first_layers_compute_what_eager_ones_do(
     assert isinstance(kv, GraphedKV)
     backend.warm_up()  # with compile=off, nothing is compiled
     for (one, cache), (other, other_cache) in zip(
-        [(backend, kv), backend.thin(1, kv)], [(eager, other_kv), eager.thin(1, other_kv)], strict=True
+        [(backend, kv), backend.beside(partial(first_layers, count=1), kv)],
+        [(eager, other_kv), eager.beside(partial(first_layers, count=1), other_kv)],
+        strict=True,
     ):
         output, expected = one.run(build(rows, cache), draws), other.run(build(rows, other_cache), draws)
         torch.testing.assert_close(output.scores, expected.scores, atol=1e-5, rtol=0)
@@ -134,7 +137,7 @@ def test_all_shapes_are_recorded_before_the_first_round(
     monkeypatch.setattr(Graphs, "record", lambda graphs, shape: seen.append((graphs, shape, *backend.compiling)))
     seen, backend = [], CudaBackend(model_of(target_path), SETTINGS, ENGINE, recorder=CallRecorder())
     kv = backend.allocate_kv(8, ENGINE.block_size)
-    thinned, seen_kv = backend.thin(1, kv)
+    thinned, seen_kv = backend.beside(partial(first_layers, count=1), kv)
     backend.warm_up()
     every = shapes(ENGINE, backend.info.max_model_len, ENGINE.block_size)
     assert [entry[:2] for entry in seen] == [(one.graphs, shape) for one in (kv, seen_kv) for shape in every]
@@ -142,7 +145,7 @@ def test_all_shapes_are_recorded_before_the_first_round(
     assert (backend.compiling, thinned.compiling) == ([], [])
     lines = [" ".join(record.getMessage().split(" ")[1:3]) for record in caplog.records]
     assert lines == 2 * ["compiling layers", "layers compiled", f"recording {len(every)}", "graphs recorded"]
-    assert backend.thin(1, kv)[1].graphs is None, "those of the whole model"
+    assert backend.beside(partial(first_layers, count=1), kv)[1].graphs is None, "those of the whole model"
     backend.close()
     assert (kv.graphs, seen_kv.graphs) == (None, None)
     preparation.observe("compiled")
@@ -243,7 +246,7 @@ def test_sums_are_prepared_once_though_first_layers_are_warmed_up_too(four_heads
     """A second time would free the buffers whose addresses the graphs of the whole model have."""
     backends = sharded(four_heads, ranks(1), [CallRecorder()])
     (backend, kv), world = backends[0], backends[0][0].reducer
-    thinned = backend.thin(1, kv)
+    thinned = backend.beside(partial(first_layers, count=1), kv)
     backend.warm_up()
     assert [call[0] for call in world.calls if call[0] != "agree"] == ["prepare"]
     assert thinned[1].graphs is not None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.config import EngineConfig
-from engine.drafting.in_target.self_draft import SelfDrafter
+from engine.drafting.registry import METHODS
 from engine.laws import p_value
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, Draft, Request, VerifyRow, chain, run_in_process
@@ -125,7 +125,7 @@ def prefilled(verifier, row):
 
 def make_verifier(model, **settings):
     config = EngineConfig(num_blocks=80, block_size=4, **(SELF | settings))
-    return ModelVerifier(model, config, None, SelfDrafter)
+    return ModelVerifier(model, config, None, METHODS["self"].make_in_target)
 
 
 def test_the_draft_comes_back_with_the_verdict_and_costs_one_pass_a_token():
@@ -170,7 +170,9 @@ def test_without_a_deferred_draft_nothing_is_drafted():
 def test_the_first_layers_keys_and_values_of_draft_tokens_are_those_that_the_target_computes(target):
     """So the draft reads what it would read if it were a model of its own with a cache of its own."""
     settings = {"drafting": "self", "self_draft_layers": 2}
-    verifier = ModelVerifier(target, EngineConfig(num_blocks=80, block_size=4, **settings), None, SelfDrafter)
+    verifier = ModelVerifier(
+        target, EngineConfig(num_blocks=80, block_size=4, **settings), None, METHODS["self"].make_in_target
+    )
     row = prefilled(verifier, verify_row([5, 9, 2, 7, 30, 12], 4))
     with torch.inference_mode():
         (drafted,) = verifier._drafter.draft([row], decides=True)

@@ -1,0 +1,113 @@
+"""Head: the base class of trained heads, small models that draft from the outputs of a target's layers.
+
+Everything that a head keeps about a context is in the target's KV cache: its own layers' keys and values behind those
+of the target, and one state per token. The state of a committed token is its feature, made from the tapped outputs of
+the target's layers; every pass of the target writes it. While drafting, a head leaves its own states in the places of
+the tokens that it reads, and the verification overwrites them. So whatever shares, moves, frees or recomputes the
+target's blocks does so for the head as well, and a rejected draft leaves no trace.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from engine.models.causal_lm import CausalLM, kv_shape
+from engine.heads.config import HeadConfig
+from engine.models.layers.layer_attention import AttentionContext, KVShape
+
+NEVER = -1e30
+"""Logit of tokens that a head cannot draft: of probability 0, but finite."""
+Rotary = tuple[Tensor, Tensor]
+"""The cosines and sines of a pass's positions."""
+
+
+class HeadOutput(NamedTuple):
+    """What `Head.forward` returns: logits [1, n, vocab]."""
+
+    logits: Tensor
+
+
+class Head(nn.Module):
+    """A trained head over the cache of its target; see the module's docstring.
+
+    Attributes:
+        embed_tokens, lm_head: its own, or the target's.
+        target_ids: [draft vocabulary] the target's id of each of its tokens; None if it has all of them in order.
+        drafts_blocks: one pass drafts several tokens; else each pass drafts one.
+        attends_from: the first place that its layers attend to: one that files (token, feature of the token before it)
+            under the token has nothing at place 0.
+    """
+
+    drafts_blocks: ClassVar[bool] = False
+    attends_from: int = 1
+
+    def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
+        """Store the parts that a head may share with its target.
+
+        Args:
+            first_layer: the index of its first layer in the cache.
+        """
+        super().__init__()
+        self.config = config
+        self.first_layer = first_layer
+        self.embed_tokens, self.lm_head = embed_tokens, lm_head
+        self.target_ids: Tensor | None
+        self.register_buffer("target_ids", None, persistent=False)
+
+    @property
+    def kv_shape(self) -> KVShape:
+        """The keys and values that it caches per token."""
+        return kv_shape(self.config.layers, 1)
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a token's state."""
+        return int(self.config.layers.hidden_size)
+
+    def feature(self, taps: Sequence[Tensor]) -> Tensor:
+        """Return the feature of each token, [tokens, state_size], from the tapped outputs [tokens, width]."""
+        raise NotImplementedError
+
+    def absorb(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> None:
+        """Write the keys and values of a pass's tokens, whose features are in the cache; both are [1, tokens]."""
+        raise NotImplementedError
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the head's last layer, as models of transformers do."""
+        return self.lm_head
+
+    def vocab_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits in the order of the target's vocabulary, [..., vocab]."""
+        logits: Tensor = self.lm_head(hidden)
+        if self.target_ids is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), NEVER)
+        return full.index_copy(-1, self.target_ids, logits)
+
+
+def keys_and_values(attention: Any, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of an attention of Llama's or Qwen3's kind, [kv_heads, tokens, head_dim] each.
+
+    Args:
+        hidden: [1, tokens, width].
+    """
+    shape = (*hidden.shape[:-1], -1, attention.head_dim)
+    key, value = (projection(hidden).view(shape) for projection in (attention.k_proj, attention.v_proj))
+    if hasattr(attention, "k_norm"):
+        key = attention.k_norm(key)
+    key = key.transpose(1, 2)
+    _, key = apply_rotary_pos_emb(key, key, *rotary)
+    return key[0], value.transpose(1, 2)[0]
+
+
+def head_model(model: CausalLM) -> CausalLM:
+    """Return the head that is loaded with a model, as a model over the same cache."""
+    head = model.head
+    assert isinstance(head, Head), "no head is loaded"
+    is_shared = head.lm_head is model.module.get_output_embeddings()  # type: ignore[operator]
+    info = replace(model.info, num_parameters=sum(parameter.numel() for parameter in head.parameters()))
+    # Each rank holds all of the head, but a slice of a vocabulary that it shares with the target.
+    return replace(model, module=head, info=info, shard=model.shard if is_shared else None)

@@ -1,0 +1,51 @@
+"""TappedLM: a target whose every pass also writes what its head keeps about the tokens."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from engine.models.causal_lm import CausalLM
+from engine.models.first_layers import decoder_layers
+from engine.heads.head import Head
+
+
+class TappedLM(nn.Module):
+    """Calls the target, then gives the outputs of its tapped layers to the head; it is called as the target is."""
+
+    def __init__(self, lm: nn.Module, head: Head, *, keeps_kv: bool = True) -> None:
+        """Tap the target's layers; `keeps_kv`: the head's keys and values are kept here, and not only its states.
+
+        Raises:
+            ModelError: the target does not have one list of decoder layers.
+        """
+        super().__init__()
+        self.lm, self.head = lm, head
+        self._keeps_kv = keeps_kv
+        _, layers = decoder_layers(lm)
+        for count in set(head.config.taps):
+            layers[count - 1].register_forward_hook(partial(_tap, count), with_kwargs=True)
+
+    def forward(self, **inputs: Any) -> Any:
+        """Return the target's output; see `causal_lm.forward`."""
+        output, context = self.lm(**inputs), inputs["paged"]
+        context.write_states(self.head.feature([context.taps[count][0] for count in self.head.config.taps]))
+        context.taps.clear()
+        if self._keeps_kv:
+            self.head.absorb(inputs["input_ids"], inputs["position_ids"], context)
+        return output
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the target's last layer."""
+        head: nn.Module = self.lm.get_output_embeddings()  # type: ignore[operator]
+        return head
+
+
+def _tap(count: int, _layer: nn.Module, _: object, inputs: dict[str, Any], output: Tensor | tuple[Tensor, ...]) -> None:
+    inputs["paged"].taps[count] = output if isinstance(output, Tensor) else output[0]
+
+
+def with_head(model: CausalLM, head: Head, *, keeps_kv: bool = True) -> CausalLM:
+    """Return a loaded model whose passes keep what a head needs."""
+    return replace(model, module=TappedLM(model.module, head, keeps_kv=keeps_kv), head=head)

@@ -1,0 +1,60 @@
+"""Tiny random heads over loaded tiny targets, and dense references of their formulas."""
+
+import torch
+from transformers import LlamaConfig
+
+from engine.execution.cpu.cpu_backend import CpuBackend
+from engine.heads.config import HeadConfig
+from engine.heads.registry import HEADS
+from engine.heads.tapped import with_head
+from tests.engine.tiny import backend_of
+
+VOCAB = 64
+
+
+def head_config(kind="eagle3", *, layers=1, hidden=32, width=32, taps=(1, 2, 1), draft_vocab=VOCAB, **fields):
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=hidden // 4,
+        max_position_embeddings=512,
+        rope_theta=500.0,
+    )
+    return HeadConfig(
+        kind=kind,
+        layers=config,
+        taps=taps,
+        vocab_size=VOCAB,
+        draft_vocab_size=draft_vocab,
+        target_hidden_size=width,
+        **fields,
+    )
+
+
+def random_head(model, config, *, seed=7):
+    """A head with sharp random weights over a loaded target, whose embedding and last layer it shares."""
+    torch.manual_seed(seed)
+    lm = model.module
+    head = HEADS[config.kind](config, lm.get_input_embeddings(), lm.get_output_embeddings(), model.kv_shape.layers)
+    if config.draft_vocab_size < VOCAB:
+        head.lm_head = torch.nn.Linear(config.layers.hidden_size, config.draft_vocab_size, bias=False)
+        head.target_ids = torch.randperm(VOCAB)[: config.draft_vocab_size].sort().values
+    shared = {id(parameter) for parameter in lm.parameters()}
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if id(parameter) not in shared and parameter.dim() > 1:
+                parameter.normal_(std=0.25)
+            elif id(parameter) not in shared:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return head.eval().requires_grad_(False)
+
+
+def backend_with_head(path, config, *, seed=7, **settings):
+    """The backend of a saved target with a random head."""
+    plain = backend_of(path, **settings)
+    model = with_head(plain.model, random_head(plain.model, config, seed=seed))
+    return CpuBackend(model, plain._source)

@@ -159,11 +159,10 @@ async def test_the_target_never_waits_and_sends_later_what_was_left_out(rig):
     """The draft worker does not answer, as if it was stopped."""
     may_answer, put = threading.Event(), rig.store.put
     rig.store.put = lambda *arguments, **options: may_answer.wait(10) and put(*arguments, **options)
+    await wait_for(lambda: rig.sender.has_room)
     for length in range(1, 9):
         await rig.source.verify([row("a", length, start=length - 1)])
         rig.source.work()
-        if length == 1:
-            await wait_for(lambda: len(rig.sender._under_way) == 1)
     assert not rig.sender.has_room
     assert rig.sender.num_sent == {"a": 4}
     may_answer.set()

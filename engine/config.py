@@ -165,9 +165,13 @@ class PairConfig(EngineConfig, ModelSettings):
         return EngineConfig(**_select(EngineConfig, self))
 
     def _model(self, path: str, quantization: Quantization) -> ModelConfig:
-        name, at, revision = path.rpartition("@")
-        location = (name, revision) if at and not Path(path).exists() else (path, None)
-        return ModelConfig(*location, quantization=quantization, **_select(ModelSettings, self))
+        return ModelConfig(*split_revision(path), quantization=quantization, **_select(ModelSettings, self))
+
+
+def split_revision(model: str) -> tuple[str, str | None]:
+    """Return the path and the revision of a setting that names a model."""
+    name, at, revision = model.rpartition("@")
+    return (name, revision) if at and not Path(model).exists() else (model, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ class Head(nn.Module):
 
     Attributes:
         embed_tokens, lm_head: its own, or the target's.
+        num_tokens: it drafts ids below this one; the target's tokenizer has no others.
         target_ids: [draft vocabulary] the target's id of each of its tokens; None if it has all of them in order.
         drafts_blocks: one pass drafts several tokens; else each pass drafts one.
         attends_from: the first place that its layers attend to: one that files (token, feature of the token before it)
@@ -54,6 +55,7 @@ class Head(nn.Module):
         self.config = config
         self.first_layer = first_layer
         self.embed_tokens, self.lm_head = embed_tokens, lm_head
+        self.num_tokens = config.vocab_size
         self.target_ids: Tensor | None
         self.register_buffer("target_ids", None, persistent=False)
 
@@ -75,6 +77,9 @@ class Head(nn.Module):
         """Write the keys and values of a pass's tokens, whose features are in the cache; both are [1, tokens]."""
         raise NotImplementedError
 
+    def attach(self, lm: nn.Module) -> None:
+        """Take from the target's module what a head of this kind computes with besides embedding and last layer."""
+
     def get_output_embeddings(self) -> nn.Module:
         """Return the head's last layer, as models of transformers do."""
         return self.lm_head
@@ -82,10 +87,12 @@ class Head(nn.Module):
     def vocab_logits(self, hidden: Tensor) -> Tensor:
         """Return logits in the order of the target's vocabulary, [..., vocab]."""
         logits: Tensor = self.lm_head(hidden)
-        if self.target_ids is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), NEVER)
-        return full.index_copy(-1, self.target_ids, logits)
+        if self.target_ids is not None:
+            full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), NEVER)
+            logits = full.index_copy(-1, self.target_ids, logits)
+        if self.num_tokens < self.config.vocab_size:
+            logits[..., self.num_tokens :] = NEVER
+        return logits
 
 
 def keys_and_values(attention: Any, hidden: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:

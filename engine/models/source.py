@@ -8,11 +8,12 @@ import filecmp
 import hashlib
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.config import ModelConfig
+from engine.config import ModelConfig, split_revision
 from engine.errors import ModelError, ModelMismatchError
 
 _MARKS = str.maketrans("Ġ▁Ċ", "  \n")
@@ -183,9 +184,29 @@ class ModelSource:
         return [self.directory / name for name in names]
 
     @cached_property
+    def head(self) -> "ModelSource | None":
+        """The files of the trained head that is loaded with the model."""
+        if self.config.head is None:
+            return None
+        path, revision = split_revision(self.config.head)
+        return ModelSource(replace(self.config, path=path, revision=revision, quantization="none", head=None), {})
+
+    @cached_property
+    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the tensors in the files."""
+        from safetensors import safe_open
+
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in self.weight_files:
+            with safe_open(path, framework="np") as file:
+                shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        return shapes
+
+    @cached_property
     def digest(self) -> str:
         """A digest of the model's settings and weights: of samples of these, because reading all takes minutes."""
-        digest = hashlib.sha256(json.dumps([self.settings, self.generation_settings]).encode())
+        head = "" if self.head is None else self.head.digest
+        digest = hashlib.sha256(json.dumps([self.settings, self.generation_settings]).encode() + head.encode())
         for path in self.weight_files:
             size = path.stat().st_size
             digest.update(f"{path.name} {size} ".encode())

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -57,7 +58,7 @@ def fill(
     world_size: int = 1,
     on_tensor: OnTensor = lambda name, whole, window: window,
 ) -> None:
-    """Fill a model on the meta device from its files; names that are tied share a tensor.
+    """Fill a model on the meta device, or one whose weights are unset, from files; names that are tied share a tensor.
 
     Args:
         names: where tensors of the files belong; None if they have the parameters' names.
@@ -67,7 +68,8 @@ def fill(
     Raises:
         ModelError: the files lack a weight, or have it in another shape.
     """
-    _restore_buffers(module, device)
+    if isinstance(module, PreTrainedModel):
+        _restore_buffers(module, device)
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
     tied: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
@@ -245,10 +247,10 @@ def _assign(module: nn.Module, names: list[str], tensor: Tensor) -> None:
         setattr(parent, attribute, parameter if attribute in parent._parameters else tensor)
 
 
-def _restore_buffers(module: nn.Module, device: torch.device) -> None:
+def _restore_buffers(module: PreTrainedModel, device: torch.device) -> None:
     """Let transformers recompute buffers that are in no file, such as rotary frequencies."""
     for child in module.modules():
         for name in child._non_persistent_buffers_set:
             setattr(child, name, torch.empty_like(child.get_buffer(name), device=device))
         if child._non_persistent_buffers_set:
-            module._init_weights(child)  # type: ignore[operator]
+            module._init_weights(child)  # type: ignore[no-untyped-call]

@@ -1,0 +1,130 @@
+"""Loads a head under the names of `speculators`, whichever form its files have; what they lack is the target's."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
+
+from engine.errors import ModelError
+from engine.heads.config import HeadConfig, read_head_config
+from engine.heads.head import Head
+from engine.heads.registry import HEADS
+from engine.heads.tapped import with_head
+from engine.models.causal_lm import CausalLM, Shard
+from engine.models.loader import load_model
+from engine.models.source import ModelSource
+from engine.models.weights import FileNames, fill
+
+_RENAMINGS: tuple[tuple[str, Any], ...] = (
+    (r"^model\.", ""),
+    (r"^encoder\.output_norm_enc\.", "hidden_norm."),
+    (r"^encoder\.", ""),
+    (r"^midlayer\.", "layers.0."),
+    (r"^(additional_layers\.\d+)\.hidden_norm\.", r"\1.input_layernorm."),
+    (r"^additional_layers\.(\d+)\.", lambda match: f"layers.{int(match[1]) + 1}."),
+    (r"^draft_id_to_target_id$", "d2t"),
+)
+"""What tensors are called in the forms of authors."""
+_MAPS = ("d2t", "t2d")
+_NOT_READ = re.compile(r"(verifier_(lm_head|norm)|confidence_head)\.|.*\.inv_freq$")
+"""Tensors that only training reads, and DSpark's confidence: what is accepted is measured instead."""
+
+
+def load_target(source: ModelSource, shard: Shard | None = None) -> CausalLM:
+    """Load a model, as `load_model` does, and the head that its configuration names; errors are of both."""
+    model = load_model(source, shard)
+    if (head := source.head) is None:
+        return model
+    first_layer = model.kv_shape.layers
+    return with_head(model, load_head(head, source, model.module, model.device, model.dtype, first_layer))
+
+
+def load_head(
+    source: ModelSource, target: ModelSource, lm: nn.Module, device: torch.device, dtype: torch.dtype, first_layer: int
+) -> Head:
+    """Load a head.
+
+    Args:
+        lm: the target's module, whose embedding and last layer are used where the files have none.
+        first_layer: the index of the head's first layer in the cache.
+
+    Raises:
+        ModelError: the head does not fit the target; or its files lack a tensor, or have one that is unknown or of
+            another shape.
+    """
+    config = read_head_config(source, target)
+    hidden = config.layers.hidden_size
+    given: Any = lm
+    with no_init_weights(), local_torch_dtype(dtype):
+        embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        head = HEADS[config.kind](config, embed_tokens, lm_head, first_layer)
+    names = getattr(head, "names", None) or HeadNames()  # those of MTP layers depend on the target's family
+    stored = {names.parameter(name): name for name in source.weight_shapes}
+    embedding: Tensor = given.get_input_embeddings().weight
+    # Only the weight of an embedding: targets that scale theirs have heads that do not.
+    shared: dict[str, nn.Module] = {
+        "embed_tokens": nn.Embedding(len(embedding), embedding.shape[-1], _weight=embedding),
+        "lm_head": given.get_output_embeddings(),
+    }
+    shared = {name: module for name, module in shared.items() if f"{name}.weight" not in stored}
+    for name in shared:
+        shape = [*head.get_parameter(f"{name}.weight").shape]
+        if shape != [config.vocab_size, config.target_hidden_size]:
+            raise ModelError(f"the head {source.path} lacks {name}.weight, {shape}, and cannot use that of its target")
+        setattr(head, name, nn.Identity())
+    known = head.state_dict().keys() | {"", *_MAPS}
+    if unknown := sorted(key for name, key in stored.items() if name not in known and not _NOT_READ.match(name)):
+        raise ModelError(f"the head {source.path} has the unknown weights {', '.join(unknown[:3])}")
+    fill(source, head, device, names)
+    for name, module in shared.items():
+        setattr(head, name, module)
+    head.attach(lm)
+    head.target_ids = _target_ids(source, config, {name: stored[name] for name in _MAPS if name in stored})
+    if (target.directory / "tokenizer.json").exists():
+        head.num_tokens = 1 + max(target.tokenizer.get_vocab().values())
+    return head.to(device).eval().requires_grad_(False)
+
+
+def _target_ids(source: ModelSource, config: HeadConfig, keys: Mapping[str, str]) -> Tensor | None:
+    """Return the target's id of each draft token, from offsets or from ids; None if all are the same."""
+    maps: dict[str, Tensor] = {}
+    for file in source.weight_files:
+        with safe_open(file, framework="pt") as weights:
+            maps |= {name: weights.get_tensor(key) for name, key in keys.items() if key in weights.keys()}  # noqa: SIM118
+    size, vocab_size = config.draft_vocab_size, config.vocab_size
+    if "d2t" not in maps:
+        if size < vocab_size:
+            raise ModelError(f"the head {source.path} lacks d2t, which maps its {size} tokens to its target's")
+        return None
+    stored, marked = maps["d2t"].long(), maps["t2d"].nonzero().flatten() if "t2d" in maps else None
+    # Offsets of neighbours in the vocabulary are the same, so numbers that all increase are ids.
+    is_ids = bool((stored.diff() > 0).all()) if marked is None else torch.equal(stored, marked)
+    ids = stored if is_ids else stored + torch.arange(len(stored))
+    if len(ids) != size or not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= vocab_size:
+        raise ModelError(f"the head {source.path} has a d2t that is not {size} increasing tokens below {vocab_size}")
+    if marked is not None and not torch.equal(ids, marked):
+        raise ModelError(f"the head {source.path} has a d2t and a t2d of different tokens")
+    return ids if size < vocab_size else None
+
+
+class HeadNames(FileNames):
+    """Where the tensors of a head's files belong."""
+
+    def __init__(self) -> None:
+        pass  # transformers knows no other names
+
+    def parameter(self, name: str) -> str:
+        """Return the name in the form of `speculators`."""
+        for pattern, replacement in _RENAMINGS:
+            name = re.sub(pattern, replacement, name)
+        return name
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return all of a parameter."""
+        return whole

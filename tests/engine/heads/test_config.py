@@ -1,0 +1,286 @@
+"""The published forms of config.json, and what is refused."""
+
+import pytest
+
+from engine.errors import ModelError
+from engine.heads.config import is_head, kind_of, read_head_config, verifier_of
+from tests.engine.heads.files import source_of, target_of
+
+QWEN3_8B = (36, 4096, 151936)
+LAYERS_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 1,
+    "vocab_size": 151936,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+}
+PROPOSALS = {
+    "algorithm": "eagle3",
+    "default_proposal_method": "greedy",
+    "proposal_methods": [
+        {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+    ],
+    "verifier": {"name_or_path": "Qwen/Qwen3-8B", "architectures": ["Qwen3ForCausalLM"]},
+}
+EAGLE3 = {
+    "architectures": ["Eagle3Speculator"],
+    "speculators_model_type": "eagle3",
+    "speculators_config": PROPOSALS,
+    "draft_vocab_size": 32000,
+    "norm_before_residual": True,
+    "target_hidden_size": None,
+    "transformer_layer_config": LAYERS_8B,
+}
+GPT_OSS = EAGLE3 | {
+    "architectures": ["Eagle3DraftModel"],
+    "draft_vocab_size": 64000,
+    "norm_before_fc": True,
+    "transformer_layer_config": {
+        "model_type": "llama",
+        "hidden_size": 2880,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 1,
+        "vocab_size": 201088,
+        "rope_parameters": {"rope_theta": 150000.0, "rope_type": "default"},
+    },
+}
+LLAMA_31 = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 1,
+    "vocab_size": 128256,
+    "draft_vocab_size": 32000,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+}
+SPECFORGE = LLAMA_31 | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28], "use_aux_hidden_state": True},
+}
+NEBIUS = SPECFORGE | {"eagle_aux_hidden_state_layer_ids": [3, 40, 77], "eagle_config": {}, "target_hidden_size": 8192}
+PEAGLE = LLAMA_31 | {"num_hidden_layers": 4, "ptd_token_id": 128255}
+DFLASH = {
+    "architectures": ["DFlashDraftModel"],
+    **LAYERS_8B,
+    "model_type": "qwen3",
+    "num_hidden_layers": 5,
+    "block_size": 16,
+    "num_target_layers": 36,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+}
+QWEN35_DFLASH = {
+    **DFLASH,
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+    "sliding_window": 4096,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "vocab_size": 248320,
+    "block_size": None,
+    "dflash_config": {
+        "block_size": 16,
+        "mask_token_id": 248077,
+        "target_layer_ids": [1, 6, 11, 16, 22, 27, 32, 37],
+    },
+}
+GLM_DSPARK = {
+    "speculators_model_type": "dspark",
+    "speculators_config": PROPOSALS | {"algorithm": "dspark"},
+    "block_size": 8,
+    "aux_hidden_state_layer_ids": [2, 20, 39, 58, 75],
+    "mask_token_id": 154856,
+    "draft_vocab_size": 154880,
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    "sample_from_anchor": True,
+    "transformer_layer_config": {
+        "hidden_size": 6144,
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention"] * 3,
+        "sliding_window": 2048,
+        "num_attention_heads": 64,
+        "head_dim": 64,
+        "vocab_size": 154880,
+    },
+}
+DEEPSPEC = {
+    **DFLASH,
+    "architectures": ["Qwen3DSparkModel"],
+    "block_size": 7,
+    "dflash_config": None,
+    "target_layer_ids": [1, 9, 17, 25, 33],
+    "mask_token_id": 151669,
+    "markov_rank": 256,
+    "sample_from_anchor": True,
+}
+MTP = {
+    "speculators_model_type": "mtp",
+    "speculators_config": PROPOSALS | {"algorithm": "mtp"},
+    "num_nextn_predict_layers": 1,
+    "transformer_layer_config": {"model_type": "qwen3", "hidden_size": 4096},
+}
+BLOCK = {"block_size": 16, "mask_token_id": 151669}
+PUBLISHED = {
+    "eagle3": (EAGLE3, QWEN3_8B, 3, (2, 18, 33), {"norm_before_residual": True, "draft_vocab_size": 32000}, 1e6),
+    "gpt-oss": (GPT_OSS, (24, 2880, 201088), 3, (2, 12, 21), {"norm_before_fc": True, "fc_norm": False}, 150000.0),
+    "llama": (LLAMA_31, (32, 4096, 128256), 3, (2, 16, 29), {"norm_before_residual": False, "block_size": 0}, 10000.0),
+    "specforge": (SPECFORGE, (32, 4096, 128256), 3, (2, 16, 29), {"draft_vocab_size": 32000}, 10000.0),
+    "nebius": (NEBIUS, (80, 8192, 128256), 3, (3, 40, 77), {"target_hidden_size": 8192}, 10000.0),
+    "peagle": (PEAGLE, (32, 4096, 128256), 3, (2, 16, 29), {"mask_token_id": 128255, "num_layers": 4}, 10000.0),
+    "dflash": (DFLASH, QWEN3_8B, 5, (2, 10, 18, 26, 34), BLOCK | {"max_draft_tokens": 15}, 1e6),
+    "qwen3.5": (
+        QWEN35_DFLASH,
+        (40, 2048, 248320),
+        8,
+        (2, 7, 12, 17, 23, 28, 33, 38),
+        {"block_size": 16, "mask_token_id": 248077, "draft_vocab_size": 248320, "sliding_window_non_causal": False},
+        1e6,
+    ),
+    "glm": (
+        GLM_DSPARK,
+        (78, 6144, 154880),
+        5,
+        (2, 20, 39, 58, 75),
+        {"max_draft_tokens": 8, "sample_from_anchor": True, "markov_rank": 256, "markov_head_type": "vanilla"},
+        10000.0,
+    ),
+    "deepspec": (DEEPSPEC, QWEN3_8B, 5, (2, 10, 18, 26, 34), {"max_draft_tokens": 7, "markov_rank": 256}, 1e6),
+}
+KINDS = ["eagle3"] * 5 + ["peagle", "dflash", "dflash", "dspark", "dspark"]
+
+
+def read(tmp_path, settings, target=QWEN3_8B, num_taps=3, **shapes):
+    layers, hidden, vocab = target
+    width = settings.get("transformer_layer_config", settings).get("hidden_size", 0)
+    shapes = {"fc.weight": [width, num_taps * hidden]} | shapes
+    target = target_of(tmp_path / "target", layers=layers, hidden=hidden, vocab=vocab)
+    return read_head_config(source_of(tmp_path / "head", settings, **shapes), target)
+
+
+@pytest.mark.parametrize(("name", "kind"), list(zip(PUBLISHED, KINDS, strict=True)))
+def test_published_heads_are_read(tmp_path, name, kind):
+    settings, target, num_taps, taps, fields, theta = PUBLISHED[name]
+    assert is_head(settings)
+    head = read(tmp_path, settings, target, num_taps)
+    assert (head.kind, head.taps) == (kind, taps)
+    assert {field: getattr(head, field) for field in fields} == fields
+    own = settings.get("transformer_layer_config", settings)
+    assert head.layers.rope_parameters["rope_theta"] == theta
+    for field in ("hidden_size", "num_hidden_layers", "head_dim", "rms_norm_eps", "layer_types", "sliding_window"):
+        if field in own:
+            assert getattr(head.layers, field) == own[field]
+
+
+def test_an_mtp_layer_is_computed_with_the_targets_configuration(tmp_path):
+    head = read(tmp_path, MTP)
+    assert (head.kind, head.taps, head.num_layers, head.layers.num_hidden_layers) == ("mtp", (36,), 1, 36)
+    target = target_of(tmp_path / "own", layers=4, hidden=64, vocab=100)
+    assert read_head_config(target, target).kind == "mtp"
+
+
+def test_whole_models_are_no_heads():
+    assert kind_of({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "pard_token": 5}) is None
+    assert kind_of({"architectures": ["Qwen3ForCausalLM"], "mtp_num_hidden_layers": 1}) is None
+    assert kind_of({"dflash_config": {"projector_type": "dspark"}}) == "dspark"
+    assert kind_of({"architectures": ["LlamaEagle3DraftModel"], "mask_token_id": 3}) == "peagle"
+
+
+def test_a_head_may_name_its_target():
+    assert verifier_of(EAGLE3) == "Qwen/Qwen3-8B"
+    assert verifier_of(LLAMA_31) is verifier_of({"speculators_config": None}) is None
+
+
+def layers(**changes):
+    return {"transformer_layer_config": LAYERS_8B | changes}
+
+
+def proposal(**changes):
+    return {"speculators_config": PROPOSALS | {"proposal_methods": [changes]}}
+
+
+def section(head, name, **changes):
+    return head | {name: head[name] | changes}
+
+
+def without(head, *names):
+    return {name: value for name, value in head.items() if name not in names}
+
+
+REFUSED = {
+    "it is a whole model; heads are": without(LLAMA_31, "draft_vocab_size"),
+    "it is medusa; heads are": EAGLE3 | {"speculators_model_type": "medusa"},
+    "verifier_accept_k is 3, and only 1 is served": EAGLE3 | proposal(verifier_accept_k=3),
+    "accept_tolerance is 0.1, and only 0 is served": EAGLE3 | proposal(accept_tolerance=0.1),
+    "num_nextn_predict_layers is 2, and only 1": MTP | {"num_nextn_predict_layers": 2},
+    "use_aux_hidden_state is False": section(SPECFORGE, "eagle_config", use_aux_hidden_state=False),
+    "attention_sink_bias is True": section(DFLASH, "dflash_config", attention_sink_bias=True),
+    "causal is True": section(DFLASH, "dflash_config", causal=True),
+    "quantization_config is": EAGLE3 | layers(quantization_config={"quant_method": "fp8"}),
+    "norm_before_residual is missing": without(EAGLE3, "norm_before_residual"),
+    "norm_before_fc and fc_norm exclude each other": EAGLE3 | {"norm_before_fc": True, "fc_norm": True},
+    "its vocab_size is 152064, but the target .* has 151936": EAGLE3 | layers(vocab_size=152064),
+    "its target_hidden_size is 5120, but the target .* has 4096": EAGLE3 | {"target_hidden_size": 5120},
+    "its target_hidden_size is 2048, but": EAGLE3 | layers(hidden_size=2048),
+    "draft_vocab_size is 200000, more than the 151936": EAGLE3 | {"draft_vocab_size": 200000},
+    "model_type of its layers is mistral; it must be llama or qwen3": EAGLE3 | layers(model_type="mistral"),
+    "its layers cannot be read": EAGLE3 | layers(num_attention_heads="many"),
+    "layer_types has linear_attention; only": EAGLE3 | layers(layer_types=["linear_attention"]),
+    "sliding_window is missing, but layer_types": EAGLE3 | layers(layer_types=["sliding_attention"]),
+    "aux_hidden_state_layer_ids is missing": without(GLM_DSPARK | layers(model_type="qwen3"), "aux_hidden_state_layer_ids"),
+    "eagle_aux_hidden_state_layer_ids means the outputs of layers 0, 18, 33, but the target .* has 36 layers": EAGLE3
+    | {"eagle_aux_hidden_state_layer_ids": [0, 18, 33]},
+    "means the outputs of layers 2, 18, 37, but": EAGLE3 | {"eagle_aux_hidden_state_layer_ids": [2, 18, 37]},
+    r"layers 2, 18, 33, 34, 4 times 4096 numbers, but fc.weight reads \[12288\]": EAGLE3
+    | {"eagle_aux_hidden_state_layer_ids": [2, 18, 33, 34]},
+    "ids and eagle_config.eagle_aux_hidden_state_layer_ids name different layers": EAGLE3
+    | {
+        "eagle_aux_hidden_state_layer_ids": [2, 18, 33],
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 18, 33]},
+    },
+    "mask_token_id is None": section(DFLASH, "dflash_config", mask_token_id=None),
+    "mask_token_id is 151936; it must be a token": section(DFLASH, "dflash_config", mask_token_id=151936),
+    "block_size is None; it must be at least 2": without(DFLASH, "block_size"),
+    "sample_from_anchor is missing": without(DEEPSPEC, "sample_from_anchor"),
+    "markov_head_type is gru; it must be vanilla or gated or rnn": DEEPSPEC | {"markov_head_type": "gru"},
+}
+
+
+@pytest.mark.parametrize("problem", REFUSED)
+def test_what_is_not_served_is_refused_by_name(tmp_path, problem):
+    with pytest.raises(ModelError, match=f"the head .*head cannot be served: .*{problem}"):
+        read(tmp_path, REFUSED[problem], num_taps=5 if "dflash_config" in REFUSED[problem] else 3)
+
+
+def test_taps_keep_the_order_of_the_file(tmp_path):
+    settings = EAGLE3 | {"eagle_aux_hidden_state_layer_ids": [33, 2, 36]}
+    assert read(tmp_path, settings, **{"fc.bias": [4096]}).taps == (33, 2, 36)
+
+
+def test_a_block_head_without_taps_reads_layers_at_equal_distances(tmp_path):
+    settings = section(DFLASH, "dflash_config", target_layer_ids=None)
+    assert read(tmp_path, settings, num_taps=5).taps == (2, 10, 18, 26, 34)
+    (tmp_path / "one").mkdir()
+    assert read(tmp_path / "one", settings | {"num_hidden_layers": 1}, num_taps=1).taps == (19,)
+
+
+def test_the_nested_rope_base_and_the_flags_of_blocks_are_honoured(tmp_path):
+    rope = {"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}
+    settings = section(DFLASH, "dflash_config", causal=False, query_zero_predicts_next=True) | rope
+    head = read(tmp_path, without(settings, "rope_theta"), num_taps=5, **{"fc.bias": [4096]})
+    assert head.layers.rope_parameters["rope_theta"] == 500000.0
+    assert (head.sliding_window_non_causal, head.sample_from_anchor, head.fc_bias) == (True, True, True)
+    assert (head.max_draft_tokens, head.markov_rank) == (16, 0)

@@ -56,20 +56,25 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     if has_torchao:
         convert_torchao(source.path, module)
     fuse_projections(module)
-    info = ModelInfo(
+    info = model_info(source, device, dtype, num_parameters)
+    size = f"{num_parameters / 1e6:.1f} M parameters in {info.dtype}"
+    logger.info("%s: %s on %s, loaded in %.1f s", source.path, size, device, time.monotonic() - started)
+    return kind.model_class(module, configuration, info, device, dtype, shard, kv_dtype(source.config))
+
+
+def model_info(source: ModelSource, device: torch.device, dtype: torch.dtype, num_parameters: int) -> ModelInfo:
+    """Return the facts about a loaded model."""
+    return ModelInfo(
         name=source.path,
         vocab_size=source.vocab_size,
-        max_model_len=kind.context_length(configuration),
+        max_model_len=source.kind.context_length(source.configuration),
         eos_token_ids=source.eos_token_ids,
         num_parameters=num_parameters,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
-        start_id=kind.start_id(source.settings, source.generation_settings),
+        start_id=source.kind.start_id(source.settings, source.generation_settings),
         digest=hashlib.sha256(f"{source.digest} {torch.__version__}".encode()).hexdigest(),
     )
-    size = f"{num_parameters / 1e6:.1f} M parameters in {info.dtype}"
-    logger.info("%s: %s on %s, loaded in %.1f s", source.path, size, device, time.monotonic() - started)
-    return kind.model_class(module, configuration, info, device, dtype, shard, kv_dtype(source.config))
 
 
 def kv_dtype(config: ModelConfig) -> torch.dtype | None:

@@ -1,9 +1,8 @@
 """FeatureCache: the cache of a head on a draft worker, with the target's features that the head reads.
 
-The key and value of place p come from token p and the state at place p - 1 (see `KVTensors.states`). Of a committed
-token that state is the target's feature, of a draft token the head's own guess. So what a draft computed counts only up
-to the place after the last feature; later places are computed again, once the tokens there are committed and their
-features have arrived.
+The state of a committed token is the target's feature, that of a draft token the head's own guess (see `Head`). So what
+a draft has computed of places whose features had not arrived does not count: it is computed again, once the tokens
+there are committed and their features are here.
 """
 
 from collections.abc import Container, Sequence
@@ -22,7 +21,9 @@ class FeatureCache(DraftCache):
 
     def __init__(self, backend: Backend, config: EngineConfig, features: FeatureStore) -> None:
         super().__init__(backend, config)
+        assert backend.model.head is not None
         self._features = features
+        self._attends_from = backend.model.head.attends_from
 
     def release(self, request_id: str) -> None:
         """Free a request's blocks, and forget its features: what the blocks held must be sent again."""
@@ -32,9 +33,9 @@ class FeatureCache(DraftCache):
     def make_room(self, row: ProposeRow, drafted: Sequence[int], current: Container[str]) -> bool:
         """As `DraftCache.make_room`; also put the features of a row's context into its blocks, or return False."""
         request_id, num_features = row.request.request_id, len(row.request.token_ids) - 1
-        prefix = self.prefixes.get(request_id)
-        if prefix is not None:
-            del prefix.token_ids[self._features.num_taken(request_id) + 1 :]
+        if (prefix := self.prefixes.get(request_id)) is not None:
+            # A place reads its own feature, or, if the first place attends to nothing, that of the place before.
+            del prefix.token_ids[self._features.num_taken(request_id) + self._attends_from :]
         if not num_features or not self._features.wait(request_id, num_features):
             return False
         if not super().make_room(row, drafted, current):
@@ -42,9 +43,11 @@ class FeatureCache(DraftCache):
         self._write(self.prefixes[request_id], *self._features.take(request_id, num_features))
         return self._features.num_taken(request_id) == num_features  # else it was forgotten meanwhile
 
+    @torch.inference_mode()
     def _write(self, prefix: CachedPrefix, start: int, rows: bytearray) -> None:
         if not rows:
             return
+        assert self.kv.states is not None
         states = self.kv.states.flatten(0, 1)
         new = torch.frombuffer(rows, dtype=getattr(torch, self._features.dtype)).view(-1, states.shape[-1])
         slots = [self.kv.slot(prefix.block_ids, place) for place in range(start, start + len(new))]

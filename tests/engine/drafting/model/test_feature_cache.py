@@ -114,6 +114,17 @@ def test_a_request_whose_features_are_missing_gets_an_empty_draft_and_the_others
     assert pair.apart(one) == pair.beside(one)
 
 
+def test_a_feature_that_comes_before_its_token_is_committed_outlives_the_guess_in_its_place(target_path):
+    pair = Pair(target_path)
+    request = pair.request("one", [5, 9, 2, 7])
+    pair.compute(request)
+    expected = pair.beside(request)  # which computes the last token
+    assert pair.send(request, end=4)
+    assert pair.apart(request) == expected
+    request.token_ids.append(11)
+    assert pair.apart(request) == pair.beside(request)
+
+
 def test_a_cached_prefix_has_its_features_in_the_first_round_of_a_request(target_path):
     pair = Pair(target_path)
     first = pair.request("first", [5, 9, 2, 7, 30, 12, 44, 8, 3])

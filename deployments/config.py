@@ -10,7 +10,7 @@ replicas that read it.
 
 import json
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -18,7 +18,7 @@ import click
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, ValidationError, model_validator
 
 from cluster.config import GroupConfig, LogFormat, RunAhead
-from engine.config import BUNDLED, PAIR_SETTINGS, ModelConfig, PairConfig, unknown_argument
+from engine.config import BUNDLED_TARGET, PAIR_SETTINGS, ModelConfig, PairConfig, unknown_argument
 from engine.drafting.registry import check_run_ahead, settle_drafting
 from engine.errors import ConfigError
 
@@ -162,8 +162,8 @@ class AppConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check_drafting(self) -> Self:
-        settle_drafting(self.pair)
-        check_run_ahead(self.pair.engine, self.run_ahead, has_draft_model=self.pair.draft is not None)
+        settled = settle_drafting(self.pair)
+        check_run_ahead(settled.engine, self.run_ahead, has_draft_model=settled.draft is not None)
         return self
 
     @classmethod
@@ -181,14 +181,15 @@ class AppConfig(BaseModel):
         """The model's name for clients."""
         if self.served_model_name is not None:
             return self.served_model_name
-        return BUNDLED_NAME if self.pair.target_model == BUNDLED else Path(self.pair.target.path).name
+        path = settle_drafting(self.pair).target.path
+        return BUNDLED_NAME if path == str(BUNDLED_TARGET) else Path(path).name
 
 
 def group_config(config: AppConfig) -> GroupConfig:
     """Return the settings of one speculation group: all that a Router reads."""
-    draft, engine = settle_drafting(config.pair)
+    target, draft, engine = settle_drafting(config.pair)
     return GroupConfig(
-        target=config.pair.target,
+        target=target,
         draft=draft,
         engine=engine,
         target_label_selector=config.label_selector.target,
@@ -215,9 +216,8 @@ class IngressConfig:
 
 def ingress_config(config: AppConfig) -> IngressConfig:
     """Return the settings of an Ingress."""
-    return IngressConfig(
-        target=config.pair.target, verification=config.pair.verification, **_same_names(IngressConfig, config)
-    )
+    target = replace(settle_drafting(config.pair).target, head=None)  # which an Ingress does not load
+    return IngressConfig(target=target, verification=config.pair.verification, **_same_names(IngressConfig, config))
 
 
 def _same_names(section: type[GroupConfig] | type[IngressConfig], config: AppConfig) -> dict[str, Any]:

@@ -19,13 +19,16 @@ from engine.errors import ConfigError
 BUNDLED = "bundled"
 BUNDLED_TARGET = Path(__file__).parent / "pair" / "target"
 BUNDLED_DRAFT = Path(__file__).parent / "pair" / "draft"
+BUNDLED_HEAD = Path(__file__).parent / "pair" / "head"
+_BUNDLED = {BUNDLED: str(BUNDLED_TARGET), "bundled-head": str(BUNDLED_HEAD)}
 
 Device = Literal["auto", "cpu", "cuda"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "fp8"]
 Compile = Literal["auto", "off"]
 Quantization = Literal["none", "int8", "int4", "fp8"]
-Drafting = Literal["auto", "none", "model", "tree", "self", "head", "head_worker", "ngram", "suffix", "model+suffix"]
+HeadDrafting = Literal["head", "head_tree", "head_worker", "mtp"]
+Drafting = Literal["auto", "none", "model", "tree", "self", HeadDrafting, "ngram", "suffix", "model+suffix"]
 Verification = Literal["coupled", "rejection", "block", "k_sequential"]
 SEEDED_RULES = frozenset({"coupled"})
 """The rules by which target, request and seed alone determine a text."""
@@ -80,6 +83,8 @@ class ModelConfig(ModelSettings):
     head: str | None = field(default=None, kw_only=True)
     """A trained head that is loaded with the model and drafts in its process: a directory or hub name; the model's own
     path for the layers that its checkpoint has for it."""
+    head_only: bool = field(default=False, kw_only=True)
+    """Whether only the head is loaded, and of the model what the head shares with it."""
     compile: Compile = field(default="off", kw_only=True)
     """off, unlike for a pair: a model loaded by itself (by training, by the compiler) must not start a compiler."""
 
@@ -93,10 +98,12 @@ class EngineConfig(_Settings):
     speculation: Speculation = "adaptive"
     """adaptive: the draft length, from 0 to k, with the highest measured goodput; fixed: always k; off: no drafts."""
     drafting: Drafting | ImportPath = "auto"
-    """The drafting method. model: the draft model drafts; tree: it drafts the likeliest alternatives, too; self: the
-    target drafts with its first layers; ngram: what followed the last tokens earlier in the request; suffix: the same
-    by frequency, and in earlier outputs too; model+suffix: for each request in each round, the one that promises more;
-    none: no drafts; auto: model if there is a draft model, else suffix; package.module:Class: your own."""
+    """The drafting method. model: the draft model drafts; tree: it drafts the likeliest alternatives, too; head: a
+    trained head drafts in the target's process; head_tree: it drafts trees there; head_worker: it drafts on the draft
+    worker; mtp: the MTP layer of the target's checkpoint drafts; self: the target drafts with its first layers; ngram:
+    what followed the last tokens earlier in the request; suffix: the same by frequency, and in earlier outputs too;
+    model+suffix: for each request in each round, the one that promises more; none: no drafts; auto: model or head, as
+    draft_model is one, else suffix; package.module:Class: your own."""
     tree_width: int | None = field(default=None, metadata={"ge": 1, "le": 8})
     """Most alternatives after one token with drafting=tree, or the number of chains with k_sequential; none is 3."""
     self_draft_layers: int | None = field(default=None, metadata={"ge": 1})
@@ -130,12 +137,12 @@ class EngineConfig(_Settings):
 class PairConfig(EngineConfig, ModelSettings):
     """A target, its draft and their engine: every argument of `LLM(...)`; `serve run` has more."""
 
-    target_model: str = BUNDLED
-    """The model whose text is served: a directory, a hub name in the local cache (`name@revision` pins a revision), or
-    `bundled`."""
+    target_model: str = "auto"
+    """The model whose text is served: a directory, a hub name in the local cache (`name@revision` pins a revision),
+    `bundled`, or `auto`: the target that draft_model names if it is a trained head, else the bundled one."""
     draft_model: str = "auto"
-    """The draft model: a directory or hub name, `none`, or `auto`: the bundled draft for the bundled target, else
-    none."""
+    """The draft model or trained head: a directory or hub name, `bundled-head`, `none`, or `auto`: the bundled draft
+    for the bundled target, else none."""
     target_quantization: Quantization = "none"
     """What the weights of the target's linear layers are rounded to at load, by torchao: none; int8 or fp8 with a
     scale for each output; int4 with one for each 32 inputs. The text is that of the rounded model. A model that is
@@ -146,15 +153,14 @@ class PairConfig(EngineConfig, ModelSettings):
     @property
     def target(self) -> ModelConfig:
         """The model whose text is served."""
-        path = str(BUNDLED_TARGET) if self.target_model == BUNDLED else self.target_model
-        return self._model(path, self.target_quantization)
+        return self._model(BUNDLED if self.target_model == "auto" else self.target_model, self.target_quantization)
 
     @property
     def draft(self) -> ModelConfig | None:
         """The draft model, if there is one; whether it is loaded is for the drafting method to say."""
         path = self.draft_model
         if path == "auto":
-            path = str(BUNDLED_DRAFT) if self.target_model == BUNDLED else "none"
+            path = str(BUNDLED_DRAFT) if self.target_model in (BUNDLED, "auto") else "none"
         if path == "none":
             return None
         return self._model(path, self.draft_quantization)
@@ -165,7 +171,9 @@ class PairConfig(EngineConfig, ModelSettings):
         return EngineConfig(**_select(EngineConfig, self))
 
     def _model(self, path: str, quantization: Quantization) -> ModelConfig:
-        return ModelConfig(*split_revision(path), quantization=quantization, **_select(ModelSettings, self))
+        return ModelConfig(
+            *split_revision(_BUNDLED.get(path, path)), quantization=quantization, **_select(ModelSettings, self)
+        )
 
 
 def split_revision(model: str) -> tuple[str, str | None]:

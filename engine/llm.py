@@ -7,15 +7,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from engine.config import BUNDLED, make_pair
+from engine.config import make_pair
 from engine.control.stats import SpeculationStats
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.translated import translated
 from engine.drafting.registry import check_kinds, choose_method, settle_drafting
 from engine.engine import Engine
-from engine.errors import RequestError
+from engine.errors import ConfigError, RequestError
 from engine.execution.memory import plan_kv_blocks
 from engine.execution.registry import make_backend, survey
+from engine.heads.registry import load_target
 from engine.models.first_layers import check_self_draft
 from engine.models.loader import load_model
 from engine.models.registry import open_model
@@ -66,8 +67,10 @@ class LLM:
     """A target model and its draft model in this process.
 
     Args:
-        target_model: a transformers directory, a hub name in the local cache, or `bundled`.
-        draft_model: likewise; `none` is plain decoding, `auto` the bundled draft for the bundled target, else none.
+        target_model: a transformers directory, a hub name in the local cache, `bundled`, or `auto`: the target that a
+            trained head names, else the bundled one.
+        draft_model: likewise, or a trained head; `none` is plain decoding, `auto` the bundled draft for the bundled
+            target, else none.
         seed: requests without a seed derive theirs from it, so that runs are reproducible.
         settings: any other field of `engine.config.PairConfig`; `serve run` takes the same names.
 
@@ -78,11 +81,15 @@ class LLM:
     """
 
     def __init__(
-        self, target_model: str | Path = BUNDLED, draft_model: str | Path = "auto", *, seed: int = 0, **settings: Any
+        self, target_model: str | Path = "auto", draft_model: str | Path = "auto", *, seed: int = 0, **settings: Any
     ) -> None:
         pair = make_pair(target_model=target_model, draft_model=draft_model, **settings)
-        draft_config, config = settle_drafting(pair)
-        target_source = open_model(pair.target)
+        target_config, draft_config, config = settle_drafting(pair)
+        if draft_config is not None and target_config.head is not None:
+            raise ConfigError(
+                f"drafting is {config.drafting!r}, but there is no draft worker in this process; use head"
+            )
+        target_source = open_model(target_config)
         draft_source = None if draft_config is None else open_model(draft_config)
         method = choose_method(config, has_draft_model=draft_config is not None)
         check_kinds(target_source, draft_source, method)
@@ -98,7 +105,7 @@ class LLM:
         num_blocks = plan_kv_blocks(surveys[0].free_bytes, footprints, config, device=surveys[0].device)
         config = replace(config, num_blocks=num_blocks)
         branches = method.branches(config)
-        target = make_backend(load_model(target_source), target_source, config, branches=branches)
+        target = make_backend(load_target(target_source), target_source, config, branches=branches)
         info = target.info
         self._grammars = Grammars(target_source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
         verifier = ModelVerifier(target, config, self._grammars, method.make_in_target)

@@ -88,7 +88,7 @@ def trial_findings(config: AppConfig) -> Iterator[Finding]:
     size, reason = weight_file_bytes(config), ""
     if size > _MAX_WEIGHT_BYTES:
         reason = f"loading {size_text(size)} takes too long; start the server, and use --url"
-    elif not settle_drafting(config.pair)[1].num_speculative_tokens:
+    elif not settle_drafting(config.pair).engine.num_speculative_tokens:
         reason = "the settings allow no drafts"
     if reason:
         yield Finding("ok", "trial", f"left out: {reason}")

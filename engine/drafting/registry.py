@@ -5,10 +5,12 @@ imports the method's file when it is called: the Router asks where a method runs
 elsewhere is named by its import path: a `Method`, or a class of drafters for the Router, made of an `EngineConfig`.
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from engine.config import TREE_WIDTH, EngineConfig, ModelConfig, PairConfig, import_named
 from engine.control.acceptance import Acceptance, ChainAcceptance, TreeAcceptance
@@ -17,7 +19,9 @@ from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.predicted import PredictionCopier
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.draft_model import DraftModel
-from engine.errors import ConfigError, ModelMismatchError
+from engine.errors import ConfigError, ModelError, ModelMismatchError
+from engine.heads.config import is_head, verifier_of
+from engine.models.registry import open_model
 from engine.models.source import ModelSource
 from engine.protocols import DeferringDrafter, Drafter, NoDrafter, TargetDrafter
 
@@ -26,7 +30,11 @@ if TYPE_CHECKING:
     from engine.execution.backend import Backend
     from engine.sampling.grammar import Grammars
 
+logger = logging.getLogger(__name__)
+
 _CHAIN_RULES = ("coupled", "rejection", "block")
+_HEAD_METHODS = ("head", "head_tree", "head_worker")
+"""The methods whose draft model is a trained head; that of "mtp" is in the target's checkpoint."""
 
 Process = Literal["router", "draft", "target"]
 """Where a method runs in a speculation group: with the committed tokens, in a draft worker, or with the target."""
@@ -136,6 +144,15 @@ def _head_drafter(
     return TargetChainDrafter(head_model, config, target, kv, grammars)
 
 
+def _head_tree_drafter(
+    config: EngineConfig, target: "Backend", kv: "KVTensors", grammars: "Grammars | None"
+) -> TargetDrafter:
+    from engine.drafting.in_target.target_trees import TargetTreeDrafter
+    from engine.heads.head import head_model
+
+    return TargetTreeDrafter(head_model, config, target, kv, grammars)
+
+
 METHODS: Mapping[str, Method] = {
     "none": Method("router", lambda *_: NoDrafter(), proposes=False),
     "model": Method("draft", _model_drafter, runs_ahead=_CHAIN_RULES),
@@ -150,6 +167,14 @@ METHODS: Mapping[str, Method] = {
     "head_worker": Method("draft", _head_worker_drafter, runs_ahead=_CHAIN_RULES, reads_features=True),
     "self": Method("target", lambda *_: DeferringDrafter(), make_in_target=_self_drafter),
     "head": Method("target", lambda *_: DeferringDrafter(), make_in_target=_head_drafter),
+    "head_tree": Method(
+        "target",
+        lambda *_: DeferringDrafter(),
+        drafts_trees=True,
+        rules=("coupled",),
+        make_in_target=_head_tree_drafter,
+    ),
+    "mtp": Method("target", lambda *_: DeferringDrafter(), make_in_target=_head_drafter),
     "ngram": Method("router", lambda *_: NgramDrafter()),
     "suffix": Method("router", lambda config, _: _suffix_drafter(config)),
     "model+suffix": Method(
@@ -230,11 +255,20 @@ def check_run_ahead(config: EngineConfig, run_ahead: str, *, has_draft_model: bo
 def check_kinds(target: ModelSource, draft: ModelSource | None, method: Method) -> None:
     """Check that target and draft are of one kind, and that models of this kind can draft so.
 
+    A warning tells if a head was trained for another target; those of its sizes are served.
+
     Raises:
         ModelMismatchError: they are of different kinds.
         ModelError: there is no such model, or the method does not fit.
     """
-    if draft is not None and type(draft.kind) is not type(target.kind):
+    if (head := target.head) is not None:
+        target.refuse("heads")
+        verifier = PairConfig(target_model=verifier_of(head.settings) or target.path).target.path
+        if Path(verifier).name != Path(target.path).name:
+            logger.warning("the head %s was trained for %s; the target is %s", head.path, verifier, target.path)
+    elif draft is not None and is_head(draft.settings):
+        raise ModelError(f"{draft.path} is a trained head; drafting must be {', '.join(_HEAD_METHODS)}")
+    elif draft is not None and type(draft.kind) is not type(target.kind):
         kinds = f"the target {target.path} is {target.kind.name}, the draft {draft.path} is {draft.kind.name}"
         raise ModelMismatchError(f"{kinds}; both must be of the same kind")
     if method.drafts_trees:
@@ -243,16 +277,58 @@ def check_kinds(target: ModelSource, draft: ModelSource | None, method: Method) 
         target.refuse("self-drafts")
 
 
-def settle_drafting(pair: PairConfig) -> tuple[ModelConfig | None, EngineConfig]:
-    """Return the draft model to load, if any, and the settings; see `choose_method`.
+class Settled(NamedTuple):
+    """What a pair's settings come to: the models to load, and the engine's settings."""
 
+    target: ModelConfig
+    draft: ModelConfig | None
+    engine: EngineConfig
+
+
+def settle_drafting(pair: PairConfig) -> Settled:
+    """Return the target with its head, the draft model to load, if any, and the settings; see `choose_method`.
+
+    Whether the draft model is a trained head is known by its config.json; where that is not, `drafting` has to say it.
     If the method makes no drafts, they have k = 0. If none are wanted, speculation is off, so that not even predictions
     are drafted from.
+
+    Raises:
+        ConfigError: two settings do not fit each other.
     """
-    method = choose_method(pair.engine, has_draft_model=pair.draft is not None)
-    if method.runs_in == "target" and pair.draft_model not in ("auto", "none"):
-        raise ConfigError(f"draft_model is {pair.draft_model!r}, but drafting is {pair.drafting!r}, which uses none")
+    draft, model = pair.draft, f"draft_model is {pair.draft_model!r}"
+    settings = _settings_of(draft)
+    has_head = is_head(settings)
+    if has_head and pair.drafting == "auto":
+        pair = replace(pair, drafting="head")
+    drafting, needs_head = pair.drafting, pair.drafting in _HEAD_METHODS
+    method = choose_method(pair.engine, has_draft_model=draft is not None)
+    if needs_head and (draft is None or (settings and not has_head)):
+        raise ConfigError(f"drafting is {drafting!r}, but {model}, which is no trained head")
+    if has_head and not needs_head and method.runs_in == "draft":
+        raise ConfigError(f"{model}, which is a trained head, but drafting is {drafting!r}, which needs a whole model")
+    if method.runs_in == "target" and not needs_head and pair.draft_model not in ("auto", "none"):
+        raise ConfigError(f"{model}, but drafting is {drafting!r}, which uses none")
+    if has_head or needs_head:
+        if pair.draft_quantization != "none":
+            raise ConfigError(f"draft_quantization is {pair.draft_quantization}, but the draft is a trained head")
+        if pair.target_model == "auto":
+            if (target_model := verifier_of(settings)) is None:
+                raise ConfigError(f"{model}, a trained head whose files do not name its target; set target_model")
+            pair = replace(pair, target_model=target_model)
+    target = pair.target
+    if method.runs_in != "router" and (head := draft if needs_head else target if drafting == "mtp" else None):
+        target = replace(target, head="@".join(filter(None, (head.path, head.revision))))
     speculation = pair.speculation if pair.num_speculative_tokens else "off"
     k = pair.num_speculative_tokens if method.proposes else 0
     engine = replace(pair.engine, num_speculative_tokens=k, speculation=speculation)
-    return (pair.draft if method.runs_in == "draft" else None), engine
+    if method.reads_features:
+        draft = replace(target, head_only=True)
+    return Settled(target, draft if method.runs_in == "draft" else None, engine)
+
+
+def _settings_of(model: ModelConfig | None) -> Mapping[str, Any]:
+    """Return a model's config.json; empty if it is not on this machine."""
+    try:
+        return {} if model is None else open_model(model).settings
+    except ModelError:
+        return {}

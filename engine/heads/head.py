@@ -14,8 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from engine.models.causal_lm import CausalLM, kv_shape
 from engine.heads.config import HeadConfig
+from engine.models.causal_lm import CausalLM, kv_shape
 from engine.models.layers.layer_attention import AttentionContext, KVShape
 
 NEVER = -1e30

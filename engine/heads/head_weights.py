@@ -1,7 +1,7 @@
 """Loads a head under the names of `speculators`, whichever form its files have; what they lack is the target's."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,12 +11,8 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
 from engine.errors import ModelError
-from engine.heads.config import HeadConfig, read_head_config
+from engine.heads.config import HeadConfig
 from engine.heads.head import Head
-from engine.heads.registry import HEADS
-from engine.heads.tapped import with_head
-from engine.models.causal_lm import CausalLM, Shard
-from engine.models.loader import load_model
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, fill
 
@@ -35,35 +31,31 @@ _NOT_READ = re.compile(r"(verifier_(lm_head|norm)|confidence_head)\.|.*\.inv_fre
 """Tensors that only training reads, and DSpark's confidence: what is accepted is measured instead."""
 
 
-def load_target(source: ModelSource, shard: Shard | None = None) -> CausalLM:
-    """Load a model, as `load_model` does, and the head that its configuration names; errors are of both."""
-    model = load_model(source, shard)
-    if (head := source.head) is None:
-        return model
-    first_layer = model.kv_shape.layers
-    return with_head(model, load_head(head, source, model.module, model.device, model.dtype, first_layer))
-
-
-def load_head(
-    source: ModelSource, target: ModelSource, lm: nn.Module, device: torch.device, dtype: torch.dtype, first_layer: int
+def load_weights(
+    make_head: Callable[[nn.Module, nn.Module], Head],
+    source: ModelSource,
+    target: ModelSource,
+    lm: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> Head:
-    """Load a head.
+    """Make a head and load its weights.
 
     Args:
+        make_head: returns it, given its embedding and last layer.
         lm: the target's module, whose embedding and last layer are used where the files have none.
-        first_layer: the index of the head's first layer in the cache.
 
     Raises:
-        ModelError: the head does not fit the target; or its files lack a tensor, or have one that is unknown or of
-            another shape.
+        ModelError: the files lack a tensor, or have one that is unknown or of another shape.
     """
-    config = read_head_config(source, target)
-    hidden = config.layers.hidden_size
     given: Any = lm
     with no_init_weights(), local_torch_dtype(dtype):
-        embed_tokens = nn.Embedding(config.vocab_size, hidden)
-        lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
-        head = HEADS[config.kind](config, embed_tokens, lm_head, first_layer)
+        head = make_head(nn.Identity(), nn.Identity())
+        config, hidden = head.config, head.config.layers.hidden_size
+        own: dict[str, nn.Module] = {
+            "embed_tokens": nn.Embedding(config.vocab_size, hidden),
+            "lm_head": nn.Linear(hidden, config.draft_vocab_size, bias=False),
+        }
     names = getattr(head, "names", None) or HeadNames()  # those of MTP layers depend on the target's family
     stored = {names.parameter(name): name for name in source.weight_shapes}
     embedding: Tensor = given.get_input_embeddings().weight
@@ -72,12 +64,13 @@ def load_head(
         "embed_tokens": nn.Embedding(len(embedding), embedding.shape[-1], _weight=embedding),
         "lm_head": given.get_output_embeddings(),
     }
-    shared = {name: module for name, module in shared.items() if f"{name}.weight" not in stored}
-    for name in shared:
-        shape = [*head.get_parameter(f"{name}.weight").shape]
-        if shape != [config.vocab_size, config.target_hidden_size]:
+    for name, module in own.items():
+        shape = [*module.get_parameter("weight").shape]
+        if f"{name}.weight" in stored:
+            setattr(head, name, module)
+            del shared[name]
+        elif shape != [config.vocab_size, config.target_hidden_size]:
             raise ModelError(f"the head {source.path} lacks {name}.weight, {shape}, and cannot use that of its target")
-        setattr(head, name, nn.Identity())
     known = head.state_dict().keys() | {"", *_MAPS}
     if unknown := sorted(key for name, key in stored.items() if name not in known and not _NOT_READ.match(name)):
         raise ModelError(f"the head {source.path} has the unknown weights {', '.join(unknown[:3])}")

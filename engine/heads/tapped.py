@@ -2,13 +2,22 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from engine.heads.head import Head
 from engine.models.causal_lm import CausalLM
 from engine.models.first_layers import decoder_layers
-from engine.heads.head import Head
+from engine.models.layers.layer_attention import KVShape
+
+
+class StatesOnly(NamedTuple):
+    """What the cache has of a head whose keys and values are elsewhere; see `HeadModule`."""
+
+    attends_from: int
+    kv_shape: KVShape
+    state_size: int
 
 
 class TappedLM(nn.Module):
@@ -47,5 +56,6 @@ def _tap(count: int, _layer: nn.Module, _: object, inputs: dict[str, Any], outpu
 
 
 def with_head(model: CausalLM, head: Head, *, keeps_kv: bool = True) -> CausalLM:
-    """Return a loaded model whose passes keep what a head needs."""
-    return replace(model, module=TappedLM(model.module, head, keeps_kv=keeps_kv), head=head)
+    """Return a loaded model whose passes keep what a head needs; see `TappedLM`."""
+    kept = head if keeps_kv else StatesOnly(head.attends_from, head.kv_shape._replace(layers=0), head.state_size)
+    return replace(model, module=TappedLM(model.module, head, keeps_kv=keeps_kv), head=kept)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 REFUSED: Mapping[str, str] = {
     "trees": "which cannot verify trees: its attention depends on distances",
+    "heads": "which no trained head reads",
     "self-drafts": "which cannot draft for itself",
     "tokenizers": "whose draft must have the same tokenizer",
     "run_ahead": "whose draft cannot run ahead; run_ahead must be off",

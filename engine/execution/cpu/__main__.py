@@ -11,8 +11,8 @@ from typing import get_args
 from engine.config import ModelConfig, Quantization
 from engine.errors import PacelineError
 from engine.execution.cpu.cpu_backend import CpuBackend
+from engine.heads.registry import load_target
 from engine.models.first_layers import first_layers
-from engine.models.loader import load_model
 from engine.models.registry import open_model
 
 
@@ -33,7 +33,7 @@ def main() -> None:
         config = ModelConfig(path, options.revision, **settings)
         try:
             source = open_model(config)
-            backend = CpuBackend(load_model(source), source)
+            backend = CpuBackend(load_target(source), source)
             backend.compile()
             if options.self_draft_layers:
                 part = partial(first_layers, count=options.self_draft_layers)

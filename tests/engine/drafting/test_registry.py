@@ -120,7 +120,7 @@ def test_a_method_without_its_draft_model_is_refused():
 )
 def test_only_a_method_that_uses_the_draft_model_loads_it(settings, draft, num_speculative_tokens):
     """And where nothing is drafted, no room is reserved for drafts."""
-    config, engine = settle_drafting(PairConfig(**settings))
+    _, config, engine = settle_drafting(PairConfig(**settings))
     assert (config and config.path) == draft
     assert engine.num_speculative_tokens == num_speculative_tokens
 
@@ -130,7 +130,7 @@ def test_a_draft_model_beside_a_target_that_drafts_for_itself_is_refused():
     with pytest.raises(ConfigError, match="draft_model is '/small', but drafting is 'self', which uses none"):
         settle_drafting(PairConfig(draft_model="/small", **settings))
     for draft_model in ("auto", "none"):
-        assert settle_drafting(PairConfig(draft_model=draft_model, **settings))[0] is None
+        assert settle_drafting(PairConfig(draft_model=draft_model, **settings)).draft is None
 
 
 def test_an_llm_refuses_a_method_before_it_loads_anything():
@@ -188,9 +188,9 @@ def test_predictions_stand_in_front_of_every_method_unless_speculation_is_off(na
     drafter = NoDrafter()
     if METHODS[name].in_front is None:
         assert METHODS[name].drafter_of_engine(EngineConfig(), drafter).drafter is drafter
-    plain = METHODS["none"].drafter_of_engine(settle_drafting(PairConfig(num_speculative_tokens=0))[1], drafter)
+    plain = METHODS["none"].drafter_of_engine(settle_drafting(PairConfig(num_speculative_tokens=0)).engine, drafter)
     assert plain is METHODS["none"].drafter_of_engine(EngineConfig(speculation="off"), drafter) is drafter
-    undrafted = settle_drafting(PairConfig(drafting="none"))[1]
+    undrafted = settle_drafting(PairConfig(drafting="none")).engine
     assert (undrafted.num_speculative_tokens, undrafted.speculation) == (0, "adaptive")
 
 

@@ -240,7 +240,9 @@ REFUSED = {
     "its layers cannot be read": EAGLE3 | layers(num_attention_heads="many"),
     "layer_types has linear_attention; only": EAGLE3 | layers(layer_types=["linear_attention"]),
     "sliding_window is missing, but layer_types": EAGLE3 | layers(layer_types=["sliding_attention"]),
-    "aux_hidden_state_layer_ids is missing": without(GLM_DSPARK | layers(model_type="qwen3"), "aux_hidden_state_layer_ids"),
+    "aux_hidden_state_layer_ids is missing": without(
+        GLM_DSPARK | layers(model_type="qwen3"), "aux_hidden_state_layer_ids"
+    ),
     "eagle_aux_hidden_state_layer_ids means the outputs of layers 0, 18, 33, but the target .* has 36 layers": EAGLE3
     | {"eagle_aux_hidden_state_layer_ids": [0, 18, 33]},
     "means the outputs of layers 2, 18, 37, but": EAGLE3 | {"eagle_aux_hidden_state_layer_ids": [2, 18, 37]},

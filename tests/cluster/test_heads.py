@@ -1,14 +1,13 @@
 """An engine over a target and a head on a draft worker, with the messages of both and features over real sockets."""
 
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from cluster.remote import RemoteDrafter, RemoteVerifier
-from cluster.transport import Connector
+from cluster.transport import Connector, Endpoint
 from cluster.workers.features import FeatureReceiver, FeatureSender, FeatureSource
 from cluster.workers.loading import load_drafter, load_verifier
 from cluster.workers.responder import DraftResponder, TargetResponder
@@ -17,6 +16,7 @@ from engine.drafting.model.feature_store import FeatureStore
 from engine.engine import Engine
 from engine.models.registry import open_model
 from engine.params import SamplingParams
+from engine.protocols import DeferringDrafter
 from tests.cluster.fakes import FakeLink
 from tests.cluster.wire import NODE_ID, serving
 from tests.engine.heads.saved_heads import save_head
@@ -24,7 +24,12 @@ from tests.models import save_llama
 from tests.waiting import wait_for
 
 ENGINE = EngineConfig(
-    num_speculative_tokens=3, max_num_seqs=4, num_blocks=24, block_size=4, speculation="fixed", max_num_batched_tokens=32
+    num_speculative_tokens=3,
+    max_num_seqs=4,
+    num_blocks=24,
+    block_size=4,
+    speculation="fixed",
+    max_num_batched_tokens=32,
 )
 PROMPTS = {"a": [5, 9, 2], "b": [7] * 20, "c": list(range(2, 25)), "d": [7] * 20}
 TEMPERATURES = {"a": 0.0, "b": 3.0, "c": 6.0, "d": 0.8}
@@ -64,6 +69,7 @@ class Group:
 
     async def start_draft(self) -> None:
         self.features = FeatureStore(5.0)
+        self.features.put("another request", 0, 0, memoryview(b""), dtype="float32", row_bytes=128)  # so drafts wait
         source = open_model(replace(self.target, head_only=True))
         engine = replace(self.engine_config, num_blocks=64)
         drafter, _ = load_drafter(
@@ -96,11 +102,11 @@ class Group:
         )
 
 
-def submit(engine: Engine, names: str = "abcd", **settings: object) -> Text:
-    for name in names:
+def submit(engine: Engine) -> Text:
+    for name in PROMPTS:
         params = SamplingParams(temperature=TEMPERATURES[name], seed=4, max_tokens=25, ignore_eos=True)
         engine.add(name, PROMPTS[name], params)
-    return {name: [] for name in names}
+    return {name: [] for name in PROMPTS}
 
 
 async def run(engine: Engine, text: Text, rounds: int = 1000) -> Text:
@@ -123,11 +129,7 @@ async def beside(target: ModelConfig) -> tuple[Text, object]:
     """The text of a head in the target's process, and its engine's counters."""
     config = replace(ENGINE, drafting="head")
     model = load_verifier(open_model(target), config, shard=None)
-    from engine.protocols import DeferringDrafter
-
-    engine = Engine(
-        config, model.backend.info, drafter=DeferringDrafter(), verifier=model, num_blocks=model.num_blocks
-    )
+    engine = Engine(config, model.backend.info, drafter=DeferringDrafter(), verifier=model, num_blocks=model.num_blocks)
     text = await run(engine, submit(engine))
     return text, engine.stats
 
@@ -143,8 +145,45 @@ async def test_a_head_on_a_draft_worker_drafts_what_it_drafts_in_the_targets_pro
     """Prompts in chunks, two that share a prefix, preemptions: every draft is the same."""
     engine = group.engine()
     text = await run(engine, submit(engine))
-    print(engine.stats, beside[1], group.features.counts)
     assert text == beside[0]
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_prefix_hits > 0
     assert engine.stats == beside[1]
+    assert group.drafter.features["missing"] == 0
+    assert group.drafter.features["bytes"] > 80 * 32 * 4
+
+
+async def test_a_draft_worker_that_dies_and_comes_back_drafts_from_replayed_features(group, beside):
+    engine = group.engine()
+    text = await run(engine, submit(engine), 8)
+    group.kill_draft()
+    await run(engine, text, 2)
+    before = engine.stats.num_drafts
+    await group.start_draft()
+    group.features._patience_s = 0.1  # for the first round, in which nothing can come
+    await run(engine, text, 3)
+    assert engine.stats.num_drafts > before
+    assert await run(engine, text) == beside[0]
+
+
+async def test_a_target_that_dies_computes_its_features_again(group, beside):
+    engine = group.engine()
+    text = await run(engine, submit(engine), 8)
+    group.verifier.disconnect("killed")
+    engine.reset()
+    group.start_target()
+    await group.introduce()
+    before = engine.stats.num_drafts
+    assert await run(engine, text) == beside[0]
+    assert engine.stats.num_drafts > before + 10
+    assert group.features.counts["missing"] < 3
+
+
+async def test_features_that_never_come_cost_their_drafts_and_one_wait(group, beside):
+    group.features._patience_s = 0.01
+    group.sender.connect(Endpoint("elsewhere", "", "127.0.0.1", 9, group.sender.identity))
+    engine = group.engine()
+    assert await run(engine, submit(engine)) == beside[0]
+    assert engine.stats.num_drafts == 0
+    assert group.features.counts["waited"] == 1
+    assert group.features.counts["missing"] > 50

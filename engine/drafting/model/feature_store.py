@@ -39,8 +39,8 @@ class FeatureStore:
         self._features: OrderedDict[str, _Features] = OrderedDict()
         self._num_bytes = 0
         self._arrived = threading.Condition()
-        self._is_silent = False
-        """A wait was in vain, and nothing has come since; then no draft waits."""
+        self._is_silent = True
+        """Nothing has come since the start or since a wait in vain; then no draft waits."""
 
     def put(self, request_id: str, offset: int, end: int, rows: memoryview, *, dtype: str, row_bytes: int) -> bool:
         """Keep rows from `offset` on of a request with `end` features; return False if the rows before are missing."""

@@ -1,4 +1,4 @@
-"""A head apart from its target drafts what it drafts beside it: its cache never keeps what came from its own guesses."""
+"""A head apart from its target drafts as it does beside it: its cache keeps nothing that came from its own guesses."""
 
 import random
 from dataclasses import replace

@@ -66,11 +66,12 @@ def test_a_draft_does_not_wait_for_rows_that_come_in_a_later_round():
 
 def test_after_a_wait_in_vain_no_draft_waits_until_something_arrives():
     store = FeatureStore(0.001)
+    assert not store.wait("a", 1)  # nothing has ever come
     put(store, 0, 4)
     assert not store.wait("a", 5)
     assert not store.wait("a", 5)
     assert not store.wait("never heard of", 1)
-    assert store.counts == {"bytes": 12, "waited": 1, "missing": 3}
+    assert store.counts == {"bytes": 12, "waited": 1, "missing": 4}
     put(store, 0, 1, request_id="b")
     store.wait("a", 5)
     assert store.counts["waited"] == 2

@@ -138,9 +138,12 @@ def _self_drafter(
 def _head_drafter(
     config: EngineConfig, target: "Backend", kv: "KVTensors", grammars: "Grammars | None"
 ) -> TargetDrafter:
+    from engine.drafting.in_target.block_drafter import BlockDrafter
     from engine.drafting.in_target.target_chains import TargetChainDrafter
     from engine.heads.head import head_model
 
+    if target.model.head is not None and target.model.head.drafts_blocks:
+        return BlockDrafter(config, target, kv, grammars)
     return TargetChainDrafter(head_model, config, target, kv, grammars)
 
 

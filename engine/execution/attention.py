@@ -67,6 +67,11 @@ class KVTensors:
             view._stacked = [caches[:count] for caches in self._stacked[:2]]
         return view
 
+    @property
+    def of_head(self) -> list[Tensor]:
+        """A head's keys, values and states, [layers, num_blocks, block_size, heads, dim] each; empty without one."""
+        return self._stacked[2:]
+
     def slot(self, block_ids: Sequence[int], place: int) -> int:
         """Return the slot of a place in the context of a request with these blocks."""
         block, offset = divmod(place, self.block_size)
@@ -136,7 +141,8 @@ class Group:
             return before
         # A node's path ends with its parent and itself; the first node of a path follows the committed tip.
         depths = self.positions - self.limits + 1
-        nodes = self.extra.gather(-1, (depths - 2).clamp(0, self.extra.shape[-1] - 1).long().unsqueeze(-1)).squeeze(-1)
+        index = (depths - 2).clamp(0, self.extra.shape[-1]).long().unsqueeze(-1)
+        nodes = F.pad(self.extra, (0, 1)).gather(-1, index).squeeze(-1)  # compiled passes have chains without columns
         return torch.where(depths > 1, nodes, before)
 
     def cross_mask(self, like: Tensor, block_size: int) -> Tensor:
@@ -177,10 +183,10 @@ def additive_mask(
     """Return [rows, 1, length, context], 0 where a token attends to a place, else -inf; see `Group`."""
     places = torch.arange(context, device=limits.device)
     visible = places < limits.unsqueeze(-1)
-    if first:
-        visible = visible & (places >= (limits - 1).clamp(max=first).unsqueeze(-1))
     if extra is not None:
         visible = visible.scatter(-1, extra, True)
+    if first:  # behind the nodes, whose padding is place 0
+        visible = visible & (places >= (limits - 1).clamp(max=first).unsqueeze(-1))
     if window is not None:
         visible = visible & (places > positions.unsqueeze(-1) - window)
     return torch.where(visible, 0.0, float("-inf")).to(dtype).unsqueeze(1)
@@ -241,7 +247,8 @@ class PagedContext:
 
     def write_states(self, states: Tensor, tokens: Tensor | None = None) -> None:
         """Write states; see `AttentionContext.write_states`."""
-        write_states(_states(self.kv), self.slots if tokens is None else self.slots[tokens], states)
+        slots = self.slots if tokens is None else torch.where(tokens < 0, 0, self.slots[tokens])
+        write_states(_states(self.kv), slots, states)
 
 
 def parent_slots(kv: KVTensors, groups: Sequence[Group]) -> Tensor:
@@ -257,7 +264,7 @@ def read_states(cache: Tensor, slots: Tensor) -> Tensor:
 
 def write_states(cache: Tensor, slots: Tensor, states: Tensor) -> None:
     """Write states [tokens, state_size] to slots [tokens]."""
-    cache.view(-1, cache.shape[-1]).index_copy_(0, slots, states.to(cache.dtype))
+    cache.view(-1, cache.shape[-1]).index_copy_(0, slots.long(), states.to(cache.dtype))
 
 
 def _states(kv: KVTensors) -> Tensor:

@@ -81,6 +81,7 @@ def survey(source: ModelSource, engine: EngineConfig, *, world_size: int = 1) ->
     if device.type != "cpu" and source.config.compile != "off" and source.kind.model_class.runs_eagerly is None:
         from engine.execution.cuda.graphs import graph_bytes
 
-        num_bytes = graph_bytes(engine, source.configuration, needs.max_model_len, world_size)
+        sizes = (source.configuration, needs.max_model_len, world_size)
+        num_bytes = graph_bytes(engine, *sizes, has_head=source.config.head is not None)
         needs = replace(needs, workspace_bytes=needs.workspace_bytes + num_bytes)
     return Survey(name, num_free, needs)

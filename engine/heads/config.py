@@ -7,10 +7,10 @@ accepted tokens, so what a file leaves open is refused, not guessed. The Router 
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError
-from engine.models.source import ModelSource
+from engine.models.source import ModelSource, read_configuration
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -44,6 +44,10 @@ _TAP_FIELDS: Mapping[str, int] = {
 }
 """The fields of tapped layers: an id is the number of layers up to the tap, or needs 1 to be it."""
 _MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token")
+_NO_LAYOUT = (
+    "sample_from_anchor is missing; add it to its config.json: true if the first place of a block predicts the next "
+    "token, false if it only stands for the last committed one"
+)
 _SLIDING = "sliding_attention"
 
 
@@ -139,128 +143,108 @@ class _Reader:
             self._fields |= self._settings.get(section) or {}
 
     def read(self) -> HeadConfig:
-        kind, text = self._kind, self._target.configuration.get_text_config()
-        if kind not in _KINDS:
-            self._refuse(f"it is {kind}; heads are {', '.join(_KINDS)}")
-        sizes: dict[str, Any] = {"vocab_size": int(text.vocab_size), "target_hidden_size": int(text.hidden_size)}
-        num_layers, draft_vocab_size = int(text.num_hidden_layers), sizes["vocab_size"]
-        if self._source.path != self._target.path:
-            self._check_served()
+        kind, fields, text = self._kind, self._fields, self._target.configuration.get_text_config()
+        vocab_size, width, num_layers = int(text.vocab_size), int(text.hidden_size), int(text.num_hidden_layers)
+        self._check(kind in _KINDS, f"it is {kind}; heads are {', '.join(_KINDS)}")
+        methods = (fields.get("speculators_config") or {}).get("proposal_methods") or []
+        for values in (fields, *methods) if self._source.path != self._target.path else ():
+            for name, served in _SERVED.items():
+                value = values.get(name)
+                self._check(value in (None, served), f"{name} is {value}, and only {served} is served")
+        common: dict[str, Any] = {"kind": kind, "vocab_size": vocab_size, "target_hidden_size": width}
         if not _KINDS[kind]:
-            return HeadConfig(kind=kind, layers=text, taps=(num_layers,), draft_vocab_size=draft_vocab_size, **sizes)
+            return HeadConfig(layers=text, taps=(num_layers,), draft_vocab_size=vocab_size, **common)
         layers: Any = self._layers(_KINDS[kind])
-        width = self._fields.get("target_hidden_size") or layers.hidden_size
-        for name, size in {"vocab_size": layers.vocab_size, "target_hidden_size": width}.items():
-            if size != sizes[name]:
-                self._refuse(f"its {name} is {size}, but the target {self._target.path} has {sizes[name]}")
-        given = self._fields.get("draft_vocab_size", 32000 if self._is_speculators else None)
-        if (given or 0) > draft_vocab_size:
-            self._refuse(f"draft_vocab_size is {given}, more than the {draft_vocab_size} of its target")
+        sizes = (layers.vocab_size, vocab_size), (fields.get("target_hidden_size") or layers.hidden_size, width)
+        for name, (size, wanted) in zip(("vocab_size", "target_hidden_size"), sizes, strict=True):
+            self._check(size == wanted, f"its {name} is {size}, but the target {self._target.path} has {wanted}")
+        given = fields.get("draft_vocab_size", 32000 if self._is_speculators else None) or vocab_size
+        self._check(given <= vocab_size, f"draft_vocab_size is {given}, more than the {vocab_size} of its target")
         mask = self._first(*_MASK_IDS)
-        if kind != "eagle3" and not (isinstance(mask, int) and mask < sizes["vocab_size"]):
-            self._refuse(f"mask_token_id is {mask}; it must be a token of the target")
+        is_token = kind == "eagle3" or (isinstance(mask, int) and mask < vocab_size)
+        self._check(is_token, f"mask_token_id is {mask}; it must be a token of the target")
         return HeadConfig(
-            kind=kind,
             layers=layers,
-            taps=self._taps(num_layers, layers.num_hidden_layers),
-            draft_vocab_size=given or draft_vocab_size,
+            taps=self._taps(num_layers, layers.num_hidden_layers, width),
+            draft_vocab_size=given,
             mask_token_id=mask,
             fc_bias=any(name.endswith("fc.bias") for name in self._source.weight_shapes),
-            **sizes,
+            **common,
             **(self._block() if kind in _BLOCKS else self._norms()),
         )
 
-    def _first(self, *names: str) -> Any:
-        return next((self._fields[name] for name in names if self._fields.get(name) is not None), None)
-
-    def _check_served(self) -> None:
-        methods = (self._fields.get("speculators_config") or {}).get("proposal_methods") or []
-        for fields in (self._fields, *methods):
-            for name, served in _SERVED.items():
-                if fields.get(name) not in (None, served):
-                    self._refuse(f"{name} is {fields[name]}, and only {served} is served")
-
     def _layers(self, model_types: tuple[str, ...]) -> "PreTrainedConfig":
-        from huggingface_hub.errors import StrictDataclassError
-        from transformers import CONFIG_MAPPING
-
-        settings = dict(self._settings)
-        if self._is_speculators:  # only what differs from the defaults of its class
-            settings = dict(settings.get("transformer_layer_config") or {})
-        if (model_type := settings.get("model_type", model_types[-1])) not in model_types:
-            self._refuse(f"model_type of its layers is {model_type}; it must be {' or '.join(model_types)}")
-        if _SLIDING in (settings.get("layer_types") or []):
+        # What differs from the defaults of a class in one form, everything in the others.
+        settings = dict(
+            self._settings.get("transformer_layer_config") or {} if self._is_speculators else self._settings
+        )
+        model_type = settings.setdefault("model_type", model_types[-1])
+        self._check(
+            model_type in model_types, f"model_type of its layers is {model_type}, not {' or '.join(model_types)}"
+        )
+        if is_sliding := _SLIDING in (settings.get("layer_types") or []):
             settings["use_sliding_window"] = True  # without it, Qwen3's configuration drops the window
-        try:
-            layers: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(settings)
-        except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
-            self._refuse(f"its layers cannot be read: {error}")
-        layer_types = set(getattr(layers, "layer_types", None) or [])
-        if unknown := ", ".join(sorted(layer_types - {"full_attention", _SLIDING})):
-            self._refuse(f"layer_types has {unknown}; only full_attention and {_SLIDING} are served")
-        if _SLIDING in layer_types and not getattr(layers, "sliding_window", None):
-            self._refuse(f"sliding_window is missing, but layer_types has {_SLIDING}")
-        return layers
+        layers: Any = read_configuration(self._source.path, settings)
+        unknown = {*(getattr(layers, "layer_types", None) or [])} - {"full_attention", _SLIDING}
+        self._check(not unknown, f"layer_types has {', '.join(unknown)}, which no head is served with")
+        has_window = not is_sliding or bool(getattr(layers, "sliding_window", None))
+        self._check(has_window, f"sliding_window is missing, but layer_types has {_SLIDING}")
+        return layers  # type: ignore[no-any-return]
 
-    def _taps(self, num_layers: int, num_own: int) -> tuple[int, ...]:
+    def _taps(self, num_layers: int, num_own: int, width: int) -> tuple[int, ...]:
         """Return the tapped layers in the file's order, the order of the columns of `fc`."""
-        stated = {}
+        stated: dict[str, tuple[int, ...]] = {}
         for field, shift in _TAP_FIELDS.items():
             section, _, name = field.rpartition(".")
-            ids = ((self._settings.get(section) or {}) if section else self._settings).get(name)
-            if ids is not None:
+            if (ids := ((self._settings.get(section) or {}) if section else self._settings).get(name)) is not None:
                 stated[field] = tuple(layer + shift for layer in ids)
-        if len(set(stated.values())) > 1:
-            self._refuse(f"{' and '.join(stated)} name different layers; leave the one that it was trained with")
-        if not stated and self._kind in _BLOCKS and self._is_speculators:
-            self._refuse("aux_hidden_state_layer_ids is missing; add the layers that it was trained with")
-        if not stated:
-            taps: tuple[int, ...] = (2, num_layers // 2, num_layers - 3)
-            if self._kind in _BLOCKS:
-                step = (num_layers - 4) / max(num_own - 1, 1)
-                first = num_layers // 2 if num_own == 1 else 1
-                taps = tuple(round(first + i * step) + 1 for i in range(num_own))
-            stated["the default for it"] = taps
-        name, taps = next(iter(stated.items()))
+        is_one = len({*stated.values()}) < 2
+        self._check(is_one, f"{' and '.join(stated)} name different layers; leave the one that it was trained with")
+        if self._kind in _BLOCKS:
+            is_known = bool(stated) or not self._is_speculators
+            self._check(is_known, "aux_hidden_state_layer_ids is missing; add the layers that it was trained with")
+            first, step = (num_layers // 2, 0.0) if num_own == 1 else (1, (num_layers - 4) / (num_own - 1))
+            default = tuple(round(first + i * step) + 1 for i in range(num_own))
+        else:
+            default = 2, num_layers // 2, num_layers - 3
+        name, taps = next(iter(stated.items()), ("the default for it", default))
         meaning = f"{name} means the outputs of layers {', '.join(map(str, taps))}"
-        if not all(1 <= tap <= num_layers for tap in taps):
-            self._refuse(f"{meaning}, but the target {self._target.path} has {num_layers} layers")
-        width = self._target.configuration.get_text_config().hidden_size
+        is_inside = all(1 <= tap <= num_layers for tap in taps)
+        self._check(is_inside, f"{meaning}, but the target {self._target.path} has {num_layers} layers")
         columns = [shape[-1] for name, shape in self._source.weight_shapes.items() if name.endswith("fc.weight")]
-        if columns != [len(taps) * width]:
-            self._refuse(f"{meaning}, {len(taps)} times {width} numbers, but fc.weight reads {columns}")
+        problem = f"{meaning}, {len(taps)} times {width} numbers, but fc.weight reads {columns}"
+        self._check(columns == [len(taps) * width], problem)
         return taps
 
     def _norms(self) -> dict[str, Any]:
         names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         norms: dict[str, Any] = {name: bool(self._fields.get(name)) for name in names}
-        if norms["norm_before_fc"] and norms["fc_norm"]:
-            self._refuse("norm_before_fc and fc_norm exclude each other, and both are true")
+        is_clear = not (norms["norm_before_fc"] and norms["fc_norm"])
+        self._check(is_clear, "norm_before_fc and fc_norm exclude each other, and both are true")
         # False in all other forms; readers of this one disagree about its default.
-        if self._is_speculators and self._kind == "eagle3" and self._fields.get("norm_before_residual") is None:
-            self._refuse("norm_before_residual is missing; add the value that it was trained with to its config.json")
+        is_open = self._is_speculators and self._kind == "eagle3" and self._fields.get(names[0]) is None
+        self._check(not is_open, f"{names[0]} is missing; add the value that it was trained with to its config.json")
         return norms
 
     def _block(self) -> dict[str, Any]:
         fields, is_plain = self._fields, self._kind == _BLOCKS[0]
-        block_size = fields.get("block_size", 8 if self._is_speculators else None)
-        if not isinstance(block_size, int) or block_size < 2:
-            self._refuse(f"block_size is {block_size}; it must be at least 2")
-        if (from_anchor := self._first("sample_from_anchor", "query_zero_predicts_next")) is None and not is_plain:
-            self._refuse(
-                "sample_from_anchor is missing; add it to its config.json: true if the first place of a block predicts "
-                "the next token, false if it only stands for the last committed one"
-            )
-        markov = fields.get("markov_head_type") or "vanilla"
-        if markov not in (types := ("vanilla", "gated", "rnn")):
-            self._refuse(f"markov_head_type is {markov}; it must be {' or '.join(types)}")
+        size = fields.get("block_size", 8 if self._is_speculators else None)
+        self._check(isinstance(size, int) and size > 1, f"block_size is {size}; it must be at least 2")
+        from_anchor = self._first("sample_from_anchor", "query_zero_predicts_next")
+        self._check(is_plain or from_anchor is not None, _NO_LAYOUT)
+        markov, types = fields.get("markov_head_type") or "vanilla", ("vanilla", "gated", "rnn")
+        self._check(markov in types, f"markov_head_type is {markov}; it must be {' or '.join(types)}")
         return {
-            "block_size": block_size,
+            "block_size": size,
             "sample_from_anchor": bool(from_anchor),
             "sliding_window_non_causal": bool(fields.get("sliding_window_non_causal")) or fields.get("causal") is False,
             "markov_rank": 0 if is_plain else fields.get("markov_rank", 256),
             "markov_head_type": markov,
         }
 
-    def _refuse(self, problem: str) -> NoReturn:
-        raise ModelError(f"the head {self._source.path} cannot be served: {problem}")
+    def _first(self, *names: str) -> Any:
+        return next((self._fields[name] for name in names if self._fields.get(name) is not None), None)
+
+    def _check(self, is_served: bool, problem: str) -> None:
+        if not is_served:
+            raise ModelError(f"the head {self._source.path} cannot be served: {problem}")

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from engine.heads.config import HeadConfig
 from engine.models.causal_lm import CausalLM, kv_shape
 from engine.models.layers.layer_attention import AttentionContext, KVShape
+from engine.models.source import ModelSource
 
 NEVER = -1e30
 """Logit of tokens that a head cannot draft: of probability 0, but finite."""
@@ -77,8 +78,8 @@ class Head(nn.Module):
         """Write the keys and values of a pass's tokens, whose features are in the cache; both are [1, tokens]."""
         raise NotImplementedError
 
-    def attach(self, lm: nn.Module) -> None:
-        """Take from the target's module what a head of this kind computes with besides embedding and last layer."""
+    def attach(self, lm: nn.Module, source: ModelSource) -> None:
+        """Take what it needs of the target's module, and check its files, or raise ModelError; they are read later."""
 
     def get_output_embeddings(self) -> nn.Module:
         """Return the head's last layer, as models of transformers do."""
@@ -112,9 +113,9 @@ def keys_and_values(attention: Any, hidden: Tensor, rotary: Rotary) -> tuple[Ten
 
 def head_model(model: CausalLM) -> CausalLM:
     """Return the head that is loaded with a model, as a model over the same cache."""
-    head = model.head
+    head = getattr(model.module, "head", None)
     assert isinstance(head, Head), "no head is loaded"
     is_shared = head.lm_head is model.module.get_output_embeddings()  # type: ignore[operator]
     info = replace(model.info, num_parameters=sum(parameter.numel() for parameter in head.parameters()))
     # Each rank holds all of the head, but a slice of a vocabulary that it shares with the target.
-    return replace(model, module=head, info=info, shard=model.shard if is_shared else None)
+    return replace(model, module=head, head=head, info=info, shard=model.shard if is_shared else None)

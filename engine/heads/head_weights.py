@@ -56,6 +56,7 @@ def load_weights(
             "embed_tokens": nn.Embedding(config.vocab_size, hidden),
             "lm_head": nn.Linear(hidden, config.draft_vocab_size, bias=False),
         }
+    head.attach(lm, source)
     names = getattr(head, "names", None) or HeadNames()  # those of MTP layers depend on the target's family
     stored = {names.parameter(name): name for name in source.weight_shapes}
     embedding: Tensor = given.get_input_embeddings().weight
@@ -77,7 +78,6 @@ def load_weights(
     fill(source, head, device, names)
     for name, module in shared.items():
         setattr(head, name, module)
-    head.attach(lm)
     head.target_ids = _target_ids(source, config, {name: stored[name] for name in _MAPS if name in stored})
     if (target.directory / "tokenizer.json").exists():
         head.num_tokens = 1 + max(target.tokenizer.get_vocab().values())

@@ -10,16 +10,25 @@ import torch
 from torch import nn
 
 from engine.heads.config import read_head_config
+from engine.heads.dflash import DFlashHead, DSparkHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.head import Head
 from engine.heads.head_lm import HeadLM, load_without_layers
 from engine.heads.head_weights import load_weights
+from engine.heads.mtp import MtpHead
+from engine.heads.peagle import PEagleHead
 from engine.heads.tapped import with_head
 from engine.models.causal_lm import CausalLM, Shard
 from engine.models.loader import kv_dtype, load_model, model_info, resolve_device, resolve_dtype
 from engine.models.source import ModelSource
 
-HEADS: Mapping[str, type[Head]] = {"eagle3": Eagle3Head}
+HEADS: Mapping[str, type[Head]] = {
+    "eagle3": Eagle3Head,
+    "peagle": PEagleHead,
+    "dflash": DFlashHead,
+    "dspark": DSparkHead,
+    "mtp": MtpHead,
+}
 
 
 def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bool = True) -> CausalLM:

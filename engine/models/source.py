@@ -124,18 +124,10 @@ class ModelSource:
     @cached_property
     def configuration(self) -> "PreTrainedConfig":
         """The configuration of a model that can be served."""
-        from huggingface_hub.errors import StrictDataclassError
-        from transformers import CONFIG_MAPPING
-
         model_type = self.settings.get("model_type", "")
         if model_type == "mistral" and "layer_types" in self.settings:  # as in `AutoConfig`
             model_type = "ministral"
-        try:
-            configuration: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(
-                self.settings | {"model_type": model_type}
-            )
-        except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
-            raise ModelError(f"cannot read a model configuration from {self.path}: {error}") from error
+        configuration = read_configuration(self.path, self.settings | {"model_type": model_type})
         self.kind.check(self.config, configuration, self.generation_settings)
         return configuration
 
@@ -228,6 +220,18 @@ class ModelSource:
         if not isinstance(content, dict):
             raise ModelError(f"cannot read a model configuration from {self.path}: {name} holds no object")
         return content
+
+
+def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig":
+    """Return the configuration of these settings; raise ModelError if they cannot be read."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    try:
+        configuration: PreTrainedConfig = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
+    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        raise ModelError(f"cannot read a model configuration from {path}: {error}") from error
+    return configuration
 
 
 def _special_float(value: dict[str, Any]) -> Any:

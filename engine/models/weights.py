@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -107,8 +107,8 @@ def fill(
 class FileNames:
     """Where tensors of files belong in a module, by transformers' renamings; files have every expert by itself."""
 
-    def __init__(self, module: nn.Module) -> None:
-        changes = get_model_conversion_mapping(module, add_legacy=False)  # type: ignore[arg-type]
+    def __init__(self, module: nn.Module, renamings: Sequence[WeightRenaming] = ()) -> None:
+        changes = [*renamings, *get_model_conversion_mapping(module, add_legacy=False)]  # type: ignore[arg-type]
         self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
         self._converters = [change for change in changes if isinstance(change, WeightConverter)]
         self._parameters = module.state_dict().keys()

@@ -1,4 +1,4 @@
 """How is a draft made in the target's process?
 
-Only `target_chains`.
+`target_chains` (a token a pass), `block_drafter` (several tokens a pass).
 """

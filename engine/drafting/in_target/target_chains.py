@@ -26,15 +26,14 @@ from engine.sampling.noise import Draws
 
 
 class TargetChainDrafter(TokenDrawer):
-    """Drafts chains in the target's process; see `TargetDrafter`. All ranks need each token before the next pass."""
-
-    draws_chains = False
+    """Drafts chains in the target's process; see `TargetDrafter`."""
 
     def __init__(
         self, part: Part, config: EngineConfig, backend: Backend, kv: KVTensors, grammars: Grammars | None = None
     ) -> None:
         """Draft with a part of the target's model; see `Backend.beside`."""
         other, seen_kv = backend.beside(part, kv)
+        self.draws_chains = backend.reducer is None  # all ranks need each token before the next pass
         super().__init__(DraftModel(other, grammars=grammars), seen_kv, config)
         head = other.model.head
         self._least_tokens = 1 + (head.attends_from if head is not None else 0)

@@ -4,7 +4,6 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +91,7 @@ class TokenDrawer:
         draws_chains: all passes of a chain may be launched at once, if the backend can.
     """
 
-    draws_chains: ClassVar[bool] = True
+    draws_chains = True
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ import logging
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -95,7 +96,7 @@ class CpuBackend(EagerBackend):
                     self._package_files,
                     self._try_to_adopt,
                     num_layers=self.model.kv_shape.layers,
-                    is_self_draft=self._whole is not None,
+                    is_self_draft=self._whole is not None and self.model.head is None,
                 )
         for other in self._beside:
             other.warm_up(compile_missing=compile_missing)
@@ -140,7 +141,7 @@ class CpuBackend(EagerBackend):
 
     @functools.cached_property
     def _package(self) -> Path:
-        return packages.package_path(self._step, self.model.config)
+        return packages.package_path(self._step, self.model.config, getattr(self.model.head, "config", None))
 
     @property
     def _package_files(self) -> list[Path]:
@@ -154,8 +155,6 @@ class CpuBackend(EagerBackend):
             return "it is one of several ranks"
         if self.model.runs_eagerly is not None:
             return self.model.runs_eagerly
-        if self.model.head is not None:
-            return "it has a head"
         if self.model.kv_dtype is not None:
             return f"its KV cache is {self.model.kv_dtype}"
         if self._num_bytes > packages.MAX_BYTES:
@@ -176,14 +175,18 @@ class CpuBackend(EagerBackend):
         started = time.monotonic()
         packages.load_kernels()
         candidate = CompiledForward(self._package, self._step)
-        kv = self.allocate_kv(16, 16)
+        kv, eager_kv = self.allocate_kv(16, 16), self.allocate_kv(16, 16)
+        if kv.states is not None and eager_kv.states is not None:
+            kv.states.copy_(eager_kv.states.normal_())
         for rows in samples():
-            batch = build(rows, kv)
-            candidate.check(batch, self.logits(batch))
+            candidate.check(build(rows, kv), self.logits(build(rows, eager_kv)), eager_kv)
         load_noise(packages.noise_path())
         self._compiled = candidate
         # Frees the eager module, whose unpacked weights take half of the memory or more.
-        self.model.module = self._step.module
+        module: Any = self._step.module
+        self.model.module = module
+        if self.model.head is not None:
+            self.model.head = getattr(module, "head", module)
         logger.info("%s: compiled pass loaded and checked in %.1f s", self.info.name, time.monotonic() - started)
 
 

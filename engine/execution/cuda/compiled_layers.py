@@ -20,6 +20,7 @@ from engine.control.stats import PREPARATION
 from engine.errors import ModelError
 from engine.execution.attention import PagedContext
 from engine.execution.cuda.kernels import triton_attention as paged_attention
+from engine.heads.head import Head
 from engine.models.layers.layer_attention import AttentionParams
 
 _MAX_COMPILATIONS = 64
@@ -45,12 +46,17 @@ class TritonContext(PagedContext):
         """Write, then attend; see `AttentionContext.attend`."""
         self.layers.append(layer)
         keys, values = self.kv.keys[layer], self.kv.values[layer]
-        paged_attention.write(key, value, keys, values, self.slots)
+        self.write(layer, key, value)
         output = query.new_empty(query.shape[1], query.shape[0], value.shape[2])
         for group in self.groups:
             tokens = slice(group.start, group.start + group.rows * group.length)
             paged_attention.attend(group, query[:, tokens], keys, values, output[tokens], params)
         return output
+
+    def write(self, layer: int, key: Tensor, value: Tensor, slots: Tensor | None = None) -> None:
+        """Write without attending; see `PagedContext.write`."""
+        slots = self.slots if slots is None else slots
+        paged_attention.write(key, value, self.kv.keys[layer], self.kv.values[layer], slots)
 
     @contextmanager
     def current(self) -> Iterator["OperatorContext"]:
@@ -64,15 +70,30 @@ class TritonContext(PagedContext):
 
 
 class OperatorContext:
-    """Attends through an operator, so that a compiler can treat it as one call."""
+    """Attends through an operator, so that a compiler can treat it as one call; the rest is not called in layers."""
+
+    def __init__(self) -> None:
+        self.taps: dict[int, Tensor] = {}
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend, in the context of the current pass; see `AttentionContext.attend`."""
-        window, scaling, softcap, sinks, bias, is_cross, *_ = params
-        assert bias is None, "models with these run eagerly"
-        assert not is_cross, "models with these run eagerly"
-        output: Tensor = torch.ops.paceline.attend_in_context(query, key, value, layer, window, scaling, softcap, sinks)
+        assert params.bias is None, "models with these run eagerly"
+        assert not params.is_cross, "models with these run eagerly"
+        numbers = (params.window, params.scaling, params.softcap, params.sinks, params.first, params.sees_row)
+        output: Tensor = torch.ops.paceline.attend_in_context(query, key, value, layer, *numbers)
         return output
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write without attending; see `AttentionContext.write`."""
+        _thread.contexts[-1].write(layer, key, value)
+
+    def read_states(self, *, of_parents: bool) -> Tensor:
+        """Return states; see `AttentionContext.read_states`."""
+        return _thread.contexts[-1].read_states(of_parents=of_parents)
+
+    def write_states(self, states: Tensor, tokens: Tensor | None = None) -> None:
+        """Write states; see `AttentionContext.write_states`."""
+        _thread.contexts[-1].write_states(states, tokens)
 
 
 @torch.library.custom_op("paceline::attend_in_context", mutates_args=())
@@ -85,8 +106,11 @@ def _attend_in_context(
     scaling: float | None,
     softcap: float | None,
     sinks: Tensor | None,
+    first: int,
+    sees_row: bool,
 ) -> Tensor:
-    return _thread.contexts[-1].attend(layer, query, key, value, AttentionParams(window, scaling, softcap, sinks))
+    params = AttentionParams(window, scaling, softcap, sinks, first=first, sees_row=sees_row)
+    return _thread.contexts[-1].attend(layer, query, key, value, params)
 
 
 @_attend_in_context.register_fake
@@ -105,7 +129,8 @@ def compile_layers(module: nn.Module) -> None:
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     if not layers:
         raise ModelError(f"{type(module).__name__} has no decoder layers that can be compiled")
-    for layer in _compiled_parts(module):
+    # A head is beside its target, too, and compiled with it.
+    for layer in (part for part in _compiled_parts(module) if "forward" not in part.__dict__):
         # Kernels are chosen by rule: a choice by measurement could round differently in the next process. This is no
         # setting of `torch._inductor.config`, because torch resets it after every compilation.
         layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=True, options={"deterministic": True})
@@ -141,4 +166,6 @@ def uncompile_layers(module: nn.Module) -> None:
 def _compiled_parts(module: nn.Module) -> list[nn.Module]:
     layers = [layer for layer in module.modules() if isinstance(layer, GradientCheckpointingLayer)]
     inner = {child for layer in layers for child in layer.modules()}
+    # A head also calls parts of its layers by themselves.
+    inner -= {child for head in module.modules() if isinstance(head, Head) for child in head.modules()}
     return layers + [child for child in module.modules() if "Norm" in type(child).__name__ and child not in inner]

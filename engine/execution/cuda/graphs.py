@@ -194,7 +194,9 @@ def shapes(engine: EngineConfig, max_model_len: int, block_size: int, branches: 
     return sorted((shape for shape in every if _fits(shape, block_size)), key=lambda shape: -shape.tokens * shape.width)
 
 
-def graph_bytes(engine: EngineConfig, config: PreTrainedConfig, max_model_len: int, world_size: int) -> int:
+def graph_bytes(
+    engine: EngineConfig, config: PreTrainedConfig, max_model_len: int, world_size: int, *, has_head: bool = False
+) -> int:
     """Return an estimate of the memory that a rank's graphs and its communication with other ranks take."""
     recorded = shapes(engine, max_model_len, engine.block_size)
     text, value_dim = config.get_text_config(), kv_shape(config, world_size).value_dim
@@ -203,7 +205,8 @@ def graph_bytes(engine: EngineConfig, config: PreTrainedConfig, max_model_len: i
     partial_bytes = chunks * text.num_attention_heads // world_size * (value_dim + 2) * torch.float32.itemsize
     output_bytes = tokens * text.vocab_size * torch.float32.itemsize
     communication_bytes = _COMMUNICATION_BYTES if world_size > 1 else 0
-    num_models = 1 if engine.self_draft_layers is None else 2  # a target's first layers have graphs of their own
+    # A target's head or first layers have graphs of their own.
+    num_models = 2 if has_head or engine.self_draft_layers is not None else 1
     return num_models * (int(partial_bytes + output_bytes) + len(recorded) * _GRAPH_BYTES) + communication_bytes
 
 

@@ -108,16 +108,21 @@ def make_invariant(module: nn.Module, dtype: torch.dtype, *, invariant: bool = T
         return
     if invariant:
         sum_in_order()
+    replaced: dict[nn.Module, nn.Module] = {}  # one for all parents: a head may share its last layer with the target
     for parent in list(module.modules()):
         for name, child in parent.named_children():
+            if child in replaced:
+                setattr(parent, name, replaced[child])
+                continue
             if type(child) is nn.Linear:
-                setattr(parent, name, InvariantLinear(child, invariant=invariant))
+                replaced[child] = InvariantLinear(child, invariant=invariant)
             elif type(child) is RowLinear:
-                setattr(parent, name, InvariantRowLinear(child))
+                replaced[child] = InvariantRowLinear(child)
             elif type(child) is QuantizedRowLinear:
-                setattr(parent, name, InvariantQuantizedRowLinear(child))
+                replaced[child] = InvariantQuantizedRowLinear(child)
             elif type(child) is QuantizedLinear:
-                setattr(parent, name, InvariantQuantizedLinear(child, invariant=invariant))
+                replaced[child] = InvariantQuantizedLinear(child, invariant=invariant)
+            setattr(parent, name, replaced.get(child, child))
     if experts := experts_of(module):
         group_experts(module)
         for block in list(module.modules()):

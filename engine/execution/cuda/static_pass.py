@@ -20,8 +20,9 @@ from engine.models.causal_lm import CausalLM, forward
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
-_FILLERS = {"token_ids": 0, "positions": 0, "slots": 0, "limits": 1, "logit_indices": 0, "is_drawn": 0}
-"""What the fields of a token hold where a batch has none. Padding writes to block 0 and attends to place 0."""
+_FILLERS = {"token_ids": 0, "positions": 0, "slots": 0, "limits": 1, "logit_indices": -1, "is_drawn": 0}
+"""What the fields of a token hold where a batch has none. Padding writes to block 0 and attends to place 0; logits that
+nobody needs are the last token's, whose state they do not overwrite."""
 
 
 class Outputs(NamedTuple):

@@ -26,9 +26,10 @@ def experts_of(module: nn.Module) -> list[Any]:
     return [child for child in module.modules() if hasattr(child, "is_transposed")]
 
 
-def group_experts(module: Any) -> None:
-    """Let `compute_experts` compute a model's experts."""
-    module.set_experts_implementation(EXPERTS_NAME)
+def group_experts(module: nn.Module) -> None:
+    """Let `compute_experts` compute a model's experts, and those of a head that is wrapped with it."""
+    for experts in experts_of(module):
+        experts.config._experts_implementation = EXPERTS_NAME
 
 
 def compute_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

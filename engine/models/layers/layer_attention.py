@@ -89,7 +89,7 @@ class AttentionContext(Protocol):
         ...
 
     def write_states(self, states: Tensor, tokens: Tensor | None = None) -> None:
-        """Write states [n, state_size] of the tokens with these indices in the pass; None is all of them."""
+        """Write states [n, state_size] of the tokens with these indices in the pass; None: of all, -1: of none."""
         ...
 
 

@@ -220,6 +220,7 @@ def without(head, *names):
     return {name: value for name, value in head.items() if name not in names}
 
 
+AUX = "aux_hidden_state_layer_ids"
 REFUSED = {
     "it is a whole model; heads are": without(LLAMA_31, "draft_vocab_size"),
     "it is medusa; heads are": EAGLE3 | {"speculators_model_type": "medusa"},
@@ -236,13 +237,11 @@ REFUSED = {
     "its target_hidden_size is 5120, but the target .* has 4096": EAGLE3 | {"target_hidden_size": 5120},
     "its target_hidden_size is 2048, but": EAGLE3 | layers(hidden_size=2048),
     "draft_vocab_size is 200000, more than the 151936": EAGLE3 | {"draft_vocab_size": 200000},
-    "model_type of its layers is mistral; it must be llama or qwen3": EAGLE3 | layers(model_type="mistral"),
-    "its layers cannot be read": EAGLE3 | layers(num_attention_heads="many"),
-    "layer_types has linear_attention; only": EAGLE3 | layers(layer_types=["linear_attention"]),
+    "model_type of its layers is mistral, not llama or qwen3": EAGLE3 | layers(model_type="mistral"),
+    "layer_types has linear_attention, which no": EAGLE3 | layers(layer_types=["linear_attention"]),
     "sliding_window is missing, but layer_types": EAGLE3 | layers(layer_types=["sliding_attention"]),
-    "aux_hidden_state_layer_ids is missing": without(
-        GLM_DSPARK | layers(model_type="qwen3"), "aux_hidden_state_layer_ids"
-    ),
+    "aux_hidden_state_layer_ids is missing": without(GLM_DSPARK | layers(model_type="qwen3"), AUX)
+    | {"mask_token_id": 1, "draft_vocab_size": None},
     "eagle_aux_hidden_state_layer_ids means the outputs of layers 0, 18, 33, but the target .* has 36 layers": EAGLE3
     | {"eagle_aux_hidden_state_layer_ids": [0, 18, 33]},
     "means the outputs of layers 2, 18, 37, but": EAGLE3 | {"eagle_aux_hidden_state_layer_ids": [2, 18, 37]},
@@ -265,6 +264,11 @@ REFUSED = {
 def test_what_is_not_served_is_refused_by_name(tmp_path, problem):
     with pytest.raises(ModelError, match=f"the head .*head cannot be served: .*{problem}"):
         read(tmp_path, REFUSED[problem], num_taps=5 if "dflash_config" in REFUSED[problem] else 3)
+
+
+def test_layers_that_cannot_be_read_are_refused(tmp_path):
+    with pytest.raises(ModelError, match=r"cannot read a model configuration from .*head: .*num_attention_heads"):
+        read(tmp_path, EAGLE3 | layers(num_attention_heads="many"))
 
 
 def test_taps_keep_the_order_of_the_file(tmp_path):

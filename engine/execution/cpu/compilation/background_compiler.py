@@ -54,6 +54,10 @@ class BackgroundCompiler:
         directory = str(source.directory.resolve())
         options = ["--dtype", dtype, "--quantization", source.config.quantization, "--until-input-ends"]
         options += ["--self-draft-layers", str(num_layers)] if is_self_draft else []
+        if (head := source.config.head) is not None:
+            if head == source.config.path:
+                head = directory
+            options += ["--head", str(Path(head).resolve()) if Path(head).is_dir() else head]
         self._command = ["-m", "engine.execution.cpu", directory, *options]
         self._name = source.path
         self._ready = ready
@@ -95,6 +99,8 @@ class BackgroundCompiler:
             tempfile.TemporaryFile("w+", dir=folder) as errors,
         ):
             fcntl.flock(lock, fcntl.LOCK_EX)
+            if self._parts and all(path.exists() for path in self._parts):  # compiled with the target, as a head is
+                return None
             self._started = time.monotonic()
             self._process = process = self._start(folder, errors.fileno())
             logger.info("%s runs eagerly until it is compiled", self._name)

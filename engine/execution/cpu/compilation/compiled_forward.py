@@ -6,16 +6,19 @@ code only and uses the loaded model's weights.
 """
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import PacelineError
+from engine.execution import attention
 from engine.execution.attention import Group, KVTensors, PagedContext, attend_to_gathered, slots_of, write_slots
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.cpu.kernels.paged_attention import attend_to_blocks, suits
@@ -41,33 +44,52 @@ class CompileError(PacelineError):
     """A forward pass cannot be compiled, or the compiled pass computes something else."""
 
 
-class TracedContext(NamedTuple):
+@dataclass(slots=True)
+class TracedContext:
     """The context of the attention function while it is traced: one group, without branches on tensor values.
 
     Attributes:
+        states: those of a head, none or one tensor.
         slots: [rows * length].
         ends: [rows, length] each token attends to places before its end only.
     """
 
     keys: list[Tensor]
     values: list[Tensor]
+    states: list[Tensor]
     group: Group
     slots: Tensor
     ends: Tensor
+    taps: dict[int, Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend; see `AttentionContext.attend`."""
         keys, values, group = self.keys[layer], self.values[layer], self.group
-        write_slots(keys, self.slots, key)
-        write_slots(values, self.slots, value)
+        self.write(layer, key, value)
         _, size, kv_heads, _ = keys.shape
         if params.is_plain and key.shape[-1] == value.shape[-1] and suits(query.shape[-1], query.dtype):
             mask = group.mask(params, 1, query, size)
-            return attend_to_blocks(query.transpose(0, 1), keys, values, group.blocks, self.ends, mask, params.scaling)
+            ends = self.ends.amax(-1, keepdim=True).repeat(1, group.length) if params.sees_row else self.ends
+            return attend_to_blocks(query.transpose(0, 1), keys, values, group.blocks, ends, mask, params.scaling)
         mask = group.mask(params, query.shape[0] // kv_heads, query, size)
         # Indexed by rows of blocks: with flat indices, the compiled code would divide to find each number's row.
         key, value = keys[group.blocks], values[group.blocks]
         return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)
+
+    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Write without attending; see `AttentionContext.write`."""
+        write_slots(self.keys[layer], self.slots, key)
+        write_slots(self.values[layer], self.slots, value)
+
+    def read_states(self, *, of_parents: bool) -> Tensor:
+        """Return states; see `AttentionContext.read_states`."""
+        (states,), group = self.states, self.group
+        slots = slots_of(group.blocks, group.parents, states.shape[1]).flatten() if of_parents else self.slots
+        return attention.read_states(states, slots)
+
+    def write_states(self, states: Tensor, tokens: Tensor | None = None) -> None:
+        """Write states; see `AttentionContext.write_states`."""
+        attention.write_states(self.states[0], self.slots if tokens is None else self.slots[tokens], states)
 
 
 class Step(nn.Module):
@@ -96,13 +118,14 @@ class Step(nn.Module):
         noise_rows: Tensor,
         keys: list[Tensor],
         values: list[Tensor],
+        states: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return [n, vocab] logits at `logit_indices`, [n, vocab] scores and [n] drawn tokens; see `arguments`."""
         rows, length = positions.shape
         group = Group(0, rows, length, blocks, positions, places, limits, extra)
         slots = slots_of(blocks, places, keys[0].shape[1]).flatten()
         ends = torch.cat([limits.unsqueeze(-1), extra + 1], -1).amax(-1)
-        context = TracedContext(keys, values, group, slots, ends)
+        context = TracedContext(keys, values, states, group, slots, ends)
         logits = forward(self.module, token_ids, positions.flatten(), logit_indices, context).float()
         scores = noise.scores(logits, temperatures, noise_keys, noise_rows)
         return logits, scores, scores.argmax(-1)
@@ -146,8 +169,8 @@ def _slice(group: Group, first: int, last: int, block_size: int) -> Group:
     )
 
 
-def arguments(batch: ForwardBatch, draws: Draws | None = None) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return the arguments of `Step.forward`: the batch's tensors, the keys and the values."""
+def arguments(batch: ForwardBatch, draws: Draws | None = None) -> tuple[list[Tensor], ...]:
+    """Return the arguments of `Step.forward`: the batch's tensors, the keys, the values and the states."""
     kv, (group,) = batch.paged.kv, batch.paged.groups
     extra, logit_indices = group.extra, batch.logit_indices
     if extra is None:
@@ -156,7 +179,8 @@ def arguments(batch: ForwardBatch, draws: Draws | None = None) -> tuple[list[Ten
         no_keys = torch.empty((0, 2), dtype=torch.int32)
         draws = Draws(torch.ones((len(logit_indices), 1)), no_keys, torch.zeros_like(logit_indices))
     tensors = [batch.token_ids, group.positions, group.places, group.limits, extra, group.blocks, logit_indices]
-    return [*tensors, draws.temperatures, draws.keys, draws.rows], kv.keys, kv.values
+    states = [] if kv.states is None else [kv.states]
+    return [*tensors, draws.temperatures, draws.keys, draws.rows], kv.keys, kv.values, states
 
 
 def _open(path: Path) -> torch._C._aoti.AOTIModelPackageLoader:
@@ -204,9 +228,9 @@ class CompiledForward:
 
     def __call__(self, batch: ForwardBatch, draws: Draws | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Run a batch that `can_run` accepts; see `Step.forward`. Without `draws`, draws are greedy."""
-        tensors, keys, values = arguments(batch, draws)
+        tensors, *caches = arguments(batch, draws)
         # A package assumes contiguous tensors and does not check strides.
-        logits, scores, tokens = self._run([*(tensor.contiguous() for tensor in tensors), *keys, *values])
+        logits, scores, tokens = self._run([*(tensor.contiguous() for tensor in tensors), *itertools.chain(*caches)])
         return logits, scores, tokens
 
     def in_pieces(self, batch: ForwardBatch) -> Tensor:
@@ -217,8 +241,8 @@ class CompiledForward:
             logits[where] = piece_logits
         return logits
 
-    def check(self, batch: ForwardBatch, expected: Tensor) -> None:
-        """Raise CompileError if logits or drawn tokens differ from an eager pass."""
+    def check(self, batch: ForwardBatch, expected: Tensor, written: KVTensors) -> None:
+        """Raise CompileError if logits, drawn tokens or what is written for a head differ from an eager pass."""
         count = len(batch.logit_indices)
         keys = noise.keys(range(1, count), range(1, count), noise.TARGET_STREAM, torch.device("cpu"))
         draws = Draws(torch.linspace(0.5, 1.5, count).unsqueeze(-1), keys, torch.arange(count))
@@ -226,9 +250,12 @@ class CompiledForward:
         drawn = noise.scores(logits, draws.temperatures, draws.keys, draws.rows)
         if not (drawn - scores).abs().amax() < _NOISE_TOLERANCE or not torch.equal(tokens, scores.argmax(-1)):
             raise CompileError("the compiled pass draws tokens that do not follow from its logits and noise")
-        difference = float((expected - logits).abs().amax() / expected.abs().amax().clamp_min(1.0))
-        if not difference < _TOLERANCE[batch.paged.kv.keys[0].dtype]:
-            raise CompileError(f"the compiled pass differs from the eager one by {difference:.1e}")
+        caches = zip(written.of_head, batch.paged.kv.of_head, strict=True)
+        # Padding goes to block 0.
+        for right, found in ((expected, logits), *((right[:, 1:], found[:, 1:]) for right, found in caches)):
+            difference = float((right - found).abs().amax() / right.abs().amax().clamp_min(1.0))
+            if not difference < _TOLERANCE[batch.paged.kv.keys[0].dtype]:
+                raise CompileError(f"the compiled pass differs from the eager one by {difference:.1e}")
 
 
 def example(kv: KVTensors) -> tuple[ForwardBatch, Draws]:
@@ -244,7 +271,7 @@ def samples() -> list[list[ForwardRow]]:
     one, five = ForwardRow([1], 20, [1, 2], 1), ForwardRow([1, 2, 3, 4, 5], 17, [3, 4], 5)
     tree = ForwardRow([1, 2, 3, 4], 9, [5], 4, parents=[-1, -1, 0])
     piece = ForwardRow([i % 8 for i in range(PIECE_LENGTH)], 30, [*range(1, 11)], 3)
-    return [[one], [five], [tree], [one, five, tree], [ForwardRow([i], 0, [1 + i], 1) for i in range(9)], [piece]]
+    return [[one], [five], [tree], [ForwardRow([i], 0, [1 + i], 1) for i in range(9)], [one, five, tree], [piece]]
 
 
 class GumbelNoise(nn.Module):

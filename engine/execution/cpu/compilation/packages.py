@@ -24,6 +24,7 @@ from engine.execution.cpu.kernels import library as kernels
 from engine.execution.cpu.kernels import paged_attention, panel_linear
 from engine.execution.scratch import CACHE_VARIABLE as CACHE_VARIABLE
 from engine.execution.scratch import cache_folder
+from engine.heads.config import HeadConfig
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
@@ -32,9 +33,9 @@ _SOURCES = (
     "execution/attention.py",
     "execution/cpu/compilation/*.py",
     "execution/cpu/kernels/*.*",
+    "heads/*.py",
     "models/causal_lm.py",
-    "models/fusion.py",
-    "models/quantization.py",
+    "models/layers/*.py",
     "sampling/noise.py",
 )
 """Files in `engine` that define the compiled code."""
@@ -52,11 +53,17 @@ _OPTIONS = {
 }
 
 
-def package_path(step: Step, config: PreTrainedConfig) -> Path:
-    """Return the path of a model's package in the cache."""
-    settings = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+def package_path(step: Step, config: PreTrainedConfig, head: HeadConfig | None = None) -> Path:
+    """Return the path of a model's package in the cache; `head` is that of the head in it."""
+    settings = [_settings(config)]
+    if head is not None:
+        settings.append(vars(head) | {"layers": _settings(head.layers)})
     tensors = [(name, list(tensor.shape), str(tensor.dtype)) for name, tensor in step.tensors.items()]
     return _cached("package", json.dumps(settings, sort_keys=True, default=str), tensors).with_suffix(".pt2")
+
+
+def _settings(config: PreTrainedConfig) -> dict[str, Any]:
+    return {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
 
 
 def noise_path() -> Path:
@@ -87,12 +94,12 @@ def compile_step(step: Step, batch: ForwardBatch, draws: Draws, path: Path) -> N
     Raises:
         CompileError: the pass cannot be compiled for batches of every shape.
     """
-    tensors, keys, values = arguments(batch, draws)
+    tensors, *caches = arguments(batch, draws)
     size = torch.export.Dim.AUTO
     one, two, three = (dict.fromkeys(range(count), size) for count in (1, 2, 3))
-    any_kv = [two for _ in keys]
-    shapes = (one, two, two, two, three, two, one, one, one, one, any_kv, any_kv)
-    _compile(step.eval(), (*tensors, keys, values), shapes, path)
+    any_caches = ([two for _ in tensors] for tensors in caches)
+    shapes = (one, two, two, two, three, two, one, one, one, one, *any_caches)
+    _compile(step.eval(), (*tensors, *caches), shapes, path)
 
 
 def compile_noise(path: Path) -> None:

@@ -46,12 +46,12 @@ def attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, output: Te
     is_split = constants["IS_SPLIT"]
     num_chunks = triton.cdiv(group.blocks.shape[1] * block_size, CHUNK)
     num_programs = min(num_chunks, MAX_PROGRAMS) if is_split else 1
-    tokens = group.rows * group.length
+    tokens, limits = group.rows * group.length, group.limits_of(params).contiguous()
     partials, stats = output, output
     if is_split:
         partials = torch.empty((tokens, heads, num_chunks, value_dim), dtype=torch.float32, device=query.device)
         stats = torch.empty((tokens, heads, num_chunks, 2), dtype=torch.float32, device=query.device)
-    extra = group.limits if group.extra is None else group.extra
+    extra = limits if group.extra is None else group.extra
     sinks = output if params.sinks is None else params.sinks
     scale = key_dim**-0.5 if params.scaling is None else params.scaling
     # Scores are in units of log2, for `exp2`.
@@ -60,14 +60,14 @@ def attend(group: Group, query: Tensor, keys: Tensor, values: Tensor, output: Te
     grid = (group.rows * triton.cdiv(group.length, constants["TILE_TOKENS"]), kv_heads, num_programs)
     _attend_kernel[grid](
         query, _stored(keys), _stored(values), output, partials, stats,
-        group.blocks, group.limits, group.positions, extra, sinks,
+        group.blocks, limits, group.positions, extra, sinks,
         scale, cap, group.length, num_chunks,
         query.stride(0), query.stride(1), *group.blocks.stride(),
         num_stages=2, num_warps=num_warps(constants), enable_fp_fusion=False, **constants,
     )  # fmt: skip
     if is_split:
         _merge_kernel[(tokens, heads)](
-            partials, stats, output, group.limits, group.positions, extra, sinks, num_chunks,
+            partials, stats, output, limits, group.positions, extra, sinks, num_chunks,
             enable_fp_fusion=False, **common,
         )  # fmt: skip
 
@@ -83,7 +83,7 @@ def attention_constants(
     common = {
         "HEADS": heads, "VALUE_DIM": value_dim, "VALUE_PAD": triton.next_power_of_2(value_dim), "NUM_EXTRA": num_extra,
         "CHUNK": CHUNK,
-        "WINDOW": params.window or 0, "HAS_SINKS": params.sinks is not None,
+        "WINDOW": params.window or 0, "FIRST": params.first, "HAS_SINKS": params.sinks is not None,
     }  # fmt: skip
     return common | {
         "KV_HEADS": kv_heads, "COPIES": copies, "BLOCK_SIZE": block_size, "TILE_TOKENS": tile_tokens,
@@ -117,12 +117,16 @@ def _stored(cache: Tensor) -> Tensor:
 
 
 @triton.jit
-def _bounds(limits, positions, extra, token, is_token, NUM_EXTRA: tl.constexpr, WINDOW: tl.constexpr):
+def _bounds(
+    limits, positions, extra, token, is_token, NUM_EXTRA: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr
+):
     limit = tl.load(limits + token, mask=is_token, other=0).to(tl.int32)
     first = tl.zeros_like(limit)
     if WINDOW > 0:
         position = tl.load(positions + token, mask=is_token, other=0).to(tl.int32)
         first = tl.maximum(position - WINDOW + 1, 0)
+    if FIRST > 0:
+        first = tl.maximum(first, tl.minimum(limit - 1, FIRST))
     end = limit
     for i in tl.static_range(NUM_EXTRA):
         end = tl.maximum(end, tl.load(extra + token * NUM_EXTRA + i, mask=is_token, other=-1).to(tl.int32) + 1)
@@ -157,8 +161,8 @@ def _attend_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, COPIES: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     TILE_TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, IS_SPLIT: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
-    NUM_EXTRA: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    IS_FP8: tl.constexpr,
+    NUM_EXTRA: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
     """Attend to the chunks of one tile of tokens and one key/value head.
 
@@ -172,7 +176,7 @@ def _attend_kernel(
     is_token = (token_in_row < length) & (lane < TILE_TOKENS * COPIES)
     token = row * length + token_in_row
     head = kv_head * COPIES + lane % COPIES
-    first, limit, end = _bounds(limits, positions, extra, token, is_token, NUM_EXTRA, WINDOW)
+    first, limit, end = _bounds(limits, positions, extra, token, is_token, NUM_EXTRA, WINDOW, FIRST)
     last = tl.max(tl.where(is_token, end, 0), 0)
     start = tl.min(tl.where(is_token, first, last), 0)
     key_column = tl.arange(0, KEY_PAD)
@@ -206,7 +210,7 @@ def _attend_kernel(
             for i in tl.static_range(NUM_EXTRA):
                 node = tl.load(extra + token * NUM_EXTRA + i, mask=is_token, other=-1).to(tl.int32)
                 is_visible = is_visible | (place[None, :] == node[:, None])
-            if WINDOW > 0:
+            if WINDOW + FIRST > 0:
                 is_visible = is_visible & (place[None, :] >= first[:, None])
             scores = tl.where(is_visible, scores, float("-inf"))
             new_best = tl.maximum(chunk_best, tl.max(scores, 1))
@@ -248,11 +252,11 @@ def _attend_kernel(
 def _merge_kernel(
     partials, stats, output, limits, positions, extra, sinks, num_chunks,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, VALUE_PAD: tl.constexpr,
-    NUM_EXTRA: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, HAS_SINKS: tl.constexpr,
+    NUM_EXTRA: tl.constexpr, CHUNK: tl.constexpr, WINDOW: tl.constexpr, FIRST: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     head = tl.program_id(1)
-    first, _, end = _bounds(limits, positions, extra, token, True, NUM_EXTRA, WINDOW)
+    first, _, end = _bounds(limits, positions, extra, token, True, NUM_EXTRA, WINDOW, FIRST)
     column = tl.arange(0, VALUE_PAD)
     is_column = column < VALUE_DIM
     best = tl.full((1,), float("-inf"), tl.float32)

@@ -10,12 +10,17 @@ import torch
 from transformers import LlamaConfig
 
 from engine.config import EngineConfig, ModelConfig
+from engine.drafting.in_target.target_chains import TargetChainDrafter
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.run_ahead.chains import RunAheadDrafter
+from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
+from engine.heads.head import head_model
+from engine.heads.tapped import with_head
 from engine.params import SamplingParams
-from engine.protocols import ProposeRow, Request, run_in_process
+from engine.protocols import Draft, ProposeRow, Request, VerifyRow, run_in_process
+from tests.engine.heads.tiny_heads import head_config, random_head
 from tests.engine.tiny import SIZES, model_of, save
 
 pytest.importorskip("triton", reason="the kernels need triton")
@@ -132,6 +137,34 @@ def test_a_recorded_chain_is_the_one_that_is_drawn_pass_by_pass(names, k, shaped
         (next(steps for steps in STEPS if steps >= n), shaped) for n in (k, k - 1)
     }
     assert bool(chains_of(drafter)) == (k > 1)
+
+
+@torch.inference_mode()
+def test_a_recorded_chain_of_a_head_is_the_one_that_is_drawn_pass_by_pass(model):
+    """Rows of one and two missing tokens; each pass reads the state that the pass before it has written."""
+    config = EngineConfig(num_blocks=40, block_size=BLOCK)
+    with_one = with_head(model, random_head(model, head_config(taps=(1,))))
+    settings, recorder = ModelConfig("tiny", compile="auto"), CallRecorder(is_warm=True)
+    found = []
+    for backend in (CudaBackend(with_one, settings, config, recorder=recorder), EagerBackend(with_one)):
+        kv = backend.allocate_kv(40, BLOCK)
+        drafter = TargetChainDrafter(head_model, config, backend, kv)
+        assert drafter._draws_chains == isinstance(backend, CudaBackend)
+        if isinstance(backend, CudaBackend):
+            (other,) = backend._beside
+            drafter._kv.graphs = EagerGraphs(other.model, drafter._kv, recorder, shapes(config, 64, BLOCK))
+        rows = []
+        for i, (request, missing) in enumerate(
+            zip(requests_of(["0.7", "greedy", "1"], seed=5), (1, 2, 1), strict=True)
+        ):
+            request.token_ids[:] = [3, 5, 8, 9, 4 + i, 7]
+            start, blocks = len(request.token_ids) - missing, [*range(1 + 10 * i, 11 + 10 * i)]
+            backend.run(build([ForwardRow(request.token_ids[:start], 0, blocks, 1)], kv))
+            rows.append(VerifyRow(request, start, missing, blocks, Draft(num_deferred=4)))
+        found.append([row.draft.token_ids for row in drafter.draft(rows, decides=True)])
+    assert found[0] == found[1]
+    assert recorder.num_replays == 1
+    assert len({tuple(draft) for draft in found[0]}) == 3
 
 
 def test_a_chain_ranks_what_its_passes_would_rank(model, recorded):

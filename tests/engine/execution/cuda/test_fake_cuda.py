@@ -11,9 +11,11 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.execution.attention import KVTensors
 from engine.execution.registry import make_backend
+from engine.heads.tapped import with_head
 from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
 from tests.engine.grammars import GRAMMARS
+from tests.engine.heads.tiny_heads import head_config, random_head
 from tests.engine.running import make_engine, run_outputs
 from tests.engine.tiny import SIZES, model_of, save, source_of
 from tests.fakes import InterruptedDrafter, TreeDrafter
@@ -35,6 +37,7 @@ PARAMS = {
 }
 DRAFTERS = {
     "no draft": lambda draft: None,
+    "head": lambda draft: None,
     "chain": lambda draft: lambda config: ModelDrafter(draft, config),
     "tree": lambda draft: lambda config: TreeDrafter(range(2, 40), seed=1),
     "running ahead": lambda draft: lambda config: InterruptedDrafter(RunAheadDrafter(draft, config), seed=3),
@@ -47,6 +50,8 @@ SHAPED = ["tolist in coupled"]
 WAITS = {
     "drawn, no draft": VERIFIED,
     "drawn, chain": [*CHAIN, *VERIFIED],
+    "drawn, head": [*CHAIN, *VERIFIED],
+    "top-p, head": [*CHAIN, *VERIFIED, *SHAPED],
     "drawn, tree": VERIFIED,
     "drawn, running ahead": [*CHAIN, *RANKED, *VERIFIED],
     "top-p, chain": [*CHAIN, *VERIFIED, *SHAPED],
@@ -68,13 +73,16 @@ def gpu(monkeypatch):
 SHAPES = {
     "no draft": [Shape(2, 1, 0, 2)],
     "chain": [Shape(2, 3, 0, 2)],
+    "head": [Shape(2, 3, 0, 2)],
     "tree": [Shape(2, 3, 4, 2)],
     "running ahead": [Shape(2, 9, 4, 2), Shape(2, 3, 0, 2)],
 }
 
 
-def backend_of(path, *, gpu, invariant=True):
+def backend_of(path, *, gpu, invariant=True, has_head=False):
     model = model_of(path)
+    if has_head:
+        model = with_head(model, random_head(model, head_config(taps=(1,))))
     if gpu is not None:
         move_to_gpu(model.module)
         model.device = DEVICE
@@ -83,9 +91,14 @@ def backend_of(path, *, gpu, invariant=True):
 
 def rounds(paths, make_grammars, params, drafter, *, gpu=None):
     """Generate two texts; return them, and the waits of each round."""
-    target, draft = (backend_of(path, gpu=gpu, invariant=path is paths[0]) for path in paths)
+    has_head = drafter == "head"
+    target, draft = (
+        backend_of(path, gpu=gpu, invariant=is_target, has_head=has_head and is_target)
+        for path, is_target in zip(paths, (True, False), strict=True)
+    )
     drafting = DRAFTERS[drafter](DraftModel(draft, grammars=make_grammars()))
     settings = {"num_blocks": 12, "num_speculative_tokens": 2, "max_num_seqs": 2}
+    settings |= {"drafting": "head"} if has_head else {}
     engine = make_engine(target, drafting, grammars=make_grammars(), **settings)
 
     def chain(num_ranked):
@@ -93,9 +106,9 @@ def rounds(paths, make_grammars, params, drafter, *, gpu=None):
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(cuda_backend, "shapes", lambda *_: SHAPES[drafter])
+        patched.setattr(cuda_backend, "chain_shapes", lambda _, steps, num_ranked: [chain(num_ranked)] if steps else [])
         target.warm_up()
         if drafter in ("chain", "running ahead"):
-            patched.setattr(cuda_backend, "chain_shapes", lambda _passes, _num_steps, num_ranked: [chain(num_ranked)])
             draft.warm_up()
     waits = []
     outputs = run_outputs(

@@ -6,9 +6,12 @@ from transformers import LlamaConfig
 
 from engine.execution.batch import ForwardRow, build, next_tokens
 from engine.execution.eager import EagerBackend
+from engine.heads.head import head_model
+from engine.heads.tapped import with_head
 from engine.models.causal_lm import Shard
 from engine.sampling import noise
 from engine.sampling.noise import Draws
+from tests.engine.heads.tiny_heads import head_config, random_head
 from tests.engine.ranks import gloo_reducers, in_turn, on_ranks
 from tests.engine.tiny import SIZES, model_of, save
 
@@ -117,6 +120,33 @@ def test_ranks_compute_a_slice_each_and_draw_the_whole_models_tokens(is_drawn, t
         assert torch.equal(output.tokens, expected.tokens)
         ids = backend.model.vocab_slice
         torch.testing.assert_close(output.scores, expected.scores[:, ids.start : ids.stop], atol=2e-4, rtol=0)
+
+
+HEAD_ROWS = {
+    "a row beside padding": [[ForwardRow([11], 40, BLOCKS, 1)], [ForwardRow([3, 9, 4], 40, BLOCKS, 1)]],
+    "rows": [[ForwardRow([11, 5], 4, [1], 1), ForwardRow([3], 17, [2, 3], 1)]],
+    "a tree": [[ForwardRow([3] * 5, 5, [12], 4, [-1, -1, 1, 2]), ForwardRow([5, 6], 20, [13, 14], 1)]],
+}
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("of_target", [True, False], ids=["a target with a head", "the head"])
+@pytest.mark.parametrize("name", HEAD_ROWS)
+def test_a_static_pass_keeps_for_a_head_what_an_eager_pass_keeps(name, of_target, backend):
+    """Whatever is padded: no padding writes the state of a token."""
+    model = with_head(backend.model, random_head(backend.model, head_config()))
+    one = EagerBackend(model if of_target else head_model(model))
+    kv, other_kv = prefilled(one, 1), prefilled(one, 1)
+    other_kv.states.copy_(kv.states.normal_())
+    static = static_pass(one, kv, Shape(3, 6, 4 if "tree" in name else 0, 12))
+    for rows in HEAD_ROWS[name]:
+        batch, other_batch = build(rows, kv), build(rows, other_kv)
+        static.fill(batch, None)
+        static.compute()
+        output, right = static.output(batch, None), one.run(other_batch)
+        torch.testing.assert_close(output.logits, right.logits, atol=2e-4, rtol=0)
+        for cache, other in zip(kv.of_head, other_kv.of_head, strict=True):
+            torch.testing.assert_close(cache[:, 1:], other[:, 1:], atol=2e-4, rtol=0)
 
 
 class LateDevice:

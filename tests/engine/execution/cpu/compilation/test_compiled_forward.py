@@ -49,7 +49,7 @@ def traced(batch):
     kv, (group,) = batch.paged.kv, batch.paged.groups
     ends = group.limits if group.extra is None else torch.maximum(group.limits, group.extra.amax(-1) + 1)
     slots = slots_of(group.blocks, group.places, kv.block_size).flatten()
-    return TracedContext(kv.keys, kv.values, group, slots, ends)
+    return TracedContext(kv.keys, kv.values, [] if kv.states is None else [kv.states], group, slots, ends)
 
 
 def caches(head_dim):
@@ -79,6 +79,8 @@ def test_the_traced_context_attends_and_writes_as_the_eager_context_does(name, h
         (0, AttentionParams(windows[1])),
         (1, AttentionParams(windows[1], softcap=2.0)),
         (0, AttentionParams(scaling=0.3, sinks=sinks)),
+        (1, AttentionParams(first=1)),
+        (0, AttentionParams(sees_row=True)),
     ):
         query, key, value = (
             torch.randn(count, len(batch.token_ids), head_dim, generator=generator)

@@ -60,9 +60,10 @@ PATHS = {
         "execution/cpu/compilation/compiled_forward.py",
         "execution/cpu/kernels/panel_linear.cpp",
         "execution/cpu/kernels/panel_linear.py",
+        "heads/eagle3.py",
         "models/causal_lm.py",
-        "models/fusion.py",
-        "models/quantization.py",
+        "models/layers/fusion.py",
+        "models/layers/quantization.py",
         "sampling/noise.py",
     ],
 )

@@ -45,7 +45,8 @@ def attend(group, query, kv, params=AttentionParams()):  # noqa: B008 - a tuple
 def expected(group, query, kv, params):
     keys, values = kv.keys[0].double(), kv.values[0].double()
     length = group.blocks.shape[1] * BLOCK_SIZE
-    mask = additive_mask(length, group.positions, group.limits, group.extra, params.window, torch.float64)
+    limits = group.limits_of(params)
+    mask = additive_mask(length, group.positions, limits, group.extra, params.window, torch.float64, params.first)
     mask = mask.repeat(1, 1, query.shape[0] // keys.shape[2], 1)
     return attend_to_gathered(
         group.rows, group.length, query.double(), keys[group.blocks], values[group.blocks], mask, params
@@ -72,6 +73,9 @@ PARAMS = {
     "a soft cap": AttentionParams(softcap=1.5),
     "sinks": AttentionParams(90, sinks=torch.tensor([-3.0, 0.0, 1.0, 2.0, 30.0, 0.5, -0.5, 4.0])),
     "a soft cap and sinks": AttentionParams(24, 0.3, 2.0, torch.linspace(-1, 4, 8)),
+    "a head's": AttentionParams(first=1),
+    "a block's": AttentionParams(sees_row=True),
+    "a block's in a window": AttentionParams(24, sees_row=True),
 }
 
 
@@ -80,6 +84,7 @@ CASES = [
     (GROUPED, "plain"), (GROUPED, "a window"), (GROUPED, "a soft cap and sinks"),
     (ODD, "a long window"), (ODD, "sinks"),
     (LATENT, "plain"), (LATENT, "a soft cap"),
+    (GROUPED, "a head's"), (ODD, "a block's"), (ODD, "a block's in a window"),
 ]  # fmt: skip
 
 
@@ -92,12 +97,22 @@ def test_attention_is_that_of_torch(name, sizes, form):
     if params.sinks is not None:
         params = params._replace(sinks=params.sinks[:heads])
     for group in build(ROWS[name], kv).paged.groups:
+        if params.sees_row and group.extra is not None:
+            pytest.skip("blocks are no trees")
         query = torch.randn(heads, group.rows * group.length, head_dim)
         is_real = (group.places >= 0).flatten()
         found = attend(group, query, kv, params)
         torch.testing.assert_close(
             found[is_real].double(), expected(group, query, kv, params)[is_real], atol=2e-5, rtol=0
         )
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_token_at_a_place_that_is_not_attended_to_attends_to_itself(place):
+    kv = context(3, 2, 16)
+    (group,) = build([ForwardRow([1], place, [1], 1)], kv).paged.groups
+    found = attend(group, torch.randn(8, 1, 16), kv, AttentionParams(first=1))
+    torch.testing.assert_close(found, kv.values[0][1, place].repeat_interleave(4, 0)[None])
 
 
 @pytest.mark.parametrize("form", ["plain", "a soft cap and sinks"])

@@ -1,0 +1,122 @@
+"""BlockDrafter: drafts with a head that predicts several places after the last committed token in one pass."""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from engine.config import EngineConfig
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.token_drawer import Chain, Drawn, TokenDrawer, extend
+from engine.execution.attention import KVTensors
+from engine.execution.backend import Backend
+from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardBatch, ForwardRow, build
+from engine.heads.head import head_model
+from engine.protocols import NO_DRAFT, Request, VerifyRow
+from engine.sampling.grammar import Grammars
+from engine.sampling.top_tokens import copied
+
+
+class BlockDrafter(TokenDrawer):
+    """Drafts blocks; see `TargetDrafter`. Each token is drawn with the noise of its own position.
+
+    Where logits depend on the tokens drawn before (by a Markov head, a grammar, penalties), tokens are drawn from left
+    to right, all from the logits of the one pass.
+    """
+
+    draws_chains = False
+
+    def __init__(self, config: EngineConfig, backend: Backend, kv: KVTensors, grammars: Grammars | None = None) -> None:
+        other, seen_kv = backend.beside(head_model, kv)
+        super().__init__(DraftModel(other, grammars=grammars), seen_kv, config)
+        self._head = cast("Any", other.model.module)
+        self._reducer = backend.reducer
+        # A longer row may be cut, and the places of its parts would not see one another.
+        longest = MAX_GROUPED_LENGTH - self._head.num_unread
+        self._max_length: int = min(longest, self._head.config.max_draft_tokens or longest)
+
+    def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
+        """Draw chains for the rows whose drafts were left to the target; see `TargetDrafter.draft`.
+
+        A row of which nothing is computed gets an empty one: the head knows nothing about it.
+        """
+        able = [row for row in rows if row.draft.num_deferred and row.start]
+        drafts = {id(row): chain.draft() for row, chain in zip(able, self._chains(able, decides=decides), strict=True)}
+        return [replace(row, draft=drafts.get(id(row), NO_DRAFT)) if row.draft.num_deferred else row for row in rows]
+
+    def _chains(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[Chain]:
+        if not rows:
+            return []
+        counts = [min(row.draft.num_deferred, self._max_length) for row in rows]
+        blocks = []
+        for row, count in zip(rows, counts, strict=True):
+            masks = [self._head.config.mask_token_id] * (self._head.num_unread + count - 1)
+            blocks.append(ForwardRow([*row.request.token_ids[row.start :], *masks], row.start, row.block_ids, count))
+        steps = self._steps(build(blocks, self._kv), [row.request for row in rows], counts, decides=decides)
+        if self._reducer is not None:
+            tokens = self._reducer.sum(torch.stack([step.tokens for step in steps]))
+            steps = [replace(step, tokens=row) for step, row in zip(steps, tokens, strict=True)]
+        self._backend.wait()
+        chains = [Chain() for _ in rows]
+        extend(chains, steps, range(len(chains)), counts)
+        return chains
+
+    def _steps(
+        self, batch: ForwardBatch, requests: Sequence[Request], counts: Sequence[int], *, decides: bool
+    ) -> list[Drawn]:
+        """Run the pass, and draw the first token of every row, then the second, and so on.
+
+        A shorter row repeats its last place; the caller drops what is drawn there.
+        """
+        depths = [list(range(count)) for count in counts]
+        (draws,), markov = self.plan(requests, depths), self._head.markov_head
+        batch.needs_logits = draws is None or markov is not None
+        output = self._backend.run(batch, draws)
+        ends, device = list(itertools.accumulate(counts)), output.tokens.device
+        places = [
+            [end - max(1, count - i) for end, count in zip(ends, counts, strict=True)] for i in range(max(counts))
+        ]
+        index = copied(list(itertools.chain(*places)), device).view(len(places), -1)
+        if not decides:
+            return [Drawn(torch.zeros_like(rows)) for rows in index]
+        steps: list[Drawn] = []
+
+        def paths() -> list[list[list[int]]]:
+            tokens = torch.stack([step.tokens for step in steps], 1).tolist() if steps else [[]] * len(counts)
+            return [[path] for path in tokens]
+
+        if markov is None and not any(request.params.depends_on_path for request in requests):
+            runs = self.runs(requests, depths, paths)
+            drawn = self._draw(output.logits, runs) if draws is None else Drawn(output.tokens)
+            return [_at(drawn, rows) for rows in index]
+        scores, state = output.logits if draws is None else output.scores, None
+        temperatures = torch.ones(ends[-1], 1) if draws is None else draws.temperatures
+        temperatures = temperatures.to(device)
+        hidden = self._hidden(batch) if markov is not None and markov.reads_hidden else None
+        previous = copied([request.token_ids[-1] for request in requests], device)
+        for depth, rows in enumerate(index):
+            logits = scores[rows]
+            if markov is not None:
+                bias, state = markov(previous, None if hidden is None else hidden[rows], state)
+                bias, ids = bias / temperatures[rows], self._head.target_ids
+                logits = logits + bias if ids is None else logits.index_add(-1, ids, bias)
+            drawn = Drawn(logits.argmax(-1))
+            if draws is None:
+                drawn = self._draw(logits, self.runs(requests, [[depth]] * len(counts), paths))
+            steps.append(drawn)
+            previous = drawn.tokens
+        return steps
+
+    def _hidden(self, batch: ForwardBatch) -> Tensor:
+        """Return the last hidden vectors of the places that predict, which the pass has left in their states."""
+        assert self._kv.states is not None
+        slots = batch.paged.slots[batch.logit_indices].to(self._kv.states.device)
+        return self._kv.states.flatten(0, 1)[slots]
+
+
+def _at(drawn: Drawn, rows: Tensor) -> Drawn:
+    """Return some of the tokens, with the distributions that they were sampled from."""
+    return Drawn(drawn.tokens[rows], None if drawn.top is None else (drawn.top[0][rows], drawn.top[1][rows]))

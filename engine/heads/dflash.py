@@ -1,0 +1,127 @@
+"""DFlashHead and DSparkHead: predict a block of masked places in one pass.
+
+In DFlash (Chen et al., arXiv:2602.06036), keys and values of the context are projections of the target's features, and
+each belongs to one token alone. DSpark (arXiv:2607.05147) adds a bias by the token that is drawn before a place.
+"""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
+
+from engine.heads.config import HeadConfig
+from engine.heads.head import Head, HeadOutput, keys_and_values
+from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext
+
+
+class DFlashHead(Head):
+    """Drafts a block whose places see one another, but causally in a layer with a window, unless it is said otherwise.
+
+    Attributes:
+        num_unread: places of a block before the first one that predicts: the last committed token's, or none.
+        markov_head: None if a place's logits do not depend on the token that is drawn before it.
+    """
+
+    drafts_blocks: ClassVar[bool] = True
+    attends_from: ClassVar[int] = 0
+    markov_head: "MarkovHead | None" = None
+
+    def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
+        super().__init__(config, embed_tokens, lm_head, first_layer)
+        layers: Any = config.layers
+        self.num_unread = int(not config.sample_from_anchor)
+        layers._attn_implementation = ATTENTION_NAME
+        self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, layers.hidden_size, bias=config.fc_bias)
+        self.hidden_norm = Qwen3RMSNorm(layers.hidden_size, layers.rms_norm_eps)
+        self.layers = nn.ModuleList([Qwen3DecoderLayer(layers, index) for index in range(layers.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(layers.hidden_size, layers.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(layers)
+        for index, attention in enumerate(self._attentions, first_layer):
+            attention.layer_idx = index
+            attention.sees_row = attention.sliding_window is None or config.sliding_window_non_causal
+
+    @property
+    def _attentions(self) -> list[Any]:
+        layers: list[Any] = list(self.layers)
+        return [layer.self_attn for layer in layers]
+
+    def feature(self, taps: Sequence[Tensor]) -> Tensor:
+        """Return fc of the tapped outputs, normed; see `Head.feature`."""
+        result: Tensor = self.hidden_norm(self.fc(torch.cat(list(taps), -1)))
+        return result
+
+    def absorb(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> None:
+        """Write the keys and values of the tokens' own features; see `Head.absorb`."""
+        features = context.read_states(of_parents=False).unsqueeze(0).to(self.fc.weight.dtype)
+        rotary = self.rotary_emb(features, positions)
+        for attention in self._attentions:
+            context.write(attention.layer_idx, *keys_and_values(attention, features, rotary))
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, paged: AttentionContext, **_: object
+    ) -> HeadOutput:
+        """Compute blocks: each is a request's last committed token, then masks.
+
+        Args:
+            input_ids, position_ids: [1, tokens].
+            logits_to_keep: [n] the indices of the tokens that need logits.
+        """
+        hidden = self.embed_tokens(input_ids)
+        rotary = self.rotary_emb(hidden, position_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, position_embeddings=rotary, paged=paged)
+        hidden = self.norm(hidden[:, logits_to_keep])
+        if self.markov_head is not None and self.markov_head.reads_hidden:
+            paged.write_states(hidden[0], logits_to_keep)  # the verification overwrites them
+        return HeadOutput(self.vocab_logits(hidden))
+
+
+class DSparkHead(DFlashHead):
+    """A DFlash head whose places also depend on the token that is drawn before them.
+
+    Its confidence head is not read: it predicts how much two distributions overlap, not whether their draws agree under
+    shared noise, and whether one more token pays depends on the load, which the planner measures.
+    """
+
+    def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
+        super().__init__(config, embed_tokens, lm_head, first_layer)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+
+
+class MarkovHead(nn.Module):
+    """The bias of a place's logits by the token drawn before it: of low rank, gated by the place, or recurrent."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        rank, hidden = config.markov_rank, config.layers.hidden_size
+        self._type = config.markov_head_type
+        self.reads_hidden = self._type != "vanilla"
+        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        if self._type == "gated":
+            self.gate_proj = nn.Linear(hidden + rank, rank)
+        elif self._type == "rnn":
+            self.joint_proj = nn.Linear(hidden + 2 * rank, 3 * rank)
+
+    def forward(self, previous: Tensor, hidden: Any, state: Any) -> tuple[Tensor, Any]:
+        """Return the bias and the next state.
+
+        Args:
+            previous: [n] tokens of the target's vocabulary.
+            hidden: [n, hidden] last hidden vectors of the places; None unless `reads_hidden`.
+            state: that of the places before; None at the first places.
+
+        Returns:
+            [n, draft_vocab_size], and [n, rank] or None.
+        """
+        embedded = self.markov_w1(previous)
+        if self._type == "gated":
+            embedded = embedded * self.gate_proj(torch.cat([hidden, embedded], -1)).sigmoid()
+        elif self._type == "rnn":
+            state = torch.zeros_like(embedded) if state is None else state
+            gate, candidate, output = self.joint_proj(torch.cat([state, embedded, hidden], -1)).chunk(3, -1)
+            state = torch.lerp(candidate.tanh(), state, gate.sigmoid())
+            embedded = output.tanh()
+        return self.markov_w2(embedded), state

@@ -60,6 +60,8 @@ class Description:
     """`target_id` of the target."""
     draft_model: str | None = None
     """The draft model's path, loaded or not."""
+    head: str | None = None
+    """The path of the trained head that is loaded with the target."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from engine.drafting.model.translated import translated
 from engine.drafting.registry import choose_method
 from engine.execution.backend import Backend
 from engine.execution.registry import make_backend
-from engine.heads.registry import load_draft, load_target
+from engine.heads.registry import load_target
 from engine.models.causal_lm import Shard
 from engine.models.first_layers import check_self_draft
 from engine.models.source import ModelSource
@@ -28,7 +28,7 @@ def load_drafter(
     method = choose_method(engine, has_draft_model=True)
     branches = method.branches(engine, run_ahead=run_ahead)
     invariant = rule_of(engine.verification).needs_invariant_draft
-    backend = make_backend(load_draft(source), source, engine, invariant=invariant, branches=branches)
+    backend = make_backend(load_target(source), source, engine, invariant=invariant, branches=branches)
     backend = translated(backend, target, source)
     limit = target.vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=target.eos_token_ids)

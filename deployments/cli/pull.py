@@ -11,12 +11,13 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from engine.config import PairConfig
 from engine.errors import ModelError
+from engine.heads.config import is_head, verifier_of
 from engine.models.registry import open_model
 from engine.models.source import HUB_FILES
 
 
 def pull(name: str, draft: str | None, token: str | None) -> None:
-    """Download a target and its draft, and show the command that serves them.
+    """Download a target and its draft, or a trained head and its target, and show the command that serves them.
 
     Raises:
         click.ClickException: a model cannot be downloaded, or holds no weights that can be read.
@@ -24,8 +25,14 @@ def pull(name: str, draft: str | None, token: str | None) -> None:
     if not sys.stderr.isatty():
         disable_progress_bars()
     settings = {"target_model": name} | ({"draft_model": draft} if draft else {})
+    folders = {name: _download(name, token)}
+    files = open_model(PairConfig(target_model=str(folders[name])).target).settings
+    if is_head(files):
+        if draft or (target := verifier_of(files)) is None:
+            raise click.ClickException(f"{name} is a trained head: pull its target, with --draft {name}")
+        settings = {"target_model": target, "draft_model": name}
     for model in settings.values():
-        typer.echo(f"{model} is in {_download(model, token)}")
+        typer.echo(f"{model} is in {folders.get(model) or _download(model, token)}")
     typer.echo(f"serve it: paceline serve {' '.join(map('='.join, settings.items()))}")
 
 

@@ -9,7 +9,7 @@ from cluster.ray_core import this_machine
 from deployments.config import AppConfig, group_config
 from deployments.diagnosis.finding import Finding
 from deployments.diagnosis.machine import size_text
-from engine.config import ModelConfig
+from engine.config import ModelConfig, split_revision
 from engine.drafting.registry import check_kinds
 from engine.errors import ModelError
 from engine.execution.memory import plan_kv_blocks
@@ -37,9 +37,11 @@ def known_draft(target: str) -> str | None:
 
 def path_findings(config: AppConfig) -> Iterator[Finding]:
     """Check without torch that the models' files are there, and that a draft is used where one is known."""
-    pair, group, known = config.pair, group_config(config), known_draft(config.pair.target_model)
+    pair, group = config.pair, group_config(config)
+    target_model = group.target.path if pair.target_model == "auto" else pair.target_model
+    known = known_draft(target_model)
     draft = known if pair.draft_model in ("auto", "none") else pair.draft_model
-    pull = f"`paceline pull {pair.target_model}{f' --draft {draft}' if draft else ''}` downloads what is missing"
+    pull = f"`paceline pull {target_model}{f' --draft {draft}' if draft else ''}` downloads what is missing"
     for role, model in _models(group).items():
         try:
             source = open_model(model)
@@ -57,6 +59,8 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
     group = group_config(config)
     engine, size = group.engine, group.tensor_parallel_size
     target, *others = map(open_model, _models(group).values())
+    if group.target.head is not None:  # which is surveyed with the target, and has its tokens
+        others = []
     try:
         check_kinds(target, others[0] if others else None, group.method)
         shared_ids = [shared_tokens(target, draft) for draft in others]
@@ -86,4 +90,6 @@ def weight_file_bytes(config: AppConfig) -> int:
 
 
 def _models(group: GroupConfig) -> dict[str, ModelConfig]:
-    return {"target": group.target} | ({"draft": group.draft} if group.draft else {})
+    head = group.target.head
+    draft = group.draft if head is None else ModelConfig(*split_revision(head))
+    return {"target": group.target} | ({"draft" if head is None else "head": draft} if draft else {})

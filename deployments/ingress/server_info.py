@@ -70,7 +70,8 @@ def announcement(config: IngressConfig, description: Description, base_url: str)
     if config.tensor_parallel_size > 1:
         pair += f" over {config.tensor_parallel_size} ranks"
     if draft is None:
-        pair += f", draft {description.draft_model} still loading" if description.draft_model else ", no draft"
+        beside = f"head {description.head}" if description.head else "no draft"
+        pair += f", draft {description.draft_model} still loading" if description.draft_model else f", {beside}"
     else:
         pair += f", draft {draft.name} ({draft.num_parameters / 1e6:.1f} M, {draft.dtype}, {draft.device})"
     length = description.limits.num_speculative_tokens

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from engine.config import EngineConfig
 from engine.execution.memory import Footprint
+from engine.heads.config import HeadConfig, read_head_config
 from engine.models.causal_lm import kv_shape
 from engine.models.layers.quantization import becomes_floats, check_quantization, layer_bytes, linear_layers, on_meta
 from engine.models.loader import kv_dtype
@@ -33,14 +35,46 @@ def footprint(
     Raises:
         ModelError: there is no such model, or it cannot be served.
     """
-    configuration = source.configuration
+    configuration = source.loaded_configuration
     check_quantization(source.config, configuration, world_size)
     weight_bytes = _weight_bytes(source, bytes_per_weight, world_size)
-    longest = source.kind.context_length(configuration)
-    return of_weights(
+    longest, cache_dtype = source.kind.context_length(configuration), kv_dtype(source.config)
+    needs = of_weights(
         source.path, weight_bytes, configuration, engine, longest=longest, dtype=dtype, world_size=world_size,
-        cache_dtype=kv_dtype(source.config),
+        cache_dtype=cache_dtype,
     )  # fmt: skip
+    if source.head is None:
+        return needs
+    # The files of a target count whole, MTP layers included.
+    num_weights = 0 if source.head.path == source.path else sum(map(math.prod, source.head.weight_shapes.values()))
+    head = read_head_config(source.head, source)
+    num_tokens = engine.max_num_batched_tokens
+    return with_head(needs, head, num_weights * bytes_per_weight, num_tokens, dtype=dtype, cache_dtype=cache_dtype)
+
+
+def with_head(
+    target: Footprint,
+    head: HeadConfig,
+    weight_bytes: int,
+    num_tokens: int,
+    *,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
+) -> Footprint:
+    """Return the footprint of each rank of a target with a head of `weight_bytes`; a pure function.
+
+    Each rank holds the head whole, and tapped outputs twice: as a pass leaves them, and joined.
+    """
+    shape = kv_shape(head.layers, 1)
+    numbers = head.num_layers * shape.kv_heads * (shape.key_dim + shape.value_dim)
+    token_bytes = numbers * (cache_dtype or dtype).itemsize + head.layers.hidden_size * dtype.itemsize
+    taps_bytes = 2 * num_tokens * len(head.taps) * head.target_hidden_size * dtype.itemsize
+    return replace(
+        target,
+        weight_bytes=target.weight_bytes + weight_bytes,
+        workspace_bytes=target.workspace_bytes + taps_bytes,
+        kv_token_bytes=target.kv_token_bytes + token_bytes,
+    )
 
 
 def of_weights(
@@ -77,8 +111,8 @@ def of_weights(
 
 
 def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -> int:
-    quantization, model_config = source.config.quantization, source.configuration
-    if becomes_floats(model_config):
+    quantization, model_config = source.config.quantization, source.loaded_configuration
+    if source.config.head_only or becomes_floats(model_config):
         return sum(p.numel() for p in on_meta(model_config).parameters()) * bytes_per_weight
     plan = plan_of(source, world_size) if world_size > 1 else {}
     quantized: dict[str, int] = {}

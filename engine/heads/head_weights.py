@@ -1,14 +1,12 @@
 """Loads a head under the names of `speculators`, whichever form its files have; what they lack is the target's."""
 
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.initialization import no_init_weights
-from transformers.modeling_utils import local_torch_dtype
 
 from engine.errors import ModelError
 from engine.heads.config import HeadConfig
@@ -31,47 +29,28 @@ _NOT_READ = re.compile(r"(verifier_(lm_head|norm)|confidence_head)\.|.*\.inv_fre
 """Tensors that only training reads, and DSpark's confidence: what is accepted is measured instead."""
 
 
-def load_weights(
-    make_head: Callable[[nn.Module, nn.Module], Head],
-    source: ModelSource,
-    target: ModelSource,
-    lm: nn.Module,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Head:
-    """Make a head and load its weights.
-
-    Args:
-        make_head: returns it, given its embedding and last layer.
-        lm: the target's module, whose embedding and last layer are used where the files have none.
+def fill_head(head: Head, source: ModelSource, target: ModelSource, lm: nn.Module, device: torch.device) -> None:
+    """Load the weights of a head; its embedding and last layer become those of the target's module if it has none.
 
     Raises:
         ModelError: the files lack a tensor, or have one that is unknown or of another shape.
     """
-    given: Any = lm
-    with no_init_weights(), local_torch_dtype(dtype):
-        head = make_head(nn.Identity(), nn.Identity())
-        config, hidden = head.config, head.config.layers.hidden_size
-        own: dict[str, nn.Module] = {
-            "embed_tokens": nn.Embedding(config.vocab_size, hidden),
-            "lm_head": nn.Linear(hidden, config.draft_vocab_size, bias=False),
-        }
+    config, model = head.config, cast("Any", lm)
     head.attach(lm, source)
     names = getattr(head, "names", None) or HeadNames()  # those of MTP layers depend on the target's family
     stored = {names.parameter(name): name for name in source.weight_shapes}
-    embedding: Tensor = given.get_input_embeddings().weight
+    embedding: Tensor = model.get_input_embeddings().weight
     # Only the weight of an embedding: targets that scale theirs have heads that do not.
     shared: dict[str, nn.Module] = {
         "embed_tokens": nn.Embedding(len(embedding), embedding.shape[-1], _weight=embedding),
-        "lm_head": given.get_output_embeddings(),
+        "lm_head": model.get_output_embeddings(),
     }
-    for name, module in own.items():
-        shape = [*module.get_parameter("weight").shape]
-        if f"{name}.weight" in stored:
-            setattr(head, name, module)
-            del shared[name]
-        elif shape != [config.vocab_size, config.target_hidden_size]:
+    shared = {name: module for name, module in shared.items() if f"{name}.weight" not in stored}
+    for name in shared:
+        shape = [*head.get_parameter(f"{name}.weight").shape]
+        if shape != [config.vocab_size, config.target_hidden_size]:
             raise ModelError(f"the head {source.path} lacks {name}.weight, {shape}, and cannot use that of its target")
+        setattr(head, name, nn.Identity())
     known = head.state_dict().keys() | {"", *_MAPS}
     if unknown := sorted(key for name, key in stored.items() if name not in known and not _NOT_READ.match(name)):
         raise ModelError(f"the head {source.path} has the unknown weights {', '.join(unknown[:3])}")
@@ -81,7 +60,7 @@ def load_weights(
     head.target_ids = _target_ids(source, config, {name: stored[name] for name in _MAPS if name in stored})
     if (target.directory / "tokenizer.json").exists():
         head.num_tokens = 1 + max(target.tokenizer.get_vocab().values())
-    return head.to(device).eval().requires_grad_(False)
+    head.to(device).eval().requires_grad_(False)
 
 
 def _target_ids(source: ModelSource, config: HeadConfig, keys: Mapping[str, str]) -> Tensor | None:

@@ -4,22 +4,23 @@ To add a kind, write its file with a subclass of `Head`, and give it a line here
 """
 
 from collections.abc import Mapping
-from functools import partial
+from dataclasses import replace
 
 import torch
 from torch import nn
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import local_torch_dtype
 
 from engine.heads.config import read_head_config
 from engine.heads.dflash import DFlashHead, DSparkHead
 from engine.heads.eagle3 import Eagle3Head
 from engine.heads.head import Head
-from engine.heads.head_lm import HeadLM, load_without_layers
-from engine.heads.head_weights import load_weights
+from engine.heads.head_weights import fill_head
 from engine.heads.mtp import MtpHead
 from engine.heads.peagle import PEagleHead
 from engine.heads.tapped import with_head
 from engine.models.causal_lm import CausalLM, Shard
-from engine.models.loader import kv_dtype, load_model, model_info, resolve_device, resolve_dtype
+from engine.models.loader import load_model
 from engine.models.source import ModelSource
 
 HEADS: Mapping[str, type[Head]] = {
@@ -32,26 +33,18 @@ HEADS: Mapping[str, type[Head]] = {
 
 
 def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bool = True) -> CausalLM:
-    """Load a model, as `load_model` does, and the head that its configuration names; see `load_head` and `TappedLM`."""
+    """Load a model, as `load_model` does, and the head that its configuration names, or only that; see `load_head`.
+
+    Args:
+        keeps_kv: see `Head`.
+    """
     model = load_model(source, shard)
     if source.head is None:
         return model
     layers = model.kv_shape.layers
     head = load_head(source.head, source, model.module, model.device, model.dtype, layers)
-    return with_head(model, head, keeps_kv=keeps_kv)
-
-
-def load_draft(source: ModelSource) -> CausalLM:
-    """Load a model, or only the head that its configuration names; errors as of `load_model` and `load_head`."""
-    if not source.config.head_only:
-        return load_model(source)
-    assert source.head is not None
-    device = resolve_device(source.config.device)
-    dtype = resolve_dtype(source.config.dtype, device)
-    lm = load_without_layers(source, device, dtype)
-    head = load_head(source.head, source, lm, device, dtype, first_layer=0)
-    info = model_info(source, device, dtype, sum(parameter.numel() for parameter in head.parameters()))
-    return HeadLM(head, source.configuration, info, device, dtype, None, kv_dtype(source.config), head)
+    head.keeps_kv = keeps_kv
+    return replace(model, module=head, head=head) if source.config.head_only else with_head(model, head)
 
 
 def load_head(
@@ -67,5 +60,10 @@ def load_head(
         ModelError: the head does not fit the target, or its files lack a tensor or have one that is unknown.
     """
     config = read_head_config(source, target)
-    make_head = partial(HEADS[config.kind], config, first_layer=first_layer)
-    return load_weights(make_head, source, target, lm, device, dtype)
+    hidden = config.layers.hidden_size
+    with no_init_weights(), local_torch_dtype(dtype):
+        embed_tokens = nn.Embedding(config.vocab_size, hidden)
+        lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
+        head = HEADS[config.kind](config, embed_tokens, lm_head, first_layer)
+    fill_head(head, source, target, lm, device)
+    return head

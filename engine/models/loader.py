@@ -42,7 +42,7 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     started = time.monotonic()
     device = resolve_device(source.config.device)
     dtype = resolve_dtype(source.config.dtype, device)
-    configuration, kind = source.configuration, source.kind
+    configuration, kind = source.loaded_configuration, source.kind
     check_quantization(source.config, configuration, shard.world_size if shard else 1)
     has_torchao = source.config.quantization != "none" or saved_format(configuration) == "torchao"
     if shard is None or shard.world_size == 1:
@@ -56,25 +56,20 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     if has_torchao:
         convert_torchao(source.path, module)
     fuse_projections(module)
-    info = model_info(source, device, dtype, num_parameters)
-    size = f"{num_parameters / 1e6:.1f} M parameters in {info.dtype}"
-    logger.info("%s: %s on %s, loaded in %.1f s", source.path, size, device, time.monotonic() - started)
-    return kind.model_class(module, configuration, info, device, dtype, shard, kv_dtype(source.config))
-
-
-def model_info(source: ModelSource, device: torch.device, dtype: torch.dtype, num_parameters: int) -> ModelInfo:
-    """Return the facts about a loaded model."""
-    return ModelInfo(
+    info = ModelInfo(
         name=source.path,
         vocab_size=source.vocab_size,
-        max_model_len=source.kind.context_length(source.configuration),
+        max_model_len=kind.context_length(configuration),
         eos_token_ids=source.eos_token_ids,
         num_parameters=num_parameters,
         dtype=str(dtype).removeprefix("torch."),
         device=str(device),
-        start_id=source.kind.start_id(source.settings, source.generation_settings),
+        start_id=kind.start_id(source.settings, source.generation_settings),
         digest=hashlib.sha256(f"{source.digest} {torch.__version__}".encode()).hexdigest(),
     )
+    size = f"{num_parameters / 1e6:.1f} M parameters in {info.dtype}"
+    logger.info("%s: %s on %s, loaded in %.1f s", source.path, size, device, time.monotonic() - started)
+    return kind.model_class(module, configuration, info, device, dtype, shard, kv_dtype(source.config))
 
 
 def kv_dtype(config: ModelConfig) -> torch.dtype | None:
@@ -84,7 +79,7 @@ def kv_dtype(config: ModelConfig) -> torch.dtype | None:
 
 def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Read a model's weights as they are saved; have transformers load those that it renames or converts."""
-    configuration, model_class = source.configuration, source.kind.model_class
+    configuration, model_class = source.loaded_configuration, source.kind.model_class
     arguments = loading_arguments(source.config, configuration)
     saved = saved_format(configuration)
     if not arguments and saved in (None, "mxfp4") and model_class.loaded_by is AutoModelForCausalLM:

@@ -1,5 +1,6 @@
 """LLM: the settings it takes, the prompts it continues, the requests it refuses."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from engine.execution.registry import make_backend
 from engine.models.registry import open_model
 from engine.protocols import NoDrafter
 from engine.sampling.grammar import from_regex
+from tests.engine.heads.files import head_settings, head_tensors, save_head
 from tests.models import save_llama
 
 PARAMS = SamplingParams(max_tokens=6, seed=3, ignore_eos=True)
@@ -144,3 +146,20 @@ def test_only_a_draft_that_is_judged_by_its_distribution_is_invariant(
     sources = [open_model(ModelConfig(str(path), dtype="float32", device="cpu", compile="off")) for path in models]
     load_drafter(sources[1], sources[0], EngineConfig(verification=verification, num_blocks=64), run_ahead=False)  # type: ignore[arg-type]
     assert made == [True, invariant, invariant]
+
+
+def test_the_text_with_a_head_is_the_text_without(models: tuple[Path, Path], llm: LLM, tmp_path: Path) -> None:
+    head = save_head(tmp_path / "head", head_settings(str(models[0])), head_tensors())
+    drafting = LLM(draft_model=head, dtype="float32", device="cpu", compile="off", speculation="fixed", num_blocks=64)
+    assert drafting.engine.config.drafting == "head"
+    prompts = [[2, 3, 4], [5], list(range(2, 40))]
+    for temperature in (0.0, 1.0):
+        params = replace(PARAMS, temperature=temperature, max_tokens=20)
+        assert token_ids(drafting, prompts, params) == token_ids(llm, prompts, params)
+    assert drafting.stats.num_draft_tokens > 0
+
+
+def test_a_head_on_a_draft_worker_needs_one(models: tuple[Path, Path], tmp_path: Path) -> None:
+    head = save_head(tmp_path / "head", head_settings(str(models[0])), {})
+    with pytest.raises(ConfigError, match="drafting is 'head_worker', but there is no draft worker in this process"):
+        LLM(draft_model=head, drafting="head_worker")

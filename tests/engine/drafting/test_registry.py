@@ -5,7 +5,7 @@ from typing import get_args
 
 import pytest
 
-from engine.config import Drafting, EngineConfig, ModelConfig, PairConfig
+from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, Drafting, EngineConfig, ModelConfig, PairConfig
 from engine.control.acceptance import ChainAcceptance
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.in_target.target_chains import TargetChainDrafter
@@ -30,6 +30,7 @@ from engine.models.registry import open_model
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, DeferringDrafter, NoDrafter, ProposeRow, Request, chain
 from tests.engine.drafting.run_ahead.test_chains import MODEL
+from tests.engine.heads.files import head_settings, save_head
 from tests.examples.drafter import BigramDrafter
 from tests.fakes import SelfDraftingModel
 
@@ -170,7 +171,9 @@ def test_the_self_method_leaves_drafts_to_the_target_and_makes_a_drafter_there()
     drafter = method.make_in_target(config, target, target.allocate_kv(10, 16), None)
     assert type(drafter) is TargetChainDrafter
     assert drafter._backend is target.thinned
-    assert [name for name, method in METHODS.items() if method.make_in_target is not None] == ["self", "head"]
+    assert [name for name, method in METHODS.items() if method.make_in_target is not None] == [
+        *("self", "head", "head_tree", "mtp"),
+    ]
     with pytest.raises(ConfigError, match="run_ahead is on, but drafting is 'self'"):
         check_run_ahead(config, "on", has_draft_model=False)
 
@@ -278,3 +281,88 @@ def test_a_method_elsewhere_is_named_by_its_import_path():
 def test_a_wrong_import_path_is_refused_at_the_start(settings, message):
     with pytest.raises(ConfigError, match=message):
         choose_method(EngineConfig(**settings), has_draft_model=True)
+
+
+@pytest.fixture
+def head(tmp_path):
+    return save_head(tmp_path / "head", head_settings("org/target@main"), {})
+
+
+def test_a_head_is_loaded_with_its_target(head):
+    settled = settle_drafting(PairConfig(draft_model=head))
+    assert settled.target == replace(PairConfig(target_model="org/target@main").target, head=head)
+    assert (settled.draft, settled.engine.drafting) == (None, "head")
+    settled = settle_drafting(PairConfig(target_model="/other", draft_model=head, drafting="head_tree", tree_width=2))
+    assert (settled.target.path, settled.target.head, settled.draft) == ("/other", head, None)
+    settled = settle_drafting(PairConfig(draft_model=head, drafting="head_worker"))
+    assert (settled.target.head, settled.draft and settled.draft.path) == (head, head)
+    hub = settle_drafting(PairConfig(target_model="/other", draft_model="org/head@v1", drafting="head"))
+    assert hub.target.head == "org/head@v1"
+    source = open_model(hub.target).head
+    assert source is not None
+    assert (source.path, source.config.revision, source.config.head) == ("org/head", "v1", None)
+
+
+def test_a_head_that_does_not_draft_is_not_loaded(head):
+    for settings in ({"speculation": "off"}, {"num_speculative_tokens": 0}, {"drafting": "suffix"}):
+        settled = settle_drafting(PairConfig(draft_model=head, **settings))
+        assert (settled.target.path, settled.target.head, settled.draft) == ("org/target", None, None)
+
+
+def test_the_bundled_head_is_of_the_bundled_target():
+    pair = PairConfig(target_model="bundled", draft_model="bundled-head", drafting="head")
+    assert settle_drafting(pair).target == replace(pair.target, head=str(BUNDLED_HEAD))
+    assert pair.target.path == str(BUNDLED_TARGET)
+
+
+def test_the_layers_of_a_checkpoint_are_a_head_at_its_own_path():
+    settled = settle_drafting(PairConfig(target_model="org/big@main", drafting="mtp"))
+    assert (settled.target.head, settled.draft) == ("org/big@main", None)
+    source = open_model(settled.target)
+    assert source.head is not None
+    assert source.head.path == source.path
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"drafting": "tree"}, "a trained head, but drafting is 'tree', which needs a whole model"),
+        ({"drafting": "mtp"}, "but drafting is 'mtp', which uses none"),
+        ({"drafting": "self", "self_draft_layers": 1}, "but drafting is 'self', which uses none"),
+        ({"tree_width": 2}, "tree_width is 2, but drafting is 'head', which drafts no trees"),
+        ({"drafting": "head_tree", "verification": "rejection"}, "verification is 'rejection', but .* allows coupled"),
+        ({"verification": "k_sequential"}, "allows coupled or rejection or block"),
+        ({"draft_quantization": "int8"}, "draft_quantization is int8, but the draft is a trained head"),
+    ],
+)
+def test_what_does_not_fit_a_head_is_refused(head, settings, problem):
+    with pytest.raises(ConfigError, match=problem):
+        settle_drafting(PairConfig(draft_model=head, **settings))
+
+
+def test_a_head_without_its_target_and_a_model_that_is_no_head_are_refused(tmp_path):
+    nameless = save_head(tmp_path / "head", head_settings(), {})
+    for path in (nameless, "org/head"):
+        with pytest.raises(ConfigError, match=f"draft_model is '{path}', a trained head whose files do not name its"):
+            settle_drafting(PairConfig(draft_model=path, drafting="head"))
+    for draft_model in ("auto", "none", str(BUNDLED_DRAFT)):
+        with pytest.raises(ConfigError, match=f"drafting is 'head', but draft_model is '{draft_model}', which is no"):
+            settle_drafting(PairConfig(draft_model=draft_model, drafting="head"))
+    with pytest.raises(ConfigError, match="run_ahead is on, but drafting is 'head'"):
+        check_run_ahead(EngineConfig(drafting="head"), "on", has_draft_model=False)
+
+
+def test_a_head_and_its_target_are_checked(head, tmp_path, caplog):
+    llama = tmp_path / "target"
+    llama.mkdir()
+    (llama / "config.json").write_text('{"model_type": "llama"}')
+    check_kinds(open_model(ModelConfig(str(llama), head=head)), None, METHODS["head"])
+    assert not caplog.records
+    other = llama.rename(tmp_path / "other")
+    check_kinds(open_model(ModelConfig(str(other), head=head)), open_model(ModelConfig(head)), METHODS["head_worker"])
+    assert caplog.messages == [f"the head {head} was trained for org/target; the target is {other}"]
+    with pytest.raises(ModelError, match="head is a trained head; drafting must be head, head_tree, head_worker"):
+        check_kinds(open_model(ModelConfig(str(other))), open_model(ModelConfig(head)), METHODS["model"])
+    (other / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ModelError, match="other is an encoder-decoder, which no trained head reads"):
+        check_kinds(open_model(ModelConfig(str(other), head=head)), None, METHODS["head"])

@@ -1,13 +1,20 @@
 """What a model takes, read before it loads, against what it takes once it is loaded."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3nTextConfig, T5Config
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig, LlamaConfig, T5Config
 
 from engine.config import EngineConfig, ModelConfig
-from engine.execution.footprint import footprint, of_weights
+from engine.execution.footprint import footprint, of_weights, with_head
+from engine.execution.memory import Footprint
+from engine.execution.registry import make_backend
+from engine.heads.config import HeadConfig
+from engine.heads.registry import load_target
 from engine.models.registry import open_model
 from tests.engine.conftest import VOCAB, save_llama
+from tests.engine.heads.files import head_settings, head_tensors, save_head
 from tests.engine.tiny import T5_SIZES, backend_of, save
 
 
@@ -103,3 +110,31 @@ def test_an_fp8_cache_takes_a_byte_for_each_number(target_path):
     assert planned.kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)
     assert planned.kv_token_bytes == measure(target_path).kv_token_bytes / 4
     assert planned.workspace_bytes == measure(target_path).workspace_bytes
+
+
+def test_a_head_adds_its_weights_its_layers_and_a_state_per_token():
+    layers = LlamaConfig(hidden_size=24, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=3)
+    head = HeadConfig(
+        kind="eagle3", layers=layers, taps=(1, 2), vocab_size=64, draft_vocab_size=64, target_hidden_size=32
+    )
+    plain = Footprint("target", 1000, 500, 64, 512)
+    counted = with_head(plain, head, 100, 10, dtype=torch.bfloat16, cache_dtype=torch.float8_e4m3fn)
+    assert counted == Footprint("target", 1100, 500 + 2 * 10 * 2 * 32 * 2, 64 + 3 * 2 * 16 + 24 * 2, 512)
+    mtp = replace(head, kind="mtp")
+    assert with_head(plain, mtp, 0, 1, dtype=torch.float32).kv_token_bytes == 64 + 2 * 16 * 4 + 24 * 4
+
+
+def test_a_head_takes_what_is_loaded_and_allocated(tmp_path):
+    target = str(save_llama(tmp_path / "target", seed=0))
+    head = save_head(tmp_path / "head", head_settings(), head_tensors())
+    sources = [open_model(ModelConfig(target, head=name, device="cpu", dtype="float32")) for name in (None, head)]
+    plain, counted = (footprint(source, EngineConfig(), dtype=torch.float32, bytes_per_weight=4) for source in sources)
+    loaded = load_target(sources[1])
+    shared = {parameter.data_ptr() for parameter in loaded.module.lm.parameters()}
+    own = [parameter for parameter in loaded.head.parameters() if parameter.data_ptr() not in shared]
+    assert counted.weight_bytes - plain.weight_bytes == sum(parameter.nbytes for parameter in own)
+    kv = make_backend(loaded, sources[1]).allocate_kv(3, 4)
+    assert counted.kv_token_bytes * 12 == sum(tensor.nbytes for tensor in (*kv.keys, *kv.values, kv.states))
+    own_path = open_model(ModelConfig(target, head=target, device="cpu"))
+    weights = footprint(own_path, EngineConfig(), dtype=torch.float32, bytes_per_weight=4).weight_bytes
+    assert weights == plain.weight_bytes

@@ -3,6 +3,9 @@
 import json
 import struct
 
+import torch
+from safetensors.torch import save_file
+
 from engine.config import ModelConfig
 from engine.models.registry import open_model
 
@@ -27,3 +30,57 @@ def source_of(path, settings, **shapes):
 def target_of(path, *, layers, hidden, vocab):
     settings = {"model_type": "llama", "num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": vocab}
     return source_of(path, settings | {"num_attention_heads": 8, "eos_token_id": 1})
+
+
+LAYERS = {
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rope_theta": 500.0,
+}
+
+
+def head_settings(verifier=None, **fields):
+    """The config.json of an EAGLE-3 head in the form of `speculators`, for a target of `save_llama`."""
+    settings = {
+        "speculators_model_type": "eagle3",
+        "speculators_config": {"verifier": {"name_or_path": verifier}},
+        "draft_vocab_size": 64,
+        "norm_before_residual": False,
+        "eagle_aux_hidden_state_layer_ids": [2, 1],
+        "transformer_layer_config": LAYERS,
+    }
+    return settings | fields
+
+
+def head_tensors(*, draft_vocab=64, hidden=32, width=32, seed=3):
+    """Random weights under the names of `speculators`."""
+    torch.manual_seed(seed)
+    layer, size = "layers.0.", 4 * 8
+    shapes = {
+        "fc": (hidden, 2 * width),
+        f"{layer}self_attn.q_proj": (size, 2 * hidden),
+        f"{layer}self_attn.k_proj": (size // 2, 2 * hidden),
+        f"{layer}self_attn.v_proj": (size // 2, 2 * hidden),
+        f"{layer}self_attn.o_proj": (hidden, size),
+        f"{layer}mlp.gate_proj": (48, hidden),
+        f"{layer}mlp.up_proj": (48, hidden),
+        f"{layer}mlp.down_proj": (hidden, 48),
+        "lm_head": (draft_vocab, hidden),
+    }
+    shapes |= dict.fromkeys(
+        [f"{layer}input_layernorm", f"{layer}hidden_norm", f"{layer}post_attention_layernorm", "norm"], (hidden,)
+    )
+    return {f"{name}.weight": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
+
+
+def save_head(path, settings, tensors):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(settings))
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, path / "model.safetensors")
+    return str(path)

@@ -1,5 +1,6 @@
 """A head apart from its target drafts as it does beside it: its cache keeps nothing that came from its own guesses."""
 
+import copy
 import random
 from dataclasses import replace
 
@@ -11,7 +12,6 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_store import FeatureStore
 from engine.drafting.registry import METHODS
 from engine.execution.cpu.cpu_backend import CpuBackend
-from engine.heads.head_lm import HeadLM
 from engine.heads.registry import HEADS
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request, VerifyRow, run_in_process
@@ -28,8 +28,10 @@ def alone(backend):
     apart = HEADS[head.config.kind](head.config, head.embed_tokens, head.lm_head, 0)
     apart.load_state_dict(head.state_dict())
     apart.target_ids = head.target_ids
-    fields = {name: getattr(model, name) for name in ("config", "info", "device", "dtype")}
-    return CpuBackend(HeadLM(apart.eval().requires_grad_(False), **fields, head=apart), backend._source)
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 0
+    apart.eval().requires_grad_(False)
+    return CpuBackend(replace(model, module=apart, config=config, head=apart), backend._source)
 
 
 class Pair:

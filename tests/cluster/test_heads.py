@@ -187,3 +187,14 @@ async def test_features_that_never_come_cost_their_drafts_and_one_wait(group, be
     assert engine.stats.num_drafts == 0
     assert group.features.counts["waited"] == 1
     assert group.features.counts["missing"] > 50
+
+
+async def test_a_head_that_runs_ahead_on_its_own_states_changes_no_text(target, beside):
+    group = await Group(target, run_ahead=True).start()
+    engine = group.engine()
+    text = await run(engine, submit(engine))
+    group.kill_draft()
+    assert text == beside[0]
+    print(group.drafter.run_ahead, group.features.counts, engine.stats, beside[1])
+    assert group.drafter.run_ahead.hits > 10
+    assert engine.stats.num_accepted_tokens > 0

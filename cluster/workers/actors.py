@@ -15,7 +15,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import ray
 
@@ -32,6 +32,7 @@ from engine.models.source import ModelSource
 
 if TYPE_CHECKING:
     from engine.execution.backend import Backend
+    from engine.verification.verifier import ModelVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +84,8 @@ class Worker:
     def listen(self, client_identity: str) -> WorkerProcess:
         """Accept connections from the client with this identity, from now on."""
         self._host = ray.util.get_node_ip_address()
-        node_id = ray.get_runtime_context().get_node_id()
-        self._server = Server(self._host, node_id, client_identity)
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._server = Server(self._host, self._node_id, client_identity)
         return WorkerProcess(self._server.endpoint, os.getpid())
 
     def survey(self, config: ModelConfig, world_size: int) -> Survey:
@@ -126,24 +127,23 @@ class DraftWorker(Worker):
         with _importing():
             from cluster.workers.loading import load_drafter
 
-        engine, self._features = replace(self._engine, num_blocks=num_blocks), FeatureStore()
+        engine, features = replace(self._engine, num_blocks=num_blocks), FeatureStore()
         drafter, self._backend = load_drafter(
-            self._open(config), self._open(target), engine, run_ahead=run_ahead, features=self._features
+            self._open(config), self._open(target), engine, run_ahead=run_ahead, features=features
         )
         self._backend.warm_up()
-        self._responder = DraftResponder(
-            drafter, capacity=self._capacity, version=self._version, features=self._features
-        )
+        self._features, options = features, {"capacity": self._capacity, "version": self._version}
+        self._responder = DraftResponder(drafter, features=features, **options)
         return self._backend.info
 
     def receive_features(self, identity: str) -> Endpoint:
         """Accept features from the target's rank 0 with this identity from now on, and from no earlier one."""
-        from cluster.workers.features import FeatureReceiver
+        from cluster.workers.features import receiver
 
         if self._feature_server is not None:
             self._feature_server.close()
-        server = self._feature_server = Server(self._host, ray.get_runtime_context().get_node_id(), identity)
-        answer = FeatureReceiver(self._features).answer
+        server = self._feature_server = Server(self._host, self._node_id, identity)
+        answer = receiver(self._features)
         threading.Thread(target=server.serve, args=(answer,), name="features", daemon=True).start()
         return server.endpoint
 
@@ -170,7 +170,7 @@ class TargetWorker(Worker):
     ) -> ModelInfo:
         """Load this rank's shard with its planned KV blocks; `address` is the ranks' store, None for a single rank."""
         with _importing():
-            from cluster.workers.features import FeatureSender, FeatureSource
+            from cluster.workers.features import FeatureSource
             from cluster.workers.loading import load_verifier
             from cluster.workers.tensor_parallel import join_store, join_world
             from engine.models.loader import resolve_device
@@ -190,23 +190,19 @@ class TargetWorker(Worker):
         verifier = load_verifier(self._open(config), replace(self._engine, num_blocks=num_blocks), shard=shard)
         self._backend = verifier.backend
         self._backend.warm_up()
-        options: dict[str, Any] = {"rank": self._rank, "capacity": self._capacity, "version": self._version}
+        served: ModelVerifier | FeatureSource = verifier
         if self._rank == 0 and choose_method(self._engine, has_draft_model=True).reads_features:
-            node_id = ray.get_runtime_context().get_node_id()
-            self._sender = FeatureSender(Connector(node_id), self._version)
-            source = FeatureSource(verifier, self._sender)
-            self._responder = TargetResponder(source, **options, work=source.work)
-        else:
-            self._responder = TargetResponder(verifier, **options)
+            served = self._source = FeatureSource(verifier, Connector(self._node_id), self._version)
+        self._responder = TargetResponder(served, rank=self._rank, capacity=self._capacity, version=self._version)
         return verifier.backend.info
 
     def feature_identity(self) -> str:
         """Return what proves this rank 0 to a draft worker that receives features from it."""
-        return self._sender.identity
+        return self._source.identity
 
     def send_features(self, endpoint: Endpoint) -> None:
         """Send features to a new draft worker from now on."""
-        self._sender.connect(endpoint)
+        self._source.connect(endpoint)
 
     def serve(self) -> None:
         """Verify until the worker ends; any failure ends it, because the other ranks need it."""

@@ -7,24 +7,16 @@ have a gap, and gets them from their start on.
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from cluster.protocol.messages import (
-    AnyReply,
-    AnyRequest,
-    Failure,
-    FeatureRows,
-    Features,
-    Pong,
-    PrefixMissing,
-)
+from cluster.protocol.messages import AnyReply, AnyRequest, Failure, FeatureRows, Features, PrefixMissing
 from cluster.transport import Connector, Endpoint, Link, TransportError
 from engine.protocols import Verdict, VerifyRow
 
@@ -43,49 +35,35 @@ _MAX_UNDER_WAY = 4
 _DEADLINE_S = 1.0
 
 
-class FeatureReceiver:
-    """Answers rank 0 on the draft worker."""
+def receiver(features: "FeatureStore") -> Callable[[AnyRequest], AnyReply]:
+    """Return what answers rank 0 on the draft worker: it keeps rows, and names requests with a gap before theirs."""
 
-    def __init__(self, features: "FeatureStore") -> None:
-        self._features = features
-
-    def answer(self, request: AnyRequest) -> AnyReply:
-        """Keep the rows of a message; reply which requests have a gap before theirs."""
-        started = time.perf_counter()
+    def answer(request: AnyRequest) -> AnyReply:
         if not isinstance(request, Features):
             return Failure(request.round, request.version, 0.0, f"this takes no {type(request).__name__}")
         for request_id in request.released:
-            self._features.forget(request_id)
-        missing = [
-            entry.request_id
-            for entry in request.rows
-            if not self._features.put(
-                entry.request_id,
-                entry.offset,
-                entry.end,
-                entry.rows,
-                dtype=request.dtype,
-                row_bytes=request.row_bytes,
-            )
-        ]
-        seconds = time.perf_counter() - started
-        if missing:
-            return PrefixMissing(request.round, request.version, seconds, missing)
-        return Pong(request.round, request.version, seconds)
+            features.forget(request_id)
+        put = functools.partial(features.put, dtype=request.dtype, row_bytes=request.row_bytes)
+        missing = [one.request_id for one in request.rows if not put(one.request_id, one.offset, one.end, one.rows)]
+        return PrefixMissing(request.round, request.version, 0.0, missing)
+
+    return answer
 
 
-class FeatureSender:
-    """Rank 0's connection to the draft worker, on an event loop in a thread of its own; the target never waits for it.
+class FeatureSource:
+    """A verifier on rank 0 that sends the features of computed tokens, on an event loop in a thread of its own.
 
-    `num_sent` has how many features of each request have been sent to the draft worker and not been reported missing.
+    The target never waits for the draft worker. `num_sent` has how many features of each request have been sent, and
+    not been reported missing; both threads change it, and what a race spoils comes back as a gap.
     """
 
-    def __init__(self, connector: Connector, version: int) -> None:
+    def __init__(self, verifier: "ModelVerifier", connector: Connector, version: int) -> None:
         """Have no draft worker yet; `connector` proves this rank to it."""
         self.identity = connector.identity
         self.num_sent: dict[str, int] = {}
-        self._connector = connector
-        self._version = version
+        self._verifier, self._connector, self._version = verifier, connector, version
+        self._computed: list[tuple[VerifyRow, int]] = []
+        """The rows of the last verification, and how many tokens of each are committed and computed."""
         self._rounds = itertools.count(1)
         self._link: Link | None = None
         self._released: list[str] = []
@@ -97,8 +75,16 @@ class FeatureSender:
         """Send to a new draft worker from now on, which holds nothing."""
         asyncio.run_coroutine_threadsafe(self._connect(endpoint), self._loop)
 
+    async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
+        """Verify as the verifier does; see `ModelVerifier.verify`."""
+        verdicts = await self._verifier.verify(rows, decides=decides)
+        ends = (row.start + row.length + verdict.num_accepted for row, verdict in zip(rows, verdicts, strict=True))
+        self._computed = list(zip(rows, ends, strict=True))
+        return verdicts
+
     def release(self, request_id: str) -> None:
-        """Forget a request that has ended; the draft worker is told with the next message."""
+        """Drop a request that has ended; the draft worker is told with the next message."""
+        self._verifier.release(request_id)
         self.num_sent.pop(request_id, None)
         if self._link is not None:
             self._released.append(request_id)
@@ -109,11 +95,29 @@ class FeatureSender:
         self._under_way = [call for call in self._under_way if not call.done()]
         return self._link is not None and len(self._under_way) < _MAX_UNDER_WAY
 
-    def send(self, rows: Sequence[FeatureRows], *, dtype: str, row_bytes: int) -> None:
-        """Send rows, without waiting for the reply."""
-        released, self._released = self._released, []
-        message = Features(next(self._rounds), self._version, _DEADLINE_S, released, dtype, row_bytes, list(rows))
+    def work(self) -> bool:
+        """Send the features that the draft worker lacks, once the verdicts have left; return False: that is all."""
+        computed, self._computed = self._computed, []
+        if not computed or not self.has_room:
+            return False
+        kv, num_sent, slots, spans = self._verifier.kv, self.num_sent, list[int](), []
+        assert kv.states is not None
+        row_bytes = kv.states.shape[-1] * kv.states.itemsize
+        for row, end in computed:
+            request_id = row.request.request_id
+            start = min(num_sent.get(request_id, 0), end)
+            places = range(start, min(end, start + max(1, _MAX_BYTES // row_bytes) - len(slots)))
+            spans.append((request_id, start, end, len(slots) * row_bytes, (len(slots) + len(places)) * row_bytes))
+            slots += [kv.slot(row.block_ids, place) for place in places]
+            num_sent[request_id] = start + len(places)
+        with torch.inference_mode():
+            rows = kv.states.flatten(0, 1)[torch.tensor(slots, dtype=torch.int64, device=kv.states.device)].cpu()
+        data = rows.flatten().view(torch.uint8).numpy().data
+        entries = [FeatureRows(request_id, start, end, data[a:b]) for request_id, start, end, a, b in spans]
+        dtype, released, self._released = str(rows.dtype).removeprefix("torch."), self._released, []
+        message = Features(next(self._rounds), self._version, _DEADLINE_S, released, dtype, row_bytes, entries)
         self._under_way.append(asyncio.run_coroutine_threadsafe(self._call(message), self._loop))
+        return False
 
     async def _connect(self, endpoint: Endpoint) -> None:
         if self._link is not None:
@@ -135,54 +139,3 @@ class FeatureSender:
         except TransportError as error:
             if link is self._link:
                 self._forget_all(str(error))
-
-
-class FeatureSource:
-    """A verifier on rank 0 that sends the features of the tokens it has computed, after each verification."""
-
-    def __init__(self, verifier: "ModelVerifier", sender: FeatureSender) -> None:
-        self._verifier = verifier
-        self._sender = sender
-        self._computed: list[tuple[VerifyRow, int]] = []
-        """The rows of the last verification, and how many tokens of each are committed and computed."""
-
-    async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
-        """Verify as the verifier does; see `ModelVerifier.verify`."""
-        verdicts = await self._verifier.verify(rows, decides=decides)
-        self._computed = [
-            (row, row.start + row.length + verdict.num_accepted) for row, verdict in zip(rows, verdicts, strict=True)
-        ]
-        return verdicts
-
-    def release(self, request_id: str) -> None:
-        """Drop a request."""
-        self._verifier.release(request_id)
-        self._sender.release(request_id)
-
-    def work(self) -> bool:
-        """Send the features that the draft worker lacks, once the verdicts have left; return False: that is all."""
-        computed, self._computed = self._computed, []
-        if not computed or not self._sender.has_room:
-            return False
-        kv, num_sent = self._verifier.kv, self._sender.num_sent
-        row_bytes = kv.states.shape[-1] * kv.states.itemsize
-        num_left, slots, spans = max(1, _MAX_BYTES // row_bytes), list[int](), []
-        for row, end in computed:
-            start = min(num_sent.get(row.request.request_id, 0), end)
-            places = range(start, min(end, start + num_left - len(slots)))
-            spans.append((row.request.request_id, start, end, slice(len(slots), len(slots) + len(places))))
-            slots += [kv.slot(row.block_ids, place) for place in places]
-        with torch.inference_mode():
-            rows = kv.states.flatten(0, 1)[torch.tensor(slots, dtype=torch.int64, device=kv.states.device)].cpu()
-        data = rows.flatten().view(torch.uint8).numpy().data
-        for request_id, start, _, span in spans:
-            num_sent[request_id] = start + span.stop - span.start
-        self._sender.send(
-            [
-                FeatureRows(request_id, start, end, data[span.start * row_bytes : span.stop * row_bytes])
-                for request_id, start, end, span in spans
-            ],
-            dtype=str(rows.dtype).removeprefix("torch."),
-            row_bytes=row_bytes,
-        )
-        return False

@@ -32,7 +32,8 @@ def load_drafter(
     backend = translated(backend, target, source)
     limit = target.vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=target.eos_token_ids)
-    return method.make(engine, DraftModel(backend, limit, grammars, run_ahead, features)), backend
+    draft = DraftModel(backend, limit, grammars, run_ahead, features if method.reads_features else None)
+    return method.make(engine, draft), backend
 
 
 def load_verifier(source: ModelSource, engine: EngineConfig, *, shard: Shard | None) -> ModelVerifier:

@@ -94,17 +94,9 @@ class TargetResponder:
     to the others' last. So after a gap in the rounds or any failure, this rank exits, and the group restarts all ranks.
     """
 
-    def __init__(
-        self,
-        verifier: "ModelVerifier | FeatureSource",
-        *,
-        rank: int,
-        capacity: int,
-        version: int,
-        work: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Answer for a rank; `work` is what the rank does once its reply has been sent."""
-        self.work = work
+    def __init__(self, verifier: "ModelVerifier | FeatureSource", *, rank: int, capacity: int, version: int) -> None:
+        """Answer for a rank; its `work` is that of the verifier, once its reply has been sent."""
+        self.work: Callable[[], bool] = getattr(verifier, "work", lambda: False)
         self._verifier = verifier
         self._rank = rank
         self._table = PrefixTable(capacity, verifier.release)

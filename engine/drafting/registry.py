@@ -95,17 +95,6 @@ def _model_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
     return RunAheadDrafter(draft, config) if draft.run_ahead else ModelDrafter(draft, config)
 
 
-def _head_worker_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
-    from engine.drafting.model.chain_drafter import ModelDrafter
-    from engine.drafting.model.feature_cache import FeatureCache
-    from engine.drafting.run_ahead.chains import RunAheadDrafter
-
-    assert draft is not None
-    assert draft.features is not None
-    cache = FeatureCache(draft.backend, config, draft.features)
-    return RunAheadDrafter(draft, config, cache) if draft.run_ahead else ModelDrafter(draft, config, cache)
-
-
 def _tree_drafter(config: EngineConfig, draft: DraftModel | None) -> Drafter:
     from engine.drafting.model.sampled_tree import SampledTreeDrafter
     from engine.drafting.model.tree_drafter import TreeDrafter
@@ -167,7 +156,7 @@ METHODS: Mapping[str, Method] = {
         runs_ahead=("coupled",),
         chain_rules=("k_sequential",),
     ),
-    "head_worker": Method("draft", _head_worker_drafter, runs_ahead=_CHAIN_RULES, reads_features=True),
+    "head_worker": Method("draft", _model_drafter, runs_ahead=_CHAIN_RULES, reads_features=True),
     "self": Method("target", lambda *_: DeferringDrafter(), make_in_target=_self_drafter),
     "head": Method("target", lambda *_: DeferringDrafter(), make_in_target=_head_drafter),
     "head_tree": Method(

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.transport import Connector, Endpoint
-from cluster.workers.features import FeatureReceiver, FeatureSender, FeatureSource
+from cluster.workers.features import FeatureSource, receiver
 from cluster.workers.loading import load_drafter, load_verifier
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import EngineConfig, ModelConfig
@@ -54,9 +54,8 @@ class Group:
 
     def start_target(self) -> None:
         model = load_verifier(open_model(self.target), self.engine_config, shard=None)
-        self.sender = FeatureSender(Connector(NODE_ID), version=1)
-        source = FeatureSource(model, self.sender)
-        responder = TargetResponder(source, rank=0, capacity=16, version=1, work=source.work)
+        self.source = FeatureSource(model, Connector(NODE_ID), version=1)
+        responder = TargetResponder(self.source, rank=0, capacity=16, version=1)
 
         def answer(request):
             reply = responder.answer(request)
@@ -87,10 +86,9 @@ class Group:
         await self.introduce()
 
     async def introduce(self) -> None:
-        receiver = FeatureReceiver(self.features)
-        server = self._stack.enter_context(serving(self.sender.identity, receiver.answer))
-        self.sender.connect(server.endpoint)
-        await wait_for(lambda: self.sender.has_room)
+        server = self._stack.enter_context(serving(self.source.identity, receiver(self.features)))
+        self.source.connect(server.endpoint)
+        await wait_for(lambda: self.source.has_room)
 
     def kill_draft(self) -> None:
         self.drafter.disconnect("killed")
@@ -181,7 +179,7 @@ async def test_a_target_that_dies_computes_its_features_again(group, beside):
 
 async def test_features_that_never_come_cost_their_drafts_and_one_wait(group, beside):
     group.features._patience_s = 0.01
-    group.sender.connect(Endpoint("elsewhere", "", "127.0.0.1", 9, group.sender.identity))
+    group.source.connect(Endpoint("elsewhere", "", "127.0.0.1", 9, group.source.identity))
     engine = group.engine()
     assert await run(engine, submit(engine)) == beside[0]
     assert engine.stats.num_drafts == 0
@@ -195,6 +193,5 @@ async def test_a_head_that_runs_ahead_on_its_own_states_changes_no_text(target, 
     text = await run(engine, submit(engine))
     group.kill_draft()
     assert text == beside[0]
-    print(group.drafter.run_ahead, group.features.counts, engine.stats, beside[1])
     assert group.drafter.run_ahead.hits > 10
     assert engine.stats.num_accepted_tokens > 0

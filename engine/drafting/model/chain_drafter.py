@@ -7,6 +7,7 @@ import torch
 from engine.config import EngineConfig
 from engine.drafting.model.draft_cache import DraftCache
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.feature_cache import make_cache
 from engine.drafting.model.token_drawer import Chain, TokenDrawer
 from engine.protocols import NO_DRAFT, Draft, ProposeRow, run_in_process
 
@@ -14,9 +15,9 @@ from engine.protocols import NO_DRAFT, Draft, ProposeRow, run_in_process
 class ModelDrafter:
     """Drafts chains with a model in this process."""
 
-    def __init__(self, draft: DraftModel, config: EngineConfig, cache: DraftCache | None = None) -> None:
-        """Use the draft's KV cache, by default a new one; the configuration's `num_blocks` must be planned."""
-        self.cache = cache or DraftCache(draft.backend, config)
+    def __init__(self, draft: DraftModel, config: EngineConfig) -> None:
+        """Make the draft's KV cache; the configuration's `num_blocks` must be planned."""
+        self.cache = make_cache(draft, config)
         self._drawer = TokenDrawer(draft, self.cache.kv, config)
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:

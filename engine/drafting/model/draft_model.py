@@ -18,7 +18,7 @@ class DraftModel:
             vocabularies differently. Only ids that both models have are drafted.
         grammars: None if no request may have a grammar.
         run_ahead: the worker calls `advance` between two proposals, so that drafting continues meanwhile.
-        features: the target's features as they arrive; only of a draft worker, and only a method that reads them asks.
+        features: the target's features as they arrive, for a head; None for a model of its own.
     """
 
     backend: "Backend"

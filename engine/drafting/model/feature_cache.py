@@ -10,10 +10,17 @@ from collections.abc import Container, Sequence
 import torch
 
 from engine.config import EngineConfig
-from engine.drafting.model.draft_cache import CachedPrefix, DraftCache
+from engine.drafting.model.draft_cache import DraftCache
+from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_store import FeatureStore
 from engine.execution.backend import Backend
 from engine.protocols import ProposeRow
+
+
+def make_cache(draft: DraftModel, config: EngineConfig) -> DraftCache:
+    """Return a new cache of a draft model or head."""
+    backend, features = draft.backend, draft.features
+    return DraftCache(backend, config) if features is None else FeatureCache(backend, config, features)
 
 
 class FeatureCache(DraftCache):
@@ -21,34 +28,31 @@ class FeatureCache(DraftCache):
 
     def __init__(self, backend: Backend, config: EngineConfig, features: FeatureStore) -> None:
         super().__init__(backend, config)
-        assert backend.model.head is not None
         self._features = features
-        self._attends_from = backend.model.head.attends_from
 
     def release(self, request_id: str) -> None:
         """Free a request's blocks, and forget its features: what the blocks held must be sent again."""
         super().release(request_id)
         self._features.forget(request_id)
 
+    @torch.inference_mode()
     def make_room(self, row: ProposeRow, drafted: Sequence[int], current: Container[str]) -> bool:
         """As `DraftCache.make_room`; also put the features of a row's context into its blocks, or return False."""
         request_id, num_features = row.request.request_id, len(row.request.token_ids) - 1
+        head, states = self.backend.model.head, self.kv.states
+        assert head is not None
+        assert states is not None
         if (prefix := self.prefixes.get(request_id)) is not None:
             # A place reads its own feature, or, if the first place attends to nothing, that of the place before.
-            del prefix.token_ids[self._features.num_taken(request_id) + self._attends_from :]
+            del prefix.token_ids[self._features.num_taken(request_id) + head.attends_from :]
         if not num_features or not self._features.wait(request_id, num_features):
             return False
         if not super().make_room(row, drafted, current):
             return False
-        self._write(self.prefixes[request_id], *self._features.take(request_id, num_features))
+        start, rows = self._features.take(request_id, num_features)
+        if rows:
+            new = torch.frombuffer(rows, dtype=getattr(torch, self._features.dtype)).view(-1, states.shape[-1])
+            blocks = self.prefixes[request_id].block_ids
+            slots = [self.kv.slot(blocks, place) for place in range(start, start + len(new))]
+            states.flatten(0, 1)[torch.tensor(slots, device=states.device)] = new.to(states.device, states.dtype)
         return self._features.num_taken(request_id) == num_features  # else it was forgotten meanwhile
-
-    @torch.inference_mode()
-    def _write(self, prefix: CachedPrefix, start: int, rows: bytearray) -> None:
-        if not rows:
-            return
-        assert self.kv.states is not None
-        states = self.kv.states.flatten(0, 1)
-        new = torch.frombuffer(rows, dtype=getattr(torch, self._features.dtype)).view(-1, states.shape[-1])
-        slots = [self.kv.slot(prefix.block_ids, place) for place in range(start, start + len(new))]
-        states[torch.tensor(slots, device=states.device)] = new.to(states.device, states.dtype)

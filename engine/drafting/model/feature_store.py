@@ -16,11 +16,12 @@ _MAX_BYTES = 2**30
 
 @dataclass(slots=True)
 class _Features:
-    """The features of one request: how many are in the cache, the rows after them, and how many the target has."""
+    """Of one request: how many features are held and taken, the rows between, and how many the target has."""
 
+    num_held: int = 0
     num_taken: int = 0
-    rows: bytearray = field(default_factory=bytearray)
     end: int = 0
+    rows: bytearray = field(default_factory=bytearray)
 
 
 class FeatureStore:
@@ -45,48 +46,49 @@ class FeatureStore:
     def put(self, request_id: str, offset: int, end: int, rows: memoryview, *, dtype: str, row_bytes: int) -> bool:
         """Keep rows from `offset` on of a request with `end` features; return False if the rows before are missing."""
         with self._arrived:
-            self.dtype, self._row_bytes = dtype, row_bytes
+            self.dtype, self._row_bytes, self._is_silent = dtype, row_bytes, False
             features = self._features.setdefault(request_id, _Features())
             self._features.move_to_end(request_id)
             features.end = end
-            held = self._num_held(request_id)
-            if offset <= held:
-                new = rows[(held - offset) * row_bytes :]
+            if has_those_before := offset <= features.num_held:
+                new = rows[(features.num_held - offset) * row_bytes :]
                 features.rows += new
+                features.num_held += len(new) // row_bytes
                 self._num_bytes += len(new)
             self.counts["bytes"] += len(rows)
             while self._num_bytes > _MAX_BYTES:
                 self.forget(next(iter(self._features)))
-            self._is_silent = False
             self._arrived.notify_all()
-            return offset <= held
+            return has_those_before
 
     def wait(self, request_id: str, count: int) -> bool:
         """Return whether a request's first `count` features are held; wait for them if they are on their way.
 
         They are not, if the last rows said that more of them are to be sent before.
         """
+
+        def is_decided() -> bool:
+            features = self._features.get(request_id, _Features())
+            return features.num_held >= count or features.end > features.num_held
+
         with self._arrived:
-            if self._num_held(request_id) < count and not self._is_behind(request_id) and not self._is_silent:
+            if not self._is_silent and not is_decided():
                 self.counts["waited"] += 1
-                self._is_silent = not self._arrived.wait_for(
-                    lambda: self._num_held(request_id) >= count or self._is_behind(request_id), self._patience_s
-                )
-            is_held = self._num_held(request_id) >= count
+                self._is_silent = not self._arrived.wait_for(is_decided, self._patience_s)
+            is_held = self._features.get(request_id, _Features()).num_held >= count
             self.counts["missing"] += not is_held
             return is_held
 
     def num_taken(self, request_id: str) -> int:
         """Return how many of a request's features the cache holds."""
         with self._arrived:
-            return self._features[request_id].num_taken if request_id in self._features else 0
+            return self._features.get(request_id, _Features()).num_taken
 
     def take(self, request_id: str, count: int) -> tuple[int, bytearray]:
         """Hand over rows for the cache, up to the first `count` features; return the index of the first, and them."""
         with self._arrived:
             features = self._features.get(request_id, _Features())
-            start = features.num_taken
-            size = max(count - start, 0) * self._row_bytes
+            start, size = features.num_taken, max(count - features.num_taken, 0) * self._row_bytes
             taken = features.rows[:size]
             del features.rows[:size]
             features.num_taken += len(taken) // self._row_bytes
@@ -96,13 +98,4 @@ class FeatureStore:
     def forget(self, request_id: str) -> None:
         """Drop a request's rows; unknown ids are ignored."""
         with self._arrived:
-            if (features := self._features.pop(request_id, None)) is not None:
-                self._num_bytes -= len(features.rows)
-
-    def _num_held(self, request_id: str) -> int:
-        features = self._features.get(request_id)
-        return 0 if features is None else features.num_taken + len(features.rows) // self._row_bytes
-
-    def _is_behind(self, request_id: str) -> bool:
-        features = self._features.get(request_id)
-        return features is not None and features.end > self._num_held(request_id)
+            self._num_bytes -= len(self._features.pop(request_id, _Features()).rows)

@@ -11,7 +11,7 @@ import torch
 from cluster.protocol.messages import Failure, Features, PrefixMissing, decode_request, encode
 from cluster.transport import Connector, Endpoint
 from cluster.workers import features as features_module
-from cluster.workers.features import FeatureReceiver, FeatureSender, FeatureSource
+from cluster.workers.features import FeatureSource, receiver
 from engine.drafting.model.feature_store import FeatureStore
 from engine.protocols import Verdict, VerifyRow, chain
 from tests.cluster.fakes import SumVerifier, verify_row
@@ -48,15 +48,13 @@ class Rig:
 
     def __init__(self) -> None:
         self.verifier = StatesVerifier()
-        self.sender = FeatureSender(Connector(NODE_ID), version=3)
-        self.source = FeatureSource(self.verifier, self.sender)  # type: ignore[arg-type]
+        self.source = FeatureSource(self.verifier, Connector(NODE_ID), version=3)  # type: ignore[arg-type]
         self._stack = contextlib.ExitStack()
 
     def start_draft(self) -> Endpoint:
         self.store = FeatureStore(0.0)
-        receiver = FeatureReceiver(self.store)
-        self.server = self._stack.enter_context(serving(self.sender.identity, receiver.answer))
-        self.sender.connect(self.server.endpoint)
+        self.server = self._stack.enter_context(serving(self.source.identity, receiver(self.store)))
+        self.source.connect(self.server.endpoint)
         return self.server.endpoint
 
     def kill_draft(self) -> None:
@@ -64,9 +62,9 @@ class Rig:
 
     async def round(self, *rows: VerifyRow) -> None:
         await self.source.verify(rows)
-        await wait_for(lambda: self.sender.has_room)
+        await wait_for(lambda: self.source.has_room)
         assert not self.source.work()
-        await wait_for(lambda: all(call.done() for call in self.sender._under_way))
+        await wait_for(lambda: all(call.done() for call in self.source._under_way))
 
     def taken(self, request_id: str) -> list[int]:
         """The slots whose states have arrived for a request; they are taken from the store."""
@@ -136,9 +134,9 @@ async def test_what_the_draft_worker_has_forgotten_is_sent_again_one_round_later
 
 async def test_after_a_broken_connection_everything_is_sent_again_and_taken_once(rig):
     await rig.round(row("a", 6))
-    assert rig.sender._link is not None
-    rig.sender._loop.call_soon_threadsafe(rig.sender._link._connection.abort)
-    await wait_for(lambda: not rig.sender.num_sent)
+    assert rig.source._link is not None
+    rig.source._loop.call_soon_threadsafe(rig.source._link._connection.abort)
+    await wait_for(lambda: not rig.source.num_sent)
     await rig.round(row("a", 7, start=6))
     assert rig.taken("a") == [8, 9, 10, 11, 20, 21, 22]
     assert rig.store.counts["bytes"] == 13 * STATE_SIZE * 2
@@ -150,7 +148,7 @@ async def test_a_request_that_has_ended_is_forgotten_on_both_sides(rig):
     assert rig.verifier.released == ["a"]
     await rig.round(row("b", 2))
     assert rig.taken("a") == []
-    assert "a" not in rig.sender.num_sent
+    assert "a" not in rig.source.num_sent
     await rig.round(row("a", 2))  # another request of that name
     assert rig.taken("a") == [8, 9]
 
@@ -159,33 +157,33 @@ async def test_the_target_never_waits_and_sends_later_what_was_left_out(rig):
     """The draft worker does not answer, as if it was stopped."""
     may_answer, put = threading.Event(), rig.store.put
     rig.store.put = lambda *arguments, **options: may_answer.wait(10) and put(*arguments, **options)
-    await wait_for(lambda: rig.sender.has_room)
+    await wait_for(lambda: rig.source.has_room)
     for length in range(1, 9):
         await rig.source.verify([row("a", length, start=length - 1)])
         rig.source.work()
-    assert not rig.sender.has_room
-    assert rig.sender.num_sent == {"a": 4}
+    assert not rig.source.has_room
+    assert rig.source.num_sent == {"a": 4}
     may_answer.set()
     await rig.round(row("a", 8, start=7))
     assert rig.taken("a") == [8, 9, 10, 11, 20, 21, 22, 23]
 
 
 async def test_without_a_draft_worker_or_a_verification_nothing_is_read_or_sent():
-    source = FeatureSource(StatesVerifier(), FeatureSender(Connector(NODE_ID), version=1))  # type: ignore[arg-type]
+    source = FeatureSource(StatesVerifier(), Connector(NODE_ID), version=1)  # type: ignore[arg-type]
     assert not source.work()
     await source.verify([row("a", 6)])
     source.release("a")
     assert not source.work()
-    assert source._sender._released == []
+    assert source._released == []
 
 
 def test_a_message_is_read_where_it_lies_and_another_is_refused():
     rows = memoryview(bytes(range(12)))
     [entry] = decode_request(encode(_features(rows))).rows
     assert (entry.request_id, entry.offset, entry.end, bytes(entry.rows)) == ("a", 5, 9, bytes(rows))
-    receiver = FeatureReceiver(FeatureStore())
-    assert isinstance(receiver.answer(ping(1)), Failure)
-    reply = receiver.answer(_features(rows))
+    answer = receiver(FeatureStore())
+    assert isinstance(answer(ping(1)), Failure)
+    reply = answer(_features(rows))
     assert isinstance(reply, PrefixMissing)
     assert (reply.round, reply.version, reply.request_ids) == (4, 2, ["a"])
 

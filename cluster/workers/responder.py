@@ -22,7 +22,7 @@ from cluster.protocol.prefix_delta import PrefixTable
 from engine.control.stats import PREPARATION
 from engine.drafting.model.feature_store import FeatureStore
 from engine.errors import TargetError
-from engine.protocols import NO_DRAFT, Drafter, ProposeRow, Verdict, VerifyRow, chain, run_in_process
+from engine.protocols import NO_DRAFT, Draft, Drafter, ProposeRow, Verdict, VerifyRow, run_in_process
 
 if TYPE_CHECKING:
     from cluster.workers.features import FeatureSource
@@ -133,7 +133,10 @@ class TargetResponder:
 def _without_known_drafts(verdicts: Sequence[Verdict], rows: Sequence[VerifyRow]) -> list[Verdict]:
     """Drop the draft tokens that the Router sent; keep only those drawn here."""
     return [
-        replace(verdict, draft=chain(verdict.draft.token_ids) if row.draft.num_deferred else NO_DRAFT)
+        replace(
+            verdict,
+            draft=Draft(verdict.draft.token_ids, verdict.draft.parents) if row.draft.num_deferred else NO_DRAFT,
+        )
         for verdict, row in zip(verdicts, rows, strict=False)
     ]
 

@@ -25,13 +25,13 @@ class DFlashHead(Head):
     """
 
     drafts_blocks: ClassVar[bool] = True
-    attends_from: ClassVar[int] = 0
-    markov_head: "MarkovHead | None" = None
+    attends_from: int = 0
 
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
         super().__init__(config, embed_tokens, lm_head, first_layer)
         layers: Any = config.layers
         self.num_unread = int(not config.sample_from_anchor)
+        self.markov_head: MarkovHead | None = None
         layers._attn_implementation = ATTENTION_NAME
         self.fc = nn.Linear(len(config.taps) * config.target_hidden_size, layers.hidden_size, bias=config.fc_bias)
         self.hidden_norm = Qwen3RMSNorm(layers.hidden_size, layers.rms_norm_eps)
@@ -39,7 +39,7 @@ class DFlashHead(Head):
         self.norm = Qwen3RMSNorm(layers.hidden_size, layers.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(layers)
         for index, attention in enumerate(self._attentions, first_layer):
-            attention.layer_idx = index
+            attention.layer_idx, attention.attends_from = index, self.attends_from
             attention.sees_row = attention.sliding_window is None or config.sliding_window_non_causal
 
     @property
@@ -54,7 +54,7 @@ class DFlashHead(Head):
 
     def absorb(self, token_ids: Tensor, positions: Tensor, context: AttentionContext) -> None:
         """Write the keys and values of the tokens' own features; see `Head.absorb`."""
-        features = context.read_states(of_parents=False).unsqueeze(0).to(self.fc.weight.dtype)
+        features = context.read_states(of_parents=False).unsqueeze(0).to(self.norm.weight.dtype)
         rotary = self.rotary_emb(features, positions)
         for attention in self._attentions:
             context.write(attention.layer_idx, *keys_and_values(attention, features, rotary))
@@ -62,12 +62,7 @@ class DFlashHead(Head):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, paged: AttentionContext, **_: object
     ) -> HeadOutput:
-        """Compute blocks: each is a request's last committed token, then masks.
-
-        Args:
-            input_ids, position_ids: [1, tokens].
-            logits_to_keep: [n] the indices of the tokens that need logits.
-        """
+        """Compute blocks, each of a request's last committed token and masks; arguments as in `Eagle3Head.forward`."""
         hidden = self.embed_tokens(input_ids)
         rotary = self.rotary_emb(hidden, position_ids)
         for layer in self.layers:

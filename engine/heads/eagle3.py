@@ -31,18 +31,19 @@ class Eagle3Head(Head):
         self.fc = nn.Linear(len(config.taps) * width, layers.hidden_size, bias=config.fc_bias)
         self.input_norm = _norm(layers, len(config.taps) * width) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList([_norm(layers, width) for _ in config.taps]) if config.fc_norm else None
-        self.layers = nn.ModuleList(
-            [_LAYERS[layers.model_type](layers, first_layer + i) for i in range(layers.num_hidden_layers)]
-        )
+        self.layers = nn.ModuleList([_LAYERS[layers.model_type](layers, i) for i in range(layers.num_hidden_layers)])
         first: Any = self.layers[0]
         first.hidden_norm = _norm(layers, layers.hidden_size)
         for name in ("q_proj", "k_proj", "v_proj"):
             projection = getattr(first.self_attn, name)
             wider = nn.Linear(2 * layers.hidden_size, projection.out_features, projection.bias is not None)
             setattr(first.self_attn, name, wider)
-        for layer in self.layers:
+        kinds = getattr(layers, "layer_types", None) or ["full_attention"] * len(self.layers)
+        for index, (layer, kind) in enumerate(zip(self.layers, kinds, strict=True), first_layer):
             attention: Any = layer.self_attn
-            attention.attends_from = self.attends_from
+            attention.layer_idx, attention.attends_from = index, self.attends_from
+            # Llama's layers have no window of their own.
+            attention.window = layers.sliding_window if kind == "sliding_attention" else None
         self.norm = _norm(layers, layers.hidden_size)
         self.rotary_emb = LlamaRotaryEmbedding(layers)
 

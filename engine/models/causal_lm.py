@@ -28,6 +28,7 @@ class HeadModule(Protocol):
 
     attends_from: int
     keeps_kv: bool
+    drafts_blocks: ClassVar[bool]
 
     @property
     def kv_shape(self) -> KVShape:

@@ -28,7 +28,7 @@ from typing import get_args
 
 from rich.console import Console
 
-from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET, Drafting, Dtype, Verification
+from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, Drafting, Dtype, Verification
 from engine.errors import PacelineError
 from tests.bench.abuse import abuse
 from tests.bench.compare import CELLS, compile_models, show, write
@@ -38,7 +38,8 @@ from tests.bench.profile import profile
 from tests.bench.turns import collect
 from tests.bench.workload import Cell, Setting, Workload, read_prompts
 
-METHODS = tuple(name for name in get_args(Drafting) if name not in ("auto", "none"))
+METHODS = tuple(name for name in get_args(Drafting) if name not in ("auto", "none", "mtp", "head_worker"))
+"""Those of one process, on the bundled models."""
 RULES = get_args(Verification)
 NAMES = ("transformers", "transformers-assisted")
 NAMES += ("engine-plain", "engine-speculative", "serve-plain", "serve-speculative")
@@ -107,6 +108,7 @@ def parse(arguments: list[str]) -> Namespace:
     paced.add_argument("--temperatures", type=_numbers, default=(0.0, 0.7, 1.0), help="as 0,0.7,1")
     paced.add_argument("--png", type=Path, default=PLOTS / "paced.png", help="where the plot goes")
     methods = add("methods", _methods, num_tokens=48)
+    methods.add_argument("--head", type=Path, default=BUNDLED_HEAD, help="a trained head of the target")
     methods.add_argument("--large", action="store_true", help="on the large target")
     methods.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="who drafts")
     methods.add_argument("--rules", nargs="+", choices=RULES, default=RULES, help="who verifies")
@@ -142,6 +144,8 @@ def _methods(options: Namespace, workload: Workload, console: Console) -> list[s
     if options.parts:
         show_parts(options.parts, console, json=options.json, png=options.png or PLOTS / "methods.png")
         return []
+    if any(method.startswith("head") for method in options.methods):
+        workload = replace(workload, head=str(options.head))
     compile_models(workload, console)
     selection = Selection(**{field.name: getattr(options, field.name) for field in fields(Selection)})
     methods(workload, selection, console, json=options.json, png=options.png)

@@ -85,8 +85,10 @@ def compile_models(workload: Workload, console: Console) -> None:
     """Compile both models' passes, where they run compiled and that was not done before."""
     if workload.compile == "auto" and resolve_device(workload.device).type == "cpu":
         with console.status("compiling, where that was not done before"):
-            command = [sys.executable, "-m", "engine.execution.cpu", workload.target, workload.draft]
-            subprocess.run([*command, "--dtype", workload.dtype], check=True, capture_output=True)
+            command = [sys.executable, "-m", "engine.execution.cpu", "--dtype", workload.dtype]
+            heads = [] if workload.head is None else [[workload.target, "--head", workload.head]]
+            for models in ([workload.target, workload.draft], *heads):
+                subprocess.run([*command, *models], check=True, capture_output=True)
 
 
 def _processor() -> str:

@@ -81,6 +81,8 @@ class Workload:
     cells: list[Cell]
     num_tokens: int = 128
     num_speculative_tokens: int = 4
+    head: str | None = None
+    """A trained head of the target; None if none of the methods needs one."""
     num_turns: int | None = None
     """Batches of a cell; None is eight small ones, four large ones or two very large ones."""
 

@@ -6,6 +6,7 @@ from pydantic import BaseModel
 from cluster.config import GroupConfig
 from deployments.config import AppConfig, ArgumentError, Autoscaling, Limits, api_keys, group_config, ingress_config
 from engine.config import PAIR_SETTINGS, PairConfig, make_pair
+from tests.engine.heads.files import head_settings, save_head
 
 SELF_DRAFT = {"drafting": "self", "self_draft_layers": 3}
 
@@ -158,3 +159,14 @@ def test_a_key_file_that_is_of_no_use_is_refused(tmp_path: Path, content: str | 
         (tmp_path / "keys").write_text(content)
     with pytest.raises(ArgumentError, match="key"):
         api_keys(AppConfig.model_validate({"api_key_file": str(tmp_path / "keys")}))
+
+
+def test_a_head_goes_with_the_target_of_a_group_and_names_what_is_served(tmp_path: Path) -> None:
+    head = save_head(tmp_path / "head", head_settings("org/big"), {})
+    config = AppConfig.model_validate({"draft_model": head, "run_ahead": "auto"})
+    group, ingress = group_config(config), ingress_config(config)
+    assert (group.target.path, group.target.head, group.has_draft_worker) == ("org/big", head, False)
+    assert (ingress.target.path, ingress.target.head, ingress.model_name) == ("org/big", None, "big")
+    assert group_config(AppConfig.model_validate({"draft_model": head, "drafting": "head_worker"})).has_draft_worker
+    with pytest.raises(ArgumentError, match="run_ahead is on, but drafting is 'head'"):
+        AppConfig.model_validate({"draft_model": head, "run_ahead": "on"})

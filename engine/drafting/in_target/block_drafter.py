@@ -76,10 +76,8 @@ class BlockDrafter(TokenDrawer):
         batch.needs_logits = draws is None or markov is not None
         output = self._backend.run(batch, draws)
         ends, device = list(itertools.accumulate(counts)), output.tokens.device
-        places = [
-            [end - max(1, count - i) for end, count in zip(ends, counts, strict=True)] for i in range(max(counts))
-        ]
-        index = copied(list(itertools.chain(*places)), device).view(len(places), -1)
+        places = [end - max(1, count - i) for i in range(max(counts)) for end, count in zip(ends, counts, strict=True)]
+        index = copied(places, device).view(-1, len(counts))
         if not decides:
             return [Drawn(torch.zeros_like(rows)) for rows in index]
         steps: list[Drawn] = []
@@ -93,8 +91,7 @@ class BlockDrafter(TokenDrawer):
             drawn = self._draw(output.logits, runs) if draws is None else Drawn(output.tokens)
             return [_at(drawn, rows) for rows in index]
         scores, state = output.logits if draws is None else output.scores, None
-        temperatures = torch.ones(ends[-1], 1) if draws is None else draws.temperatures
-        temperatures = temperatures.to(device)
+        temperatures = (torch.ones(ends[-1], 1) if draws is None else draws.temperatures).to(device)
         hidden = self._hidden(batch) if markov is not None and markov.reads_hidden else None
         previous = copied([request.token_ids[-1] for request in requests], device)
         for depth, rows in enumerate(index):

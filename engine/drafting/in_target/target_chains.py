@@ -15,11 +15,12 @@ import torch
 
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.next_tokens import Ranking
 from engine.drafting.model.token_drawer import Chain, Drawn, TokenDrawer
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend, Part
 from engine.execution.batch import ForwardBatch, ForwardRow, build
-from engine.protocols import NO_DRAFT, VerifyRow
+from engine.protocols import NO_DRAFT, Draft, VerifyRow
 from engine.sampling.grammar import Grammars
 from engine.sampling.logits import Run
 from engine.sampling.noise import Draws
@@ -29,39 +30,69 @@ class TargetChainDrafter(TokenDrawer):
     """Drafts chains in the target's process; see `TargetDrafter`."""
 
     def __init__(
-        self, part: Part, config: EngineConfig, backend: Backend, kv: KVTensors, grammars: Grammars | None = None
+        self,
+        part: Part,
+        config: EngineConfig,
+        backend: Backend,
+        kv: KVTensors,
+        grammars: Grammars | None = None,
+        *,
+        num_ranked: int | None = None,
     ) -> None:
-        """Draft with a part of the target's model; see `Backend.beside`."""
-        other, seen_kv = backend.beside(part, kv)
-        self.draws_chains = backend.reducer is None  # all ranks need each token before the next pass
-        super().__init__(DraftModel(other, grammars=grammars), seen_kv, config)
+        """Draft with a part of the target's model, see `Backend.beside`; `num_ranked` tokens are kept of each draw."""
+        other, self.kv = backend.beside(part, kv)
+        # All ranks need each token before the next pass, and trees are not drawn as chains.
+        self.draws_chains = backend.reducer is None and num_ranked is None
+        self.draft_model = DraftModel(other, grammars=grammars)
+        super().__init__(self.draft_model, self.kv, config, ranks=num_ranked is not None, num_ranked=num_ranked)
         head = other.model.head
         self._least_tokens = 1 + (head.attends_from if head is not None else 0)
         self._reducer = backend.reducer
-        self._decides = True
+        self.decides = True
+        """Whether this rank draws the tokens."""
 
     def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
         """Draw chains for the rows whose drafts were left to the target; see `TargetDrafter.draft`."""
-        self._decides = decides
-        able = [row for row in rows if row.draft.num_deferred and len(row.request.token_ids) >= self._least_tokens]
+        self.decides = decides
+        able = self.able(rows)
         chains = [Chain() for _ in able]
         if able:
-            tips = [ForwardRow(row.request.token_ids[row.start :], row.start, row.block_ids, 1) for row in able]
             self.extend(
-                build(tips, self._kv),
+                self.tips(able),
                 [row.request for row in able],
                 [row.block_ids for row in able],
                 chains,
                 [row.draft.num_deferred for row in able],
             )
-        drafts = {id(row): chain.draft() for row, chain in zip(able, chains, strict=True)}
-        return [replace(row, draft=drafts.get(id(row), NO_DRAFT)) if row.draft.num_deferred else row for row in rows]
+        return with_drafts(rows, able, [chain.draft() for chain in chains])
+
+    def able(self, rows: Sequence[VerifyRow]) -> list[VerifyRow]:
+        """Return the rows whose drafts were left to the target, and have tokens enough."""
+        return [row for row in rows if row.draft.num_deferred and len(row.request.token_ids) >= self._least_tokens]
+
+    def tips(self, rows: Sequence[VerifyRow]) -> ForwardBatch:
+        """Return the pass that computes the rows' committed tokens, with a row of logits for each."""
+        tips = [ForwardRow(row.request.token_ids[row.start :], row.start, row.block_ids, 1) for row in rows]
+        return build(tips, self.kv)
 
     def run(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
-        """Compute a batch; the next draft token of every row is the one that the deciding rank draws."""
-        batch.needs_logits = draws is None
-        if self._decides:
+        """Compute a batch; every rank gets what the deciding rank draws and ranks."""
+        batch.needs_logits = draws is None or self._ranks
+        if self.decides:
             drawn = super().run(batch, draws, runs)
         else:
-            drawn = Drawn(torch.zeros_like(self._backend.run(batch, draws).tokens))
-        return drawn if self._reducer is None else replace(drawn, tokens=self._reducer.sum(drawn.tokens))
+            tokens = torch.zeros_like(self._backend.run(batch, draws).tokens)
+            ids = tokens.new_zeros(len(tokens), self._num_kept)
+            drawn = Drawn(tokens, ranking=Ranking(ids.float(), ids) if self._ranks else None)
+        if self._reducer is None:
+            return drawn
+        ranking = drawn.ranking
+        if ranking is not None and ranking.token_ids is not None:
+            ranking = Ranking(self._reducer.sum(ranking.scores), self._reducer.sum(ranking.token_ids))
+        return replace(drawn, tokens=self._reducer.sum(drawn.tokens), ranking=ranking)
+
+
+def with_drafts(rows: Sequence[VerifyRow], drafted: Sequence[VerifyRow], drafts: Sequence[Draft]) -> list[VerifyRow]:
+    """Return rows with the `drafts` of those that are `drafted` in place of deferred ones; the others get none."""
+    made = {id(row): draft for row, draft in zip(drafted, drafts, strict=True)}
+    return [replace(row, draft=made.get(id(row), NO_DRAFT)) if row.draft.num_deferred else row for row in rows]

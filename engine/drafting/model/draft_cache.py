@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from engine.block_table import BlockTable, block_table
 from engine.config import EngineConfig
+from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.protocols import ProposeRow, Request
@@ -55,10 +56,11 @@ class Text(NamedTuple):
 class DraftCache:
     """The draft's keys and values, with a block table per request; the least recently used requests are evicted."""
 
-    def __init__(self, backend: Backend, config: EngineConfig) -> None:
+    def __init__(self, backend: Backend, config: EngineConfig, kv: KVTensors | None = None) -> None:
+        """Allocate the cache, unless there is one, `kv`, whose blocks others give to requests."""
         assert config.num_blocks is not None
-        self.kv = backend.allocate_kv(config.num_blocks + 1, config.block_size)
-        self.free_blocks = list(range(1, config.num_blocks + 1))  # padding writes to block 0
+        self.kv = kv or backend.allocate_kv(config.num_blocks + 1, config.block_size)
+        self.free_blocks = [] if kv else list(range(1, config.num_blocks + 1))  # padding writes to block 0
         self.prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self.backend = backend
         self._chunk = config.max_num_batched_tokens

@@ -119,12 +119,16 @@ class LevelwiseDrafter(ABC, Generic[T]):
     """Drafts trees with a model in this process; subclasses choose their shape and their tokens."""
 
     def __init__(self, draft: DraftModel, config: EngineConfig) -> None:
-        self.cache = DraftCache(draft.backend, config)
         self.width = config.tree_width or TREE_WIDTH
         self._backend = draft.backend
-        self._drawer = TokenDrawer(draft, self.cache.kv, config, ranks=True)
+        self.cache, self._drawer = self.parts(draft, config)
         self._sent: dict[str, T] = {}
         """The last tree of each request."""
+
+    def parts(self, draft: DraftModel, config: EngineConfig) -> tuple[DraftCache, TokenDrawer]:
+        """Return the cache of the trees' entries and the drawer of their tokens."""
+        cache = DraftCache(draft.backend, config)
+        return cache, TokenDrawer(draft, cache.kv, config, ranks=True)
 
     async def propose(self, rows: Sequence[ProposeRow]) -> list[Draft]:
         """Return a tree per row; empty if the context or the cache is full."""
@@ -136,7 +140,7 @@ class LevelwiseDrafter(ABC, Generic[T]):
             current = {row.request.request_id for row in rows}
             able = [row for row in rows if row.num_draft_tokens and self.cache.make_room(row, [], current)]
             if able:
-                grown = self._grow(able)
+                grown = self.grow(able, run_in_process(self.cache.catch_up([row.request for row in able])))
                 self._sent.update({row.request.request_id: tree for row, tree in zip(able, grown, strict=True)})
             sent = [self._sent.get(row.request.request_id) for row in rows]
             return [tree.draft() if tree else NO_DRAFT for tree in sent]
@@ -213,10 +217,10 @@ class LevelwiseDrafter(ABC, Generic[T]):
         context = PagedContext(self.cache.kv, [group])
         return ForwardBatch(torch.tensor(tokens, device=device), torch.tensor(indices, device=device), context)
 
-    def _grow(self, rows: Sequence[ProposeRow]) -> list[T]:
+    def grow(self, rows: Sequence[ProposeRow], batch: ForwardBatch) -> list[T]:
+        """Return a tree per row; `batch` computes the tips, with a row of logits for each."""
         trees = [self.plant(row.request, row.num_draft_tokens) for row in rows]
         levels = [TreeLevel(row.request, tree, [TIP]) for row, tree in zip(rows, trees, strict=True)]
-        batch = run_in_process(self.cache.catch_up([row.request for row in rows]))
         while True:
             self.compute(batch, levels)
             levels = [TreeLevel(row.request, tree, tree.next_level()) for row, tree in zip(rows, trees, strict=True)]

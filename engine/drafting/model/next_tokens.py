@@ -43,9 +43,12 @@ class Ranking:
         return scores, ids if self.token_ids is None else self.token_ids.gather(-1, ids)
 
     def next_tokens(self) -> list[NextTokens]:
-        """Return the likeliest possible tokens of each row, at most `NUM_CANDIDATES`; this waits for the device."""
+        """Return the likeliest possible tokens of each row, at most `NUM_CANDIDATES`; this waits for the device.
+
+        A row that is not a number, which has its largest scores first, has none.
+        """
         scores, ids = (tensor.tolist() for tensor in self.top(NUM_CANDIDATES))
-        counts = [row.index(-math.inf) if -math.inf in row else len(row) for row in scores]
+        counts = [next((i for i, score in enumerate(row) if not math.isfinite(score)), len(row)) for row in scores]
         return [NextTokens(tokens[:n], row[:n]) for tokens, row, n in zip(ids, scores, counts, strict=True)]
 
 

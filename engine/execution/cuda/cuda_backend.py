@@ -123,11 +123,13 @@ class CudaBackend(EagerBackend):
         token_ids, indices = (
             tensor.to(self.device, non_blocking=True) for tensor in (batch.token_ids, batch.logit_indices)
         )
+        if (count := len(indices)) == 1:  # as below: a head's last norm computes these tokens only
+            indices = F.pad(indices, (0, 1), value=-1)
         if len(token_ids) == 1:  # a layer compiled for one token alone could round differently
             token_ids, groups = F.pad(token_ids, (0, 1)), [_with_padding(*groups)]
         positions = torch.cat([group.positions.flatten() for group in groups]).long()
         with TritonContext(batch.paged.kv, groups, layers=batch.paged.layers).current() as context:
-            return forward(self.model.module, token_ids, positions, indices, context).float()
+            return forward(self.model.module, token_ids, positions, indices, context)[:count].float()
 
     def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
         """Allocate a KV cache for this model."""

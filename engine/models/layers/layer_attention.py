@@ -126,7 +126,7 @@ def paged_attention(
     bias = kwargs.get("position_bias")
     is_cross = bias is not None and not module.is_causal
     params = AttentionParams(
-        kwargs.get("sliding_window"),
+        kwargs.get("sliding_window") or getattr(module, "window", None),
         scaling,
         kwargs.get("softcap"),
         kwargs.get("s_aux"),

@@ -10,17 +10,17 @@ from engine.config import EngineConfig, ModelConfig
 from engine.drafting.copying.combined import CombinedDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.registry import METHODS, choose_method
+from engine.drafting.registry import choose_method
 from engine.engine import Engine
 from engine.errors import ConfigError
 from engine.execution.registry import make_backend
-from engine.models.loader import load_model
+from engine.heads.registry import load_target
 from engine.models.registry import open_model
 from engine.params import SamplingParams
 from engine.protocols import run_in_process
 from engine.verification.verifier import ModelVerifier
 from tests.bench.contestants.with_transformers import generate, load, load_assistant
-from tests.bench.methods.tables import ADAPTIVE, PLAIN
+from tests.bench.methods.tables import ADAPTIVE, PLAIN, UNUSED
 from tests.bench.workload import Workload
 
 SELF_DRAFT_LAYERS = 4
@@ -43,7 +43,11 @@ class Contender:
 
     @property
     def name(self) -> str:
-        return self.method + (ADAPTIVE if self.is_adaptive else "")
+        return self.method + (ADAPTIVE if self.is_adaptive else UNUSED if self == UNUSED_HEAD else "")
+
+
+UNUSED_HEAD = Contender("head", "coupled", 0, {"speculation": "off"})
+"""Plain decoding by a target that keeps what its head needs."""
 
 
 def contenders(
@@ -52,12 +56,14 @@ def contenders(
     """Yield plain decoding, and each pair that the engine takes at each length and, for `adaptive` ones, at any."""
     yield Contender(PLAIN, "coupled", 0)
     for method, rule in itertools.product(methods, rules):
-        own = {"self_draft_layers": SELF_DRAFT_LAYERS} if METHODS[method].runs_in == "target" else {}
+        own = {"self_draft_layers": SELF_DRAFT_LAYERS} if method == "self" else {}
         try:
             config = EngineConfig(drafting=method, verification=rule, **own)  # type: ignore[arg-type]
             choose_method(config, has_draft_model=True)
         except ConfigError:
             continue
+        if method == UNUSED_HEAD.method and rule == UNUSED_HEAD.verification:
+            yield UNUSED_HEAD
         for length in lengths:
             yield Contender(method, rule, length, {"speculation": "fixed"} | own)
         if method in adaptive:
@@ -83,10 +89,10 @@ class LoadedPair:
     def __init__(self, workload: Workload, *, max_num_seqs: int, max_length: int) -> None:
         """Load both models; `max_length` bounds the tokens of a request, drafts included."""
         settings = {"dtype": workload.dtype, "device": workload.device, "compile": workload.compile}
-        sources = [open_model(ModelConfig(path, **settings)) for path in (workload.target, workload.draft)]
-        self.target, self.draft = (make_backend(load_model(source), source) for source in sources)
-        for backend in (self.target, self.draft):
-            backend.warm_up()
+        places = [(workload.target, None), (workload.draft, None), (workload.target, workload.head)]
+        sources = [open_model(ModelConfig(path, head=head, **settings)) for path, head in places]
+        self.target, self.draft, self.with_head = (make_backend(load_target(source), source) for source in sources)
+        self.draft.warm_up()
         self._max_num_seqs = max_num_seqs
         self._num_blocks = max_num_seqs * (1 + max_length // EngineConfig.block_size)
         self._verifiers: dict[tuple[str, str], ModelVerifier] = {}
@@ -110,9 +116,12 @@ class LoadedPair:
         info = self.target.info
         drafting = replace(config, enable_prefix_caching=remembers_outputs)
         drafter = method.make(drafting, DraftModel(self.draft, info.vocab_size) if method.runs_in == "draft" else None)
-        key = contender.verification, contender.method if method.make_in_target else ""
+        needs_head = contender.method.startswith("head")
+        key = contender.verification, contender.method if method.make_in_target or needs_head else ""
         if key not in self._verifiers:
-            self._verifiers[key] = ModelVerifier(self.target, config, make_drafter=method.make_in_target)
+            target = self.with_head if needs_head else self.target
+            self._verifiers[key] = ModelVerifier(target, config, make_drafter=method.make_in_target)
+            target.warm_up()  # with what it drafts with
         verifier = self._verifiers[key]
         return Engine(
             config,

@@ -16,6 +16,8 @@ from tests.load.picture import COLOURS, INK, STYLE, save
 PEER = "best of transformers"
 ADAPTIVE = " adaptive"
 """Behind a method's name: `speculation=adaptive` chooses its draft lengths; else they are fixed."""
+UNUSED = ", never used"
+"""Behind `head`: a head is loaded, and nothing is drafted."""
 PLAIN = "none"
 
 

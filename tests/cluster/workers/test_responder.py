@@ -21,7 +21,7 @@ from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.control.stats import PREPARATION, RunAheadStats
 from engine.errors import TargetError
 from engine.params import SamplingParams
-from engine.protocols import Draft
+from engine.protocols import Draft, Verdict
 from tests.cluster.fakes import EchoDrafter, SumVerifier
 
 
@@ -73,6 +73,20 @@ def test_a_rank_that_misses_a_round_or_gets_one_twice_ends(number):
     rank.answer(verify(1, WHOLE))
     with pytest.raises(TargetError, match=f"round {number} after round 1"):
         rank.answer(verify(number, WHOLE))
+
+
+class TreeVerifier(SumVerifier):
+    """Accepts the second of two branches that it made itself, whatever it gets."""
+
+    async def verify(self, rows, *, decides=True):
+        return [Verdict([6, 1], [1], draft=Draft([5, 6], [-1, -1], [[5], [6]], [[1.0], [1.0]])) for _ in rows]
+
+
+def test_a_verdict_brings_the_tree_that_the_target_made_but_not_what_the_router_sent():
+    entries = [VerifyEntry(WHOLE, 0, 1, Draft(num_deferred=2)), VerifyEntry(WHOLE, 0, 1, Draft([5, 6], [-1, -1]))]
+    responder = TargetResponder(TreeVerifier(), rank=0, capacity=4, version=1)
+    reply = decode_reply(encode(responder.answer(Verify(1, 1, 1.0, [], entries))))
+    assert [verdict.draft for verdict in reply.verdicts] == [Draft([5, 6], [-1, -1]), Draft()]
 
 
 class AheadDrafter(EchoDrafter):

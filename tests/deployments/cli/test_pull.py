@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import click
 import pytest
 
+from deployments.cli import pull as pulling
 from tests.deployments.cli.http_stand_in import Request, stand_in
+from tests.engine.heads.files import head_settings, save_head
 
 ROOT = Path(__file__).parents[3]
 MEBIBYTE = 2**20
@@ -121,3 +124,27 @@ def test_what_cannot_be_pulled_is_said_in_one_line(name: str, message: str, tmp_
     assert (refused.returncode, refused.stdout) == (1, "")
     assert message in refused.stderr.splitlines()[-1]
     assert len(refused.stderr.splitlines()) == 2
+
+
+def test_the_target_of_a_head_is_pulled_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pulled = []
+
+    def download(name: str, token: str | None) -> Path:
+        pulled.append((name, token))
+        return tmp_path / name
+
+    monkeypatch.setattr(pulling, "_download", download)
+    for name, verifier in (("head", "org/target"), ("nameless", None)):
+        save_head(tmp_path / name, head_settings(verifier), {})
+    pulling.pull("head", None, "secret")
+    assert pulled == [("head", "secret"), ("org/target", "secret")]
+    assert (
+        capsys.readouterr().out.splitlines()[-1] == "serve it: paceline serve target_model=org/target draft_model=head"
+    )
+    for name, draft in (("head", "other"), ("nameless", None)):
+        with pytest.raises(
+            click.ClickException, match=f"{name} is a trained head: pull its target, with --draft {name}"
+        ):
+            pulling.pull(name, draft, None)

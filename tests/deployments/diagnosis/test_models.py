@@ -8,6 +8,8 @@ from deployments.config import AppConfig
 from deployments.diagnosis import models
 from deployments.diagnosis.models import known_draft, pair_findings, path_findings, weight_file_bytes
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
+from tests.engine.heads.files import head_settings, head_tensors, save_head
+from tests.models import save_llama
 
 
 def config(**settings: str) -> AppConfig:
@@ -96,3 +98,18 @@ def test_the_memory_plan_counts_every_process_on_this_machine(monkeypatch):
 def test_models_that_do_not_fit_are_an_error():
     (pair,) = pair_findings(config(memory_fraction="1e-9"))
     assert (pair.level, "memory_fraction" in pair.found) == ("error", True)
+
+
+def test_a_head_is_found_and_counted_with_its_target(tmp_path: Path):
+    target = str(save_llama(tmp_path / "target", seed=0))
+    settings = {"draft_model": save_head(tmp_path / "head", head_settings(target), head_tensors()), "device": "cpu"}
+    findings = list(path_findings(config(**settings)))
+    assert [(finding.level, finding.subject) for finding in findings] == [("ok", "target"), ("ok", "head")]
+    for drafting in ("auto", "head_worker"):
+        (pair,) = pair_findings(config(**settings, drafting=drafting))
+        assert pair.level == "ok", pair.found
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("target", "head")]
+    assert weight_file_bytes(config(**settings)) == sum(sizes)
+    save_head(tmp_path / "head", head_settings(target, norm_before_residual=None), head_tensors())
+    (pair,) = pair_findings(config(**settings))
+    assert (pair.level, "norm_before_residual is missing" in pair.found) == ("error", True)

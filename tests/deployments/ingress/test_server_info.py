@@ -43,12 +43,17 @@ async def test_a_name_with_slashes_is_one_name(config: AppConfig, routers: Local
 
 
 @pytest.mark.parametrize(
-    ("draft_model", "told"), [(None, ", no draft;"), ("/models/b", ", draft /models/b still loading;")]
+    ("models", "told"),
+    [
+        ({}, ", no draft;"),
+        ({"draft_model": "/models/b"}, ", draft /models/b still loading;"),
+        ({"head": "/models/c"}, ", head /models/c;"),
+    ],
 )
 async def test_the_log_says_what_is_served_where_and_how_to_try_it(
-    draft_model: str | None, told: str, config: AppConfig, routers: LocalRouters
+    models: dict[str, str], told: str, config: AppConfig, routers: LocalRouters
 ) -> None:
-    description = replace(await routers.describe(), draft_model=draft_model)
+    description = replace(await routers.describe(), **models)
     text = announcement(ingress_config(config), description, "http://127.0.0.1:8000")
     assert text.startswith(f"serving target {description.target.name} (")
     assert told in text

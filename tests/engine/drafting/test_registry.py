@@ -171,9 +171,8 @@ def test_the_self_method_leaves_drafts_to_the_target_and_makes_a_drafter_there()
     drafter = method.make_in_target(config, target, target.allocate_kv(10, 16), None)
     assert type(drafter) is TargetChainDrafter
     assert drafter._backend is target.thinned
-    assert [name for name, method in METHODS.items() if method.make_in_target is not None] == [
-        *("self", "head", "head_tree", "mtp"),
-    ]
+    in_target = [name for name, method in METHODS.items() if method.make_in_target is not None]
+    assert in_target == ["self", "head", "head_tree", "mtp"]
     with pytest.raises(ConfigError, match="run_ahead is on, but drafting is 'self'"):
         check_run_ahead(config, "on", has_draft_model=False)
 

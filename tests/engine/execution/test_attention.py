@@ -219,6 +219,32 @@ def test_only_cross_attention_sees_an_encoders_tokens_and_it_sees_nothing_else()
     assert known() is None, "the mask of another layer's bias is not kept"
 
 
+def test_a_heads_states_are_read_at_parents_moved_with_keys_and_never_written_for_padding():
+    """Beside an fp8 cache, states keep the model's format."""
+    fp8, states = torch.empty(0, dtype=torch.float8_e4m3fn), torch.empty(3, dtype=torch.bfloat16)
+    kv = KVTensors(KVShape(2, 1, 8, 8), 4, BLOCK, fp8, KVShape(1, 2, 6, 6), states)
+    assert [tuple(cache.shape[-2:]) for cache in kv.of_head] == [(2, 6), (2, 6), (1, 3)]
+    paged = build([ForwardRow([1] * 5, 2, [2, 1], 1, [-1, 0, -1, 1]), ForwardRow([1], 0, [3], 1)], kv).paged
+    paged.write_states(paged.slots.float()[:, None].expand(-1, 3))
+    assert paged.read_states(of_parents=False)[:6, 0].tolist() == [10, 11, 4, 5, 6, 12]
+    kv.states[2, 1] = 9
+    assert paged.read_states(of_parents=True)[:6, 0].tolist() == [9, 10, 11, 10, 4, kv.states[0, 0, 0]]
+    before = kv.states.clone()
+    paged.write_states(torch.full((2, 3), 7.0), torch.tensor([3, -1]))
+    assert (kv.states != before).any(-1).nonzero().tolist() == [[0, 0], [1, 1]]
+    kv.keys[2][1, 1] = 5.0
+    kv.move([5], [11])
+    assert (kv.states[2, 3].tolist(), kv.keys[2][2, 3].float().unique().tolist()) == ([7.0] * 3, [5.0])
+
+
+def test_a_tree_of_a_head_does_not_see_the_place_that_pads_its_paths():
+    (group,) = build([ForwardRow([1] * 4, 2, [1, 2], 1, [-1, -1, 1])], Layer().kv).paged.groups
+    mask = group.mask(AttentionParams(first=1), 1, torch.empty(0), BLOCK)[0, 0]
+    assert [[i for i, score in enumerate(row) if score == 0] for row in mask.tolist()] == [
+        [1, 2], [1, 2, 3], [1, 2, 4], [1, 2, 4, 5],
+    ]  # fmt: skip
+
+
 VALUE_DIM = 6
 SINKS = torch.tensor([-2.0, 0.0, 1.0, 20.0])
 PARAMS = {
@@ -316,3 +342,11 @@ def test_fp8_caches_saturate_and_keep_their_numbers_when_slots_move():
     write_slots(kv.keys[0], torch.tensor([2, 9]), torch.tensor([[[1.0, -1e5, 449.0, 0.01], [2.0, 3.0, 448.0, 480.0]]]))
     kv.move([2, 9], [9, 2])
     assert kv.keys[0].float().view(-1, 4)[[9, 2]].tolist() == [[1, -448, 448, 0.009765625], [2, 3, 448, 448]]
+
+
+def test_places_before_the_first_are_hidden_from_all_but_themselves():
+    """Also from the nodes of trees, whose paths are padded with place 0."""
+    positions, limits = torch.tensor([[0, 1, 2, 3]]), torch.tensor([[1, 2, 3, 3]])
+    extra = torch.tensor([[[0, 0], [0, 0], [0, 0], [3, 0]]])
+    mask = additive_mask(4, positions, limits, extra, None, torch.float32, first=1)[0, 0]
+    assert [(row == 0).nonzero().flatten().tolist() for row in mask] == [[0], [1], [1, 2], [1, 2, 3]]

@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import Qwen3Config
 
 from engine.config import EngineConfig
 from engine.drafting.registry import METHODS
+from engine.execution.batch import ForwardRow, build
 from engine.heads.head import NEVER
 from engine.params import SamplingParams
 from engine.protocols import Draft, Request, VerifyRow, run_in_process
@@ -17,7 +19,8 @@ VARIANTS = {
     "norm before residual": {"norm_before_residual": True},
     "norm before fc": {"norm_before_fc": True, "fc_bias": True},
     "3.1": {"fc_norm": True, "norm_output": True},
-    "two layers": {"layers": 2},
+    "two layers": {"layers": 2, "kv_heads": 2, "norm_before_residual": True},
+    "qwen3": {"like": Qwen3Config},
     "draft vocabulary": {"draft_vocab": 20},
 }
 TEXT = [5, 9, 2, 7, 30, 12, 44, 8, 3, 21, 17]
@@ -60,6 +63,8 @@ def dense_logits(head, taps, tokens, drafted):
                 joined = rms(hidden, layer.input_layernorm)
             parts = [F.linear(joined, getattr(layer.self_attn, f"{name}_proj").weight) for name in "qkv"]
             query, key, value = (part.view(len(joined), -1, dim).transpose(0, 1) for part in parts)
+            if hasattr(layer.self_attn, "q_norm"):
+                query, key = rms(query, layer.self_attn.q_norm), rms(key, layer.self_attn.k_norm)
             query, key = (rotated(one, positions, layers.rope_parameters["rope_theta"]) for one in (query, key))
             key, value = (one.repeat_interleave(heads // kv_heads, 0) for one in (key, value))
             mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(0, 1).flatten(1)
@@ -71,6 +76,16 @@ def dense_logits(head, taps, tokens, drafted):
         states.append(last if config.norm_output else hidden[-1])
         logits.append(F.linear(last, head.lm_head.weight))
     return torch.stack(logits)
+
+
+def tapped(backend, tokens):
+    """The outputs of the tapped layers, [tokens, width] each."""
+    outputs, (lm, head) = [], (backend.model.module.lm, backend.model.head)
+    hooks = [layer.register_forward_hook(lambda *hooked: outputs.append(hooked[2][0])) for layer in lm.model.layers]
+    backend.run(build([ForwardRow(tokens, 0, list(range(1, 9)), 1)], backend.allocate_kv(9, 4)))
+    for hook in hooks:
+        hook.remove()
+    return [outputs[b - 1].view(len(tokens), -1) for b in head.config.taps]
 
 
 def verify_row(text, num_deferred, start, blocks=range(1, 9)):
@@ -91,17 +106,7 @@ def test_the_drafts_are_those_of_the_formulas_whatever_the_chunks(target_path, n
     (verdict,) = run_in_process(verifier.verify([verify_row(TEXT, 4, len(TEXT) - 1)]))
     drafted = verdict.draft.token_ids
     assert len(drafted) == 4
-    lm = backend.model.module.lm
-    outputs = []
-    hooks = [layer.register_forward_hook(lambda *hooked: outputs.append(hooked[2][0])) for layer in lm.model.layers]
-    kv = backend.allocate_kv(9, 4)
-    from engine.execution.batch import ForwardRow, build
-
-    backend.run(build([ForwardRow(TEXT[:-1], 0, list(range(1, 9)), 1)], kv))
-    for hook in hooks:
-        hook.remove()
-    taps = [(outputs[b - 1]).view(len(TEXT) - 1, -1) for b in head.config.taps]
-    expected = dense_logits(head, taps, TEXT, drafted[:-1])
+    expected = dense_logits(head, tapped(backend, TEXT[:-1]), TEXT, drafted[:-1])
     ids = expected.argmax(-1)
     assert drafted == (ids if head.target_ids is None else head.target_ids[ids]).tolist()
 

@@ -7,7 +7,8 @@ import torch
 
 from engine.config import ModelConfig
 from engine.errors import ModelError
-from engine.heads.registry import load_target
+from engine.heads.config import read_head_config
+from engine.heads.registry import HEADS, load_target
 from engine.models.registry import open_model
 from tests.engine.heads.files import LAYERS, head_settings, head_tensors, save_head
 from tests.models import save_llama
@@ -148,3 +149,57 @@ def test_no_token_beyond_the_tokenizer_is_drafted(tmp_path):
     model = load_target(open_model(ModelConfig(str(target), head=head, device="cpu", dtype="float32")))
     logits = model.head.vocab_logits(torch.ones(1, 32))
     assert (logits[0] > -1e29).tolist() == [True] * 60 + [False] * 4
+
+
+BLOCK = {"draft_vocab_size": 64, "mask_token_id": 2, "aux_hidden_state_layer_ids": [2, 1]}
+KINDS = {
+    "peagle": {"eagle_aux_hidden_state_layer_ids": [2, 1], "norm_output": True, "fc_norm": True} | BLOCK,
+    "dflash": BLOCK | {"block_size": 4},
+    "dspark": BLOCK | {"block_size": 4, "sample_from_anchor": True, "markov_rank": 8, "markov_head_type": "rnn"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_loads_what_it_saves(target, tmp_path, kind):
+    layers = LAYERS | {"model_type": "qwen3"}
+    settings = {"speculators_model_type": kind, "transformer_layer_config": layers} | KINDS[kind]
+    save_head(tmp_path / "head", settings, {"fc.weight": torch.zeros(32, 64)})
+    target = open_model(ModelConfig(target, head=str(tmp_path / "head"), device="cpu", dtype="float32"))
+    config = read_head_config(target.head, target)
+    torch.manual_seed(0)
+    made = HEADS[kind](config, torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64, bias=False), 2)
+    save_head(tmp_path / "head", settings, made.state_dict())
+    loaded = load_target(open_model(target.config)).head
+    assert type(loaded) is HEADS[kind]
+    assert all(torch.equal(tensor, made.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+    assert loaded.state_dict().keys() == made.state_dict().keys()
+
+
+class Recorder:
+    """A context that attends to nothing."""
+
+    def __init__(self):
+        self.windows = {}
+
+    def attend(self, layer, query, key, value, params):
+        self.windows[layer] = params.window
+        return query.transpose(0, 1)
+
+    def read_states(self, *, of_parents):
+        return torch.ones(1, 32)
+
+    def write_states(self, states, tokens=None):
+        pass
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_layers_with_a_window_have_it_and_others_have_none(target, tmp_path, model_type):
+    changes = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+    settings = head_settings(transformer_layer_config=LAYERS | changes | {"model_type": model_type})
+    save_head(tmp_path / "head", settings, {"fc.weight": torch.zeros(32, 64)})
+    source = open_model(ModelConfig(target, head=str(tmp_path / "head")))
+    config, recorder = read_head_config(source.head, source), Recorder()
+    head = HEADS["eagle3"](config, torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64), 2)
+    ids = torch.tensor([[3]])
+    head(input_ids=ids, position_ids=ids, logits_to_keep=torch.tensor([0]), paged=recorder)
+    assert recorder.windows == {2: 5, 3: None}

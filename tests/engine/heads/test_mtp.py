@@ -2,8 +2,6 @@
 
 import json
 import shutil
-from collections import ChainMap
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,77 +18,59 @@ from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
 from engine.heads.head import head_model
 from engine.heads.registry import load_head, load_target
+from engine.llm import LLM
 from engine.models.layers.experts import EXPERTS_NAME, experts_of, group_experts
 from engine.params import SamplingParams
-from tests.engine.running import make_engine, run
-from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES, backend_of, model_of, save, source_of
+from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES, model_of, save, source_of
+from tests.engine.tokenizers import letter_tokenizer
 
-LAYERS = SIZES["num_hidden_layers"]
-MTP = {"num_mtp_layers": 1}
+LAYERS, SIZE = SIZES["num_hidden_layers"], SIZES["hidden_size"]
+SLIDING = "sliding_attention"
+WINDOWS = {"sliding_window": 5, "layer_types": [SLIDING, "full_attention", SLIDING], "num_mtp_layers": 1}
 FAMILIES = {
-    "DeepseekV3": EXPERTS | LATENT | MTP,
-    "Glm4Moe": HEADS | EXPERTS | MTP,
-    "Mellum": HEADS | EXPERTS | MTP | {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+    **dict.fromkeys(("DeepseekV3", "Glm4MoeLite"), EXPERTS | LATENT),
+    "Glm4Moe": HEADS | EXPERTS,
+    "Mellum": HEADS | EXPERTS | WINDOWS,
 }
-LAYOUTS = {
-    "DeepseekV3": ("model.layers.2.", {"post_norm": "shared_head.norm"}),
-    "Glm4Moe": ("model.layers.2.", {"post_norm": "shared_head.norm"}),
-    "Mellum": (
-        "mtp.",
-        {"post_norm": "norm", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc"},
-    ),
-}
+DEEPSEEK = [f"model.layers.{LAYERS}.{name}" for name in ("enorm", "hnorm", "eh_proj", "shared_head.norm", "")]
+QWEN = [f"mtp.{name}" for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", "layers.0.")]
+NAMES = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", "")
+MIMO = [f"mtp_layers.0.{name}" for name in NAMES]
 TEXT = torch.randint(2, 64, (24,), generator=torch.Generator().manual_seed(3)).tolist()
 BLOCKS = list(range(1, 9))
 
 
-def published(name, tensor, layout):
-    """A tensor of transformers' MtpLayer as the files hold it: experts one by one."""
-    prefix, names = layout
-    part, _, rest = name.partition(".")
-    if part != "mtp_block":
-        return {f"{prefix}{names.get(part, part)}.{rest}": tensor}
-    path = f"{prefix}layers.0.{rest}" if prefix == "mtp." else prefix + rest
-    if not path.endswith(("experts.gate_up_proj", "experts.down_proj")):
-        return {path: tensor}
-    path, _, kind = path.rpartition(".")
-    parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
-    return {
-        f"{path}.{i}.{part}.weight": piece.clone()
-        for i, expert in enumerate(tensor)
-        for part, piece in zip(parts, expert.chunk(len(parts)), strict=True)
-    }
-
-
-def reference(path):
-    """transformers' model, which finds MTP layers by number only in the published sizes."""
-    lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", experts_implementation="eager").eval()
-    lm._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\.", r"^mtp\."]
-    return lm
-
-
-def randomized(mtp):
-    torch.manual_seed(1)
-    for tensor in mtp.layers.state_dict().values():
-        values = torch.randn(tensor.shape)
-        tensor.copy_(values * 0.25 if tensor.dim() > 1 else 1 + values * 0.5)
-    return mtp
+def renamed(tensors, layout):
+    """Return the tensors with those of the layer under the names of a layout."""
+    pairs = [*zip(DEEPSEEK, layout, strict=True), ("", "")]
+    found = ((name, *next(pair for pair in pairs if name.startswith(pair[0]))) for name in tensors)
+    return {new + name.removeprefix(old): tensors[name] for name, old, new in found}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def path(request, tmp_path_factory):
-    """A checkpoint with an MTP layer."""
+    """A checkpoint with an MTP layer: a model's last layer under new names, and four more tensors."""
     path = tmp_path_factory.mktemp(request.param)
-    config = getattr(transformers, f"{request.param}Config")(**SIZES | FAMILIES[request.param])
-    save(config, path, factor=3.0)
-    tensors = load_file(path / "model.safetensors")
-    for name, tensor in randomized(MtpModel(reference(path), 1)).layers[0].state_dict().items():
-        tensors |= published(name, tensor, LAYOUTS[request.param])
-    if request.param == "DeepseekV3":  # copies
-        tensors["model.layers.2.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        tensors["model.layers.2.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    sizes = SIZES | {"num_hidden_layers": LAYERS + 1} | FAMILIES[request.param]
+    save(getattr(transformers, f"{request.param}Config")(**sizes), path, factor=3.0)
+    settings, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    lists = {name: value[:LAYERS] for name, value in settings.items() if name in ("layer_types", "mlp_layer_types")}
+    (path / "config.json").write_text(json.dumps(settings | lists | {"num_hidden_layers": LAYERS}))
+    norms = (*DEEPSEEK[:2], DEEPSEEK[3], "model.norm")
+    tensors |= {f"{name}.weight": torch.randn(SIZE) * 0.5 + 1 for name in norms}
+    tensors[f"{DEEPSEEK[2]}.weight"] = torch.randn(SIZE, 2 * SIZE) * 0.25
+    if request.param == "DeepseekV3":
+        tensors[f"{DEEPSEEK[4]}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    save_file(renamed(tensors, QWEN if request.param == "Mellum" else DEEPSEEK), path / "model.safetensors")
     return path
+
+
+def reference(path):
+    lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", experts_implementation="eager").eval()
+    if not hasattr(lm.config, "num_mtp_layers"):
+        lm.config.update({"num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"]})
+    lm._keys_to_ignore_on_load_unexpected = [r"model\.layers\.2\.", r"^mtp\."]  # else by the number of published sizes
+    return lm
 
 
 class Chain:
@@ -104,141 +84,105 @@ class Chain:
     def compute(self, tokens, start):
         self.target.run(build([ForwardRow(tokens[start:], start, BLOCKS, 1)], self.kv))
 
-    def draft(self, tokens, count):
+    def draft(self, tokens, count=3):
         drafted, logits = [], []
         for _ in range(count):
             row = ForwardRow([*tokens, *drafted][-1:], len(tokens) + len(drafted) - 1, BLOCKS, 1)
             logits.append(self.head.run(build([row], self.view)).logits[0])
             drafted.append(int(logits[-1].argmax()))
-        return drafted, torch.stack(logits)
+        return torch.stack(logits)
 
-    def cached(self):
-        """The head's keys, values and states by place, [places, numbers] each."""
+    def cached(self, count):
+        """The head's keys, values and states of the first places, but for the first, whose pair does not exist."""
         caches = (self.kv.keys[LAYERS], self.kv.values[LAYERS], self.kv.states)
-        return [cache[BLOCKS].flatten(0, 1).flatten(1) for cache in caches]
+        return torch.cat([cache[BLOCKS].flatten(0, 1).flatten(1)[1:count] for cache in caches], -1)
 
 
 @torch.inference_mode()
-def expected_draft(lm, mtp, tokens, count):
-    """The drafts of transformers' only layer, reused on its own states, as its generator does with more layers."""
+def expected_logits(lm, mtp, tokens, count=3):
+    """Those of transformers' only layer, reused on its own states, as its generator does with more layers."""
     ids, positions, cache = torch.tensor([tokens[1:]]), torch.arange(1, len(tokens))[None], MtpCache(config=mtp.config)
-    hidden = lm(input_ids=torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states[-1]
-    logits = []
+    hidden, logits = lm(input_ids=torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states[-1], []
     for _ in range(count):
         hidden = mtp.forward_layer(0, hidden, positions, cache, input_ids=ids)[:, -1:]
         logits.append(mtp.shared_head(hidden)[0, -1])
         ids, positions = logits[-1].argmax()[None, None], positions[:, -1:] + 1
-    return [int(row.argmax()) for row in logits], torch.stack(logits)
-
-
-def next_candidate(lm, generator, tokens, num_accepted):
-    """The token and logits of transformers' generator, after a pass that accepted some of the last draft."""
-    hidden = lm(input_ids=torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states[-1]
-    num_new = len(tokens) - 1 if generator.is_main_model_prefill else num_accepted + 1
-    outputs, positions = CausalLMOutput(hidden_states=(hidden[:, -num_new:],)), torch.arange(len(tokens))[None]
-    inputs = {"position_ids": positions}
-    ids, (logits,) = generator.get_candidates(torch.tensor([tokens]), inputs, outputs, False, num_accepted)
-    return int(ids[0, -1]), logits
-
-
-def check_draft(drafted, logits, expected):
-    assert drafted == expected[0]
-    assert (logits - expected[1]).abs().max() < 1e-4
+    return torch.stack(logits)
 
 
 @torch.inference_mode()
-def test_drafts_over_rounds_with_rejections_are_those_of_transformers(path):
-    lm, chain, tokens, num_accepted = reference(path), Chain(path), TEXT[:6], 0
+def test_drafts_are_those_of_transformers_and_verdicts_leave_what_a_rebuild_would(path):
+    lm, chain, tokens, num_accepted = reference(path), Chain(path), TEXT[:6], 4
     generator = MTPCandidateGenerator(lm, GenerationConfig(do_sample=False), {})
-    chain.compute(tokens[:-1], 0)
-    for num_next in (2, 0, 1, 3, 0):
-        drafted, logits = chain.draft(tokens, 3)
-        token, first = next_candidate(lm, generator, tokens, num_accepted)
-        assert token == drafted[0]
-        assert (first - logits[0]).abs().max() < 1e-4
-        check_draft(drafted, logits, expected_draft(lm, generator.mtp_model, tokens, 3))
-        chain.compute([*tokens, *drafted], len(tokens) - 1)
-        num_accepted = num_next
-        tokens = [*tokens, *drafted[:num_accepted], TEXT[len(tokens)]]
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("num_accepted", range(4))
-def test_after_a_verdict_keys_values_and_states_are_those_of_a_rebuild(path, num_accepted):
-    chain, rebuilt, tokens = Chain(path), Chain(path), TEXT[:7]
+    rebuilt = Chain(path)
     chain.compute(tokens[:3], 0)
     chain.compute(tokens[:-1], 3)
-    drafted, _ = chain.draft(tokens, 3)
-    chain.compute([*tokens, *drafted], len(tokens) - 1)
-    tokens = [*tokens, *drafted[:num_accepted]]
-    rebuilt.compute(tokens, 0)
-    for cache, other in zip(chain.cached(), rebuilt.cached(), strict=True):
-        assert other[1 : len(tokens)].abs().amax(-1).min() > 0.01
-        assert (cache - other)[1 : len(tokens)].abs().max() < 1e-5
-    tokens.append(5)
-    assert chain.draft(tokens, 3)[0] == rebuilt.draft(tokens, 3)[0]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_text_with_drafts_is_the_targets_own(path, temperature):
-    backend = EagerBackend(load_target(source_of(path, head=str(path))))
-    params = SamplingParams(temperature=temperature, seed=4, max_tokens=12)
-    requests = [(TEXT[:9], params), (TEXT[4:6], params), (TEXT[:1], params)]
-    expected = run(make_engine(backend_of(path), num_speculative_tokens=0), requests)
-    engine = make_engine(backend, drafting="head", num_speculative_tokens=3, block_size=4)
-    assert run(engine, requests) == expected
-    assert engine.stats.num_draft_tokens > 0
+    for num_next in (2, 0, 1, 3, 0):
+        logits, expected = chain.draft(tokens), expected_logits(lm, generator.mtp_model, tokens)
+        assert (logits - expected).abs().max() < 1e-4
+        hidden = lm(input_ids=torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states[-1]
+        outputs = CausalLMOutput(hidden_states=(hidden[:, -num_accepted - 1 :],))
+        inputs = {"position_ids": torch.arange(len(tokens))[None]}
+        ids, first = generator.get_candidates(torch.tensor([tokens]), inputs, outputs, False, num_accepted)
+        assert ids[0, -1] == logits[0].argmax()
+        assert (first[0] - logits[:1]).abs().max() < 1e-4
+        drafted, num_accepted = logits.argmax(-1).tolist(), num_next
+        chain.compute([*tokens, *drafted], len(tokens) - 1)
+        tokens = [*tokens, *drafted[:num_accepted], TEXT[len(tokens)]]
+        rebuilt.compute(tokens[:-1], 0)
+        assert (chain.cached(len(tokens) - 1) - rebuilt.cached(len(tokens) - 1)).abs().max() < 1e-5
 
 
 @torch.inference_mode()
-def test_a_layer_in_files_of_its_own_takes_the_state_before_the_embedding(tmp_path):
-    target, head = (
-        Path(save(transformers.Qwen3Config(**SIZES | HEADS), tmp_path / "target", factor=3.0)),
-        tmp_path / "head",
-    )
-    lm = reference(target)
-    lm.config.update({"num_mtp_layers": 1, "mtp_layer_types": ["full_attention"], "mtp_hidden_states_first": True})
-    mtp = randomized(MtpModel(lm, 1)).eval()
-    names = {"post_norm": "final_layernorm", "enorm": "token_layernorm", "hnorm": "hidden_layernorm"}
-    layout = ("mtp_layers.0.", names | {"eh_proj": "input_proj"})
-    head.mkdir()
-    (head / "config.json").write_text(json.dumps({"speculators_model_type": "mtp"}))
-    tensors = [published(name, tensor, layout) for name, tensor in mtp.layers[0].state_dict().items()]
-    save_file(dict(ChainMap(*tensors)), head / "model.safetensors")
-    chain = Chain(target, head)
+@pytest.mark.parametrize("path", ["Glm4Moe"], indirect=True)
+def test_a_layer_in_files_of_its_own_takes_the_state_before_the_embedding(path, tmp_path):
+    lm, tensors = reference(path), load_file(path / "model.safetensors")
+    lm.config.mtp_hidden_states_first = True
+    (tmp_path / "config.json").write_text(json.dumps({"speculators_model_type": "mtp"}))
+    layer = {name: tensor for name, tensor in tensors.items() if name.startswith(DEEPSEEK[4])}
+    save_file(renamed(layer, MIMO), tmp_path / "model.safetensors")
+    chain = Chain(path, tmp_path)
     chain.compute(TEXT[:8], 0)
-    check_draft(*chain.draft(TEXT[:9], 3), expected_draft(lm, mtp, TEXT[:9], 3))
+    assert (chain.draft(TEXT[:9]) - expected_logits(lm, MtpModel.from_pretrained(lm), TEXT[:9])).abs().max() < 1e-4
 
 
-def test_layers_that_cannot_be_read_are_refused_by_name(path, tmp_path, caplog):
-    lm = model_of(path).module
+def test_what_cannot_be_read_is_refused_by_name_and_further_layers_are_logged(path, caplog):
+    source, lm = source_of(path), model_of(path).module
 
-    def load(source):
-        return load_head(source, source, lm, torch.device("cpu"), torch.bfloat16, LAYERS)
+    def load():
+        return load_head(
+            source, source, lm, torch.device("cpu"), torch.bfloat16, source.configuration.num_hidden_layers
+        )
 
-    source = source_of(path)
-    assert source.configuration is not None  # which allows Mellum one layer
+    formats = {name: tensor.dtype for name, tensor in load().mtp_block.state_dict().items()}
+    assert {dtype for name, dtype in formats.items() if "bias" in name} <= {torch.float32}
+    assert {dtype for name, dtype in formats.items() if "bias" not in name} == {torch.bfloat16}
     source.settings["num_nextn_predict_layers"] = 2
     with caplog.at_level("INFO"):
-        head = load(source)
+        load()
     assert "the first of 2 MTP layers drafts every token" in caplog.text
-    formats = {name: tensor.dtype for name, tensor in head.state_dict().items() if "bias" in name}
-    assert set(formats.values()) <= {torch.float32}  # a router's bias is added to scores near 0, and may be large
-    assert head.eh_proj.weight.dtype == torch.bfloat16
     source.settings["quantization_config"] = {"quant_method": "fp8"}
     with pytest.raises(ModelError, match="is saved quantised, and so are its MTP layers"):
-        load(source)
-    tensors = load_file(path / "model.safetensors")
-    own = [name for name in tensors if "mtp." in name or "layers.2." in name]
-    for missing, message in ((own, "has no MTP layers in its checkpoint"), (own[-1:], "lacks the weights")):
-        source = source_of(shutil.copytree(path, tmp_path / str(len(missing))))
-        save_file({name: tensors[name] for name in tensors.keys() - missing}, source.directory / "model.safetensors")
-        with pytest.raises(ModelError, match=message):
-            load(source)
+        load()
+    source.weight_shapes = dict.fromkeys(lm.state_dict(), ())
+    with pytest.raises(ModelError, match="has no MTP layers in its checkpoint"):
+        load()
 
 
-def test_cuda_backends_can_choose_the_experts_of_target_and_layer(path):
+def test_the_experts_of_a_target_and_its_head_are_chosen_together(path):
     model = load_target(source_of(path, head=str(path)))
     group_experts(model.module)
     assert {one.config._experts_implementation for one in experts_of(model.module)} == {EXPERTS_NAME}
-    assert len(experts_of(model.head)) == 1
+
+
+@pytest.mark.parametrize("path", ["DeepseekV3"], indirect=True)
+def test_the_target_writes_its_own_text_with_drafts_of_its_mtp_layer(path, tmp_path):
+    path = shutil.copytree(path, tmp_path / "model")  # a tokenizer limits drafts
+    letter_tokenizer().save_pretrained(path)
+    settings = {"dtype": "float32", "device": "cpu", "compile": "off", "speculation": "fixed", "num_blocks": 64}
+    plain, drafting = (LLM(path, drafting=name, **settings) for name in ("none", "mtp"))
+    params = [SamplingParams(temperature=t, seed=4, max_tokens=12) for t in (0.0, 0.7, 0.0)]
+    prompts = [TEXT[:9], TEXT[4:6], TEXT[:1]]
+    texts, expected = ([one.outputs[0].token_ids for one in llm.generate(prompts, params)] for llm in (drafting, plain))
+    assert texts == expected
+    assert drafting.stats.num_draft_tokens > 30

@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from engine.config import EngineConfig
+from engine.drafting.in_target.block_drafter import BlockDrafter
 from engine.execution.batch import ForwardRow, build
 from engine.heads.head import head_model
-from tests.engine.heads.test_dflash import computed, tapped, text_of
+from tests.engine.heads.test_dflash import computed, tapped, text_of, verify_row
 from tests.engine.heads.test_eagle3 import dense_logits
 from tests.engine.heads.tiny_heads import VOCAB, backend_with_head, head_config
 
@@ -19,7 +21,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.inference_mode()
-def test_a_block_is_that_of_the_formulas(target_path, name):
+def test_blocks_and_drafts_are_those_of_the_formulas(target_path, name):
     """Whatever was drafted and verified before: two rounds over the same cache."""
     config = head_config("peagle", mask_token_id=MASK, **VARIANTS[name])
     backend = backend_with_head(target_path, config)
@@ -28,6 +30,7 @@ def test_a_block_is_that_of_the_formulas(target_path, name):
     kv, tables = computed(backend, texts)
     beside, seen_kv = backend.beside(head_model, kv)
     ids = torch.arange(VOCAB) if head.target_ids is None else head.target_ids
+    drafter = BlockDrafter(EngineConfig(), backend, kv)
     for _ in range(2):
         blocks = [[text[-1]] + [MASK] * (count - 1) for text, count in zip(texts, counts, strict=True)]
         rows = zip(blocks, texts, tables, counts, strict=True)
@@ -40,6 +43,11 @@ def test_a_block_is_that_of_the_formulas(target_path, name):
                 taps = [torch.cat(pair) for pair in zip(tapped(backend, text[:-1]), masks, strict=True)]
                 expected = dense_logits(head, taps, text + block[1 : depth + 1], [])
                 torch.testing.assert_close(row[depth : depth + 1, ids], expected, atol=1e-4, rtol=0)
+        drafted = [
+            verify_row(text, count, first_block=t[0]) for text, count, t in zip(texts, counts, tables, strict=True)
+        ]
+        drafts = [row.draft.token_ids for row in drafter.draft(drafted, decides=True)]
+        assert drafts == [row.argmax(-1).tolist() for row in logits.split(counts)]
         for text, table in zip(texts, tables, strict=True):
             verified = [text[-1], *text_of(2, seed=len(text))]
             backend.run(build([ForwardRow(verified, len(text) - 1, table, 1)], kv))

@@ -12,14 +12,25 @@ from tests.engine.tiny import backend_of
 VOCAB = 64
 
 
-def head_config(kind="eagle3", *, layers=1, hidden=32, width=32, taps=(1, 2, 1), draft_vocab=VOCAB, **fields):
-    config = LlamaConfig(
+def head_config(
+    kind="eagle3",
+    *,
+    layers=1,
+    hidden=32,
+    width=32,
+    taps=(2, 1, 1),
+    draft_vocab=VOCAB,
+    kv_heads=1,
+    like=LlamaConfig,
+    **fields,
+):
+    config = like(
         vocab_size=VOCAB,
         hidden_size=hidden,
         intermediate_size=48,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         head_dim=hidden // 4,
         max_position_embeddings=512,
         rope_theta=500.0,
@@ -40,6 +51,12 @@ def random_head(model, config, *, seed=7):
     torch.manual_seed(seed)
     lm = model.module
     head = HEADS[config.kind](config, lm.get_input_embeddings(), lm.get_output_embeddings(), model.kv_shape.layers)
+    if config.kind == "mtp":
+        for name in ("enorm", "hnorm", "norm", "eh_proj", "mtp_block"):
+            getattr(head, name).to_empty(device="cpu")
+        for norm in (module for module in head.modules() if hasattr(module, "variance_epsilon")):
+            torch.nn.init.ones_(norm.weight)
+        head._hidden_first, head._target_norm = False, [lm.get_decoder().norm]
     if config.draft_vocab_size < VOCAB:
         head.lm_head = torch.nn.Linear(config.layers.hidden_size, config.draft_vocab_size, bias=False)
         head.target_ids = torch.randperm(VOCAB)[: config.draft_vocab_size].sort().values

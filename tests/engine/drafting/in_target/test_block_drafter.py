@@ -30,24 +30,24 @@ from tests.engine.running import SAMPLING, expected_tokens, make_engine, run
 from tests.engine.test_exactness import LAWS, LENGTH, PROMPT, context_model, joint_law, varied_requests
 from tests.fakes import MarkovModel
 
+GREEDY = SamplingParams(temperature=0)
 HEADS = {
     "dflash": {"types": [SLIDING, FULL], "draft_vocab": 20},
     "vanilla": {"kind": "dspark", "sample_from_anchor": True, "markov_rank": 5, "draft_vocab": 20},
     "gated": {"kind": "dspark", "sample_from_anchor": True, "markov_rank": 5, "markov_head_type": "gated"},
     "rnn": {"kind": "dspark", "markov_rank": 5, "markov_head_type": "rnn", "draft_vocab": 20},
 }
-PATHS = {"alike": LAWS["top_p"], "shaped": LAWS["penalties"]}
 
 
 def expected_draft(backend, request, count):
     """The draft of one request, from left to right, by the formulas."""
     head, drafted, state = backend.model.head, [], None
     ids = torch.arange(VOCAB) if head.target_ids is None else head.target_ids
-    text = request.token_ids
-    hidden = dense_block(head, tapped(backend, text[:-1]), text[-1], count + head.num_unread)[head.num_unread :]
+    text, unread = request.token_ids, 0 if head.config.sample_from_anchor else 1
+    hidden = dense_block(head, tapped(backend, text[:-1]), text[-1], count + unread)[unread:]
     for depth, place in enumerate(hidden):
         logits = head.lm_head(place)
-        if head.markov_head is not None:
+        if head.config.markov_rank:
             bias, state = head.markov_head(torch.tensor([[*text, *drafted][-1]]), place[None], state)
             logits = logits + bias[0]
         row = torch.full((1, VOCAB), NEVER).index_copy_(1, ids, logits[None])
@@ -61,10 +61,12 @@ def expected_draft(backend, request, count):
 def test_each_token_is_the_one_that_its_place_and_noise_give(target_path, name):
     """8 requests in one pass; then with one whose parameters depend on the tokens drawn before."""
     backend = backend_with_head(target_path, block_config(**HEADS[name]))
+    backend.model.head.norm.weight.mul_(0.1)  # so that noise and biases matter
+    for name, parameter in backend.model.head.named_parameters():
+        parameter.mul_(4 if "markov" in name else 1)
     verifier = verifier_of(backend)
     params = [SamplingParams(temperature=0.7 * (i % 3), seed=i, max_tokens=64) for i in range(8)]
     texts, counts = [text_of(2 + 3 * i, seed=i) for i in range(8)], [7, 1, 4, 2, 3, 5, 6, 7]
-    params[6] = replace(params[6], logit_bias={3: 2.0})
     for first, text in enumerate(texts):
         prefill(verifier, text, 1 + 9 * first)
     for changed in ({}, {6: LAWS["penalties"]}, {6: LAWS["top_p"]}):
@@ -92,13 +94,11 @@ def test_a_draft_is_no_longer_than_a_block_and_empty_without_a_context(target_pa
 @pytest.mark.parametrize("name", [*HEADS, "nan"])
 def test_text_is_the_targets_own(target, target_path, name, make_grammars):
     """A head of NaN leaves them in its own keys and values only."""
-    requests = varied_requests(8) + [
-        ([5, 9], SamplingParams(grammar=GRAMMARS["json"], seed=i, max_tokens=20)) for i in range(4)
-    ]
+    requests = varied_requests(8)
+    requests += [([5, 9], SamplingParams(grammar=GRAMMARS["json"], seed=i, max_tokens=20)) for i in range(4)]
     backend = backend_with_head(target_path, block_config(**HEADS.get(name, {})))
     if name == "nan":
-        backend.model.head.hidden_norm.weight.fill_(float("nan"))
-        backend.model.head.norm.weight.fill_(float("nan"))
+        backend.model.head.layers[0].input_layernorm.weight.fill_(float("nan"))
     plain = run(make_engine(target, num_speculative_tokens=0, grammars=make_grammars()), requests)
     engine = make_engine(backend, drafting="head", num_speculative_tokens=6, block_size=4, grammars=make_grammars())
     assert run(engine, requests) == plain
@@ -118,25 +118,18 @@ class PlaceModel(MarkovModel):
 
 
 def laws_of(seed):
-    return torch.rand(5, 5, generator=torch.Generator().manual_seed(seed)).add(0.05).log_softmax(-1).exp()
+    return torch.randn(5, 5, generator=torch.Generator().manual_seed(seed)).mul(1.5).softmax(-1)
 
 
 def drafted_by(target, laws, markov_laws=None, num_unread=1):
     """A target with a head that drafts by the laws of its places, times those of the tokens before them."""
-    markov = None
-    if markov_laws is not None:
-        config = SimpleNamespace(hidden_size=4)
-        markov = MarkovHead(
-            SimpleNamespace(markov_rank=5, layers=config, markov_head_type="vanilla", vocab_size=5, draft_vocab_size=5)
-        )
-        markov.markov_w1.weight.data = torch.eye(5)
-        markov.markov_w2.weight.data = markov_laws.log().T
+    markov = None if markov_laws is None else MarkovHead(block_config(markov_rank=5))
+    if markov is not None:
+        markov.markov_w1.weight.data, markov.markov_w2.weight.data = torch.eye(5), markov_laws.log().T
     head = PlaceModel(laws)
     head.shift = 1 - num_unread
-    config = SimpleNamespace(max_draft_tokens=None, mask_token_id=0)
-    module = SimpleNamespace(
-        num_unread=num_unread, markov_head=markov, target_ids=None, config=config, drafts_blocks=True
-    )
+    facts = {"num_unread": num_unread, "markov_head": markov, "target_ids": None, "drafts_blocks": True}
+    module = SimpleNamespace(config=SimpleNamespace(max_draft_tokens=None, mask_token_id=0), **facts)
     head.model = target.model = SimpleNamespace(module=module, head=module)
     target.beside = lambda part, kv: (head, kv)
     return target
@@ -145,20 +138,13 @@ def drafted_by(target, laws, markov_laws=None, num_unread=1):
 @pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
 @pytest.mark.parametrize("kind", ["fill-in", "anchor first", "markov"])
 def test_all_drafts_are_accepted_if_the_heads_logits_are_the_targets(verification, kind):
-    laws = laws_of(1)
+    laws, unread = laws_of(1), int(kind == "fill-in")
+    model = drafted_by(PlaceModel(laws), laws, None, unread)
     if kind == "markov":
-        model = drafted_by(MarkovModel(laws), torch.ones(5, 5), laws, 0)
+        model = drafted_by(MarkovModel(laws), torch.ones(5, 5), laws, unread)
         model.law = lambda token_ids: laws[token_ids[-1]]
-    else:
-        model = drafted_by(PlaceModel(laws), laws, None, int(kind == "fill-in"))
-    params = [*LAWS.values(), SamplingParams(temperature=0)]
-    requests = [
-        (
-            [i % 5, 1, 3],
-            replace(params[i % 7], seed=i, max_tokens=15, ignore_eos=True, num_speculative_tokens=1 + i % 5),
-        )
-        for i in range(28)
-    ]
+    params = [replace(one, max_tokens=15, ignore_eos=True) for one in (LAWS["plain"], LAWS["warm"], GREEDY)]
+    requests = [([i % 5, 3], replace(params[i % 3], seed=i, num_speculative_tokens=1 + i % 5)) for i in range(30)]
     engine = make_engine(model, drafting="head", verification=verification, num_speculative_tokens=5)
     texts = run(engine, requests)
     assert engine.stats.num_accepted_tokens == engine.stats.num_draft_tokens > 0
@@ -187,12 +173,7 @@ def test_a_rank_that_does_not_decide_gets_the_tokens_that_the_first_one_drew(ver
     shared, drafts = [], []
     for decides in (True, False):
         model = drafted_by(context_model(1), laws_of(2), laws_of(3))
-
-        def total(partial):
-            shared.append(partial)
-            return sum(shared)
-
-        model.reducer = SimpleNamespace(sum=total)
+        model.reducer = SimpleNamespace(sum=lambda partial: shared.append(partial) or sum(shared))
         verifier = verifier_of(model, verification=verification)
         drafts.append([row.draft for row in verifier._drafter.draft(rows, decides=decides)])
     assert [draft.token_ids for draft in drafts[0]] == [draft.token_ids for draft in drafts[1]]

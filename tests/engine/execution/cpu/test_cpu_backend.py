@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine.config import CompileProgress
+from engine.config import CompileProgress, EngineConfig
 from engine.drafting.model.chain_drafter import ModelDrafter
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.registry import METHODS
 from engine.drafting.run_ahead.chains import RunAheadDrafter
 from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
 from engine.execution.batch import ForwardRow, build
@@ -28,11 +29,14 @@ from engine.execution.cpu.kernels.panel_linear import PanelLinear
 from engine.models.causal_lm import Shard
 from engine.models.first_layers import first_layers
 from engine.params import SamplingParams
+from engine.protocols import Draft, Request, VerifyRow, run_in_process
 from engine.sampling import noise
 from engine.sampling.grammar import Grammars, from_regex
 from engine.sampling.noise import Draws
+from engine.verification.verifier import ModelVerifier
 from tests.engine.conftest import VOCAB
 from tests.engine.execution.cpu.batches import assert_same_caches, both_caches, mixed_rows
+from tests.engine.heads.tiny_heads import backend_with_head, head_config
 from tests.engine.ranks import AbsentOthers
 from tests.engine.running import make_engine, run
 from tests.engine.tiny import SIZES, backend_of, save
@@ -130,6 +134,32 @@ def test_a_compiled_backend_draws_the_tokens_that_an_eager_one_draws(num_passes,
     assert torch.equal(tokens, expected.tokens)
     assert torch.equal(scores, logits) == (not has_draws)
     assert_same_caches(kv, others)
+
+
+@pytest.mark.slow
+@needs_compiler
+@torch.inference_mode()
+def test_a_compiled_target_and_its_compiled_head_draft_what_eager_ones_draft(target_path):
+    eager, compiled = (backend_with_head(target_path, head_config(draft_vocab=20)) for _ in range(2))
+    unpacked = weakref.ref(compiled.model.head)
+    config = EngineConfig(num_blocks=20, block_size=4, drafting="head")
+    verifiers = [ModelVerifier(one, config, None, METHODS["head"].make_in_target) for one in (eager, compiled)]
+    (beside,) = compiled._beside
+    compiled.compile()
+    beside.compile()
+    gc.collect()
+    assert unpacked() is None, "nobody keeps the weights that are packed"
+    assert beside.model.head is beside.model.module
+    assert beside._package != compiled._package
+    for one in (compiled, beside):
+        one.logits = None  # no eager pass
+    text = [5, 9, 2, 7, 30, 12, 44, 8, 3, 21, 17]
+    for start, end, count in ((0, 7, 0), (7, 10, 0), (10, 11, 4)):
+        request = Request("r", text[:end], end, SamplingParams(temperature=0.0, max_tokens=64))
+        row = VerifyRow(request, start, end - start, [*range(1, 9)], Draft(num_deferred=count))
+        found, right = (run_in_process(verifier.verify([row]))[0] for verifier in verifiers)
+        assert (found.token_ids, found.draft) == (right.token_ids, right.draft)
+    assert len(found.draft.token_ids) == 4
 
 
 REASONS = {

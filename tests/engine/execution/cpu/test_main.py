@@ -12,6 +12,9 @@ import torch
 from engine.execution.cpu import __main__ as command
 from engine.execution.cpu.compilation.compiled_forward import CompileError
 from engine.execution.cpu.cpu_backend import CpuBackend
+from engine.heads.tapped import with_head
+from engine.models.loader import load_model
+from tests.engine.heads.tiny_heads import head_config, random_head
 
 ROOT = Path(__file__).parents[4]
 
@@ -45,6 +48,20 @@ def test_every_model_is_compiled_in_the_number_format_and_with_the_weights_that_
     call(monkeypatch, target_path, target_path)
     call(monkeypatch, target_path, "--dtype", "float16", "--quantization", "int4")
     assert compiled == [("bfloat16", "none")] * 2 + [("float16", "int4")]
+
+
+def test_a_head_is_compiled_beside_its_target(target_path, monkeypatch):
+    compiled = []
+
+    def load(source):
+        model = load_model(source)
+        assert source.config.head == "a head"
+        return with_head(model, random_head(model, head_config()))
+
+    monkeypatch.setattr(command, "load_model", load)
+    monkeypatch.setattr(CpuBackend, "compile", lambda one: compiled.append(type(one.model.module).__name__))
+    call(monkeypatch, target_path, "--head", "a head")
+    assert compiled == ["TappedLM", "Eagle3Head"]
 
 
 @pytest.mark.parametrize("error", [CompileError("there is no C++ compiler"), OSError("no space left")])

@@ -10,12 +10,16 @@ from torch._dynamo.utils import counters
 
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
+from engine.heads.head import head_model
+from engine.heads.tapped import with_head
 from engine.models.causal_lm import forward
 
 pytest.importorskip("triton", reason="the kernels need triton")
 from triton import knobs
 
 from engine.execution.cuda.compiled_layers import TritonContext, compile_layers, uncompile_layers
+from tests.engine.heads.tiny_heads import head_config, random_head
+from tests.engine.tiny import model_of
 from tests.gpu.models import SHAPES, random_model
 
 
@@ -46,11 +50,38 @@ def test_layers_are_compiled_once_and_compute_the_same(monkeypatch):
     assert not any("forward" in child.__dict__ for child in backend.model.module.modules())
 
 
-def computed(backend, count):
-    kv = backend.allocate_kv(4, 16)
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torch.inference_mode()
+def test_a_head_is_compiled_once_and_keeps_what_it_keeps_uncompiled(target_path, quick, monkeypatch):
+    """It is also a model beside its target; its norms are compiled alone, since it calls parts of its layers."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+
+    def with_one():
+        model = model_of(target_path)
+        return with_head(model, random_head(model, head_config(fc_norm=True)))
+
+    model, uncompiled = with_one(), with_one()
+    compile_layers(model.module)
+    forwards = {name: child.forward for name, child in model.module.named_modules() if "forward" in child.__dict__}
+    norms = {"hidden_norm", "input_layernorm", "post_attention_layernorm"}
+    assert {"lm.model.norm", "head.norm", "head.fc_norm.0", *(f"head.layers.0.{norm}" for norm in norms)} < {*forwards}
+    assert "lm.model.layers.0.input_layernorm" not in forwards
+    compile_layers(head_model(model).module)
+    assert all(model.module.get_submodule(name).forward is forward for name, forward in forwards.items())
+    kv, other_kv = (EagerBackend(one).allocate_kv(4, 16) for one in (model, uncompiled))
+    for one, other in ((model, uncompiled), (head_model(model), head_model(uncompiled))):
+        logits, right = computed(one, 3, kv), computed(other, 3, other_kv)
+        torch.testing.assert_close(logits, right, atol=1e-4, rtol=0)
+        for cache, right in zip(kv.of_head, other_kv.of_head, strict=True):
+            torch.testing.assert_close(cache[:, 1:], right[:, 1:], atol=1e-4, rtol=0)
+
+
+def computed(model, count, kv):
     batch = build([ForwardRow([3] * count, 0, [1, 2], 1)], kv)
     with torch.inference_mode(), TritonContext(kv, batch.paged.groups).current() as context:
-        return forward(backend.model.module, batch.token_ids, batch.positions, batch.logit_indices, context)
+        return forward(model.module, batch.token_ids, batch.positions, batch.logit_indices, context)
 
 
 @pytest.mark.slow
@@ -69,11 +100,11 @@ def test_layers_are_compiled_alike_in_the_thread_that_serves(monkeypatch, quick,
         for backend in backends:
             compile_layers(backend.model.module)
         with preparation.expected():
-            computed(backends[0], 2)
+            computed(backends[0].model, 2, backends[0].allocate_kv(4, 16))
 
     def serve():
         for backend in backends:
-            computed(backend, 5)
+            computed(backend.model, 5, backend.allocate_kv(4, 16))
         return torch._dynamo.config.allow_unspec_int_on_nn_module, torch._dynamo.config.recompile_limit
 
     for step in (load, serve):

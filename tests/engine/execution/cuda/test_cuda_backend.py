@@ -15,6 +15,7 @@ from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
 from engine.errors import ModelError
 from engine.execution.batch import ForwardRow, build
 from engine.execution.eager import EagerBackend
+from engine.models.causal_lm import forward
 from engine.models.first_layers import first_layers
 from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
@@ -166,6 +167,19 @@ def test_a_warmed_up_backend_computes_with_graphs_what_an_eager_one_does(target_
         output, expected = (one.run(build(rows, cache)) for one, cache in ((backend, kv), (eager, other_kv)))
         torch.testing.assert_close(output.logits, expected.logits, atol=1e-4, rtol=0)
         assert recorder.num_replays == num_replays
+
+
+@pytest.mark.parametrize("num_logits", [0, 1, 2])
+def test_no_pass_without_a_graph_has_logits_of_one_token_alone(num_logits, target_path, monkeypatch):
+    """A head's last norm computes these only, and would be compiled for one token in the round that has it first."""
+    computed, rows = [], [ForwardRow([3, 4], 0, [1], num_logits)]
+    model = first_layers(model_of(target_path), 1)
+    backend, eager = CudaBackend(model, SETTINGS, ENGINE), EagerBackend(model)
+    kv, other_kv = backend.allocate_kv(4, 16), eager.allocate_kv(4, 16)
+    monkeypatch.setattr(cuda_backend, "forward", lambda *inputs: computed.append(len(inputs[3])) or forward(*inputs))
+    logits = backend.logits(build(rows, kv))
+    assert computed == [0 if num_logits == 0 else 2]
+    torch.testing.assert_close(logits, eager.logits(build(rows, other_kv)), atol=1e-4, rtol=0)
 
 
 def test_every_kind_of_pass_is_warmed_up(monkeypatch):

@@ -147,6 +147,7 @@ def test_the_memory_plan_counts_what_graphs_keep(target_path):
     assert whole - len(shapes(engine, 8192, 16)) * graphs_module._GRAPH_BYTES == outputs + partials
     first_layers_too = replace(engine, drafting="self", self_draft_layers=1)
     assert graph_bytes(first_layers_too, config, 8192, 1) == 2 * whole
+    assert graph_bytes(engine, config, 8192, 1, has_head=True) == 2 * whole
     assert half == whole - partials // 2 + graphs_module._COMMUNICATION_BYTES
 
 

@@ -54,6 +54,15 @@ def test_every_linear_layer_is_replaced_and_cublas_is_asked_for_many_rows(multip
     assert multiplied == [5, 5]
 
 
+def test_a_layer_of_two_parents_stays_one_layer(multiplied):
+    """As the last layer that a head shares with its target, by which the head's ranks know that each has a slice."""
+    shared = nn.Linear(16, 16)
+    module = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared)).half()
+    linear.make_invariant(module, torch.float16, invariant=False)
+    assert module[0][0] is module[1][0]
+    assert type(module[0][0]) is linear.InvariantLinear
+
+
 @pytest.mark.parametrize(
     ("count", "uses_kernel"), [(linear.MAX_KERNEL_ROWS, True), (linear.MAX_KERNEL_ROWS + 1, False)]
 )

@@ -53,6 +53,27 @@ def test_its_process_compiles_the_same_model_with_one_thread(interpreter, tmp_pa
     assert not Path(folder).exists(), "what its compilers leave behind is removed"
 
 
+@pytest.mark.parametrize(("head", "expected"), [("head", "{}/head"), ("org/name", "org/name"), ("model", "{}/model")])
+def test_its_process_loads_the_same_head(head, expected, interpreter, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("head").mkdir()
+    interpreter(f'echo "$@" > {tmp_path}/arguments')
+    is_ready = threading.Event()
+    compile_in_background("model", is_ready.set, head=head)
+    assert is_ready.wait(30)
+    assert (tmp_path / "arguments").read_text().split()[-2:] == ["--head", expected.format(tmp_path)]
+
+
+def test_what_was_compiled_meanwhile_needs_no_process(interpreter, tmp_path):
+    interpreter(f"touch {tmp_path}/started")
+    (part := tmp_path / "head.pt2").touch()
+    is_ready = threading.Event()
+    compile_in_background(tmp_path, is_ready.set, parts=[part])
+    assert is_ready.wait(30)
+    assert not (tmp_path / "started").exists()
+
+
 def test_decoding_comes_first_and_the_process_ends_no_sooner_than_this_one(interpreter, tmp_path):
     interpreter(f"cat; touch {tmp_path}/ended")
     is_ready = threading.Event()

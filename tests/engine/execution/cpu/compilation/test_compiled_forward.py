@@ -16,6 +16,7 @@ from engine.execution.cpu.compilation.compiled_forward import (
     CompileError,
     TracedContext,
     _removing_temporary_files,
+    arguments,
     can_run,
     example,
     load_noise,
@@ -23,8 +24,10 @@ from engine.execution.cpu.compilation.compiled_forward import (
     samples,
 )
 from engine.execution.cpu.kernels.paged_attention import suits
+from engine.heads.head import head_model
 from engine.models.layers.layer_attention import AttentionParams, KVShape
 from tests.engine.execution.cpu.batches import assert_same_caches, both_caches, mixed_rows
+from tests.engine.heads.tiny_heads import backend_with_head, head_config
 from tests.engine.tiny import SIZES, backend_of, save
 
 # torch's exporter warns of parts of itself.
@@ -93,6 +96,36 @@ def test_the_traced_context_attends_and_writes_as_the_eager_context_does(name, h
         assert torch.allclose(found[wanted], expected[wanted], atol=1e-5)
     for cache, copied in zip((*kv.keys, *kv.values), (*others.keys, *others.values), strict=True):
         assert torch.equal(cache[1:], copied[1:])
+
+
+class TracedStep:
+    """Stands in for a loaded package: computes what would be compiled."""
+
+    def __init__(self, step):
+        self._run = lambda tensors: step(*tensors[:10], *self.caches)
+        self.call = CompiledForward.__call__
+
+    def __call__(self, batch, draws=None):
+        self.caches = arguments(batch)[1:]
+        return self.call(self, batch, draws)
+
+
+@pytest.mark.parametrize("of_target", [True, False], ids=["a target with a head", "the head"])
+@torch.inference_mode()
+def test_what_a_pass_writes_for_a_head_is_checked(of_target, target_path):
+    backend = backend_with_head(target_path, head_config(layers=2, draft_vocab=20))
+    one = backend if of_target else backend.beside(head_model, backend.allocate_kv(2, 16))[0]
+    kv, eager_kv = one.allocate_kv(16, 16), one.allocate_kv(16, 16)
+    kv.states.copy_(eager_kv.states.normal_())
+    traced_step = TracedStep(one._step)
+    for rows in samples():
+        expected = one.logits(build(rows, eager_kv))
+        CompiledForward.check(traced_step, build(rows, kv), expected, eager_kv)
+    for cache in eager_kv.of_head:
+        cache[0, 1, 4, 0, 0] += 1.0
+        with pytest.raises(CompileError, match="differs from the eager one"):
+            CompiledForward.check(traced_step, build(rows, kv), expected, eager_kv)
+        cache[0, 1, 4, 0, 0] -= 1.0
 
 
 @pytest.mark.parametrize("window", [None, 24])
@@ -181,7 +214,7 @@ def test_other_weights_use_the_same_package_and_a_pass_of_other_weights_is_refus
     candidate = CompiledForward(path, other._step)
     batch = build(samples()[0], other.allocate_kv(16, 16))
     with torch.inference_mode(), pytest.raises(CompileError, match="differs from the eager one"):
-        candidate.check(batch, backend.logits(batch))
+        candidate.check(batch, backend.logits(batch), batch.paged.kv)
 
 
 def test_one_pass_computes_short_rows_only(target):

@@ -12,6 +12,7 @@ import torch
 from engine.execution.cpu.compilation import packages
 from engine.execution.cpu.compilation.compiled_forward import CompileError, Step
 from engine.execution.cpu.kernels import library as kernels
+from tests.engine.heads.tiny_heads import head_config
 from tests.engine.tiny import model_of
 
 CPU = torch.device("cpu")
@@ -44,6 +45,17 @@ def test_a_package_belongs_to_a_configuration_wherever_it_lies(model, step):
     longer.rope_theta = 5e5
     assert packages.package_path(step, elsewhere) == path
     assert packages.package_path(step, longer) != path
+
+
+def test_a_package_belongs_to_a_heads_configuration_too(model, step):
+    """Some of its settings change no weight."""
+    paths = [packages.package_path(step, model.config)]
+    for changed in ({}, {"norm_before_residual": True}, {"taps": (2, 1, 1)}, {"layers": 2}):
+        head = head_config(**changed)
+        paths.append(packages.package_path(step, model.config, head))
+        head.layers._name_or_path = "elsewhere"
+        assert packages.package_path(step, model.config, head) == paths[-1]
+    assert len({*paths}) == 5
 
 
 PATHS = {

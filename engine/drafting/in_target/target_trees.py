@@ -1,0 +1,54 @@
+"""TargetTreeDrafter: best-first trees of a trained head in the target's process.
+
+As with chains, the target's cache keeps nothing of a draft: a node is computed in a place behind the tip, in the row's
+own blocks, and the verification pass overwrites the places of the nodes that are drafted.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from engine.block_table import block_table
+from engine.config import EngineConfig
+from engine.drafting.in_target.target_chains import TargetChainDrafter, with_drafts
+from engine.drafting.model.draft_cache import CachedPrefix, DraftCache
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.next_tokens import NUM_CANDIDATES
+from engine.drafting.model.token_drawer import TokenDrawer
+from engine.drafting.model.tree_drafter import TreeDrafter
+from engine.errors import ModelError
+from engine.execution.attention import KVTensors
+from engine.execution.backend import Backend, Part
+from engine.protocols import ProposeRow, VerifyRow
+from engine.sampling.grammar import Grammars
+
+
+class TargetTreeDrafter(TreeDrafter):
+    """Drafts trees in the target's process; see `TargetDrafter`. All ranks grow the trees of the deciding rank."""
+
+    def __init__(
+        self, part: Part, config: EngineConfig, backend: Backend, kv: KVTensors, grammars: Grammars | None = None
+    ) -> None:
+        """Draft with a head; raise ModelError if it drafts blocks."""
+        if backend.model.head is not None and backend.model.head.drafts_blocks:
+            raise ModelError(f"drafting is 'head_tree', but the head of {backend.info.name} drafts blocks, no trees")
+        self._in_target = TargetChainDrafter(part, config, backend, kv, grammars, num_ranked=NUM_CANDIDATES)
+        super().__init__(self._in_target.draft_model, config)
+
+    def parts(self, draft: DraftModel, config: EngineConfig) -> tuple[DraftCache, TokenDrawer]:
+        """Return the target's cache, where a tree has only the room that its row's blocks have, and the drawer."""
+        return DraftCache(draft.backend, config, self._in_target.kv), self._in_target
+
+    def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
+        """Grow trees for the rows whose drafts were left to the target; see `TargetDrafter.draft`."""
+        self._in_target.decides = decides
+        able = self._in_target.able(rows)
+        planned = [ProposeRow(row.request, row.draft.num_deferred) for row in able]
+        names = [row.request.request_id for row in able]
+        tables = (CachedPrefix(block_ids=block_table(row.block_ids)) for row in able)
+        self.cache.prefixes = OrderedDict(zip(names, tables, strict=True))
+        for row in planned:
+            if (sent := self._sent.get(row.request.request_id)) is not None:
+                self.follow(row.request, sent)
+        trees = self.grow(planned, self._in_target.tips(able)) if able else []
+        self._sent = dict(zip(names, trees, strict=True))
+        return with_drafts(rows, able, [tree.draft() for tree in trees])

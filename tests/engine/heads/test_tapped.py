@@ -1,0 +1,78 @@
+"""Tapped targets of every architecture: what a head gets are the outputs of the layers that it names, in its order."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from engine.errors import ModelError
+from engine.execution.batch import ForwardRow, build
+from engine.execution.eager import EagerBackend
+from engine.heads.tapped import with_head
+from engine.models.layers.layer_attention import KVShape
+from tests.engine.test_zoo import ENCODER_DECODERS, SERVED, config_of
+from tests.engine.tiny import T5_SIZES, model_of, save
+
+TOKENS = torch.randint(2, 64, (19,), generator=torch.Generator().manual_seed(5)).tolist()
+FAST = ("Llama", "Gemma2", "DeepseekV3")
+
+
+class NotingHead(torch.nn.Module):
+    """A head that keeps the outputs that it is given, and where they stand in the pass."""
+
+    attends_from, drafts_blocks, state_size = 1, False, 3
+    kv_shape = KVShape(1, 1, 4, 4)
+
+    def __init__(self, taps, first_layer):
+        super().__init__()
+        self.config = SimpleNamespace(taps=taps)
+        self.first_layer, self.seen, self.absorbed = first_layer, [], []
+
+    def feature(self, taps):
+        self.seen.append([tap.clone() for tap in taps])
+        return torch.zeros(len(taps[0]), self.state_size)
+
+    def absorb(self, token_ids, positions, context):
+        self.absorbed.append((token_ids, positions))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in SERVED]
+)
+@torch.inference_mode()
+def test_taps_are_the_hidden_states_of_transformers(name, tmp_path):
+    """In two chunks; the last layer's output is the one before the final norm, which transformers does not return."""
+    save(config_of(name, SERVED[name]), tmp_path, factor=2.0)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager").eval()
+    base, normed = reference.base_model, []
+    *_, norm = (child for child in base.children() if "norm" in type(child).__name__.lower())
+    norm.register_forward_pre_hook(lambda _, inputs: normed.append(inputs[0]))
+    hidden = base(torch.tensor([TOKENS]), output_hidden_states=True).hidden_states
+    assert len(hidden) == 3
+    model = model_of(tmp_path)
+    head = NotingHead((2, 1, 2), model.kv_shape.layers)
+    backend = EagerBackend(with_head(model, head))
+    head.seen, kv = [], backend.allocate_kv(9, 4)
+    for start, end in ((0, 11), (11, 19)):
+        backend.run(build([ForwardRow(TOKENS[start:end], start, list(range(1, 9)), 1)], kv))
+    seen = [torch.cat(chunks) for chunks in zip(*head.seen, strict=True)]
+    for tap, expected in zip(seen, (normed[-1], hidden[1], normed[-1]), strict=True):
+        assert (tap - expected[0]).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("keeps_kv", [True, False])
+def test_keys_and_values_are_kept_unless_a_drafter_elsewhere_keeps_them(keeps_kv, target_path):
+    model = model_of(target_path)
+    head = NotingHead((1,), model.kv_shape.layers)
+    EagerBackend(with_head(model, head, keeps_kv=keeps_kv))
+    assert bool(head.absorbed) == keeps_kv
+
+
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_a_target_without_one_list_of_layers_is_refused(name, tmp_path):
+    save(getattr(transformers, f"{name}Config")(**T5_SIZES), tmp_path)
+    model = model_of(tmp_path)
+    with pytest.raises(ModelError, match="lists of decoder layers; drafting needs one"):
+        with_head(model, NotingHead((1,), model.kv_shape.layers))

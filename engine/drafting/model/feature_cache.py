@@ -13,14 +13,19 @@ from engine.config import EngineConfig
 from engine.drafting.model.draft_cache import DraftCache
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_store import FeatureStore
+from engine.errors import ModelError
 from engine.execution.backend import Backend
 from engine.protocols import ProposeRow
 
 
 def make_cache(draft: DraftModel, config: EngineConfig) -> DraftCache:
-    """Return a new cache of a draft model or head."""
+    """Return a new cache of a draft model, or of a head; raise ModelError if that does not draft token by token."""
     backend, features = draft.backend, draft.features
-    return DraftCache(backend, config) if features is None else FeatureCache(backend, config, features)
+    if features is None:
+        return DraftCache(backend, config)
+    if backend.model.head is not None and backend.model.head.drafts_blocks:
+        raise ModelError(f"drafting is {config.drafting!r}, but the head drafts blocks, as only drafting=head can")
+    return FeatureCache(backend, config, features)
 
 
 class FeatureCache(DraftCache):
@@ -39,12 +44,11 @@ class FeatureCache(DraftCache):
     def make_room(self, row: ProposeRow, drafted: Sequence[int], current: Container[str]) -> bool:
         """As `DraftCache.make_room`; also put the features of a row's context into its blocks, or return False."""
         request_id, num_features = row.request.request_id, len(row.request.token_ids) - 1
-        head, states = self.backend.model.head, self.kv.states
-        assert head is not None
+        states = self.kv.states
         assert states is not None
         if (prefix := self.prefixes.get(request_id)) is not None:
-            # A place reads its own feature, or, if the first place attends to nothing, that of the place before.
-            del prefix.token_ids[self._features.num_taken(request_id) + head.attends_from :]
+            # A place reads the feature of the place before.
+            del prefix.token_ids[self._features.num_taken(request_id) + 1 :]
         if not num_features or not self._features.wait(request_id, num_features):
             return False
         if not super().make_room(row, drafted, current):

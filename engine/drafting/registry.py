@@ -156,7 +156,6 @@ METHODS: Mapping[str, Method] = {
         runs_ahead=("coupled",),
         chain_rules=("k_sequential",),
     ),
-    "head_worker": Method("draft", _model_drafter, runs_ahead=_CHAIN_RULES, reads_features=True),
     "self": Method("target", lambda *_: DeferringDrafter(), make_in_target=_self_drafter),
     "head": Method("target", lambda *_: DeferringDrafter(), make_in_target=_head_drafter),
     "head_tree": Method(
@@ -166,6 +165,7 @@ METHODS: Mapping[str, Method] = {
         rules=("coupled",),
         make_in_target=_head_tree_drafter,
     ),
+    "head_worker": Method("draft", _model_drafter, runs_ahead=_CHAIN_RULES, reads_features=True),
     "mtp": Method("target", lambda *_: DeferringDrafter(), make_in_target=_head_drafter),
     "ngram": Method("router", lambda *_: NgramDrafter()),
     "suffix": Method("router", lambda config, _: _suffix_drafter(config)),

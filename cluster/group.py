@@ -15,7 +15,7 @@ from cluster.memory_plan import MemoryPlan
 from cluster.placement import STRATEGY, PlacementError, count_cores, label_selectors, placement_bundles, settle
 from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.transport import Connector
-from cluster.worker_set import WorkerDiedError, WorkerSet, start_draft, start_target
+from cluster.worker_set import WorkerDiedError, WorkerSet, introduce, start_draft, start_target
 from engine.config import CompileProgress
 from engine.errors import ModelError, TargetError
 from engine.models.registry import open_model
@@ -221,6 +221,7 @@ class SpeculationGroup:
         self.remote_verifier.vocab_size = self.remote_drafter.vocab_size = self.target_info.vocab_size
         self.remote_verifier.connect(ranks.links)
         self._watching = self._run_in_background(self._watch_target(ranks))
+        self._run_in_background(introduce(self.config, self._target, self._draft))
 
     async def _start_draft(self) -> WorkerSet:
         limit_s = self.config.start_timeout_s
@@ -234,6 +235,7 @@ class SpeculationGroup:
         self._draft = draft
         self.draft_info = draft.loaded[0]
         self.remote_drafter.connect(draft.links[0])
+        self._run_in_background(introduce(self.config, self._target, self._draft))
         return draft
 
     async def _watch_target(self, ranks: WorkerSet) -> None:

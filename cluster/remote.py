@@ -79,6 +79,7 @@ class RemoteDrafter:
         self.fallbacks: Counter[str] = Counter()
         self.calls = Calls()
         self.unprepared: dict[str, int] = {}
+        self.features: dict[str, int] = {}
         self.run_ahead: RunAheadStats | None = None
         self._num_hits = self._num_misses = 0
         self._prepares = prepares
@@ -127,7 +128,7 @@ class RemoteDrafter:
             return [NO_DRAFT] * len(rows)
         self._num_failures = 0
         self.calls.compute_s += reply.compute_s
-        self.unprepared = reply.unprepared
+        self.unprepared, self.features = reply.unprepared, reply.features
         if reply.run_ahead is not None:
             self._observe(reply.run_ahead)
         return reply.drafts

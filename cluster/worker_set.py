@@ -190,6 +190,22 @@ async def start_target(
     return workers
 
 
+async def introduce(config: GroupConfig, target: WorkerSet | None, draft: WorkerSet | None) -> None:
+    """Have the target send its features to the draft worker, if there are both and the drafting method reads them.
+
+    If either dies meanwhile, its next start introduces them again.
+    """
+    if target is None or draft is None or not config.method.reads_features:
+        return
+    rank, worker = target.actors[0], draft.actors[0]
+    try:
+        [identity] = await _results([rank.feature_identity.remote()])
+        [endpoint] = await _results([worker.receive_features.remote(identity)])
+        await _results([rank.send_features.remote(endpoint)])
+    except TargetError as error:
+        logger.warning("The draft worker gets no features of the target, and drafts nothing: %s", error)
+
+
 async def _results(references: list[Awaitable[T]]) -> list[T]:
     """Wait for Ray's results, and translate Ray's exceptions into ours."""
     answers = [asyncio.ensure_future(reference) for reference in references]

@@ -83,6 +83,8 @@ class ModelConfig(ModelSettings):
     head: str | None = field(default=None, kw_only=True)
     """A trained head that is loaded with the model and drafts in its process: a directory or hub name; the model's own
     path for the layers that its checkpoint has for it."""
+    head_only: bool = field(default=False, kw_only=True)
+    """Whether only the head is loaded, and of the model what the head shares with it."""
     compile: Compile = field(default="off", kw_only=True)
     """off, unlike for a pair: a model loaded by itself (by training, by the compiler) must not start a compiler."""
 

@@ -69,6 +69,26 @@ class Verify(RoundMessage, tag="verify", frozen=True):
     rows: list[VerifyEntry]
 
 
+class FeatureRows(msgspec.Struct, array_like=True, frozen=True):
+    """Features of one request's tokens from `offset` on, raw; rank 0 holds those of its first `end` tokens."""
+
+    request_id: str
+    offset: int
+    end: int
+    rows: memoryview
+
+
+class Features(RoundMessage, tag="features", frozen=True):
+    """From rank 0 to the draft worker: keep these features, `row_bytes` of numbers in torch's format `dtype` each.
+
+    A request's features never change, so this is `features[offset:] = rows`, in any order and any number of times.
+    """
+
+    dtype: str
+    row_bytes: int
+    rows: list[FeatureRows]
+
+
 class Ping(RoundMessage, tag="ping", frozen=True):
     """Reply once all earlier requests are done."""
 
@@ -82,11 +102,15 @@ class Reply(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Drafts(Reply, tag="drafts", frozen=True):
-    """One draft per row; `run_ahead` are the counters of running ahead, `unprepared` those of `Preparation`."""
+    """One draft per row.
+
+    `run_ahead` are the counters of running ahead, `unprepared` those of `Preparation`, `features` of `FeatureStore`.
+    """
 
     drafts: list[Draft]
     run_ahead: RunAheadStats | None = None
     unprepared: dict[str, int] = {}
+    features: dict[str, int] = {}
 
 
 class Verdicts(Reply, tag="verdicts", frozen=True):
@@ -97,7 +121,7 @@ class Verdicts(Reply, tag="verdicts", frozen=True):
 
 
 class PrefixMissing(Reply, tag="prefix_missing", frozen=True):
-    """The worker lacks the tokens before the offsets of these requests; it changed nothing."""
+    """The worker lacks what comes before the offsets of these requests, and has changed nothing of them."""
 
     request_ids: list[str]
 
@@ -112,7 +136,7 @@ class Pong(Reply, tag="pong", frozen=True):
     """All requests before the ping are done."""
 
 
-AnyRequest = Propose | Verify | Ping
+AnyRequest = Propose | Verify | Features | Ping
 AnyReply = Drafts | Verdicts | PrefixMissing | Failure | Pong
 
 _encoder = msgspec.msgpack.Encoder()

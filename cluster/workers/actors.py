@@ -12,6 +12,7 @@ import gc
 import logging
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -20,15 +21,18 @@ import ray
 
 from cluster.config import LogFormat
 from cluster.ray_core import stderr_handler
-from cluster.transport import Endpoint, Server
+from cluster.transport import Connector, Endpoint, Server
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import CompileProgress, EngineConfig, ModelConfig, ModelInfo
+from engine.drafting.model.feature_store import FeatureStore
+from engine.drafting.registry import choose_method
 from engine.execution.memory import Survey
 from engine.models.registry import open_model
 from engine.models.source import ModelSource
 
 if TYPE_CHECKING:
     from engine.execution.backend import Backend
+    from engine.verification.verifier import ModelVerifier
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +84,8 @@ class Worker:
     def listen(self, client_identity: str) -> WorkerProcess:
         """Accept connections from the client with this identity, from now on."""
         self._host = ray.util.get_node_ip_address()
-        node_id = ray.get_runtime_context().get_node_id()
-        self._server = Server(self._host, node_id, client_identity)
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._server = Server(self._host, self._node_id, client_identity)
         return WorkerProcess(self._server.endpoint, os.getpid())
 
     def survey(self, config: ModelConfig, world_size: int) -> Survey:
@@ -116,17 +120,32 @@ class Worker:
 class DraftWorker(Worker):
     """Holds the draft's weights and a cache of committed prefixes; decides nothing that reaches a client."""
 
+    _feature_server: Server | None = None
+
     def load(self, config: ModelConfig, target: ModelConfig, num_blocks: int, *, run_ahead: bool) -> ModelInfo:
         """Load the draft with its planned KV blocks; ids beyond the target's vocabulary are never drafted."""
         with _importing():
             from cluster.workers.loading import load_drafter
 
+        engine, features = replace(self._engine, num_blocks=num_blocks), FeatureStore()
         drafter, self._backend = load_drafter(
-            self._open(config), self._open(target), replace(self._engine, num_blocks=num_blocks), run_ahead=run_ahead
+            self._open(config), self._open(target), engine, run_ahead=run_ahead, features=features
         )
         self._backend.warm_up()
-        self._responder = DraftResponder(drafter, capacity=self._capacity, version=self._version)
+        self._features, options = features, {"capacity": self._capacity, "version": self._version}
+        self._responder = DraftResponder(drafter, features=features, **options)
         return self._backend.info
+
+    def receive_features(self, identity: str) -> Endpoint:
+        """Accept features from the target's rank 0 with this identity from now on, and from no earlier one."""
+        from cluster.workers.features import receiver
+
+        if self._feature_server is not None:
+            self._feature_server.close()
+        server = self._feature_server = Server(self._host, self._node_id, identity)
+        answer = receiver(self._features)
+        threading.Thread(target=server.serve, args=(answer,), name="features", daemon=True).start()
+        return server.endpoint
 
     def serve(self) -> None:
         """Answer proposals until the worker ends."""
@@ -151,6 +170,7 @@ class TargetWorker(Worker):
     ) -> ModelInfo:
         """Load this rank's shard with its planned KV blocks; `address` is the ranks' store, None for a single rank."""
         with _importing():
+            from cluster.workers.features import FeatureSource
             from cluster.workers.loading import load_verifier
             from cluster.workers.tensor_parallel import join_store, join_world
             from engine.models.loader import resolve_device
@@ -170,14 +190,25 @@ class TargetWorker(Worker):
         verifier = load_verifier(self._open(config), replace(self._engine, num_blocks=num_blocks), shard=shard)
         self._backend = verifier.backend
         self._backend.warm_up()
-        self._responder = TargetResponder(verifier, rank=self._rank, capacity=self._capacity, version=self._version)
+        served: ModelVerifier | FeatureSource = verifier
+        if self._rank == 0 and choose_method(self._engine, has_draft_model=True).reads_features:
+            served = self._source = FeatureSource(verifier, Connector(self._node_id), self._version)
+        self._responder = TargetResponder(served, rank=self._rank, capacity=self._capacity, version=self._version)
         return verifier.backend.info
+
+    def feature_identity(self) -> str:
+        """Return what proves this rank 0 to a draft worker that receives features from it."""
+        return self._source.identity
+
+    def send_features(self, endpoint: Endpoint) -> None:
+        """Send features to a new draft worker from now on."""
+        self._source.connect(endpoint)
 
     def serve(self) -> None:
         """Verify until the worker ends; any failure ends it, because the other ranks need it."""
         assert self._backend is not None, "load comes first"
         self._backend.enter_thread()
         try:
-            self._server.serve(self._responder.answer, idle=self._backend.idle)
+            self._server.serve(self._responder.answer, self._responder.work, self._backend.idle)
         finally:
             self._backend.close()

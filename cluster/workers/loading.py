@@ -4,6 +4,7 @@ import logging
 
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.feature_store import FeatureStore
 from engine.drafting.model.translated import translated
 from engine.drafting.registry import choose_method
 from engine.execution.backend import Backend
@@ -11,7 +12,6 @@ from engine.execution.registry import make_backend
 from engine.heads.registry import load_target
 from engine.models.causal_lm import Shard
 from engine.models.first_layers import check_self_draft
-from engine.models.loader import load_model
 from engine.models.source import ModelSource
 from engine.protocols import Drafter
 from engine.sampling.grammar import Grammars
@@ -22,17 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 def load_drafter(
-    source: ModelSource, target: ModelSource, engine: EngineConfig, *, run_ahead: bool
+    source: ModelSource, target: ModelSource, engine: EngineConfig, *, run_ahead: bool, features: FeatureStore
 ) -> tuple[Drafter, Backend]:
     """Load the draft, to be warmed up, or raise ModelError; ids beyond the target's vocabulary are never drafted."""
     method = choose_method(engine, has_draft_model=True)
     branches = method.branches(engine, run_ahead=run_ahead)
     invariant = rule_of(engine.verification).needs_invariant_draft
-    backend = make_backend(load_model(source), source, engine, invariant=invariant, branches=branches)
+    backend = make_backend(load_target(source), source, engine, invariant=invariant, branches=branches)
     backend = translated(backend, target, source)
     limit = target.vocab_size
     grammars = Grammars(target, vocab_size=limit, eos_token_ids=target.eos_token_ids)
-    return method.make(engine, DraftModel(backend, limit, grammars, run_ahead)), backend
+    draft = DraftModel(backend, limit, grammars, run_ahead, features if method.reads_features else None)
+    return method.make(engine, draft), backend
 
 
 def load_verifier(source: ModelSource, engine: EngineConfig, *, shard: Shard | None) -> ModelVerifier:
@@ -40,7 +41,8 @@ def load_verifier(source: ModelSource, engine: EngineConfig, *, shard: Shard | N
     check_self_draft(engine, source)
     # Drafting in the target needs no draft model, so its absence makes no difference here.
     method = choose_method(engine, has_draft_model=True)
-    backend = make_backend(load_target(source, shard), source, engine, branches=method.branches(engine))
+    model = load_target(source, shard, keeps_kv=not method.reads_features)
+    backend = make_backend(model, source, engine, branches=method.branches(engine))
     info = backend.info
     grammars = Grammars(source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
     verifier = ModelVerifier(backend, engine, grammars, method.make_in_target)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -20,10 +20,12 @@ from cluster.protocol.messages import (
 )
 from cluster.protocol.prefix_delta import PrefixTable
 from engine.control.stats import PREPARATION
+from engine.drafting.model.feature_store import FeatureStore
 from engine.errors import TargetError
 from engine.protocols import NO_DRAFT, Draft, Drafter, ProposeRow, Verdict, VerifyRow, run_in_process
 
 if TYPE_CHECKING:
+    from cluster.workers.features import FeatureSource
     from engine.drafting.run_ahead.chains import RunAheadDrafter
     from engine.drafting.run_ahead.trees import RunAheadTreeDrafter
     from engine.verification.verifier import ModelVerifier
@@ -37,8 +39,9 @@ _POLL_S = 50e-6
 class DraftResponder:
     """Replies to `Propose` with a drafter in this process; its errors become `Failure` replies."""
 
-    def __init__(self, drafter: Drafter, *, capacity: int, version: int) -> None:
+    def __init__(self, drafter: Drafter, *, capacity: int, version: int, features: FeatureStore | None = None) -> None:
         self._drafter = drafter
+        self._feature_counts = {} if features is None else features.counts
         self._ahead = cast("RunAheadDrafter | RunAheadTreeDrafter", drafter) if hasattr(drafter, "advance") else None
         self._table = PrefixTable(capacity, drafter.release)
         self._version = version
@@ -80,7 +83,8 @@ class DraftResponder:
         rows = [ProposeRow(one, entry.num_draft_tokens) for one, entry in zip(requests, request.rows, strict=True)]
         drafts = run_in_process(self._drafter.propose(rows))
         stats = None if self._ahead is None else self._ahead.stats
-        return Drafts(request.round, self._version, _since(started), drafts, stats, PREPARATION.counts)
+        counts = PREPARATION.counts, self._feature_counts
+        return Drafts(request.round, self._version, _since(started), drafts, stats, *counts)
 
 
 class TargetResponder:
@@ -90,7 +94,9 @@ class TargetResponder:
     to the others' last. So after a gap in the rounds or any failure, this rank exits, and the group restarts all ranks.
     """
 
-    def __init__(self, verifier: "ModelVerifier", *, rank: int, capacity: int, version: int) -> None:
+    def __init__(self, verifier: "ModelVerifier | FeatureSource", *, rank: int, capacity: int, version: int) -> None:
+        """Answer for a rank; its `work` is that of the verifier, once its reply has been sent."""
+        self.work: Callable[[], bool] = getattr(verifier, "work", lambda: False)
         self._verifier = verifier
         self._rank = rank
         self._table = PrefixTable(capacity, verifier.release)

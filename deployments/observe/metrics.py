@@ -59,6 +59,12 @@ _ROUND_TIMES = {
     "delivery": "Time between rounds to give tokens to the streams and let other tasks run; most run during rounds.",
 }
 
+_FEATURES = {
+    "bytes": "Bytes of the target's features that the draft worker's head has received.",
+    "waited": "Drafts that waited for features of the last round.",
+    "missing": "Drafts that stayed empty because features had not arrived.",
+}
+
 
 class RouterMetrics:
     """The metrics of one Router: counts of its own, and those that its engine and workers keep.
@@ -158,6 +164,8 @@ class RouterMetrics:
         late = {(process, kind): count for process, kinds in counts.items() for kind, count in kinds.items()}
         text = "Work of workers that no round should wait for, by kind; 0 is wanted: see the README."
         yield "paceline:unprepared", text, late, "process", "kind"
+        for kind, count in self._drafter.features.items():
+            yield f"paceline:feature_{kind}", _FEATURES[kind], count
         if (ahead := self._drafter.run_ahead) is not None:
             forwards, wasted = "paceline:run_ahead_forwards", "Draft passes spent on preparing, for nothing."
             yield "paceline:verdict_cache_hits", "Drafts that were prepared when they were requested.", ahead.hits

@@ -54,6 +54,7 @@ class Method:
         rules: the verification rules that accept its drafts.
         runs_ahead: the rules that let a draft worker draft before the verdict is known.
         chain_rules: the rules that need trees of independent chains from the tip.
+        reads_features: a head in the draft worker drafts, so the target's first rank sends it the target's features.
         make_in_target: of a method that runs in the target, returns the drafter that the verifier calls there, given
             the target's backend and its KV cache; the drafter of `make` then leaves every draft to it.
     """
@@ -66,6 +67,7 @@ class Method:
     rules: Collection[str] = _CHAIN_RULES
     runs_ahead: Collection[str] = ()
     chain_rules: Collection[str] = ()
+    reads_features: bool = False
     make_in_target: "Callable[[EngineConfig, Backend, KVTensors, Grammars | None], TargetDrafter] | None" = None
 
     def drafter_of_engine(self, config: EngineConfig, drafter: Drafter) -> Drafter:
@@ -163,7 +165,7 @@ METHODS: Mapping[str, Method] = {
         rules=("coupled",),
         make_in_target=_head_tree_drafter,
     ),
-    "head_worker": Method("draft", _model_drafter),
+    "head_worker": Method("draft", _model_drafter, runs_ahead=_CHAIN_RULES, reads_features=True),
     "mtp": Method("target", lambda *_: DeferringDrafter(), make_in_target=_head_drafter),
     "ngram": Method("router", lambda *_: NgramDrafter()),
     "suffix": Method("router", lambda config, _: _suffix_drafter(config)),
@@ -311,6 +313,8 @@ def settle_drafting(pair: PairConfig) -> Settled:
     speculation = pair.speculation if pair.num_speculative_tokens else "off"
     k = pair.num_speculative_tokens if method.proposes else 0
     engine = replace(pair.engine, num_speculative_tokens=k, speculation=speculation)
+    if method.reads_features:
+        draft = replace(target, head_only=True)
     return Settled(target, draft if method.runs_in == "draft" else None, engine)
 
 

@@ -83,7 +83,7 @@ class KVTensors:
         index = torch.tensor([sources, targets], dtype=torch.int64, pin_memory=device.type == "cuda")
         index = index.to(device, non_blocking=True)
         for caches in self._stacked:
-            slots = _as_bytes(caches).view(len(caches), -1, *caches.shape[3:])
+            slots = _as_bytes(caches).flatten(1, 2)
             slots.index_copy_(1, index[1], slots.index_select(1, index[0]))
 
 

@@ -35,7 +35,7 @@ def footprint(
     Raises:
         ModelError: there is no such model, or it cannot be served.
     """
-    configuration = source.configuration
+    configuration = source.loaded_configuration
     check_quantization(source.config, configuration, world_size)
     weight_bytes = _weight_bytes(source, bytes_per_weight, world_size)
     longest, cache_dtype = source.kind.context_length(configuration), kv_dtype(source.config)
@@ -100,8 +100,8 @@ def of_weights(
 
 
 def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -> int:
-    quantization, model_config = source.config.quantization, source.configuration
-    if becomes_floats(model_config):
+    quantization, model_config = source.config.quantization, source.loaded_configuration
+    if source.config.head_only or becomes_floats(model_config):
         return sum(p.numel() for p in on_meta(model_config).parameters()) * bytes_per_weight
     plan = plan_of(source, world_size) if world_size > 1 else {}
     quantized: dict[str, int] = {}

@@ -39,12 +39,14 @@ class Head(nn.Module):
         num_tokens: it drafts ids below this one; the target's tokenizer has no others.
         target_ids: [draft vocabulary] the target's id of each of its tokens; None if it has all of them in order.
         drafts_blocks: one pass drafts several tokens; else each pass drafts one.
+        keeps_kv: the cache has its keys and values, and not only its states; those are with the head that drafts.
         attends_from: the first place that its layers attend to: one that files (token, feature of the token before it)
             under the token has nothing at place 0.
     """
 
     drafts_blocks: ClassVar[bool] = False
     attends_from: int = 1
+    keeps_kv: bool = True
 
     def __init__(self, config: HeadConfig, embed_tokens: nn.Module, lm_head: nn.Module, first_layer: int) -> None:
         """Store the parts that a head may share with its target.
@@ -63,7 +65,8 @@ class Head(nn.Module):
     @property
     def kv_shape(self) -> KVShape:
         """The keys and values that it caches per token."""
-        return kv_shape(self.config.layers, 1)
+        shape = kv_shape(self.config.layers, 1)
+        return shape if self.keeps_kv else shape._replace(layers=0)
 
     @property
     def state_size(self) -> int:

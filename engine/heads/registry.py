@@ -4,6 +4,7 @@ To add a kind, write its file with a subclass of `Head`, and give it a line here
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -31,13 +32,19 @@ HEADS: Mapping[str, type[Head]] = {
 }
 
 
-def load_target(source: ModelSource, shard: Shard | None = None) -> CausalLM:
-    """Load a model, as `load_model` does, and the head that its configuration names; see `load_head`."""
+def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bool = True) -> CausalLM:
+    """Load a model, as `load_model` does, and the head that its configuration names, or only that; see `load_head`.
+
+    Args:
+        keeps_kv: see `Head`.
+    """
     model = load_model(source, shard)
     if source.head is None:
         return model
     layers = model.kv_shape.layers
-    return with_head(model, load_head(source.head, source, model.module, model.device, model.dtype, layers))
+    head = load_head(source.head, source, model.module, model.device, model.dtype, layers)
+    head.keeps_kv = keeps_kv
+    return replace(model, module=head, head=head) if source.config.head_only else with_head(model, head)
 
 
 def load_head(

@@ -27,6 +27,7 @@ class HeadModule(Protocol):
     """What a trained head needs in its target's cache; see `engine.heads.head.Head`."""
 
     attends_from: int
+    keeps_kv: bool
     drafts_blocks: ClassVar[bool]
 
     @property

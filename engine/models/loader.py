@@ -42,7 +42,7 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     started = time.monotonic()
     device = resolve_device(source.config.device)
     dtype = resolve_dtype(source.config.dtype, device)
-    configuration, kind = source.configuration, source.kind
+    configuration, kind = source.loaded_configuration, source.kind
     check_quantization(source.config, configuration, shard.world_size if shard else 1)
     has_torchao = source.config.quantization != "none" or saved_format(configuration) == "torchao"
     if shard is None or shard.world_size == 1:
@@ -79,7 +79,7 @@ def kv_dtype(config: ModelConfig) -> torch.dtype | None:
 
 def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Read a model's weights as they are saved; have transformers load those that it renames or converts."""
-    configuration, model_class = source.configuration, source.kind.model_class
+    configuration, model_class = source.loaded_configuration, source.kind.model_class
     arguments = loading_arguments(source.config, configuration)
     saved = saved_format(configuration)
     if not arguments and saved in (None, "mxfp4") and model_class.loaded_by is AutoModelForCausalLM:

@@ -4,6 +4,7 @@ Files are in a directory or in the local cache of the Hugging Face hub; nothing 
 Ingress use this file, too, and do not import torch, so torch and transformers are imported inside the properties.
 """
 
+import copy
 import filecmp
 import hashlib
 import json
@@ -129,6 +130,15 @@ class ModelSource:
             model_type = "ministral"
         configuration = read_configuration(self.path, self.settings | {"model_type": model_type})
         self.kind.check(self.config, configuration, self.generation_settings)
+        return configuration
+
+    @cached_property
+    def loaded_configuration(self) -> "PreTrainedConfig":
+        """The configuration of what is loaded: without layers, if that is only a head."""
+        if not self.config.head_only:
+            return self.configuration
+        configuration = copy.deepcopy(self.configuration)
+        configuration.get_text_config().num_hidden_layers = 0
         return configuration
 
     @cached_property

@@ -50,6 +50,11 @@ class ModelVerifier:
             self._keep_paths(rows, [verdict.path for verdict in verdicts] or [[]] * len(rows))
             return verdicts
 
+    @property
+    def kv(self) -> KVTensors:
+        """The target's cache."""
+        return self._kv
+
     def release(self, request_id: str) -> None:
         """Drop a request's grammar matcher."""
         if self._grammars is not None:

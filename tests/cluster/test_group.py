@@ -213,6 +213,22 @@ async def test_a_draft_that_loads_as_long_as_its_target_is_waited_for(targets, d
     assert group.remote_drafter.is_available
 
 
+async def test_whichever_worker_starts_last_or_again_meets_the_other(targets, drafts, monkeypatch):
+    met = []
+
+    async def introduce(_config: Any, *workers: Any) -> None:
+        met.append(workers)
+
+    monkeypatch.setattr(group_module, "introduce", introduce)
+    group = await started()
+    await wait_for(lambda: (targets.workers[0], drafts.workers[0]) in met)
+    drafts.workers[0].end("killed")
+    await wait_for(lambda: len(drafts.workers) == 2 and met[-1] == (targets.workers[0], drafts.workers[1]))
+    group.remote_verifier.disconnect("lost")
+    await group.recover()
+    await wait_for(lambda: met[-1] == (targets.workers[1], drafts.workers[1]))
+
+
 async def test_a_recovery_replaces_all_ranks_when_one_is_lost(targets, drafts):
     group = await started()
     targets.workers[0].end("killed")

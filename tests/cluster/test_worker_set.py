@@ -7,10 +7,11 @@ import ray
 from ray.core.generated.common_pb2 import ActorDiedErrorContext
 
 from cluster import worker_set
+from cluster.config import GroupConfig
 from cluster.transport import Endpoint
-from cluster.worker_set import WorkerDiedError, WorkerSet
+from cluster.worker_set import WorkerDiedError, WorkerSet, introduce
 from cluster.workers.actors import WorkerProcess
-from engine.config import CompileProgress
+from engine.config import CompileProgress, EngineConfig, ModelConfig
 from engine.errors import ModelError, TargetError
 
 
@@ -236,3 +237,25 @@ async def test_what_a_worker_raises_itself_is_no_death(error, monkeypatch):
         await worker_set._results([failed, loading])
     assert not isinstance(caught.value, WorkerDiedError)
     loading.cancel()
+
+
+@pytest.mark.parametrize("drafting", ["head_worker", "model"])
+async def test_both_workers_of_a_method_that_reads_features_are_introduced(workers, drafting, caplog):
+    config = GroupConfig(ModelConfig("t"), ModelConfig("d"), EngineConfig(drafting=drafting))
+    draft, calls = WorkerSet("draft worker", [FakeActor(7)]), []
+    workers.actors[0].feature_identity = Method(lambda: "rank 0")
+    draft.actors[0].receive_features = Method(lambda identity: f"where {identity} connects")
+    workers.actors[0].send_features = Method(calls.append)
+    await introduce(config, None, draft)
+    await introduce(config, workers, None)
+    assert calls == []
+    await introduce(config, workers, draft)
+    assert calls == (["where rank 0 connects"] if drafting == "head_worker" else [])
+
+    def die(_):
+        raise ray.exceptions.RayActorError
+
+    draft.actors[0].receive_features = Method(die)
+    await introduce(config, workers, draft)
+    assert len(calls) < 2
+    assert ("drafts nothing" in caplog.text) == (drafting == "head_worker")

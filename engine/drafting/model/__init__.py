@@ -1,6 +1,7 @@
 """How does a draft model draft?
 
 In reading order: `draft_model` (the argument of drafters), `translated` (one with another tokenizer), `draft_cache`
-(its keys and values), `next_tokens` (how likely each token is), `token_drawer` (drawing tokens pass by pass),
+(its keys and values), `feature_store` and `feature_cache` (the target's features, for a head), `next_tokens` (how
+likely each token is), `token_drawer` (drawing tokens pass by pass),
 `chain_drafter`, then trees: `levelwise` (a pass per level), `tree_drafter` (the likeliest nodes) and `sampled_tree`.
 """

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from engine.drafting.model.feature_store import FeatureStore
     from engine.execution.backend import Backend
     from engine.sampling.grammar import Grammars
 
@@ -17,12 +18,14 @@ class DraftModel:
             vocabularies differently. Only ids that both models have are drafted.
         grammars: None if no request may have a grammar.
         run_ahead: the worker calls `advance` between two proposals, so that drafting continues meanwhile.
+        features: the target's features as they arrive, for a head; None for a model of its own.
     """
 
     backend: "Backend"
     token_limit: int | None = None
     grammars: "Grammars | None" = None
     run_ahead: bool = False
+    features: "FeatureStore | None" = None
 
     @property
     def vocab_size(self) -> int:

@@ -23,8 +23,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.drafting.model.chain_drafter import complete_chains
-from engine.drafting.model.draft_cache import DraftCache
 from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.feature_cache import make_cache
 from engine.drafting.model.next_tokens import NUM_CANDIDATES
 from engine.drafting.model.token_drawer import Chain, TokenDrawer
 from engine.drafting.run_ahead.branches import Branches, DraftContext, Verdict, VerdictPredictor
@@ -60,7 +60,7 @@ class RunAheadDrafter(PassesAhead):
         self, draft: DraftModel, config: EngineConfig, *, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         super().__init__(draft.backend, clock)
-        self.cache = DraftCache(draft.backend, config)
+        self.cache = make_cache(draft, config)
         self._depth = max(1, config.num_speculative_tokens)
         # Only branches whose verdict arrives need their top scores, so a CPU computes these late if memory allows.
         num_scores = config.max_num_seqs * WIDTHS[-1] * self._depth * draft.vocab_size

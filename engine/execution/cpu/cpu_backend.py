@@ -155,6 +155,8 @@ class CpuBackend(EagerBackend):
             return "it is one of several ranks"
         if self.model.runs_eagerly is not None:
             return self.model.runs_eagerly
+        if self._source.config.head_only or (self.model.head is not None and not self.model.head.keeps_kv):
+            return "its head drafts in another process"
         if self.model.kv_dtype is not None:
             return f"its KV cache is {self.model.kv_dtype}"
         if self._num_bytes > packages.MAX_BYTES:

@@ -11,11 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from cluster.transport import Connector
 from cluster.workers.actors import DraftWorker, TargetWorker, Worker, _importing, show_progress
+from cluster.workers.features import FeatureSource
 from engine.config import ModelConfig
+from engine.drafting.model.feature_store import FeatureStore
 from engine.models.loader import load_model
 from engine.models.registry import open_model
+from tests.cluster.fakes import verify_row
+from tests.cluster.wire import NODE_ID
+from tests.cluster.workers.test_features import StatesVerifier
 from tests.models import save_llama
+from tests.waiting import wait_for
 
 
 @pytest.fixture
@@ -108,3 +115,17 @@ def test_a_worker_prepares_the_thread_that_serves_and_a_target_closes_its_backen
     with pytest.raises(RuntimeError, match="the end"):
         worker.serve()
     assert calls == ["enter_thread", "serve", *(["close"] if kind is TargetWorker else [])]
+
+
+async def test_rank_0_sends_features_to_the_draft_workers_newest_server():
+    draft, store, verifier = object.__new__(DraftWorker), FeatureStore(0.0), StatesVerifier()
+    draft._host, draft._node_id, draft._features = "127.0.0.1", NODE_ID, store
+    for i in range(2):
+        target = object.__new__(TargetWorker)
+        target._source = FeatureSource(verifier, Connector(NODE_ID), version=1)
+        target.send_features(draft.receive_features(target.feature_identity()))
+        await wait_for(lambda: target._source.has_room)  # noqa: B023
+        await target._source.verify([verify_row(f"request {i}", [5])])
+        target._source.work()
+        await wait_for(lambda: store.take(f"request {i}", 1)[1])  # noqa: B023
+    draft._feature_server.close()

@@ -237,6 +237,16 @@ async def test_fallbacks_are_counted_by_reason() -> None:
     await rig.loop.stop()
 
 
+async def test_features_of_a_head_on_the_draft_worker_are_counted() -> None:
+    rig = Rig()
+    assert "paceline:feature" not in text_of(rig.metrics)
+    rig.remote_drafter.features = {"bytes": 4096, "waited": 2, "missing": 1}
+    text = text_of(rig.metrics)
+    for kind, count in rig.remote_drafter.features.items():
+        assert f'paceline:feature_{kind}_total{{model_name="tiny",replica="a"}} {float(count)}' in text
+    await rig.loop.stop()
+
+
 async def test_what_rounds_waited_for_is_counted_by_process_and_kind() -> None:
     rig = Rig()
     rig.remote_drafter.unprepared = {"compiled": 2, "recorded": 0}

@@ -294,7 +294,8 @@ def test_a_head_is_loaded_with_its_target(head):
     settled = settle_drafting(PairConfig(target_model="/other", draft_model=head, drafting="head_tree", tree_width=2))
     assert (settled.target.path, settled.target.head, settled.draft) == ("/other", head, None)
     settled = settle_drafting(PairConfig(draft_model=head, drafting="head_worker"))
-    assert (settled.target.head, settled.draft and settled.draft.path) == (head, head)
+    assert settled.draft == replace(settled.target, head_only=True)
+    assert settled.target.head == head
     hub = settle_drafting(PairConfig(target_model="/other", draft_model="org/head@v1", drafting="head"))
     assert hub.target.head == "org/head@v1"
     source = open_model(hub.target).head

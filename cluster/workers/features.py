@@ -1,0 +1,141 @@
+"""Features on their way from rank 0 of the target to the head on the draft worker, beside the Router's rounds.
+
+The target keeps the features of all tokens in its KV blocks, those of cached prefixes included. So rank 0 needs no
+store of its own: after each verification it sends what the draft worker lacks, be that the last round's tokens, a
+cached prefix or, to a new draft worker, everything. Rows may be lost in any way: the draft worker says which requests
+have a gap, and gets them from their start on.
+"""
+
+import asyncio
+import functools
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from cluster.protocol.messages import AnyReply, AnyRequest, Failure, FeatureRows, Features, PrefixMissing
+from cluster.transport import Connector, Endpoint, Link, TransportError
+from engine.protocols import Verdict, VerifyRow
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from engine.drafting.model.feature_store import FeatureStore
+    from engine.verification.verifier import ModelVerifier
+
+logger = logging.getLogger(__name__)
+
+_MAX_BYTES = 16 * 2**20
+"""Features of one message: at most this much is copied from the device between two rounds."""
+_MAX_UNDER_WAY = 4
+"""Messages without a reply; the next ones are left out, and their rows sent later."""
+_DEADLINE_S = 1.0
+
+
+def receiver(features: "FeatureStore") -> Callable[[AnyRequest], AnyReply]:
+    """Return what answers rank 0 on the draft worker: it keeps rows, and names requests with a gap before theirs."""
+
+    def answer(request: AnyRequest) -> AnyReply:
+        if not isinstance(request, Features):
+            return Failure(request.round, request.version, 0.0, f"this takes no {type(request).__name__}")
+        for request_id in request.released:
+            features.forget(request_id)
+        put = functools.partial(features.put, dtype=request.dtype, row_bytes=request.row_bytes)
+        missing = [one.request_id for one in request.rows if not put(one.request_id, one.offset, one.end, one.rows)]
+        return PrefixMissing(request.round, request.version, 0.0, missing)
+
+    return answer
+
+
+class FeatureSource:
+    """A verifier on rank 0 that sends the features of computed tokens, on an event loop in a thread of its own.
+
+    The target never waits for the draft worker. `num_sent` has how many features of each request have been sent, and
+    not been reported missing; both threads change it, and what a race spoils comes back as a gap.
+    """
+
+    def __init__(self, verifier: "ModelVerifier", connector: Connector, version: int) -> None:
+        """Have no draft worker yet; `connector` proves this rank to it."""
+        self.identity = connector.identity
+        self.num_sent: dict[str, int] = {}
+        self._verifier, self._connector, self._version = verifier, connector, version
+        self._computed: list[tuple[VerifyRow, int]] = []
+        """The rows of the last verification, and how many tokens of each are committed and computed."""
+        self._rounds = itertools.count(1)
+        self._link: Link | None = None
+        self._released: list[str] = []
+        self._under_way: list[Future[None]] = []
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="features", daemon=True).start()
+
+    def connect(self, endpoint: Endpoint) -> None:
+        """Send to a new draft worker from now on, which holds nothing."""
+        asyncio.run_coroutine_threadsafe(self._connect(endpoint), self._loop)
+
+    async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
+        """Verify as the verifier does; see `ModelVerifier.verify`."""
+        verdicts = await self._verifier.verify(rows, decides=decides)
+        ends = (row.start + row.length + verdict.num_accepted for row, verdict in zip(rows, verdicts, strict=True))
+        self._computed = list(zip(rows, ends, strict=True))
+        return verdicts
+
+    def release(self, request_id: str) -> None:
+        """Drop a request that has ended; the draft worker is told with the next message."""
+        self._verifier.release(request_id)
+        self.num_sent.pop(request_id, None)
+        if self._link is not None:
+            self._released.append(request_id)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a message may be sent now."""
+        self._under_way = [call for call in self._under_way if not call.done()]
+        return self._link is not None and len(self._under_way) < _MAX_UNDER_WAY
+
+    def work(self) -> bool:
+        """Send the features that the draft worker lacks, once the verdicts have left; return False: that is all."""
+        computed, self._computed = self._computed, []
+        if not computed or not self.has_room:
+            return False
+        kv, num_sent, slots, spans = self._verifier.kv, self.num_sent, list[int](), []
+        assert kv.states is not None
+        row_bytes = kv.states.shape[-1] * kv.states.itemsize
+        for row, end in computed:
+            request_id = row.request.request_id
+            start = min(num_sent.get(request_id, 0), end)
+            places = range(start, min(end, start + max(1, _MAX_BYTES // row_bytes) - len(slots)))
+            spans.append((request_id, start, end, len(slots) * row_bytes, (len(slots) + len(places)) * row_bytes))
+            slots += [kv.slot(row.block_ids, place) for place in places]
+            num_sent[request_id] = start + len(places)
+        with torch.inference_mode():
+            rows = kv.states.flatten(0, 1)[torch.tensor(slots, dtype=torch.int64, device=kv.states.device)].cpu()
+        data = rows.flatten().view(torch.uint8).numpy().data
+        entries = [FeatureRows(request_id, start, end, data[a:b]) for request_id, start, end, a, b in spans]
+        dtype, released, self._released = str(rows.dtype).removeprefix("torch."), self._released, []
+        message = Features(next(self._rounds), self._version, _DEADLINE_S, released, dtype, row_bytes, entries)
+        self._under_way.append(asyncio.run_coroutine_threadsafe(self._call(message), self._loop))
+        return False
+
+    async def _connect(self, endpoint: Endpoint) -> None:
+        if self._link is not None:
+            self._link.close()
+        self._link = self._connector.connect(endpoint, version=self._version, on_break=self._forget_all)
+        self.num_sent = {}
+
+    def _forget_all(self, reason: str) -> None:
+        logger.debug("The draft worker gets all features again: %s", reason)
+        self.num_sent = {}
+
+    async def _call(self, message: Features) -> None:
+        link = self._link
+        assert link is not None
+        try:
+            reply = await link.call(message)
+            for request_id in reply.request_ids if isinstance(reply, PrefixMissing) else ():
+                self.num_sent.pop(request_id, None)
+        except TransportError as error:
+            if link is self._link:
+                self._forget_all(str(error))

@@ -1,0 +1,62 @@
+"""FeatureCache: the cache of a head on a draft worker, with the target's features that the head reads.
+
+The state of a committed token is the target's feature, that of a draft token the head's own guess (see `Head`). So what
+a draft has computed of places whose features had not arrived does not count: it is computed again, once the tokens
+there are committed and their features are here.
+"""
+
+from collections.abc import Container, Sequence
+
+import torch
+
+from engine.config import EngineConfig
+from engine.drafting.model.draft_cache import DraftCache
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.feature_store import FeatureStore
+from engine.errors import ModelError
+from engine.execution.backend import Backend
+from engine.protocols import ProposeRow
+
+
+def make_cache(draft: DraftModel, config: EngineConfig) -> DraftCache:
+    """Return a new cache of a draft model, or of a head; raise ModelError if that does not draft token by token."""
+    backend, features = draft.backend, draft.features
+    if features is None:
+        return DraftCache(backend, config)
+    if backend.model.head is not None and backend.model.head.drafts_blocks:
+        raise ModelError(f"drafting is {config.drafting!r}, but the head drafts blocks, as only drafting=head can")
+    return FeatureCache(backend, config, features)
+
+
+class FeatureCache(DraftCache):
+    """A draft cache whose rows have room only if the features of all tokens before the last one have arrived."""
+
+    def __init__(self, backend: Backend, config: EngineConfig, features: FeatureStore) -> None:
+        super().__init__(backend, config)
+        self._features = features
+
+    def release(self, request_id: str) -> None:
+        """Free a request's blocks, and forget its features: what the blocks held must be sent again."""
+        super().release(request_id)
+        self._features.forget(request_id)
+
+    @torch.inference_mode()
+    def make_room(self, row: ProposeRow, drafted: Sequence[int], current: Container[str]) -> bool:
+        """As `DraftCache.make_room`; also put the features of a row's context into its blocks, or return False."""
+        request_id, num_features = row.request.request_id, len(row.request.token_ids) - 1
+        states = self.kv.states
+        assert states is not None
+        if (prefix := self.prefixes.get(request_id)) is not None:
+            # A place reads the feature of the place before.
+            del prefix.token_ids[self._features.num_taken(request_id) + 1 :]
+        if not num_features or not self._features.wait(request_id, num_features):
+            return False
+        if not super().make_room(row, drafted, current):
+            return False
+        start, rows = self._features.take(request_id, num_features)
+        if rows:
+            new = torch.frombuffer(rows, dtype=getattr(torch, self._features.dtype)).view(-1, states.shape[-1])
+            blocks = self.prefixes[request_id].block_ids
+            slots = [self.kv.slot(blocks, place) for place in range(start, start + len(new))]
+            states.flatten(0, 1)[torch.tensor(slots, device=states.device)] = new.to(states.device, states.dtype)
+        return self._features.num_taken(request_id) == num_features  # else it was forgotten meanwhile

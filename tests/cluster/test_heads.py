@@ -1,0 +1,197 @@
+"""An engine over a target and a head on a draft worker, with the messages of both and features over real sockets."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from cluster.remote import RemoteDrafter, RemoteVerifier
+from cluster.transport import Connector, Endpoint
+from cluster.workers.features import FeatureSource, receiver
+from cluster.workers.loading import load_drafter, load_verifier
+from cluster.workers.responder import DraftResponder, TargetResponder
+from engine.config import EngineConfig, ModelConfig
+from engine.drafting.model.feature_store import FeatureStore
+from engine.engine import Engine
+from engine.models.registry import open_model
+from engine.params import SamplingParams
+from engine.protocols import DeferringDrafter
+from tests.cluster.fakes import FakeLink
+from tests.cluster.wire import NODE_ID, serving
+from tests.engine.heads.saved_heads import save_head
+from tests.models import save_llama
+from tests.waiting import wait_for
+
+ENGINE = EngineConfig(
+    num_speculative_tokens=3,
+    max_num_seqs=4,
+    num_blocks=24,
+    block_size=4,
+    speculation="fixed",
+    max_num_batched_tokens=32,
+)
+PROMPTS = {"a": [5, 9, 2], "b": [7] * 20, "c": list(range(2, 25)), "d": [7] * 20}
+TEMPERATURES = {"a": 0.0, "b": 3.0, "c": 6.0, "d": 0.8}
+Text = dict[str, list[int]]
+
+
+class Group:
+    """The two workers in this process; each can be replaced by a new one."""
+
+    def __init__(self, target: ModelConfig, *, run_ahead: bool = False, engine: EngineConfig = ENGINE) -> None:
+        self.target, self.engine_config = target, replace(engine, drafting="head_worker")
+        self.run_ahead = run_ahead
+        self.drafter = RemoteDrafter(timeout_s=30.0, prepares=run_ahead)
+        self.verifier = RemoteVerifier(timeout_s=30.0)
+        self.features = FeatureStore()
+        self._stack = contextlib.ExitStack()
+
+    async def start(self) -> "Group":
+        self.start_target()
+        await self.start_draft()
+        return self
+
+    def start_target(self) -> None:
+        model = load_verifier(open_model(self.target), self.engine_config, shard=None)
+        self.source = FeatureSource(model, Connector(NODE_ID), version=1)
+        responder = TargetResponder(self.source, rank=0, capacity=16, version=1)
+
+        def answer(request):
+            reply = responder.answer(request)
+            responder.work()
+            return reply
+
+        self.info, self.num_blocks = model.backend.info, model.num_blocks
+        self.verifier.vocab_size = self.drafter.vocab_size = self.info.vocab_size
+        self.verifier.connect([FakeLink(answer)])
+
+    async def start_draft(self) -> None:
+        self.features = FeatureStore(5.0)
+        self.features.put("another request", 0, 0, memoryview(b""), dtype="float32", row_bytes=128)  # so drafts wait
+        source = open_model(replace(self.target, head_only=True))
+        engine = replace(self.engine_config, num_blocks=64)
+        drafter, _ = load_drafter(
+            source, open_model(self.target), engine, run_ahead=self.run_ahead, features=self.features
+        )
+        responder = DraftResponder(drafter, capacity=16, version=1, features=self.features)
+
+        def answer(request):
+            reply = responder.answer(request)
+            while responder.work():
+                pass
+            return reply
+
+        self.drafter.connect(FakeLink(answer))
+        await self.introduce()
+
+    async def introduce(self) -> None:
+        server = self._stack.enter_context(serving(self.source.identity, receiver(self.features)))
+        self.source.connect(server.endpoint)
+        await wait_for(lambda: self.source.has_room)
+
+    def kill_draft(self) -> None:
+        self.drafter.disconnect("killed")
+        self._stack.close()
+
+    def engine(self) -> Engine:
+        return Engine(
+            self.engine_config, self.info, drafter=self.drafter, verifier=self.verifier, num_blocks=self.num_blocks
+        )
+
+
+def submit(engine: Engine) -> Text:
+    for name in PROMPTS:
+        params = SamplingParams(temperature=TEMPERATURES[name], seed=4, max_tokens=25, ignore_eos=True)
+        engine.add(name, PROMPTS[name], params)
+    return {name: [] for name in PROMPTS}
+
+
+async def run(engine: Engine, text: Text, rounds: int = 1000) -> Text:
+    while engine.has_work and rounds:
+        for output in await engine.step():
+            text[output.request_id] += output.token_ids
+        rounds -= 1
+    return text
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    folder = tmp_path_factory.mktemp("models")
+    path = save_llama(folder / "target", seed=1)
+    return ModelConfig(str(path), dtype="float32", device="cpu", head=save_head(folder / "head", path))
+
+
+@pytest.fixture(scope="module")
+async def beside(target: ModelConfig) -> tuple[Text, object]:
+    """The text of a head in the target's process, and its engine's counters."""
+    config = replace(ENGINE, drafting="head")
+    model = load_verifier(open_model(target), config, shard=None)
+    engine = Engine(config, model.backend.info, drafter=DeferringDrafter(), verifier=model, num_blocks=model.num_blocks)
+    text = await run(engine, submit(engine))
+    return text, engine.stats
+
+
+@pytest.fixture
+async def group(target: ModelConfig) -> AsyncIterator[Group]:
+    group = await Group(target).start()
+    yield group
+    group.kill_draft()
+
+
+async def test_a_head_on_a_draft_worker_drafts_what_it_drafts_in_the_targets_process(group, beside):
+    """Prompts in chunks, two that share a prefix, preemptions: every draft is the same."""
+    engine = group.engine()
+    text = await run(engine, submit(engine))
+    assert text == beside[0]
+    assert engine.stats.num_preemptions > 0
+    assert engine.stats.num_prefix_hits > 0
+    assert engine.stats == beside[1]
+    assert group.drafter.features["missing"] == 0
+    assert group.drafter.features["bytes"] > 80 * 32 * 4
+
+
+async def test_a_draft_worker_that_dies_and_comes_back_drafts_from_replayed_features(group, beside):
+    engine = group.engine()
+    text = await run(engine, submit(engine), 8)
+    group.kill_draft()
+    await run(engine, text, 2)
+    before = engine.stats.num_drafts
+    await group.start_draft()
+    group.features._patience_s = 0.1  # for the first round, in which nothing can come
+    await run(engine, text, 3)
+    assert engine.stats.num_drafts > before
+    assert await run(engine, text) == beside[0]
+
+
+async def test_a_target_that_dies_computes_its_features_again(group, beside):
+    engine = group.engine()
+    text = await run(engine, submit(engine), 8)
+    group.verifier.disconnect("killed")
+    engine.reset()
+    group.start_target()
+    await group.introduce()
+    before = engine.stats.num_drafts
+    assert await run(engine, text) == beside[0]
+    assert engine.stats.num_drafts > before + 10
+    assert group.features.counts["missing"] < 3
+
+
+async def test_features_that_never_come_cost_their_drafts_and_one_wait(group, beside):
+    group.features._patience_s = 0.01
+    group.source.connect(Endpoint("elsewhere", "", "127.0.0.1", 9, group.source.identity))
+    engine = group.engine()
+    assert await run(engine, submit(engine)) == beside[0]
+    assert engine.stats.num_drafts == 0
+    assert group.features.counts["waited"] == 1
+    assert group.features.counts["missing"] > 50
+
+
+async def test_a_head_that_runs_ahead_on_its_own_states_changes_no_text(target, beside):
+    group = await Group(target, run_ahead=True).start()
+    engine = group.engine()
+    text = await run(engine, submit(engine))
+    group.kill_draft()
+    assert text == beside[0]
+    assert group.drafter.run_ahead.hits > 10
+    assert engine.stats.num_accepted_tokens > 0

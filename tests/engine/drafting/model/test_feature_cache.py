@@ -1,0 +1,195 @@
+"""A head apart from its target drafts as it does beside it: its cache keeps nothing that came from its own guesses."""
+
+import copy
+import random
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.drafting.model.draft_model import DraftModel
+from engine.drafting.model.feature_cache import make_cache
+from engine.drafting.model.feature_store import FeatureStore
+from engine.drafting.registry import METHODS
+from engine.errors import ModelError
+from engine.execution.cpu.cpu_backend import CpuBackend
+from engine.heads.registry import HEADS
+from engine.params import SamplingParams
+from engine.protocols import NO_DRAFT, Draft, ProposeRow, Request, VerifyRow, run_in_process
+from engine.verification.verifier import ModelVerifier
+from tests.engine.heads.tiny_heads import backend_with_head, head_config
+
+K = 4
+CONFIG = EngineConfig(num_blocks=40, block_size=4, num_speculative_tokens=K, max_num_batched_tokens=16)
+
+
+def alone(backend):
+    """The head of a target by itself, with a cache of its own."""
+    model, head = backend.model, backend.model.head
+    apart = HEADS[head.config.kind](head.config, head.embed_tokens, head.lm_head, 0)
+    apart.load_state_dict(head.state_dict())
+    apart.target_ids = head.target_ids
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 0
+    apart.eval().requires_grad_(False)
+    return CpuBackend(replace(model, module=apart, config=config, head=apart), backend._source)
+
+
+class Pair:
+    """A target whose head drafts beside it, and the same head apart, whose drafts are compared."""
+
+    def __init__(self, target_path, kind="eagle3", *, num_blocks=40, run_ahead=False, **fields):
+        backend = backend_with_head(target_path, head_config(kind, **fields))
+        self.verifier = ModelVerifier(backend, CONFIG, None, METHODS["head"].make_in_target)
+        self.features = FeatureStore(0.0)
+        draft = DraftModel(alone(backend), run_ahead=run_ahead, features=self.features)
+        self.drafter = METHODS["head_worker"].make(replace(CONFIG, num_blocks=num_blocks), draft)
+        self.blocks = {}
+
+    def request(self, name, tokens, *, temperature=0.7, blocks=()):
+        """A request whose first `blocks` are those of another one."""
+        first = 1 + sum(map(len, self.blocks.values()))
+        self.blocks[name] = [*blocks, *range(first, first + 9)][:9]
+        return Request(name, list(tokens), len(tokens), SamplingParams(temperature=temperature, seed=5))
+
+    def compute(self, request, start=0):
+        """Have the target compute all but the last token."""
+        length = len(request.token_ids) - 1 - start
+        for first in range(start, start + length, 3):
+            size = min(3, start + length - first)
+            row = VerifyRow(request, first, size, self.blocks[request.request_id], NO_DRAFT)
+            run_in_process(self.verifier.verify([row]))
+
+    def send(self, request, offset=0, *, end=None):
+        """Send the features of all but the last token from `offset` on."""
+        end = len(request.token_ids) - 1 if end is None else end
+        kv, blocks = self.verifier.kv, self.blocks[request.request_id]
+        slots = [kv.slot(blocks, place) for place in range(offset, end)]
+        rows = memoryview(kv.states.flatten(0, 1)[slots].numpy().tobytes())
+        row_bytes = kv.states[0, 0].nbytes
+        return self.features.put(request.request_id, offset, end, rows, dtype="float32", row_bytes=row_bytes)
+
+    def beside(self, *requests):
+        """The drafts that the target's own head makes."""
+        rows = [
+            VerifyRow(one, len(one.token_ids) - 1, 1, self.blocks[one.request_id], Draft(num_deferred=K))
+            for one in requests
+        ]
+        return [verdict.draft.token_ids for verdict in run_in_process(self.verifier.verify(rows))]
+
+    def apart(self, *requests):
+        rows = [ProposeRow(request, K) for request in requests]
+        return [draft.token_ids for draft in run_in_process(self.drafter.propose(rows))]
+
+
+VARIANTS = {"plain": {}, "3.1": {"fc_norm": True, "norm_output": True}, "two layers": {"layers": 2}}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_head_apart_drafts_what_it_drafts_beside_its_target_whatever_is_accepted(target_path, name, temperature):
+    pair, chosen = Pair(target_path, **VARIANTS[name]), random.Random(3)
+    long = pair.request("long", [chosen.randrange(2, 64) for _ in range(19)], temperature=temperature)
+    short = pair.request("short", [7, 3], temperature=temperature)
+    sent = {"long": 0, "short": 0}
+    for accepted in (2, 0, 4, 1, 0):
+        for request in (long, short):
+            pair.compute(request, sent[request.request_id])
+            assert pair.send(request, sent[request.request_id])
+        drafts = pair.apart(long, short)
+        assert drafts == pair.beside(long, short)
+        for request, draft in zip((long, short), drafts, strict=True):
+            sent[request.request_id] = len(request.token_ids) - 1
+            request.token_ids.extend([*draft[:accepted], chosen.randrange(2, 64)])
+    assert pair.features.counts["missing"] == 0
+
+
+def test_a_request_whose_features_are_missing_gets_an_empty_draft_and_the_others_theirs(target_path):
+    pair = Pair(target_path)
+    one, two, single = pair.request("one", [5, 9, 2, 7]), pair.request("two", [8, 8, 3]), pair.request("single", [4])
+    for request in (one, two):
+        pair.compute(request)
+    assert pair.send(one, end=2)
+    assert pair.send(two)
+    assert pair.apart(one, two, single) == [[], *pair.beside(two), []]
+    assert pair.features.counts["missing"] == 1  # a head knows nothing about a text of one token
+    assert pair.send(one, 1)
+    assert pair.apart(one) == pair.beside(one)
+
+
+def test_a_feature_that_comes_before_its_token_is_committed_outlives_the_guess_in_its_place(target_path):
+    pair = Pair(target_path)
+    request = pair.request("one", [5, 9, 2, 7])
+    pair.compute(request)
+    expected = pair.beside(request)  # which computes the last token
+    assert pair.send(request, end=4)
+    assert pair.apart(request) == expected
+    request.token_ids.append(11)
+    assert pair.apart(request) == pair.beside(request)
+
+
+def test_a_cached_prefix_has_its_features_in_the_first_round_of_a_request(target_path):
+    pair = Pair(target_path)
+    first = pair.request("first", [5, 9, 2, 7, 30, 12, 44, 8, 3])
+    pair.compute(first)
+    second = pair.request("second", [*first.token_ids[:8], 17, 21], blocks=pair.blocks["first"][:2])
+    pair.compute(second, 8)
+    assert pair.send(second)
+    assert pair.apart(second) == pair.beside(second)
+
+
+def test_what_was_evicted_is_asked_for_again_and_drafted_from_replayed_features(target_path):
+    pair = Pair(target_path, num_blocks=4)
+    requests = [pair.request(name, [5, 9, 2, 7, 30, 12 + i]) for i, name in enumerate(("one", "two"))]
+    for request in requests:
+        pair.compute(request)
+        assert pair.send(request)
+        assert pair.apart(request) == pair.beside(request)
+    assert "one" not in pair.drafter.cache.prefixes
+    requests[0].token_ids.append(9)
+    pair.compute(requests[0], 5)
+    assert not pair.send(requests[0], 5)
+    assert pair.apart(requests[0]) == [[]]
+    assert pair.send(requests[0])
+    assert pair.apart(requests[0]) == pair.beside(requests[0])
+
+
+def test_a_request_that_was_forgotten_while_it_drafts_keeps_nothing(target_path):
+    pair = Pair(target_path)
+    request = pair.request("one", [5, 9, 2, 7])
+    pair.compute(request)
+    pair.send(request)
+    take = pair.features.take
+
+    def forget(request_id, count):
+        pair.features.forget(request_id)
+        return take(request_id, count)
+
+    pair.features.take = forget
+    assert pair.apart(request) == [[]]
+    pair.features.take = take
+    pair.send(request)
+    assert pair.apart(request) == pair.beside(request)
+    pair.drafter.release("one")
+    assert pair.features.num_taken("one") == 0
+
+
+def test_states_of_another_number_format_are_converted(target_path):
+    pair = Pair(target_path)
+    request = pair.request("one", [5, 9, 2, 7], temperature=0.0)
+    pair.compute(request)
+    states = pair.verifier.kv.states.flatten(0, 1)[[pair.verifier.kv.slot(pair.blocks["one"], i) for i in range(3)]]
+    rows = memoryview(states.to(torch.bfloat16).view(torch.uint8).numpy()).cast("B")
+    pair.features.put("one", 0, 3, rows, dtype="bfloat16", row_bytes=states.shape[-1] * 2)
+    pair.apart(request)
+    kv, blocks = pair.drafter.cache.kv, pair.drafter.cache.prefixes["one"].block_ids
+    received = kv.states.flatten(0, 1)[[kv.slot(blocks, i) for i in range(3)]]
+    assert torch.equal(received, states.to(torch.bfloat16).float())
+
+
+def test_a_head_that_drafts_blocks_is_refused():
+    backend = SimpleNamespace(model=SimpleNamespace(head=SimpleNamespace(drafts_blocks=True)))
+    with pytest.raises(ModelError, match="drafting is 'head_worker', but the head drafts blocks"):
+        make_cache(DraftModel(backend, features=FeatureStore()), replace(CONFIG, drafting="head_worker"))

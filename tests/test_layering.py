@@ -26,7 +26,6 @@ MIRRORED_ELSEWHERE = {
     "engine/execution/backend.py": "a protocol",
     "engine/heads/head.py": "tests/engine/heads/test_eagle3.py and the other kinds' files",
     "engine/heads/registry.py": "the same",
-    "engine/heads/tapped.py": "the same",
     "engine/models/layers/layer_attention.py": "tests/engine/execution/test_attention.py",
 }
 """Modules without a test file of their own, and what tests them instead."""

@@ -11,7 +11,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from engine.config import PairConfig
 from engine.errors import ModelError
-from engine.heads.config import is_head, verifier_of
+from engine.heads.config import kind_of, verifier_of
 from engine.models.registry import open_model
 from engine.models.source import HUB_FILES
 
@@ -27,7 +27,7 @@ def pull(name: str, draft: str | None, token: str | None) -> None:
     settings = {"target_model": name} | ({"draft_model": draft} if draft else {})
     folders = {name: _download(name, token)}
     files = open_model(PairConfig(target_model=str(folders[name])).target).settings
-    if is_head(files):
+    if kind_of(files):
         if draft or (target := verifier_of(files)) is None:
             raise click.ClickException(f"{name} is a trained head: pull its target, with --draft {name}")
         settings = {"target_model": target, "draft_model": name}

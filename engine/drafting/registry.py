@@ -20,7 +20,7 @@ from engine.drafting.copying.predicted import PredictionCopier
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.errors import ConfigError, ModelError, ModelMismatchError
-from engine.heads.config import is_head, verifier_of
+from engine.heads.config import kind_of, verifier_of
 from engine.models.registry import open_model
 from engine.models.source import ModelSource
 from engine.protocols import DeferringDrafter, Drafter, NoDrafter, TargetDrafter
@@ -258,7 +258,7 @@ def check_kinds(target: ModelSource, draft: ModelSource | None, method: Method) 
         verifier = PairConfig(target_model=verifier_of(head.settings) or target.path).target.path
         if Path(verifier).name != Path(target.path).name:
             logger.warning("the head %s was trained for %s; the target is %s", head.path, verifier, target.path)
-    elif draft is not None and is_head(draft.settings):
+    elif draft is not None and kind_of(draft.settings):
         raise ModelError(f"{draft.path} is a trained head; drafting must be {', '.join(_HEAD_METHODS)}")
     elif draft is not None and type(draft.kind) is not type(target.kind):
         kinds = f"the target {target.path} is {target.kind.name}, the draft {draft.path} is {draft.kind.name}"
@@ -289,7 +289,7 @@ def settle_drafting(pair: PairConfig) -> Settled:
     """
     draft, model = pair.draft, f"draft_model is {pair.draft_model!r}"
     settings = _settings_of(draft)
-    has_head = is_head(settings)
+    has_head = kind_of(settings) is not None
     if has_head and pair.drafting == "auto":
         pair = replace(pair, drafting="head")
     drafting, needs_head = pair.drafting, pair.drafting in _HEAD_METHODS

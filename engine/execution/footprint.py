@@ -43,37 +43,26 @@ def footprint(
         source.path, weight_bytes, configuration, engine, longest=longest, dtype=dtype, world_size=world_size,
         cache_dtype=cache_dtype,
     )  # fmt: skip
-    if source.head is None:
+    if (head := source.head) is None:
         return needs
-    # The files of a target count whole, MTP layers included.
-    num_weights = 0 if source.head.path == source.path else sum(map(math.prod, source.head.weight_shapes.values()))
-    head = read_head_config(source.head, source)
-    num_tokens = engine.max_num_batched_tokens
-    return with_head(needs, head, num_weights * bytes_per_weight, num_tokens, dtype=dtype, cache_dtype=cache_dtype)
+    # The target's files are counted whole, MTP layers included.
+    num_weights = 0 if head.path == source.path else sum(map(math.prod, head.weight_shapes.values()))
+    config = read_head_config(head, source)
+    return with_head(needs, config, num_weights * bytes_per_weight, engine, dtype, cache_dtype or dtype)
 
 
 def with_head(
-    target: Footprint,
-    head: HeadConfig,
-    weight_bytes: int,
-    num_tokens: int,
-    *,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype | None = None,
+    target: Footprint, head: HeadConfig, weight_bytes: int, engine: EngineConfig, dtype: torch.dtype, kv: torch.dtype
 ) -> Footprint:
-    """Return the footprint of each rank of a target with a head of `weight_bytes`; a pure function.
-
-    Each rank holds the head whole, and tapped outputs twice: as a pass leaves them, and joined.
-    """
-    shape = kv_shape(head.layers, 1)
-    numbers = head.num_layers * shape.kv_heads * (shape.key_dim + shape.value_dim)
-    token_bytes = numbers * (cache_dtype or dtype).itemsize + head.layers.hidden_size * dtype.itemsize
-    taps_bytes = 2 * num_tokens * len(head.taps) * head.target_hidden_size * dtype.itemsize
+    """Return the footprint of a rank of the target with a whole head, whose keys are `kv`; a pure function."""
+    shape, width = kv_shape(head.layers, 1), len(head.taps) * head.target_hidden_size
+    num_numbers = shape.layers * shape.kv_heads * (shape.key_dim + shape.value_dim)
     return replace(
         target,
         weight_bytes=target.weight_bytes + weight_bytes,
-        workspace_bytes=target.workspace_bytes + taps_bytes,
-        kv_token_bytes=target.kv_token_bytes + token_bytes,
+        # The tapped outputs, as the target's layers leave them and joined.
+        workspace_bytes=target.workspace_bytes + 2 * engine.max_num_batched_tokens * width * dtype.itemsize,
+        kv_token_bytes=target.kv_token_bytes + num_numbers * kv.itemsize + head.layers.hidden_size * dtype.itemsize,
     )
 
 

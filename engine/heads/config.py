@@ -4,6 +4,7 @@ A form is that of `speculators` or that of a paper's authors. A wrong tap, norm 
 accepted tokens, so what a file leaves open is refused, not guessed. The Router recognises heads here: no torch.
 """
 
+import copy
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +29,6 @@ _SERVED: Mapping[str, object] = {
     "num_nextn_predict_layers": 1,
     "use_aux_hidden_state": True,
     "attention_sink_bias": False,
-    "add_swa_attention_sink_bias": False,
     "causal": False,
     "use_swa": False,
     "quantization_config": None,
@@ -44,10 +44,6 @@ _TAP_FIELDS: Mapping[str, int] = {
 }
 """The fields of tapped layers: an id is the number of layers up to the tap, or needs 1 to be it."""
 _MASK_IDS = ("mask_token_id", "ptd_token_id", "pard_token")
-_NO_LAYOUT = (
-    "sample_from_anchor is missing; add it to its config.json: true if the first place of a block predicts the next "
-    "token, false if it only stands for the last committed one"
-)
 _SLIDING = "sliding_attention"
 
 
@@ -57,7 +53,8 @@ class HeadConfig:
 
     Attributes:
         kind: a name in `engine.heads.registry.HEADS`.
-        layers: the configuration of the head's own layers, as of a model of transformers; of MTP layers, the target's.
+        layers: the configuration of the head's own layers, as of a model of transformers; of an MTP layer, the target's
+            with one layer.
         taps: the target's layers whose outputs the head reads, each by the number of layers up to it, in the order of
             the columns of `fc`.
         vocab_size: the target's; draft_vocab_size: the tokens that the head can draft.
@@ -86,11 +83,6 @@ class HeadConfig:
     markov_head_type: str = "vanilla"
 
     @property
-    def num_layers(self) -> int:
-        """Layers of its own in the KV cache."""
-        return int(self.layers.num_hidden_layers) if _KINDS[self.kind] else 1
-
-    @property
     def max_draft_tokens(self) -> int:
         """Draft tokens of one pass at most."""
         return self.block_size - (not self.sample_from_anchor) if self.block_size else sys.maxsize
@@ -109,11 +101,6 @@ def kind_of(settings: Mapping[str, Any]) -> str | None:
     if "Eagle3" in names or settings.keys() & {"draft_vocab_size", "eagle_config", "ptd_token_id"}:
         return "peagle" if any(settings.get(name) is not None for name in _MASK_IDS) else "eagle3"
     return None
-
-
-def is_head(settings: Mapping[str, Any]) -> bool:
-    """Return whether a config.json describes a trained head."""
-    return kind_of(settings) is not None
 
 
 def verifier_of(settings: Mapping[str, Any]) -> str | None:
@@ -153,27 +140,33 @@ class _Reader:
                 self._check(value in (None, served), f"{name} is {value}, and only {served} is served")
         common: dict[str, Any] = {"kind": kind, "vocab_size": vocab_size, "target_hidden_size": width}
         if not _KINDS[kind]:
-            return HeadConfig(layers=text, taps=(num_layers,), draft_vocab_size=vocab_size, **common)
-        layers: Any = self._layers(_KINDS[kind])
-        sizes = (layers.vocab_size, vocab_size), (fields.get("target_hidden_size") or layers.hidden_size, width)
-        for name, (size, wanted) in zip(("vocab_size", "target_hidden_size"), sizes, strict=True):
-            self._check(size == wanted, f"its {name} is {size}, but the target {self._target.path} has {wanted}")
-        given = fields.get("draft_vocab_size", 32000 if self._is_speculators else None) or vocab_size
-        self._check(given <= vocab_size, f"draft_vocab_size is {given}, more than the {vocab_size} of its target")
-        mask = self._first(*_MASK_IDS)
+            (layers := copy.deepcopy(text)).num_hidden_layers = 1
+            return HeadConfig(layers=layers, taps=(num_layers,), draft_vocab_size=vocab_size, **common)
+        layers = self._layers(_KINDS[kind])
+        own_width = fields.get("target_hidden_size") or layers.hidden_size
+        draft_vocab_size = fields.get("draft_vocab_size", 32000 if self._is_speculators else None) or vocab_size
+        mask, of_target = self._first(*_MASK_IDS), f"of the target {self._target.path}"
+        own = layers.vocab_size
+        self._check(own == vocab_size, f"its vocab_size is {own}, and that {of_target} {vocab_size}")
+        self._check(
+            own_width == width, f"its target_hidden_size is {own_width}, and the hidden_size {of_target} {width}"
+        )
+        self._check(
+            draft_vocab_size <= vocab_size, f"draft_vocab_size is {draft_vocab_size}, and vocab_size {vocab_size}"
+        )
         is_token = kind == "eagle3" or (isinstance(mask, int) and mask < vocab_size)
-        self._check(is_token, f"mask_token_id is {mask}; it must be a token of the target")
+        self._check(is_token, f"mask_token_id is {mask}; it must be a token {of_target}")
         return HeadConfig(
             layers=layers,
-            taps=self._taps(num_layers, layers.num_hidden_layers, width),
-            draft_vocab_size=given,
+            taps=self._taps(num_layers, width),
+            draft_vocab_size=draft_vocab_size,
             mask_token_id=mask,
             fc_bias=any(name.endswith("fc.bias") for name in self._source.weight_shapes),
             **common,
             **(self._block() if kind in _BLOCKS else self._norms()),
         )
 
-    def _layers(self, model_types: tuple[str, ...]) -> "PreTrainedConfig":
+    def _layers(self, model_types: tuple[str, ...]) -> Any:
         # What differs from the defaults of a class in one form, everything in the others.
         settings = dict(
             self._settings.get("transformer_layer_config") or {} if self._is_speculators else self._settings
@@ -187,30 +180,26 @@ class _Reader:
         layers: Any = read_configuration(self._source.path, settings)
         unknown = {*(getattr(layers, "layer_types", None) or [])} - {"full_attention", _SLIDING}
         self._check(not unknown, f"layer_types has {', '.join(unknown)}, which no head is served with")
-        has_window = not is_sliding or bool(getattr(layers, "sliding_window", None))
+        has_window = not is_sliding or bool(settings.get("sliding_window"))
         self._check(has_window, f"sliding_window is missing, but layer_types has {_SLIDING}")
-        return layers  # type: ignore[no-any-return]
+        return layers
 
-    def _taps(self, num_layers: int, num_own: int, width: int) -> tuple[int, ...]:
+    def _taps(self, num_layers: int, width: int) -> tuple[int, ...]:
         """Return the tapped layers in the file's order, the order of the columns of `fc`."""
         stated: dict[str, tuple[int, ...]] = {}
         for field, shift in _TAP_FIELDS.items():
             section, _, name = field.rpartition(".")
             if (ids := ((self._settings.get(section) or {}) if section else self._settings).get(name)) is not None:
                 stated[field] = tuple(layer + shift for layer in ids)
-        is_one = len({*stated.values()}) < 2
-        self._check(is_one, f"{' and '.join(stated)} name different layers; leave the one that it was trained with")
-        if self._kind in _BLOCKS:
-            is_known = bool(stated) or not self._is_speculators
-            self._check(is_known, "aux_hidden_state_layer_ids is missing; add the layers that it was trained with")
-            first, step = (num_layers // 2, 0.0) if num_own == 1 else (1, (num_layers - 4) / (num_own - 1))
-            default = tuple(round(first + i * step) + 1 for i in range(num_own))
-        else:
-            default = 2, num_layers // 2, num_layers - 3
+        self._check(
+            len({*stated.values()}) < 2, f"{' and '.join(stated)} differ; leave the one that it was trained with"
+        )
+        is_known = bool(stated) or self._kind not in _BLOCKS
+        self._check(is_known, "the field of tapped layers is missing; add the layers that it was trained with")
+        default = (2, num_layers // 2, num_layers - 3)
         name, taps = next(iter(stated.items()), ("the default for it", default))
         meaning = f"{name} means the outputs of layers {', '.join(map(str, taps))}"
-        is_inside = all(1 <= tap <= num_layers for tap in taps)
-        self._check(is_inside, f"{meaning}, but the target {self._target.path} has {num_layers} layers")
+        self._check(all(1 <= tap <= num_layers for tap in taps), f"{meaning} of {num_layers} of its target")
         columns = [shape[-1] for name, shape in self._source.weight_shapes.items() if name.endswith("fc.weight")]
         problem = f"{meaning}, {len(taps)} times {width} numbers, but fc.weight reads {columns}"
         self._check(columns == [len(taps) * width], problem)
@@ -231,7 +220,8 @@ class _Reader:
         size = fields.get("block_size", 8 if self._is_speculators else None)
         self._check(isinstance(size, int) and size > 1, f"block_size is {size}; it must be at least 2")
         from_anchor = self._first("sample_from_anchor", "query_zero_predicts_next")
-        self._check(is_plain or from_anchor is not None, _NO_LAYOUT)
+        problem = "add to its config.json whether the first place of a block predicts a token"
+        self._check(is_plain or from_anchor is not None, f"sample_from_anchor is missing; {problem}")
         markov, types = fields.get("markov_head_type") or "vanilla", ("vanilla", "gated", "rnn")
         self._check(markov in types, f"markov_head_type is {markov}; it must be {' or '.join(types)}")
         return {

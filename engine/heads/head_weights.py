@@ -1,18 +1,16 @@
 """Loads a head under the names of `speculators`, whichever form its files have; what they lack is the target's."""
 
 import re
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from engine.errors import ModelError
 from engine.heads.config import HeadConfig
 from engine.heads.head import Head
 from engine.models.source import ModelSource
-from engine.models.weights import FileNames, fill
+from engine.models.weights import FileNames, fill, mapped_tensors
 
 _RENAMINGS: tuple[tuple[str, Any], ...] = (
     (r"^model\.", ""),
@@ -41,10 +39,8 @@ def fill_head(head: Head, source: ModelSource, target: ModelSource, lm: nn.Modul
     stored = {names.parameter(name): name for name in source.weight_shapes}
     embedding: Tensor = model.get_input_embeddings().weight
     # Only the weight of an embedding: targets that scale theirs have heads that do not.
-    shared: dict[str, nn.Module] = {
-        "embed_tokens": nn.Embedding(len(embedding), embedding.shape[-1], _weight=embedding),
-        "lm_head": model.get_output_embeddings(),
-    }
+    embed_tokens = nn.Embedding(len(embedding), embedding.shape[-1], _weight=embedding)
+    shared = {"embed_tokens": embed_tokens, "lm_head": model.get_output_embeddings()}
     shared = {name: module for name, module in shared.items() if f"{name}.weight" not in stored}
     for name in shared:
         shape = [*head.get_parameter(f"{name}.weight").shape]
@@ -57,29 +53,24 @@ def fill_head(head: Head, source: ModelSource, target: ModelSource, lm: nn.Modul
     fill(source, head, device, names)
     for name, module in shared.items():
         setattr(head, name, module)
-    head.target_ids = _target_ids(source, config, {name: stored[name] for name in _MAPS if name in stored})
+    head.target_ids = _target_ids(source, config, names)
     if (target.directory / "tokenizer.json").exists():
         head.num_tokens = 1 + max(target.tokenizer.get_vocab().values())
     head.to(device).eval().requires_grad_(False)
 
 
-def _target_ids(source: ModelSource, config: HeadConfig, keys: Mapping[str, str]) -> Tensor | None:
+def _target_ids(source: ModelSource, config: HeadConfig, names: FileNames) -> Tensor | None:
     """Return the target's id of each draft token, from offsets or from ids; None if all are the same."""
-    maps: dict[str, Tensor] = {}
-    for file in source.weight_files:
-        with safe_open(file, framework="pt") as weights:
-            maps |= {name: weights.get_tensor(key) for name, key in keys.items() if key in weights.keys()}  # noqa: SIM118
+    maps = {name: tensor for key, tensor in mapped_tensors(source) if (name := names.parameter(key)) in _MAPS}
     size, vocab_size = config.draft_vocab_size, config.vocab_size
-    if "d2t" not in maps:
-        if size < vocab_size:
-            raise ModelError(f"the head {source.path} lacks d2t, which maps its {size} tokens to its target's")
+    if "d2t" not in maps and size == vocab_size:
         return None
-    stored, marked = maps["d2t"].long(), maps["t2d"].nonzero().flatten() if "t2d" in maps else None
+    stored, marked = maps.get("d2t", torch.empty(0)).long(), maps["t2d"].nonzero().flatten() if "t2d" in maps else None
     # Offsets of neighbours in the vocabulary are the same, so numbers that all increase are ids.
     is_ids = bool((stored.diff() > 0).all()) if marked is None else torch.equal(stored, marked)
     ids = stored if is_ids else stored + torch.arange(len(stored))
     if len(ids) != size or not (ids.diff() > 0).all() or ids[0] < 0 or ids[-1] >= vocab_size:
-        raise ModelError(f"the head {source.path} has a d2t that is not {size} increasing tokens below {vocab_size}")
+        raise ModelError(f"the head {source.path} lacks a d2t of {size} increasing tokens below {vocab_size}")
     if marked is not None and not torch.equal(ids, marked):
         raise ModelError(f"the head {source.path} has a d2t and a t2d of different tokens")
     return ids if size < vocab_size else None

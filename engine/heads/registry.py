@@ -50,11 +50,7 @@ def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bo
 def load_head(
     source: ModelSource, target: ModelSource, lm: nn.Module, device: torch.device, dtype: torch.dtype, first_layer: int
 ) -> Head:
-    """Load a head.
-
-    Args:
-        lm: the target's module, whose embedding and last layer are used where the head's files have none.
-        first_layer: the index of the head's first layer in the cache.
+    """Load a head with its first layer at this index in the cache; `lm` is the target's module.
 
     Raises:
         ModelError: the head does not fit the target, or its files lack a tensor or have one that is unknown.

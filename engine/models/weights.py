@@ -75,7 +75,7 @@ def fill(
     for name, tensor in tensors.items():
         tied.setdefault(id(tensor), []).append(name)
     num_missing = {name: tensor.numel() for name, tensor in tensors.items()}
-    named = [(key, names.parameter(key) if names else key) for key, _ in _mapped(source)]
+    named = [(key, names.parameter(key) if names else key) for key, _ in mapped_tensors(source)]
     places = {key: (name, names.part(key, tensors[name]) if names else tensors[name])
               for key, name in named if name in tensors}  # fmt: skip
     dtypes = {key: part.dtype for key, (_, part) in places.items()}
@@ -146,7 +146,7 @@ def read(
 
     `upload` copies to a GPU; it is None for a CPU. Operations on the current stream may use a window at once.
     """
-    mapped = [(name, whole) for name, whole in _mapped(source) if name in dtypes]
+    mapped = [(name, whole) for name, whole in mapped_tensors(source) if name in dtypes]
     windows = [(name, whole, whole[find_window(name, whole.shape)]) for name, whole in mapped]
     num_bytes, total = 0, sum(window.nbytes for _, _, window in windows)
     num_threads = min(_MAX_THREADS, (os.cpu_count() or 1) // torch.get_num_threads())
@@ -167,7 +167,7 @@ def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bo
     """Return whether the files hold each number of a model once, in tensors that are not converted."""
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
     num_missing = {id(tensor): tensor.numel() for tensor in tensors.values()}
-    for key, whole in _mapped(source):
+    for key, whole in mapped_tensors(source):
         if (tensor := tensors.get(names.parameter(key))) is not None:
             if names.part(key, tensor).shape != whole.shape:
                 return False
@@ -183,7 +183,7 @@ def _window(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> 
     return tuple(slice(start, start + size) for start, size in zip(starts, part, strict=True))
 
 
-def _mapped(source: ModelSource) -> Iterator[tuple[str, Tensor]]:
+def mapped_tensors(source: ModelSource) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and the mapped tensors of all files; nothing is read yet."""
     for file in source.weight_files:
         with safe_open(file, framework="pt") as weights:

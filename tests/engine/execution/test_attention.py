@@ -232,6 +232,8 @@ def test_a_heads_states_are_read_at_parents_moved_with_keys_and_never_written_fo
     before = kv.states.clone()
     paged.write_states(torch.full((2, 3), 7.0), torch.tensor([3, -1]))
     assert (kv.states != before).any(-1).nonzero().tolist() == [[0, 0], [1, 1]]
+    build([ForwardRow([1], 1, [3], 1)], kv).paged.write_states(torch.full((1, 3), 6.0), torch.tensor([-1]))
+    assert kv.states[3].unique().tolist() == [0, 12], "the last token is no padding"
     kv.keys[2][1, 1] = 5.0
     kv.move([5], [11])
     assert (kv.states[2, 3].tolist(), kv.keys[2][2, 3].float().unique().tolist()) == ([7.0] * 3, [5.0])

@@ -32,50 +32,26 @@ def target_of(path, *, layers, hidden, vocab):
     return source_of(path, settings | {"num_attention_heads": 8, "eos_token_id": 1})
 
 
-LAYERS = {
-    "model_type": "llama",
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rope_theta": 500.0,
-}
+LAYERS = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+LAYERS |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "rope_theta": 500.0}
 
 
 def head_settings(verifier=None, **fields):
     """The config.json of an EAGLE-3 head in the form of `speculators`, for a target of `save_llama`."""
-    settings = {
-        "speculators_model_type": "eagle3",
-        "speculators_config": {"verifier": {"name_or_path": verifier}},
-        "draft_vocab_size": 64,
-        "norm_before_residual": False,
-        "eagle_aux_hidden_state_layer_ids": [2, 1],
-        "transformer_layer_config": LAYERS,
-    }
-    return settings | fields
+    settings = {"speculators_model_type": "eagle3", "speculators_config": {"verifier": {"name_or_path": verifier}}}
+    settings |= {"draft_vocab_size": 64, "norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": [2, 1]}
+    return settings | {"transformer_layer_config": LAYERS} | fields
 
 
 def head_tensors(*, draft_vocab=64, hidden=32, width=32, seed=3):
     """Random weights under the names of `speculators`."""
     torch.manual_seed(seed)
-    layer, size = "layers.0.", 4 * 8
-    shapes = {
-        "fc": (hidden, 2 * width),
-        f"{layer}self_attn.q_proj": (size, 2 * hidden),
-        f"{layer}self_attn.k_proj": (size // 2, 2 * hidden),
-        f"{layer}self_attn.v_proj": (size // 2, 2 * hidden),
-        f"{layer}self_attn.o_proj": (hidden, size),
-        f"{layer}mlp.gate_proj": (48, hidden),
-        f"{layer}mlp.up_proj": (48, hidden),
-        f"{layer}mlp.down_proj": (hidden, 48),
-        "lm_head": (draft_vocab, hidden),
-    }
-    shapes |= dict.fromkeys(
-        [f"{layer}input_layernorm", f"{layer}hidden_norm", f"{layer}post_attention_layernorm", "norm"], (hidden,)
-    )
+    layer = "layers.0."
+    shapes = {f"{layer}self_attn.{name}_proj": (size, 2 * hidden) for name, size in (("q", 32), ("k", 16), ("v", 16))}
+    shapes |= {f"{layer}mlp.{name}_proj": (48, hidden) for name in ("gate", "up")}
+    shapes |= {"fc": (hidden, 2 * width), f"{layer}self_attn.o_proj": (hidden, 32), "lm_head": (draft_vocab, hidden)}
+    norms = [f"{layer}{name}" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")]
+    shapes |= dict.fromkeys([*norms, "norm"], (hidden,)) | {f"{layer}mlp.down_proj": (hidden, 48)}
     return {f"{name}.weight": torch.randn(shape) * 0.3 for name, shape in shapes.items()}
 
 

@@ -9,6 +9,7 @@ from engine.drafting.registry import METHODS
 from engine.execution.eager import EagerBackend
 from engine.heads.tapped import with_head
 from engine.models.causal_lm import Shard
+from engine.params import SamplingParams
 from engine.protocols import run_in_process
 from engine.verification.verifier import ModelVerifier
 from tests.engine.heads.cold_starts import BLOCK, CASES, KINDS
@@ -72,13 +73,17 @@ def generate(backends, method, requests):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_draft_and_write_what_one_rank_does(world_size, head, kind, method, tmp_path):
     save_family("llama", tmp_path, num_key_value_heads=4)
-    requests = [(prompt, replace(params, max_tokens=6)) for prompt, params in varied_requests(3)[::2]]
     config = KINDS[kind](**HEADS[head])
-    expected, alone = generate(ranks_of(tmp_path, 1, config), method, requests)
-    texts, ranks = generate(ranks_of(tmp_path, world_size, config), method, requests)
-    assert texts == expected
-    assert ranks.drafts == alone.drafts
-    assert any(tokens for tokens, _ in ranks.drafts)
+    backends = [ranks_of(tmp_path, size, config) for size in (1, world_size)]
+    # The passes themselves draw the tokens of a batch only if none of its requests needs shaping.
+    shaped = [(prompt, replace(params, max_tokens=6)) for prompt, params in varied_requests(3)[::2]]
+    drawn = [([5 + i, 9, 4], SamplingParams(temperature=i % 2, seed=i, max_tokens=6)) for i in range(4)]
+    for requests in (shaped, drawn):
+        expected, alone = generate(backends[0], method, requests)
+        texts, ranks = generate(backends[1], method, requests)
+        assert texts == expected
+        assert ranks.drafts == alone.drafts
+        assert any(tokens for tokens, _ in ranks.drafts)
     first, *others = (verifier._kv for verifier in ranks.verifiers)
     head_layers = slice(2, None)
     for kv in others:

@@ -113,11 +113,11 @@ def test_a_whole_vocabulary_needs_no_map(load):
 @pytest.mark.parametrize(
     ("maps", "problem"),
     [
-        ({}, "lacks d2t, which maps its 7 tokens"),
-        ({"d2t": OFFSETS + 1}, "d2t that is not 7 increasing tokens below 64"),
-        ({"d2t": OFFSETS[:6]}, "d2t that is not 7 increasing"),
-        ({"d2t": OFFSETS - 1}, "d2t that is not 7 increasing"),
-        ({"d2t": OFFSETS.flip(0)}, "d2t that is not 7 increasing"),
+        ({}, "lacks a d2t of 7 increasing tokens below 64"),
+        ({"d2t": OFFSETS + 1}, "lacks a d2t of 7"),
+        ({"d2t": OFFSETS[:6]}, "lacks a d2t of 7"),
+        ({"d2t": OFFSETS - 1}, "lacks a d2t of 7"),
+        ({"d2t": OFFSETS.flip(0)}, "lacks a d2t of 7"),
         ({"d2t": OFFSETS, "t2d": MARKED.roll(1)}, "a d2t and a t2d of different tokens"),
     ],
 )

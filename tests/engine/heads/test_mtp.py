@@ -66,6 +66,8 @@ def path(request, tmp_path_factory):
 
 
 def reference(path):
+    if not hasattr(MtpModel, "forward_layer"):
+        pytest.skip(f"transformers {transformers.__version__} has no reference")
     lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager", experts_implementation="eager").eval()
     if not hasattr(lm.config, "num_mtp_layers"):
         lm.config.update({"num_mtp_layers": 1, "mtp_mlp_layer_types": ["sparse"]})

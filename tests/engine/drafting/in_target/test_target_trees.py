@@ -1,5 +1,7 @@
 """A head's trees: every node is drafted from its own path's states, learned from, alike on all ranks, or refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -90,6 +92,20 @@ def test_scores_are_weighed_by_what_was_committed_after_them(target_path):
     run_in_process(verifier.verify([row]))
     assert confidence._sharpness[True] != before[True]
     assert confidence._sharpness[False] == before[False]
+
+
+@pytest.mark.parametrize("method", ["head", "head_tree"])
+@torch.inference_mode()
+def test_a_row_that_brings_a_draft_keeps_it_and_nothing_of_an_earlier_round_is_kept(method, target_path):
+    drafter = make_verifier(backend_with_head(target_path, head_config()), method)._drafter
+    deferred = row_of(TEXT, 3)
+    copied = replace(row_of(TEXT, 0, first_block=30), draft=Draft([4, 5], [-1, 0], is_predicted=True))
+    first, second = drafter.draft([copied, deferred], decides=True)
+    assert first is copied
+    assert len(second.draft.token_ids) == 3
+    assert drafter.draft([copied], decides=True) == [copied]
+    if method == "head_tree":
+        assert drafter._sent == {}
 
 
 def test_its_drafts_count_as_trees_that_only_the_coupled_rule_verifies():

@@ -105,7 +105,7 @@ class FeatureSource:
         row_bytes = kv.states.shape[-1] * kv.states.itemsize
         for row, end in computed:
             request_id = row.request.request_id
-            start = min(num_sent.get(request_id, 0), end)
+            start = num_sent.get(request_id, 0)
             places = range(start, min(end, start + max(1, _MAX_BYTES // row_bytes) - len(slots)))
             spans.append((request_id, start, end, len(slots) * row_bytes, (len(slots) + len(places)) * row_bytes))
             slots += [kv.slot(row.block_ids, place) for place in places]

@@ -102,6 +102,7 @@ async def test_a_preempted_request_that_is_computed_again_in_other_blocks_sends_
     await rig.round(row("a", 3, blocks=[9]))
     await rig.round(row("a", 7, start=3, blocks=[9, 8]))
     assert rig.taken("a") == [8, 9, 10, 11, 20, 21, 34]
+    assert rig.store.counts["bytes"] == 7 * STATE_SIZE * 2
 
 
 async def test_a_round_brings_a_bounded_part_of_a_long_context_and_says_so(rig, monkeypatch):

@@ -1,7 +1,7 @@
-"""How is a draft made, and is it worth it? `python -m engine.training pretrain|distill|evaluate`.
+"""How is a draft made, and is it worth it? `python -m engine.training pretrain|distill|head|evaluate`.
 
 In reading order: `corpus` (text to batches), `small_model` (models and their tokenizer), `checkpoint` (writing and
-resuming), `loop` (the training loop and its optimizers), `pretrain` and `distill` (the two objectives),
-`measured_acceptance` (the acceptance of a pair) and `evaluate` (the report, which `paceline evaluate` shows, too). No
-server imports this folder.
+resuming), `loop` (the training loop and its optimizers), `pretrain` and `distill` (the two objectives), `heads`
+(trained heads), `measured_acceptance` (the acceptance of a pair) and `evaluate` (the report, which `paceline evaluate`
+shows, too). No server imports this folder.
 """

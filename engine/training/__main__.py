@@ -1,4 +1,4 @@
-"""The command line: `python -m engine.training pretrain|distill|evaluate`."""
+"""The command line: `python -m engine.training pretrain|distill|head|evaluate`."""
 
 import argparse
 import shutil
@@ -14,6 +14,8 @@ from engine.errors import PacelineError
 from engine.training import evaluate as evaluation
 from engine.training.checkpoint import TrainingError
 from engine.training.distill import DistillOptions, distill
+from engine.training.heads.new_head import KINDS, HeadShape
+from engine.training.heads.train_head import HeadOptions, train_head
 from engine.training.loop import Plan
 from engine.training.pretrain import PretrainOptions, pretrain
 from engine.training.small_model import Size
@@ -26,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     adders = {
         "pretrain": (_add_pretrain, "train a tokenizer and a small model on text files"),
         "distill": (_add_distill, "train a draft to be accepted by a target"),
+        "head": (_add_head, "train a head that drafts from a target's layers"),
         "evaluate": (_add_evaluate, "measure a pair's acceptance and step times, and predict its speed-up"),
     }
     for name, (add, summary) in adders.items():
@@ -79,15 +82,19 @@ def _run_pretrain(arguments: argparse.Namespace, console: Console) -> None:
     pretrain(arguments.files, arguments.output, options, plan, console)
 
 
-def _add_distill(parser: argparse.ArgumentParser) -> None:
+def _add_student(parser: argparse.ArgumentParser) -> None:
     _add_training(parser, steps=1500, batch_tokens=4096)
     parser.add_argument("--target", type=Path, required=True, help="the target's directory")
-    start = parser.add_mutually_exclusive_group()
-    start.add_argument("--draft", type=Path, help="the draft's directory to start from")
-    start.add_argument("--draft-size", default="2x160", help="LAYERSxHIDDEN of a new draft")
     parser.add_argument("--continuations", type=int, default=2048, help="training texts that the target generates")
     parser.add_argument("--lr-scale", type=float, default=1.0, help="scales the learning rates; below 1 to refine")
     parser.add_argument("--reports", type=int, default=3, help="how often acceptance is measured during training")
+
+
+def _add_distill(parser: argparse.ArgumentParser) -> None:
+    _add_student(parser)
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--draft", type=Path, help="the draft's directory to start from")
+    start.add_argument("--draft-size", default="2x160", help="LAYERSxHIDDEN of a new draft")
     parser.set_defaults(run=_run_distill)
 
 
@@ -96,6 +103,31 @@ def _run_distill(arguments: argparse.Namespace, console: Console) -> None:
     plan = Plan(arguments.steps, 60 * arguments.checkpoint_minutes, arguments.reports)
     draft = arguments.draft or Size.parse(arguments.draft_size)
     distill(arguments.files, arguments.target, draft, arguments.output, options, plan, console)
+
+
+def _add_head(parser: argparse.ArgumentParser) -> None:
+    _add_student(parser)
+    shape = HeadShape()
+    parser.add_argument("--kind", choices=KINDS, default=shape.kind, help="the kind of head")
+    start = parser.add_mutually_exclusive_group()
+    start.add_argument("--head", type=Path, help="a head's directory to start from, whose sizes it keeps")
+    start.add_argument("--draft", type=Path, help="a draft's directory to start from, whose layers a block head takes")
+    parser.add_argument("--layers", type=int, default=shape.layers, help="layers of its own")
+    parser.add_argument("--taps", type=int, nargs="+", default=[], help="the target's layers to read; 1 is the first")
+    parser.add_argument("--draft-vocab", type=int, default=0, help="draft only the most frequent tokens; 0 is all")
+    parser.add_argument(
+        "--block-size", type=int, default=shape.block_size, help="places of a block; eagle3: passes of a training draft"
+    )
+    parser.add_argument("--markov-rank", type=int, default=shape.markov_rank, help="dspark: rank of its Markov part")
+    parser.set_defaults(run=_run_head)
+
+
+def _run_head(arguments: argparse.Namespace, console: Console) -> None:
+    arguments.taps = tuple(arguments.taps)
+    options = _options(HeadOptions, arguments, shape=_options(HeadShape, arguments))
+    plan = Plan(arguments.steps, 60 * arguments.checkpoint_minutes, arguments.reports)
+    starts = arguments.head, arguments.draft
+    train_head(arguments.files, arguments.target, *starts, arguments.output, options, plan, console)
 
 
 def _add_evaluate(parser: argparse.ArgumentParser) -> None:

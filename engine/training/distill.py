@@ -4,6 +4,7 @@ The draft learns the target's next-token distribution (forward KL divergence) on
 generated, because that is the text it will draft.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,8 @@ def distill(
         f"{len(tokens):,} training tokens, target {target.num_parameters() / 1e6:.2f} M parameters, "
         f"draft {model.num_parameters() / 1e6:.2f} M, {device.type}"
     )
-    held_out = _continue_held_out(target, tokenizer, corpus)
-    continued = _continued(target, tokens, output, options, console) if options.continuations else None
+    held_out = continue_held_out(target, tokenizer, corpus)
+    continued = continue_training_text(target, tokens, output, options, console) if options.continuations else None
     checkpointer = Checkpointer(output, asdict(options), model, make_optimizers(model, options.lr_scale))
 
     def report(when: str) -> None:
@@ -98,7 +99,7 @@ def distill(
     report("as written, in bfloat16 weights")
 
 
-def _continue_held_out(
+def continue_held_out(
     target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, corpus: Corpus
 ) -> list[Continuations]:
     """Continue the beginnings of held-out pieces with the target, once per temperature."""
@@ -114,10 +115,6 @@ def _task(
 ) -> Task:
     """Return the divergence on batches that are half corpus text, half text that the target generated."""
     context = min(target.config.max_position_embeddings, draft.config.max_position_embeddings, len(tokens) - 1)
-    length = min(options.length, context)
-    num_rows = max(1, options.batch_tokens // length // (1 if continued is None else 2))
-    corpus = Batches(tokens, length, num_rows, options.seed)
-    long = Batches(tokens, context, max(1, options.batch_tokens // context), options.seed + 2)
     # The models themselves stay eager for measuring, where lengths vary.
     functions: list[Any] = [target, draft, divergence]
     if options.compile:
@@ -125,14 +122,6 @@ def _task(
     target_forward, draft_forward, loss_of = functions
     # Families pad their vocabularies differently; padding ids never occur in text.
     vocab = min(target.config.vocab_size, draft.config.vocab_size)
-
-    def batch(step: int) -> Tensor:
-        if step % LONG_EVERY == LONG_EVERY - 1:
-            return long[step]
-        if continued is None:
-            return corpus[step]
-        generator = torch.Generator().manual_seed((options.seed + 1) * 1_000_003 + step)
-        return torch.cat([corpus[step], continued[torch.randint(len(continued), (num_rows,), generator=generator)]])
 
     def loss(rows: Tensor) -> Tensor:
         token_ids = rows[:, :-1].contiguous().to(draft.device)
@@ -144,10 +133,30 @@ def _task(
         value: Tensor = loss_of(*flat)
         return value
 
-    return Task(batch, loss)
+    return Task(mixed_batches(tokens, continued, options, context), loss)
 
 
-def _continued(
+def mixed_batches(
+    tokens: Tensor, continued: Tensor | None, options: DistillOptions, context: int
+) -> Callable[[int], Tensor]:
+    """Return the batch of a step: half corpus text, half text that the target generated, and sometimes long rows."""
+    length = min(options.length, context)
+    num_rows = max(1, options.batch_tokens // length // (1 if continued is None else 2))
+    corpus = Batches(tokens, length, num_rows, options.seed)
+    long = Batches(tokens, context, max(1, options.batch_tokens // context), options.seed + 2)
+
+    def batch(step: int) -> Tensor:
+        if step % LONG_EVERY == LONG_EVERY - 1:
+            return long[step]
+        if continued is None:
+            return corpus[step]
+        generator = torch.Generator().manual_seed((options.seed + 1) * 1_000_003 + step)
+        return torch.cat([corpus[step], continued[torch.randint(len(continued), (num_rows,), generator=generator)]])
+
+    return batch
+
+
+def continue_training_text(
     target: PreTrainedModel, tokens: Tensor, output: Path, options: DistillOptions, console: Console
 ) -> Tensor:
     """Continue windows of the training text with the target, [continuations, length + 1]; a resumed run reads them."""

@@ -123,8 +123,9 @@ def accumulate_gradients(task: Task, batch: torch.Tensor) -> float:
 
 def make_optimizers(model: nn.Module, lr_scale: float = 1.0) -> list[torch.optim.Optimizer]:
     """Return Muon for the matrices inside layers and AdamW for all other parameters."""
-    named = dict(model.named_parameters())
-    hidden = {name: p for name, p in named.items() if p.ndim == 2 and "embed" not in name and "lm_head" not in name}
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    tables = ("embed", "lm_head", "markov_w")
+    hidden = {name: p for name, p in named.items() if p.ndim == 2 and not any(table in name for table in tables)}
     rest = [parameter for name, parameter in named.items() if name not in hidden]
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(hidden.values(), MUON_LR * lr_scale, WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw"),

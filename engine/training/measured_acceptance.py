@@ -6,7 +6,7 @@ there, the draft's context equals the target's text. One pass of the draft over 
 rounds, for every k, exactly as the engine would.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ CONTINUATION_TOKENS = 128
 class Acceptance:
     """For each continuation, whether draft and target drew the same token at each position."""
 
-    agreements: list[list[bool]]
+    agreements: Sequence[Sequence[int]]
 
     def accepted_lengths(self, k: int) -> list[int]:
         """Return the number of accepted draft tokens of each round.
@@ -51,6 +51,27 @@ class Acceptance:
     def rate(self) -> float:
         """Return the share of positions where both drew the same token: alpha of Leviathan et al."""
         return sum(map(sum, self.agreements)) / max(1, sum(map(len, self.agreements)))
+
+
+class DraftAcceptance(Acceptance):
+    """For each continuation, how many tokens of the draft after each of its tokens were accepted.
+
+    `agreements` holds numbers, which are 0 or 1 of drafts of one token.
+    """
+
+    def accepted_lengths(self, k: int) -> list[int]:
+        """Return the number of accepted draft tokens of each round; see `Acceptance`."""
+        accepted = []
+        for row in self.agreements:
+            start = 0
+            while start < len(row):
+                accepted.append(min(k, int(row[start])))
+                start += accepted[-1] + 1
+        return accepted
+
+    def rate(self) -> float:
+        """Return the share of places where a draft's first token was accepted."""
+        return sum(bool(kept) for row in self.agreements for kept in row) / max(1, sum(map(len, self.agreements)))
 
 
 def acceptance_table(measured: Mapping[float, Acceptance], k: int, title: str) -> Table:
@@ -86,16 +107,20 @@ class Continuations:
     def acceptance(self, draft: PreTrainedModel) -> Acceptance:
         """Run a draft over the text, and compare its draws with the target's."""
         rows = []
-        for seed, (ids, mask) in enumerate(zip(self.token_ids, self.mask, strict=True)):
-            ids = ids[mask.bool()].to(draft.device)
-            target_ids = ids[-self.num_new :]
-            logits = draft(input_ids=ids[None, :-1], use_cache=False).logits[0, -self.num_new :]
-            positions = range(len(ids) - self.num_new, len(ids))
-            drawn = draw(logits, self.temperature, [seed] * self.num_new, positions)
-            text = target_ids.tolist()
-            end = text.index(self.eos_token_id) + 1 if self.eos_token_id in text else len(text)
-            rows.append((drawn == target_ids).tolist()[:end])
+        for seed, (ids, begin, end) in enumerate(self.texts()):
+            logits = draft(input_ids=ids[None, :-1].to(draft.device), use_cache=False).logits[0, begin - 1 :]
+            drawn = draw(logits, self.temperature, [seed] * (len(ids) - begin), range(begin, len(ids)))
+            rows.append((drawn.to(ids.device) == ids[begin:]).tolist()[: end - begin])
         return Acceptance(rows)
+
+    def texts(self) -> Iterator[tuple[Tensor, int, int]]:
+        """Yield each prompt's token ids with its continuation, and where the continuation begins and ends."""
+        for padded, mask in zip(self.token_ids, self.mask, strict=True):
+            ids = padded[mask.bool()]
+            begin = len(ids) - self.num_new
+            text = ids[begin:].tolist()
+            length = text.index(self.eos_token_id) + 1 if self.eos_token_id in text else len(text)
+            yield ids, begin, begin + length
 
 
 def draw(logits: Tensor, temperature: float, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:

@@ -1,0 +1,149 @@
+"""Makes a new head for a target, and writes a head's files in the form of `speculators`."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, PreTrainedModel
+
+from engine.heads.config import HeadConfig
+from engine.heads.head import Head
+from engine.heads.registry import HEADS
+from engine.training.checkpoint import TrainingError, write_whole
+
+KINDS = ("eagle3", "dflash", "dspark")
+_BLOCK_FIELDS = ("block_size", "mask_token_id", "sample_from_anchor", "markov_rank", "markov_head_type")
+_NORM_FIELDS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """The sizes of a new head.
+
+    Attributes:
+        taps: the target's layers that it reads, by the number of layers up to each; none is 2, n / 2 and n - 3 of n.
+        draft_vocab: tokens that it can draft, the most frequent of the text; 0 is all.
+        block_size: places of a block, or passes of EAGLE-3's training-time test.
+        markov_rank: rank of the part of DSpark that depends on the token before.
+    """
+
+    kind: str = "dspark"
+    layers: int = 1
+    taps: tuple[int, ...] = ()
+    draft_vocab: int = 0
+    block_size: int = 5
+    markov_rank: int = 64
+
+
+def make_head(shape: HeadShape, target: PreTrainedModel, counts: Tensor, like: PreTrainedModel | None = None) -> Head:
+    """Make a head whose layers change nothing at first.
+
+    Args:
+        counts: [vocab] how often each token occurs in the text.
+        like: whose layer sizes, embedding and last layer the head gets; none is the target.
+    """
+    like = like or target
+    text, model = target.config, like.config
+    num_layers, vocab, kind = text.num_hidden_layers, text.vocab_size, shape.kind
+    taps = shape.taps or tuple(sorted({min(num_layers, max(1, b)) for b in (2, num_layers // 2, num_layers - 3)}))
+    if kind not in KINDS:
+        raise TrainingError(f"kind is {kind!r}; it must be {', '.join(KINDS)}")
+    if not all(1 <= tap <= num_layers for tap in taps):
+        raise TrainingError(f"taps are {taps}; the target has layers 1 to {num_layers}")
+    for name, value, bounds in (
+        ("layers", shape.layers, (1, 64)),
+        ("block_size", shape.block_size, (2, 64)),
+        ("draft_vocab", shape.draft_vocab, (0, vocab)),
+        ("markov_rank", shape.markov_rank, (1, vocab)),
+    ):
+        if not bounds[0] <= value <= bounds[1]:
+            raise TrainingError(f"{name} is {value}; it must be from {bounds[0]} to {bounds[1]}")
+    is_block, context = kind != "eagle3", text.max_position_embeddings
+    # Layers with a window are causal inside a block: a shorter block than those of training draws the same tokens.
+    layer_types = ["sliding_attention"] * shape.layers
+    window = {"use_sliding_window": True, "sliding_window": context, "layer_types": layer_types}
+    config: Any = AutoConfig.for_model(
+        "qwen3" if is_block else "llama",
+        vocab_size=vocab,
+        num_hidden_layers=shape.layers,
+        max_position_embeddings=context,
+        rope_parameters={"rope_type": "default", "rope_theta": (model.rope_parameters or {}).get("rope_theta", 1e4)},
+        head_dim=getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads,
+        tie_word_embeddings=False,
+        **{name: getattr(model, name) for name in _SIZES},
+        **(window if is_block else {}),
+    )
+    own: dict[str, Any] = {"fc_norm": True, "norm_output": True}
+    if is_block:
+        own = {"block_size": shape.block_size, "mask_token_id": int(counts.argmin())}
+    if kind == "dspark":
+        own |= {"sample_from_anchor": True, "markov_rank": shape.markov_rank, "markov_head_type": "rnn"}
+    head = HEADS[kind](
+        HeadConfig(
+            kind=kind,
+            layers=config,
+            taps=taps,
+            vocab_size=vocab,
+            draft_vocab_size=shape.draft_vocab or vocab,
+            target_hidden_size=text.hidden_size,
+            **own,
+        ),
+        like.get_input_embeddings(),
+        like.get_output_embeddings(),
+        first_layer=0,
+    )
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "markov_w2.weight")):
+                parameter.mul_(0.1 if "markov" in name else 0)
+    if shape.draft_vocab:
+        head.target_ids = counts.argsort(descending=True, stable=True)[: shape.draft_vocab].sort().values
+        head.lm_head = nn.Linear(config.hidden_size, shape.draft_vocab, bias=False)
+        head.lm_head.weight.data = like.get_output_embeddings().weight.detach()[head.target_ids].clone()
+    return head
+
+
+def save_head(folder: Path, head: Head, target: PreTrainedModel, target_name: str) -> None:
+    """Write a head's weights in bfloat16, without those that it shares with the target, then its configuration."""
+    config = head.config
+    shared = {
+        "embed_tokens": head.embed_tokens is target.get_input_embeddings(),
+        "lm_head": head.lm_head is target.get_output_embeddings(),
+    }
+    tensors = {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous().clone()
+        for name, tensor in head.state_dict().items()
+        if not shared.get(name.partition(".")[0])
+    }
+    if (ids := head.target_ids) is not None:
+        tensors["d2t"] = ids.cpu() - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(config.vocab_size, dtype=torch.bool).index_fill(0, ids.cpu(), True)
+    is_block = bool(config.block_size)
+    method = {"proposal_type": "greedy", "speculative_tokens": min(config.max_draft_tokens, 4)}
+    fields = asdict(config)
+    settings = {
+        "architectures": [f"{config.kind.capitalize()}DraftModel"],
+        "speculators_model_type": config.kind,
+        "speculators_version": "0.5.0",
+        "speculators_config": {
+            "algorithm": config.kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": target_name, "architectures": target.config.architectures},
+        },
+        "transformer_layer_config": config.layers.to_dict(),
+        "draft_vocab_size": config.draft_vocab_size,
+        "target_hidden_size": config.target_hidden_size,
+        "tie_word_embeddings": False,
+        f"{'' if is_block else 'eagle_'}aux_hidden_state_layer_ids": list(config.taps),
+        **{name: fields[name] for name in (_BLOCK_FIELDS if is_block else _NORM_FIELDS)},
+    }
+    if config.kind == "dspark":
+        settings |= {"enable_confidence_head": True, "confidence_head_with_markov": True}
+    write_whole(folder / "model.safetensors", safetensors.torch.save(tensors, {"format": "pt"}))
+    write_whole(folder / "config.json", (json.dumps(settings, indent=2) + "\n").encode())

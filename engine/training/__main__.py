@@ -11,6 +11,7 @@ from rich.console import Console
 
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
 from engine.errors import PacelineError
+from engine.training import comparison
 from engine.training import evaluate as evaluation
 from engine.training.checkpoint import TrainingError
 from engine.training.distill import DistillOptions, distill
@@ -137,16 +138,28 @@ def _add_evaluate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", type=Path, nargs="+", default=[], help="measure the held-out loss on these files")
     parser.add_argument("--k", type=int, default=4, help="draft tokens per round in the acceptance table")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--head", type=Path, nargs="+", default=[], help="trained heads to compare with the draft")
+    parser.add_argument("--compare", action="store_true", help="serve every method that can draft, and compare them")
+    parser.add_argument("--self-layers", type=int, default=0, help="compare drafting=self with so many layers, too")
+    parser.add_argument("--temperature", type=float, default=0.7, help="of the comparison")
+    parser.add_argument("--price", type=float, help="of an hour of the machine: the comparison shows cost per M tokens")
     parser.set_defaults(run=_run_evaluate)
 
 
 def _run_evaluate(arguments: argparse.Namespace, console: Console) -> None:
     if arguments.k < 1:
         raise TrainingError(f"--k is {arguments.k}; it must be at least 1")
-    prompts = evaluation.read_prompts(arguments.prompts)
+    prompts, served = evaluation.read_prompts(arguments.prompts), None
     with console.status("measuring"):
         measured = evaluation.evaluate(arguments.target, arguments.draft, prompts, arguments.corpus)
+        if arguments.compare or arguments.head or arguments.self_layers:
+            tasks = evaluation.read_tasks(arguments.prompts)
+            found = comparison.candidates(arguments.draft, arguments.head, arguments.self_layers)
+            how = arguments.k, arguments.temperature, evaluation.CONTINUATION_TOKENS
+            served = [comparison.measure(arguments.target, settings, tasks, *how) for settings in found]
     evaluation.show(measured, arguments.k, Console())
+    if served is not None:
+        comparison.show(served, arguments.k, arguments.temperature, arguments.price, Console())
     if arguments.json:
         evaluation.write_json(measured, arguments.k, arguments.json)
 

@@ -73,6 +73,16 @@ def read_prompts(path: Path) -> list[str]:
     return prompts
 
 
+def read_tasks(path: Path) -> dict[str, list[str]]:
+    """Read prompts by the `task` of their JSON line; those without one, and plain text, are the task "all"."""
+    tasks: dict[str, list[str]] = {}
+    is_json, text = path.suffix == ".jsonl", read_text(path)
+    names = [json.loads(line).get("task", "all") for line in text.splitlines() if line.strip()] if is_json else []
+    for i, prompt in enumerate(read_prompts(path)):
+        tasks.setdefault(str(names[i]) if is_json else "all", []).append(prompt)
+    return tasks
+
+
 def evaluate(target_folder: Path, draft_folder: Path, prompts: list[str], corpus: list[Path]) -> Evaluation:
     """Measure a pair; without a corpus, the held-out loss is read from the target's training record."""
     target, tokenizer = load_model(target_folder)

@@ -1,0 +1,73 @@
+"""The logits and the acceptance that training sees are those of serving."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine import LLM, SamplingParams
+from engine.config import EngineConfig
+from engine.drafting.registry import METHODS
+from engine.protocols import run_in_process
+from engine.training.heads.new_head import HeadShape, make_head, save_head
+from engine.training.heads.train_head import add_confidence
+from engine.training.heads.unroll import head_acceptance, read_target, unroll
+from engine.training.measured_acceptance import continue_prompts
+from engine.training.small_model import load_model
+from engine.verification.verifier import ModelVerifier
+from tests.engine.heads.test_dflash import ANCHOR, FULL, SLIDING, block_config
+from tests.engine.heads.test_eagle3 import TEXT, verify_row
+from tests.engine.heads.tiny_heads import backend_with_head, head_config
+
+HEADS = {
+    "eagle3 of two layers": head_config(layers=2, fc_norm=True, norm_output=True),
+    "eagle3 with a draft vocabulary": head_config(draft_vocab=20),
+    "dflash": block_config(types=[FULL, SLIDING]),
+    "dspark": block_config(kind="dspark", **ANCHOR, markov_rank=8, markov_head_type="rnn"),
+    "dspark with a draft vocabulary": block_config(kind="dspark", draft_vocab=20, **ANCHOR, markov_rank=8),
+}
+PROMPTS = ["the whale", "a ship and every sailor saw the", "night"]
+
+
+@pytest.mark.parametrize("name", HEADS)
+@torch.inference_mode()
+def test_the_steps_of_serving_are_those_of_training(target_path, name):
+    backend = backend_with_head(target_path, HEADS[name])
+    head = backend.model.head
+    config = EngineConfig(num_blocks=20, block_size=4, drafting="head")
+    verifier = ModelVerifier(backend, config, None, METHODS["head"].make_in_target)
+    run_in_process(verifier.verify([verify_row(TEXT[:-1], 0, 0)]))
+    (verdict,) = run_in_process(verifier.verify([verify_row(TEXT, 4, len(TEXT) - 1)]))
+    drafted = verdict.draft.token_ids
+    ids = torch.tensor([TEXT + drafted])
+    taps, _ = read_target(AutoModelForCausalLM.from_pretrained(target_path, dtype=torch.float32), head.config.taps, ids)
+    logits = unroll(head, ids, taps, torch.tensor([[3, len(TEXT) - 1]]), 4).logits
+    assert logits[0, 1].argmax(-1).tolist() == drafted
+    assert len(set(drafted)) > 1
+
+
+@pytest.mark.parametrize("shape", [HeadShape(kind="eagle3", draft_vocab=100), HeadShape(block_size=4)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_measured_and_saved_is_what_the_engine_serves(target, tmp_path, shape, temperature):
+    model, tokenizer = load_model(target)
+    torch.manual_seed(0)
+    head = make_head(shape, model, torch.arange(model.config.vocab_size))
+    for parameter in head.layers.parameters():
+        parameter.data = (parameter.data + 0.1 * torch.randn_like(parameter)).bfloat16().float()
+    if shape.kind == "dspark":
+        add_confidence(head)  # serving does not read it
+    save_head(tmp_path, head, model, str(target))
+    torch.nn.Module.to(head, torch.bfloat16)
+    torch.nn.Module.to(head, torch.float32)
+    continuations = continue_prompts(model, [tokenizer(prompt)["input_ids"] for prompt in PROMPTS], 24, temperature)
+    accepted = head_acceptance(head, model, continuations, 4).accepted_lengths(4)
+    llm = LLM(draft_model=tmp_path, speculation="fixed", num_speculative_tokens=4, dtype="float32", compile="off")
+    params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(3)]
+    served = llm.generate(PROMPTS, params, show_progress=False)
+    texts = [out.outputs[0].token_ids for out in served]
+    assert texts == [ids[begin:].tolist() for ids, begin, _ in replace(continuations, eos_token_id=None).texts()]
+    assert llm.stats.num_drafts >= len(accepted)
+    # The engine also counts the rounds that max_tokens cuts short.
+    assert abs(llm.stats.num_accepted_tokens - sum(accepted)) <= 4 * len(PROMPTS)
+    assert temperature == 0 or sum(accepted) > 0

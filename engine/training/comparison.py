@@ -38,7 +38,8 @@ class Served:
     @property
     def name(self) -> str:
         """The settings, as they are written on the command line of `serve`."""
-        return " ".join(f"{name}={value}" for name, value in self.settings.items() if value != "none") or "none"
+        shown = {name: value for name, value in self.settings.items() if name != "draft_model" or value != "none"}
+        return " ".join(f"{name}={value}" for name, value in shown.items())
 
 
 @dataclass
@@ -79,7 +80,12 @@ def candidates(draft: Path | None, heads: Sequence[Path], self_layers: int) -> l
 
 
 def measure(
-    target: Path, settings: Mapping[str, Any], prompts: Mapping[str, Sequence[str]], k: int, temperature: float, num: int
+    target: Path,
+    settings: Mapping[str, Any],
+    prompts: Mapping[str, Sequence[str]],
+    k: int,
+    temperature: float,
+    num: int,
 ) -> Served:
     """Generate `num` tokens after the prompts of each task, and return what drafting did for them."""
     llm = LLM(target, speculation="fixed", num_speculative_tokens=k, max_num_seqs=1, **settings)

@@ -18,6 +18,7 @@ from engine.training.distill import DistillOptions, distill
 from engine.training.heads.new_head import KINDS, HeadShape
 from engine.training.heads.train_head import HeadOptions, train_head
 from engine.training.loop import Plan
+from engine.training.measured_acceptance import CONTINUATION_TOKENS
 from engine.training.pretrain import PretrainOptions, pretrain
 from engine.training.small_model import Size
 
@@ -155,7 +156,7 @@ def _run_evaluate(arguments: argparse.Namespace, console: Console) -> None:
         if arguments.compare or arguments.head or arguments.self_layers:
             tasks = evaluation.read_tasks(arguments.prompts)
             found = comparison.candidates(arguments.draft, arguments.head, arguments.self_layers)
-            how = arguments.k, arguments.temperature, evaluation.CONTINUATION_TOKENS
+            how = arguments.k, arguments.temperature, CONTINUATION_TOKENS
             served = [comparison.measure(arguments.target, settings, tasks, *how) for settings in found]
     evaluation.show(measured, arguments.k, Console())
     if served is not None:

@@ -69,7 +69,7 @@ class _Stopwatch:
 
 def candidates(draft: Path | None, heads: Sequence[Path], self_layers: int) -> list[dict[str, Any]]:
     """Return the settings of plain decoding and of each method that can draft; no layers is no self-draft."""
-    found = [dict(PLAIN)]
+    found: list[dict[str, Any]] = [dict(PLAIN)]
     if draft is not None:
         found.append({"drafting": "model", "draft_model": str(draft)})
     found += [{"drafting": "head", "draft_model": str(head)} for head in heads]

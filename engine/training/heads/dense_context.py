@@ -52,7 +52,8 @@ class DenseContext:
         """Attend to the context before each start, and to what has been written since; see `AttentionContext`."""
         self.write(layer, key, value)
         keys, values = self._written[layer]
-        queries = self._by_start(query).unflatten(3, (keys.shape[3], -1))
+        queries = self._by_start(query)
+        queries = queries.view(*queries.shape[:3], keys.shape[3], -1, keys.shape[4])
         places = self._starts.unsqueeze(-1) + torch.arange(keys.shape[2], device=keys.device)
         at = places[:, :, -queries.shape[2] :]
         distances = at.unsqueeze(-1) - places.unsqueeze(2)
@@ -79,4 +80,5 @@ class DenseContext:
 
     def _by_start(self, tensor: Tensor) -> Tensor:
         """Return [texts, starts, places, heads, dim] from [heads, tokens, dim]."""
-        return tensor.transpose(0, 1).unflatten(0, (*self._starts.shape, -1))
+        heads, _, dim = tensor.shape
+        return tensor.transpose(0, 1).reshape(*self._starts.shape, -1, heads, dim)

@@ -48,21 +48,17 @@ def make_head(shape: HeadShape, target: PreTrainedModel, counts: Tensor, like: P
         like: whose layer sizes, embedding and last layer the head gets; none is the target.
     """
     like = like or target
-    text, model = target.config, like.config
+    text, model, last = target.config, like.config, like.get_output_embeddings()  # type: ignore[no-untyped-call]
     num_layers, vocab, kind = text.num_hidden_layers, text.vocab_size, shape.kind
     taps = shape.taps or tuple(sorted({min(num_layers, max(1, b)) for b in (2, num_layers // 2, num_layers - 3)}))
     if kind not in KINDS:
         raise TrainingError(f"kind is {kind!r}; it must be {', '.join(KINDS)}")
     if not all(1 <= tap <= num_layers for tap in taps):
         raise TrainingError(f"taps are {taps}; the target has layers 1 to {num_layers}")
-    for name, value, bounds in (
-        ("layers", shape.layers, (1, 64)),
-        ("block_size", shape.block_size, (2, 64)),
-        ("draft_vocab", shape.draft_vocab, (0, vocab)),
-        ("markov_rank", shape.markov_rank, (1, vocab)),
-    ):
-        if not bounds[0] <= value <= bounds[1]:
-            raise TrainingError(f"{name} is {value}; it must be from {bounds[0]} to {bounds[1]}")
+    bounds = {"layers": (1, 64), "block_size": (2, 64), "draft_vocab": (0, vocab), "markov_rank": (1, vocab)}
+    for name, (lowest, highest) in bounds.items():
+        if not lowest <= (value := getattr(shape, name)) <= highest:
+            raise TrainingError(f"{name} is {value}; it must be from {lowest} to {highest}")
     is_block, context = kind != "eagle3", text.max_position_embeddings
     # Layers with a window are causal inside a block: a shorter block than those of training draws the same tokens.
     layer_types = ["sliding_attention"] * shape.layers
@@ -94,7 +90,7 @@ def make_head(shape: HeadShape, target: PreTrainedModel, counts: Tensor, like: P
             **own,
         ),
         like.get_input_embeddings(),
-        like.get_output_embeddings(),
+        last,
         first_layer=0,
     )
     with torch.no_grad():
@@ -104,7 +100,7 @@ def make_head(shape: HeadShape, target: PreTrainedModel, counts: Tensor, like: P
     if shape.draft_vocab:
         head.target_ids = counts.argsort(descending=True, stable=True)[: shape.draft_vocab].sort().values
         head.lm_head = nn.Linear(config.hidden_size, shape.draft_vocab, bias=False)
-        head.lm_head.weight.data = like.get_output_embeddings().weight.detach()[head.target_ids].clone()
+        head.lm_head.weight.data = last.weight.detach()[head.target_ids].clone()
     return head
 
 
@@ -113,7 +109,7 @@ def save_head(folder: Path, head: Head, target: PreTrainedModel, target_name: st
     config = head.config
     shared = {
         "embed_tokens": head.embed_tokens is target.get_input_embeddings(),
-        "lm_head": head.lm_head is target.get_output_embeddings(),
+        "lm_head": head.lm_head is target.get_output_embeddings(),  # type: ignore[no-untyped-call]
     }
     tensors = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous().clone()

@@ -59,7 +59,7 @@ def unroll(head: Head, token_ids: Tensor, taps: Sequence[Tensor], starts: Tensor
         starts: [texts, starts] the places of the last tokens before the drafts, from 1 to length - num_places.
     """
     texts, length = token_ids.shape
-    context = DenseContext(head.feature([tap.flatten(0, 1) for tap in taps]).unflatten(0, (texts, length)))
+    context = DenseContext(head.feature([tap.flatten(0, 1) for tap in taps]).view(texts, length, -1))
     positions = torch.arange(length, device=token_ids.device).expand(texts, -1)
     head.absorb(token_ids.reshape(1, -1), positions.reshape(1, -1), context)
     context.begin(starts)

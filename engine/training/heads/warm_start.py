@@ -5,6 +5,8 @@ the least-squares map from these to vectors whose keys and values are the draft'
 first 90 steps from the bundled draft than in 2,000 from random weights.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -21,7 +23,8 @@ _SMALLEST = 0.02
 @torch.no_grad()
 def start_from(head: Head, draft: PreTrainedModel, target: PreTrainedModel, token_ids: Tensor) -> None:
     """Fill a new head of the draft's sizes, on some texts [texts, length]; raise TrainingError if it cannot."""
-    layers, own = draft.get_decoder().layers, head.get_submodule("layers")
+    decoder: Any = draft.get_decoder()  # type: ignore[no-untyped-call]
+    layers, own = list(decoder.layers), list(head.get_submodule("layers").children())
     if draft.config.model_type != "llama" or draft.config.attention_bias or not head.drafts_blocks:
         raise TrainingError(f"a {head.config.kind} head cannot start from a draft of type {draft.config.model_type}")
     inputs: list[Tensor] = []
@@ -38,9 +41,10 @@ def start_from(head: Head, draft: PreTrainedModel, target: PreTrainedModel, toke
     fc = torch.linalg.pinv(torch.cat(projections), rtol=_SMALLEST) @ fitted.T
     head.get_parameter("fc.weight").copy_(fc)
     head.get_parameter("hidden_norm.weight").fill_(float((features @ fc.T).square().mean(-1).sqrt().mean()))
-    head.get_parameter("norm.weight").copy_(draft.get_decoder().norm.weight)
+    head.get_parameter("norm.weight").copy_(decoder.norm.weight)
     for layer, mine, hidden in zip(layers, own, inputs, strict=True):
         mine.load_state_dict(layer.state_dict(), strict=False)
+        normed: Any = mine.self_attn
         for name in ("q", "k"):
             projected = getattr(layer.self_attn, f"{name}_proj")(hidden)
-            getattr(mine.self_attn, f"{name}_norm").weight.fill_(float(projected.square().mean().sqrt()))
+            getattr(normed, f"{name}_norm").weight.fill_(float(projected.square().mean().sqrt()))

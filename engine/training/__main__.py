@@ -152,7 +152,7 @@ def _run_evaluate(arguments: argparse.Namespace, console: Console) -> None:
         raise TrainingError(f"--k is {arguments.k}; it must be at least 1")
     prompts, served = evaluation.read_prompts(arguments.prompts), None
     with console.status("measuring"):
-        measured = evaluation.evaluate(arguments.target, arguments.draft, prompts, arguments.corpus)
+        measured = evaluation.evaluate(arguments.target, arguments.draft, prompts, arguments.corpus, arguments.head)
         if arguments.compare or arguments.head or arguments.self_layers:
             tasks = evaluation.read_tasks(arguments.prompts)
             found = comparison.candidates(arguments.draft, arguments.head, arguments.self_layers)

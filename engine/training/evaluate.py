@@ -11,20 +11,24 @@
 import json
 import statistics
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from engine.config import BUNDLED_TARGET, ModelConfig
 from engine.execution.batch import ForwardRow, build
 from engine.execution.registry import make_backend
+from engine.heads.registry import load_head
 from engine.models import loader
 from engine.models.registry import open_model
 from engine.models.source import check_same_vocabulary
 from engine.training.checkpoint import TrainingError, write_whole
 from engine.training.corpus import read_corpus, read_text
+from engine.training.heads.unroll import head_acceptance
 from engine.training.measured_acceptance import (
     CONTINUATION_TOKENS,
     TEMPERATURES,
@@ -51,6 +55,7 @@ class Evaluation:
     t_draft_ms: float
     t_target_ms: float
     held_out_loss: float | None
+    heads: dict[str, dict[float, Acceptance]] = field(default_factory=dict)
 
     @property
     def cost_ratio(self) -> float:
@@ -83,7 +88,9 @@ def read_tasks(path: Path) -> dict[str, list[str]]:
     return tasks
 
 
-def evaluate(target_folder: Path, draft_folder: Path, prompts: list[str], corpus: list[Path]) -> Evaluation:
+def evaluate(
+    target_folder: Path, draft_folder: Path, prompts: list[str], corpus: list[Path], heads: Sequence[Path] = ()
+) -> Evaluation:
     """Measure a pair; without a corpus, the held-out loss is read from the target's training record."""
     target, tokenizer = load_model(target_folder)
     draft, _ = load_model(draft_folder)
@@ -92,14 +99,20 @@ def evaluate(target_folder: Path, draft_folder: Path, prompts: list[str], corpus
     num_new = min(CONTINUATION_TOKENS, context // 2)
     room = min(PROMPT_TOKENS, context - num_new)
     encoded = [tokenizer(prompt)["input_ids"][-room:] for prompt in prompts]
-    acceptance = {t: continue_prompts(target, encoded, num_new, t).acceptance(draft) for t in TEMPERATURES}
+    continued = {t: continue_prompts(target, encoded, num_new, t) for t in TEMPERATURES}
+    acceptance = {t: text.acceptance(draft) for t, text in continued.items()}
+    of_heads: dict[str, dict[float, Acceptance]] = {}
+    for folder in heads:
+        sources = [open_model(ModelConfig(str(path))) for path in (folder, target_folder)]
+        head = load_head(*sources, target, target.device, torch.float32, 0)
+        of_heads[str(folder)] = {t: head_acceptance(head, target, text, MAX_K) for t, text in continued.items()}
     loss, record = None, target_folder / TRAINING_RECORD
     if corpus:
         loss = held_out_loss(target, tokenizer, read_corpus(corpus).held_out)
     elif record.is_file():
         loss = json.loads(read_text(record)).get("held_out_loss")
     t_draft_ms, t_target_ms = decode_step_ms([draft_folder, target_folder])
-    return Evaluation(acceptance, t_draft_ms, t_target_ms, loss)
+    return Evaluation(acceptance, t_draft_ms, t_target_ms, loss, of_heads)
 
 
 def decode_step_ms(folders: list[Path]) -> list[float]:
@@ -138,6 +151,8 @@ class _DecodeStep:
 def show(evaluation: Evaluation, k: int, console: Console) -> None:
     """Print acceptance, step times and the predicted speed-up for each k."""
     console.print(acceptance_table(evaluation.acceptance, k, f"Draft tokens accepted, k = {k}"))
+    for name, acceptance_of_head in evaluation.heads.items():
+        console.print(acceptance_table(acceptance_of_head, k, f"Draft tokens of {name} accepted, k = {k}"))
     loss = evaluation.held_out_loss
     console.print(
         f"t_draft {evaluation.t_draft_ms:.2f} ms, t_target {evaluation.t_target_ms:.2f} ms, "
@@ -181,14 +196,21 @@ def _speedup_table(alphas: dict[float, float], c: float) -> Table:
 
 def write_json(evaluation: Evaluation, k: int, path: Path) -> None:
     """Write the figures as JSON."""
-    figures = {
-        "temperatures": {
+
+    def by_temperature(measured: dict[float, Acceptance]) -> dict[str, object]:
+        return {
             f"{temperature:g}": {
                 "acceptance_per_position": [round(rate, 4) for rate in acceptance.per_position(k)],
                 "mean_acceptance_length": round(acceptance.mean_acceptance_length(k), 4),
             }
-            for temperature, acceptance in evaluation.acceptance.items()
-        },
+            for temperature, acceptance in measured.items()
+        }
+
+    figures: dict[str, object] = {
+        "temperatures": by_temperature(evaluation.acceptance),
+        **(
+            {"heads": {name: by_temperature(one) for name, one in evaluation.heads.items()}} if evaluation.heads else {}
+        ),
         "t_draft_ms": round(evaluation.t_draft_ms, 4),
         "t_target_ms": round(evaluation.t_target_ms, 4),
         "held_out_loss": None if evaluation.held_out_loss is None else round(evaluation.held_out_loss, 4),

@@ -15,10 +15,10 @@ from engine.training import comparison
 from engine.training import evaluate as evaluation
 from engine.training.checkpoint import TrainingError
 from engine.training.distill import DistillOptions, distill
-from engine.training.heads.new_head import KINDS, HeadShape
-from engine.training.heads.train_head import HeadOptions, train_head
+from engine.training.head_training import HeadOptions, train_head
 from engine.training.loop import Plan
 from engine.training.measured_acceptance import CONTINUATION_TOKENS
+from engine.training.new_head import KINDS, HeadShape
 from engine.training.pretrain import PretrainOptions, pretrain
 from engine.training.small_model import Size
 

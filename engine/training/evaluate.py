@@ -28,7 +28,7 @@ from engine.models.registry import open_model
 from engine.models.source import check_same_vocabulary
 from engine.training.checkpoint import TrainingError, write_whole
 from engine.training.corpus import read_corpus, read_text
-from engine.training.heads.unroll import head_acceptance
+from engine.training.head_training import head_acceptance
 from engine.training.measured_acceptance import (
     CONTINUATION_TOKENS,
     TEMPERATURES,
@@ -103,8 +103,8 @@ def evaluate(
     acceptance = {t: text.acceptance(draft) for t, text in continued.items()}
     of_heads: dict[str, dict[float, Acceptance]] = {}
     for folder in heads:
-        sources = [open_model(ModelConfig(str(path))) for path in (folder, target_folder)]
-        head = load_head(*sources, target, target.device, torch.float32, 0)
+        source, target_source = (open_model(ModelConfig(str(path))) for path in (folder, target_folder))
+        head = load_head(source, target_source, target, target.device, torch.float32, 0)
         of_heads[str(folder)] = {t: head_acceptance(head, target, text, MAX_K) for t, text in continued.items()}
     loss, record = None, target_folder / TRAINING_RECORD
     if corpus:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from engine.heads.dense_context import DenseContext
 from engine.models.layers.layer_attention import AttentionParams
-from engine.training.heads.dense_context import DenseContext
 
 LENGTH, HEADS, DIM = 7, 2, 4
 

@@ -4,9 +4,15 @@ First the head absorbs all tokens, as the target's passes make it do when it is 
 at once, and each attends to the tokens before its start and to its own places, as if it were the only one.
 """
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine.models.first_layers import decoder_layers
 from engine.models.layers.layer_attention import AttentionParams
 
 
@@ -82,3 +88,21 @@ class DenseContext:
         """Return [texts, starts, places, heads, dim] from [heads, tokens, dim]."""
         heads, _, dim = tensor.shape
         return tensor.transpose(0, 1).reshape(*self._starts.shape, -1, heads, dim)
+
+
+@torch.no_grad()
+def read_target(target: PreTrainedModel, taps: Sequence[int], token_ids: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return the outputs of tapped layers, [texts, length, width] each, and the logits of texts [texts, length]."""
+    outputs: dict[int, Tensor] = {}
+    _, layers = decoder_layers(target)
+    hooks = [layers[tap - 1].register_forward_hook(partial(_keep, outputs, tap)) for tap in set(taps)]
+    try:
+        logits = target(input_ids=token_ids, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [outputs[tap] for tap in taps], logits
+
+
+def _keep(outputs: dict[int, Tensor], tap: int, _layer: nn.Module, _inputs: object, output: Any) -> None:
+    outputs[tap] = output if isinstance(output, Tensor) else output[0]

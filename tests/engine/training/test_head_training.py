@@ -1,5 +1,3 @@
-"""The logits and the acceptance that training sees are those of serving."""
-
 from dataclasses import replace
 
 import pytest
@@ -10,22 +8,48 @@ from engine import LLM, SamplingParams
 from engine.config import EngineConfig
 from engine.drafting.registry import METHODS
 from engine.protocols import run_in_process
-from engine.training.heads.new_head import HeadShape, make_head, save_head
-from engine.training.heads.train_head import add_confidence
-from engine.training.heads.unroll import head_acceptance, read_target, unroll
+from engine.training.__main__ import main
+from engine.training.head_training import add_confidence, head_acceptance, losses, read_target, unroll, weights_of
 from engine.training.measured_acceptance import continue_prompts
+from engine.training.new_head import HeadShape, make_head, save_head
 from engine.training.small_model import load_model
 from engine.verification.verifier import ModelVerifier
 from tests.engine.heads.test_dflash import ANCHOR, FULL, SLIDING, block_config
 from tests.engine.heads.test_eagle3 import TEXT, verify_row
 from tests.engine.heads.tiny_heads import backend_with_head, head_config
 
+
+@pytest.mark.parametrize("options", [["--kind", "eagle3", "--draft-vocab", "100"], ["--kind", "dspark"]])
+def test_a_run_is_resumed_and_its_head_learns(corpus, target, tmp_path, options, capfd):
+    command = ["head", str(corpus), "--target", str(target), "--output", str(tmp_path), "--batch-tokens", "128"]
+    command += ["--continuations", "8", "--reports", "0", "--no-compile", "--block-size", "3", *options]
+    assert main([*command, "--steps", "2"]) == 0
+    assert main([*command, "--steps", "30"]) == 0
+    assert "resuming after step 2" in capfd.readouterr().err
+    assert main([*command, "--steps", "31", "--markov-rank", "3"]) == 1
+    again = [*command, "--output", str(tmp_path / "more"), "--head", str(tmp_path), "--steps", "1"]
+    assert main(again) == 0
+    assert (tmp_path / "more" / "model.safetensors").exists()
+
+
+def test_losses_are_divergence_and_variation():
+    logits, target = torch.tensor([[0.0, 0.0], [3.0, -1.0]]), torch.tensor([[0.0, 0.0], [0.0, 0.0]])
+    divergence, variation = losses("eagle3", logits, target)
+    probs = logits[1].softmax(-1)
+    assert divergence.tolist() == pytest.approx([0.0, float((0.5 * (0.5 / probs).log()).sum())], abs=1e-6)
+    assert variation.tolist() == pytest.approx([0.0, float(probs[0] - 0.5)], abs=1e-6)
+    both, _ = losses("dspark", logits, target)
+    torch.testing.assert_close(both, 0.9 * variation + 0.1 * divergence)
+    assert weights_of("eagle3", 3).diff().max() < 0
+    assert weights_of("dspark", 3).tolist() == [1, 1, 1]
+
+
 HEADS = {
     "eagle3 of two layers": head_config(layers=2, fc_norm=True, norm_output=True),
     "eagle3 with a draft vocabulary": head_config(draft_vocab=20),
     "dflash": block_config(types=[FULL, SLIDING]),
     "dspark": block_config(kind="dspark", **ANCHOR, markov_rank=8, markov_head_type="rnn"),
-    "dspark with a draft vocabulary": block_config(kind="dspark", draft_vocab=20, **ANCHOR, markov_rank=8),
+    "dspark with a draft vocabulary": block_config(kind="dspark", draft_vocab=33, **ANCHOR, markov_rank=8),
 }
 PROMPTS = ["the whale", "a ship and every sailor saw the", "night"]
 

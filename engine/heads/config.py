@@ -57,6 +57,7 @@ class HeadConfig:
             with one layer.
         taps: the target's layers whose outputs the head reads, each by the number of layers up to it, in the order of
             the columns of `fc`.
+        logit_scale, logit_cap: what the target's logits are multiplied with, and softly capped to; so are the head's.
         vocab_size: the target's; draft_vocab_size: the tokens that the head can draft.
         target_hidden_size: the width of the outputs that it reads.
         block_size: places of a block; 0 if there is no limit.
@@ -81,6 +82,8 @@ class HeadConfig:
     sliding_window_non_causal: bool = False
     markov_rank: int = 0
     markov_head_type: str = "vanilla"
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
 
     @property
     def max_draft_tokens(self) -> int:
@@ -118,6 +121,13 @@ def read_head_config(source: ModelSource, target: ModelSource) -> HeadConfig:
     return _Reader(source, target).read()
 
 
+def _logit_scale(text: "PreTrainedConfig") -> float:
+    """Return the factor of a model's logits; of the families that name it `logits_scaling`, all but one divide."""
+    factor = float(getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1)
+    scaling = float(getattr(text, "logits_scaling", None) or 1)
+    return factor * (scaling if text.model_type == "hyperclovax" else 1 / scaling)
+
+
 class _Reader:
     """Reads a head's fields, wherever its form has them."""
 
@@ -139,6 +149,7 @@ class _Reader:
                 value = values.get(name)
                 self._check(value in (None, served), f"{name} is {value}, and only {served} is served")
         common: dict[str, Any] = {"kind": kind, "vocab_size": vocab_size, "target_hidden_size": width}
+        common |= {"logit_scale": _logit_scale(text), "logit_cap": getattr(text, "final_logit_softcapping", None)}
         if not _KINDS[kind]:
             (layers := copy.deepcopy(text)).num_hidden_layers = 1
             return HeadConfig(layers=layers, taps=(num_layers,), draft_vocab_size=vocab_size, **common)

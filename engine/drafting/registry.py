@@ -129,20 +129,14 @@ def _head_drafter(
 ) -> TargetDrafter:
     from engine.drafting.in_target.block_drafter import BlockDrafter
     from engine.drafting.in_target.target_chains import TargetChainDrafter
-    from engine.heads.head import head_model
-
-    if target.model.head is not None and target.model.head.drafts_blocks:
-        return BlockDrafter(config, target, kv, grammars)
-    return TargetChainDrafter(head_model, config, target, kv, grammars)
-
-
-def _head_tree_drafter(
-    config: EngineConfig, target: "Backend", kv: "KVTensors", grammars: "Grammars | None"
-) -> TargetDrafter:
     from engine.drafting.in_target.target_trees import TargetTreeDrafter
     from engine.heads.head import head_model
 
-    return TargetTreeDrafter(head_model, config, target, kv, grammars)
+    if drafts_trees(config.drafting):
+        return TargetTreeDrafter(head_model, config, target, kv, grammars)
+    if target.model.head is not None and target.model.head.drafts_blocks:
+        return BlockDrafter(config, target, kv, grammars)
+    return TargetChainDrafter(head_model, config, target, kv, grammars)
 
 
 METHODS: Mapping[str, Method] = {
@@ -159,11 +153,7 @@ METHODS: Mapping[str, Method] = {
     "self": Method("target", lambda *_: DeferringDrafter(), make_in_target=_self_drafter),
     "head": Method("target", lambda *_: DeferringDrafter(), make_in_target=_head_drafter),
     "head_tree": Method(
-        "target",
-        lambda *_: DeferringDrafter(),
-        drafts_trees=True,
-        rules=("coupled",),
-        make_in_target=_head_tree_drafter,
+        "target", lambda *_: DeferringDrafter(), drafts_trees=True, rules=("coupled",), make_in_target=_head_drafter
     ),
     "head_worker": Method("draft", _model_drafter, runs_ahead=_CHAIN_RULES, reads_features=True),
     "mtp": Method("target", lambda *_: DeferringDrafter(), make_in_target=_head_drafter),

@@ -243,33 +243,21 @@ class PagedContext:
 
     def read_states(self, *, of_parents: bool) -> Tensor:
         """Return states; see `AttentionContext.read_states`."""
-        return read_states(_states(self.kv), parent_slots(self.kv, self.groups) if of_parents else self.slots)
+        size, slots = self.kv.block_size, self.slots
+        if of_parents:
+            parents = [slots_of(group.blocks.long(), group.parents.long(), size) for group in self.groups]
+            slots = torch.cat([rows.flatten() for rows in parents])
+        return self._states.index_select(0, slots)
 
     def write_states(self, states: Tensor, tokens: Tensor | None = None) -> None:
         """Write states; see `AttentionContext.write_states`."""
         slots = self.slots if tokens is None else torch.where(tokens < 0, 0, self.slots[tokens])
-        write_states(_states(self.kv), slots, states)
+        self._states.index_copy_(0, slots.long(), states.to(self._states.dtype))
 
-
-def parent_slots(kv: KVTensors, groups: Sequence[Group]) -> Tensor:
-    """Return the slot of the token before each token, [tokens]; 0 for the first of a context."""
-    size = kv.block_size
-    return torch.cat([slots_of(group.blocks.long(), group.parents.long(), size).flatten() for group in groups])
-
-
-def read_states(cache: Tensor, slots: Tensor) -> Tensor:
-    """Return the states at slots [tokens]."""
-    return cache.view(-1, cache.shape[-1]).index_select(0, slots)
-
-
-def write_states(cache: Tensor, slots: Tensor, states: Tensor) -> None:
-    """Write states [tokens, state_size] to slots [tokens]."""
-    cache.view(-1, cache.shape[-1]).index_copy_(0, slots.long(), states.to(cache.dtype))
-
-
-def _states(kv: KVTensors) -> Tensor:
-    assert kv.states is not None, "only a model with a head has states"
-    return kv.states
+    @property
+    def _states(self) -> Tensor:
+        assert self.kv.states is not None, "only a model with a head has states"
+        return self.kv.states.view(-1, self.kv.states.shape[-1])
 
 
 def write_slots(cache: Tensor, slots: Tensor, entries: Tensor) -> None:

@@ -57,6 +57,7 @@ class HeadConfig:
             with one layer.
         taps: the target's layers whose outputs the head reads, each by the number of layers up to it, in the order of
             the columns of `fc`.
+        logit_scale, logit_cap: what the target's logits are multiplied with, and softly capped to; so are the head's.
         vocab_size: the target's; draft_vocab_size: the tokens that the head can draft.
         target_hidden_size: the width of the outputs that it reads.
         block_size: places of a block; 0 if there is no limit.
@@ -81,6 +82,8 @@ class HeadConfig:
     sliding_window_non_causal: bool = False
     markov_rank: int = 0
     markov_head_type: str = "vanilla"
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
 
     @property
     def max_draft_tokens(self) -> int:
@@ -118,6 +121,13 @@ def read_head_config(source: ModelSource, target: ModelSource) -> HeadConfig:
     return _Reader(source, target).read()
 
 
+def _logit_scale(text: "PreTrainedConfig") -> float:
+    """Return the factor of a model's logits; of the families that name it `logits_scaling`, all but one divide."""
+    factor = float(getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1)
+    scaling = float(getattr(text, "logits_scaling", None) or 1)
+    return factor * (scaling if text.model_type == "hyperclovax" else 1 / scaling)
+
+
 class _Reader:
     """Reads a head's fields, wherever its form has them."""
 
@@ -139,21 +149,19 @@ class _Reader:
                 value = values.get(name)
                 self._check(value in (None, served), f"{name} is {value}, and only {served} is served")
         common: dict[str, Any] = {"kind": kind, "vocab_size": vocab_size, "target_hidden_size": width}
+        common |= {"logit_scale": _logit_scale(text), "logit_cap": getattr(text, "final_logit_softcapping", None)}
         if not _KINDS[kind]:
             (layers := copy.deepcopy(text)).num_hidden_layers = 1
             return HeadConfig(layers=layers, taps=(num_layers,), draft_vocab_size=vocab_size, **common)
         layers = self._layers(_KINDS[kind])
-        own_width = fields.get("target_hidden_size") or layers.hidden_size
         draft_vocab_size = fields.get("draft_vocab_size", 32000 if self._is_speculators else None) or vocab_size
         mask, of_target = self._first(*_MASK_IDS), f"of the target {self._target.path}"
-        own = layers.vocab_size
+        own, own_width = layers.vocab_size, fields.get("target_hidden_size") or layers.hidden_size
         self._check(own == vocab_size, f"its vocab_size is {own}, and that {of_target} {vocab_size}")
-        self._check(
-            own_width == width, f"its target_hidden_size is {own_width}, and the hidden_size {of_target} {width}"
-        )
-        self._check(
-            draft_vocab_size <= vocab_size, f"draft_vocab_size is {draft_vocab_size}, and vocab_size {vocab_size}"
-        )
+        widths = f"its target_hidden_size is {own_width}, and the hidden_size {of_target} {width}"
+        self._check(own_width == width, widths)
+        sizes = f"draft_vocab_size is {draft_vocab_size}, and vocab_size {vocab_size}"
+        self._check(draft_vocab_size <= vocab_size, sizes)
         is_token = kind == "eagle3" or (isinstance(mask, int) and mask < vocab_size)
         self._check(is_token, f"mask_token_id is {mask}; it must be a token {of_target}")
         return HeadConfig(
@@ -168,13 +176,11 @@ class _Reader:
 
     def _layers(self, model_types: tuple[str, ...]) -> Any:
         # What differs from the defaults of a class in one form, everything in the others.
-        settings = dict(
-            self._settings.get("transformer_layer_config") or {} if self._is_speculators else self._settings
-        )
+        form = self._settings.get("transformer_layer_config") or {} if self._is_speculators else self._settings
+        settings = dict(form)
         model_type = settings.setdefault("model_type", model_types[-1])
-        self._check(
-            model_type in model_types, f"model_type of its layers is {model_type}, not {' or '.join(model_types)}"
-        )
+        problem = f"model_type of its layers is {model_type}, not {' or '.join(model_types)}"
+        self._check(model_type in model_types, problem)
         if is_sliding := _SLIDING in (settings.get("layer_types") or []):
             settings["use_sliding_window"] = True  # without it, Qwen3's configuration drops the window
         layers: Any = read_configuration(self._source.path, settings)
@@ -191,9 +197,8 @@ class _Reader:
             section, _, name = field.rpartition(".")
             if (ids := ((self._settings.get(section) or {}) if section else self._settings).get(name)) is not None:
                 stated[field] = tuple(layer + shift for layer in ids)
-        self._check(
-            len({*stated.values()}) < 2, f"{' and '.join(stated)} differ; leave the one that it was trained with"
-        )
+        problem = f"{' and '.join(stated)} differ; leave the one that it was trained with"
+        self._check(len({*stated.values()}) < 2, problem)
         is_known = bool(stated) or self._kind not in _BLOCKS
         self._check(is_known, "the field of tapped layers is missing; add the layers that it was trained with")
         default = (2, num_layers // 2, num_layers - 3)

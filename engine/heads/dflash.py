@@ -38,14 +38,10 @@ class DFlashHead(Head):
         self.layers = nn.ModuleList([Qwen3DecoderLayer(layers, index) for index in range(layers.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(layers.hidden_size, layers.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(layers)
-        for index, attention in enumerate(self._attentions, first_layer):
+        for index, layer in enumerate(self.layers, first_layer):
+            attention: Any = layer.self_attn
             attention.layer_idx, attention.attends_from = index, self.attends_from
             attention.sees_row = attention.sliding_window is None or config.sliding_window_non_causal
-
-    @property
-    def _attentions(self) -> list[Any]:
-        layers: list[Any] = list(self.layers)
-        return [layer.self_attn for layer in layers]
 
     def feature(self, taps: Sequence[Tensor]) -> Tensor:
         """Return fc of the tapped outputs, normed; see `Head.feature`."""
@@ -56,7 +52,8 @@ class DFlashHead(Head):
         """Write the keys and values of the tokens' own features; see `Head.absorb`."""
         features = context.read_states(of_parents=False).unsqueeze(0).to(self.norm.weight.dtype)
         rotary = self.rotary_emb(features, positions)
-        for attention in self._attentions:
+        for layer in self.layers:
+            attention: Any = layer.self_attn
             context.write(attention.layer_idx, *keys_and_values(attention, features, rotary))
 
     def forward(

@@ -74,7 +74,7 @@ class Eagle3Head(Head):
             input_ids, position_ids: [1, tokens].
             logits_to_keep: [n] the indices of the tokens that need logits.
         """
-        embedded, states = self._inputs(input_ids, paged)
+        embedded, states = self._drafting_inputs(input_ids, paged)
         rotary = self.rotary_emb(embedded, position_ids)
         for layer in range(len(self.layers)):
             states = self._run(layer, embedded, states, rotary, paged=paged)
@@ -86,6 +86,9 @@ class Eagle3Head(Head):
     def _inputs(self, token_ids: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
         embedded: Tensor = self.embed_tokens(token_ids)
         return embedded, context.read_states(of_parents=True).unsqueeze(0).to(embedded.dtype)
+
+    def _drafting_inputs(self, token_ids: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
+        return self._inputs(token_ids, context)
 
     def _joined(self, index: int, embedded: Tensor, states: Tensor) -> Tensor:
         """Return the input of a layer's attention."""

@@ -36,7 +36,7 @@ class Head(nn.Module):
 
     Attributes:
         embed_tokens, lm_head: its own, or the target's.
-        num_tokens: it drafts ids below this one; the target's tokenizer has no others.
+        num_tokens: it drafts this many of the first ids of its logits; the target's tokenizer has no others.
         target_ids: [draft vocabulary] the target's id of each of its tokens; None if it has all of them in order.
         drafts_blocks: one pass drafts several tokens; else each pass drafts one.
         keeps_kv: the cache has its keys and values, and not only its states; those are with the head that drafts.
@@ -91,6 +91,10 @@ class Head(nn.Module):
     def vocab_logits(self, hidden: Tensor) -> Tensor:
         """Return logits in the order of the target's vocabulary, [..., vocab]."""
         logits: Tensor = self.lm_head(hidden)
+        if self.config.logit_scale != 1:
+            logits = logits * self.config.logit_scale
+        if (cap := self.config.logit_cap) is not None:
+            logits = cap * (logits / cap).tanh()
         if self.target_ids is not None:
             full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), NEVER)
             logits = full.index_copy(-1, self.target_ids, logits)

@@ -23,7 +23,7 @@ class PEagleHead(Eagle3Head):
         self._mask_id = config.mask_token_id
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(config.taps) * config.target_hidden_size))
 
-    def _inputs(self, token_ids: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
-        embedded, states = super()._inputs(token_ids, context)
+    def _drafting_inputs(self, token_ids: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
+        embedded, states = self._inputs(token_ids, context)  # a text that has the mask's id keeps its own features
         mask = self.feature(self.mask_hidden.chunk(len(self.config.taps), -1))
         return embedded, torch.where(token_ids.eq(self._mask_id).unsqueeze(-1), mask, states)

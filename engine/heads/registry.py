@@ -14,7 +14,7 @@ from transformers.modeling_utils import local_torch_dtype
 from engine.heads.config import read_head_config
 from engine.heads.dflash import DFlashHead, DSparkHead
 from engine.heads.eagle3 import Eagle3Head
-from engine.heads.head import Head
+from engine.heads.head import Head, head_model
 from engine.heads.head_weights import fill_head
 from engine.heads.mtp import MtpHead
 from engine.heads.peagle import PEagleHead
@@ -44,7 +44,12 @@ def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bo
     layers = model.kv_shape.layers
     head = load_head(source.head, source, model.module, model.device, model.dtype, layers)
     head.keeps_kv = keeps_kv
-    return replace(model, module=head, head=head) if source.config.head_only else with_head(model, head)
+    if source.config.head_only:
+        return replace(model, module=head, head=head)
+    model = with_head(model, head)
+    # Of a vocabulary that it shares with a rank's target, it has that rank's slice.
+    head.num_tokens = max(0, head.num_tokens - head_model(model).vocab_slice.start)
+    return model
 
 
 def load_head(

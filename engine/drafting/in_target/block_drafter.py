@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.drafting.in_target.target_chains import with_drafts
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.token_drawer import Chain, Drawn, TokenDrawer, extend
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend
 from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardBatch, ForwardRow, build
 from engine.heads.head import head_model
-from engine.protocols import NO_DRAFT, Request, VerifyRow
+from engine.protocols import Request, VerifyRow
 from engine.sampling.grammar import Grammars
 from engine.sampling.top_tokens import copied
 
@@ -36,7 +37,7 @@ class BlockDrafter(TokenDrawer):
         self._reducer = backend.reducer
         # A longer row may be cut, and the places of its parts would not see one another.
         longest = MAX_GROUPED_LENGTH - self._head.num_unread
-        self._max_length: int = min(longest, self._head.config.max_draft_tokens or longest)
+        self._max_length: int = min(longest, self._head.config.max_draft_tokens)
 
     def draft(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[VerifyRow]:
         """Draw chains for the rows whose drafts were left to the target; see `TargetDrafter.draft`.
@@ -44,12 +45,10 @@ class BlockDrafter(TokenDrawer):
         A row of which nothing is computed gets an empty one: the head knows nothing about it.
         """
         able = [row for row in rows if row.draft.num_deferred and row.start]
-        drafts = {id(row): chain.draft() for row, chain in zip(able, self._chains(able, decides=decides), strict=True)}
-        return [replace(row, draft=drafts.get(id(row), NO_DRAFT)) if row.draft.num_deferred else row for row in rows]
+        drafts = [chain.draft() for chain in self._chains(able, decides=decides)] if able else []
+        return with_drafts(rows, able, drafts)
 
     def _chains(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[Chain]:
-        if not rows:
-            return []
         counts = [min(row.draft.num_deferred, self._max_length) for row in rows]
         blocks = []
         for row, count in zip(rows, counts, strict=True):

@@ -57,13 +57,8 @@ class TargetChainDrafter(TokenDrawer):
         able = self.able(rows)
         chains = [Chain() for _ in able]
         if able:
-            self.extend(
-                self.tips(able),
-                [row.request for row in able],
-                [row.block_ids for row in able],
-                chains,
-                [row.draft.num_deferred for row in able],
-            )
+            requests, tables = [row.request for row in able], [row.block_ids for row in able]
+            self.extend(self.tips(able), requests, tables, chains, [row.draft.num_deferred for row in able])
         return with_drafts(rows, able, [chain.draft() for chain in chains])
 
     def able(self, rows: Sequence[VerifyRow]) -> list[VerifyRow]:

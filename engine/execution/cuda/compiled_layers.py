@@ -64,7 +64,7 @@ class TritonContext(PagedContext):
         apply_compile_settings()
         _thread.contexts.append(self)
         try:
-            yield OperatorContext()
+            yield OperatorContext(self)
         finally:
             _thread.contexts.pop()
 
@@ -72,8 +72,9 @@ class TritonContext(PagedContext):
 class OperatorContext:
     """Attends through an operator, so that a compiler can treat it as one call; the rest is not called in layers."""
 
-    def __init__(self) -> None:
-        self.taps: dict[int, Tensor] = {}
+    def __init__(self, context: TritonContext) -> None:
+        self.taps = context.taps
+        self.write, self.read_states, self.write_states = context.write, context.read_states, context.write_states
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend, in the context of the current pass; see `AttentionContext.attend`."""
@@ -82,18 +83,6 @@ class OperatorContext:
         numbers = (params.window, params.scaling, params.softcap, params.sinks, params.first, params.sees_row)
         output: Tensor = torch.ops.paceline.attend_in_context(query, key, value, layer, *numbers)
         return output
-
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write without attending; see `AttentionContext.write`."""
-        _thread.contexts[-1].write(layer, key, value)
-
-    def read_states(self, *, of_parents: bool) -> Tensor:
-        """Return states; see `AttentionContext.read_states`."""
-        return _thread.contexts[-1].read_states(of_parents=of_parents)
-
-    def write_states(self, states: Tensor, tokens: Tensor | None = None) -> None:
-        """Write states; see `AttentionContext.write_states`."""
-        _thread.contexts[-1].write_states(states, tokens)
 
 
 @torch.library.custom_op("paceline::attend_in_context", mutates_args=())

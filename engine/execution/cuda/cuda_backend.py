@@ -33,7 +33,6 @@ from engine.execution.cuda.linear import MAX_KERNEL_ROWS, make_invariant
 from engine.execution.cuda.static_pass import Shape
 from engine.execution.eager import EagerBackend
 from engine.models.causal_lm import CausalLM, forward
-from engine.models.layers.layer_attention import KVShape
 from engine.models.layers.reducer import alone
 from engine.sampling import noise
 from engine.sampling.noise import Draws
@@ -47,16 +46,9 @@ logger = logging.getLogger(__name__)
 class GraphedKV(KVTensors):
     """A KV cache and its graphs, None until the backend is warmed up; batches for it are made on the host."""
 
-    def __init__(
-        self,
-        shape: KVShape,
-        num_blocks: int,
-        block_size: int,
-        like: Tensor,
-        head_shape: KVShape | None = None,
-        states_like: Tensor | None = None,
-    ) -> None:
-        super().__init__(shape, num_blocks, block_size, like, head_shape, states_like)
+    def __init__(self, *arguments: Any) -> None:
+        """Allocate the cache; see `KVTensors`."""
+        super().__init__(*arguments)
         self.input_device = torch.device("cpu")
         self.graphs: Graphs | None = None
 

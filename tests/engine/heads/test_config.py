@@ -1,6 +1,9 @@
 """The published forms of config.json, and what is refused."""
 
+from types import SimpleNamespace
+
 import pytest
+from transformers import CONFIG_MAPPING
 
 from engine.errors import ModelError
 from engine.heads.config import kind_of, read_head_config, verifier_of
@@ -195,3 +198,21 @@ def test_the_nested_rope_base_and_the_flags_of_blocks_are_honoured(tmp_path):
     assert head.layers.rope_parameters["rope_theta"] == 500000.0
     assert (head.sliding_window_non_causal, head.sample_from_anchor, head.fc_bias) == (True, True, True)
     assert (head.max_draft_tokens, head.markov_rank) == (16, 0)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "expected"),
+    [
+        ("llama", {}, (1.0, None)),
+        ("gemma2", {"final_logit_softcapping": 20.0}, (1.0, 20.0)),
+        ("cohere", {"logit_scale": 0.25}, (0.25, None)),
+        ("granite", {"logits_scaling": 8.0}, (0.125, None)),
+        ("hyperclovax", {"logits_scaling": 8.0}, (8.0, None)),
+    ],
+)
+def test_a_head_has_its_targets_logit_scale_and_cap(model_type, fields, expected):
+    """Each family's own configuration is read as the family's `forward` uses it."""
+    text = CONFIG_MAPPING[model_type](vocab_size=64, hidden_size=32, num_hidden_layers=2, **fields)
+    target = SimpleNamespace(path="target", configuration=text)
+    head = read_head_config(SimpleNamespace(path="target", settings={}), target)
+    assert (head.logit_scale, head.logit_cap) == expected

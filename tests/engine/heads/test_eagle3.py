@@ -111,6 +111,13 @@ def test_the_drafts_are_those_of_the_formulas_whatever_the_chunks(target_path, n
     assert drafted == (ids if head.target_ids is None else head.target_ids[ids]).tolist()
 
 
+def test_a_targets_logit_scale_and_cap_are_the_heads(target_path):
+    head = backend_with_head(target_path, head_config(logit_scale=0.25, logit_cap=2.0)).model.head
+    hidden = torch.randn(3, 32)
+    expected = 2.0 * torch.tanh(0.25 * head.lm_head(hidden) / 2.0)
+    torch.testing.assert_close(head.vocab_logits(hidden), expected)
+
+
 def test_a_token_outside_the_draft_vocabulary_is_never_drafted(target_path):
     backend = backend_with_head(target_path, head_config(draft_vocab=20))
     logits = backend.model.head.vocab_logits(torch.randn(3, 32))

@@ -52,3 +52,14 @@ def test_blocks_and_drafts_are_those_of_the_formulas(target_path, name):
             verified = [text[-1], *text_of(2, seed=len(text))]
             backend.run(build([ForwardRow(verified, len(text) - 1, table, 1)], kv))
             text += [verified[1], 8]
+
+
+@torch.inference_mode()
+def test_a_text_with_the_masks_token_keeps_its_own_features(target_path):
+    config = head_config("peagle", mask_token_id=MASK)
+    backend, written = backend_with_head(target_path, config), []
+    for value in (0.0, 1.0):
+        backend.model.head.mask_hidden.fill_(value)
+        written.append(computed(backend, [[5, MASK, 7, MASK, 9]])[0])
+    for one, other in zip(*(kv.of_head for kv in written), strict=True):
+        assert torch.equal(one, other)

@@ -10,16 +10,15 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import PacelineError
-from engine.execution import attention
-from engine.execution.attention import Group, KVTensors, PagedContext, attend_to_gathered, slots_of, write_slots
+from engine.execution.attention import Group, KVTensors, PagedContext, attend_to_gathered
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.cpu.kernels.paged_attention import attend_to_blocks, suits
 from engine.execution.cpu.kernels.panel_linear import packed_copy
@@ -44,52 +43,24 @@ class CompileError(PacelineError):
     """A forward pass cannot be compiled, or the compiled pass computes something else."""
 
 
-@dataclass(slots=True)
-class TracedContext:
-    """The context of the attention function while it is traced: one group, without branches on tensor values.
-
-    Attributes:
-        states: those of a head, none or one tensor.
-        slots: [rows * length].
-        ends: [rows, length] each token attends to places before its end only.
-    """
-
-    keys: list[Tensor]
-    values: list[Tensor]
-    states: list[Tensor]
-    group: Group
-    slots: Tensor
-    ends: Tensor
-    taps: dict[int, Tensor] = field(default_factory=dict)
+class TracedContext(PagedContext):
+    """The context of passes while they are traced: one group, without branches on tensor values."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend; see `AttentionContext.attend`."""
-        keys, values, group = self.keys[layer], self.values[layer], self.group
+        keys, values, (group,) = self.kv.keys[layer], self.kv.values[layer], self.groups
         self.write(layer, key, value)
         _, size, kv_heads, _ = keys.shape
         if params.is_plain and key.shape[-1] == value.shape[-1] and suits(query.shape[-1], query.dtype):
             mask = group.mask(params, 1, query, size)
-            ends = self.ends.amax(-1, keepdim=True).repeat(1, group.length) if params.sees_row else self.ends
+            ends = group.limits_of(params).contiguous()
+            if group.extra is not None:
+                ends = torch.cat([ends.unsqueeze(-1), group.extra + 1], -1).amax(-1)
             return attend_to_blocks(query.transpose(0, 1), keys, values, group.blocks, ends, mask, params.scaling)
         mask = group.mask(params, query.shape[0] // kv_heads, query, size)
         # Indexed by rows of blocks: with flat indices, the compiled code would divide to find each number's row.
         key, value = keys[group.blocks], values[group.blocks]
         return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)
-
-    def write(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Write without attending; see `AttentionContext.write`."""
-        write_slots(self.keys[layer], self.slots, key)
-        write_slots(self.values[layer], self.slots, value)
-
-    def read_states(self, *, of_parents: bool) -> Tensor:
-        """Return states; see `AttentionContext.read_states`."""
-        (states,), group = self.states, self.group
-        slots = slots_of(group.blocks, group.parents, states.shape[1]).flatten() if of_parents else self.slots
-        return attention.read_states(states, slots)
-
-    def write_states(self, states: Tensor, tokens: Tensor | None = None) -> None:
-        """Write states; see `AttentionContext.write_states`."""
-        attention.write_states(self.states[0], self.slots if tokens is None else self.slots[tokens], states)
 
 
 class Step(nn.Module):
@@ -123,9 +94,9 @@ class Step(nn.Module):
         """Return [n, vocab] logits at `logit_indices`, [n, vocab] scores and [n] drawn tokens; see `arguments`."""
         rows, length = positions.shape
         group = Group(0, rows, length, blocks, positions, places, limits, extra)
-        slots = slots_of(blocks, places, keys[0].shape[1]).flatten()
-        ends = torch.cat([limits.unsqueeze(-1), extra + 1], -1).amax(-1)
-        context = TracedContext(keys, values, states, group, slots, ends)
+        state = states[0] if states else None
+        kv: Any = SimpleNamespace(keys=keys, values=values, states=state, block_size=keys[0].shape[1])
+        context = TracedContext(kv, [group])
         logits = forward(self.module, token_ids, positions.flatten(), logit_indices, context).float()
         scores = noise.scores(logits, temperatures, noise_keys, noise_rows)
         return logits, scores, scores.argmax(-1)

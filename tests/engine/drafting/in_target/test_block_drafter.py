@@ -129,7 +129,7 @@ def drafted_by(target, laws, markov_laws=None, num_unread=1):
     head = PlaceModel(laws)
     head.shift = 1 - num_unread
     facts = {"num_unread": num_unread, "markov_head": markov, "target_ids": None, "drafts_blocks": True}
-    module = SimpleNamespace(config=SimpleNamespace(max_draft_tokens=None, mask_token_id=0), **facts)
+    module = SimpleNamespace(config=SimpleNamespace(max_draft_tokens=99, mask_token_id=0), **facts)
     head.model = target.model = SimpleNamespace(module=module, head=module)
     target.beside = lambda part, kv: (head, kv)
     return target

@@ -11,6 +11,7 @@ from engine.heads.tapped import with_head
 from engine.models.causal_lm import Shard
 from engine.sampling import noise
 from engine.sampling.noise import Draws
+from tests.engine.heads.test_dflash import block_config
 from tests.engine.heads.tiny_heads import head_config, random_head
 from tests.engine.ranks import gloo_reducers, in_turn, on_ranks
 from tests.engine.tiny import SIZES, model_of, save
@@ -147,6 +148,25 @@ def test_a_static_pass_keeps_for_a_head_what_an_eager_pass_keeps(name, of_target
         torch.testing.assert_close(output.logits, right.logits, atol=2e-4, rtol=0)
         for cache, other in zip(kv.of_head, other_kv.of_head, strict=True):
             torch.testing.assert_close(cache[:, 1:], other[:, 1:], atol=2e-4, rtol=0)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["dflash", "peagle"])
+def test_a_static_pass_of_blocks_gives_what_an_eager_pass_gives(kind, backend):
+    """Blocks of 5 and 3 tokens in passes for 9: those of DFlash see their block's end, and nothing of the padding."""
+    types = ["sliding_attention", "full_attention"]
+    config = block_config(types) if kind == "dflash" else head_config("peagle", layers=2, mask_token_id=60)
+    one = EagerBackend(head_model(with_head(backend.model, random_head(backend.model, config))))
+    kv, other_kv = prefilled(one, 1), prefilled(one, 1)
+    other_kv.states.copy_(kv.states.normal_())
+    static = static_pass(one, kv, Shape(3, 9, 0, 12))
+    for rows in ([ForwardRow([11, *[60] * 4], 40, BLOCKS, 4), ForwardRow([3, 60, 60], 20, [13, 14], 2)],
+                 [ForwardRow([7, 60], 17, [13, 14], 1)]):  # fmt: skip
+        batch, other_batch = build(rows, kv), build(rows, other_kv)
+        static.fill(batch, None)
+        static.compute()
+        output, right = static.output(batch, None), one.run(other_batch)
+        torch.testing.assert_close(output.logits, right.logits, atol=2e-4, rtol=0)
 
 
 class LateDevice:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import MistralConfig
 
-from engine.execution.attention import KVTensors, slots_of
+from engine.execution.attention import KVTensors
 from engine.execution.batch import ForwardRow, build
 from engine.execution.cpu.compilation import packages as compilation
 from engine.execution.cpu.compilation.compiled_forward import (
@@ -49,10 +49,7 @@ ROWS = {
 
 def traced(batch):
     """Return a batch's context with the tensors that the compiled step makes of it."""
-    kv, (group,) = batch.paged.kv, batch.paged.groups
-    ends = group.limits if group.extra is None else torch.maximum(group.limits, group.extra.amax(-1) + 1)
-    slots = slots_of(group.blocks, group.places, kv.block_size).flatten()
-    return TracedContext(kv.keys, kv.values, [] if kv.states is None else [kv.states], group, slots, ends)
+    return TracedContext(batch.paged.kv, batch.paged.groups)
 
 
 def caches(head_dim):

@@ -159,7 +159,9 @@ async def test_a_draft_worker_that_dies_and_comes_back_drafts_from_replayed_feat
     before = engine.stats.num_drafts
     await group.start_draft()
     group.features._patience_s = 0.1  # for the first round, in which nothing can come
-    await run(engine, text, 3)
+    await run(engine, text, 1)
+    await wait_for(lambda: group.features.counts["bytes"])
+    await run(engine, text, 2)
     assert engine.stats.num_drafts > before
     assert await run(engine, text) == beside[0]
 

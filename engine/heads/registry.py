@@ -44,7 +44,11 @@ def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bo
     layers = model.kv_shape.layers
     head = load_head(source.head, source, model.module, model.device, model.dtype, layers)
     head.keeps_kv = keeps_kv
-    return replace(model, module=head, head=head) if source.config.head_only else with_head(model, head)
+    if not source.config.head_only:
+        return with_head(model, head)
+    num_parameters = sum(parameter.numel() for parameter in head.parameters())
+    info = replace(model.info, name=source.head.path, num_parameters=num_parameters)
+    return replace(model, module=head, head=head, info=info)
 
 
 def load_head(

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from engine.config import EngineConfig
+from engine.drafting.in_target.target_chains import with_drafts
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.token_drawer import Chain, Drawn, TokenDrawer, extend
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend
 from engine.execution.batch import MAX_GROUPED_LENGTH, ForwardBatch, ForwardRow, build
 from engine.heads.head import head_model
-from engine.protocols import NO_DRAFT, Request, VerifyRow
+from engine.protocols import Request, VerifyRow
 from engine.sampling.grammar import Grammars
 from engine.sampling.top_tokens import copied
 
@@ -44,8 +45,7 @@ class BlockDrafter(TokenDrawer):
         A row of which nothing is computed gets an empty one: the head knows nothing about it.
         """
         able = [row for row in rows if row.draft.num_deferred and row.start]
-        drafts = {id(row): chain.draft() for row, chain in zip(able, self._chains(able, decides=decides), strict=True)}
-        return [replace(row, draft=drafts.get(id(row), NO_DRAFT)) if row.draft.num_deferred else row for row in rows]
+        return with_drafts(rows, able, [chain.draft() for chain in self._chains(able, decides=decides)])
 
     def _chains(self, rows: Sequence[VerifyRow], *, decides: bool) -> list[Chain]:
         if not rows:

@@ -73,7 +73,7 @@ class FeatureSource:
 
     def connect(self, endpoint: Endpoint) -> None:
         """Send to a new draft worker from now on, which holds nothing."""
-        asyncio.run_coroutine_threadsafe(self._connect(endpoint), self._loop)
+        asyncio.run_coroutine_threadsafe(self._connect(endpoint), self._loop).result()
 
     async def verify(self, rows: Sequence[VerifyRow], *, decides: bool = True) -> list[Verdict]:
         """Verify as the verifier does; see `ModelVerifier.verify`."""
@@ -103,9 +103,10 @@ class FeatureSource:
         kv, num_sent, slots, spans = self._verifier.kv, self.num_sent, list[int](), []
         assert kv.states is not None
         row_bytes = kv.states.shape[-1] * kv.states.itemsize
-        for row, end in computed:
+        # The shortest first, so that a context that takes many rounds holds up no other.
+        starts = [min(num_sent.get(row.request.request_id, 0), end) for row, end in computed]
+        for start, (row, end) in sorted(zip(starts, computed, strict=True), key=lambda one: one[1][1] - one[0]):
             request_id = row.request.request_id
-            start = num_sent.get(request_id, 0)
             places = range(start, min(end, start + max(1, _MAX_BYTES // row_bytes) - len(slots)))
             spans.append((request_id, start, end, len(slots) * row_bytes, (len(slots) + len(places)) * row_bytes))
             slots += [kv.slot(row.block_ids, place) for place in places]

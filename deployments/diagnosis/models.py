@@ -41,7 +41,9 @@ def path_findings(config: AppConfig) -> Iterator[Finding]:
     target_model = group.target.path if pair.target_model == "auto" else pair.target_model
     known = known_draft(target_model)
     draft = known if pair.draft_model in ("auto", "none") else pair.draft_model
-    pull = f"`paceline pull {target_model}{f' --draft {draft}' if draft else ''}` downloads what is missing"
+    is_named = pair.target_model != "auto" or pair.draft_model in ("auto", "none")  # else a head may name its target
+    names = target_model + f" --draft {draft}" * bool(draft) if is_named else pair.draft_model
+    pull = f"`paceline pull {names}` downloads what is missing"
     for role, model in _models(group).items():
         try:
             source = open_model(model)

@@ -60,7 +60,7 @@ class Router:
 
     async def _start(self, settings: GroupConfig) -> None:
         started = time.monotonic()
-        draft = settings.draft.path if settings.draft else settings.target.head or "(none)"
+        draft = settings.target.head or (settings.draft.path if settings.draft else "(none)")
         logger.info("loading the target %s and the draft %s", settings.target.path, draft)
         self._group = await SpeculationGroup.start(settings)
         self._exit.push_async_callback(self._group.stop)
@@ -91,8 +91,8 @@ class Router:
             ),
             capacity=settings.engine.max_num_seqs + settings.engine.max_queued_requests,
             target_id=target_id(settings.target),
-            draft_model=settings.draft.path if settings.draft is not None and settings.has_draft_worker else None,
-            head=settings.target.head,
+            draft_model=draft if settings.has_draft_worker else None,
+            head=None if settings.has_draft_worker else settings.target.head,
         )
         logger.info("ready after %.1f s", time.monotonic() - started)
 

@@ -20,7 +20,7 @@ from engine.drafting.copying.predicted import PredictionCopier
 from engine.drafting.copying.suffix import SuffixDrafter
 from engine.drafting.model.draft_model import DraftModel
 from engine.errors import ConfigError, ModelError, ModelMismatchError
-from engine.heads.config import kind_of, verifier_of
+from engine.heads.config import BLOCK_KINDS, kind_of, verifier_of
 from engine.models.registry import open_model
 from engine.models.source import ModelSource
 from engine.protocols import DeferringDrafter, Drafter, NoDrafter, TargetDrafter
@@ -114,29 +114,29 @@ def _suffix_drafter(config: EngineConfig) -> SuffixDrafter:
     return SuffixDrafter(remembers_outputs=remembers)
 
 
-def _self_drafter(
-    config: EngineConfig, target: "Backend", kv: "KVTensors", grammars: "Grammars | None"
-) -> TargetDrafter:
+def _self_drafter(config: EngineConfig, target: "Backend", *state: Any) -> TargetDrafter:
     from engine.drafting.in_target.target_chains import TargetChainDrafter
     from engine.models.first_layers import first_layers
 
     assert config.self_draft_layers is not None
-    return TargetChainDrafter(partial(first_layers, count=config.self_draft_layers), config, target, kv, grammars)
+    return TargetChainDrafter(partial(first_layers, count=config.self_draft_layers), config, target, *state)
 
 
-def _head_drafter(
-    config: EngineConfig, target: "Backend", kv: "KVTensors", grammars: "Grammars | None"
-) -> TargetDrafter:
+def _head_drafter(config: EngineConfig, target: "Backend", *state: Any) -> TargetDrafter:
     from engine.drafting.in_target.block_drafter import BlockDrafter
     from engine.drafting.in_target.target_chains import TargetChainDrafter
     from engine.drafting.in_target.target_trees import TargetTreeDrafter
     from engine.heads.head import head_model
 
     if drafts_trees(config.drafting):
-        return TargetTreeDrafter(head_model, config, target, kv, grammars)
+        return TargetTreeDrafter(head_model, config, target, *state)
     if target.model.head is not None and target.model.head.drafts_blocks:
-        return BlockDrafter(config, target, kv, grammars)
-    return TargetChainDrafter(head_model, config, target, kv, grammars)
+        return BlockDrafter(config, target, *state)
+    return TargetChainDrafter(head_model, config, target, *state)
+
+
+def _in_target(make: Callable[..., TargetDrafter]) -> Method:
+    return Method("target", lambda *_: DeferringDrafter(), make_in_target=make)
 
 
 METHODS: Mapping[str, Method] = {
@@ -150,13 +150,11 @@ METHODS: Mapping[str, Method] = {
         runs_ahead=("coupled",),
         chain_rules=("k_sequential",),
     ),
-    "self": Method("target", lambda *_: DeferringDrafter(), make_in_target=_self_drafter),
-    "head": Method("target", lambda *_: DeferringDrafter(), make_in_target=_head_drafter),
-    "head_tree": Method(
-        "target", lambda *_: DeferringDrafter(), drafts_trees=True, rules=("coupled",), make_in_target=_head_drafter
-    ),
+    "self": _in_target(_self_drafter),
+    "head": _in_target(_head_drafter),
+    "head_tree": replace(_in_target(_head_drafter), drafts_trees=True, rules=("coupled",)),
     "head_worker": Method("draft", _model_drafter, runs_ahead=_CHAIN_RULES, reads_features=True),
-    "mtp": Method("target", lambda *_: DeferringDrafter(), make_in_target=_head_drafter),
+    "mtp": _in_target(_head_drafter),
     "ngram": Method("router", lambda *_: NgramDrafter()),
     "suffix": Method("router", lambda config, _: _suffix_drafter(config)),
     "model+suffix": Method(
@@ -245,6 +243,8 @@ def check_kinds(target: ModelSource, draft: ModelSource | None, method: Method) 
     """
     if (head := target.head) is not None:
         target.refuse("heads")
+        if kind_of(head.settings) in BLOCK_KINDS and (method.drafts_trees or method.reads_features):
+            raise ModelError(f"the head {head.path} drafts blocks, as only drafting=head can")
         verifier = PairConfig(target_model=verifier_of(head.settings) or target.path).target.path
         if Path(verifier).name != Path(target.path).name:
             logger.warning("the head %s was trained for %s; the target is %s", head.path, verifier, target.path)
@@ -295,7 +295,8 @@ def settle_drafting(pair: PairConfig) -> Settled:
             raise ConfigError(f"draft_quantization is {pair.draft_quantization}, but the draft is a trained head")
         if pair.target_model == "auto":
             if (target_model := verifier_of(settings)) is None:
-                raise ConfigError(f"{model}, a trained head whose files do not name its target; set target_model")
+                problem = "do not name its target" if settings else "are not here (`paceline pull` downloads them)"
+                raise ConfigError(f"{model}, a trained head whose files {problem}; set target_model")
             pair = replace(pair, target_model=target_model)
     target = pair.target
     if method.runs_in != "router" and (head := draft if needs_head else target if drafting == "mtp" else None):

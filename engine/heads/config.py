@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _BLOCKS = ("dflash", "dspark")
+BLOCK_KINDS = ("peagle", *_BLOCKS)
+"""The kinds that draft several tokens in one pass."""
 _KINDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("eagle3", "peagle"), ("llama", "qwen3")),
     **dict.fromkeys(_BLOCKS, ("qwen3",)),

@@ -45,7 +45,9 @@ def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bo
     head = load_head(source.head, source, model.module, model.device, model.dtype, layers)
     head.keeps_kv = keeps_kv
     if source.config.head_only:
-        return replace(model, module=head, head=head)
+        num_parameters = sum(parameter.numel() for parameter in head.parameters())
+        info = replace(model.info, name=source.head.path, num_parameters=num_parameters)
+        return replace(model, module=head, head=head, info=info)
     model = with_head(model, head)
     # Of a vocabulary that it shares with a rank's target, it has that rank's slice.
     head.num_tokens = max(0, head.num_tokens - head_model(model).vocab_slice.start)

@@ -74,9 +74,10 @@ class Group:
         self.features.put("another request", 0, 0, memoryview(b""), dtype="float32", row_bytes=128)  # so drafts wait
         source = open_model(replace(self.target, head_only=True))
         engine = replace(self.engine_config, num_blocks=64)
-        drafter, _ = load_drafter(
+        drafter, backend = load_drafter(
             source, open_model(self.target), engine, run_ahead=self.run_ahead, features=self.features
         )
+        self.draft_info = backend.info
         responder = DraftResponder(drafter, capacity=16, version=1, features=self.features)
 
         def answer(request):
@@ -151,6 +152,8 @@ async def test_a_head_on_a_draft_worker_drafts_what_it_drafts_in_the_targets_pro
     assert engine.stats.num_prefix_hits > 0
     assert engine.stats == beside[1]
     assert group.drafter.features["missing"] == 0
+    assert group.draft_info.name == group.target.head
+    assert group.draft_info.num_parameters > 0
     assert group.drafter.features["bytes"] > 80 * 32 * 4
 
 
@@ -162,7 +165,9 @@ async def test_a_draft_worker_that_dies_and_comes_back_drafts_from_replayed_feat
     before = engine.stats.num_drafts
     await group.start_draft()
     group.features._patience_s = 0.1  # for the first round, in which nothing can come
-    await run(engine, text, 3)
+    await run(engine, text, 1)
+    await wait_for(lambda: group.features.counts["bytes"])
+    await run(engine, text, 2)
     assert engine.stats.num_drafts > before
     assert await run(engine, text) == beside[0]
 

@@ -15,7 +15,6 @@ from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.next_tokens import NUM_CANDIDATES
 from engine.drafting.model.token_drawer import TokenDrawer
 from engine.drafting.model.tree_drafter import TreeDrafter
-from engine.errors import ModelError
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend, Part
 from engine.protocols import ProposeRow, VerifyRow
@@ -28,9 +27,7 @@ class TargetTreeDrafter(TreeDrafter):
     def __init__(
         self, part: Part, config: EngineConfig, backend: Backend, kv: KVTensors, grammars: Grammars | None = None
     ) -> None:
-        """Draft with a head; raise ModelError if it drafts blocks."""
-        if backend.model.head is not None and backend.model.head.drafts_blocks:
-            raise ModelError(f"drafting is 'head_tree', but the head of {backend.info.name} drafts blocks, no trees")
+        """Draft with a head."""
         self._in_target = TargetChainDrafter(part, config, backend, kv, grammars, num_ranked=NUM_CANDIDATES)
         super().__init__(self._in_target.draft_model, config)
 

@@ -13,19 +13,15 @@ from engine.config import EngineConfig
 from engine.drafting.model.draft_cache import DraftCache
 from engine.drafting.model.draft_model import DraftModel
 from engine.drafting.model.feature_store import FeatureStore
-from engine.errors import ModelError
 from engine.execution.backend import Backend
 from engine.protocols import ProposeRow
 
 
 def make_cache(draft: DraftModel, config: EngineConfig) -> DraftCache:
-    """Return a new cache of a draft model, or of a head; raise ModelError if that does not draft token by token."""
-    backend, features = draft.backend, draft.features
-    if features is None:
-        return DraftCache(backend, config)
-    if backend.model.head is not None and backend.model.head.drafts_blocks:
-        raise ModelError(f"drafting is {config.drafting!r}, but the head drafts blocks, as only drafting=head can")
-    return FeatureCache(backend, config, features)
+    """Return a new cache of a draft model, or of a head."""
+    if draft.features is None:
+        return DraftCache(draft.backend, config)
+    return FeatureCache(draft.backend, config, draft.features)
 
 
 class FeatureCache(DraftCache):

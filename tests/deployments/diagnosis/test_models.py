@@ -108,6 +108,8 @@ def test_a_head_is_found_and_counted_with_its_target(tmp_path: Path):
     for drafting in ("auto", "head_worker"):
         (pair,) = pair_findings(config(**settings, drafting=drafting))
         assert pair.level == "ok", pair.found
+    (missing,) = [one for one in path_findings(config(draft_model="org/head")) if one.level == "error"]
+    assert missing.advice == "`paceline pull org/head` downloads what is missing"
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("target", "head")]
     assert weight_file_bytes(config(**settings)) == sum(sizes)
     save_head(tmp_path / "head", head_settings(target, norm_before_residual=None), head_tensors())

@@ -342,8 +342,8 @@ def test_what_does_not_fit_a_head_is_refused(head, settings, problem):
 
 def test_a_head_without_its_target_and_a_model_that_is_no_head_are_refused(tmp_path):
     nameless = save_head(tmp_path / "head", head_settings(), {})
-    for path in (nameless, "org/head"):
-        with pytest.raises(ConfigError, match=f"draft_model is '{path}', a trained head whose files do not name its"):
+    for path, problem in ((nameless, "do not name its target; set"), ("org/head", "are not here .`paceline pull`")):
+        with pytest.raises(ConfigError, match=f"draft_model is '{path}', a trained head whose files {problem}"):
             settle_drafting(PairConfig(draft_model=path, drafting="head"))
     for draft_model in ("auto", "none", str(BUNDLED_DRAFT)):
         with pytest.raises(ConfigError, match=f"drafting is 'head', but draft_model is '{draft_model}', which is no"):
@@ -363,6 +363,14 @@ def test_a_head_and_its_target_are_checked(head, tmp_path, caplog):
     assert caplog.messages == [f"the head {head} was trained for org/target; the target is {other}"]
     with pytest.raises(ModelError, match="head is a trained head; drafting must be head, head_tree, head_worker"):
         check_kinds(open_model(ModelConfig(str(other))), open_model(ModelConfig(head)), METHODS["model"])
+    block = tmp_path / "block"
+    block.mkdir()
+    (block / "config.json").write_text('{"speculators_model_type": "dflash"}')
+    blocks = open_model(ModelConfig(str(other), head=str(block)))
+    check_kinds(blocks, None, METHODS["head"])
+    for name in ("head_tree", "head_worker"):
+        with pytest.raises(ModelError, match=r"the head .*block drafts blocks, as only drafting=head can"):
+            check_kinds(blocks, None, METHODS[name])
     (other / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(ModelError, match="other is an encoder-decoder, which no trained head reads"):
         check_kinds(open_model(ModelConfig(str(other), head=head)), None, METHODS["head"])

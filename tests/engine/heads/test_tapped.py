@@ -22,7 +22,7 @@ FAST = ("Llama", "Gemma2", "DeepseekV3")
 class NotingHead(torch.nn.Module):
     """A head that keeps the outputs that it is given, and where they stand in the pass."""
 
-    attends_from, drafts_blocks, state_size = 1, False, 3
+    attends_from, drafts_blocks, state_size, keeps_kv = 1, False, 3, True
     kv_shape = KVShape(1, 1, 4, 4)
 
     def __init__(self, taps, first_layer):
@@ -66,7 +66,8 @@ def test_taps_are_the_hidden_states_of_transformers(name, tmp_path):
 def test_keys_and_values_are_kept_unless_a_drafter_elsewhere_keeps_them(keeps_kv, target_path):
     model = model_of(target_path)
     head = NotingHead((1,), model.kv_shape.layers)
-    EagerBackend(with_head(model, head, keeps_kv=keeps_kv))
+    head.keeps_kv = keeps_kv
+    EagerBackend(with_head(model, head))
     assert bool(head.absorbed) == keeps_kv
 
 

@@ -7,9 +7,8 @@ import torch
 
 from engine.config import EngineConfig
 from engine.control.acceptance import TreeAcceptance
-from engine.drafting.in_target.target_trees import TargetTreeDrafter
 from engine.drafting.registry import METHODS, acceptance_of, choose_method
-from engine.errors import ConfigError, ModelError
+from engine.errors import ConfigError
 from engine.params import SamplingParams
 from engine.protocols import Draft, Request, VerifyRow, run_in_process
 from engine.sampling.logits import Run, noised, shape
@@ -112,10 +111,3 @@ def test_its_drafts_count_as_trees_that_only_the_coupled_rule_verifies():
     assert isinstance(acceptance_of(EngineConfig(drafting="head_tree")), TreeAcceptance)
     with pytest.raises(ConfigError, match="drafting is 'head_tree', which allows coupled"):
         choose_method(EngineConfig(drafting="head_tree", verification="rejection"), has_draft_model=False)
-
-
-def test_a_head_that_drafts_blocks_is_refused(target_path):
-    backend = backend_with_head(target_path, head_config())
-    backend.model.head.drafts_blocks = True
-    with pytest.raises(ModelError, match="drafts blocks, no trees"):
-        TargetTreeDrafter(lambda model: model, EngineConfig(num_blocks=9), backend, backend.allocate_kv(9, 4))

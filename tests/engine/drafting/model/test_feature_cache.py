@@ -3,17 +3,14 @@
 import copy
 import random
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine.config import EngineConfig
 from engine.drafting.model.draft_model import DraftModel
-from engine.drafting.model.feature_cache import make_cache
 from engine.drafting.model.feature_store import FeatureStore
 from engine.drafting.registry import METHODS
-from engine.errors import ModelError
 from engine.execution.cpu.cpu_backend import CpuBackend
 from engine.heads.registry import HEADS
 from engine.params import SamplingParams
@@ -187,9 +184,3 @@ def test_states_of_another_number_format_are_converted(target_path):
     kv, blocks = pair.drafter.cache.kv, pair.drafter.cache.prefixes["one"].block_ids
     received = kv.states.flatten(0, 1)[[kv.slot(blocks, i) for i in range(3)]]
     assert torch.equal(received, states.to(torch.bfloat16).float())
-
-
-def test_a_head_that_drafts_blocks_is_refused():
-    backend = SimpleNamespace(model=SimpleNamespace(head=SimpleNamespace(drafts_blocks=True)))
-    with pytest.raises(ModelError, match="drafting is 'head_worker', but the head drafts blocks"):
-        make_cache(DraftModel(backend, features=FeatureStore()), replace(CONFIG, drafting="head_worker"))

@@ -9,7 +9,7 @@ from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, ModelConf
 from engine.heads.registry import load_head
 from engine.models.registry import open_model
 from engine.training.evaluate import BUNDLED_PROMPTS, read_prompts
-from engine.training.heads.unroll import head_acceptance
+from engine.training.head_training import head_acceptance
 from engine.training.measured_acceptance import CONTINUATION_TOKENS, continue_prompts
 from engine.training.small_model import load_model
 

@@ -120,9 +120,9 @@ def show(served: Sequence[Served], k: int, temperature: float, price: float | No
     table = Table(title=f"Served one request at a time, k = {k}, temperature {temperature:g}")
     tasks = list(served[0].lengths)
     by_task = tasks if len(tasks) > 1 else []
-    headings = [*(str(i + 1) for i in range(k)), "tokens a round", *by_task, "draft ms", "MB", "ms a token", "speed-up"]
-    table.add_column("drafting")
-    for heading in [*headings, *(["per M tokens"] if price is not None else [])]:
+    headings = [*(str(i + 1) for i in range(k)), "length", *by_task, "draft ms", "MB", "ms/token", "speed-up"]
+    table.add_column("drafting", no_wrap=True)
+    for heading in [*headings, *(["cost/M"] if price is not None else [])]:
         table.add_column(heading, justify="right")
     for one in served:
         rates = [f"{rate:.3f}" for rate in one.per_position] + [""] * (k - len(one.per_position))
@@ -131,7 +131,9 @@ def show(served: Sequence[Served], k: int, temperature: float, price: float | No
         cells.append(f"{served[0].token_ms / one.token_ms:.2f}")
         if price is not None:
             cells.append(f"{price * one.token_ms / 3.6:.3f}")
-        table.add_row(one.name, *cells)
+        model, layers = (one.settings.get(name) for name in ("draft_model", "self_draft_layers"))
+        short = f"{one.settings['drafting']} {layers or ''}{'' if model == 'none' else Path(str(model)).name}"
+        table.add_row(short.strip(), *cells)
     console.print(table)
     best = min(served, key=lambda one: one.token_ms)
     console.print(f"serve: {best.name}", highlight=False, soft_wrap=True)

@@ -133,7 +133,7 @@ def save_head(folder: Path, head: Head, target: PreTrainedModel, target_name: st
             "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
             "verifier": {"name_or_path": target_name, "architectures": target.config.architectures},
         },
-        "transformer_layer_config": config.layers.to_dict(),
+        "transformer_layer_config": config.layers.to_diff_dict(),
         "draft_vocab_size": config.draft_vocab_size,
         "target_hidden_size": config.target_hidden_size,
         "tie_word_embeddings": False,

@@ -21,7 +21,7 @@ def test_the_last_line_says_what_to_serve():
     head = Served({"drafting": "head", "draft_model": "h"}, [0.8, 0.5], {"all": 2.3}, 1.25, 2.0, 5.5)
     text = printed([plain, head], price=3.6)
     assert text.splitlines()[-1] == "serve: drafting=head draft_model=h"
-    row = next(line for line in text.splitlines() if line.startswith("│ drafting=head"))
+    row = next(line for line in text.splitlines() if line.startswith("│ head h"))
     assert [cell.strip() for cell in row.split("│")[2:-1]] == (
         ["0.800", "0.500", "2.30", "1.25", "5.5", "2.00", "3.00", "2.000"]
     )

@@ -3,9 +3,13 @@
 import json
 
 import pytest
+import torch
 
-from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
+from engine.config import BUNDLED_DRAFT, BUNDLED_HEAD, BUNDLED_TARGET, ModelConfig
+from engine.heads.registry import load_head
+from engine.models.registry import open_model
 from engine.training.evaluate import BUNDLED_PROMPTS, read_prompts
+from engine.training.head_training import head_acceptance
 from engine.training.measured_acceptance import CONTINUATION_TOKENS, continue_prompts
 from engine.training.small_model import load_model
 
@@ -24,9 +28,22 @@ def test_the_pair_accepts_what_its_card_says(temperature: str) -> None:
     assert acceptance.mean_acceptance_length(4) == pytest.approx(card["mean_acceptance_length"], abs=0.05)
 
 
+@pytest.mark.parametrize("temperature", ["0", "1"])
+def test_the_head_accepts_what_its_card_says(temperature: str) -> None:
+    target, tokenizer = load_model(BUNDLED_TARGET)
+    sources = (open_model(ModelConfig(str(folder))) for folder in (BUNDLED_HEAD, BUNDLED_TARGET))
+    head = load_head(*sources, target, target.device, torch.float32, 0)
+    prompts = [tokenizer(prompt)["input_ids"] for prompt in read_prompts(BUNDLED_PROMPTS)]
+    continuations = continue_prompts(target, prompts, CONTINUATION_TOKENS, float(temperature))
+    card = CARD["head"][temperature]
+    acceptance = head_acceptance(head, target, continuations, 4)
+    assert acceptance.per_position(4) == pytest.approx(card["acceptance_per_position"], abs=0.05)
+    assert acceptance.mean_acceptance_length(4) == pytest.approx(card["mean_acceptance_length"], abs=0.05)
+
+
 def test_the_card_prints_the_figures() -> None:
     card = (PAIR / "README.md").read_text()
-    for figures in CARD["temperatures"].values():
+    for figures in [*CARD["temperatures"].values(), *CARD["head"].values()]:
         cells = [f"{rate:.3f}" for rate in figures["acceptance_per_position"]]
         assert " | ".join([*cells, f"{figures['mean_acceptance_length']:.2f}"]) in card
 

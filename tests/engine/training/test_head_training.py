@@ -59,6 +59,8 @@ PROMPTS = ["the whale", "a ship and every sailor saw the", "night"]
 def test_the_steps_of_serving_are_those_of_training(target_path, name):
     backend = backend_with_head(target_path, HEADS[name])
     head = backend.model.head
+    if getattr(head, "markov_head", None) is not None:
+        head.markov_head.markov_w2.weight *= 20  # it decides
     config = EngineConfig(num_blocks=20, block_size=4, drafting="head")
     verifier = ModelVerifier(backend, config, None, METHODS["head"].make_in_target)
     run_in_process(verifier.verify([verify_row(TEXT[:-1], 0, 0)]))
@@ -85,7 +87,11 @@ def test_what_is_measured_and_saved_is_what_the_engine_serves(target, tmp_path, 
     torch.nn.Module.to(head, torch.bfloat16)
     torch.nn.Module.to(head, torch.float32)
     continuations = continue_prompts(model, [tokenizer(prompt)["input_ids"] for prompt in PROMPTS], 24, temperature)
-    accepted = head_acceptance(head, model, continuations, 4).accepted_lengths(4)
+    acceptance = head_acceptance(head, model, continuations, 4)
+    accepted = acceptance.accepted_lengths(4)
+    begins = [(begin, end) for _, begin, end in continuations.texts()]
+    # One draft per token that is followed by four more; a prompt's first token has none.
+    assert [len(row) for row in acceptance.agreements] == [end - 4 - max(1, begin - 1) for begin, end in begins]
     llm = LLM(draft_model=tmp_path, speculation="fixed", num_speculative_tokens=4, dtype="float32", compile="off")
     params = [SamplingParams(temperature=temperature, seed=seed, max_tokens=24, ignore_eos=True) for seed in range(3)]
     served = llm.generate(PROMPTS, params, show_progress=False)

@@ -11,6 +11,7 @@ from engine import LLM, SamplingParams
 from engine.config import EngineConfig, ModelConfig
 from engine.drafting.copying.ngram import NgramDrafter
 from engine.drafting.copying.suffix import SuffixDrafter
+from engine.drafting.model.feature_store import FeatureStore
 from engine.errors import ConfigError, ModelError, RequestError
 from engine.execution.registry import make_backend
 from engine.models.registry import open_model
@@ -144,7 +145,8 @@ def test_only_a_draft_that_is_judged_by_its_distribution_is_invariant(
     make_llm(*models, verification=verification, num_blocks=64)
     monkeypatch.setattr("cluster.workers.loading.make_backend", make)
     sources = [open_model(ModelConfig(str(path), dtype="float32", device="cpu", compile="off")) for path in models]
-    load_drafter(sources[1], sources[0], EngineConfig(verification=verification, num_blocks=64), run_ahead=False)  # type: ignore[arg-type]
+    config = EngineConfig(verification=verification, num_blocks=64)  # type: ignore[arg-type]
+    load_drafter(sources[1], sources[0], config, run_ahead=False, features=FeatureStore())
     assert made == [True, invariant, invariant]
 
 

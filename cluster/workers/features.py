@@ -104,7 +104,7 @@ class FeatureSource:
         assert kv.states is not None
         row_bytes = kv.states.shape[-1] * kv.states.itemsize
         # The shortest first, so that a context that takes many rounds holds up no other.
-        starts = [min(num_sent.get(row.request.request_id, 0), end) for row, end in computed]
+        starts = [num_sent.get(row.request.request_id, 0) for row, _ in computed]
         for start, (row, end) in sorted(zip(starts, computed, strict=True), key=lambda one: one[1][1] - one[0]):
             request_id = row.request.request_id
             places = range(start, min(end, start + max(1, _MAX_BYTES // row_bytes) - len(slots)))

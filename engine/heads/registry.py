@@ -3,6 +3,7 @@
 To add a kind, write its file with a subclass of `Head`, and give it a line here.
 """
 
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -30,6 +31,9 @@ HEADS: Mapping[str, type[Head]] = {
     "dspark": DSparkHead,
     "mtp": MtpHead,
 }
+
+_MAKING = threading.Lock()
+"""Held while torch's functions that draw weights are replaced in the whole process, for ranks that are threads."""
 
 
 def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bool = True) -> CausalLM:
@@ -64,7 +68,7 @@ def load_head(
     """
     config = read_head_config(source, target)
     hidden = config.layers.hidden_size
-    with no_init_weights(), local_torch_dtype(dtype):
+    with _MAKING, no_init_weights(), local_torch_dtype(dtype):
         embed_tokens = nn.Embedding(config.vocab_size, hidden)
         lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         head = HEADS[config.kind](config, embed_tokens, lm_head, first_layer)

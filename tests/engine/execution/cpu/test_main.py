@@ -58,7 +58,7 @@ def test_a_head_is_compiled_beside_its_target(target_path, monkeypatch):
         assert source.config.head == "a head"
         return with_head(model, random_head(model, head_config()))
 
-    monkeypatch.setattr(command, "load_model", load)
+    monkeypatch.setattr(command, "load_target", load)
     monkeypatch.setattr(CpuBackend, "compile", lambda one: compiled.append(type(one.model.module).__name__))
     call(monkeypatch, target_path, "--head", "a head")
     assert compiled == ["TappedLM", "Eagle3Head"]

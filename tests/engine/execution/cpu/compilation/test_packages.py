@@ -50,7 +50,7 @@ def test_a_package_belongs_to_a_configuration_wherever_it_lies(model, step):
 def test_a_package_belongs_to_a_heads_configuration_too(model, step):
     """Some of its settings change no weight."""
     paths = [packages.package_path(step, model.config)]
-    for changed in ({}, {"norm_before_residual": True}, {"taps": (2, 1, 1)}, {"layers": 2}):
+    for changed in ({}, {"norm_before_residual": True}, {"taps": (1, 2, 1)}, {"layers": 2}):
         head = head_config(**changed)
         paths.append(packages.package_path(step, model.config, head))
         head.layers._name_or_path = "elsewhere"

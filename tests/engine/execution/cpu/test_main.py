@@ -79,7 +79,7 @@ COMPILING_FOR_EVER = """
 import subprocess
 from engine.execution.cpu import __main__ as command
 
-command.load_model = lambda *_, **__: subprocess.run(["sh", "-c", "echo $$; exec sleep 1000"])
+command.load_target = lambda *_, **__: subprocess.run(["sh", "-c", "echo $$; exec sleep 1000"])
 command.main()
 """
 

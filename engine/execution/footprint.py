@@ -56,7 +56,7 @@ def with_head(
 ) -> Footprint:
     """Return the footprint of a rank of the target with a whole head, whose keys are `kv`; a pure function."""
     shape, width = kv_shape(head.layers, 1), len(head.taps) * head.target_hidden_size
-    num_numbers = shape.layers * shape.kv_heads * (shape.key_dim + shape.value_dim)
+    num_numbers = shape.layers * shape.layer_numbers
     return replace(
         target,
         weight_bytes=target.weight_bytes + weight_bytes,
@@ -81,7 +81,6 @@ def of_weights(
     text = model_config.get_text_config()
     shape = kv_shape(model_config, world_size)
     max_model_len = min(engine.max_model_len or longest, longest)
-    layer_token_numbers = shape.kv_heads * (shape.key_dim + shape.value_dim)
     num_tokens = engine.max_num_batched_tokens
     num_logits = min(num_tokens, engine.max_num_seqs * (1 + engine.num_speculative_tokens))
     inner = getattr(text, "intermediate_size", None) or getattr(text, "d_ff", None) or 4 * text.hidden_size
@@ -91,11 +90,11 @@ def of_weights(
     widest = max(text.hidden_size, *(inner if isinstance(inner, list) else [inner]))
     workspace_bytes = (
         num_masks * num_tokens * max_model_len * dtype.itemsize
-        + 2 * max_model_len * layer_token_numbers * dtype.itemsize
+        + 2 * max_model_len * shape.layer_numbers * dtype.itemsize
         + _ACTIVATION_COPIES * num_tokens * widest * dtype.itemsize
         + _LOGIT_COPIES * num_logits * text.vocab_size * torch.float32.itemsize
     )
-    kv_token_bytes = shape.layers * layer_token_numbers * (cache_dtype or dtype).itemsize
+    kv_token_bytes = shape.layers * shape.layer_numbers * (cache_dtype or dtype).itemsize
     return Footprint(name, weight_bytes, workspace_bytes, kv_token_bytes, max_model_len)
 
 

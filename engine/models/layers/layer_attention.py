@@ -25,6 +25,11 @@ class KVShape(NamedTuple):
     key_dim: int
     value_dim: int
 
+    @property
+    def layer_numbers(self) -> int:
+        """How many numbers a token's key and value have in one layer."""
+        return self.kv_heads * (self.key_dim + self.value_dim)
+
 
 class AttentionParams(NamedTuple):
     """How a layer attends.

@@ -66,6 +66,8 @@ def serve(
     # Without such a cluster, Ray binds its ports to 127.0.0.1. By default most of it listens on all interfaces, and
     # whoever reaches a replica's gRPC server can run code, because it unpickles what it receives.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    # By default Ray drops most lines of a replica that are like another one's but for their numbers.
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     from deployments.cli.serve import serve_here
 
     try:

@@ -24,9 +24,9 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 120) -> None:
         time.sleep(0.05)
 
 
-def get(url: str, path: str) -> httpx.Response:
+def get(url: str, path: str, request_id: str = "") -> httpx.Response:
     """The answer over a new connection, of whatever status; while there is no server, the next one's."""
-    return httpx.get(f"{url}{path}", timeout=30)
+    return httpx.get(f"{url}{path}", headers={"x-request-id": request_id} if request_id else {}, timeout=30)
 
 
 def all_know(url: str, num_routers: int) -> bool:
@@ -65,11 +65,19 @@ def resubmissions(url: str) -> list[float]:
 
 
 def test_both_routers_and_ingresses_are_ready_and_head_works(server: Server, url: str) -> None:
-    wait_for(lambda: all_know(url, 2) and len({line["replica"] for line in server.logged("GET /health")}) == 2)
+    wait_for(lambda: all_know(url, 2))
     assert get(url, "/health").json()["status"] == "ok"
     for path in ("/live", "/ready", "/health"):
         response = httpx.head(f"{url}{path}", timeout=30)
         assert (response.status_code, response.content) == (200, b"")
+
+
+def test_every_answer_of_either_ingress_is_in_the_log(server: Server, url: str) -> None:
+    sent = {f"logged-{i}" for i in range(20)}
+    for request_id in sent:
+        assert get(url, "/health", request_id).status_code == 200
+    wait_for(lambda: {line["request_id"] for line in server.logged("GET /health")} >= sent)
+    assert len({line["replica"] for line in server.logged("GET /health")}) == 2
 
 
 def test_every_scrape_shows_both_routers(server: Server, url: str) -> None:

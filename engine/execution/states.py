@@ -34,12 +34,12 @@ class LayerStates:
         """Allocate zeros, which are also the state before the first token; `like` gives device and inputs' format."""
         self.taps = shape.taps
         self.inputs = like.new_zeros(num_slots, shape.taps + depth, shape.channels)
-        numbers = {"dtype": torch.float32, "device": like.device}
-        self.matrices = torch.zeros(num_slots, shape.heads, shape.rows, shape.columns, **numbers)
+        zeros = like.float().new_zeros
+        self.matrices = zeros(num_slots, shape.heads, shape.rows, shape.columns)
         self.updates = Update(
-            torch.zeros(num_slots, depth, shape.heads, shape.decays, **numbers),
-            torch.zeros(num_slots, depth, shape.heads, shape.rows, **numbers),
-            torch.zeros(num_slots, depth, shape.groups, shape.columns, **numbers),
+            zeros(num_slots, depth, shape.heads, shape.decays),
+            zeros(num_slots, depth, shape.heads, shape.rows),
+            zeros(num_slots, depth, shape.groups, shape.columns),
         )
 
 
@@ -130,7 +130,9 @@ class Carried:
 class RowStates:
     """How the rows of a group continue their states; what all layers share is prepared once for a pass."""
 
-    def __init__(self, plans: Sequence[RowPlan], width: int, device: torch.device, carried: Carried | None = None) -> None:
+    def __init__(
+        self, plans: Sequence[RowPlan], width: int, device: torch.device, carried: Carried | None = None
+    ) -> None:
         """Prepare a group of rows, padded to `width` tokens; `carried` has their states or gets them, not the slots."""
         self._plans, self._width, self._device, self._carried = plans, width, device, carried
         self._sources = self._tensor([plan.state.source for plan in plans])
@@ -144,7 +146,7 @@ class RowStates:
 
     def convolve(self, layer: int, kept: LayerStates, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve a group's inputs [rows * width, channels]; see `AttentionContext.convolve`."""
-        tokens = inputs.unflatten(0, (len(self._plans), self._width))
+        tokens = inputs.view(len(self._plans), self._width, -1)
         taps, carried = kept.taps, self._carried
         window = kept.inputs[self._sources]
         is_carried = carried is not None and layer in carried.inputs
@@ -167,7 +169,7 @@ class RowStates:
 
     def recur(self, layer: int, kept: LayerStates, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
         """Compute a group's tokens, [rows * width, ...] each; see `AttentionContext.recur`."""
-        tokens = [entry.unflatten(0, (len(self._plans), self._width)) for entry in inputs]
+        tokens = [entry.view(len(self._plans), self._width, *entry.shape[1:]) for entry in inputs]
         state = self._first(layer, kept)
         scanned = [
             self._scan(kept, recurrence, row, state, [entry[row] for entry in tokens])
@@ -194,7 +196,7 @@ class RowStates:
         """Return the rows' states before their first tokens, [rows, heads, rows, columns]."""
         if self._carried is not None and layer in self._carried.matrices:
             return self._carried.matrices[layer]
-        state = kept.matrices[self._sources]
+        state: Tensor = kept.matrices[self._sources]
         for fold, step in enumerate(self._fold_steps):
             update = Update(*(part[self._sources, fold] for part in kept.updates))
             state = updated(state, _masked(update, step.active))
@@ -308,7 +310,8 @@ def _masked(update: Update, active: Tensor | None) -> Update:
     """Return an update that leaves the states of rows that are not active as they are."""
     if active is None:
         return update
-    return Update(update.decay.where(active, 1.0), update.left.where(active, 0.0), update.right)
+    # The right side, too: a stale entry may be infinite.
+    return Update(update.decay.where(active, 1.0), *(part.where(active, 0.0) for part in update[1:]))
 
 
 def _cut(inputs: Tensor, starts: Tensor, length: int) -> Tensor:

@@ -95,7 +95,7 @@ class Request:
 
 
 class StateRow(NamedTuple):
-    """Where a row's state is, for a model with linear layers.
+    """Where a row's state is: a model with linear layers needs one.
 
     Attributes:
         slot: the request's own slot; the pass leaves there the state after the row's last committed token.

@@ -262,14 +262,14 @@ class PagedContext:
         self._states.index_copy_(0, slots.long(), states.to(self._states.dtype))
 
     def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Convolve group by group; see `AttentionContext.convolve`."""
+        """Convolve group by group; see `StateContext.convolve`."""
         assert self.kv.linear is not None, "only linear layers have convolutions"
         kept = self.kv.linear.layers[layer]
         outputs = [states.convolve(layer, kept, inputs[tokens], weight, bias) for states, tokens in self._rows]
         return torch.cat(outputs)
 
     def recur(self, layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
-        """Compute group by group; see `AttentionContext.recur`."""
+        """Compute group by group; see `StateContext.recur`."""
         assert self.kv.linear is not None, "only linear layers have recurrences"
         kept = self.kv.linear.layers[layer]
         outputs = [states.recur(layer, kept, recurrence, [x[tokens] for x in inputs]) for states, tokens in self._rows]

@@ -33,7 +33,7 @@ class ModelVerifier:
         self.backend = backend
         self._grammars = grammars
         self.num_blocks = config.num_blocks + 1
-        num_states, depth = config.num_states or 0, config.num_speculative_tokens
+        num_states, depth = 1 + (config.num_states or 0), config.num_speculative_tokens
         self._kv = backend.allocate_kv(self.num_blocks, config.block_size, num_states, depth)
         self._rule = rule_of(config.verification)
         self._end_ids = tuple(backend.info.eos_token_ids)

@@ -3,14 +3,12 @@
 The function's name is not in transformers' mask registry, so that transformers builds no mask itself.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from engine.errors import ModelError
-from engine.models.layers.layer_state import Recurrence
 
 ATTENTION_NAME = "paceline"
 _SUPPORTED = {
@@ -97,25 +95,6 @@ class AttentionContext(Protocol):
 
     def write_states(self, states: Tensor, tokens: Tensor | None = None) -> None:
         """Write states [n, state_size] of the tokens with these indices in the pass; None: of all, -1: of none."""
-        ...
-
-    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the causal convolution of each token's context, [tokens, channels], and keep the inputs.
-
-        Args:
-            layer: the linear layer's index among such layers.
-            inputs: [tokens, channels].
-            weight: [channels, kernel].
-            bias: [channels].
-        """
-        ...
-
-    def recur(self, layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
-        """Return a linear layer's outputs [tokens, heads, size], and keep the states; `layer` as in `convolve`.
-
-        Args:
-            inputs: [tokens, ...] each.
-        """
         ...
 
 

@@ -82,6 +82,29 @@ class Recurrence(Protocol):
         ...
 
 
+class StateContext(Protocol):
+    """The access of linear layers to the states of one forward pass's rows."""
+
+    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the causal convolution of each token's context, [tokens, channels], and keep the inputs.
+
+        Args:
+            layer: the linear layer's index among such layers.
+            inputs: [tokens, channels].
+            weight: [channels, kernel].
+            bias: [channels].
+        """
+        ...
+
+    def recur(self, layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
+        """Return a linear layer's outputs [tokens, heads, size], and keep the states; `layer` as in `convolve`.
+
+        Args:
+            inputs: [tokens, ...] each.
+        """
+        ...
+
+
 def updated(state: Tensor, update: Update) -> Tensor:
     """Return the state [n, heads, rows, columns] after an update."""
     right = update.right.repeat_interleave(state.shape[1] // update.right.shape[1], 1)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from engine.block_table import block_table
 from engine.execution.attention import Group, KVTensors, PagedContext, slots_of
+from engine.execution.states import Carried, RowPlan, RowStates
+from engine.protocols import StateRow
 
 MAX_GROUPED_LENGTH = 16
 """Rows of up to this many tokens, those of their draft but one not counted, form one group; others are prefill chunks.
@@ -33,6 +35,9 @@ class ForwardRow:
         num_logits: how many of the last tokens need logits.
         parents: tree of the last `len(parents)` tokens; None for a chain.
         source_length: the number of source tokens (see `Request`), computed in one pass before the others; no trees.
+        num_draft_tokens: how many of the last tokens are a draft.
+        prompt_length: the context's first tokens, whose states are computed in chunks.
+        state: where the state of linear layers is; None for a model without such layers.
     """
 
     token_ids: Sequence[int]
@@ -41,6 +46,9 @@ class ForwardRow:
     num_logits: int
     parents: Sequence[int] | None = None
     source_length: int = 0
+    num_draft_tokens: int = 0
+    prompt_length: int = 0
+    state: StateRow | None = None
 
 
 class SourceInput(NamedTuple):
@@ -88,21 +96,26 @@ def depths(parents: Sequence[int]) -> list[int]:
     return node_depths
 
 
-def build(rows: Sequence[ForwardRow], kv: KVTensors) -> ForwardBatch:
-    """Flatten rows into a batch: short rows as one padded group, then each long row; logits stay in row order."""
+def build(rows: Sequence[ForwardRow], kv: KVTensors, carried: Carried | None = None) -> ForwardBatch:
+    """Flatten rows into a batch: short rows as one padded group, then each long row; logits stay in row order.
+
+    With `carried`, linear layers leave the rows' states there and not in the slots.
+    """
     source_inputs = [_source_input(row, kv) for row in rows if row.start < row.source_length]
     if source_inputs:
         rows = [_without_source(row) for row in rows]
     short = [i for i, row in enumerate(rows) if row.token_ids and _is_short(row)]
     long = [i for i, row in enumerate(rows) if not _is_short(row)]
-    length = _common_length([len(rows[i].token_ids) for i in short])
+    lengths = [len(rows[i].token_ids) for i in short]
+    # A state goes from token to token, so such a row is never cut.
+    length = _common_length(lengths) if kv.linear is None else max(lengths, default=0)
     clusters = ([(length, short)] if short else []) + [(len(rows[i].token_ids), [i]) for i in long]
     tokens: list[Tensor] = []
     groups: list[Group] = []
     ends = [0] * len(rows)
     start = 0
     for length, members in clusters:
-        ids, group = _group([rows[i] for i in members], length, start, kv)
+        ids, group = _group([rows[i] for i in members], length, start, kv, carried)
         groups.append(group)
         tokens.append(ids.flatten())
         for i in members:
@@ -155,7 +168,9 @@ def _common_length(lengths: Sequence[int]) -> int:
     return next(fitting)
 
 
-def _group(rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors) -> tuple[Tensor, Group]:
+def _group(
+    rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors, carried: Carried | None
+) -> tuple[Tensor, Group]:
     """Return the tokens [rows, length] of some rows and their group.
 
     A row with more tokens takes several rows of the group: a pass writes all keys and values before any token attends.
@@ -188,7 +203,15 @@ def _group(rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors) -
         extra=torch.tensor(_seen_nodes(rows, length), dtype=torch.int64, device=device) if is_tree else None,
         is_prompt_start=len(parts) == 1 and rows[0].start == 0 and rows[0].parents is None and length > 1,
         source_lengths=_source_lengths([row.source_length for row, _ in parts], device),
+        states=None if kv.linear is None else RowStates([_plan(row) for row in rows], length, device, carried),
     )
+
+
+def _plan(row: ForwardRow) -> RowPlan:
+    assert row.state is not None, "a row of a model with linear layers has a state"
+    num_committed = len(row.token_ids) - row.num_draft_tokens
+    num_scanned = max(0, min(num_committed, row.prompt_length - row.start))
+    return RowPlan(row.state, row.start, len(row.token_ids), num_committed, num_scanned, row.parents)
 
 
 def _source_lengths(lengths: Sequence[int], device: torch.device) -> Tensor | None:

@@ -53,8 +53,7 @@ class CausalLM:
         attention: the name of the attention function that it is loaded with.
         kv_dtype: the number format of keys and values in the cache; None is `dtype`.
         head: the trained head that its passes feed; the module of a head by itself.
-        state_shapes: what each linear layer keeps of a context.
-        state_chunk: prompts are computed by so many tokens; 0 without linear layers.
+        state_shapes: what each linear layer of this rank keeps of a context; empty without such layers.
     """
 
     loaded_by: ClassVar[Any] = AutoModelForCausalLM
@@ -69,7 +68,6 @@ class CausalLM:
     kv_dtype: torch.dtype | None = None
     head: "HeadModule | None" = None
     state_shapes: Sequence[StateShape] = ()
-    state_chunk: int = 0
 
     @classmethod
     def why_eager(cls, config: PreTrainedConfig) -> str | None:

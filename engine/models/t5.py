@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from engine.models.causal_lm import CausalLM
 from engine.models.layers.layer_attention import ATTENTION_NAME

@@ -1,7 +1,7 @@
-"""Linear layers: gated delta rules, Mamba 2 and short convolutions, whose states a pass reads and writes by our context.
+"""Linear layers: gated delta rules, Mamba 2 and short convolutions, whose states are in the context of a pass.
 
 transformers' layers call functions of their module by name, with the keywords of the pass. Those functions are replaced
-by ones that ask the pass's context if it is among the keywords, and else call the original.
+by ones that ask the context if it is among the keywords, and else call the original.
 """
 
 import functools
@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from engine.errors import ModelError
-from engine.models.layers.layer_state import Recurrence, StateShape
+from engine.models.layers.layer_state import StateContext, StateShape
 from engine.models.layers.quantization import on_meta
 from engine.models.layers.recurrences import GatedDelta, Mamba2
 
@@ -79,7 +79,7 @@ def prepare_linear_layers(module: nn.Module, config: PreTrainedConfig) -> tuple[
         weight = next(child.weight for child in mixer.modules() if isinstance(child, nn.Conv1d))
         with torch.no_grad():
             mixer(weight.new_zeros(1, 1, config.get_text_config().hidden_size), paged=probe)
-        shapes.append(StateShape(*probe.inputs, *probe.matrices))
+        shapes.append(StateShape(*probe.sizes, *probe.matrices))
         chunks.append(probe.chunk)
     return shapes, math.lcm(*chunks)
 
@@ -95,12 +95,12 @@ def _name_state(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[st
 class _Probe:
     """A context that notes the sizes of one layer's state."""
 
-    inputs = (0, 0)
-    matrices = (0, 0, 0, 0, 0)
+    sizes = (0, 0)
+    matrices: tuple[int, ...] = ()
     chunk = 1
 
     def convolve(self, _layer: int, inputs: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
-        self.inputs = (weight.shape[0], weight.shape[1] - 1)
+        self.sizes = (weight.shape[0], weight.shape[1] - 1)
         return inputs
 
     def recur(self, _layer: int, recurrence: GatedDelta | Mamba2, inputs: Sequence[Tensor]) -> Tensor:
@@ -112,7 +112,8 @@ def _convolution(original: Callable[..., Any]) -> Callable[..., Any]:
     def convolve(
         x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **keywords: Any
     ) -> Any:
-        if (context := keywords.get("paged")) is None:
+        context: StateContext | None = keywords.get("paged")
+        if context is None:
             return original(x, weight, bias, activation=activation, **keywords)
         outputs = context.convolve(keywords["state_layer"], x[0].transpose(0, 1), weight, bias)
         outputs = outputs if activation is None else ACT2FN[activation](outputs)
@@ -123,7 +124,8 @@ def _convolution(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _gated_delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
     def rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **keywords: Any) -> Any:
-        if (context := keywords.get("paged")) is None:
+        context: StateContext | None = keywords.get("paged")
+        if context is None:
             return original(query, key, value, g=g, beta=beta, **keywords)
         assert keywords["use_qk_l2norm_in_kernel"]
         inputs = [tensor[0] for tensor in (query, key, value, g, beta)]
@@ -134,7 +136,8 @@ def _gated_delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _mamba2_scan(original: Callable[..., Any]) -> Callable[..., Any]:
     def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **keywords: Any) -> Any:
-        if (context := keywords.get("paged")) is None:
+        context: StateContext | None = keywords.get("paged")
+        if context is None:
             return original(x, dt, a, b, c, **keywords)
         assert keywords["dt_softplus"]
         sizes = keywords["chunk_size"], a, keywords["D"], keywords["dt_bias"], keywords["dt_limit"]

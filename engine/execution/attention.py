@@ -64,9 +64,15 @@ class KVTensors:
         if self.states is not None:
             self._stacked.append(self.states[None, :, :, None])
 
-    def first_layers(self, count: int) -> Self:
-        """Return the cache of the first layers, in the same memory; if these are all, with a head's states."""
+    def first_layers(self, count: int, num_linear: int = 0) -> Self:
+        """Return the cache of the first layers, in the same memory; if these are all, with a head's states.
+
+        Args:
+            count: layers with keys and values.
+            num_linear: linear layers.
+        """
         view = copy.copy(self)
+        view.linear = self.linear.first_layers(num_linear) if self.linear is not None and num_linear else None
         if count < len(self.keys):
             view.keys, view.values, view.states = self.keys[:count], self.values[:count], None
             view._stacked = [caches[:count] for caches in self._stacked[:2]]

@@ -67,6 +67,7 @@ class ForwardBatch:
         logit_indices: [n] flat indices of the tokens that need logits, in row order.
         paged: the inputs of the attention function.
         source_inputs: the sources, which are computed first.
+        carried: where linear layers leave the rows' states, in place of the slots.
         needs_logits: whether the caller reads logits or scores; if not, a backend may return tokens only, and ranks
             that compute a slice of the vocabulary each do not gather them. All ranks must say the same.
     """
@@ -76,6 +77,7 @@ class ForwardBatch:
     paged: PagedContext
     source_inputs: list[SourceInput] = field(default_factory=list)
     needs_logits: bool = True
+    carried: Carried | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -96,11 +98,13 @@ def depths(parents: Sequence[int]) -> list[int]:
     return node_depths
 
 
-def build(rows: Sequence[ForwardRow], kv: KVTensors, carried: Carried | None = None) -> ForwardBatch:
+def build(rows: Sequence[ForwardRow], kv: KVTensors, *, carries: bool = False) -> ForwardBatch:
     """Flatten rows into a batch: short rows as one padded group, then each long row; logits stay in row order.
 
-    With `carried`, linear layers leave the rows' states there and not in the slots.
+    Args:
+        carries: linear layers leave the rows' states to the passes after this one, and the slots as they are.
     """
+    carried = Carried(len(rows)) if carries and kv.linear is not None else None
     source_inputs = [_source_input(row, kv) for row in rows if row.start < row.source_length]
     if source_inputs:
         rows = [_without_source(row) for row in rows]
@@ -115,7 +119,10 @@ def build(rows: Sequence[ForwardRow], kv: KVTensors, carried: Carried | None = N
     ends = [0] * len(rows)
     start = 0
     for length, members in clusters:
-        ids, group = _group([rows[i] for i in members], length, start, kv, carried)
+        ids, group = _group([rows[i] for i in members], length, start, kv)
+        if kv.linear is not None:
+            plans = [_plan(rows[i]) for i in members]
+            group.states = RowStates(plans, length, kv.input_device, carried, members)
         groups.append(group)
         tokens.append(ids.flatten())
         for i in members:
@@ -127,6 +134,7 @@ def build(rows: Sequence[ForwardRow], kv: KVTensors, carried: Carried | None = N
         logit_indices=torch.tensor(logit_indices, dtype=torch.int64, device=kv.input_device),
         paged=PagedContext(kv, groups),
         source_inputs=source_inputs,
+        carried=carried,
     )
 
 
@@ -168,9 +176,7 @@ def _common_length(lengths: Sequence[int]) -> int:
     return next(fitting)
 
 
-def _group(
-    rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors, carried: Carried | None
-) -> tuple[Tensor, Group]:
+def _group(rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors) -> tuple[Tensor, Group]:
     """Return the tokens [rows, length] of some rows and their group.
 
     A row with more tokens takes several rows of the group: a pass writes all keys and values before any token attends.
@@ -203,7 +209,6 @@ def _group(
         extra=torch.tensor(_seen_nodes(rows, length), dtype=torch.int64, device=device) if is_tree else None,
         is_prompt_start=len(parts) == 1 and rows[0].start == 0 and rows[0].parents is None and length > 1,
         source_lengths=_source_lengths([row.source_length for row, _ in parts], device),
-        states=None if kv.linear is None else RowStates([_plan(row) for row in rows], length, device, carried),
     )
 
 
@@ -274,6 +279,7 @@ def next_tokens(
     kv: KVTensors,
     max_length: int,
     source_lengths: Sequence[int] = (),
+    carried: Carried | None = None,
 ) -> Callable[[int, Tensor], ForwardBatch]:
     """Prepare `steps` passes that append one token per row all at once, so that the device never waits for the host.
 
@@ -282,6 +288,7 @@ def next_tokens(
         lengths: the rows' context lengths; the first pass writes there.
         max_length: the model's context length; positions of surplus tokens are clamped to it.
         source_lengths: as in `ForwardRow`; empty for decoder-only models.
+        carried: the states that the pass before these has left; None if the model has no linear layers.
 
     Returns:
         A function of a step, from 0, and of its token ids [rows]; it returns the step's batch.
@@ -293,10 +300,15 @@ def next_tokens(
     positions = places.clamp(max=max_length - 1)
     indices = torch.arange(len(tables), device=device)
     sources = _source_lengths(source_lengths, device)
+    states = None
+    if carried is not None:
+        carried.is_full = True
+        plans = [RowPlan(StateRow(0, 0), length, 1, 1, 0) for length in lengths]
+        states = RowStates(plans, 1, device, carried, range(len(tables)))
 
     def batch(step: int, token_ids: Tensor) -> ForwardBatch:
         group = Group(0, len(tables), 1, blocks, positions[step], places[step], places[step + 1])
-        group.source_lengths = sources
+        group.source_lengths, group.states = sources, states
         return ForwardBatch(token_ids, indices, PagedContext(kv, [group]))
 
     return batch

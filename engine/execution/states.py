@@ -119,10 +119,12 @@ class Carried:
     """States that the passes of a draft hand on to each other, while the slots stay as they are.
 
     Attributes:
-        inputs, matrices: [rows, taps, channels] and [rows, heads, rows, columns] by layer, after the last pass.
+        is_full: whether a pass has left its rows' states here, from which the next one goes on.
+        inputs, matrices: [rows, taps, channels] and [rows, heads, rows, columns] by layer, in the order of the rows.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows, self.is_full = num_rows, False
         self.inputs: dict[int, Tensor] = {}
         self.matrices: dict[int, Tensor] = {}
 
@@ -131,10 +133,22 @@ class RowStates:
     """How the rows of a group continue their states; what all layers share is prepared once for a pass."""
 
     def __init__(
-        self, plans: Sequence[RowPlan], width: int, device: torch.device, carried: Carried | None = None
+        self,
+        plans: Sequence[RowPlan],
+        width: int,
+        device: torch.device,
+        carried: Carried | None = None,
+        members: Sequence[int] = (),
     ) -> None:
-        """Prepare a group of rows, padded to `width` tokens; `carried` has their states or gets them, not the slots."""
+        """Prepare a group of rows, padded to `width` tokens.
+
+        Args:
+            carried: gets the states after the last tokens, in place of the slots.
+            members: the group's rows there.
+        """
         self._plans, self._width, self._device, self._carried = plans, width, device, carried
+        self._members = self._tensor(members)
+        self._continues = carried is not None and carried.is_full
         self._sources = self._tensor([plan.state.source for plan in plans])
         self._slots = self._tensor([plan.state.slot for plan in plans])
         self._folds = self._tensor([plan.state.num_folded for plan in plans])
@@ -149,8 +163,10 @@ class RowStates:
         tokens = inputs.view(len(self._plans), self._width, -1)
         taps, carried = kept.taps, self._carried
         window = kept.inputs[self._sources]
-        is_carried = carried is not None and layer in carried.inputs
-        past = carried.inputs[layer] if carried is not None and is_carried else _cut(window, self._folds, taps)
+        if carried is not None and self._continues:
+            past = carried.inputs[layer][self._members]
+        else:
+            past = _cut(window, self._folds, taps)
         seen = torch.cat([past, tokens.to(past.dtype)], 1)
         output = torch.zeros_like(tokens, dtype=torch.float32)
         for tap in range(taps + 1):  # in this order, whatever the pass
@@ -159,7 +175,7 @@ class RowStates:
             output = output + bias.float()
         last = _cut(seen, self._ends, taps)
         if carried is not None:
-            carried.inputs[layer] = last
+            self._carry(carried.inputs, layer, last)
         else:
             self._save_inputs(kept, window, tokens)
             depth = kept.inputs.shape[1] - taps
@@ -189,13 +205,13 @@ class RowStates:
                 history.append(state)
             self._keep(kept, step, state, update)
         if self._carried is not None:
-            self._carried.matrices[layer] = state
+            self._carry(self._carried.matrices, layer, state)
         return self._joined(outputs, scanned, first)
 
     def _first(self, layer: int, kept: LayerStates) -> Tensor:
         """Return the rows' states before their first tokens, [rows, heads, rows, columns]."""
-        if self._carried is not None and layer in self._carried.matrices:
-            return self._carried.matrices[layer]
+        if self._carried is not None and self._continues:
+            return self._carried.matrices[layer][self._members]
         state: Tensor = kept.matrices[self._sources]
         for fold, step in enumerate(self._fold_steps):
             update = Update(*(part[self._sources, fold] for part in kept.updates))
@@ -246,6 +262,13 @@ class RowStates:
                 part[slots, nodes] = new[rows]
         for row, slot in step.saved:
             kept.matrices[slot] = state[row]
+
+    def _carry(self, entries: dict[int, Tensor], layer: int, after: Tensor) -> None:
+        """Leave what the layer keeps of the rows for the next pass."""
+        assert self._carried is not None
+        if layer not in entries:
+            entries[layer] = after.new_zeros(self._carried.num_rows, *after.shape[1:])
+        entries[layer][self._members] = after
 
     def _save_inputs(self, kept: LayerStates, window: Tensor, tokens: Tensor) -> None:
         """Write the last inputs before each saved place."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.execution.attention import KVTensors
-from engine.execution.batch import ForwardRow, build
-from engine.execution.states import Carried, LayerStates, StateTensors
+from engine.execution.batch import ForwardBatch, ForwardRow, build, next_tokens
+from engine.execution.states import LayerStates, StateTensors
 from engine.models.layers.layer_attention import KVShape
 from engine.models.layers.layer_state import StateShape, Update, updated
 from engine.protocols import StateRow
@@ -63,15 +63,17 @@ class Layer:
         assert self.kv.linear is not None
         return self.kv.linear.layers[0]
 
-    def run(self, rows: Sequence[ForwardRow], carried: Carried | None = None) -> list[Tensor]:
+    def run(self, rows: Sequence[ForwardRow]) -> list[Tensor]:
         """The outputs of each row's tokens, [tokens, numbers]."""
-        batch = build([replace(row, num_logits=len(row.token_ids)) for row in rows], self.kv, carried)
+        batch = build([replace(row, num_logits=len(row.token_ids)) for row in rows], self.kv)
+        return list(torch.split(self.outputs(batch)[batch.logit_indices], [len(row.token_ids) for row in rows]))
+
+    def outputs(self, batch: ForwardBatch) -> Tensor:
         convolved = batch.paged.convolve(0, self.inputs[batch.token_ids], self.weight, self.bias)
         key = self.key[batch.token_ids] + convolved[:, :4, None] / 10
         key = key / key.norm(dim=-1, keepdim=True)
         tokens = [key, self.value[batch.token_ids], self.decay[batch.token_ids]]
-        output = torch.cat([batch.paged.recur(0, DeltaRule(), tokens).flatten(1), convolved], 1)
-        return list(torch.split(output[batch.logit_indices], [len(row.token_ids) for row in rows]))
+        return torch.cat([batch.paged.recur(0, DeltaRule(), tokens).flatten(1), convolved], 1)
 
 
 def row(
@@ -163,25 +165,22 @@ def test_a_saved_state_continues_at_its_place(place: int) -> None:
 
 
 def test_carried_states_leave_slots_as_they_are() -> None:
-    prompt, context, other = 6, some_tokens(20), some_tokens(20, seed=1)
+    prompt, context, other = 6, some_tokens(20), some_tokens(30, seed=1)
     layer = Layer()
     layer.run([row(context[:6], 0, 6, StateRow(1, 0)), row(other[:6], 0, 6, StateRow(2, 0))])
     layer.run([row(context[:7], 6, 6, StateRow(1, 1), context[7:10])])
     kept = layer.slots
     before = [part.clone() for part in (kept.matrices, kept.inputs, *kept.updates)]
-    carried, expected = Carried(), [alone(context, prompt), alone(other, prompt)]
-    rows = [row(context[:11], 9, 6, StateRow(1, 1, 2)), row(other[:7], 6, 6, StateRow(2, 2))]
-    first = layer.run(rows, carried)
-    assert torch.equal(first[0], expected[0][9:11])
-    assert torch.equal(first[1], expected[1][6:7])
+    expected = [alone(context, prompt), alone(other, prompt)]
+    # The second row is long: it comes last in the pass, and stays the second one of the draft.
+    rows = [row(other[:26], 6, 6, StateRow(2, 2)), row(context[:11], 9, 6, StateRow(1, 1, 2))]
+    batch = build(rows, layer.kv, carries=True)
+    outputs = layer.outputs(batch)[batch.logit_indices]
+    assert torch.equal(outputs, torch.stack([expected[1][25], expected[0][10]]))
+    passes = next_tokens([[1, 2, 3]] * 2, [26, 11], 3, layer.kv, 64, (), batch.carried)
     for step in range(3):
-        rows = [
-            row(context[: 12 + step], 11 + step, 6, StateRow(1, 1)),
-            row(other[: 8 + step], 7 + step, 6, StateRow(2, 2)),
-        ]
-        outputs = layer.run(rows, carried)
-        assert torch.equal(outputs[0][0], expected[0][11 + step])
-        assert torch.equal(outputs[1][0], expected[1][7 + step])
+        outputs = layer.outputs(passes(step, torch.tensor([other[26 + step], context[11 + step]])))
+        assert torch.equal(outputs, torch.stack([expected[1][26 + step], expected[0][11 + step]]))
     assert all(torch.equal(*pair) for pair in zip(before, (kept.matrices, kept.inputs, *kept.updates), strict=True))
 
 
@@ -200,3 +199,12 @@ def test_a_slot_has_the_planned_bytes() -> None:
     layer = Layer()
     kept = layer.slots
     assert sum(part[0].nbytes for part in (kept.matrices, kept.inputs, *kept.updates)) == SHAPE.num_bytes(DEPTH, 4)
+
+
+def test_a_part_of_a_model_sees_the_states_of_its_own_layers() -> None:
+    layer = Layer()
+    assert layer.kv.linear is not None
+    part = layer.kv.first_layers(1, 1).linear
+    assert part is not None
+    assert part.layers == layer.kv.linear.layers
+    assert layer.kv.first_layers(1).linear is None, "a head has no linear layers"

@@ -21,7 +21,7 @@ class StateMemory:
         self.lose()
 
     def lose(self):
-        self.slots = {slot: (*LOST, ()) for slot in range(1, self.states.num_blocks + 1)}
+        self.slots = dict.fromkeys(range(1, self.states.num_blocks + 1), (*LOST, ()))
 
     def check(self, rows):
         """Check that each row starts from the state of its context, and writes to no slot that another one uses."""

@@ -10,7 +10,7 @@ from engine.models.source import ModelSource
 
 def open_model(config: ModelConfig) -> ModelSource:
     """Return a model's files; nothing is read yet. A process opens a model once and hands it on."""
-    return ModelSource(config, encoder_decoder.KINDS | hybrid.KINDS)
+    return ModelSource(config, {**encoder_decoder.KINDS, **hybrid.KINDS})
 
 
 def refused_fields(info: ModelInfo) -> Mapping[str, str]:

@@ -65,15 +65,16 @@ def prepare_linear_layers(module: nn.Module, config: PreTrainedConfig) -> tuple[
         )
     for index, attention in enumerate(attentions):
         attention.kv_layer = index  # type: ignore[assignment]
+    embeddings: Any = module.get_input_embeddings()  # type: ignore[operator]
+    token = embeddings.weight.new_zeros(1, 1, config.get_text_config().hidden_size)
     shapes, chunks = [], [1]
     for index, mixer in enumerate(mixers):
         _replace_functions(type(mixer).__module__)
         mixer.state_layer = index  # type: ignore[assignment]
         mixer.register_forward_pre_hook(_name_state, with_kwargs=True)
         probe = _Probe()
-        weight = next(child.weight for child in mixer.modules() if isinstance(child, nn.Conv1d))
         with torch.no_grad():
-            mixer(weight.new_zeros(1, 1, config.get_text_config().hidden_size), paged=probe)
+            mixer(token, paged=probe)
         shapes.append(StateShape(*probe.sizes, *probe.matrices))
         chunks.append(probe.chunk)
     return shapes, math.lcm(*chunks)

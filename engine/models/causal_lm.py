@@ -7,13 +7,22 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    PreTrainedConfig,
+)
 
 from engine.config import ModelInfo
 from engine.errors import ModelError
 from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
 from engine.models.layers.layer_state import StateShape
+from engine.models.layers.mixed_layers import num_shared, why_eager
 from engine.models.layers.reducer import Reducer, best_over_ranks
+
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # transformers does not list it
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +61,10 @@ class CausalLM:
         attention: the name of the attention function that it is loaded with.
         kv_dtype: the number format of keys and values in the cache; None is `dtype`.
         head: the trained head that its passes feed; the module of a head by itself.
-        runs_eagerly: why passes are never compiled; None if they can be.
     """
 
     loaded_by: ClassVar[Any] = AutoModelForCausalLM
     attention: ClassVar[str] = ATTENTION_NAME
-    runs_eagerly: ClassVar[str | None] = None
 
     module: nn.Module
     config: PreTrainedConfig
@@ -67,6 +74,16 @@ class CausalLM:
     shard: Shard | None = None
     kv_dtype: torch.dtype | None = None
     head: "HeadModule | None" = None
+
+    @classmethod
+    def why_eager(cls, config: PreTrainedConfig) -> str | None:
+        """Return why passes of such a model are never compiled; None if they can be."""
+        return why_eager(config)
+
+    @property
+    def runs_eagerly(self) -> str | None:
+        """Why this model's passes are never compiled; None if they can be."""
+        return self.why_eager(self.config)
 
     @classmethod
     def load_module(cls, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, **arguments: Any) -> nn.Module:
@@ -152,6 +169,15 @@ def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
     to, one of each per query head.
     """
     text = config.get_text_config()
+    layers = (getattr(text, "num_decoder_layers", None) or text.num_hidden_layers) - num_shared(config)
+    if not text.is_heterogeneous:
+        return KVShape(layers, *_layer_sizes(text, world_size))
+    each = tuple(_layer_sizes(text.per_layer_config[layer], world_size) for layer in range(layers))
+    largest = max(each, key=lambda sizes: sizes[0] * (sizes[1] + sizes[2]), default=(0, 0, 0))
+    return KVShape(layers, *largest, each)
+
+
+def _layer_sizes(text: PreTrainedConfig, world_size: int) -> tuple[int, int, int]:
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -159,8 +185,7 @@ def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
     if getattr(text, "kv_lora_rank", None):
         kv_heads = heads
         key_dim, value_dim = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    layers = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
-    return KVShape(layers, kv_heads // world_size, key_dim, value_dim)
+    return kv_heads // world_size, key_dim, value_dim
 
 
 def forward(

@@ -257,4 +257,4 @@ def _restore_buffers(module: PreTrainedModel, device: torch.device) -> None:
         for name in child._non_persistent_buffers_set:
             setattr(child, name, torch.empty_like(child.get_buffer(name), device=device))
         if child._non_persistent_buffers_set:
-            module._init_weights(child)  # type: ignore[no-untyped-call]
+            module.base_model._init_weights(child)  # type: ignore[no-untyped-call]

@@ -20,13 +20,15 @@ def num_shared(config: PreTrainedConfig) -> int:
 def describe_layers(module: nn.Module, config: PreTrainedConfig) -> None:
     """Tell a model's attention modules their chunks, what multiplies their queries, and whose keys they share."""
     text: Any = config.get_text_config()
-    own = list(getattr(text, "layer_types", None) or [])[: text.num_hidden_layers - num_shared(config)]
-    for child in [child for child in module.modules() if hasattr(child, "layer_idx")]:
-        attention: Any = child
-        if getattr(attention, "is_kv_shared_layer", False):
-            attention.kv_layer = max(i for i, kind in enumerate(own) if kind == text.layer_types[attention.layer_idx])
-        elif own and own[attention.layer_idx] == CHUNKED:
+    kinds = list(getattr(text, "layer_types", None) or [])
+    own = kinds[: text.num_hidden_layers - num_shared(config)]
+    attention: Any
+    for attention in [child for child in module.modules() if hasattr(child, "layer_idx")]:
+        kind = kinds[attention.layer_idx] if kinds else None
+        if kind == CHUNKED:
             attention.chunk = text.attention_chunk_size
+        if getattr(attention, "is_kv_shared_layer", False):
+            attention.kv_layer = max(layer for layer, of_layer in enumerate(own) if of_layer == kind)
         if getattr(attention, "attn_temperature_tuning", False):
             attention.attn_temperature_tuning = False
             attention.temperature = None if attention.use_rope else (attention.floor_scale, attention.attn_scale)

@@ -18,7 +18,10 @@ _SUPPORTED = {
 
 
 class KVShape(NamedTuple):
-    """The size of a KV cache per token: layers, key/value heads, and the sizes of keys and values."""
+    """The size of a KV cache per token: layers, key/value heads, and the sizes of keys and values.
+
+    Values of size 0 are not stored: they are the keys themselves, as in latent attention.
+    """
 
     layers: int
     kv_heads: int
@@ -140,8 +143,14 @@ def paged_attention(
         first=getattr(module, "attends_from", 0),
         sees_row=getattr(module, "sees_row", False),
     )
+    query, latents = query[0], getattr(module, "latents", None)
+    if latents is not None:
+        query = latents.query(query)
+    output = context.attend(layer, query, key[0], value[0], params)
+    if latents is not None:
+        output = latents.output(output)
     # Contiguous, because some models view it as [1, tokens, heads * value_dim].
-    return context.attend(layer, query[0], key[0], value[0], params).unsqueeze(0).contiguous(), None
+    return output.unsqueeze(0).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

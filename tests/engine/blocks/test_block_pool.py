@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from engine.block_pool import BlockPool, block_digest, salt_digest
+from engine.blocks.block_pool import BlockPool, block_digest, salt_digest
 
 SALT = b"salt"
 

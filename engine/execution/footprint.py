@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.execution.memory import Footprint
 from engine.heads.config import HeadConfig, read_head_config
 from engine.models.causal_lm import kv_shape
+from engine.models.layers.linear_layers import planned_states
 from engine.models.layers.quantization import becomes_floats, check_quantization, layer_bytes, linear_layers, on_meta
 from engine.models.loader import kv_dtype
 from engine.models.shards import plan_of, style_of
@@ -82,7 +83,8 @@ def of_weights(
     text = model_config.get_text_config()
     shape = kv_shape(model_config, world_size)
     max_model_len = min(engine.max_model_len or longest, longest)
-    num_tokens = engine.max_num_batched_tokens
+    state_shapes, state_chunk = planned_states(model_config)
+    num_tokens = engine.max_num_batched_tokens + state_chunk  # a chunk may exceed what is left of the budget
     num_logits = min(num_tokens, engine.max_num_seqs * (1 + engine.num_speculative_tokens))
     inner = getattr(text, "intermediate_size", None) or getattr(text, "d_ff", None) or 4 * text.hidden_size
     # Where scores are biased by distance, each head has its own mask.
@@ -96,7 +98,8 @@ def of_weights(
         + _LOGIT_COPIES * num_logits * text.vocab_size * torch.float32.itemsize
     )
     kv_token_bytes = shape.token_numbers * (cache_dtype or dtype).itemsize
-    return Footprint(name, weight_bytes, workspace_bytes, kv_token_bytes, max_model_len)
+    state_bytes = sum(shape.num_bytes(engine.num_speculative_tokens, dtype.itemsize) for shape in state_shapes)
+    return Footprint(name, weight_bytes, workspace_bytes, kv_token_bytes, max_model_len, state_bytes)
 
 
 def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -> int:

@@ -43,6 +43,37 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 
+SHARED = {
+    "head_dim": 16,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "pad_token_id": 0,
+}
+"""The last two of six layers read the keys and values of the third and the fourth."""
+GEMMA4 = {
+    **SHARED,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "use_double_wide_mlp": True,
+}
+LLAMA4 = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 7,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+}
+
 T5_SIZES = {
     "vocab_size": 64,
     "d_model": 32,

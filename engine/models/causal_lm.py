@@ -19,7 +19,8 @@ from engine.config import ModelInfo
 from engine.errors import ModelError
 from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
 from engine.models.layers.layer_state import StateShape
-from engine.models.layers.mixed_layers import num_shared, why_eager
+from engine.models.layers.linear_layers import WITHOUT_KV, has_state, layer_kinds
+from engine.models.layers.mixed_layers import num_shared, why_mixed
 from engine.models.layers.reducer import Reducer, best_over_ranks
 
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # transformers does not list it
@@ -61,6 +62,7 @@ class CausalLM:
         attention: the name of the attention function that it is loaded with.
         kv_dtype: the number format of keys and values in the cache; None is `dtype`.
         head: the trained head that its passes feed; the module of a head by itself.
+        state_shapes: what each linear layer of this rank keeps of a context; empty without such layers.
     """
 
     loaded_by: ClassVar[Any] = AutoModelForCausalLM
@@ -74,11 +76,12 @@ class CausalLM:
     shard: Shard | None = None
     kv_dtype: torch.dtype | None = None
     head: "HeadModule | None" = None
+    state_shapes: Sequence[StateShape] = ()
 
     @classmethod
     def why_eager(cls, config: PreTrainedConfig) -> str | None:
         """Return why passes of such a model are never compiled; None if they can be."""
-        return why_eager(config)
+        return "it has linear layers" if has_state(config) else why_mixed(config)
 
     @property
     def runs_eagerly(self) -> str | None:
@@ -115,11 +118,6 @@ class CausalLM:
     def kv_shape(self) -> KVShape:
         """The keys and values that this rank caches per token."""
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
-
-    @property
-    def state_shapes(self) -> Sequence[StateShape]:
-        """What each linear layer of this rank keeps of a context; empty without such layers."""
-        return ()
 
     @property
     def is_head(self) -> bool:
@@ -170,6 +168,7 @@ def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
     """
     text = config.get_text_config()
     layers = (getattr(text, "num_decoder_layers", None) or text.num_hidden_layers) - num_shared(config)
+    layers -= sum(kind in WITHOUT_KV for kind in layer_kinds(config))
     if not text.is_heterogeneous:
         return KVShape(layers, *_layer_sizes(text, world_size))
     each = tuple(_layer_sizes(text.per_layer_config[layer], world_size) for layer in range(layers))

@@ -8,6 +8,7 @@ import copy
 import filecmp
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -46,12 +47,17 @@ class ModelKind:
         """Raise ModelError if the model's architecture cannot be served; other kinds check more."""
         from transformers import AutoModelForCausalLM
 
+        from engine.models.layers.linear_layers import SERVED, WITH_STATE, WITHOUT_KV
+
         description = f"{config.path} is {configuration.model_type}"
         if configuration.is_encoder_decoder:
             raise ModelError(f"{description}, an encoder-decoder of a family that is not served")
         text = configuration.get_text_config()
         layer_types = set(getattr(text, "layer_types", None) or [])
-        if unsupported := ", ".join(sorted(layer_types - {"full_attention", "sliding_attention", "chunked_attention"})):
+        served = {"full_attention", "sliding_attention", "chunked_attention"}
+        if configuration.model_type in SERVED:
+            served |= WITH_STATE | WITHOUT_KV
+        if unsupported := ", ".join(sorted(layer_types - served)):
             raise ModelError(f"{description} with {unsupported} layers, whose state cannot roll back")
         if others := ", ".join(sorted((text.per_layer_attributes or set()) - {"head_dim", "num_key_value_heads"})):
             raise ModelError(f"{description}, whose layers differ in their {others}")
@@ -60,7 +66,7 @@ class ModelKind:
         if type(configuration) not in AutoModelForCausalLM._model_mapping:
             raise ModelError(f"{description}, which has no causal language model in transformers")
         architecture = AutoModelForCausalLM._model_mapping[type(configuration)]
-        if not getattr(architecture, "_supports_attention_backend", False):
+        if not hasattr(sys.modules[architecture.__module__], "ALL_ATTENTION_FUNCTIONS"):
             raise ModelError(f"{description}, whose attention cannot be replaced in transformers")
 
     def context_length(self, configuration: Any) -> int:
@@ -255,6 +261,8 @@ def keep_layers(configuration: "PreTrainedConfig", count: int) -> None:
     if shared := getattr(text, "num_kv_shared_layers", None):
         text.num_kv_shared_layers = max(0, count - (text.num_hidden_layers - shared))
     text.num_hidden_layers = count
+    if text.num_hidden_layers != count:  # some count the kinds of their layers
+        text.layer_types = text.layer_types[:count]
 
 
 def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig":

@@ -14,7 +14,20 @@ from engine.models.causal_lm import CausalLM
 from engine.models.loader import _load_whole
 from engine.params import SamplingParams
 from tests.engine.running import chains, make_engine, run
-from tests.engine.tiny import EXPERTS, GEMMA4, HEADS, LATENT, LLAMA4, SHARED, SIZES, T5_SIZES, check_same, model_of, save, source_of
+from tests.engine.tiny import (
+    EXPERTS,
+    GEMMA4,
+    HEADS,
+    LATENT,
+    LLAMA4,
+    SHARED,
+    SIZES,
+    T5_SIZES,
+    check_same,
+    model_of,
+    save,
+    source_of,
+)
 
 pytestmark = pytest.mark.slow
 

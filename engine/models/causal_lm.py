@@ -169,7 +169,7 @@ def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
     text = config.get_text_config()
     layers = (getattr(text, "num_decoder_layers", None) or text.num_hidden_layers) - num_shared(config)
     layers -= sum(kind in WITHOUT_KV for kind in layer_kinds(config))
-    if not text.is_heterogeneous:
+    if not text.per_layer_attributes:
         return KVShape(layers, *_layer_sizes(text, world_size))
     each = tuple(_layer_sizes(text.per_layer_config[layer], world_size) for layer in range(layers))
     largest = max(each, key=lambda sizes: sizes[0] * (sizes[1] + sizes[2]), default=(0, 0, 0))

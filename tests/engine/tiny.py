@@ -1,7 +1,7 @@
 """Tiny random models of several families, as transformers directories, and loading them."""
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 from engine.config import ModelConfig
 from engine.execution.registry import make_backend
@@ -73,6 +73,18 @@ LLAMA4 = {
     "floor_scale": 4,
     "attn_scale": 0.5,
 }
+MISTRAL3 = {
+    "text_config": {**SIZES, **HEADS, "num_hidden_layers": 4, "model_type": "mistral"},
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    },
+}
+"""A model for images and text, of which we serve the text."""
 
 T5_SIZES = {
     "vocab_size": 64,
@@ -97,8 +109,7 @@ def save(config, path, *, seed=0, factor=6.0):
     """
     factors = {"shared.weight": 0.05, "decoder.final_layer_norm.weight": 30.0} if config.is_encoder_decoder else {}
     torch.manual_seed(seed)
-    architectures = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = architectures.from_config(config, dtype=torch.float32)
+    model = architectures_of(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in factors or parameter.dim() > 1:
@@ -107,6 +118,13 @@ def save(config, path, *, seed=0, factor=6.0):
                 parameter.normal_(std=0.3)
     model.save_pretrained(path)
     return str(path)
+
+
+def architectures_of(config):
+    """The class of transformers that loads models of a configuration."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
 
 
 def source_of(path, **settings):

@@ -21,11 +21,6 @@ from engine.models.layers.layer_state import StateContext, StateShape
 from engine.models.layers.quantization import on_meta
 from engine.models.layers.recurrences import GatedDelta, Mamba2
 
-SERVED = {
-    *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
-    *("bailing_hybrid", "nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "lfm2", "lfm2_moe", "lfm3"),
-}
-"""The families with linear layers that are served, by `model_type`: their layers hand on the keywords of a pass."""
 WITH_STATE = {"linear_attention", "conv", "hybrid"}
 WITHOUT_KV = {"linear_attention", "conv", "mlp", "moe"}
 """The kinds of layers, as configurations name them, that have a state, and that have no keys and values."""

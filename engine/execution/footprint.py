@@ -13,15 +13,8 @@ from engine.config import EngineConfig
 from engine.execution.memory import Footprint
 from engine.heads.config import HeadConfig, read_head_config
 from engine.models.causal_lm import kv_shape
-from engine.models.layers.packed_formats import FORMATS
-from engine.models.layers.quantization import (
-    QuantizedLinear,
-    check_quantization,
-    layer_bytes,
-    linear_layers,
-    on_meta,
-    saved_format,
-)
+from engine.models.layers.packed_formats import FORMATS, check_quantization, saved_format
+from engine.models.layers.quantization import QuantizedLinear, layer_bytes, linear_layers, on_meta
 from engine.models.loader import kv_dtype
 from engine.models.packed_weights import load_packed
 from engine.models.shards import plan_of, style_of

@@ -18,15 +18,8 @@ from engine.models.causal_lm import CausalLM, Shard
 from engine.models.layers.experts import num_packed_weights, pack_experts
 from engine.models.layers.fusion import fuse_projections
 from engine.models.layers.linear_layers import prepare_linear_layers
-from engine.models.layers.packed_formats import FORMATS
-from engine.models.layers.quantization import (
-    QuantizedLinear,
-    check_quantization,
-    convert_torchao,
-    loading_arguments,
-    on_meta,
-    saved_format,
-)
+from engine.models.layers.packed_formats import FORMATS, check_quantization, loading_arguments, saved_format
+from engine.models.layers.quantization import QuantizedLinear, convert_torchao, on_meta
 from engine.models.packed_weights import load_packed
 from engine.models.shards import load_shard
 from engine.models.source import ModelSource

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ModelError
-from engine.models.layers.packed_formats import FORMATS, PACKED_DTYPES, PackedFormat, PackedWeight, read_packed
-from engine.models.layers.quantization import QuantizedLinear, pack_nibbles, saved_format
+from engine.models.layers.packed_formats import FORMATS, PackedFormat, saved_format, unpacked
+from engine.models.layers.quantization import QuantizedLinear
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, assign, mapped_tensors, part_of_rank, read, upload_to
 
 logger = logging.getLogger(__name__)
 
-_UNPACKED_BY_TRANSFORMERS = ("compressed-tensors", "fp8", "mxfp8")
+_PACKED = (torch.int32, torch.int8, torch.uint8, torch.float8_e4m3fn)
 MakeLayer = Callable[[nn.Linear, Tensor, Tensor, Tensor | None, Tensor | None], QuantizedLinear]
 """Makes a layer of a rank's values, scales, bias and zeros, in the place of another."""
 
@@ -36,59 +36,52 @@ def load_packed(
         ModelError: it does not, or a layer does not fit the model or the ranks.
     """
     saved, settings = str(saved_format(source.configuration)), source.settings["quantization_config"]
-    stored = dict(mapped_tensors(source))
-    parameters, modules = module.state_dict(keep_vars=True), dict(module.named_modules())
+    stored, modules = dict(mapped_tensors(source)), dict(module.named_modules())
+    parameters: dict[str, Tensor] = module.state_dict(keep_vars=True)
     layers: dict[str, tuple[str, PackedFormat]] = {}
-    kinds = {kind for form in FORMATS[saved] for kind in form.kinds} - {"", "weight", "bias"}
+    kinds = {kind for form in FORMATS[saved] for kind in form[:3]} - {"", "weight"}
     for key, tensor in stored.items():
         layer, _, kind = key.rpartition(".")
         form = next((one for one in FORMATS[saved] if _is_stored(stored, layer, one)), None)
-        target = key if form is None or kind != form.weight else f"{layer}.weight"
+        is_part = form is not None and kind in (*form[:4], "weight_shape", "bias")
+        target = f"{layer}.weight" if is_part else key
         name = names.parameter(target)
-        if form is not None and kind in form.kinds:
-            if names.parameter(f"{layer}.weight") in parameters:
-                layers[key] = layer, form
-            is_strange = False
-        else:
-            is_number = tensor.dtype in PACKED_DTYPES or tensor.dtype == torch.uint8
-            is_strange = (is_number or kind in kinds) and name.rpartition(".")[0] in modules
-        if is_strange or (name in parameters and not names.part(target, parameters[name]).numel()):
-            if world_size > 1 or saved not in _UNPACKED_BY_TRANSFORMERS:
-                raise ModelError(f"{source.path}: {key} is of no form of {saved} that is served")
+        if is_part and form is not None and name in parameters:
+            layers[key] = layer, form
+        is_unknown = not is_part and (kind in kinds or tensor.dtype in _PACKED) and name.rpartition(".")[0] in modules
+        if is_unknown or (name in parameters and not names.part(target, parameters[name]).numel()):
+            if world_size > 1 or saved in ("awq", "gptq"):
+                raise ModelError(f"{source.path}: {key} is of no layout of {saved} that is served")
             return None
-    head = module.get_output_embeddings()  # type: ignore[operator]
     num_parts, pending = Counter(layers.values()), dict[str, dict[str, Tensor]]()
     floats: dict[str, Tensor] = {}
     dtypes = {key: stored[key].dtype for key in layers}
     for key, _, window in read(source, dtypes, device, lambda *_: (), upload_to(device)):
-        layer, form = layers[key]
-        kind = key.rpartition(".")[2]
+        (layer, form), kind = layers[key], key.rpartition(".")[2]
         parts = pending.setdefault(layer, {})
         parts[kind] = window if kind == "weight_shape" else window.to(device)
         if len(parts) < num_parts[layer, form]:
             continue
-        weight = read_packed(f"{source.path}: {layer}", form, pending.pop(layer), settings)
+        whole = unpacked(f"{source.path}: {layer}", form, pending.pop(layer), settings)
         path = (name := names.parameter(f"{layer}.weight")).removesuffix(".weight")
         part, linear = names.part(f"{layer}.weight", parameters[name]), modules.get(path)
-        if part_of_rank(weight.integers, part, rank, world_size).shape != part.shape:
-            raise ModelError(f"{source.path}: {layer} has the shape {[*weight.integers.shape]}, not {[*part.shape]}")
-        has_bias = getattr(linear, "bias", None) is not None
-        if (
-            isinstance(linear, nn.Linear)
-            and linear is not head
-            and _is_regular(weight)
-            and has_bias <= ("bias" in parts)
-        ):
-            bias = part_of_rank(parts["bias"].to(dtype), linear.bias, rank, world_size) if has_bias else None
-            values, scales, zeros = _own(layer, weight, part, rank, world_size)
-            module.set_submodule(path, make(linear, values, scales, bias, zeros))
+        is_packed = isinstance(whole, QuantizedLinear)
+        shape = (whole.out_features, whole.in_features) if is_packed else whole.shape
+        if part_of_rank(torch.empty(shape, device="meta"), part, rank, world_size).shape != part.shape:
+            raise ModelError(f"{source.path}: {layer} has the shape {[*shape]}, not {[*part.shape]}")
+        bias, head = getattr(linear, "bias", None), module.get_output_embeddings()  # type: ignore[operator]
+        has_place = isinstance(linear, nn.Linear) and linear is not head and (bias is None or "bias" in parts)
+        if is_packed and has_place:
+            tensors = (whole.values, whole.scales, None if bias is None else parts["bias"].to(dtype), whole.zeros)
+            own = [None if one is None else _own(layer, one, part, whole, rank, world_size) for one in tensors]
+            module.set_submodule(path, make(linear, *own))
             continue
         if name not in floats:
             tied = [other for other, tensor in parameters.items() if tensor is parameters[name]]
             floats |= dict.fromkeys(tied, torch.empty_like(parameters[name], device=device))
             assign(module, tied, floats[name])
-        own = part_of_rank(weight.floats(), part, rank, world_size)
-        names.part(f"{layer}.weight", floats[name]).copy_(own)
+        weight = whole.weight_as(torch.float32) if is_packed else whole
+        names.part(f"{layer}.weight", floats[name]).copy_(part_of_rank(weight, part, rank, world_size))
     if floats:
         message = "%s: no product of ours reads %d of the packed weights, which become floats: %s"
         logger.info(message, source.path, len(floats), ", ".join(sorted(floats)[:3]))
@@ -97,22 +90,16 @@ def load_packed(
 
 def _is_stored(stored: dict[str, Tensor], layer: str, form: PackedFormat) -> bool:
     weight = stored.get(f"{layer}.{form.weight}")
-    return weight is not None and weight.dtype in PACKED_DTYPES and f"{layer}.{form.scales}" in stored
+    is_packed = weight is not None and weight.dtype in _PACKED and weight.dtype != torch.uint8
+    return is_packed and f"{layer}.{form.scales}" in stored
 
 
-def _is_regular(weight: PackedWeight) -> bool:
-    """Return whether all groups are alike, and have an even number of 4-bit weights."""
-    return weight.groups is None and weight.integers.shape[1] // weight.scales.shape[1] % (8 // weight.num_bits) == 0
-
-
-def _own(layer: str, weight: PackedWeight, part: Tensor, rank: int, size: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a rank's values, scales and zeros."""
-    integers, num_groups = part_of_rank(weight.integers, part, rank, size), weight.scales.shape[1]
-    ranks = weight.integers.shape[1] // part.shape[1]
-    if (ranks > 1 and num_groups > 1 and num_groups % ranks) or part.shape[1] % (8 // weight.num_bits):
-        group = weight.integers.shape[1] // num_groups
+def _own(layer: str, tensor: Tensor, part: Tensor, whole: QuantizedLinear, rank: int, world_size: int) -> Tensor:
+    """Return a rank's part of a whole layer's tensor, [out] or [out, any number that belongs to the inputs]."""
+    if tensor.dim() == 1:
+        return part_of_rank(tensor, part[:, 0], rank, world_size)
+    columns, rest = divmod(tensor.shape[1] * part.shape[1], whole.in_features)
+    if rest and tensor.shape[1] > 1:
+        group = whole.in_features // tensor.shape[1]
         raise ModelError(f"{layer} has {part.shape[1]} inputs on a rank, not a multiple of its groups of {group}")
-    like = torch.empty(len(part), max(1, num_groups // ranks), device="meta")
-    scales = part_of_rank(weight.scales, like, rank, size).contiguous()
-    zeros = None if weight.zeros is None else part_of_rank(weight.zeros, like, rank, size).contiguous()
-    return pack_nibbles(integers) if weight.num_bits == 4 else integers.contiguous(), scales, zeros
+    return part_of_rank(tensor, part.new_empty(len(part), columns or 1), rank, world_size).contiguous()

@@ -17,7 +17,8 @@ from engine.errors import ModelError
 from engine.models.causal_lm import Shard, kv_shape
 from engine.models.layers.experts import group_experts, slice_experts
 from engine.models.layers.layer_attention import ATTENTION_NAME
-from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, on_meta, saved_format
+from engine.models.layers.packed_formats import saved_format
+from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, on_meta
 from engine.models.layers.reducer import register, sum_over_ranks
 from engine.models.packed_weights import load_packed
 from engine.models.source import ModelSource

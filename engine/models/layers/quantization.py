@@ -6,7 +6,6 @@ group of inputs, stay quantised, as do gpt-oss' experts. Others become floats as
 memory of an unquantised model. Activations are never quantised.
 """
 
-import importlib.util
 import logging
 from collections.abc import Sequence
 from typing import Any, Self
@@ -16,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from engine.config import ModelConfig, Quantization
+from engine.config import Quantization
 from engine.errors import ModelError
-from engine.models.layers.packed_formats import FORMATS, check_settings
 
 logger = logging.getLogger(__name__)
 
@@ -27,47 +25,17 @@ GROUP_SIZE = 32
 """Inputs that share a scale in int4."""
 _NUM_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 _VALUE_DTYPES = (torch.int8, torch.float8_e4m3fn)
-_SAVED = {**dict.fromkeys(FORMATS, ()), "gguf": ("gguf", "accelerate"), "mxfp4": (), "torchao": ("torchao",)}
-"""Saved formats that are served, and the packages that transformers needs to load them on a CPU."""
 _INPUT_SETTINGS = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
 
 
-def saved_format(model_config: PreTrainedConfig) -> str | None:
-    """Return the name of a saved model's quantised format; None if it has none."""
-    settings: dict[str, Any] | None = getattr(model_config, "quantization_config", None)
-    return None if settings is None else str(settings.get("quant_method", "bitsandbytes"))
-
-
-def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, world_size: int) -> None:
-    """Raise ModelError if the quantisation cannot be served; it names the missing requirement."""
-    saved, name = saved_format(model_config), config.quantization
-    if saved is not None and name != "none":
-        raise ModelError(f"{config.path} is already quantised, as {saved}; it cannot be quantised to {name}")
-    if saved is None and name == "none":
-        return
-    if saved is not None and saved not in _SAVED:
-        raise ModelError(
-            f"{config.path} is quantised as {saved}, which is not served; use a model that is saved as "
-            f"{', '.join(sorted(_SAVED))}, or the unquantised model with quantization int8, int4 or fp8"
-        )
-    if saved is not None:
-        check_settings(config.path, model_config.quantization_config)
-    format_name = name if saved is None else saved
-    packages = ("torchao",) if saved is None else _SAVED[saved]
-    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
-        raise ModelError(
-            f"{config.path}: {format_name} needs the package {' and '.join(missing)}, which is not installed; "
-            "`pip install 'paceline[quantization]'` installs it"
-        )
-    if saved is not None and saved not in FORMATS and world_size > 1:
-        raise ModelError(f"{config.path} is saved quantised, as {saved}, which is not split over tensor-parallel ranks")
-    if name == "int4":
-        for layer_name, layer in linear_layers(model_config).items():
-            if layer.in_features % GROUP_SIZE:
-                raise ModelError(
-                    f"{config.path}: int4 needs layers whose number of inputs is a multiple of {GROUP_SIZE}, but "
-                    f"{layer_name} has {layer.in_features}"
-                )
+def check_groups(path: str, model_config: PreTrainedConfig) -> None:
+    """Raise ModelError if a layer's inputs cannot be rounded in groups."""
+    for layer_name, layer in linear_layers(model_config).items():
+        if layer.in_features % GROUP_SIZE:
+            raise ModelError(
+                f"{path}: int4 needs layers whose number of inputs is a multiple of {GROUP_SIZE}, but "
+                f"{layer_name} has {layer.in_features}"
+            )
 
 
 def linear_layers(model_config: PreTrainedConfig) -> dict[str, nn.Linear]:
@@ -89,27 +57,6 @@ def layer_bytes(quantization: Quantization, num_outputs: int, num_inputs: int) -
     """Return the memory of a layer's weights and scales once it is quantised; scales are float32 at most."""
     groups = num_inputs // GROUP_SIZE if quantization == "int4" else 1
     return num_outputs * (num_inputs * _NUM_BITS[quantization] // 8 + 4 * groups)
-
-
-def loading_arguments(config: ModelConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
-    """Return transformers' arguments for loading a model quantised.
-
-    Args:
-        model_config: is changed where a saved format becomes floats.
-    """
-    if config.quantization != "none":
-        from transformers import TorchAoConfig
-
-        return {"quantization_config": TorchAoConfig(torchao_settings(config.quantization))}
-    if saved_format(model_config) == "gguf":
-        from transformers import GgufConfig
-
-        file = model_config.quantization_config["gguf_file"]
-        del model_config.quantization_config
-        return {"gguf_file": file, "quantization_config": GgufConfig(dequantize=True)}
-    if saved_format(model_config) in FORMATS:
-        model_config.quantization_config["dequantize"] = True
-    return {}
 
 
 def torchao_settings(quantization: Quantization) -> Any:

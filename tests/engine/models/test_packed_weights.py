@@ -206,9 +206,9 @@ def test_checkpoints_of_other_layouts_are_refused_by_what_they_have(tmp_path):
     save_case("awq", tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     for settings, message in (
-        ({"quant_method": "awq", "version": "gemv"}, "quantised as awq with version 'gemv', which is not served; gemm"),
-        ({"quant_method": "gptq", "bits": 3}, "quantised as gptq with bits 3, which is not served; 4, 8 is"),
-        ({"quant_method": CT, "transform_config": {"u": 1}}, "transform_config {'u': 1}, which is not served; none is"),
+        ({"quant_method": "awq", "version": "gemv"}, "quantised as awq with version 'gemv'; served: gemm"),
+        ({"quant_method": "gptq", "bits": 3}, "quantised as gptq with bits 3; served: 4, 8"),
+        ({"quant_method": CT, "transform_config": {"u": 1}}, "with transform_config {'u': 1}; served: none"),
         ({"quant_method": "gptq", "bits": 4}, r"scales of the shape \[64, 4\], for weights of \[8, 1024\]"),
         ({"quant_method": "bitsandbytes"}, "quantised as bitsandbytes, which is not served; use a model that is saved"),
     ):
@@ -217,8 +217,8 @@ def test_checkpoints_of_other_layouts_are_refused_by_what_they_have(tmp_path):
             model_of(tmp_path)
     mark(tmp_path, **CASES["awq"][2])
     for extra, message in (
-        ({"model.layers.0.mlp.act_fn.scales": torch.ones(4)}, "act_fn.scales is of no form of awq that is served"),
-        ({"model.layers.0.mlp.up_proj.scales": None}, r"up_proj.q\w+ is of no form of awq"),
+        ({"model.layers.0.mlp.act_fn.scales": torch.ones(4)}, "act_fn.scales is of no layout of awq that is served"),
+        ({"model.layers.0.mlp.up_proj.scales": None}, r"up_proj.q\w+ is of no layout of awq"),
         ({"model.layers.0.self_attn.q_proj.bias": None}, "lacks the weights model.layers.0.self_attn.q_proj"),
         ({"model.layers.0.mlp.up_proj.scales": torch.ones(3, 128)}, r"scales of the shape \[128, 3\]"),
     ):
@@ -226,3 +226,45 @@ def test_checkpoints_of_other_layouts_are_refused_by_what_they_have(tmp_path):
         save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
         with pytest.raises(ModelError, match=message):
             model_of(tmp_path)
+
+
+def save_gguf(path, floats):
+    """Write a Qwen3 model's matrices in blocks of 32 bytes and a scale, as ggml's Q8_0."""
+    gguf = pytest.importorskip("gguf")
+    writer, floats = gguf.GGUFWriter(path / "model.gguf", "qwen3"), dict(floats)
+    writer.add_block_count(2)
+    parts = {"self_attn": "attn", "mlp": "ffn", "o_proj": "output", "input_layernorm": "attn_norm", "lm_head": "output"}
+    parts |= {"post_attention_layernorm": "ffn_norm", "embed_tokens": "token_embd", "norm": "output_norm"}
+    for name in sorted(floats):
+        *path_of, last = name.removeprefix("model.").replace("layers", "blk").split(".")
+        path_of = [parts.get(one, one).removesuffix("_proj") for one in path_of]
+        joined = ".".join([*path_of, last]).replace("attn.", "attn_").replace("ffn.", "ffn_")
+        weight = floats[name].numpy()
+        if weight.ndim == 1:
+            writer.add_tensor(joined, weight)
+            continue
+        blocks = weight.reshape(len(weight), -1, 32)
+        scales = (np.abs(blocks).max(-1, keepdims=True) / 127).astype(np.float16)
+        numbers = np.round(blocks / scales.astype(np.float32)).astype(np.int8)
+        floats[name] = torch.from_numpy((numbers * scales.astype(np.float32)).reshape(weight.shape))
+        rows = np.concatenate([scales.view(np.uint8), numbers.view(np.uint8)], -1).reshape(len(weight), -1)
+        writer.add_tensor(joined, rows, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    for write_part in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write_part()
+    writer.close()
+    return floats
+
+
+def test_a_gguf_file_beside_a_configuration_becomes_floats(tmp_path):
+    for folder in (tmp_path, tmp_path / "floats"):
+        save(transformers.Qwen3Config(**WIDE | HEADS), folder, factor=8.0)
+    floats = save_gguf(tmp_path, load_file(tmp_path / "model.safetensors"))
+    (tmp_path / "model.safetensors").unlink()
+    save_file(floats, tmp_path / "floats" / "model.safetensors", {"format": "pt"})
+    backend = backend_of(tmp_path)
+    assert torch.equal(backend.model.module.lm_head.weight, floats["lm_head.weight"])
+    assert write(backend, count=16) == greedy(reference(tmp_path / "floats"), 16)
+    assert planned(tmp_path) == bytes_of(backend) - rotary_bytes(backend)
+    (tmp_path / "other.gguf").write_bytes(b"")
+    with pytest.raises(ModelError, match="2 GGUF files"):
+        open_model(ModelConfig(str(tmp_path))).weight_files  # noqa: B018

@@ -160,7 +160,7 @@ class Reasoning(RequestModel):
     """How much the model thinks."""
 
     effort: ReasoningEffort | None = None
-    """A variable for the chat template."""
+    """As `reasoning_effort` of /v1/chat/completions."""
     summary: str | None = None
     """Accepted and ignored: thoughts are part of the text."""
     generate_summary: str | None = None
@@ -187,6 +187,7 @@ class ResponsesRequest(SamplingRequest):
         "max_completion_tokens": "max_output_tokens",
         "response_format.json_schema.schema": "text.format.schema",
         "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
     }
 
     input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]

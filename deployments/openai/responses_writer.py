@@ -5,8 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from deployments.openai.chat import ChatWriter
 from deployments.openai.logprobs import TokenLogprob, chat_logprobs
+from deployments.openai.message_parts import CallArguments, CallStart, Part
 from deployments.openai.responses_request import ResponsesRequest
-from deployments.openai.tool_calls import Arguments, CallStart, Piece
 from deployments.openai.types import ResponseModel, to_json
 from deployments.openai.writer import Choice
 from engine.protocols import RequestOutput
@@ -140,23 +140,23 @@ class ResponsesWriter(ChatWriter):
     def _add(self, choice: Choice, tokens: Choice | RequestOutput, *, is_last: bool) -> str:
         if tokens.logprobs:
             self.logprobs += chat_logprobs(tokens.token_ids, tokens.logprobs, self.reply.token_texts).content
-        return "".join(self._add_piece(piece) for piece in self.read(choice, tokens.text, is_last=is_last) if piece)
+        return "".join(self._add_part(part) for part in self.read(choice, tokens.text, is_last=is_last))
 
-    def _add_piece(self, piece: Piece) -> str:
+    def _add_part(self, part: Part) -> str:
         last = self.items[-1] if self.items else None
-        match piece:
+        match part:
             case CallStart():
-                return self._end_item("completed") + self._begin_call(piece)
-            case Arguments():
+                return self._end_item("completed") + self._begin_call(part)
+            case CallArguments():
                 assert isinstance(last, OutputCall)
-                last.arguments += piece.text
-                return self._named_event("response.function_call_arguments.delta", **self._location, delta=piece.text)
+                last.arguments += part.text
+                return self._named_event("response.function_call_arguments.delta", **self._location, delta=part.text)
             case _ if isinstance(last, OutputMessage):
-                return self._add_text(last.content[0], piece)
+                return self._add_text(last.content[0], part.text)
             case _:
                 start = self._end_item("completed")
                 message, begun = self._begin_message()
-                return start + begun + self._add_text(message.content[0], piece)
+                return start + begun + self._add_text(message.content[0], part.text)
 
     def _begin_message(self) -> tuple[OutputMessage, str]:
         message = OutputMessage(

@@ -1,23 +1,27 @@
-"""Tools: the request fields about functions that the model may call, and the two forms of a call.
+"""Tools: the request fields about functions that the model may call, and the grammars of required calls.
 
-A model calls in the form that its chat template teaches. Hermes (Qwen, Hermes): `<tool_call>` tags around
-`{"name": ..., "arguments": {...}}`, any number of times, anywhere in the text. Llama 3: the text begins with
-`{"name": ..., "parameters": {...}}`, or several of them with semicolons between. `tool_calls.py` reads both.
+`message_parts.py` reads calls, in the form that the model's chat template teaches.
 """
 
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 from llguidance import LLMatcher
 
 from deployments.openai.structured_output import GrammarSource
-from deployments.openai.tool_calls import CallReader
 from deployments.openai.types import JsonObject, Name, RequestModel
 from engine.errors import RequestError
 from engine.sampling.grammar import JSON_OPTIONS
+
+if TYPE_CHECKING:
+    from transformers.utils.chat_parsing.response_templates import ResponseTemplate
+
+CALLS = "tool_calls"
+"""The field of calls in response templates."""
 
 
 class Function(RequestModel):
@@ -80,9 +84,9 @@ class PastCall(OfFunctions):
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """How a model writes calls: between two tags, with its word for `arguments`.
+    """How a required call is written: a JSON object between two tags, with the model's word for `arguments`.
 
-    Without an end tag, calls are only at the beginning of a text, where they need no tag.
+    Without an end tag, there is no start tag either.
     """
 
     start_tag: str
@@ -109,22 +113,73 @@ class ToolForm:
             ]
         return LLMatcher.grammar_from_lark("\n".join(lines))
 
-    def reader(self, *, calls_only: bool = False) -> CallReader:
-        """Return a reader for one text."""
-        return CallReader(self.start_tag, self.end_tag, calls_only=calls_only)
 
+@dataclass(frozen=True)
+class MessageForm:
+    """How a model writes messages.
 
-HERMES = ToolForm("<tool_call>", "</tool_call>", "arguments")
-LLAMA3 = ToolForm("<|python_tag|>", "", "parameters")
+    Attributes:
+        template: transformers' response template.
+        head: a regular expression of a call up to its arguments, with the group `name`; empty if they are no JSON.
+        tool_form: how a required call is written; None if none can be required.
+        mark_token_ids: the tokens that delimit parts.
+    """
 
+    template: dict[str, Any]
+    head: str = ""
+    tool_form: ToolForm | None = None
+    mark_token_ids: tuple[int, ...] = ()
 
-def form_of(chat_template: str | None) -> ToolForm | None:
-    """Return the form in a chat template; None if it takes no tools or uses an unknown form."""
-    if not isinstance(chat_template, str) or not re.search(r"\btools\b", chat_template):
-        return None
-    if HERMES.start_tag in chat_template:
-        return HERMES
-    return LLAMA3 if '"parameters"' in chat_template else None
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model can call."""
+        return CALLS in self.template["fields"]
+
+    @cached_property
+    def loaded(self) -> "ResponseTemplate":
+        """The template, as transformers compiles it; raises ValueError if it is none."""
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        return load_response_template(self.template)
+
+    def begun(self, prompt: str) -> str:
+        """Return how much of the answer a prompt's end holds already, such as what opens the thoughts."""
+        has_anchor = self.loaded.start_anchor_re.search(prompt) is not None
+        begun = self.loaded.truncate_past_last_anchor(prompt) if has_anchor else ""
+        return begun if begun.strip() else ""
+
+    @cached_property
+    def head_pattern(self) -> Any:
+        """The compiled `head`; None without one."""
+        import regex  # type: ignore[import-untyped]  # transformers needs it, too
+
+        return regex.compile(self.head, regex.DOTALL) if self.head else None
+
+    @cached_property
+    def streaming(self) -> "tuple[ResponseTemplate, ResponseTemplate]":
+        """The templates of growing texts without calls, and with them; raises ValueError if they are none.
+
+        All fields are plain text, so none fails. A call begins before its markup and does not end, so all its text
+        arrives in one field.
+        """
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        fields: dict[str, Any] = {}
+        for name, field in self.template["fields"].items():
+            fields[name] = {"content": "text", "content_args": {"strip": False}}
+            fields[name] |= {key: field[key] for key in ("open", "close") if key in field}
+            fields[name] |= {key: _unnamed(field[key]) for key in ("open_pattern", "close_pattern") if key in field}
+        anchor = {key: value for key, value in self.template.items() if key.startswith("start_anchor")}
+        without = load_response_template({**anchor, "fields": {name: fields[name] for name in fields if name != CALLS}})
+        if CALLS not in fields:
+            return without, without
+        start = _unnamed(self.loaded.fields[CALLS].open_re.pattern)
+        fields[CALLS] = {"content": "text", "content_args": {"strip": False}, "open_pattern": f"(?={start})"}
+        # What ends or is left out of content is no part of a call's markup.
+        if (name := self.loaded.implicit) is not None and (ending := self.loaded.fields[name].close_re) is not None:
+            fields[name].pop("close", None)
+            fields[name]["close_pattern"] = f"(?!{start})(?:{_unnamed(ending.pattern)})"
+        return without, load_response_template({**anchor, "fields": fields})
 
 
 def required_call(
@@ -155,3 +210,8 @@ def required_call(
     return GrammarSource(
         "tools", [tool.model_dump() for tool in required], lambda: form.grammar(required, parallel=is_parallel)
     )
+
+
+def _unnamed(pattern: str) -> str:
+    """Return a pattern without the names of its groups."""
+    return re.sub(r"\(\?P?<\w+>", "(?:", pattern)

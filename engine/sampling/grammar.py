@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import ModelError, RequestError
@@ -70,8 +69,9 @@ def from_choice(texts: Sequence[str]) -> str:
     return LLMatcher.grammar_from_lark("start: " + " | ".join(map(literal, texts)))
 
 
-def literal(text: str, token_ids: Mapping[str, int] = MappingProxyType({})) -> str:
+def literal(text: str, token_ids: Mapping[str, int] | None = None) -> str:
     """Return Lark's notation of a text, in which the strings among `token_ids` are these tokens, and not text."""
+    token_ids = token_ids or {}
     tokens = "|".join(map(re.escape, sorted(token_ids, key=len, reverse=True))) or "(?!)"
     # A Lark literal is one of JSON with DEL escaped, too.
     return " ".join(

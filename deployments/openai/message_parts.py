@@ -146,10 +146,10 @@ class MessageParser:
         if end is not None and self._add_calls(self._held[:end]):
             self._held = self._held[end:]
             return "", (yield from self._skip_end(calls.close_re)) if head is not None else self._held
-        opened = opened or 1
-        self._add_content(self._held[:opened])
         # The supposed call is content. No pattern for the beginning of a text matches after a letter.
-        return "x", self._held[opened:]
+        end = end or opened or 1
+        self._add_content(self._held[:end])
+        return "x", self._held[end:]
 
     def _find_end(self, opened: int, closing: Any) -> Generator[None, None, int | None]:
         """Return the end of a call whose arguments are not sent as they come; None if it is none."""

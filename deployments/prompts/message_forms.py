@@ -37,6 +37,8 @@ def form_of(tokenizer: "PreTrainedTokenizerFast") -> MessageForm | None:
     if own := _own_template(tokenizer):
         fields = {name: field for name, field in own["fields"].items() if takes_tools or name != CALLS}
         template = {**own, "fields": fields}
+        if not _opening(fields.get(CALLS)).endswith(_opening(calls.get("field"))):
+            calls = {}  # the template reads calls of another form
     if not template["fields"]:
         return None
     text = json.dumps([template["fields"], dropped], ensure_ascii=False).replace("\\", "")
@@ -64,6 +66,12 @@ def _own_template(tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any] | None
         logger.error("the tokenizer's response_template cannot be used: %s", error)
         return None
     return template
+
+
+def _opening(field: dict[str, Any] | None) -> str:
+    """Return how a field begins, without escapes."""
+    opening = (field or {}).get("open") or (field or {}).get("open_pattern") or ""
+    return str(opening).replace("\\", "")
 
 
 @cache

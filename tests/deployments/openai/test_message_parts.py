@@ -117,7 +117,9 @@ FRAGMENTS = st.sampled_from(
 
 
 @given(st.sampled_from([HERMES, LLAMA3]), st.lists(FRAGMENTS, max_size=12), st.data())
-def test_any_text_is_read_the_same_however_it_is_cut(form: MessageForm, fragments: list[str], data: st.DataObject) -> None:
+def test_any_text_is_read_the_same_however_it_is_cut(
+    form: MessageForm, fragments: list[str], data: st.DataObject
+) -> None:
     text = "".join(fragments)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]

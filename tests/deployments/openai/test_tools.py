@@ -11,13 +11,11 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from deployments.openai import tools as forms
 from deployments.openai.chat import ChatCompletionRequest
-from deployments.openai.tools import form_of
 from deployments.prompts.encoder import PromptEncoder
 from tests.deployments.conftest import client_of, make_sdk
 from tests.deployments.fakes import LocalRouters
-from tests.deployments.templates import HERMES, LLAMA, TEMPLATE, save_tokenizer
+from tests.deployments.templates import HERMES, LLAMA, save_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -31,12 +29,6 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "clock"}},
 ]
 USER: Any = [{"role": "user", "content": "x"}]
-
-
-def test_the_form_is_the_templates() -> None:
-    assert (form_of(HERMES), form_of(LLAMA)) == (forms.HERMES, forms.LLAMA3)
-    assert form_of(TEMPLATE) is None
-    assert form_of(None) is None
 
 
 async def test_a_conversation_with_calls_is_rendered_as_the_template_wants(tmp_path: Path) -> None:

@@ -14,15 +14,13 @@ from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deployments.openai.tools import CALLS, MessageForm, Tool
+from deployments.openai.tools import CALLS, THOUGHTS, MessageForm, Tool
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing import ResponseParser
 
 _BLANK = " \t\r\n"
 _MARK = re.compile(r'["\\{}\[\]<]')
-_THOUGHTS = ("reasoning_content", "thinking")
-"""The names of the field of thoughts; some templates on the hub use the second one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,7 @@ class MessageParser:
             if event["type"] == "region_chunk":
                 if event["field"] == CALLS:
                     self._held += event["text"]
-                elif event["field"] in _THOUGHTS:
+                elif event["field"] in THOUGHTS:
                     self._add(Reasoning, event["text"])
                 else:
                     self._add_content(event["text"])

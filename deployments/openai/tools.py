@@ -5,23 +5,25 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from llguidance import LLMatcher
 
-from deployments.openai.structured_output import GrammarSource
+from deployments.openai.structured_output import GrammarSource, Thoughts
 from deployments.openai.types import JsonObject, Name, RequestModel
 from engine.errors import RequestError
-from engine.sampling.grammar import JSON_OPTIONS
+from engine.sampling.grammar import JSON_OPTIONS, literal
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 CALLS = "tool_calls"
 """The field of calls in response templates."""
+THOUGHTS = {"reasoning_content", "thinking"}
+"""The names of the field of thoughts; some templates on the hub use the second one."""
 
 
 class Function(RequestModel):
@@ -92,6 +94,8 @@ class ToolForm:
     start_tag: str
     end_tag: str
     arguments: str
+    token_ids: Mapping[str, int] | None = None
+    """The texts that are tokens of their own."""
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return the grammar of one call of these tools or, if parallel, of one or more.
@@ -100,7 +104,8 @@ class ToolForm:
         """
         call, separator = "call", "; "
         if self.end_tag:
-            call, separator = rf'"{self.start_tag}\n" call "\n{self.end_tag}"', r"\n"
+            start, end = (literal(tag, self.token_ids) for tag in (f"{self.start_tag}\n", f"\n{self.end_tag}"))
+            call, separator = f"{start} call {end}", r"\n"
         start = f'start: {call} ("{separator}" {call})*' if parallel else f"start: {call}"
         lines = [start, "call: " + " | ".join(f"call{i}" for i in range(len(tools)))]
         for i, tool in enumerate(tools):
@@ -123,12 +128,14 @@ class MessageForm:
         head: a regular expression of a call up to its arguments, with the group `name`; empty if they are no JSON.
         tool_form: how a required call is written; None if none can be required.
         mark_token_ids: the tokens that delimit parts.
+        thoughts: how thoughts before a constrained answer are written; None if there are none.
     """
 
     template: dict[str, Any]
     head: str = ""
     tool_form: ToolForm | None = None
     mark_token_ids: tuple[int, ...] = ()
+    thoughts: Thoughts | None = None
 
     @property
     def takes_tools(self) -> bool:
@@ -147,6 +154,15 @@ class MessageForm:
         has_anchor = self.loaded.start_anchor_re.search(prompt) is not None
         begun = self.loaded.truncate_past_last_anchor(prompt) if has_anchor else ""
         return begun if begun.strip() else ""
+
+    def thoughts_after(self, prompt: str) -> Thoughts | None:
+        """Return the thoughts that a prompt leaves to come before a constrained answer; None if there are none.
+
+        Raises RequestError if they are delimited by patterns, so that no grammar can follow them.
+        """
+        if self.thoughts is None and THOUGHTS & self.template["fields"].keys():
+            raise RequestError("this model's answers cannot be constrained: its thoughts are delimited by patterns")
+        return self.thoughts and self.thoughts.after(self.begun(prompt))
 
     @cached_property
     def head_pattern(self) -> Any:

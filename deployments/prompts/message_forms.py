@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deployments.openai.tools import CALLS, MessageForm, ToolForm
+from deployments.openai.structured_output import Thoughts
+from deployments.openai.tools import CALLS, THOUGHTS, MessageForm, ToolForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -45,8 +46,14 @@ def form_of(tokenizer: "PreTrainedTokenizerFast") -> MessageForm | None:
     if not own:
         dropped = dropped or "|".join(re.escape(token.content) for token in marks.values() if token.special)
         template["fields"]["content"] = {"content": "text", **({"close_pattern": dropped} if dropped else {})}
-    form = ToolForm(**calls["tool_form"]) if "tool_form" in calls else None
-    return MessageForm(template, calls.get("head", ""), form, tuple(marks))
+    field = next((template["fields"][name] for name in THOUGHTS if name in template["fields"]), {})
+    delimiters = thoughts.get("thoughts") if field else None
+    if isinstance(field.get("open"), str) and isinstance(field.get("close"), str):
+        delimiters = {"opening": field["open"], "closing": field["close"]}
+    ids = {token.content: id for id, token in tokenizer.added_tokens_decoder.items()}
+    form = ToolForm(**calls["tool_form"], token_ids=ids) if "tool_form" in calls else None
+    ways = Thoughts(**delimiters, token_ids=ids) if delimiters else None
+    return MessageForm(template, calls.get("head", ""), form, tuple(marks), ways)
 
 
 def _own_template(tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any] | None:

@@ -54,7 +54,7 @@ class Thinking(RequestModel):
     budget_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     """Accepted and ignored: no model here is trained for it; `max_tokens` limits thoughts and answer together."""
     display: str | None = None
-    """Accepted and ignored: thoughts are part of the text."""
+    """Accepted and ignored: thoughts are always sent."""
 
 
 class SchemaFormat(RequestModel):

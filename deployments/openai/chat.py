@@ -128,7 +128,9 @@ class ChatWriter(Writer):
         chunks = [_chunk(choice, delta) for delta in deltas]
         chunks[0]["logprobs"] = logprobs
         chunks[-1] |= {"finish_reason": self._finish_reason(choice), "stop_reason": output.stop_reason}
-        chunks[0] |= self.ids_field(token_ids=output.token_ids) | self.rounds_field(choice)
+        chunks[0] |= self.ids_field(token_ids=output.token_ids)
+        for chunk in chunks:
+            chunk |= self.rounds_field(choice)  # all in the first one
         return "".join(self._event([chunk], **self.chunk_usage_field()) for chunk in chunks)
 
     def closing(self) -> str:

@@ -205,9 +205,9 @@ def required_call(
     *,
     is_parallel: bool,
 ) -> GrammarSource | None:
-    """Return the calls that a request requires, in the model's form; None if the model decides, or cannot call.
+    """Return the calls that a request requires, in the model's form; None if the model decides.
 
-    Raises RequestError if `tool_choice` comes without tools, or names another one.
+    Raises RequestError if `tool_choice` comes without tools, names another one, or requires what has no grammar.
     """
     if choice in (None, "none"):
         return None
@@ -220,8 +220,10 @@ def required_call(
             raise RequestError(f"tool_choice names {name!r}, which is not one of the tools", "tool_choice")
     else:
         required = list(tools) if choice == "required" else []
-    if not required or form is None:
+    if not required:
         return None
+    if form is None:
+        raise RequestError("tool_choice requires a call, for which this model's form has no grammar", "tool_choice")
     is_parallel = is_parallel and choice == "required"
     return GrammarSource(
         "tools", [tool.model_dump() for tool in required], lambda: form.grammar(required, parallel=is_parallel)

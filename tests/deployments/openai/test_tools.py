@@ -111,6 +111,14 @@ async def test_a_stream_of_deltas_is_the_whole_answer(
         assert logprobs == whole.logprobs.content
 
 
+async def test_a_call_without_a_grammar_cannot_be_required(routers: LocalRouters, tmp_path: Path) -> None:
+    body = {"messages": USER, "tools": TOOLS, "max_tokens": 4}
+    async with client_of(HERMES + "{# <function=<parameter= #}", routers, tmp_path) as client:
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        response = await client.post("/v1/chat/completions", json={**body, "tool_choice": "required"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
+
+
 async def test_a_call_that_the_limit_cuts_is_sent_as_far_as_it_came(sdk: openai.AsyncOpenAI) -> None:
     cut = (await sdk.chat.completions.create(**FORCED, max_tokens=60)).choices[0]
     whole = (await sdk.chat.completions.create(**FORCED)).choices[0]

@@ -3,27 +3,17 @@
 import random
 
 import pytest
-from transformers import GraniteMoeHybridConfig
+from transformers import BambaConfig
 
 from engine.drafting.copying.ngram import NgramDrafter
 from engine.params import SamplingParams
+from tests.engine.hybrids import HYBRIDS
 from tests.engine.running import chains, make_engine, run
 from tests.engine.tiny import SIZES, backend_of, save
 from tests.fakes import TreeDrafter
 
-CHUNK = 8
-GRANITE = SIZES | {
-    "layer_types": ["linear_attention", "full_attention"],
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_n_groups": 2,
-    "mamba_d_state": 8,
-    "mamba_chunk_size": CHUNK,
-    "num_local_experts": 0,
-    "num_experts_per_tok": 0,
-    "shared_intermediate_size": 64,
-    "position_embedding_type": "rope",
-}
+CHUNK = HYBRIDS["Bamba"]["mamba_chunk_size"]
+BAMBA = SIZES | HYBRIDS["Bamba"] | {"num_hidden_layers": 2, "attn_layer_indices": [1]}
 """Linear layers of Mamba 2; how other recurrences compute is tested by themselves."""
 
 
@@ -46,7 +36,7 @@ REQUESTS = make_requests()
 
 @pytest.fixture(scope="module")
 def backend(tmp_path_factory):
-    return backend_of(save(GraniteMoeHybridConfig(**GRANITE), tmp_path_factory.mktemp("granite")))
+    return backend_of(save(BambaConfig(**BAMBA), tmp_path_factory.mktemp("bamba")))
 
 
 def engine_of(backend, drafter=None, **settings):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3nTextConfig, GraniteMoeHybridConfig, LlamaConfig, T5Config
+from transformers import AutoModelForCausalLM, BambaConfig, Gemma3nTextConfig, LlamaConfig, T5Config
 
 from engine.config import EngineConfig, ModelConfig
 from engine.execution.footprint import footprint, of_weights, with_head
@@ -13,7 +13,7 @@ from engine.heads.registry import load_target
 from engine.models.registry import open_model
 from tests.engine.conftest import VOCAB, save_llama
 from tests.engine.heads.files import head_settings, head_tensors, save_head
-from tests.engine.test_hybrids import CHUNK, GRANITE
+from tests.engine.test_hybrids import BAMBA, CHUNK
 from tests.engine.tiny import T5_SIZES, backend_of, save
 
 
@@ -103,7 +103,7 @@ def test_an_encoder_decoder_is_counted_whole_and_has_a_mask_for_each_head(tmp_pa
 
 
 def test_slots_take_what_the_cache_allocates_and_a_pass_has_one_chunk_more(tmp_path, monkeypatch):
-    path, settings = save(GraniteMoeHybridConfig(**GRANITE), tmp_path), {"num_speculative_tokens": 3}
+    path, settings = save(BambaConfig(**BAMBA), tmp_path), {"num_speculative_tokens": 3}
     planned = measure(path, max_num_batched_tokens=100, **settings)
     kv = backend_of(path).allocate_kv(3, 16, num_states=5, depth=3)
     slots = [tensor for layer in kv.linear.layers for tensor in (layer.inputs, layer.matrices, *layer.updates)]

@@ -1,6 +1,5 @@
 """Linear layers: a flat pass over rows of several contexts computes what transformers computes for each."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -82,16 +81,6 @@ def test_a_flat_pass_computes_what_transformers_computes_of_each_context(backend
     check(run(backend, [rows(0, 19, LENGTHS)]), reference)
     check(run(backend, [rows(0, 8, LENGTHS), rows(8, 16, LENGTHS), rows(16, 19, LENGTHS)]), reference)  # at chunks
     check(run(backend, [rows(0, 2, [2] * 4), rows(2, 19, [2] * 4, depth=8)]), reference)  # step by step
-
-
-@torch.inference_mode()
-def test_the_replaced_functions_are_transformers_own_without_a_context(backend, reference):
-    """Both modules call the functions of one modelling module; `reference` has no hooks."""
-    module = copy.deepcopy(backend.model.module)
-    module.set_attn_implementation("eager")
-    tokens = torch.tensor([CONTEXTS[0]])
-    expected = reference(tokens, use_cache=False).logits
-    assert torch.allclose(module(tokens, use_cache=False).logits, expected, atol=1e-5)
 
 
 @torch.inference_mode()

@@ -1,5 +1,7 @@
 """Linear layers: a flat pass over rows of several contexts computes what transformers computes for each."""
 
+import functools
+import sys
 from functools import partial
 
 import pytest
@@ -135,6 +137,32 @@ def test_a_model_whose_layers_are_not_those_of_its_configuration_is_refused():
     config.layer_types = ["conv"] * 4
     with pytest.raises(ModelError, match=r"has 2 linear layers and 2 with attention.* names 4 and 0"):
         prepare_linear_layers(module, config)
+
+
+def test_layers_that_hand_no_keywords_to_their_functions_are_refused(monkeypatch):
+    """Older versions of transformers have such layers, and later ones may call other functions."""
+    config = config_of("Qwen3Next")
+    module = AutoModelForCausalLM.from_config(config)
+    mixer = type(module.model.layers[0].linear_attn)
+    for forward in (lambda self, x: x, lambda self, x, **keywords: x, _convolves_only):
+        with monkeypatch.context() as patched:
+            functools.update_wrapper(forward, mixer.forward)
+            patched.setattr(mixer, "forward", forward)
+            with pytest.raises(ModelError, match="hands no keywords to its functions"):
+                prepare_linear_layers(module, config)
+
+
+def _convolves_only(self, x, **keywords):
+    causal_conv1d_fn = vars(sys.modules[type(self).__module__])["causal_conv1d_fn"]
+    causal_conv1d_fn(self.in_proj_qkvz(x).transpose(1, 2)[:, :80], self.conv1d.weight.squeeze(1), **keywords)
+    return x
+
+
+@torch.inference_mode()
+def test_a_pass_whose_context_does_not_arrive_is_refused(backend):
+    mixer = next(child for child in backend.model.module.modules() if hasattr(child, "state_layer"))
+    with pytest.raises(ModelError, match="do not pass keyword arguments on to their linear layers"):
+        mixer(torch.zeros(1, 2, SIZES["hidden_size"]))
 
 
 @torch.inference_mode()

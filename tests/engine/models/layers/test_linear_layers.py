@@ -35,9 +35,19 @@ def path(request, tmp_path_factory):
     return save(config_of(request.param), tmp_path_factory.mktemp("model"), factor=2.0)
 
 
+def loaded(path):
+    """The model's backend; in older versions of transformers, not every layer hands its keywords on."""
+    try:
+        return backend_of(path)
+    except ModelError as error:
+        if "hands no keywords" not in str(error) or transformers.__version__ >= "5.23":
+            raise
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="module")
 def backend(path):
-    return backend_of(path)
+    return loaded(path)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +135,7 @@ def test_planned_states_are_those_of_the_loaded_model(backend):
     ],
 )
 def test_states_have_the_sizes_of_the_layers(name, shape, chunk, kv_layers, tmp_path):
-    backend = backend_of(save(config_of(name), tmp_path))
+    backend = loaded(save(config_of(name), tmp_path))
     assert {*backend.model.state_shapes} == {shape}
     assert backend.info.state_chunk == chunk
     assert backend.model.kv_shape.layers == kv_layers

@@ -166,10 +166,11 @@ class MessageForm:
 
     @cached_property
     def head_pattern(self) -> Any:
-        """The compiled `head`; None without one."""
-        import regex  # type: ignore[import-untyped]  # transformers needs it, too
+        """The compiled `head`, as transformers compiles patterns; None without one."""
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
-        return regex.compile(self.head, regex.DOTALL) if self.head else None
+        template = {"start_anchor_pattern": self.head, "fields": {"content": {}}}
+        return load_response_template(template).start_anchor_re if self.head else None
 
     @cached_property
     def streaming(self) -> "tuple[ResponseTemplate, ResponseTemplate]":

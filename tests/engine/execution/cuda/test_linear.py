@@ -106,9 +106,11 @@ def test_cublas_must_give_the_kernels_bits_for_every_number_of_rows(wrong_count,
     assert linear.cublas_agrees(shape, torch.float64, torch.device("cpu")) == (wrong_count is None)
 
 
-@pytest.mark.parametrize(("num_bits", "groups"), [(8, 1), (4, 4)])
-def test_quantised_layers_are_multiplied_by_the_same_product_for_any_number_of_rows(num_bits, groups, multiplied):
-    layer, weight = layer_of(num_bits, groups=groups, outputs=40, inputs=128)
+@pytest.mark.parametrize(("num_bits", "groups", "zeros"), [(8, 1, False), (4, 4, False), (4, 4, True)])
+def test_quantised_layers_are_multiplied_by_the_same_product_for_any_number_of_rows(
+    num_bits, groups, zeros, multiplied
+):
+    layer, weight = layer_of(num_bits, groups=groups, outputs=40, inputs=128, zeros=zeros)
     module = nn.Sequential(layer.half())
     linear.make_invariant(module, torch.float16)
     x = torch.randn(1, 70, 128, dtype=torch.float16)
@@ -204,9 +206,11 @@ def test_float32_models_keep_their_layers():
     assert type(module[0]) is nn.Linear
 
 
-def test_a_ranks_quantised_inputs_are_multiplied_to_float32_before_the_ranks_are_summed(multiplied):
-    layer, weight = layer_of(8, groups=1, outputs=24, inputs=128)
-    row = QuantizedRowLinear(layer.values, layer.scales.half(), layer.bias.half())
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_ranks_quantised_inputs_are_multiplied_to_float32_before_the_ranks_are_summed(zeros, multiplied):
+    layer, weight = layer_of(8, groups=1, outputs=24, inputs=128, zeros=zeros)
+    row = QuantizedRowLinear(layer.values, layer.scales.half(), layer.bias.half(), layer.zeros)
+    weight = row.weight_as(torch.float16).float() if zeros else weight
     summed = []
     row.reducer_key = register(SimpleNamespace(sum=lambda partial: summed.append(partial) or partial * 2))
     module = nn.Sequential(row)

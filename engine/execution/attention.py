@@ -22,6 +22,9 @@ from engine.models.layers.layer_state import Recurrence
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 """Larger keys and values become this."""
+_MAX_PACKED = 32
+"""In latent attention, all heads of rows of up to this many tokens are queries of one product; a mask of longer rows
+would take too much memory."""
 
 
 class KVTensors:
@@ -254,7 +257,7 @@ class PagedContext:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend; see `AttentionContext.attend`."""
-        keys, values = self.kv.keys[layer], self.kv.values[layer]
+        keys, values = stored(self.kv, layer)
         if not params.is_cross and not params.is_shared:
             self.layers.append(layer)
             self.write(layer, key, value)
@@ -276,7 +279,8 @@ class PagedContext:
         """Write keys and values of a layer to the batch's slots or to others, [tokens]; see `AttentionContext`."""
         slots = self.slots if slots is None else slots
         write_slots(self.kv.keys[layer], slots, key)
-        write_slots(self.kv.values[layer], slots, value)
+        if self.kv.values[layer].shape[-1]:
+            write_slots(self.kv.values[layer], slots, value)
 
     def _tempered(self, query: Tensor, length: float, strength: float) -> Tensor:
         positions = torch.cat([group.positions.flatten() for group in self.groups])
@@ -322,6 +326,12 @@ class PagedContext:
         return self.kv.states.view(-1, self.kv.states.shape[-1])
 
 
+def stored(kv: KVTensors, layer: int) -> tuple[Tensor, Tensor]:
+    """Return a layer's cached keys and values; they are the same if only keys are stored."""
+    keys, values = kv.keys[layer], kv.values[layer]
+    return keys, values if values.shape[-1] else keys
+
+
 def write_slots(cache: Tensor, slots: Tensor, entries: Tensor) -> None:
     """Write [kv_heads, tokens, head_dim] entries to the slots [tokens] of one layer's keys or values."""
     if cache.dtype == FP8:
@@ -337,6 +347,8 @@ def _as_bytes(cache: Tensor) -> Tensor:
 def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
     """Attention over a group's blocks. [heads, rows * length, d] -> [rows * length, heads, d]."""
     copies, block_size = query.shape[0] // keys.shape[2], keys.shape[1]
+    if is_shared := values is keys and group.length > _MAX_PACKED:
+        copies = 1
     if params.is_cross:
         mask = group.cross_mask(query, block_size)
     elif params.bias is not None:
@@ -347,14 +359,16 @@ def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor,
     key, value = (
         _as_bytes(cache).index_select(0, blocks).view(cache.dtype).to(query.dtype) for cache in (keys, values)
     )
+    if is_shared:
+        key, value = (one.expand(-1, -1, len(query), -1) for one in (key, value))
     return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)
 
 
 def attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Causal attention within a prompt's first chunk, without the KV cache. [heads, n, d] -> [n, heads, d]."""
     copies = query.shape[0] // key.shape[0]
-    if copies > 1:
-        key, value = key.repeat_interleave(copies, 0), value.repeat_interleave(copies, 0)
+    if copies > 1:  # a view of one head, a copy of more
+        key, value = (one.unsqueeze(1).expand(-1, copies, -1, -1).flatten(0, 1) for one in (key, value))
     output = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, scale=scaling)
     return output[0].transpose(0, 1)
 

@@ -163,8 +163,7 @@ class CausalLM:
 def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
     """Return the shape of a rank's KV cache.
 
-    Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) is cached as the keys and values that it is expanded
-    to, one of each per query head.
+    Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) is cached as latents, which every rank holds whole.
     """
     text = config.get_text_config()
     layers = (getattr(text, "num_decoder_layers", None) or text.num_hidden_layers) - num_shared(config)
@@ -182,8 +181,8 @@ def _layer_sizes(text: PreTrainedConfig, world_size: int) -> tuple[int, int, int
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     key_dim = value_dim = head_dim
     if getattr(text, "kv_lora_rank", None):
-        kv_heads = heads
-        key_dim, value_dim = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+        kv_heads = world_size
+        key_dim, value_dim = text.kv_lora_rank + text.qk_rope_head_dim, 0
     return kv_heads // world_size, key_dim, value_dim
 
 

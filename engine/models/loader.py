@@ -17,6 +17,7 @@ from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM, Shard
 from engine.models.layers.experts import num_packed_weights, pack_experts
 from engine.models.layers.fusion import fuse_projections
+from engine.models.layers.latent import cache_latents
 from engine.models.layers.linear_layers import prepare_linear_layers
 from engine.models.layers.mixed_layers import describe_layers
 from engine.models.layers.quantization import (
@@ -57,9 +58,10 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     num_parameters += sum(layer.in_features * layer.out_features for layer in rounded) + num_packed_weights(module)
     if has_torchao:
         convert_torchao(source.path, module)
+    cache_latents(module)
     fuse_projections(module)
-    describe_layers(module, configuration)
     state_shapes, state_chunk = prepare_linear_layers(module, configuration)
+    describe_layers(module, configuration)
     info = ModelInfo(
         name=source.path,
         vocab_size=source.vocab_size,

@@ -38,16 +38,21 @@ NUM_SAMPLES, SAMPLE_BYTES = 64, 2**16
 
 
 class ModelKind:
-    """How decoder-only models are served; other kinds derive from it. `refusals` tells why, by feature."""
+    """How decoder-only models are served; other kinds derive from it.
+
+    Attributes:
+        refusals: why a feature is not served, by its name; draft_refusals: likewise for a model that drafts.
+    """
 
     name = "decoder-only"
     refusals: Mapping[str, str] = {}
+    draft_refusals: Mapping[str, str] = {}
 
     def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
         """Raise ModelError if the model's architecture cannot be served; other kinds check more."""
         from transformers import AutoModelForCausalLM
 
-        from engine.models.layers.linear_layers import SERVED, WITH_STATE, WITHOUT_KV
+        from engine.models.layers.linear_layers import WITH_STATE, WITHOUT_KV
 
         description = f"{config.path} is {configuration.model_type}"
         if configuration.is_encoder_decoder:
@@ -55,7 +60,7 @@ class ModelKind:
         text = configuration.get_text_config()
         layer_types = set(getattr(text, "layer_types", None) or [])
         served = {"full_attention", "sliding_attention", "chunked_attention"}
-        if configuration.model_type in SERVED:
+        if self.draft_refusals:
             served |= WITH_STATE | WITHOUT_KV
         if unsupported := ", ".join(sorted(layer_types - served)):
             raise ModelError(f"{description} with {unsupported} layers, whose state cannot roll back")
@@ -244,6 +249,11 @@ class ModelSource:
         """Raise ModelError if models of this kind do not support a feature; it gives the reason."""
         if (reason := self.kind.refusals.get(feature)) is not None:
             raise ModelError(f"{self.path} is {self.kind.name}, {reason}")
+
+    def refuse_to_draft(self, feature: str) -> None:
+        """Raise ModelError if models of this kind cannot draft so."""
+        if (reason := self.kind.draft_refusals.get(feature)) is not None:
+            raise ModelError(f"the draft {self.path} {reason}")
 
     def _read(self, name: str) -> dict[str, Any]:
         try:

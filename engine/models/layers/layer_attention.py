@@ -20,6 +20,8 @@ _SUPPORTED = {
 class KVShape(NamedTuple):
     """The size of a KV cache per token: layers, key/value heads, and the sizes of keys and values.
 
+    Values of size 0 are not stored: they are the keys themselves, as in latent attention.
+
     Attributes:
         layers: those with keys and values of their own.
         each: heads and sizes of every layer, if they differ; the others are then those of the largest layer.
@@ -165,8 +167,14 @@ def paged_attention(
         temperature=getattr(module, "temperature", None),
         is_shared=getattr(module, "is_kv_shared_layer", False),
     )
+    query, latents = query[0], getattr(module, "latents", None)
+    if latents is not None:
+        query = latents.query(query)
+    output = context.attend(layer, query, key[0], value[0], params)
+    if latents is not None:
+        output = latents.output(output)
     # Contiguous, because some models view it as [1, tokens, heads * value_dim].
-    return context.attend(layer, query[0], key[0], value[0], params).unsqueeze(0).contiguous(), None
+    return output.unsqueeze(0).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

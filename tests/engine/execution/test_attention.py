@@ -170,11 +170,13 @@ def test_layers_of_one_size_are_moved_together_and_others_have_a_tensor_of_their
 
 
 def test_a_token_sees_its_own_chunk_only_and_a_node_by_its_position():
-    """The tip is at 2, two branches at 3, each with a node at 4, where a chunk begins."""
+    """The tip is at 2, two branches at 3, each with a node at 4; a chunk begins at 4, or at 3."""
     (group,) = build([ForwardRow([1] * 6, 1, [1, 2], 1, [-1, -1, 0, 1])], Layer().kv).paged.groups
-    mask = group.mask(AttentionParams(chunk=4), 1, torch.empty(0), BLOCK)[0, 0]
-    seen = [[i for i, score in enumerate(row) if score == 0] for row in mask.tolist()]
-    assert seen == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 4], [5], [6]]
+    before, inside = [[0, 1, 2, 3], [0, 1, 2, 4], [5], [6]], [[3], [4], [3, 5], [4, 6]]
+    for chunk, nodes in ((4, before), (3, inside)):
+        mask = group.mask(AttentionParams(chunk=chunk), 1, torch.empty(0), BLOCK)[0, 0]
+        seen = [[i for i, score in enumerate(row) if score == 0] for row in mask.tolist()]
+        assert seen == [[0, 1], [0, 1, 2], *nodes]
     chain = build([prompt(6, A)], Layer().kv).paged.groups[0]
     mask = chain.mask(AttentionParams(chunk=4), 1, torch.empty(0), BLOCK)[0, 0]
     assert [int((row == 0).sum()) for row in mask] == [1, 2, 3, 4, 1, 2]

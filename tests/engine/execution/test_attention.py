@@ -198,21 +198,6 @@ def test_a_layer_that_shares_reads_the_blocks_of_another_and_writes_none():
     assert batch.paged.layers == []
 
 
-def test_queries_are_warmed_by_their_positions():
-    layer = Layer()
-    layer.run(prompt(9, A))
-    batch = build([prompt(1, B), prompt(2, A, 7)], layer.kv)
-    query, key = torch.ones(HEADS, 4, 1), torch.zeros(KV_HEADS, 4, DIM)
-    warmed = batch.paged._tempered(query, 4, 0.5)[0, :, 0]
-    assert torch.allclose(warmed, torch.tensor([1, 1, 1 + 0.5 * math.log(3), 1 + 0.5 * math.log(3)]))
-    params = AttentionParams(temperature=(4, 0.5))
-    plain, tuned = (
-        batch.paged.attend(0, scale * torch.ones(HEADS, 4, DIM), key, key, one)
-        for scale, one in ((warmed[:, None], AttentionParams()), (1, params))
-    )
-    assert torch.equal(plain, tuned)
-
-
 def test_a_new_cache_holds_no_nan():
     kv = KVTensors(
         KVShape(1, KV_HEADS, DIM, DIM), num_blocks=3, block_size=BLOCK, like=torch.empty(0, dtype=torch.bfloat16)

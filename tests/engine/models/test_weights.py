@@ -200,6 +200,7 @@ def test_the_text_part_of_a_model_for_images_is_a_model_by_itself(prefixes, tied
     loaded = model_of(tmp_path / "model").module
     assert (type(loaded).__name__, source.configuration.model_type) == ("MistralForCausalLM", "mistral")
     assert source.is_text_part
+    assert source.configuration.tie_word_embeddings is tied
     assert torch.equal(loaded.lm_head.weight, text["embed_tokens.weight"] if tied else last)
     monkeypatch.setattr(loader, "has_names_of", lambda *_: False)
     for module in (loaded, model_of(tmp_path / "model").module):  # the latter is loaded by transformers

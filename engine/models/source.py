@@ -144,12 +144,12 @@ class ModelSource:
         if model_type == "mistral" and "layer_types" in self.settings:  # as in `AutoConfig`
             model_type = "ministral"
         whole = read_configuration(self.path, self.settings | {"model_type": model_type})
-        configuration = self._text_part(whole)
+        configuration: PreTrainedConfig = self._text_part(whole)
         self.is_text_part = configuration is not whole
         self.kind.check(self.config, configuration, self.generation_settings)
         return configuration
 
-    def _text_part(self, whole: Any) -> "PreTrainedConfig":
+    def _text_part(self, whole: Any) -> Any:
         """Return the configuration of what writes the text of a model for images too, if that is a model by itself."""
         if whole.is_encoder_decoder or (text := whole.get_text_config()) is whole:
             return whole

@@ -14,7 +14,9 @@ CHUNKED = "chunked_attention"
 
 def num_shared(config: PreTrainedConfig) -> int:
     """Return how many of the last layers have no keys and values of their own, but share those of layers before."""
-    return getattr(config.get_text_config(), "num_kv_shared_layers", None) or 0
+    text = config.get_text_config()
+    count: int = getattr(text, "num_kv_shared_layers", None) or 0
+    return count if count < text.num_hidden_layers else 0
 
 
 def describe_layers(module: nn.Module, config: PreTrainedConfig) -> None:

@@ -170,11 +170,13 @@ def test_layers_of_one_size_are_moved_together_and_others_have_a_tensor_of_their
 
 
 def test_a_token_sees_its_own_chunk_only_and_a_node_by_its_position():
-    """The tip is at 2, two branches at 3, each with a node at 4, where a chunk begins."""
+    """The tip is at 2, two branches at 3, each with a node at 4; a chunk begins at 4, or at 3."""
     (group,) = build([ForwardRow([1] * 6, 1, [1, 2], 1, [-1, -1, 0, 1])], Layer().kv).paged.groups
-    mask = group.mask(AttentionParams(chunk=4), 1, torch.empty(0), BLOCK)[0, 0]
-    seen = [[i for i, score in enumerate(row) if score == 0] for row in mask.tolist()]
-    assert seen == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 4], [5], [6]]
+    before, inside = [[0, 1, 2, 3], [0, 1, 2, 4], [5], [6]], [[3], [4], [3, 5], [4, 6]]
+    for chunk, nodes in ((4, before), (3, inside)):
+        mask = group.mask(AttentionParams(chunk=chunk), 1, torch.empty(0), BLOCK)[0, 0]
+        seen = [[i for i, score in enumerate(row) if score == 0] for row in mask.tolist()]
+        assert seen == [[0, 1], [0, 1, 2], *nodes]
     chain = build([prompt(6, A)], Layer().kv).paged.groups[0]
     mask = chain.mask(AttentionParams(chunk=4), 1, torch.empty(0), BLOCK)[0, 0]
     assert [int((row == 0).sum()) for row in mask] == [1, 2, 3, 4, 1, 2]
@@ -194,21 +196,6 @@ def test_a_layer_that_shares_reads_the_blocks_of_another_and_writes_none():
     torch.testing.assert_close(output[0], torch.stack(expected))
     assert all(map(torch.equal, before, (*layer.kv.keys, *layer.kv.values)))
     assert batch.paged.layers == []
-
-
-def test_queries_are_warmed_by_their_positions():
-    layer = Layer()
-    layer.run(prompt(9, A))
-    batch = build([prompt(1, B), prompt(2, A, 7)], layer.kv)
-    query, key = torch.ones(HEADS, 4, 1), torch.zeros(KV_HEADS, 4, DIM)
-    warmed = batch.paged._tempered(query, 4, 0.5)[0, :, 0]
-    assert torch.allclose(warmed, torch.tensor([1, 1, 1 + 0.5 * math.log(3), 1 + 0.5 * math.log(3)]))
-    params = AttentionParams(temperature=(4, 0.5))
-    plain, tuned = (
-        batch.paged.attend(0, scale * torch.ones(HEADS, 4, DIM), key, key, one)
-        for scale, one in ((warmed[:, None], AttentionParams()), (1, params))
-    )
-    assert torch.equal(plain, tuned)
 
 
 def test_a_new_cache_holds_no_nan():

@@ -100,6 +100,8 @@ def reference(path):
 def test_one_batch_of_every_kind_of_row_computes_transformers_own_logits(name, tmp_path):
     """Prompts, chunks, single tokens, chains and trees, in blocks that are dirty and out of order."""
     config = family(name)
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        pytest.skip(f"transformers {transformers.__version__} cannot map {config.model_type}")
     save(config, tmp_path, factor=3.0)
     expect, backend = reference(tmp_path), load(tmp_path)
     generator = torch.Generator().manual_seed(3)

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BambaConfig, Gemma3nTextConfig, LlamaConfig, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    Mistral3Config,
+    T5Config,
+)
 
 from engine.config import EngineConfig, ModelConfig
 from engine.execution.footprint import footprint, of_weights, with_head
@@ -10,16 +18,17 @@ from engine.execution.memory import Footprint
 from engine.execution.registry import make_backend
 from engine.heads.config import HeadConfig
 from engine.heads.registry import load_target
+from engine.models.layers.quantization import layer_bytes, linear_layers
 from engine.models.registry import open_model
 from tests.engine.conftest import VOCAB, save_llama
 from tests.engine.heads.files import head_settings, head_tensors, save_head
 from tests.engine.test_hybrids import BAMBA, CHUNK
-from tests.engine.tiny import T5_SIZES, backend_of, save
+from tests.engine.tiny import GEMMA4, MISTRAL3, SIZES, T5_SIZES, backend_of, save
 
 
-def measure(path, *, world_size=1, **settings):
+def measure(path, *, world_size=1, quantization="none", **settings):
     return footprint(
-        open_model(ModelConfig(path)),
+        open_model(ModelConfig(path, quantization=quantization)),
         EngineConfig(**settings),
         dtype=torch.float32,
         bytes_per_weight=4,
@@ -44,6 +53,22 @@ def test_keys_and_values_of_a_token_take_what_the_cache_allocates(target):
     kv = target.allocate_kv(3, 16)
     allocated = sum(cache.nbytes for cache in (*kv.keys, *kv.values))
     assert measure(target.info.name).kv_token_bytes == allocated // (3 * 16)
+
+
+def test_layers_of_two_sizes_take_what_the_cache_allocates(tmp_path):
+    kv = backend_of(save(Gemma4TextConfig(**SIZES | GEMMA4), tmp_path)).allocate_kv(3, 16)
+    assert measure(str(tmp_path)).kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)
+
+
+def test_a_text_part_is_counted_quantised_whatever_its_layers_are_called_in_the_files(tmp_path):
+    path = save(Mistral3Config(**MISTRAL3, tie_word_embeddings=False), tmp_path)
+    floats, rounded = (measure(path, quantization=name).weight_bytes for name in ("none", "int8"))
+    layers = linear_layers(open_model(ModelConfig(path)).configuration).values()
+    sizes = [(layer.out_features, layer.in_features) for layer in layers]
+    assert len(sizes) == 4 * 7
+    assert floats - rounded == sum(
+        4 * outputs * inputs - layer_bytes("int8", outputs, inputs) for outputs, inputs in sizes
+    )
 
 
 def test_the_context_is_the_models_own_or_a_shorter_one(target_path):

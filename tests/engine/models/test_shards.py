@@ -18,13 +18,14 @@ from tests.engine.running import make_engine, run
 from tests.engine.tiny import GEMMA4, SIZES, backend_of, save
 
 GEMMA3 = {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+LAYERS_DIFFER = "gemma4, shared keys, two sizes"
 FAMILIES = {
     "llama": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True}),
     "qwen3": ("Qwen3Config", {"head_dim": 16}),
     "llama, tied head": ("LlamaConfig", {"tie_word_embeddings": True}),
     "gemma, scaled embeddings": ("GemmaConfig", {"head_dim": 16}),
     "gemma3, two rotary bases": ("Gemma3TextConfig", GEMMA3),
-    "gemma4, shared keys, two sizes": ("Gemma4TextConfig", GEMMA4 | {"num_global_key_value_heads": 2}),
+    LAYERS_DIFFER: ("Gemma4TextConfig", GEMMA4 | {"num_global_key_value_heads": 2}),
 }
 
 
@@ -231,9 +232,11 @@ def test_weights_spread_over_several_files_are_found(tmp_path):
 
 
 def test_heads_that_cannot_be_shared_evenly_are_refused(tmp_path):
-    save_family("llama", tmp_path, num_key_value_heads=1)
-    with pytest.raises(ModelError, match="1 key/value heads, not divisible by tensor_parallel_size 2"):
-        backend_of(tmp_path, Shard(0, 2, AbsentOthers()))
+    one_head_in_some_layers = {"num_global_key_value_heads": 1}
+    for name, changes in (("llama", {"num_key_value_heads": 1}), (LAYERS_DIFFER, one_head_in_some_layers)):
+        save_family(name, tmp_path, **changes)
+        with pytest.raises(ModelError, match="1 key/value heads, not divisible by tensor_parallel_size 2"):
+            backend_of(tmp_path, Shard(0, 2, AbsentOthers()))
 
 
 def test_styles_that_are_not_supported_are_refused(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine import LLM, SamplingParams
 from engine.models.layers.mixed_layers import describe_layers, why_mixed
-from tests.engine.tiny import GEMMA4, HEADS, LLAMA4, MISTRAL3, SIZES, architectures_of, model_of, save
+from tests.engine.tiny import GEMMA4, HEADS, LLAMA4, MISTRAL3, SIZES, architectures_of, save
 
 MODELS = {
     "gemma 4": lambda: transformers.Gemma4TextConfig(**SIZES | GEMMA4),
@@ -59,16 +59,6 @@ def test_the_text_is_that_of_transformers_generate(name, method, models):
     assert (llm.stats.num_accepted_tokens > 0) is (method != "none")
     assert (llm.stats.num_preemptions > 0) is ("preempted" in method)
     assert llm.stats.num_cached_prompt_tokens > 0
-
-
-def test_each_attention_is_told_what_it_shares_its_chunk_and_its_temperature(models):
-    module = model_of(models["gemma 4"][0]).module
-    attentions = [layer.self_attn for layer in module.model.layers]
-    assert [getattr(attention, "kv_layer", None) for attention in attentions] == [None] * 4 + [2, 3]
-    attentions = [layer.self_attn for layer in model_of(models["llama 4"][0]).module.model.layers]
-    assert [getattr(attention, "chunk", None) for attention in attentions] == [7, None, 7, None]
-    assert [attention.temperature for attention in attentions] == [None, (4, 0.5), None, (4, 0.5)]
-    assert not any(attention.attn_temperature_tuning for attention in attentions)
 
 
 def test_models_of_one_kind_are_left_as_they_are_and_compiled():

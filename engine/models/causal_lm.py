@@ -13,7 +13,9 @@ from engine.config import ModelInfo
 from engine.errors import ModelError
 from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
 from engine.models.layers.layer_state import StateShape
+from engine.models.layers.linear_layers import WITHOUT_KV, has_state, layer_kinds
 from engine.models.layers.reducer import Reducer, best_over_ranks
+from engine.models.plans import splits_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,11 @@ class CausalLM:
         attention: the name of the attention function that it is loaded with.
         kv_dtype: the number format of keys and values in the cache; None is `dtype`.
         head: the trained head that its passes feed; the module of a head by itself.
-        runs_eagerly: why passes are never compiled; None if they can be.
+        state_shapes: what each linear layer of this rank keeps of a context; empty without such layers.
     """
 
     loaded_by: ClassVar[Any] = AutoModelForCausalLM
     attention: ClassVar[str] = ATTENTION_NAME
-    runs_eagerly: ClassVar[str | None] = None
 
     module: nn.Module
     config: PreTrainedConfig
@@ -67,6 +68,17 @@ class CausalLM:
     shard: Shard | None = None
     kv_dtype: torch.dtype | None = None
     head: "HeadModule | None" = None
+    state_shapes: Sequence[StateShape] = ()
+
+    @classmethod
+    def why_eager(cls, config: PreTrainedConfig) -> str | None:
+        """Return why passes of such a model are never compiled; None if they can be."""
+        return "it has linear layers" if has_state(config) else None
+
+    @property
+    def runs_eagerly(self) -> str | None:
+        """Why this model's passes are never compiled; None if they can be."""
+        return self.why_eager(self.config)
 
     @classmethod
     def load_module(cls, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, **arguments: Any) -> nn.Module:
@@ -98,11 +110,6 @@ class CausalLM:
     def kv_shape(self) -> KVShape:
         """The keys and values that this rank caches per token."""
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
-
-    @property
-    def state_shapes(self) -> Sequence[StateShape]:
-        """What each linear layer of this rank keeps of a context; empty without such layers."""
-        return ()
 
     @property
     def is_head(self) -> bool:
@@ -156,10 +163,12 @@ def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     key_dim = value_dim = head_dim
     if getattr(text, "kv_lora_rank", None):
-        kv_heads = world_size
+        kv_heads, world_size = 1, 1
         key_dim, value_dim = text.kv_lora_rank + text.qk_rope_head_dim, 0
     layers = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
-    return KVShape(layers, kv_heads // world_size, key_dim, value_dim)
+    layers -= sum(kind in WITHOUT_KV for kind in layer_kinds(config))
+    splits = world_size > 1 and splits_heads(config)
+    return KVShape(layers, kv_heads // world_size if splits else kv_heads, key_dim, value_dim)
 
 
 def forward(

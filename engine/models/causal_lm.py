@@ -7,15 +7,23 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    PreTrainedConfig,
+)
 
 from engine.config import ModelInfo
 from engine.errors import ModelError
 from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
 from engine.models.layers.layer_state import StateShape
 from engine.models.layers.linear_layers import WITHOUT_KV, has_state, layer_kinds
+from engine.models.layers.mixed_layers import num_shared, why_eager
 from engine.models.layers.reducer import Reducer, best_over_ranks
-from engine.models.plans import splits_heads
+
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # transformers does not list it
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +81,7 @@ class CausalLM:
     @classmethod
     def why_eager(cls, config: PreTrainedConfig) -> str | None:
         """Return why passes of such a model are never compiled; None if they can be."""
-        return "it has linear layers" if has_state(config) else None
+        return "it has linear layers" if has_state(config) else why_eager(config)
 
     @property
     def runs_eagerly(self) -> str | None:
@@ -158,6 +166,16 @@ def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
     Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) is cached as latents, which every rank holds whole.
     """
     text = config.get_text_config()
+    layers = (getattr(text, "num_decoder_layers", None) or text.num_hidden_layers) - num_shared(config)
+    layers -= sum(kind in WITHOUT_KV for kind in layer_kinds(config))
+    if not text.is_heterogeneous:
+        return KVShape(layers, *_layer_sizes(text, world_size))
+    each = tuple(_layer_sizes(text.per_layer_config[layer], world_size) for layer in range(layers))
+    largest = max(each, key=lambda sizes: sizes[0] * (sizes[1] + sizes[2]), default=(0, 0, 0))
+    return KVShape(layers, *largest, each)
+
+
+def _layer_sizes(text: PreTrainedConfig, world_size: int) -> tuple[int, int, int]:
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
@@ -165,10 +183,13 @@ def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
     if getattr(text, "kv_lora_rank", None):
         kv_heads, world_size = 1, 1
         key_dim, value_dim = text.kv_lora_rank + text.qk_rope_head_dim, 0
-    layers = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
-    layers -= sum(kind in WITHOUT_KV for kind in layer_kinds(config))
-    splits = world_size > 1 and splits_heads(config)
-    return KVShape(layers, kv_heads // world_size if splits else kv_heads, key_dim, value_dim)
+    return kv_heads if holds_attention_whole(text) else kv_heads // world_size, key_dim, value_dim
+
+
+def holds_attention_whole(config: PreTrainedConfig) -> bool:
+    """Return whether every rank attends with all heads: a norm over all of them follows the projections."""
+    plan = config.base_model_tp_plan or {}
+    return any(style == "colwise_gather_output" and "self_attn" in name for name, style in plan.items())
 
 
 def forward(

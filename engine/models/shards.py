@@ -1,11 +1,13 @@
 """Tensor-parallel shards: reads one rank's slices from the safetensors files, by transformers' plan for the model.
 
 Column-wise layers, of which the head is one, keep a slice of their outputs. Row-wise layers keep a slice of their
-inputs, and their results are summed over the ranks. Every rank holds embeddings and norms whole. These are plain linear
-layers, no DTensor.
+inputs, and their results are summed over the ranks. Every rank holds embeddings and norms whole, and attention where a
+norm over all heads follows its projections: it is a small part of the weights, and so needs no communication. These are
+plain linear layers, no DTensor.
 """
 
 import fnmatch
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
@@ -13,17 +15,41 @@ from torch import Tensor, nn
 
 from engine.config import Quantization
 from engine.errors import ModelError
-from engine.models.causal_lm import Shard
+from engine.models.causal_lm import Shard, holds_attention_whole, kv_shape
 from engine.models.layers.experts import group_experts, slice_experts
 from engine.models.layers.layer_attention import ATTENTION_NAME
 from engine.models.layers.linear_layers import has_state
 from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, on_meta
 from engine.models.layers.reducer import register, sum_output, sum_over_ranks
-from engine.models.plans import COLUMNS, EXPERTS, PACKED_COLUMNS, PACKED_ROWS, ROWS, WHOLE, splits_heads, tp_plan
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, fill
 
 _HEAD = "lm_head"
+_COLUMNS, ROWS, _PACKED_COLUMNS, _PACKED_ROWS, _EXPERTS = (
+    *("colwise", "rowwise", "packed_colwise", "packed_rowwise", "moe_tp_experts"),
+)
+_WHOLE = {
+    *("replicated", "replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj", "local_params"),
+    *("colwise_gather_output", "rowwise_split_input"),
+}
+"""Styles of layers that every rank holds whole; embeddings are only looked up."""
+
+_HEADS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "sinks"), _COLUMNS)
+_ATTENTION = {f"layers.*.self_attn.{name}": style for name, style in (_HEADS | {"o_proj": ROWS}).items()}
+_LAYERS = {"gate_proj": _COLUMNS, "up_proj": _COLUMNS, "down_proj": ROWS}
+_DENSE, _SHARED = (
+    {f"layers.*.{block}.{name}": style for name, style in _LAYERS.items()} for block in ("mlp", "shared_*")
+)
+_FUSED = {"layers.*.mlp.gate_up_proj": _PACKED_COLUMNS, "layers.*.mlp.down_proj": ROWS}
+_MORE: Mapping[str, Mapping[str, str]] = {  # what plans in transformers lack, by `model_type`
+    "afmoe": _ATTENTION | _DENSE | _SHARED,
+    **dict.fromkeys(("axk1", "deepseek_v3", "granitemoe", "granitemoeshared", "phimoe", "youtu"), _ATTENTION),
+    **dict.fromkeys(("glm", "glm4", "phi3"), _FUSED),
+    "glm4_moe_lite": _ATTENTION | _SHARED,
+    "gpt_oss": _ATTENTION | {"layers.*.mlp.experts": _EXPERTS},
+    "hunyuan_v1_moe": _ATTENTION | _SHARED,
+    **dict.fromkeys(("qwen2_moe", "solar_open"), _SHARED),
+}
 
 
 class RowLinear(nn.Linear):
@@ -71,15 +97,15 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
     module = on_meta(source.configuration, attn_implementation=ATTENTION_NAME, dtype=dtype)
     for name, child in list(module.named_modules()):
         style = style_of(plan, name)
-        if style == EXPERTS and hasattr(child, "down_proj"):
-            is_transposed = style_of(plan, f"{name}.gate_up_proj") == PACKED_ROWS
+        if style == _EXPERTS and hasattr(child, "down_proj"):
+            is_transposed = style_of(plan, f"{name}.gate_up_proj") == _PACKED_ROWS
             slice_experts(
                 child, name, shard.reducer, is_transposed=is_transposed or getattr(child, "is_transposed", False)
             )
         elif style is not None and isinstance(child, nn.Linear):
             _narrow(module, name, style, shard, source.config.quantization)
     for name, parameter in list(module.named_parameters()):
-        if style_of(plan, name) == COLUMNS and parameter.dim() == 1:
+        if style_of(plan, name) == _COLUMNS and parameter.dim() == 1:
             part = nn.Parameter(parameter.new_empty(len(parameter) // shard.world_size))
             setattr(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], part)
     group_experts(module)
@@ -118,21 +144,26 @@ def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
         ModelError: there is none, or it has an unsupported style.
     """
     path, config, text = source.path, source.configuration, source.configuration.get_text_config()
-    plan = {f"model.{name}": style for name, style in tp_plan(config).items()}
+    plan = {
+        f"model.{name}": style
+        for name, style in (dict(config.base_model_tp_plan or {}) | _MORE.get(config.model_type, {})).items()
+    }
     if has_state(config):
         raise ModelError(f"{path} is {config.model_type}, whose linear layers' states are not split over ranks")
     if not plan:
         raise ModelError(f"{path} is {config.model_type}, which has no tensor parallel plan in transformers")
-    others = {style for name, style in plan.items() if plan.get(name.rpartition(".")[0]) != EXPERTS}
-    if unsupported := sorted(others - {COLUMNS, ROWS, PACKED_COLUMNS, EXPERTS} - WHOLE):
+    others = {style for name, style in plan.items() if plan.get(name.rpartition(".")[0]) != _EXPERTS}
+    if unsupported := sorted(others - {_COLUMNS, ROWS, _PACKED_COLUMNS, _EXPERTS} - _WHOLE):
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan needs {', '.join(unsupported)}")
-    if not set(plan.values()) - WHOLE:
+    if not set(plan.values()) - _WHOLE:
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan leaves every layer whole")
     if not config.tie_word_embeddings and text.vocab_size % world_size == 0:
-        plan[_HEAD] = COLUMNS
-    heads, kv_heads = text.num_attention_heads, getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    for count, kind in ((heads, "attention"), (kv_heads, "key/value")):
-        if splits_heads(config) and count % world_size:
+        plan[_HEAD] = _COLUMNS
+    counts = {} if holds_attention_whole(text) else {text.num_attention_heads: "attention"}
+    if counts and not getattr(text, "kv_lora_rank", None):
+        counts |= {heads: "key/value" for heads, _, _ in kv_shape(config, 1).sizes}
+    for count, kind in counts.items():
+        if count % world_size:
             raise ModelError(f"{path} has {count} {kind} heads, not divisible by tensor_parallel_size {world_size}")
     return plan
 
@@ -155,7 +186,7 @@ def _sum_experts(module: nn.Module, shard: Shard, dtype: torch.dtype) -> None:
 def style_of(plan: dict[str, str], name: str) -> str | None:
     """Return how a layer is sliced; None if every rank holds it whole."""
     for pattern, style in plan.items():
-        if style not in WHOLE and fnmatch.fnmatchcase(name, pattern):
+        if style not in _WHOLE and fnmatch.fnmatchcase(name, pattern):
             return style
     return None
 
@@ -165,7 +196,7 @@ def _narrow(module: nn.Module, name: str, style: str, shard: Shard, quantization
     whole = module.get_submodule(name)
     assert isinstance(whole, nn.Linear)
     size = whole.in_features if style == ROWS else whole.out_features
-    parts = 2 if style == PACKED_COLUMNS else 1
+    parts = 2 if style == _PACKED_COLUMNS else 1
     if size % (parts * shard.world_size):
         raise ModelError(f"{name} has size {size // parts}, not divisible by tensor_parallel_size {shard.world_size}")
     if style == ROWS and quantization == "int4" and size // shard.world_size % GROUP_SIZE:
@@ -179,7 +210,7 @@ def _narrow(module: nn.Module, name: str, style: str, shard: Shard, quantization
     else:
         sliced = RowLinear(size // shard.world_size, whole.out_features, has_bias, device="meta", dtype=dtype)
         sliced.reducer_key = register(shard.reducer)
-    if style == PACKED_COLUMNS:
+    if style == _PACKED_COLUMNS:
         for parameter in sliced.parameters():
             parameter.packed_axis = 0  # type: ignore[attr-defined]
     setattr(parent, name.rpartition(".")[2], sliced)

@@ -38,33 +38,36 @@ NUM_SAMPLES, SAMPLE_BYTES = 64, 2**16
 
 
 class ModelKind:
-    """How decoder-only models are served; other kinds derive from it. `refusals` tells why, by feature."""
+    """How decoder-only models are served; other kinds derive from it.
+
+    Attributes:
+        refusals: why a feature is not served, by its name; draft_refusals: likewise for a model that drafts.
+    """
 
     name = "decoder-only"
     refusals: Mapping[str, str] = {}
+    draft_refusals: Mapping[str, str] = {}
 
     def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
         """Raise ModelError if the model's architecture cannot be served; other kinds check more."""
         from transformers import AutoModelForCausalLM
 
-        from engine.models.causal_lm import kv_shape
-        from engine.models.layers.linear_layers import SERVED, WITH_STATE, WITHOUT_KV
+        from engine.models.layers.linear_layers import WITH_STATE, WITHOUT_KV
 
-        text, description = configuration.get_text_config(), f"{config.path} is {configuration.model_type}"
+        description = f"{config.path} is {configuration.model_type}"
         if configuration.is_encoder_decoder:
             raise ModelError(f"{description}, an encoder-decoder of a family that is not served")
+        text = configuration.get_text_config()
         layer_types = set(getattr(text, "layer_types", None) or [])
-        if "chunked_attention" in layer_types or getattr(text, "attn_temperature_tuning", False):
-            raise ModelError(f"{description}, whose layers attend in chunks or by positions that they count themselves")
-        served = {"full_attention", "sliding_attention"}
-        if configuration.model_type in SERVED:
+        served = {"full_attention", "sliding_attention", "chunked_attention"}
+        if self.draft_refusals:
             served |= WITH_STATE | WITHOUT_KV
         if unsupported := ", ".join(sorted(layer_types - served)):
             raise ModelError(f"{description} with {unsupported} layers, whose state cannot roll back")
-        try:
-            kv_shape(configuration, 1)
-        except RuntimeError as error:
-            raise ModelError(f"{description}, whose layers differ in their heads: {error}") from error
+        if others := ", ".join(sorted((text.per_layer_attributes or set()) - {"head_dim", "num_key_value_heads"})):
+            raise ModelError(f"{description}, whose layers differ in their {others}")
+        if getattr(text, "use_bidirectional_attention", None) in (True, "all"):
+            raise ModelError(f"{description} with use_bidirectional_attention, so it writes no text token by token")
         if type(configuration) not in AutoModelForCausalLM._model_mapping:
             raise ModelError(f"{description}, which has no causal language model in transformers")
         architecture = AutoModelForCausalLM._model_mapping[type(configuration)]
@@ -90,6 +93,9 @@ class ModelKind:
 class ModelSource:
     """A model's directory, and its configuration, tokenizer and generation settings; `open_model` makes it.
 
+    Attributes:
+        is_text_part: whether the files hold more than the model of the configuration, which writes text only.
+
     Each property raises ModelError if there is no such model, or if its files cannot be read or served.
     """
 
@@ -97,6 +103,7 @@ class ModelSource:
         """Store where the model is; `kinds` are the kinds of the models that are not decoder-only, by `model_type`."""
         self.config = config
         self.path = config.path
+        self.is_text_part = False
         self._kinds = kinds
 
     @cached_property
@@ -133,9 +140,25 @@ class ModelSource:
         model_type = self.settings.get("model_type", "")
         if model_type == "mistral" and "layer_types" in self.settings:  # as in `AutoConfig`
             model_type = "ministral"
-        configuration = read_configuration(self.path, self.settings | {"model_type": model_type})
+        whole = read_configuration(self.path, self.settings | {"model_type": model_type})
+        configuration = self._text_part(whole)
+        self.is_text_part = configuration is not whole
         self.kind.check(self.config, configuration, self.generation_settings)
         return configuration
+
+    def _text_part(self, whole: Any) -> "PreTrainedConfig":
+        """Return the configuration of what writes the text of a model for images too, if that is a model by itself."""
+        if whole.is_encoder_decoder or (text := whole.get_text_config()) is whole:
+            return whole
+        from engine.models.causal_lm import CausalLM
+
+        if type(text) not in CausalLM.loaded_by._model_mapping:
+            return whole
+        if (settings := getattr(whole, "quantization_config", None)) is not None:
+            text.quantization_config = settings
+        if text.tie_word_embeddings != whole.tie_word_embeddings:  # the defaults differ, so the files tell
+            text.tie_word_embeddings = not any("lm_head" in name for name in self.weight_shapes)
+        return text
 
     @cached_property
     def loaded_configuration(self) -> "PreTrainedConfig":
@@ -227,6 +250,11 @@ class ModelSource:
         if (reason := self.kind.refusals.get(feature)) is not None:
             raise ModelError(f"{self.path} is {self.kind.name}, {reason}")
 
+    def refuse_to_draft(self, feature: str) -> None:
+        """Raise ModelError if models of this kind cannot draft so."""
+        if (reason := self.kind.draft_refusals.get(feature)) is not None:
+            raise ModelError(f"the draft {self.path} {reason}")
+
     def _read(self, name: str) -> dict[str, Any]:
         try:
             content = json.loads((self.directory / name).read_text(), object_hook=_special_float)
@@ -240,6 +268,8 @@ class ModelSource:
 def keep_layers(configuration: "PreTrainedConfig", count: int) -> None:
     """Change a configuration to that of a model with the first `count` layers."""
     text = configuration.get_text_config()
+    if shared := getattr(text, "num_kv_shared_layers", None):
+        text.num_kv_shared_layers = max(0, count - (text.num_hidden_layers - shared))
     text.num_hidden_layers = count
     if text.num_hidden_layers != count:  # some count the kinds of their layers
         text.layer_types = text.layer_types[:count]

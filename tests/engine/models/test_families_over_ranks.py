@@ -6,8 +6,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelError
-from engine.models.causal_lm import Shard
-from engine.models.plans import splits_heads
+from engine.models.causal_lm import Shard, holds_attention_whole
 from engine.params import SamplingParams
 from tests.engine.models.test_shards import Ranks, load_ranks, logits_of
 from tests.engine.ranks import AbsentOthers, on_ranks
@@ -59,7 +58,7 @@ def test_two_ranks_compute_the_whole_models_logits_with_one_sum_for_each_block(n
     config = config_of(name)
     path = save(config, tmp_path, factor=3.0)
     ranks, num_sums = check_logits(path, 2)
-    blocks = (2 if splits_heads(config) else 1) * config.num_hidden_layers
+    blocks = (1 if holds_attention_whole(config) else 2) * config.num_hidden_layers
     # A norm between the experts and their sum leaves two sums; LongCat has experts beside two dense layers.
     assert num_sums == 2 * (blocks + {"AXK1": 1, "LongcatFlash": 1}.get(name, 0))
     whole = sum(parameter.numel() for parameter in backend_of(path).model.module.parameters())

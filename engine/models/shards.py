@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from engine.config import Quantization
 from engine.errors import ModelError
 from engine.models.causal_lm import Shard, holds_attention_whole, kv_shape
-from engine.models.layers.experts import group_experts, slice_experts
+from engine.models.layers.experts import group_experts, pack_experts, slice_experts
 from engine.models.layers.layer_attention import ATTENTION_NAME
 from engine.models.layers.linear_layers import has_state
-from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, on_meta
+from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, on_meta, saved_format
 from engine.models.layers.reducer import register, sum_output, sum_over_ranks
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, fill
@@ -95,13 +95,13 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
     """
     plan = plan_of(source, shard.world_size)
     module = on_meta(source.configuration, attn_implementation=ATTENTION_NAME, dtype=dtype)
+    is_packed = saved_format(source.configuration) == "mxfp4"
     for name, child in list(module.named_modules()):
         style = style_of(plan, name)
         if style == _EXPERTS and hasattr(child, "down_proj"):
             is_transposed = style_of(plan, f"{name}.gate_up_proj") == _PACKED_ROWS
-            slice_experts(
-                child, name, shard.reducer, is_transposed=is_transposed or getattr(child, "is_transposed", False)
-            )
+            is_transposed = is_transposed or getattr(child, "is_transposed", False)
+            slice_experts(child, name, shard.reducer, is_transposed=is_transposed, is_packed=is_packed)
         elif style is not None and isinstance(child, nn.Linear):
             _narrow(module, name, style, shard, source.config.quantization)
     for name, parameter in list(module.named_parameters()):
@@ -109,6 +109,8 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
             part = nn.Parameter(parameter.new_empty(len(parameter) // shard.world_size))
             setattr(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], part)
     group_experts(module)
+    if is_packed:
+        pack_experts(module)
     _sum_experts(module, shard, dtype)
     head = module.get_output_embeddings()  # type: ignore[operator]
     to_round = {
@@ -144,10 +146,8 @@ def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
         ModelError: there is none, or it has an unsupported style.
     """
     path, config, text = source.path, source.configuration, source.configuration.get_text_config()
-    plan = {
-        f"model.{name}": style
-        for name, style in (dict(config.base_model_tp_plan or {}) | _MORE.get(config.model_type, {})).items()
-    }
+    styles = {**(config.base_model_tp_plan or {}), **_MORE.get(config.model_type, {})}
+    plan = {f"model.{name}": style for name, style in styles.items()}
     if has_state(config):
         raise ModelError(f"{path} is {config.model_type}, whose linear layers' states are not split over ranks")
     if not plan:

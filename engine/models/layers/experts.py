@@ -71,13 +71,14 @@ def compute_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor)
 ExpertsInterface.register(EXPERTS_NAME, compute_experts)
 
 
-def slice_experts(module: Any, name: str, reducer: Reducer, *, is_transposed: bool) -> None:
+def slice_experts(module: Any, name: str, reducer: Reducer, *, is_transposed: bool, is_packed: bool) -> None:
     """Leave room in a module on the meta device for one rank's slice of every expert, or for some whole ones.
 
     A bias of the results is left to the first rank.
 
     Args:
         is_transposed: whether weights are [experts, in, out].
+        is_packed: whether they will be packed; a slice has whole groups.
 
     Raises:
         ModelError: neither the experts nor their number can be divided.
@@ -87,7 +88,7 @@ def slice_experts(module: Any, name: str, reducer: Reducer, *, is_transposed: bo
     size = module.down_proj.shape[inner]
     num_experts = max(len(parameter) for parameter in module.parameters(recurse=False))
     has_norm, is_grouped = getattr(module, "has_post_expert_norm", False), module in experts_of(module)
-    is_sliced = size % count == 0 and not has_norm
+    is_sliced = size % (count * _GROUP_SIZE if is_packed else count) == 0 and not has_norm
     if not is_sliced and (num_experts % count or not is_grouped):
         reason = "whose results are normed" if has_norm else f"of size {size}"
         raise ModelError(f"{name} has {num_experts} experts {reason}, not divisible by tensor_parallel_size {count}")

@@ -7,6 +7,7 @@ they load: the same text, with the memory of an unquantised model. Activations a
 """
 
 import importlib.util
+import threading
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -21,6 +22,8 @@ from engine.errors import ModelError
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 GROUP_SIZE = 32
 """Inputs that share a scale in int4."""
+_MAKING = threading.RLock()
+"""Held while transformers changes the default number format of the whole process, for ranks that are threads."""
 _NUM_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 _VALUE_DTYPES = (torch.int8, torch.float8_e4m3fn)
 _SAVED = {
@@ -64,7 +67,7 @@ def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, worl
             f"{config.path}: {format_name} needs the package {' and '.join(missing)}, which is not installed; "
             "`pip install 'paceline[quantization]'` installs it"
         )
-    if saved is not None and world_size > 1:
+    if saved not in (None, "mxfp4") and world_size > 1:
         raise ModelError(f"{config.path} is saved quantised, as {saved}, which is not split over tensor-parallel ranks")
     if name == "int4":
         for layer_name, layer in linear_layers(model_config).items():
@@ -85,7 +88,7 @@ def linear_layers(model_config: PreTrainedConfig) -> dict[str, nn.Linear]:
 
 def on_meta(model_config: PreTrainedConfig, **arguments: Any) -> nn.Module:
     """Return the unquantised model on the meta device, made with these arguments of `from_config`."""
-    with torch.device("meta"):
+    with _MAKING, torch.device("meta"):
         module: nn.Module = AutoModelForCausalLM.from_config(model_config, **arguments)  # type: ignore[no-untyped-call]
     return module
 

@@ -40,14 +40,15 @@ _LAYERS = {"gate_proj": _COLUMNS, "up_proj": _COLUMNS, "down_proj": ROWS}
 _DENSE, _SHARED = (
     {f"layers.*.{block}.{name}": style for name, style in _LAYERS.items()} for block in ("mlp", "shared_*")
 )
+_MIXTURE = {"layers.*.experts": _EXPERTS}
 _FUSED = {"layers.*.mlp.gate_up_proj": _PACKED_COLUMNS, "layers.*.mlp.down_proj": ROWS}
 _MORE: Mapping[str, Mapping[str, str]] = {  # what plans in transformers lack, by `model_type`
     "afmoe": _ATTENTION | _DENSE | _SHARED,
-    **dict.fromkeys(("axk1", "deepseek_v3", "granitemoe", "granitemoeshared", "phimoe", "youtu"), _ATTENTION),
+    **dict.fromkeys(("axk1", "deepseek_v3", "youtu"), _ATTENTION),
+    **dict.fromkeys(("gpt_oss", "granitemoe", "granitemoeshared", "phimoe"), _ATTENTION | _MIXTURE),
     **dict.fromkeys(("glm", "glm4", "phi3"), _FUSED),
     "glm4_moe_lite": _ATTENTION | _SHARED,
-    "gpt_oss": _ATTENTION | {"layers.*.mlp.experts": _EXPERTS},
-    "hunyuan_v1_moe": _ATTENTION | _SHARED,
+    "hunyuan_v1_moe": _ATTENTION | _MIXTURE | _SHARED,
     **dict.fromkeys(("qwen2_moe", "solar_open"), _SHARED),
 }
 

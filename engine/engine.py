@@ -10,7 +10,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.block_pool import salt_digest
+from engine.blocks.block_pool import salt_digest
 from engine.config import EngineConfig, ModelInfo
 from engine.control.plan import Plan, Planner
 from engine.control.stats import RequestStats

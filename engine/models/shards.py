@@ -8,6 +8,7 @@ plain linear layers, no DTensor.
 
 import fnmatch
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +20,10 @@ from engine.models.causal_lm import Shard, holds_attention_whole, kv_shape
 from engine.models.layers.experts import group_experts, pack_experts, slice_experts
 from engine.models.layers.layer_attention import ATTENTION_NAME
 from engine.models.layers.linear_layers import has_state
-from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, on_meta, saved_format
+from engine.models.layers.packed_formats import FORMATS, saved_format
+from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, on_meta
 from engine.models.layers.reducer import register, sum_output, sum_over_ranks
+from engine.models.packed_weights import load_packed
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, fill
 
@@ -96,13 +99,13 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
     """
     plan = plan_of(source, shard.world_size)
     module = on_meta(source.configuration, attn_implementation=ATTENTION_NAME, dtype=dtype)
-    is_packed = saved_format(source.configuration) == "mxfp4"
+    saved = saved_format(source.configuration)
     for name, child in list(module.named_modules()):
         style = style_of(plan, name)
         if style == _EXPERTS and hasattr(child, "down_proj"):
             is_transposed = style_of(plan, f"{name}.gate_up_proj") == _PACKED_ROWS
             is_transposed = is_transposed or getattr(child, "is_transposed", False)
-            slice_experts(child, name, shard.reducer, is_transposed=is_transposed, is_packed=is_packed)
+            slice_experts(child, name, shard.reducer, is_transposed=is_transposed, is_packed=saved == "mxfp4")
         elif style is not None and isinstance(child, nn.Linear):
             _narrow(module, name, style, shard, source.config.quantization)
     for name, parameter in list(module.named_parameters()):
@@ -110,7 +113,7 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
             part = nn.Parameter(parameter.new_empty(len(parameter) // shard.world_size))
             setattr(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], part)
     group_experts(module)
-    if is_packed:
+    if saved == "mxfp4":
         pack_experts(module)
     _sum_experts(module, shard, dtype)
     head = module.get_output_embeddings()  # type: ignore[operator]
@@ -131,7 +134,16 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
         module.set_submodule(layer_name, _rounded(weight, to_round[layer_name], source.config.quantization, shard))
         return None
 
-    fill(source, module, device, FileNames(module), shard.rank, shard.world_size, rounded)
+    def quantized(linear: nn.Linear, *tensors: Any) -> QuantizedLinear:
+        if not isinstance(linear, RowLinear):
+            return QuantizedLinear(*tensors)
+        layer = QuantizedRowLinear(*tensors)
+        layer.reducer_key = linear.reducer_key
+        return layer
+
+    names, ranks = FileNames(module), (shard.rank, shard.world_size)
+    full = load_packed(source, module, names, dtype, device, *ranks, quantized) if saved in FORMATS else None
+    fill(source, module, device, names, *ranks, rounded, full or ())
     if source.configuration.tie_word_embeddings and head.out_features % shard.world_size == 0:
         for name, whole in list(head.named_parameters()):  # the weight's slice shares the memory of the embeddings
             part = whole.tensor_split(shard.world_size)[shard.rank]
@@ -156,6 +168,8 @@ def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
     others = {style for name, style in plan.items() if plan.get(name.rpartition(".")[0]) != _EXPERTS}
     if unsupported := sorted(others - {_COLUMNS, ROWS, _PACKED_COLUMNS, _EXPERTS} - _WHOLE):
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan needs {', '.join(unsupported)}")
+    if _PACKED_COLUMNS in others and saved_format(config) in FORMATS:
+        raise ModelError(f"{path} is saved quantised, gate and up in one tensor, which is not split over ranks")
     if not set(plan.values()) - _WHOLE:
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan leaves every layer whole")
     if not config.tie_word_embeddings and text.vocab_size % world_size == 0:

@@ -14,7 +14,20 @@ from engine.models.causal_lm import CausalLM
 from engine.models.loader import _load_whole
 from engine.params import SamplingParams
 from tests.engine.running import chains, make_engine, run
-from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES, T5_SIZES, check_same, model_of, save, source_of
+from tests.engine.tiny import (
+    EXPERTS,
+    GEMMA4,
+    HEADS,
+    LATENT,
+    LLAMA4,
+    SHARED,
+    SIZES,
+    T5_SIZES,
+    check_same,
+    model_of,
+    save,
+    source_of,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +38,14 @@ DENSE = """
 MIXTURES = """
     Afmoe Dots1 FlexOlmo Glm4Moe GptOss GraniteMoe GraniteMoeShared HYV3 HunYuanMoEV1 MiniMaxM2 Mixtral Olmoe Phimoe
     Qwen2Moe Qwen3Moe SolarOpen"""
-LATENT_ATTENTION = "AXK1 DeepseekV2 DeepseekV3 Glm4MoeLite MiniCPM3 Youtu"
+LATENT_ATTENTION = "AXK1 DeepseekV2 DeepseekV3 Glm4MoeLite MiniCPM3 Mistral4 Youtu"
 SERVED = {
     **dict.fromkeys(DENSE.split(), HEADS),
     **dict.fromkeys(MIXTURES.split(), HEADS | EXPERTS),
     **dict.fromkeys(LATENT_ATTENTION.split(), EXPERTS | LATENT),
+    "Gemma3nText": SHARED | {"intermediate_size": [64] * 6},
+    "Gemma4Text": GEMMA4,
+    "Llama4Text": LLAMA4,
 }
 ENCODER_DECODERS = ("MT5", "T5", "UMT5")
 REFUSED = {
@@ -40,7 +56,6 @@ REFUSED = {
     "GPT2": ({"n_embd": 32, "n_layer": 2, "n_head": 4}, "cannot be run with paged attention"),
     "GPTNeoX": ({}, "cannot be run with paged attention"),
     "Jamba": ({}, "linear_attention layers, whose state cannot roll back"),
-    "Llama4Text": (HEADS, "attend in chunks"),
     "MiniMax": (HEADS, "linear_attention layers, whose state cannot roll back"),
     "Nemotron": ({}, "do not pass keyword arguments on"),
     "OPT": ({"ffn_dim": 64, "word_embed_proj_dim": 32}, "cannot be run with paged attention"),

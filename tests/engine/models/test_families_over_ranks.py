@@ -41,6 +41,16 @@ def config_of(name, **changes):
     return cls(**{key: value for key, value in settings.items() if value is not None or key.endswith("_id")})
 
 
+def save_family(config, path):
+    """Write a random model, whose experts' biases are not 0."""
+    save(config, path, factor=3.0)
+    weights = load_file(path / "model.safetensors")
+    for weight in (weight for name, weight in weights.items() if name.endswith("proj_bias")):
+        weight.normal_()
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return str(path)
+
+
 def check_logits(path, world_size):
     """Compare every rank's logits to the whole model's; return the ranks and how many sums each needed."""
     ranks, reducers = load_ranks(path, world_size)
@@ -56,7 +66,7 @@ def check_logits(path, world_size):
 @pytest.mark.parametrize("name", FAMILIES)
 def test_two_ranks_compute_the_whole_models_logits_with_one_sum_for_each_block(name, tmp_path):
     config = config_of(name)
-    path = save(config, tmp_path, factor=3.0)
+    path = save_family(config, tmp_path)
     ranks, num_sums = check_logits(path, 2)
     blocks = (1 if holds_attention_whole(config) else 2) * config.num_hidden_layers
     # A norm between the experts and their sum leaves two sums; LongCat has experts beside two dense layers.
@@ -67,7 +77,7 @@ def test_two_ranks_compute_the_whole_models_logits_with_one_sum_for_each_block(n
 
 @pytest.mark.parametrize("name", ["DeepseekV3", "GptOss", "Llama4Text", "Qwen2Moe"])
 def test_four_ranks_write_the_whole_models_texts(name, tmp_path):
-    path = save(config_of(name), tmp_path, factor=3.0)
+    path = save_family(config_of(name), tmp_path)
     models, _ = check_logits(path, 4)
     params = [SamplingParams(temperature=0.5 * i, seed=i, max_tokens=12, ignore_eos=True) for i in range(2)]
     requests = [([3 + i, 9, 4], params[i]) for i in range(2)]
@@ -83,7 +93,7 @@ def test_four_ranks_write_the_whole_models_texts(name, tmp_path):
 def test_experts_that_cannot_be_sliced_are_shared_whole(name, tmp_path):
     """In files, Mixtral has every expert by itself, and gpt-oss all of them in one tensor."""
     heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
-    path = save(config_of(name, intermediate_size=20, num_local_experts=6, **heads), tmp_path, factor=3.0)
+    path = save_family(config_of(name, intermediate_size=20, num_local_experts=6, **heads), tmp_path)
     ranks, _ = check_logits(path, 3)
     weights = [rank.model.module.model.layers[0].mlp.experts.down_proj for rank in ranks]
     whole = backend_of(path).model.module.model.layers[0].mlp.experts.down_proj

@@ -92,7 +92,7 @@ def fill(
         part = places[key][1]
         if (axis := getattr(part, "packed_axis", None)) is not None:  # a rank's window is in both halves
             part, whole = (torch.unflatten(one, axis, (2, -1)) for one in (part, whole))
-        return whole[_window(whole.shape, part.shape, rank, world_size)]
+        return whole[window_of(whole.shape, part.shape, rank, world_size)]
 
     for key, whole, window in read(source, dtypes, device, find, upload_to(device)):
         name, part = places[key]
@@ -193,12 +193,7 @@ def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bo
     return not any(num_missing.values())
 
 
-def part_of_rank(whole: Tensor, part: Tensor, rank: int, world_size: int) -> Tensor:
-    """Return the part of a tensor that is a rank's, by the shape of its part; the whole if none has that shape."""
-    return whole[_window(whole.shape, part.shape, rank, world_size)]
-
-
-def _window(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> Window:
+def window_of(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> Window:
     """Return a rank's window of a tensor; the whole of it if there is none of that shape."""
     if len(whole) != len(part) or any(a not in (b, b * world_size) for a, b in zip(whole, part, strict=True)):
         return ()

@@ -13,6 +13,7 @@ from engine.execution.eager import EagerBackend
 from engine.models.causal_lm import CausalLM
 from engine.models.loader import _load_whole
 from engine.params import SamplingParams
+from tests.engine.hybrids import HYBRIDS
 from tests.engine.running import chains, make_engine, run
 from tests.engine.tiny import (
     EXPERTS,
@@ -47,21 +48,20 @@ SERVED = {
     "Gemma4Text": GEMMA4,
     "Llama4Text": LLAMA4,
 }
+SERVED |= HYBRIDS
 ENCODER_DECODERS = ("MT5", "T5", "UMT5")
 REFUSED = {
     "Bart": ({}, "encoder-decoder"),
     "Bloom": ({"n_head": 4}, "attention cannot be replaced"),
     "Falcon": ({}, "attention cannot be replaced"),
-    "FalconH1": ({}, "hybrid layers, whose state cannot roll back"),
     "GPT2": ({"n_embd": 32, "n_layer": 2, "n_head": 4}, "cannot be run with paged attention"),
     "GPTNeoX": ({}, "cannot be run with paged attention"),
     "Jamba": ({}, "linear_attention layers, whose state cannot roll back"),
     "MiniMax": (HEADS, "linear_attention layers, whose state cannot roll back"),
     "Nemotron": ({}, "do not pass keyword arguments on"),
     "OPT": ({"ffn_dim": 64, "word_embed_proj_dim": 32}, "cannot be run with paged attention"),
-    "Qwen3Next": (HEADS, "linear_attention layers, whose state cannot roll back"),
     "RecurrentGemma": ({}, "linear_attention layers, whose state cannot roll back"),
-    "StableLm": ({}, "attention cannot be replaced"),
+    "StableLm": ({}, "do not pass keyword arguments on"),
 }
 
 

@@ -18,7 +18,7 @@ from engine.models.layers.packed_formats import FORMATS, check_quantization, sav
 from engine.models.layers.quantization import QuantizedLinear, layer_bytes, linear_layers, on_meta
 from engine.models.loader import kv_dtype
 from engine.models.packed_weights import load_packed
-from engine.models.shards import plan_of, style_of
+from engine.models.shards import ROWS, plan_of, style_of
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames
 
@@ -114,8 +114,9 @@ def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -
     quantized: dict[str, int] = {}
     if quantization != "none":
         for name, layer in linear_layers(model_config).items():
-            parts = [world_size if style_of(plan, name) == style else 1 for style in ("colwise", "rowwise")]
-            sizes = layer.out_features // parts[0], layer.in_features // parts[1]
+            style = style_of(plan, name)
+            by_rows = world_size if style == ROWS else 1
+            sizes = layer.out_features // (world_size // by_rows if style else 1), layer.in_features // by_rows
             quantized[f"{name}.weight"] = layer_bytes(quantization, *sizes)
     names = FileNames(on_meta(model_config)) if world_size > 1 or quantized else None
     return sum(_bytes_of(file, plan, world_size, bytes_per_weight, quantized, names) for file in source.weight_files)
@@ -157,7 +158,7 @@ def _bytes_of(
             size = math.prod(weight.get_shape())
             is_integer = weight.get_dtype() in _BYTES
             layer, _, parameter = belongs.rpartition(".")
-            style = style_of(plan, layer)
-            is_sliced = style is not None and (style != "rowwise" or parameter != "bias")
+            style = style_of(plan, layer) or style_of(plan, belongs)
+            is_sliced = style is not None and (style != ROWS or parameter != "bias") and parameter != "down_proj_bias"
             total += (1 if is_integer else bytes_per_weight) * (size // world_size if is_sliced else size)
     return total

@@ -181,9 +181,15 @@ def _layer_sizes(text: PreTrainedConfig, world_size: int) -> tuple[int, int, int
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     key_dim = value_dim = head_dim
     if getattr(text, "kv_lora_rank", None):
-        kv_heads = world_size
+        kv_heads, world_size = 1, 1
         key_dim, value_dim = text.kv_lora_rank + text.qk_rope_head_dim, 0
-    return kv_heads // world_size, key_dim, value_dim
+    return kv_heads if holds_attention_whole(text) else kv_heads // world_size, key_dim, value_dim
+
+
+def holds_attention_whole(config: PreTrainedConfig) -> bool:
+    """Return whether every rank attends with all heads: a norm over all of them follows the projections."""
+    plan = config.base_model_tp_plan or {}
+    return any(style == "colwise_gather_output" and "self_attn" in name for name, style in plan.items())
 
 
 def forward(

@@ -58,7 +58,7 @@ def load_packed(
     num_parts, pending = Counter(layers.values()), dict[str, dict[str, Tensor]]()
     floats: dict[str, Tensor] = {}
     dtypes = {key: stored[key].dtype for key in layers}
-    for key, _, window in read(source, dtypes, device, lambda *_: (), upload_to(device)):
+    for key, _, window in read(source, dtypes, device, lambda _, whole: whole, upload_to(device)):
         (layer, form), kind = layers[key], key.rpartition(".")[2]
         parts = pending.setdefault(layer, {})
         parts[kind] = window if kind == "weight_shape" else window.to(device)

@@ -1,11 +1,13 @@
 """Tensor-parallel shards: reads one rank's slices from the safetensors files, by transformers' plan for the model.
 
 Column-wise layers, of which the head is one, keep a slice of their outputs. Row-wise layers keep a slice of their
-inputs, and their results are summed over the ranks. Every rank holds embeddings and norms whole. These are plain linear
-layers, no DTensor.
+inputs, and their results are summed over the ranks. Every rank holds embeddings and norms whole, and attention where a
+norm over all heads follows its projections: it is a small part of the weights, and so needs no communication. These are
+plain linear layers, no DTensor.
 """
 
 import fnmatch
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,26 +16,54 @@ from torch import Tensor, nn
 
 from engine.config import Quantization
 from engine.errors import ModelError
-from engine.models.causal_lm import Shard, kv_shape
-from engine.models.layers.experts import group_experts, slice_experts
+from engine.models.causal_lm import Shard, holds_attention_whole, kv_shape
+from engine.models.layers.experts import group_experts, pack_experts, slice_experts
 from engine.models.layers.layer_attention import ATTENTION_NAME
-from engine.models.layers.packed_formats import saved_format
+from engine.models.layers.linear_layers import has_state
+from engine.models.layers.packed_formats import FORMATS, saved_format
 from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, on_meta
-from engine.models.layers.reducer import register, sum_over_ranks
+from engine.models.layers.reducer import register, sum_output, sum_over_ranks
 from engine.models.packed_weights import load_packed
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, fill
 
 _HEAD = "lm_head"
-_EXPERTS = "moe_tp_experts"
-_WHOLE = {"replicated", "replicated_with_grad_allreduce", "embedding_rowwise"}
+_COLUMNS, ROWS, _PACKED_COLUMNS, _PACKED_ROWS, _EXPERTS = (
+    *("colwise", "rowwise", "packed_colwise", "packed_rowwise", "moe_tp_experts"),
+)
+_WHOLE = {
+    *("replicated", "replicated_with_grad_allreduce", "embedding_rowwise", "mla_kv_a_proj", "local_params"),
+    *("colwise_gather_output", "rowwise_split_input"),
+}
 """Styles of layers that every rank holds whole; embeddings are only looked up."""
+
+_HEADS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "q_b_proj", "kv_b_proj", "gate_proj", "sinks"), _COLUMNS)
+_ATTENTION = {f"layers.*.self_attn.{name}": style for name, style in (_HEADS | {"o_proj": ROWS}).items()}
+_LAYERS = {"gate_proj": _COLUMNS, "up_proj": _COLUMNS, "down_proj": ROWS}
+_DENSE, _SHARED = (
+    {f"layers.*.{block}.{name}": style for name, style in _LAYERS.items()} for block in ("mlp", "shared_*")
+)
+_MIXTURE = {"layers.*.experts": _EXPERTS}
+_FUSED = {"layers.*.mlp.gate_up_proj": _PACKED_COLUMNS, "layers.*.mlp.down_proj": ROWS}
+_MORE: Mapping[str, Mapping[str, str]] = {  # what plans in transformers lack, by `model_type`
+    "afmoe": _ATTENTION | _DENSE | _SHARED,
+    **dict.fromkeys(("axk1", "deepseek_v3", "youtu"), _ATTENTION),
+    **dict.fromkeys(("gpt_oss", "granitemoe", "granitemoeshared", "phimoe"), _ATTENTION | _MIXTURE),
+    **dict.fromkeys(("glm", "glm4", "phi3"), _FUSED),
+    "glm4_moe_lite": _ATTENTION | _SHARED,
+    "hunyuan_v1_moe": _ATTENTION | _MIXTURE | _SHARED,
+    **dict.fromkeys(("qwen2_moe", "solar_open"), _SHARED),
+}
 
 
 class RowLinear(nn.Linear):
-    """A linear layer over a slice of its inputs, whose partial products are summed over the ranks in float32."""
+    """A linear layer over a slice of its inputs, whose partial products are summed over the ranks in float32.
 
-    reducer_key: int
+    Attributes:
+        reducer_key: None if its results are summed with others; they are partial then.
+    """
+
+    reducer_key: int | None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out], summed over the ranks, for `x` [..., in / world_size]."""
@@ -47,7 +77,7 @@ class RowLinear(nn.Linear):
 class QuantizedRowLinear(QuantizedLinear):
     """The same with quantised weights, whose scales are those of all inputs."""
 
-    reducer_key: int
+    reducer_key: int | None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out], summed over the ranks, for `x` [..., in / world_size]."""
@@ -55,6 +85,8 @@ class QuantizedRowLinear(QuantizedLinear):
 
 
 def _sum(layer: RowLinear | QuantizedRowLinear, x: Tensor) -> Tensor:
+    if layer.reducer_key is None:
+        return layer.partial(x)
     total: Tensor = sum_over_ranks(layer.partial(x), layer.reducer_key).to(x.dtype)
     return total if layer.bias is None else total + layer.bias
 
@@ -67,17 +99,23 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
     """
     plan = plan_of(source, shard.world_size)
     module = on_meta(source.configuration, attn_implementation=ATTENTION_NAME, dtype=dtype)
-    styles = {
-        name: style
-        for name, child in module.named_modules()
-        if isinstance(child, nn.Linear) and (style := style_of(plan, name))
-    }
-    for name, style in styles.items():
-        _narrow(module, name, style, shard, source.config.quantization)
-    if sliced := [(name, child) for name, child in module.named_modules() if style_of(plan, name) == _EXPERTS]:
-        group_experts(module)
-    for name, child in sliced:
-        slice_experts(child, name, shard.reducer)
+    saved = saved_format(source.configuration)
+    for name, child in list(module.named_modules()):
+        style = style_of(plan, name)
+        if style == _EXPERTS and hasattr(child, "down_proj"):
+            is_transposed = style_of(plan, f"{name}.gate_up_proj") == _PACKED_ROWS
+            is_transposed = is_transposed or getattr(child, "is_transposed", False)
+            slice_experts(child, name, shard.reducer, is_transposed=is_transposed, is_packed=saved == "mxfp4")
+        elif style is not None and isinstance(child, nn.Linear):
+            _narrow(module, name, style, shard, source.config.quantization)
+    for name, parameter in list(module.named_parameters()):
+        if style_of(plan, name) == _COLUMNS and parameter.dim() == 1:
+            part = nn.Parameter(parameter.new_empty(len(parameter) // shard.world_size))
+            setattr(module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], part)
+    group_experts(module)
+    if saved == "mxfp4":
+        pack_experts(module)
+    _sum_experts(module, shard, dtype)
     head = module.get_output_embeddings()  # type: ignore[operator]
     to_round = {
         name: child
@@ -104,8 +142,7 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
         return layer
 
     names, ranks = FileNames(module), (shard.rank, shard.world_size)
-    is_packed = saved_format(source.configuration) is not None
-    full = load_packed(source, module, names, dtype, device, *ranks, quantized) if is_packed else None
+    full = load_packed(source, module, names, dtype, device, *ranks, quantized) if saved in FORMATS else None
     fill(source, module, device, names, *ranks, rounded, full or ())
     if source.configuration.tie_word_embeddings and head.out_features % shard.world_size == 0:
         for name, whole in list(head.named_parameters()):  # the weight's slice shares the memory of the embeddings
@@ -121,26 +158,48 @@ def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
     Raises:
         ModelError: there is none, or it has an unsupported style.
     """
-    path, config = source.path, source.configuration
-    plan = {f"model.{name}": style for name, style in (config.base_model_tp_plan or {}).items()}
+    path, config, text = source.path, source.configuration, source.configuration.get_text_config()
+    styles = {**(config.base_model_tp_plan or {}), **_MORE.get(config.model_type, {})}
+    plan = {f"model.{name}": style for name, style in styles.items()}
+    if has_state(config):
+        raise ModelError(f"{path} is {config.model_type}, whose linear layers' states are not split over ranks")
     if not plan:
         raise ModelError(f"{path} is {config.model_type}, which has no tensor parallel plan in transformers")
     others = {style for name, style in plan.items() if plan.get(name.rpartition(".")[0]) != _EXPERTS}
-    if unsupported := sorted(others - {"colwise", "rowwise", _EXPERTS} - _WHOLE):
+    if unsupported := sorted(others - {_COLUMNS, ROWS, _PACKED_COLUMNS, _EXPERTS} - _WHOLE):
         raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan needs {', '.join(unsupported)}")
-    if "colwise" not in {style for name, style in plan.items() if "att" in name}:
-        raise ModelError(
-            f"{path} is {config.model_type}, whose tensor parallel plan in transformers leaves attention whole"
-        )
-    if not config.tie_word_embeddings and config.get_text_config().vocab_size % world_size == 0:
-        plan[_HEAD] = "colwise"
-    for kv_heads in {heads for heads, _, _ in kv_shape(config, 1).sizes if heads % world_size}:
-        raise ModelError(f"{path} has {kv_heads} key/value heads, not divisible by tensor_parallel_size {world_size}")
+    if _PACKED_COLUMNS in others and saved_format(config) in FORMATS:
+        raise ModelError(f"{path} is saved quantised, gate and up in one tensor, which is not split over ranks")
+    if not set(plan.values()) - _WHOLE:
+        raise ModelError(f"{path} is {config.model_type}, whose tensor parallel plan leaves every layer whole")
+    if not config.tie_word_embeddings and text.vocab_size % world_size == 0:
+        plan[_HEAD] = _COLUMNS
+    counts = {} if holds_attention_whole(text) else {text.num_attention_heads: "attention"}
+    if counts and not getattr(text, "kv_lora_rank", None):
+        counts |= {heads: "key/value" for heads, _, _ in kv_shape(config, 1).sizes}
+    for count, kind in counts.items():
+        if count % world_size:
+            raise ModelError(f"{path} has {count} {kind} heads, not divisible by tensor_parallel_size {world_size}")
     return plan
 
 
+def _sum_experts(module: nn.Module, shard: Shard, dtype: torch.dtype) -> None:
+    """Sum the results of experts over the ranks: with those of the experts beside them, where these are sliced, too."""
+    experts = {name for name, child in module.named_modules() if hasattr(child, "own_experts")}
+    for name in experts:
+        block = module.get_submodule(name.rpartition(".")[0])
+        shared = [child for child in block.modules() if isinstance(child, RowLinear)]
+        others = [
+            child for child in block.modules() if "Norm" in type(child).__name__ or "Layer" in type(child).__name__
+        ]
+        is_summed = shared and not others and all(child.bias is None for child in shared)
+        for child in shared if is_summed else ():
+            child.reducer_key = None
+        sum_output(block if is_summed else module.get_submodule(name), shard.reducer, dtype)
+
+
 def style_of(plan: dict[str, str], name: str) -> str | None:
-    """Return how a layer is sliced, colwise or rowwise; None if every rank holds it whole."""
+    """Return how a layer is sliced; None if every rank holds it whole."""
     for pattern, style in plan.items():
         if style not in _WHOLE and fnmatch.fnmatchcase(name, pattern):
             return style
@@ -151,20 +210,24 @@ def _narrow(module: nn.Module, name: str, style: str, shard: Shard, quantization
     parent = module.get_submodule(name.rpartition(".")[0])
     whole = module.get_submodule(name)
     assert isinstance(whole, nn.Linear)
-    size = whole.out_features if style == "colwise" else whole.in_features
-    if size % shard.world_size:
-        raise ModelError(f"{name} has size {size}, not divisible by tensor_parallel_size {shard.world_size}")
-    if style == "rowwise" and quantization == "int4" and size // shard.world_size % GROUP_SIZE:
+    size = whole.in_features if style == ROWS else whole.out_features
+    parts = 2 if style == _PACKED_COLUMNS else 1
+    if size % (parts * shard.world_size):
+        raise ModelError(f"{name} has size {size // parts}, not divisible by tensor_parallel_size {shard.world_size}")
+    if style == ROWS and quantization == "int4" and size // shard.world_size % GROUP_SIZE:
         raise ModelError(
             f"{name} has {size // shard.world_size} inputs on a rank; int4 needs a multiple of {GROUP_SIZE}"
         )
     has_bias, dtype = whole.bias is not None, whole.weight.dtype
     sliced: nn.Linear
-    if style == "colwise":
+    if style != ROWS:
         sliced = nn.Linear(whole.in_features, size // shard.world_size, has_bias, device="meta", dtype=dtype)
     else:
         sliced = RowLinear(size // shard.world_size, whole.out_features, has_bias, device="meta", dtype=dtype)
         sliced.reducer_key = register(shard.reducer)
+    if style == _PACKED_COLUMNS:
+        for parameter in sliced.parameters():
+            parameter.packed_axis = 0  # type: ignore[attr-defined]
     setattr(parent, name.rpartition(".")[2], sliced)
 
 
@@ -175,5 +238,5 @@ def _rounded(weight: Tensor, linear: nn.Linear, quantization: Quantization, shar
         return QuantizedLinear.rounded(weight, linear.bias, quantization, slice(0, size))
     inputs = slice(shard.rank * size, (shard.rank + 1) * size)
     layer = QuantizedRowLinear.rounded(weight, linear.bias, quantization, inputs)
-    layer.reducer_key = register(shard.reducer)
+    layer.reducer_key = linear.reducer_key
     return layer

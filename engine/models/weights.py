@@ -38,14 +38,15 @@ _BLOCK_BYTES, _PIECE_BYTES = 2**25, 2**22
 """The size of a pinned buffer, and what one thread copies at a time."""
 _MAX_THREADS = 8
 _LOG_PERIOD_S = 5.0
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 TEXT_PART = {r"^language_model\.(lm_head|model)\.": r"\1.", r"^model\.(?:language|text)_model\.": "model."}
 """Where tensors of a model for images and text belong in its text part by itself; other names are of no such model."""
 
 Window = tuple[slice, ...]
 """The part of a tensor that a rank holds: slices of its first axes; an empty tuple is all of it."""
-FindWindow = Callable[[str, torch.Size], Window]
-"""Returns which window of a tensor is needed, by its name and whole shape."""
+FindWindow = Callable[[str, Tensor], Tensor]
+"""Returns the window of a tensor that is needed, by its name and the whole of it."""
 OnTensor = Callable[[str, Tensor, Tensor], Tensor | None]
 """Takes a tensor's name, the whole of it, mapped and not read yet, and its window on the device in the model's number
 format; returns what the module shall hold, or None."""
@@ -86,12 +87,17 @@ def fill(
               for key, name in named if name in tensors}  # fmt: skip
     dtypes = {key: part.dtype for key, (_, part) in places.items()}
     stacks: dict[str, Tensor] = {}
-    windows = read(
-        source, dtypes, device, lambda key, shape: window_of(shape, places[key][1].shape, rank, world_size),
-        upload_to(device),
-    )  # fmt: skip
-    for key, whole, window in windows:
+
+    def find(key: str, whole: Tensor) -> Tensor:
+        part = places[key][1]
+        if (axis := getattr(part, "packed_axis", None)) is not None:  # a rank's window is in both halves
+            part, whole = (torch.unflatten(one, axis, (2, -1)) for one in (part, whole))
+        return whole[window_of(whole.shape, part.shape, rank, world_size)]
+
+    for key, whole, window in read(source, dtypes, device, find, upload_to(device)):
         name, part = places[key]
+        if (axis := getattr(part, "packed_axis", None)) is not None:
+            window = window.flatten(axis, axis + 1)
         if window.shape != part.shape:
             shapes = f"{[*window.shape]} of {[*whole.shape]}, not {[*part.shape]}"
             raise ModelError(f"{source.path}: {key} has the shape {shapes}")
@@ -119,10 +125,13 @@ class FileNames:
         self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
         self._converters = [change for change in changes if isinstance(change, WeightConverter)]
         self._parameters = module.state_dict().keys()
+        owners = [child for child in module.modules() if hasattr(child, "own_experts")]
+        self._own: range | None = owners[0].own_experts if owners else None  # type: ignore[assignment]
 
     def parameter(self, name: str) -> str:
-        """Return the name of a tensor's parameter in the module."""
-        return self._renamed(name)[0]
+        """Return the name of a tensor's parameter in the module; "" if it is an expert of other ranks."""
+        expert = _EXPERT.search(name)
+        return "" if expert and self._own and int(expert[1]) not in self._own else self._renamed(name)[0]
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return the part of a parameter that a tensor belongs to; an empty one if the tensor has to be converted."""
@@ -130,11 +139,13 @@ class FileNames:
         converter = next((one for one in self._converters if pattern in one.source_patterns), None)
         if converter is None or pattern is None:
             return whole
-        expert = re.search(r"\.experts\.(\d+)\.", name)
+        expert = _EXPERT.search(name)
         if expert is None or not {type(one) for one in converter.operations} <= {MergeModulelist, Concatenate}:
             return whole.new_empty(0)
         patterns = converter.source_patterns
-        return whole[int(expert[1])].chunk(len(patterns))[patterns.index(pattern)]
+        return whole[int(expert[1]) - (self._own.start if self._own else 0)].chunk(len(patterns))[
+            patterns.index(pattern)
+        ]
 
     def _renamed(self, name: str) -> tuple[str, str | None]:
         renamed, pattern = rename_source_key(name, self._renamings, self._converters)
@@ -154,7 +165,7 @@ def read(
     `upload` copies to a GPU; it is None for a CPU. Operations on the current stream may use a window at once.
     """
     mapped = [(name, whole) for name, whole in mapped_tensors(source) if name in dtypes]
-    windows = [(name, whole, whole[find_window(name, whole.shape)]) for name, whole in mapped]
+    windows = [(name, whole, find_window(name, whole)) for name, whole in mapped]
     num_bytes, total = 0, sum(window.nbytes for _, _, window in windows)
     num_threads = min(_MAX_THREADS, (os.cpu_count() or 1) // torch.get_num_threads())
     logged = time.monotonic()

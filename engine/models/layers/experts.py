@@ -2,8 +2,9 @@
 
 transformers calls `compute_experts` in the experts module of every family, if `group_experts` has chosen it. Pairs of a
 token and one of its experts are sorted by expert, without the host. A token's results are added in float32, in order of
-its experts, and over the ranks of a tensor-parallel model, which hold a slice of every expert. gpt-oss' experts stay
-as they are saved, in mxfp4: two 4-bit floats in a byte, and a power of two for each group of 32.
+its experts. A rank of a tensor-parallel model holds a slice of every expert, or whole ones where these do not divide;
+its results are summed with those of the other ranks behind the layer. gpt-oss' experts stay as they are saved, in
+mxfp4: two 4-bit floats in a byte, and a power of two for each group of 32.
 """
 
 from typing import Any
@@ -15,7 +16,7 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.integrations.mxfp4 import FP4_VALUES
 
 from engine.errors import ModelError
-from engine.models.layers.reducer import Reducer, register, sum_over_ranks
+from engine.models.layers.reducer import Reducer
 
 EXPERTS_NAME = "paceline"
 _GROUP_SIZE = 32
@@ -33,7 +34,7 @@ def group_experts(module: nn.Module) -> None:
 
 
 def compute_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted sum of every token's experts, [tokens, hidden].
+    """Return the weighted sum of every token's experts, [tokens, hidden]; a rank's part of it in float32.
 
     Args:
         module: transformers' experts, with the weights of all experts in one tensor.
@@ -41,10 +42,15 @@ def compute_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor)
     """
     index, places = index.sort(-1)
     weights = weights.gather(1, places)
+    is_partial = hasattr(module, "own_experts")
+    if is_partial and len(own := module.own_experts) < module.total_experts:  # others count as the first one, times 0
+        is_own = (index >= own.start) & (index < own.stop)
+        index, weights = torch.where(is_own, index - own.start, 0), weights * is_own
     order, ends = torch.ops.paceline.sort_by_expert(index, module.num_experts)
 
     def product(rows: Tensor, name: str, dtype: torch.dtype) -> Tensor:
-        bias, scales = getattr(module, f"{name}_bias", None), getattr(module, f"{name}_scales", None)
+        scales = getattr(module, f"{name}_scales", None)
+        bias = getattr(module, f"{name}_bias", None)
         weight = getattr(module, name if scales is None else f"{name}_blocks")
         weight = weight.flatten(2) if scales is not None else weight.mT if module.is_transposed else weight
         output: Tensor = torch.ops.paceline.grouped_linear(rows, order, ends, weight, bias, dtype, scales)
@@ -59,30 +65,53 @@ def compute_experts(module: Any, hidden: Tensor, index: Tensor, weights: Tensor)
     total = results[:, 0]
     for nth in range(1, index.shape[1]):
         total = total + results[:, nth]
-    if (key := getattr(module, "reducer_key", None)) is not None:
-        total = sum_over_ranks(total, key)
-    return total.to(hidden.dtype)
+    return total if is_partial else total.to(hidden.dtype)
 
 
 ExpertsInterface.register(EXPERTS_NAME, compute_experts)
 
 
-def slice_experts(module: Any, name: str, reducer: Reducer) -> None:
-    """Leave room in a module on the meta device for one rank's slice of every expert.
+def slice_experts(module: Any, name: str, reducer: Reducer, *, is_transposed: bool, is_packed: bool) -> None:
+    """Leave room in a module on the meta device for one rank's slice of every expert, or for some whole ones.
+
+    A bias of the results is left to the first rank.
+
+    Args:
+        is_transposed: whether weights are [experts, in, out].
+        is_packed: whether they will be packed; a slice has whole groups.
 
     Raises:
-        ModelError: the experts cannot be split.
+        ModelError: neither the experts nor their number can be divided.
     """
-    size = module.down_proj.shape[2]
-    if module.has_bias or module.is_transposed or getattr(module, "has_post_expert_norm", False) or not module.has_gate:
-        raise ModelError(f"{name} has experts with biases or norms, or without gates, which are not split over ranks")
-    if size % reducer.world_size:
-        raise ModelError(f"{name} has size {size}, not divisible by tensor_parallel_size {reducer.world_size}")
-    experts, outputs, inputs = module.gate_up_proj.shape
-    like = {"dtype": module.down_proj.dtype, "device": "meta"}
-    module.gate_up_proj = nn.Parameter(torch.empty(experts, outputs // reducer.world_size, inputs, **like))
-    module.down_proj = nn.Parameter(torch.empty(experts, inputs, size // reducer.world_size, **like))
-    module.reducer_key = register(reducer)
+    rank, count = reducer.rank, reducer.world_size
+    inner = 1 if is_transposed else 2
+    size = module.down_proj.shape[inner]
+    num_experts = max(len(parameter) for parameter in module.parameters(recurse=False))
+    has_norm, is_grouped = getattr(module, "has_post_expert_norm", False), module in experts_of(module)
+    is_sliced = size % (count * _GROUP_SIZE if is_packed else count) == 0 and not has_norm
+    if not is_sliced and (num_experts % count or not is_grouped):
+        reason = "whose results are normed" if has_norm else f"of size {size}"
+        raise ModelError(f"{name} has {num_experts} experts {reason}, not divisible by tensor_parallel_size {count}")
+    axes = {"down_proj": inner, "down_proj_bias": None}
+    for parameter_name, parameter in list(module.named_parameters(recurse=False)):
+        axis = axes.get(parameter_name, 1 if parameter.dim() == 2 else 3 - inner) if is_sliced else 0
+        shape = [*parameter.shape]
+        if axis is not None:
+            shape[axis] //= count
+        part = nn.Parameter(parameter.new_empty(shape))
+        if is_sliced and parameter_name.startswith("gate_up") and getattr(module, "is_concatenated", True):
+            part.packed_axis = axis  # type: ignore[attr-defined]
+        setattr(module, parameter_name, part)
+    if is_sliced and rank:
+        module.down_proj_bias = None
+    module.total_experts = num_experts
+    own = num_experts if is_sliced else num_experts // count
+    module.own_experts = range(num_experts) if is_sliced else range(rank * own, (rank + 1) * own)
+    if is_grouped:
+        module.num_experts = own
+    if hasattr(module, "identity_expert"):  # added by the first rank
+        del module.identity_expert
+        module.identity_expert = torch.zeros_like if rank else torch.clone
 
 
 def pack_experts(module: nn.Module) -> None:

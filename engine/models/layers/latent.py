@@ -5,6 +5,8 @@ attention, and the weighted sum of latents to the size of values behind it (Deep
 2.1.2). Every row is computed in this form, so that no text depends on how its tokens are cut into passes.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,13 +25,13 @@ class LatentProjection(nn.Module):
         super().__init__()
         unit_vectors = torch.eye(len(like), dtype=like.dtype, device=like.device)
         weights = expand(unit_vectors).view(len(like), -1, key_dim + value_dim)
-        keys, values = weights.split([key_dim, value_dim], -1)
+        keys, values = weights.tensor_split([key_dim], -1)
         self.keys = nn.Parameter(keys.permute(1, 2, 0).contiguous(), requires_grad=False)
         self.values = nn.Parameter(values.transpose(0, 1).contiguous(), requires_grad=False)
 
     def query(self, query: Tensor) -> Tensor:
         """Return queries of latents and rotated keys, [heads, tokens, rank + rotary], for those of expanded keys."""
-        plain, rotated = query.split([self.keys.shape[1], query.shape[-1] - self.keys.shape[1]], -1)
+        plain, rotated = query.tensor_split([self.keys.shape[1]], -1)
         return torch.cat([plain @ self.keys, rotated], -1)
 
     def output(self, latents: Tensor) -> Tensor:
@@ -43,13 +45,14 @@ def cache_latents(module: nn.Module) -> None:
     Raises:
         ModelError: a layer with latents has no method that expands them.
     """
-    for child in [child for child in module.modules() if getattr(child, "kv_lora_rank", None)]:
+    layers: list[Any] = [child for child in module.modules() if getattr(child, "kv_lora_rank", None)]
+    for child in layers:
         if not hasattr(child, "expand_kv"):
             raise ModelError(f"{type(child).__name__} has latents, but transformers gives no access to them")
         sizes = (child.qk_nope_head_dim, child.v_head_dim, child.kv_a_layernorm.weight)
-        child.latents = LatentProjection(child.kv_b_proj, *sizes)  # type: ignore[arg-type]
+        child.latents = LatentProjection(child.kv_b_proj, *sizes)
         del child.kv_b_proj
-        child.expand_kv = _joined  # type: ignore[assignment]
+        child.expand_kv = _joined
 
 
 def _joined(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:

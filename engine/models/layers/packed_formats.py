@@ -88,7 +88,7 @@ def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, worl
             f"{config.path}: {saved or name} needs the package {' and '.join(missing)}, which is not installed; "
             "`pip install 'paceline[quantization]'` installs it"
         )
-    if saved in _OTHERS and world_size > 1:
+    if saved in _OTHERS and saved != "mxfp4" and world_size > 1:
         raise ModelError(f"{config.path} is saved quantised, as {saved}, which is not split over tensor-parallel ranks")
     if name == "int4":
         check_groups(config.path, model_config)

@@ -7,6 +7,7 @@ memory of an unquantised model. Activations are never quantised.
 """
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 GROUP_SIZE = 32
 """Inputs that share a scale in int4."""
+_MAKING = threading.RLock()
+"""Held while transformers changes the default number format of the whole process, for ranks that are threads."""
 _NUM_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 _VALUE_DTYPES = (torch.int8, torch.float8_e4m3fn)
 _INPUT_SETTINGS = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
@@ -48,7 +51,7 @@ def linear_layers(model_config: PreTrainedConfig) -> dict[str, nn.Linear]:
 
 def on_meta(model_config: PreTrainedConfig, **arguments: Any) -> nn.Module:
     """Return the unquantised model on the meta device, made with these arguments of `from_config`."""
-    with torch.device("meta"):
+    with _MAKING, torch.device("meta"):
         module: nn.Module = AutoModelForCausalLM.from_config(model_config, **arguments)  # type: ignore[no-untyped-call]
     return module
 

@@ -3,10 +3,10 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _LOW_BITS = (1 << 32) - 1
 
@@ -80,6 +80,18 @@ def sum_over_ranks(partial: Tensor, key: int) -> Tensor:
 @sum_over_ranks.register_fake
 def _(partial: Tensor, _key: int) -> Tensor:
     return torch.empty_like(partial)
+
+
+def sum_output(module: nn.Module, reducer: Reducer, dtype: torch.dtype) -> None:
+    """Let a module return the sum over the ranks of its outputs, or of the first output of several, in this format."""
+    key = register(reducer)
+
+    def summed(_module: nn.Module, _inputs: object, output: Any) -> Any:
+        partial, *others = output if isinstance(output, tuple) else (output,)
+        total = sum_over_ranks(partial.float(), key).to(dtype)
+        return (total, *others) if isinstance(output, tuple) else total
+
+    module.register_forward_hook(summed)
 
 
 def best_over_ranks(scores: Tensor, ids: Tensor, reducer: Reducer) -> Tensor:

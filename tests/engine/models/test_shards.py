@@ -240,7 +240,7 @@ def test_heads_that_cannot_be_shared_evenly_are_refused(tmp_path):
 
 
 def test_styles_that_are_not_supported_are_refused(tmp_path, monkeypatch):
-    plan = transformers.LlamaConfig.base_model_tp_plan | {"layers.*.mlp.up_proj": "packed_colwise"}
+    plan = transformers.LlamaConfig.base_model_tp_plan | {"layers.*.mlp.up_proj": "sequence_parallel"}
     monkeypatch.setattr(transformers.LlamaConfig, "base_model_tp_plan", plan)
     save_family("llama", tmp_path)
     with pytest.raises(ModelError, match="tensor parallel plan needs"):

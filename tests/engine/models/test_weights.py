@@ -55,7 +55,10 @@ class LateUpload:
 
 def read(source, upload, dtypes=None):
     dtypes = dtypes or {name: source.tensors[name].dtype for name in WINDOWS}
-    return {name: window for name, _, window in weights.read(source, dtypes, CPU, lambda n, _: WINDOWS[n], upload)}
+    return {
+        name: window
+        for name, _, window in weights.read(source, dtypes, CPU, lambda n, whole: whole[WINDOWS[n]], upload)
+    }
 
 
 @pytest.mark.parametrize(("block", "piece"), [(96, 40), (64, 8), (2**20, 2**20)])

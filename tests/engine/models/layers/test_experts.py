@@ -112,20 +112,6 @@ def test_two_ranks_compute_the_whole_models_logits_with_half_of_every_expert(fam
     assert planned.weight_bytes == sum(parameter.nbytes for parameter in module.parameters()) + buffers
 
 
-def test_experts_that_ranks_cannot_split_are_refused_by_name(tmp_path):
-    for config, message in (
-        (
-            transformers.MixtralConfig(**SIZES | EXPERTS | {"intermediate_size": 33}),
-            "experts has size 33, not divisible",
-        ),
-        (transformers.DeepseekV3Config(**SIZES | EXPERTS | LATENT), "leaves attention whole"),
-        (transformers.GptOssConfig(**SIZES | EXPERTS | HEADS), "has no tensor parallel plan"),
-    ):
-        path = save(config, tmp_path)
-        with pytest.raises(ModelError, match=message):
-            backend_of(path, Shard(0, 2, AbsentOthers()))
-
-
 def test_a_missing_expert_is_named(tmp_path):
     path = save(transformers.MixtralConfig(**SIZES | EXPERTS), tmp_path)
     file = tmp_path / "model.safetensors"

@@ -84,6 +84,15 @@ def test_rows_of_any_length_compute_the_same(deepseek):
         torch.testing.assert_close(logits_in_rows(backend, lengths), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_a_long_chunk_behind_cached_tokens_computes_the_same(deepseek):
+    backend = EagerBackend(model_of(deepseek))
+    expected = logits_in_rows(backend, [1] * 60)[-1:]
+    kv, blocks = backend.allocate_kv(10, BLOCK), [3, 1, 7, 2, 9, 4, 8, 6]
+    for start, end in ((0, 20), (20, 60)):
+        logits = backend.run(build([ForwardRow(TEXT[start:end], start, blocks, 1)], kv)).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_texts_are_transformers_own_with_chains_and_trees(deepseek):
     module = AutoModelForCausalLM.from_pretrained(deepseek, dtype=torch.float32, attn_implementation="eager").eval()
     texts = {str(i): greedy(module, TEXT[i : 20 + i], 12) for i in range(2)}

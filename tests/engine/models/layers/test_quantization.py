@@ -313,11 +313,11 @@ def test_a_model_that_another_library_has_saved_stays_packed_and_writes_transfor
     assert isinstance(backend.model.module.model.layers[0].mlp.down_proj, QuantizedLinear)
 
 
-def save_packed(path, floats_path):
+def save_packed(path, floats_path, **changes):
     """Write gpt-oss with packed weights as it is published, and the floats that transformers makes of it."""
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
     for folder in (path, floats_path):
-        save(transformers.GptOssConfig(**WIDE | HEADS | sizes), folder, factor=8.0)
+        save(transformers.GptOssConfig(**WIDE | HEADS | sizes | changes), folder, factor=8.0)
     weights = load_file(path / "model.safetensors")
     floats = dict(weights)
     generator = torch.Generator().manual_seed(0)
@@ -352,10 +352,28 @@ def test_gpt_oss_experts_stay_packed_and_compute_what_their_floats_do(tmp_path):
     assert planned.weight_bytes == bytes_of(backend) - rotary_bytes(backend)
 
 
+@pytest.mark.parametrize(
+    ("world_size", "changes", "axis"),
+    [
+        pytest.param(2, {}, 2, id="two groups of 32 of every expert"),
+        pytest.param(4, {"intermediate_size": 64, "num_key_value_heads": 4}, 0, id="an expert each"),
+    ],
+)
+def test_ranks_share_experts_that_stay_packed(world_size, changes, axis, tmp_path):
+    stored = save_packed(tmp_path, tmp_path / "floats", **changes)
+    ranks, _ = load_ranks(tmp_path, world_size)
+    (expected,) = logits_of([backend_of(tmp_path)])
+    for logits in logits_of(ranks):
+        assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+    name = "model.layers.0.mlp.experts.down_proj_blocks"
+    assert torch.equal(torch.cat([rank.model.module.get_buffer(name) for rank in ranks], axis), stored[name])
+    settings = {"dtype": torch.float32, "bytes_per_weight": 4, "world_size": world_size}
+    planned = footprint(open_model(ModelConfig(str(tmp_path))), EngineConfig(), **settings)
+    assert 0 <= planned.weight_bytes - bytes_of(ranks[1]) + rotary_bytes(ranks[1]) < 4 * 4 * 64 * 4
+
+
 def test_packed_weights_that_are_not_gpt_oss_or_not_whole_are_refused(tmp_path):
     stored = save_packed(tmp_path, tmp_path / "floats")
-    with pytest.raises(ModelError, match="saved quantised, as mxfp4, which is not split"):
-        model_of(tmp_path, Shard(0, 2, AbsentOthers()))
     del stored["model.layers.1.mlp.experts.down_proj_scales"]
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ModelError, match=r"lacks the weights model\.layers\.1\.mlp\.experts\.down_proj_scales"):

@@ -149,12 +149,14 @@ def test_a_model_whose_layers_are_not_those_of_its_configuration_is_refused():
         prepare_linear_layers(module, config)
 
 
-def test_layers_that_hand_no_keywords_to_their_functions_are_refused(monkeypatch):
+@pytest.mark.parametrize(("name", "attribute"), [("Qwen3Next", "linear_attn"), ("Lfm2", "conv")])
+def test_layers_that_hand_no_keywords_to_their_functions_are_refused(name, attribute, monkeypatch):
     """Older versions of transformers have such layers, and later ones may call other functions."""
-    config = config_of("Qwen3Next")
+    config = config_of(name)
     module = AutoModelForCausalLM.from_config(config)
-    mixer = type(module.model.layers[0].linear_attn)
-    for forward in (lambda self, x: x, lambda self, x, **keywords: x, _convolves_only):
+    mixer = type(getattr(module.model.layers[0], attribute))
+    forwards = [lambda self, x: x, lambda self, x, **keywords: x, _convolves_only]
+    for forward in forwards if name == "Qwen3Next" else forwards[:2]:
         with monkeypatch.context() as patched:
             functools.update_wrapper(forward, mixer.forward)
             patched.setattr(mixer, "forward", forward)

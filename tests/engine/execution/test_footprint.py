@@ -56,7 +56,8 @@ def test_keys_and_values_of_a_token_take_what_the_cache_allocates(target):
 
 
 def test_layers_of_two_sizes_take_what_the_cache_allocates(tmp_path):
-    kv = backend_of(save(Gemma4TextConfig(**SIZES | GEMMA4), tmp_path)).allocate_kv(3, 16)
+    config = Gemma4TextConfig(**SIZES | GEMMA4 | {"num_global_key_value_heads": 2})
+    kv = backend_of(save(config, tmp_path)).allocate_kv(3, 16)
     assert measure(str(tmp_path)).kv_token_bytes == sum(cache.nbytes for cache in (*kv.keys, *kv.values)) // (3 * 16)
 
 

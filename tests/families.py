@@ -1,0 +1,67 @@
+"""Tiny random models of every architecture that generates text, with its real mix of layers.
+
+A default configuration is shrunk by rules: by the names of its fields, and by how its layers differ.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+RULES = {
+    r"vocab_size(_per_layer_input)?|\w+_vocab_size": 64,
+    r"(attention_)?hidden_size|n_embd|d_model|emb(edding)?_(size|dim)|word_embed_proj_dim|\w+put_embedding_size|lru_width": 64,
+    r"(\w+_)?intermediate_size(_mlp)?|(\w+_)?ffn_(dim|hidden_size)|n_inner|d_ff|dff|dim_ff|d_inner|feed_forward_size": 48,
+    r"(\w+_)?attention_heads|n_heads?|num_heads|linear_num_(value_)?heads|index_n_heads": 4,
+    r"(swa_)?num_(key_value|kv)_heads|linear_num_key_heads|num_global_key_value_heads": 2,
+    r"(\w+_)?head_dim|kv_channels|attention_head_(size|dim)|d_head|dim_head": 16,
+    r"max_position_embeddings|n_positions|n_ctx|max_seq_len|context_length|max_(source|target)_positions": 512,
+    r"sliding_window(_size)?|(attention_)?window_size|local_attention|attention_chunk_size": 8,
+    r"(\w+_)?num_(local_)?experts|n_routed_experts|num_experts": 4,
+    r"num_experts_per_tok|moe_topk|moe_k|n_group": 2,
+    r"topk_group|first_k_dense_replace|num_dense_layers|moe_layer_start_index|\w*n(um)?_shared_experts": 1,
+    r"\w+_lora_rank|laurel_rank|hidden_size_per_layer_input|adapter_rank|router_hidden_size|\w*state(_size)?": 16,
+    r"v_head_dim": 12,
+    r"mamba_(n_heads|num_heads)|n_mamba_heads|qk_rope_head_dim|(mamba_)?chunk_size|\w+_dt_rank|time_step_rank": 8,
+    r"mamba_d_ssm": 128,
+    r"(mamba_)?(n_?groups)": 2,
+}
+"""What fields become, by regular expressions of their names, where they are larger."""
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "num_blocks")
+EXTRA: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+}
+
+IDS = {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": None}
+
+
+def shrunk(name: str, value: int) -> int:
+    sizes = [size for pattern, size in RULES.items() if re.fullmatch(pattern, name)]
+    return min(value, sizes[-1]) if sizes else value
+
+
+def tiny_config(model_type: str, **settings: Any) -> PreTrainedConfig:
+    """Return a small configuration with the layers of the default one, as few as show all of its kinds."""
+    cls = CONFIG_MAPPING[model_type]
+    default = cls()
+    text = default.get_text_config()
+    fields = {name: vars(text).get(name, getattr(type(text), name, None)) for name in type(text).__dataclass_fields__}
+    fields = {name: value for name, value in fields.items() if name not in PreTrainedConfig.__dataclass_fields__}
+    sizes = {name: shrunk(name, value) for name, value in fields.items() if type(value) is int}
+    sizes = {name: size for name, size in sizes.items() if size != fields[name]}
+    if fields.get("kv_lora_rank"):
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    whole = next((fields[name] for name in LAYERS if fields.get(name)), 2)
+    lists = {name: value for name, value in fields.items() if isinstance(value, list) and len(value) == whole}
+    count = 2
+    while any(set(map(str,value[:count])) != set(map(str,value)) for value in lists.values()):
+        count += 1
+    sizes |= {name: value[:count] for name, value in lists.items()}
+    sizes |= {name: count for name in LAYERS if name in fields}
+    sizes |= {name: value for name, value in IDS.items()} | EXTRA.get(model_type, {}) | settings
+    if text is default:
+        return cls(**sizes)
+    tiny = type(text)(**sizes)
+    return cls(text_config=tiny.to_dict())

@@ -125,6 +125,9 @@ class EngineConfig(_Settings):
     """Tokens in one KV block."""
     num_blocks: int | None = field(default=None, metadata={"ge": 1})
     """KV blocks; none sizes them from memory_fraction."""
+    num_states: int | None = field(default=None, metadata={"ge": 1})
+    """State slots of a model with linear layers: one for each running request, the others cache states of prefixes.
+    None is 2 max_num_seqs + 4, or what half of the memory for KV blocks holds."""
     memory_fraction: float | None = field(default=None, metadata={"gt": 0, "le": 1})
     """Fraction of the device memory left after weights and workspace that KV blocks may take; none is 0.9 on GPUs and
     0.5 on CPUs. KV blocks never take more than max_num_seqs contexts of full length need."""
@@ -197,6 +200,8 @@ class ModelInfo:
     """The token that starts a text; None where the text continues its prompt."""
     digest: str = ""
     """Differs if the model's settings, its weights or torch do."""
+    state_chunk: int = 0
+    """The chunk length of the model's linear layers; 0 for a model without a state."""
 
 
 class CompileProgress(NamedTuple):

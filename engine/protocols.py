@@ -10,7 +10,7 @@ A draft is a tree: `parents[i]` is the index of node i's parent, -1 the committe
 
 from collections.abc import Coroutine, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from engine.params import SamplingParams
 
@@ -94,6 +94,22 @@ class Request:
         return replace(self, token_ids=list(self.token_ids))
 
 
+class StateRow(NamedTuple):
+    """Where a row's state is: a model with linear layers needs one.
+
+    Attributes:
+        slot: the request's own slot; the pass leaves there the state after the row's last committed token.
+        source: the slot that the pass starts from: its own, a cached one, or 0 for none of the context.
+        num_folded: how many of the source's stored updates belong to accepted tokens before `start`.
+        saves: (place, slot): the state after so many tokens of the context is also written to that slot.
+    """
+
+    slot: int
+    source: int
+    num_folded: int = 0
+    saves: tuple[tuple[int, int], ...] = ()
+
+
 @dataclass(slots=True)
 class ProposeRow:
     """One row of a proposal: a request, and the longest draft that it may get."""
@@ -109,10 +125,11 @@ class ScheduledRow(ProposeRow):
     start: int
     length: int
     block_ids: Sequence[int]
+    state: StateRow | None = None
 
     def verify(self, draft: Draft) -> "VerifyRow":
         """Return the row of the verification of a draft."""
-        return VerifyRow(self.request, self.start, self.length, self.block_ids, draft)
+        return VerifyRow(self.request, self.start, self.length, self.block_ids, draft, self.state)
 
 
 @dataclass(slots=True)
@@ -129,6 +146,7 @@ class VerifyRow:
     length: int
     block_ids: Sequence[int]
     draft: Draft
+    state: StateRow | None = None
 
     @property
     def reaches_tip(self) -> bool:

@@ -109,7 +109,7 @@ class MarkovModel(LawBackend):
         vocab = transitions.shape[0]
         self.info = ModelInfo("markov", vocab, 4096, list(eos_token_ids), vocab * vocab, "float32", "cpu")
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
+    def allocate_kv(self, num_blocks: int, block_size: int, num_states: int = 0, depth: int = 0) -> KVTensors:
         return KVTensors(KVShape(1, 1, 1, 1), num_blocks, block_size, torch.empty(0))
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
@@ -128,7 +128,7 @@ class ContextModel(LawBackend):
         states, vocab = laws.shape
         self.info = ModelInfo("context", vocab, 4096, list(eos_token_ids), states * vocab, "float32", "cpu")
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
+    def allocate_kv(self, num_blocks: int, block_size: int, num_states: int = 0, depth: int = 0) -> KVTensors:
         return KVTensors(KVShape(1, 1, 1, 1), num_blocks, block_size, torch.empty(0, dtype=torch.int64))
 
     def logits(self, batch: ForwardBatch) -> torch.Tensor:
@@ -169,7 +169,7 @@ class SelfDraftingModel(ContextModel):
         super().__init__(laws, eos_token_ids)
         self.thinned = ThinnedModel(thinned_laws, eos_token_ids)
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
+    def allocate_kv(self, num_blocks: int, block_size: int, num_states: int = 0, depth: int = 0) -> KVTensors:
         return KVTensors(KVShape(2, 1, 1, 1), num_blocks, block_size, torch.empty(0, dtype=torch.int64))
 
     def beside(self, part: Part, kv: KVTensors) -> tuple[LawBackend, KVTensors]:

@@ -14,7 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.execution.states import RowStates, StateTensors
 from engine.models.layers.layer_attention import AttentionParams, KVShape
+from engine.models.layers.layer_state import Recurrence
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
@@ -27,7 +29,10 @@ class KVTensors:
     Attributes:
         input_device: where batches and draws for this cache are made; a backend may copy them itself.
         states: [num_blocks, block_size, state_size] one state of a head per token; None without a head.
+        linear: what linear layers keep of contexts; None without such layers.
     """
+
+    linear: StateTensors | None = None
 
     def __init__(
         self,
@@ -59,9 +64,15 @@ class KVTensors:
         if self.states is not None:
             self._stacked.append(self.states[None, :, :, None])
 
-    def first_layers(self, count: int) -> Self:
-        """Return the cache of the first layers, in the same memory; if these are all, with a head's states."""
+    def first_layers(self, count: int, num_linear: int = 0) -> Self:
+        """Return the cache of the first layers, in the same memory; if these are all, with a head's states.
+
+        Args:
+            count: layers with keys and values.
+            num_linear: linear layers.
+        """
         view = copy.copy(self)
+        view.linear = self.linear.first_layers(num_linear) if self.linear is not None and num_linear else None
         if count < len(self.keys):
             view.keys, view.values, view.states = self.keys[:count], self.values[:count], None
             view._stacked = [caches[:count] for caches in self._stacked[:2]]
@@ -103,6 +114,7 @@ class Group:
         is_prompt_start: whether the group is the first chunk of a prompt without cached tokens.
         source_lengths: [rows] the source's places at each row's start, seen by cross-attention only; None for a
             decoder-only model.
+        states: how linear layers continue the rows' states; None for a model without such layers.
     """
 
     start: int
@@ -115,6 +127,7 @@ class Group:
     extra: Tensor | None = None
     is_prompt_start: bool = False
     source_lengths: Tensor | None = None
+    states: RowStates | None = None
     _masks: dict[tuple[int | None, int, bool, int], Tensor] = field(default_factory=dict)
     _cross_mask: Tensor | None = None
     _biased_mask: tuple[Tensor, Tensor] | None = None
@@ -253,6 +266,26 @@ class PagedContext:
         """Write states; see `AttentionContext.write_states`."""
         slots = self.slots if tokens is None else torch.where(tokens < 0, 0, self.slots[tokens])
         self._states.index_copy_(0, slots.long(), states.to(self._states.dtype))
+
+    def convolve(self, layer: int, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve group by group; see `StateContext.convolve`."""
+        assert self.kv.linear is not None, "only linear layers have convolutions"
+        kept = self.kv.linear.layers[layer]
+        outputs = [states.convolve(layer, kept, inputs[tokens], weight, bias) for states, tokens in self._rows]
+        return torch.cat(outputs)
+
+    def recur(self, layer: int, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
+        """Compute group by group; see `StateContext.recur`."""
+        assert self.kv.linear is not None, "only linear layers have recurrences"
+        kept = self.kv.linear.layers[layer]
+        outputs = [states.recur(layer, kept, recurrence, [x[tokens] for x in inputs]) for states, tokens in self._rows]
+        return torch.cat(outputs)
+
+    @property
+    def _rows(self) -> list[tuple[RowStates, slice]]:
+        """The states of each group's rows, and the group's tokens."""
+        rows = [(group.states, slice(group.start, group.start + group.rows * group.length)) for group in self.groups]
+        return [(states, tokens) for states, tokens in rows if states is not None]
 
     @property
     def _states(self) -> Tensor:

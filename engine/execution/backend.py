@@ -100,8 +100,13 @@ class Backend(Protocol):
         """How far each model is that is compiled in the background now."""
         ...
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
-        """Allocate a KV cache for this model; `num_blocks` includes block 0."""
+    def allocate_kv(self, num_blocks: int, block_size: int, num_states: int = 0, depth: int = 0) -> KVTensors:
+        """Allocate a KV cache for this model; `num_blocks` includes block 0.
+
+        Args:
+            num_states: slots for the states of linear layers, slot 0 included.
+            depth: the most draft tokens of a row.
+        """
         ...
 
     def beside(self, part: Part, kv: KVTensors) -> "tuple[Backend, KVTensors]":

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from engine.block_table import block_table
 from engine.execution.attention import Group, KVTensors, PagedContext, slots_of
+from engine.execution.states import Carried, RowPlan, RowStates
+from engine.protocols import StateRow
 
 MAX_GROUPED_LENGTH = 16
 """Rows of up to this many tokens, those of their draft but one not counted, form one group; others are prefill chunks.
@@ -33,6 +35,9 @@ class ForwardRow:
         num_logits: how many of the last tokens need logits.
         parents: tree of the last `len(parents)` tokens; None for a chain.
         source_length: the number of source tokens (see `Request`), computed in one pass before the others; no trees.
+        num_draft_tokens: how many of the last tokens are a draft.
+        prompt_length: the context's first tokens, whose states are computed in chunks.
+        state: where the state of linear layers is; None for a model without such layers.
     """
 
     token_ids: Sequence[int]
@@ -41,6 +46,9 @@ class ForwardRow:
     num_logits: int
     parents: Sequence[int] | None = None
     source_length: int = 0
+    num_draft_tokens: int = 0
+    prompt_length: int = 0
+    state: StateRow | None = None
 
 
 class SourceInput(NamedTuple):
@@ -59,6 +67,7 @@ class ForwardBatch:
         logit_indices: [n] flat indices of the tokens that need logits, in row order.
         paged: the inputs of the attention function.
         source_inputs: the sources, which are computed first.
+        carried: where linear layers leave the rows' states, in place of the slots.
         needs_logits: whether the caller reads logits or scores; if not, a backend may return tokens only, and ranks
             that compute a slice of the vocabulary each do not gather them. All ranks must say the same.
     """
@@ -68,6 +77,7 @@ class ForwardBatch:
     paged: PagedContext
     source_inputs: list[SourceInput] = field(default_factory=list)
     needs_logits: bool = True
+    carried: Carried | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -88,14 +98,21 @@ def depths(parents: Sequence[int]) -> list[int]:
     return node_depths
 
 
-def build(rows: Sequence[ForwardRow], kv: KVTensors) -> ForwardBatch:
-    """Flatten rows into a batch: short rows as one padded group, then each long row; logits stay in row order."""
+def build(rows: Sequence[ForwardRow], kv: KVTensors, *, carries: bool = False) -> ForwardBatch:
+    """Flatten rows into a batch: short rows as one padded group, then each long row; logits stay in row order.
+
+    Args:
+        carries: linear layers leave the rows' states to the passes after this one, and the slots as they are.
+    """
+    carried = Carried(len(rows)) if carries and kv.linear is not None else None
     source_inputs = [_source_input(row, kv) for row in rows if row.start < row.source_length]
     if source_inputs:
         rows = [_without_source(row) for row in rows]
     short = [i for i, row in enumerate(rows) if row.token_ids and _is_short(row)]
     long = [i for i, row in enumerate(rows) if not _is_short(row)]
-    length = _common_length([len(rows[i].token_ids) for i in short])
+    lengths = [len(rows[i].token_ids) for i in short]
+    # A state goes from token to token, so such a row is never cut.
+    length = _common_length(lengths) if kv.linear is None else max(lengths, default=0)
     clusters = ([(length, short)] if short else []) + [(len(rows[i].token_ids), [i]) for i in long]
     tokens: list[Tensor] = []
     groups: list[Group] = []
@@ -103,6 +120,9 @@ def build(rows: Sequence[ForwardRow], kv: KVTensors) -> ForwardBatch:
     start = 0
     for length, members in clusters:
         ids, group = _group([rows[i] for i in members], length, start, kv)
+        if kv.linear is not None:
+            plans = [_plan(rows[i]) for i in members]
+            group.states = RowStates(plans, length, kv.input_device, carried, members)
         groups.append(group)
         tokens.append(ids.flatten())
         for i in members:
@@ -114,6 +134,7 @@ def build(rows: Sequence[ForwardRow], kv: KVTensors) -> ForwardBatch:
         logit_indices=torch.tensor(logit_indices, dtype=torch.int64, device=kv.input_device),
         paged=PagedContext(kv, groups),
         source_inputs=source_inputs,
+        carried=carried,
     )
 
 
@@ -191,6 +212,13 @@ def _group(rows: Sequence[ForwardRow], length: int, start: int, kv: KVTensors) -
     )
 
 
+def _plan(row: ForwardRow) -> RowPlan:
+    assert row.state is not None, "a row of a model with linear layers has a state"
+    num_committed = len(row.token_ids) - row.num_draft_tokens
+    num_scanned = max(0, min(num_committed, row.prompt_length - row.start))
+    return RowPlan(row.state, row.start, len(row.token_ids), num_committed, num_scanned, row.parents)
+
+
 def _source_lengths(lengths: Sequence[int], device: torch.device) -> Tensor | None:
     return torch.tensor(lengths, dtype=torch.int64, device=device) if any(lengths) else None
 
@@ -251,6 +279,7 @@ def next_tokens(
     kv: KVTensors,
     max_length: int,
     source_lengths: Sequence[int] = (),
+    carried: Carried | None = None,
 ) -> Callable[[int, Tensor], ForwardBatch]:
     """Prepare `steps` passes that append one token per row all at once, so that the device never waits for the host.
 
@@ -259,6 +288,7 @@ def next_tokens(
         lengths: the rows' context lengths; the first pass writes there.
         max_length: the model's context length; positions of surplus tokens are clamped to it.
         source_lengths: as in `ForwardRow`; empty for decoder-only models.
+        carried: the states that the pass before these has left; None if the model has no linear layers.
 
     Returns:
         A function of a step, from 0, and of its token ids [rows]; it returns the step's batch.
@@ -270,10 +300,15 @@ def next_tokens(
     positions = places.clamp(max=max_length - 1)
     indices = torch.arange(len(tables), device=device)
     sources = _source_lengths(source_lengths, device)
+    states = None
+    if carried is not None:
+        carried.is_full = True
+        plans = [RowPlan(StateRow(0, 0), length, 1, 1, 0) for length in lengths]
+        states = RowStates(plans, 1, device, carried, range(len(tables)))
 
     def batch(step: int, token_ids: Tensor) -> ForwardBatch:
         group = Group(0, len(tables), 1, blocks, positions[step], places[step], places[step + 1])
-        group.source_lengths = sources
+        group.source_lengths, group.states = sources, states
         return ForwardBatch(token_ids, indices, PagedContext(kv, [group]))
 
     return batch

@@ -10,7 +10,9 @@ from engine.errors import ModelError
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend, ChainBatch, Part, PassOutput, RankedTokens
 from engine.execution.batch import ForwardBatch, ForwardRow, build
+from engine.execution.states import StateTensors
 from engine.models.causal_lm import CausalLM
+from engine.protocols import StateRow
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 
@@ -70,9 +72,15 @@ class EagerBackend:
         """Nothing is compiled in the background."""
         return []
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
-        """Allocate a KV cache for this model."""
+    def allocate_kv(self, num_blocks: int, block_size: int, num_states: int = 0, depth: int = 0) -> KVTensors:
+        """Allocate a KV cache for this model; see `Backend.allocate_kv`."""
         like = torch.empty(0, dtype=self.model.kv_dtype or self.model.dtype, device=self.device)
+        kv = self._allocate_blocks(num_blocks, block_size, like)
+        if shapes := self.model.state_shapes:
+            kv.linear = StateTensors(shapes, num_states, depth, like.to(self.model.dtype))
+        return kv
+
+    def _allocate_blocks(self, num_blocks: int, block_size: int, like: Tensor) -> KVTensors:
         if (head := self.model.head) is None:
             return self.cache(self.model.kv_shape, num_blocks, block_size, like)
         states_like = torch.empty(head.state_size, dtype=self.model.dtype, device=self.device)
@@ -81,7 +89,7 @@ class EagerBackend:
     def beside(self, part: Part, kv: KVTensors) -> tuple[Backend, KVTensors]:
         """Return a part of this model; see `Backend.beside`."""
         model = part(self.model)
-        return EagerBackend(model), kv.first_layers(model.num_cached_layers)
+        return EagerBackend(model), kv.first_layers(model.num_cached_layers, len(model.state_shapes))
 
     def warm_up(self, *, compile_missing: bool = True) -> None:
         """Do nothing: eager passes need no preparation."""
@@ -109,10 +117,11 @@ class EagerBackend:
         """Run two tokens through every layer, so that unsupported attention features raise here and not in a round."""
         name = type(self.model.module).__name__
         try:
-            kv = self.allocate_kv(2, 16)
+            kv = self.allocate_kv(2, 16, 2)
+            first, then = (StateRow(1, source) for source in (0, 1)) if kv.linear else (None, None)
             source_length = int(self.info.start_id is not None)
-            self.logits(build([ForwardRow([0, 0], 0, [1], 1, None, source_length)], kv))
-            step = build([ForwardRow([0], 2, [1], 1, None, source_length)], kv)
+            self.logits(build([ForwardRow([0, 0], 0, [1], 1, None, source_length, prompt_length=2, state=first)], kv))
+            step = build([ForwardRow([0], 2, [1], 1, None, source_length, state=then)], kv)
             self.logits(step)
             own = range(self.model.kv_shape.layers)  # a head has others
             if not self.model.is_head and sorted(i for i in step.paged.layers if i in own) != [*own]:

@@ -1,5 +1,6 @@
 """CausalLM: a loaded transformers module with its configuration; a backend runs it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfi
 from engine.config import ModelInfo
 from engine.errors import ModelError
 from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
+from engine.models.layers.layer_state import StateShape
 from engine.models.layers.reducer import Reducer, best_over_ranks
 
 
@@ -96,6 +98,11 @@ class CausalLM:
     def kv_shape(self) -> KVShape:
         """The keys and values that this rank caches per token."""
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
+
+    @property
+    def state_shapes(self) -> Sequence[StateShape]:
+        """What each linear layer of this rank keeps of a context; empty without such layers."""
+        return ()
 
     @property
     def is_head(self) -> bool:

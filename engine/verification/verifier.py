@@ -33,7 +33,8 @@ class ModelVerifier:
         self.backend = backend
         self._grammars = grammars
         self.num_blocks = config.num_blocks + 1
-        self._kv = backend.allocate_kv(self.num_blocks, config.block_size)
+        num_states, depth = 1 + (config.num_states or 0), config.num_speculative_tokens
+        self._kv = backend.allocate_kv(self.num_blocks, config.block_size, num_states, depth)
         self._rule = rule_of(config.verification)
         self._end_ids = tuple(backend.info.eos_token_ids)
         self._drafter = None if make_drafter is None else make_drafter(config, backend, self._kv, grammars)
@@ -126,6 +127,8 @@ class ModelVerifier:
             first = len(rows[i].request.token_ids)
             sources += [self._kv.slot(rows[i].block_ids, first + node) for node in nodes]
             targets += [self._kv.slot(rows[i].block_ids, first + depth) for depth in range(len(nodes))]
+            if nodes and self._kv.linear is not None and (state := rows[i].state) is not None:
+                self._kv.linear.keep_path(state.slot, nodes)
         self._kv.move(sources, targets)
 
 
@@ -142,6 +145,9 @@ def _forward_row(row: VerifyRow) -> ForwardRow:
         num_logits=num_logits,
         parents=None if draft.is_chain else draft.parents,
         source_length=row.request.source_length,
+        num_draft_tokens=len(draft.token_ids),
+        prompt_length=row.request.prompt_length,
+        state=row.state,
     )
 
 

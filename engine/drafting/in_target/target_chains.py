@@ -67,8 +67,18 @@ class TargetChainDrafter(TokenDrawer):
 
     def tips(self, rows: Sequence[VerifyRow]) -> ForwardBatch:
         """Return the pass that computes the rows' committed tokens, with a row of logits for each."""
-        tips = [ForwardRow(row.request.token_ids[row.start :], row.start, row.block_ids, 1) for row in rows]
-        return build(tips, self.kv)
+        tips = [
+            ForwardRow(
+                row.request.token_ids[row.start :],
+                row.start,
+                row.block_ids,
+                1,
+                prompt_length=row.request.prompt_length,
+                state=row.state and row.state._replace(saves=()),
+            )
+            for row in rows
+        ]
+        return build(tips, self.kv, carries=True)
 
     def run(self, batch: ForwardBatch, draws: Draws | None, runs: Callable[[], list[Run]]) -> Drawn:
         """Compute a batch; every rank gets what the deciding rank draws and ranks."""

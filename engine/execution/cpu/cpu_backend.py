@@ -106,7 +106,7 @@ class CpuBackend(EagerBackend):
         model = part(self.model)
         other = CpuBackend(model, self._source, whole=self, part=part)
         self._beside.append(other)
-        return other, kv.first_layers(model.num_cached_layers)
+        return other, kv.first_layers(model.num_cached_layers, len(model.state_shapes))
 
     def compile(self) -> None:
         """Compile and load the model's passes; this takes a minute if they are not in the cache.

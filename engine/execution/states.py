@@ -1,0 +1,343 @@
+"""StateTensors: what linear layers keep of contexts, in slots; and RowStates: how the rows of a pass continue them.
+
+A slot holds the state after its request's last committed token, and the updates of the draft tokens after that. The
+next row of the request says how many of them were accepted, and its pass applies these first: they are the same
+operations on the same numbers as without drafts, so the state is the same to the last bit.
+
+Prompts are computed in chunks that start at absolute places, all later tokens one by one. So a token's form does not
+depend on drafts, on other rows, or on how the tokens came into passes.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from engine.models.layers.layer_state import Recurrence, StateShape, Update, updated
+from engine.protocols import StateRow
+
+
+class LayerStates:
+    """The slots of one layer.
+
+    Attributes:
+        inputs: [slots, taps + depth, channels] the convolution's inputs: the last committed ones, then the draft's.
+        matrices: [slots, heads, rows, columns] float32, after the last committed token.
+        updates: of the draft tokens, [slots, depth, ...] each.
+    """
+
+    def __init__(self, shape: StateShape, num_slots: int, depth: int, like: Tensor) -> None:
+        """Allocate zeros, which are also the state before the first token; `like` gives device and inputs' format."""
+        self.taps = shape.taps
+        self.inputs = like.new_zeros(num_slots, shape.taps + depth, shape.channels)
+        zeros = like.float().new_zeros
+        self.matrices = zeros(num_slots, shape.heads, shape.rows, shape.columns)
+        self.updates = Update(
+            zeros(num_slots, depth, shape.heads, shape.decays),
+            zeros(num_slots, depth, shape.heads, shape.rows),
+            zeros(num_slots, depth, shape.groups, shape.columns),
+        )
+
+
+class StateTensors:
+    """The slots of all linear layers; slot 0 is never written, and stands for an empty context."""
+
+    def __init__(self, shapes: Sequence[StateShape], num_slots: int, depth: int, like: Tensor) -> None:
+        """Allocate `num_slots`, slot 0 included, with room for the updates of `depth` draft tokens each."""
+        self.layers = [LayerStates(shape, num_slots, depth, like) for shape in shapes]
+
+    def first_layers(self, count: int) -> Self:
+        """Return the slots of the first layers, in the same memory."""
+        view = copy.copy(self)
+        view.layers = self.layers[:count]
+        return view
+
+    def keep_path(self, slot: int, path: Sequence[int]) -> None:
+        """Move the updates of a tree's accepted nodes, root first, to those of a chain's tokens."""
+        for layer in self.layers:
+            nodes = torch.tensor(path, device=layer.inputs.device)
+            for kept in layer.updates:
+                kept[slot, : len(path)] = kept[slot, nodes]
+            layer.inputs[slot, layer.taps : layer.taps + len(path)] = layer.inputs[slot, layer.taps + nodes]
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """The tokens of one row of a pass.
+
+    Attributes:
+        state: where the row's state is.
+        start: the place of the first token in the context.
+        length: tokens, padding not included.
+        num_committed: how many of them come before the draft.
+        num_scanned: how many, from the first, are computed in chunks: those of the prompt.
+        parents: the draft's tree; None for a chain.
+    """
+
+    state: StateRow
+    start: int
+    length: int
+    num_committed: int
+    num_scanned: int
+    parents: Sequence[int] | None = None
+
+    def parent(self, token: int) -> int:
+        """Return the token before a token in its context, as an index into the row; -1 is the last one before it."""
+        node = token - self.num_committed
+        if node < 0 or self.parents is None:
+            return token - 1
+        return self.num_committed + self.parents[node] if self.parents[node] >= 0 else self.num_committed - 1
+
+    def saved_after(self, place: int) -> list[int]:
+        """Return the slots that get the state after so many tokens of the context."""
+        return [slot for end, slot in self.state.saves if end == place]
+
+
+class _Step(NamedTuple):
+    """What happens to the states of a group's rows at one token of each.
+
+    Attributes:
+        active: [rows, 1, 1] which rows have such a token; None if all have.
+        before: per row, after how many of its tokens its state is taken; None if that is the token before.
+        committed: the rows whose last committed token it is, and their slots; None if there are none.
+        drafted: the rows of whose draft it is a token, their slots, and its index in the draft; likewise.
+        saved: rows, and other slots that get their states.
+    """
+
+    active: Tensor | None
+    before: list[int] | None
+    committed: tuple[Tensor, Tensor] | None
+    drafted: tuple[Tensor, Tensor, Tensor] | None
+    saved: list[tuple[int, int]]
+
+
+class Carried:
+    """States that the passes of a draft hand on to each other, while the slots stay as they are.
+
+    Attributes:
+        is_full: whether a pass has left its rows' states here, from which the next one goes on.
+        inputs, matrices: [rows, taps, channels] and [rows, heads, rows, columns] by layer, in the order of the rows.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows, self.is_full = num_rows, False
+        self.inputs: dict[int, Tensor] = {}
+        self.matrices: dict[int, Tensor] = {}
+
+
+class RowStates:
+    """How the rows of a group continue their states; what all layers share is prepared once for a pass."""
+
+    def __init__(
+        self,
+        plans: Sequence[RowPlan],
+        width: int,
+        device: torch.device,
+        carried: Carried | None = None,
+        members: Sequence[int] = (),
+    ) -> None:
+        """Prepare a group of rows, padded to `width` tokens.
+
+        Args:
+            carried: gets the states after the last tokens, in place of the slots.
+            members: the group's rows there.
+        """
+        self._plans, self._width, self._device, self._carried = plans, width, device, carried
+        self._members = self._tensor(members)
+        self._continues = carried is not None and carried.is_full
+        self._sources = self._tensor([plan.state.source for plan in plans])
+        self._slots = self._tensor([plan.state.slot for plan in plans])
+        self._folds = self._tensor([plan.state.num_folded for plan in plans])
+        self._ends = self._tensor([plan.length if carried else plan.num_committed for plan in plans])
+        self._is_tree = any(plan.parents is not None for plan in plans)
+        self._fold_steps = [self._fold_step(fold) for fold in range(max(plan.state.num_folded for plan in plans))]
+        self._steps = [self._step(token) for token in range(width)]
+        self._paths: dict[int, Tensor] = {}
+
+    def convolve(self, layer: int, kept: LayerStates, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve a group's inputs [rows * width, channels]; see `StateContext.convolve`."""
+        tokens = inputs.view(len(self._plans), self._width, -1)
+        taps, carried = kept.taps, self._carried
+        window = kept.inputs[self._sources]
+        if carried is not None and self._continues:
+            past = carried.inputs[layer][self._members]
+        else:
+            past = _cut(window, self._folds, taps)
+        seen = torch.cat([past, tokens.to(past.dtype)], 1)
+        output = torch.zeros_like(tokens, dtype=torch.float32)
+        for tap in range(taps + 1):  # in this order, whatever the pass
+            output = output + self._column(seen, tap, taps).float() * weight[:, tap].float()
+        if bias is not None:
+            output = output + bias.float()
+        last = _cut(seen, self._ends, taps)
+        if carried is not None:
+            self._carry(carried.inputs, layer, last)
+        else:
+            self._save_inputs(kept, window, tokens)
+            depth = kept.inputs.shape[1] - taps
+            drafts = _cut(F.pad(seen, (0, 0, 0, depth)), self._ends + taps, depth)
+            kept.inputs[self._slots] = torch.cat([last, drafts], 1)
+        return output.to(inputs.dtype).flatten(0, 1)
+
+    def recur(self, layer: int, kept: LayerStates, recurrence: Recurrence, inputs: Sequence[Tensor]) -> Tensor:
+        """Compute a group's tokens, [rows * width, ...] each; see `StateContext.recur`."""
+        tokens = [entry.view(len(self._plans), self._width, *entry.shape[1:]) for entry in inputs]
+        state = self._first(layer, kept)
+        scanned = [
+            self._scan(kept, recurrence, row, state, [entry[row] for entry in tokens])
+            for row, plan in enumerate(self._plans)
+            if plan.num_scanned
+        ]
+        first = min(plan.num_scanned for plan in self._plans)
+        history, outputs = [state] * (first + 1), []
+        for token in range(first, self._width):
+            step, entry = self._steps[token], [x[:, token] for x in tokens]
+            if step.before is not None:
+                state = torch.stack([history[end][row] for row, end in enumerate(step.before)])
+            update = _masked(recurrence.update(state, entry), step.active)
+            state = updated(state, update)
+            outputs.append(recurrence.output(state, entry))
+            if self._is_tree:
+                history.append(state)
+            self._keep(kept, step, state, update)
+        if self._carried is not None:
+            self._carry(self._carried.matrices, layer, state)
+        return self._joined(outputs, scanned, first)
+
+    def _first(self, layer: int, kept: LayerStates) -> Tensor:
+        """Return the rows' states before their first tokens, [rows, heads, rows, columns]."""
+        if self._carried is not None and self._continues:
+            return self._carried.matrices[layer][self._members]
+        state: Tensor = kept.matrices[self._sources]
+        for fold, step in enumerate(self._fold_steps):
+            update = Update(*(part[self._sources, fold] for part in kept.updates))
+            state = updated(state, _masked(update, step.active))
+            self._keep(kept, step, state, update)
+        return state
+
+    def _scan(
+        self, kept: LayerStates, recurrence: Recurrence, row: int, state: Tensor, tokens: Sequence[Tensor]
+    ) -> Tensor:
+        """Compute a row's part of its prompt in chunks, put the state after it in place, and return the outputs."""
+        plan, outputs, first = self._plans[row], [], 0
+        for end in sorted({*(place - plan.start for place, _ in plan.state.saves), plan.num_scanned}):
+            if not first < end <= plan.num_scanned:
+                continue
+            output, state[row] = recurrence.scan(state[row], [entry[first:end] for entry in tokens])
+            outputs.append(output)
+            first = end
+            if self._carried is None:
+                kept.matrices[plan.saved_after(plan.start + end)] = state[row]
+        if self._carried is None and plan.num_scanned == plan.num_committed:
+            kept.matrices[plan.state.slot] = state[row]
+        return torch.cat(outputs)
+
+    def _joined(self, outputs: Sequence[Tensor], scanned: Sequence[Tensor], first: int) -> Tensor:
+        """Return the outputs of the steps from token `first` on and of the scans, [rows * width, heads, size]."""
+        rows = [row for row, plan in enumerate(self._plans) if plan.num_scanned]
+        if not outputs and len(rows) == 1:
+            return scanned[0]
+        like = outputs[0] if outputs else scanned[0]
+        joined = like.new_zeros(len(self._plans), self._width, *like.shape[1:])
+        for token, output in enumerate(outputs, first):
+            joined[:, token] = output
+        for row, output in zip(rows, scanned, strict=True):
+            joined[row, : len(output)] = output
+        return joined.flatten(0, 1)
+
+    def _keep(self, kept: LayerStates, step: _Step, state: Tensor, update: Update) -> None:
+        """Write what a step leaves in the slots."""
+        if self._carried is not None:
+            return
+        if step.committed is not None:
+            rows, slots = step.committed
+            kept.matrices[slots] = state[rows]
+        if step.drafted is not None:
+            rows, slots, nodes = step.drafted
+            for part, new in zip(kept.updates, update, strict=True):
+                part[slots, nodes] = new[rows]
+        for row, slot in step.saved:
+            kept.matrices[slot] = state[row]
+
+    def _carry(self, entries: dict[int, Tensor], layer: int, after: Tensor) -> None:
+        """Leave what the layer keeps of the rows for the next pass."""
+        assert self._carried is not None
+        if layer not in entries:
+            entries[layer] = after.new_zeros(self._carried.num_rows, *after.shape[1:])
+        entries[layer][self._members] = after
+
+    def _save_inputs(self, kept: LayerStates, window: Tensor, tokens: Tensor) -> None:
+        """Write the last inputs before each saved place."""
+        for row, plan in enumerate(self._plans):
+            first = plan.start - plan.state.num_folded
+            for place, slot in plan.state.saves:
+                seen = torch.cat([window[row, : kept.taps + plan.state.num_folded], tokens[row].to(window.dtype)])
+                kept.inputs[slot, : kept.taps] = seen[place - first : place - first + kept.taps]
+
+    def _column(self, seen: Tensor, tap: int, taps: int) -> Tensor:
+        """Return each token's input of a tap, [rows, width, channels], of [rows, taps + width, channels]."""
+        if not self._is_tree:
+            return seen[:, tap : tap + self._width]
+        if taps not in self._paths:
+            paths = [[_path(plan, token, taps) for token in range(self._width)] for plan in self._plans]
+            self._paths[taps] = self._tensor(paths) + taps
+        rows = torch.arange(len(self._plans), device=self._device).unsqueeze(-1)
+        return seen[rows, self._paths[taps][:, :, tap]]
+
+    def _fold_step(self, fold: int) -> _Step:
+        active = [fold < plan.state.num_folded for plan in self._plans]
+        saved = self._saved([plan.start - plan.state.num_folded + fold + 1 for plan in self._plans], active)
+        return _Step(self._mask(active), None, None, None, saved)
+
+    def _step(self, token: int) -> _Step:
+        plans = self._plans
+        active = [plan.num_scanned <= token < plan.length for plan in plans]
+        before = [plan.parent(token) + 1 if runs else token for plan, runs in zip(plans, active, strict=True)]
+        ends = [row for row, plan in enumerate(plans) if active[row] and token == plan.num_committed - 1]
+        drafts = [row for row, plan in enumerate(plans) if active[row] and token >= plan.num_committed]
+        nodes = self._tensor([token - plans[row].num_committed for row in drafts])
+        is_committed = [runs and token < plan.num_committed for plan, runs in zip(plans, active, strict=True)]
+        return _Step(
+            active=self._mask(active),
+            before=None if before == [token] * len(plans) else before,
+            committed=(self._tensor(ends), self._slots[ends]) if ends else None,
+            drafted=(self._tensor(drafts), self._slots[drafts], nodes) if drafts else None,
+            saved=self._saved([plan.start + token + 1 for plan in plans], is_committed),
+        )
+
+    def _saved(self, places: Sequence[int], active: Sequence[bool]) -> list[tuple[int, int]]:
+        """Return the rows whose states are saved at these places, and the slots."""
+        rows = enumerate(zip(self._plans, places, active, strict=True))
+        return [(row, slot) for row, (plan, place, runs) in rows if runs for slot in plan.saved_after(place)]
+
+    def _mask(self, active: Sequence[bool]) -> Tensor | None:
+        return None if all(active) else self._tensor(active)[:, None, None]
+
+    def _tensor(self, values: Sequence[object]) -> Tensor:
+        return torch.tensor(values, device=self._device)
+
+
+def _path(plan: RowPlan, token: int, taps: int) -> list[int]:
+    """Return the last `taps` tokens before a token, and itself, as indices into the row."""
+    path = [token]
+    for _ in range(taps):
+        path.append(plan.parent(path[-1]))
+    return path[::-1]
+
+
+def _masked(update: Update, active: Tensor | None) -> Update:
+    """Return an update that leaves the states of rows that are not active as they are."""
+    if active is None:
+        return update
+    # The right side, too: a stale entry may be infinite.
+    return Update(update.decay.where(active, 1.0), *(part.where(active, 0.0) for part in update[1:]))
+
+
+def _cut(inputs: Tensor, starts: Tensor, length: int) -> Tensor:
+    """Return `length` inputs of each row from its start on, of [rows, n, channels]."""
+    index = starts.unsqueeze(-1) + torch.arange(length, device=inputs.device)
+    return inputs[torch.arange(len(inputs), device=inputs.device).unsqueeze(-1), index]

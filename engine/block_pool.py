@@ -74,15 +74,27 @@ class BlockPool:
         digests: list[bytes] = []
         for end in range(self.block_size, len(token_ids), self.block_size):
             salt = block_digest(salt, token_ids[end - self.block_size : end])
-            block = self._block_of.get(salt)
+            block = self.take(salt)
             if block is None:
                 break
-            if self._references[block] == 0:
-                del self._free[block]
-            self._references[block] += 1
             blocks.append(block)
             digests.append(salt)
         return blocks, digests
+
+    def take(self, digest: bytes) -> int | None:
+        """Take a reference to the cached block with a digest; None if there is none."""
+        block = self._block_of.get(digest)
+        if block is not None:
+            if self._references[block] == 0:
+                del self._free[block]
+            self._references[block] += 1
+        return block
+
+    def forget(self, block: int, digest: bytes) -> None:
+        """Stop sharing a block, if it still has this digest and nobody uses it; it is allocated next."""
+        if self._digest_of.get(block) == digest and self._references[block] == 0:
+            del self._digest_of[block], self._block_of[digest]
+            self._free.move_to_end(block, last=False)
 
     def publish(self, block: int, digest: bytes) -> None:
         """Make a full, computed block available to `match`; the first block with a digest stays the shared one."""

@@ -68,7 +68,8 @@ class Engine:
         self.max_model_len = min(config.max_model_len or longest, longest - len(self._start_ids))
         self._eos = frozenset(target.eos_token_ids)
         self._tokenizer = None if tokenizer is None else getattr(tokenizer, "backend_tokenizer", tokenizer)
-        self.scheduler = Scheduler(config, num_blocks, self.max_model_len + len(self._start_ids))
+        longest = self.max_model_len + len(self._start_ids)
+        self.scheduler = Scheduler(config, num_blocks, longest, target.state_chunk)
         self.stats = self.scheduler.stats
         self.planner = Planner(config, acceptance_of(config), drafter)
         self.request_stats = RequestStats(self.max_model_len)

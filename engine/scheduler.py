@@ -15,14 +15,16 @@ from engine.control.stats import SpeculationStats
 from engine.errors import QueueFullError
 from engine.protocols import Request, RequestOutput, ScheduledRow, Verdict
 from engine.sequence import Sequence
+from engine.state_slots import StateSlots
 
 
 class Scheduler:
     """Owns the sequences and the target's block tables; committed tokens change in `commit` only."""
 
-    def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int) -> None:
+    def __init__(self, config: EngineConfig, num_blocks: int, max_model_len: int, state_chunk: int = 0) -> None:
         self.config = config
         self.pool = BlockPool(num_blocks, config.block_size, share=config.enable_prefix_caching)
+        self.states = StateSlots(config, state_chunk)
         self.stats = SpeculationStats()
         self._max_model_len = max_model_len
         self.waiting: deque[Sequence] = deque()
@@ -55,6 +57,7 @@ class Scheduler:
         while self.running:
             self._requeue(self.running[-1])
         self.pool.clear()
+        self.states.clear()
 
     @property
     def unstarted_ids(self) -> list[str]:
@@ -74,11 +77,15 @@ class Scheduler:
 
     def next_batch(self, plan: Plan) -> list[ScheduledRow]:
         """Choose the rows of the next round, with drafts no longer than planned, and reserve their blocks."""
+        for sequence in self.states.unsettled:
+            self._requeue(sequence)
         budget, k = self.config.max_num_batched_tokens, self.config.num_speculative_tokens
         # Memory is planned for 1 + k logits per place in a batch. Longer drafts take those of empty places, and what
         # the budget has beyond 1 + k tokens for each row.
         num_empty = max(0, self.config.max_num_seqs - len(self.running) - len(self.waiting))
         longest = k + min(num_empty * (1 + k), max(0, budget - len(self.running) * (1 + k)))
+        if self.states.chunk:  # a slot holds the updates of k draft tokens
+            longest = k
         rows: list[ScheduledRow] = []
         # Decoding rows first, so that a long prompt does not delay them.
         for sequence in sorted(self.running, key=lambda s: not s.is_decoding):
@@ -99,6 +106,7 @@ class Scheduler:
                 break
             rows.append(admitted)
             budget -= admitted.length + admitted.num_draft_tokens
+        self.states.assign(rows)
         return rows
 
     def commit(self, batch: list[ScheduledRow], verdicts: list[Verdict]) -> list[tuple[Sequence, RequestOutput]]:
@@ -121,6 +129,7 @@ class Scheduler:
                 self.stats.num_generation_tokens += len(output.token_ids)
                 outputs.append((sequence, output))
             self._publish(sequence)
+            self.states.commit(sequence)
             if sequence.finish_reason is not None:
                 self.running.remove(sequence)
                 self._free(sequence)
@@ -129,6 +138,7 @@ class Scheduler:
     def _row(self, sequence: Sequence, budget: int, plan: Plan, longest: int) -> ScheduledRow:
         # A source may exceed the remaining budget: it has its own pass.
         length = max(min(sequence.num_uncomputed, budget), sequence.num_inseparable)
+        length = self.states.row_length(sequence, length)
         num_draft_tokens = 0
         if sequence.is_decoding:
             # A round commits one token more than it accepts, so a draft must leave room for that token.
@@ -157,13 +167,12 @@ class Scheduler:
         return True
 
     def _admit(self, sequence: Sequence, budget: int, plan: Plan) -> ScheduledRow | None:
-        """Start the first waiting request and return its row, or None if there are too few free blocks."""
+        """Start the first waiting request and return its row, or None if too few blocks or state slots are free."""
         if not sequence.lacks_prompt_logprobs:
             blocks, sequence.digests = self.pool.match(sequence.request.token_ids, sequence.request.salt)
             sequence.block_ids = block_table(blocks)
-        sequence.num_computed = len(sequence.block_ids) * self.config.block_size
-        row = self._row(sequence, budget, plan, self.config.num_speculative_tokens)
-        if not self._grow(sequence, row):
+        row = self._first_row(sequence, budget, plan)
+        if row is None or not self._grow(sequence, row):
             self._free(sequence)
             return None
         self.waiting.popleft()
@@ -178,6 +187,15 @@ class Scheduler:
                 self.stats.num_prefix_hits += sequence.num_cached
         return row
 
+    def _first_row(self, sequence: Sequence, budget: int, plan: Plan) -> ScheduledRow | None:
+        num_blocks = self.states.admit(sequence)
+        if num_blocks is None:
+            return None
+        self.pool.free(sequence.block_ids[num_blocks:])
+        del sequence.block_ids[num_blocks:], sequence.digests[num_blocks:]
+        sequence.num_computed = num_blocks * self.config.block_size
+        return self._row(sequence, budget, plan, self.config.num_speculative_tokens)
+
     def _requeue(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._free(sequence)
@@ -185,6 +203,7 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self.pool.free(sequence.block_ids)
+        self.states.release(sequence)
         sequence.block_ids, sequence.digests, sequence.num_computed = block_table(), [], 0
 
     def _publish(self, sequence: Sequence) -> None:

@@ -78,7 +78,8 @@ def survey(source: ModelSource, engine: EngineConfig, *, world_size: int = 1) ->
         name, weight_bytes = str(torch.cuda.get_device_properties(device).uuid), dtype.itemsize
         num_free, _ = torch.cuda.mem_get_info(device)
     needs = footprint(source, engine, dtype=dtype, bytes_per_weight=weight_bytes, world_size=world_size)
-    if device.type != "cpu" and source.config.compile != "off" and source.kind.model_class.runs_eagerly is None:
+    is_compiled = source.config.compile != "off" and source.kind.model_class.why_eager(source.configuration) is None
+    if device.type != "cpu" and is_compiled:
         from engine.execution.cuda.graphs import graph_bytes
 
         sizes = (source.configuration, needs.max_model_len, world_size)

@@ -13,6 +13,7 @@ from engine.config import ModelInfo
 from engine.errors import ModelError
 from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
 from engine.models.layers.layer_state import StateShape
+from engine.models.layers.linear_layers import WITHOUT_KV, has_state, layer_kinds
 from engine.models.layers.reducer import Reducer, best_over_ranks
 
 
@@ -52,12 +53,11 @@ class CausalLM:
         attention: the name of the attention function that it is loaded with.
         kv_dtype: the number format of keys and values in the cache; None is `dtype`.
         head: the trained head that its passes feed; the module of a head by itself.
-        runs_eagerly: why passes are never compiled; None if they can be.
+        state_shapes: what each linear layer of this rank keeps of a context; empty without such layers.
     """
 
     loaded_by: ClassVar[Any] = AutoModelForCausalLM
     attention: ClassVar[str] = ATTENTION_NAME
-    runs_eagerly: ClassVar[str | None] = None
 
     module: nn.Module
     config: PreTrainedConfig
@@ -67,6 +67,17 @@ class CausalLM:
     shard: Shard | None = None
     kv_dtype: torch.dtype | None = None
     head: "HeadModule | None" = None
+    state_shapes: Sequence[StateShape] = ()
+
+    @classmethod
+    def why_eager(cls, config: PreTrainedConfig) -> str | None:
+        """Return why passes of such a model are never compiled; None if they can be."""
+        return "it has linear layers" if has_state(config) else None
+
+    @property
+    def runs_eagerly(self) -> str | None:
+        """Why this model's passes are never compiled; None if they can be."""
+        return self.why_eager(self.config)
 
     @classmethod
     def load_module(cls, directory: Path, config: PreTrainedConfig, dtype: torch.dtype, **arguments: Any) -> nn.Module:
@@ -98,11 +109,6 @@ class CausalLM:
     def kv_shape(self) -> KVShape:
         """The keys and values that this rank caches per token."""
         return kv_shape(self.config, self.shard.world_size if self.shard else 1)
-
-    @property
-    def state_shapes(self) -> Sequence[StateShape]:
-        """What each linear layer of this rank keeps of a context; empty without such layers."""
-        return ()
 
     @property
     def is_head(self) -> bool:
@@ -160,6 +166,7 @@ def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
         kv_heads = heads
         key_dim, value_dim = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
     layers = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
+    layers -= sum(kind in WITHOUT_KV for kind in layer_kinds(config))
     return KVShape(layers, kv_heads // world_size, key_dim, value_dim)
 
 

@@ -11,7 +11,8 @@ from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM
 from engine.models.layers.experts import num_packed_weights
-from engine.models.source import ModelSource
+from engine.models.layers.linear_layers import WITH_STATE, layer_kinds
+from engine.models.source import ModelSource, keep_layers
 
 
 def check_self_draft(config: EngineConfig, target: ModelSource) -> None:
@@ -35,14 +36,15 @@ def first_layers(model: CausalLM, count: int) -> CausalLM:
         ModelError: the model does not have one list of decoder layers.
     """
     path, layers = decoder_layers(model.module)
-    if len(layers) != model.kv_shape.layers:
+    if len(layers) != model.config.get_text_config().num_hidden_layers:
         raise ModelError(f"{model.info.name} cannot draft for itself: {len(layers)} of its layers are in a list")
     config = copy.deepcopy(model.config)
-    config.get_text_config().num_hidden_layers = count
+    keep_layers(config, count)
+    states = model.state_shapes[: sum(kind in WITH_STATE for kind in layer_kinds(config))]
     info = replace(model.info, num_parameters=model.info.num_parameters - sum(map(_num_weights, layers[count:])))
     # Copies, because a backend may replace a module's `forward` by a compiled one.
     module = _replaced(model.module, path, nn.ModuleList(map(_shallow, layers[:count])))
-    return replace(model, module=module, config=config, info=info)
+    return replace(model, module=module, config=config, info=info, state_shapes=states)
 
 
 def decoder_layers(module: nn.Module) -> tuple[str, list[nn.Module]]:

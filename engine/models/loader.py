@@ -17,6 +17,7 @@ from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM, Shard
 from engine.models.layers.experts import num_packed_weights, pack_experts
 from engine.models.layers.fusion import fuse_projections
+from engine.models.layers.linear_layers import prepare_linear_layers
 from engine.models.layers.quantization import (
     QuantizedLinear,
     check_quantization,
@@ -56,6 +57,7 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     if has_torchao:
         convert_torchao(source.path, module)
     fuse_projections(module)
+    state_shapes, state_chunk = prepare_linear_layers(module, configuration)
     info = ModelInfo(
         name=source.path,
         vocab_size=source.vocab_size,
@@ -66,10 +68,13 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
         device=str(device),
         start_id=kind.start_id(source.settings, source.generation_settings),
         digest=hashlib.sha256(f"{source.digest} {torch.__version__}".encode()).hexdigest(),
+        state_chunk=state_chunk,
     )
     size = f"{num_parameters / 1e6:.1f} M parameters in {info.dtype}"
     logger.info("%s: %s on %s, loaded in %.1f s", source.path, size, device, time.monotonic() - started)
-    return kind.model_class(module, configuration, info, device, dtype, shard, kv_dtype(source.config))
+    return kind.model_class(
+        module, configuration, info, device, dtype, shard, kv_dtype(source.config), None, state_shapes
+    )
 
 
 def kv_dtype(config: ModelConfig) -> torch.dtype | None:

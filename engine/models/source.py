@@ -8,6 +8,7 @@ import copy
 import filecmp
 import hashlib
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -47,6 +48,7 @@ class ModelKind:
         from transformers import AutoModelForCausalLM
 
         from engine.models.causal_lm import kv_shape
+        from engine.models.layers.linear_layers import SERVED, WITH_STATE, WITHOUT_KV
 
         text, description = configuration.get_text_config(), f"{config.path} is {configuration.model_type}"
         if configuration.is_encoder_decoder:
@@ -54,7 +56,10 @@ class ModelKind:
         layer_types = set(getattr(text, "layer_types", None) or [])
         if "chunked_attention" in layer_types or getattr(text, "attn_temperature_tuning", False):
             raise ModelError(f"{description}, whose layers attend in chunks or by positions that they count themselves")
-        if unsupported := ", ".join(sorted(layer_types - {"full_attention", "sliding_attention"})):
+        served = {"full_attention", "sliding_attention"}
+        if configuration.model_type in SERVED:
+            served |= WITH_STATE | WITHOUT_KV
+        if unsupported := ", ".join(sorted(layer_types - served)):
             raise ModelError(f"{description} with {unsupported} layers, whose state cannot roll back")
         try:
             kv_shape(configuration, 1)
@@ -63,7 +68,7 @@ class ModelKind:
         if type(configuration) not in AutoModelForCausalLM._model_mapping:
             raise ModelError(f"{description}, which has no causal language model in transformers")
         architecture = AutoModelForCausalLM._model_mapping[type(configuration)]
-        if not getattr(architecture, "_supports_attention_backend", False):
+        if not hasattr(sys.modules[architecture.__module__], "ALL_ATTENTION_FUNCTIONS"):
             raise ModelError(f"{description}, whose attention cannot be replaced in transformers")
 
     def context_length(self, configuration: Any) -> int:
@@ -138,7 +143,7 @@ class ModelSource:
         if not self.config.head_only:
             return self.configuration
         configuration = copy.deepcopy(self.configuration)
-        configuration.get_text_config().num_hidden_layers = 0
+        keep_layers(configuration, 0)
         return configuration
 
     @cached_property
@@ -230,6 +235,14 @@ class ModelSource:
         if not isinstance(content, dict):
             raise ModelError(f"cannot read a model configuration from {self.path}: {name} holds no object")
         return content
+
+
+def keep_layers(configuration: "PreTrainedConfig", count: int) -> None:
+    """Change a configuration to that of a model with the first `count` layers."""
+    text = configuration.get_text_config()
+    text.num_hidden_layers = count
+    if text.num_hidden_layers != count:  # some count the kinds of their layers
+        text.layer_types = text.layer_types[:count]
 
 
 def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig":

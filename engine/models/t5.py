@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForSeq2SeqLM
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from engine.models.causal_lm import CausalLM
 from engine.models.layers.layer_attention import ATTENTION_NAME
@@ -29,7 +29,11 @@ class EncoderDecoderLM(CausalLM):
 
     loaded_by = AutoModelForSeq2SeqLM
     attention = "sdpa"
-    runs_eagerly = "it is an encoder-decoder"
+
+    @classmethod
+    def why_eager(cls, _config: PreTrainedConfig) -> str | None:
+        """Return why passes are never compiled."""
+        return "it is an encoder-decoder"
 
     def __post_init__(self) -> None:
         decoder: Any = self.module.decoder

@@ -57,10 +57,13 @@ SAMPLING = _ROOM | {"num_speculative_tokens": 3}
 """Settings with which all samples of a law are drawn in one batch."""
 
 
-def make_engine(model, drafter=None, *, tokenizer=None, grammars=None, clock=time.perf_counter, **settings):
+def make_engine(
+    model, drafter=None, *, tokenizer=None, grammars=None, clock=time.perf_counter, state_chunk=0, **settings
+):
     """An engine whose draft length is fixed unless said otherwise.
 
     Args:
+        state_chunk: as if the model had linear layers of this chunk length.
         drafter: a function of its configuration; None is none, or that of a method that runs in the target.
     """
     defaults = {"num_blocks": 3000, "max_num_seqs": 64, "max_queued_requests": 10**6, "speculation": "fixed"}
@@ -73,7 +76,7 @@ def make_engine(model, drafter=None, *, tokenizer=None, grammars=None, clock=tim
         drafter = drafter(config)
     return Engine(
         config,
-        model.info,
+        replace(model.info, state_chunk=state_chunk) if state_chunk else model.info,
         drafter=drafter,
         verifier=verifier,
         num_blocks=verifier.num_blocks,

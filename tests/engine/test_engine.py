@@ -10,6 +10,7 @@ from engine.errors import DrafterError, TargetError
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, Draft, run_in_process
 from tests.engine.running import drafters, expected_tokens, make_engine, step
+from tests.engine.states import StateVerifier
 from tests.fakes import ConstantDrafter, ContextModel
 
 STATES, VOCAB, EOS = 13, 7, 6
@@ -71,6 +72,9 @@ class EngineMachine(RuleBasedStateMachine):
         k=st.integers(1, 5),
     )
     def start(self, draft, num_blocks, budget, sharing, k):
+        self._make(draft, num_blocks, budget, sharing, k)
+
+    def _make(self, draft, num_blocks, budget, sharing, k, **settings):
         self.engine = make_engine(
             MODEL,
             drafters(MODEL, context_model(1), tokens=range(VOCAB)).get(draft),
@@ -80,7 +84,9 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=4,
             enable_prefix_caching=sharing,
             num_speculative_tokens=k,
+            **settings,
         )
+        self.kv = self.engine.verifier.kv
         self.engine.verifier = FailingVerifier(self.engine.verifier)
         self.requests, self.expected, self.seen, self.ended = {}, {}, {}, set()
 
@@ -125,7 +131,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def lose_the_targets_memory(self):
-        for cache in (*self.engine.verifier.verifier._kv.keys, *self.engine.verifier.verifier._kv.values):
+        for cache in (*self.kv.keys, *self.kv.values):
             cache.fill_(5)
         self.engine.reset()
 
@@ -178,6 +184,38 @@ TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
     max_examples=60, stateful_step_count=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
+
+
+class StatefulEngineMachine(EngineMachine):
+    """The same for a model with linear layers: every row starts from the state of its context, and of no other."""
+
+    @initialize(
+        draft=st.sampled_from(["none", "the target itself", "forgetful", "trees"]),
+        num_blocks=st.sampled_from([8, 11, 40]),
+        budget=st.sampled_from([1, 3, 9, 64]),
+        sharing=st.sampled_from([True, True, False]),
+        k=st.integers(0, 5),
+        state_chunk=st.sampled_from([1, 2, 4, 6, 8]),
+        num_states=st.sampled_from([1, 2, 5, 12]),
+    )
+    def start(self, draft, num_blocks, budget, sharing, k, state_chunk, num_states):
+        self._make(draft, num_blocks, budget, sharing, k, state_chunk=state_chunk, num_states=num_states)
+        self.engine.verifier = self.states = StateVerifier(self.engine.scheduler, self.engine.verifier.verifier)
+
+    @rule()
+    def lose_the_targets_memory(self):
+        self.states.memory.lose()
+        super().lose_the_targets_memory()
+
+    @invariant()
+    def every_slot_is_free_or_owned(self):
+        if hasattr(self, "states"):
+            self.states.memory.check_owned(self.engine.scheduler)
+            self.states.memory.check_cached()
+
+
+TestStatefulEngineMachine = StatefulEngineMachine.TestCase
+TestStatefulEngineMachine.settings = settings(TestEngineMachine.settings, max_examples=80)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 Each proposal brings the committed tokens. The cache keeps the longest common prefix of them and its own tokens, and the
 drafter computes the others. A rejected draft token, an unknown request and an evicted one are the same case.
+
+A model with linear layers also has a state per request. It stays where a pass of committed tokens alone has left it;
+what comes after is computed again for each proposal, in the pass of the last token.
 """
 
 import itertools
@@ -15,7 +18,7 @@ from engine.config import EngineConfig
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend
 from engine.execution.batch import ForwardBatch, ForwardRow, build
-from engine.protocols import ProposeRow, Request
+from engine.protocols import ProposeRow, Request, StateRow
 
 MAX_TAIL = 8
 """Rows that lag by at most this many tokens compute them in the pass of their last token."""
@@ -28,12 +31,15 @@ class CachedPrefix:
     Attributes:
         num_committed: how many tokens were committed at the last comparison; these never change.
         source_length: the number of source tokens at the start; they are cached together.
+        slot: has the state of linear layers after `num_in_state` tokens; 0 without such layers.
     """
 
     token_ids: list[int] = field(default_factory=list)
     block_ids: BlockTable = field(default_factory=block_table)
     num_committed: int = 0
     source_length: int = 0
+    slot: int = 0
+    num_in_state: int = 0
 
 
 class Text(NamedTuple):
@@ -59,7 +65,9 @@ class DraftCache:
     def __init__(self, backend: Backend, config: EngineConfig, kv: KVTensors | None = None) -> None:
         """Allocate the cache, unless there is one, `kv`, whose blocks others give to requests."""
         assert config.num_blocks is not None
-        self.kv = kv or backend.allocate_kv(config.num_blocks + 1, config.block_size)
+        num_states = config.max_num_seqs
+        self.kv = kv or backend.allocate_kv(config.num_blocks + 1, config.block_size, num_states + 1)
+        self._free_slots = list(range(1, num_states + 1)) if self.kv.linear is not None else []
         self.free_blocks = [] if kv else list(range(1, config.num_blocks + 1))  # padding writes to block 0
         self.prefixes: OrderedDict[str, CachedPrefix] = OrderedDict()
         self.backend = backend
@@ -69,6 +77,8 @@ class DraftCache:
         """Free a request's blocks; unknown ids are ignored."""
         if (prefix := self.prefixes.pop(request_id, None)) is not None:
             self.free_blocks += prefix.block_ids
+            if prefix.slot:
+                self._free_slots.append(prefix.slot)
 
     def make_room(self, row: ProposeRow, drafted: Sequence[int], current: Container[str]) -> bool:
         """Cut a row's cached prefix to its common prefix with the text, and reserve blocks for its draft.
@@ -86,7 +96,10 @@ class DraftCache:
         prefix = self.prefixes.setdefault(request.request_id, CachedPrefix(source_length=request.source_length))
         self.prefixes.move_to_end(request.request_id)
         text = Text(request.token_ids, drafted)
-        del prefix.token_ids[common_length(prefix, text) :]
+        length_kept = common_length(prefix, text)
+        if self.kv.linear is not None:
+            length_kept = prefix.num_in_state = prefix.num_in_state if prefix.num_in_state <= length_kept else 0
+        del prefix.token_ids[length_kept:]
         if max(text.slice(len(prefix.token_ids), text.length)) >= info.vocab_size:
             return False
         while not self.reserve(prefix, length):
@@ -97,7 +110,11 @@ class DraftCache:
         return True
 
     def reserve(self, prefix: CachedPrefix, length: int) -> bool:
-        """Give a prefix blocks for `length` tokens; return False if there are not enough free ones."""
+        """Give a prefix blocks for `length` tokens, and a slot; return False if there are not enough free ones."""
+        if self.kv.linear is not None and not prefix.slot:
+            if not self._free_slots:
+                return False
+            prefix.slot = self._free_slots.pop()
         missing = max(self._blocks_for(length) - len(prefix.block_ids), 0)
         if missing > len(self.free_blocks):
             return False
@@ -136,11 +153,12 @@ class DraftCache:
             self.backend.run(build([row for _, row in chunks], self.kv))
             for prefix, row in chunks:
                 prefix.token_ids += row.token_ids
+                prefix.num_in_state = len(prefix.token_ids)
             yield
         tips = [_row(text, prefix, text.length, num_logits=1) for text, prefix in zip(texts, prefixes, strict=True)]
         for prefix, tip in zip(prefixes, tips, strict=True):
             prefix.token_ids += tip.token_ids
-        return build(tips, self.kv)
+        return build(tips, self.kv, carries=True)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.kv.block_size)
@@ -161,4 +179,12 @@ def common_length(prefix: CachedPrefix, text: Text) -> int:
 
 def _row(text: Text, prefix: CachedPrefix, end: int, num_logits: int = 0) -> ForwardRow:
     start = len(prefix.token_ids)
-    return ForwardRow(text.slice(start, end), start, prefix.block_ids, num_logits, source_length=prefix.source_length)
+    return ForwardRow(
+        text.slice(start, end),
+        start,
+        prefix.block_ids,
+        num_logits,
+        source_length=prefix.source_length,
+        prompt_length=0 if num_logits else end,
+        state=StateRow(prefix.slot, prefix.slot if prefix.num_in_state else 0) if prefix.slot else None,
+    )

@@ -1,6 +1,7 @@
 """What are a model's layers replaced by?
 
 In reading order: `layer_attention` (each layer's attention parameters), `layer_state` (what a linear layer keeps),
-`fusion` (q/k/v and gate/up as one product), `quantization` (int8, int4 and fp8, at load or as saved), `experts`
-(mixtures, by grouped products) and `reducer` (how ranks combine their parts).
+`recurrences` (how it computes), `linear_layers` (replaces transformers' functions for it), `fusion` (q/k/v and gate/up
+as one product), `quantization` (int8, int4 and fp8, at load or as saved), `experts` (mixtures, by grouped products) and
+`reducer` (how ranks combine their parts).
 """

@@ -1,0 +1,167 @@
+"""Linear layers: gated delta rules, Mamba 2 and short convolutions, whose states are in the context of a pass.
+
+transformers' layers call functions of their module by name, with the keywords of the pass. Those functions are replaced
+by ones that ask the context if it is among the keywords, and else call the original.
+"""
+
+import functools
+import inspect
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from engine.errors import ModelError
+from engine.models.layers.layer_state import StateContext, StateShape
+from engine.models.layers.quantization import on_meta
+from engine.models.layers.recurrences import GatedDelta, Mamba2
+
+SERVED = {
+    *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
+    *("bailing_hybrid", "nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "lfm2", "lfm2_moe", "lfm3"),
+}
+"""The families with linear layers that are served, by `model_type`: their layers hand on the keywords of a pass."""
+WITH_STATE = {"linear_attention", "conv", "hybrid"}
+WITHOUT_KV = {"linear_attention", "conv", "mlp", "moe"}
+"""The kinds of layers, as configurations name them, that have a state, and that have no keys and values."""
+
+
+def layer_kinds(config: PreTrainedConfig) -> list[str]:
+    """Return each layer's kind, as its configuration names it; empty if all are alike."""
+    text = config.get_text_config()
+    return list(getattr(text, "layer_types", None) or [])[: text.num_hidden_layers]
+
+
+def has_state(config: PreTrainedConfig) -> bool:
+    """Return whether a model has linear layers."""
+    return not WITH_STATE.isdisjoint(layer_kinds(config))
+
+
+def planned_states(config: PreTrainedConfig) -> tuple[list[StateShape], int]:
+    """Return what `prepare_linear_layers` returns for a model, before it is loaded."""
+    return prepare_linear_layers(on_meta(config), config) if has_state(config) else ([], 0)
+
+
+def prepare_linear_layers(module: nn.Module, config: PreTrainedConfig) -> tuple[list[StateShape], int]:
+    """Give every layer of a model the index of its state, or of its keys and values, and replace their functions.
+
+    Returns:
+        The states' sizes in the order of the layers, and the number of tokens that prompts are computed by; 0 if the
+        model has no linear layers.
+
+    Raises:
+        ModelError: the layers are not those of the configuration, or transformers has no such functions.
+    """
+    if not has_state(config):
+        return [], 0
+    kinds = layer_kinds(config)
+    mixers = [child for child in module.modules() if _calls(child, "causal_conv1d_fn")]
+    attentions = [child for child in module.modules() if _calls(child, "ALL_ATTENTION_FUNCTIONS")]
+    expected = [sum(kind in WITH_STATE for kind in kinds), sum(kind not in WITHOUT_KV for kind in kinds)]
+    if (counts := [len(mixers), len(attentions)]) != expected:
+        raise ModelError(
+            f"{type(module).__name__} has {counts[0]} linear layers and {counts[1]} with attention in this version of "
+            f"transformers, but its configuration names {expected[0]} and {expected[1]}"
+        )
+    for index, attention in enumerate(attentions):
+        attention.kv_layer = index  # type: ignore[assignment]
+    shapes, chunks = [], [1]
+    for index, mixer in enumerate(mixers):
+        _replace_functions(type(mixer).__module__)
+        mixer.state_layer = index  # type: ignore[assignment]
+        mixer.register_forward_pre_hook(_name_state, with_kwargs=True)
+        probe = _Probe()
+        weight = next(child.weight for child in mixer.modules() if isinstance(child, nn.Conv1d))
+        with torch.no_grad():
+            mixer(weight.new_zeros(1, 1, config.get_text_config().hidden_size), paged=probe)
+        shapes.append(StateShape(*probe.sizes, *probe.matrices))
+        chunks.append(probe.chunk)
+    return shapes, math.lcm(*chunks)
+
+
+def _calls(module: nn.Module, function: str) -> bool:
+    return function in inspect.unwrap(type(module).forward).__code__.co_names
+
+
+def _name_state(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    return arguments, {**keywords, "state_layer": module.state_layer}
+
+
+class _Probe:
+    """A context that notes the sizes of one layer's state."""
+
+    sizes = (0, 0)
+    matrices: tuple[int, ...] = ()
+    chunk = 1
+
+    def convolve(self, _layer: int, inputs: Tensor, weight: Tensor, _bias: Tensor | None) -> Tensor:
+        self.sizes = (weight.shape[0], weight.shape[1] - 1)
+        return inputs
+
+    def recur(self, _layer: int, recurrence: GatedDelta | Mamba2, inputs: Sequence[Tensor]) -> Tensor:
+        self.matrices, self.chunk = recurrence.sizes(inputs), recurrence.chunk
+        return recurrence.output(inputs[0].new_zeros(len(inputs[0]), *self.matrices[:3]).float(), inputs)
+
+
+def _convolution(original: Callable[..., Any]) -> Callable[..., Any]:
+    def convolve(
+        x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **keywords: Any
+    ) -> Any:
+        context: StateContext | None = keywords.get("paged")
+        if context is None:
+            return original(x, weight, bias, activation=activation, **keywords)
+        outputs = context.convolve(keywords["state_layer"], x[0].transpose(0, 1), weight, bias)
+        outputs = outputs if activation is None else ACT2FN[activation](outputs)
+        return outputs.transpose(0, 1).unsqueeze(0)
+
+    return convolve
+
+
+def _gated_delta_rule(original: Callable[..., Any]) -> Callable[..., Any]:
+    def rule(query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, **keywords: Any) -> Any:
+        context: StateContext | None = keywords.get("paged")
+        if context is None:
+            return original(query, key, value, g=g, beta=beta, **keywords)
+        assert keywords["use_qk_l2norm_in_kernel"]
+        inputs = [tensor[0] for tensor in (query, key, value, g, beta)]
+        return context.recur(keywords["state_layer"], GatedDelta(original), inputs).unsqueeze(0), None
+
+    return rule
+
+
+def _mamba2_scan(original: Callable[..., Any]) -> Callable[..., Any]:
+    def scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, **keywords: Any) -> Any:
+        context: StateContext | None = keywords.get("paged")
+        if context is None:
+            return original(x, dt, a, b, c, **keywords)
+        assert keywords["dt_softplus"]
+        sizes = keywords["chunk_size"], a, keywords["D"], keywords["dt_bias"], keywords["dt_limit"]
+        inputs = [tensor[0] for tensor in (x, dt, b, c)]
+        return context.recur(keywords["state_layer"], Mamba2(original, *sizes), inputs).unsqueeze(0)
+
+    return scan
+
+
+_FUNCTIONS = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "chunk_kimi_delta_attention": _gated_delta_rule,
+    "mamba2_chunk_scan": _mamba2_scan,
+}
+"""What replaces transformers' functions, by their names."""
+
+
+@functools.cache
+def _replace_functions(name: str) -> None:
+    module = sys.modules[name]
+    for function in _FUNCTIONS.keys() & vars(module).keys():
+        setattr(
+            module,
+            function,
+            functools.wraps(getattr(module, function))(_FUNCTIONS[function](getattr(module, function))),
+        )

@@ -1,0 +1,130 @@
+"""Recurrences: how a token changes a linear layer's matrices, in float32, and how transformers computes many at once.
+
+A matrix is S [rows, columns] per head. The gated delta rule (Yang et al., arXiv:2412.06464, section 3) and its form
+with a decay per channel (Kimi Linear, arXiv:2510.26692, section 3) have a row per number of a key and a column per
+number of a value; Mamba 2 (Dao and Gu, arXiv:2405.21060, section 6) a row per number of an input and a column per
+number of B.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from engine.models.layers.layer_state import Update
+
+
+@dataclass(frozen=True)
+class GatedDelta:
+    """S' = d S + k (x) b (v - (d S)^T k), output S'^T q; inputs q, k, v, log d and b, with one d per head or per row.
+
+    Attributes:
+        by_chunk: transformers' function for many tokens.
+        chunk: tokens that it computes together.
+    """
+
+    by_chunk: Callable[..., tuple[Tensor, Tensor]]
+    chunk: int = 64
+
+    def sizes(self, inputs: Sequence[Tensor]) -> tuple[int, int, int, int, int]:
+        """Return heads, rows, columns, groups and decays of the state; see `StateShape`."""
+        _, key, value, decay, _ = inputs
+        heads, rows, columns = value.shape[1], key.shape[2], value.shape[2]
+        return heads, rows, columns, heads, rows if decay.dim() == value.dim() else 1
+
+    def update(self, state: Tensor, inputs: Sequence[Tensor]) -> Update:
+        """Return the update by a token; see `Recurrence.update`."""
+        _, key, value, decay, beta = inputs
+        key = _unit_vectors(key, state.shape[1])
+        factors = decay.float().exp().reshape(*state.shape[:2], -1)
+        known = (state * factors.unsqueeze(-1) * key.unsqueeze(-1)).sum(-2)
+        return Update(factors, key, (value.float() - known) * beta.float().unsqueeze(-1))
+
+    def output(self, state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the outputs of tokens; see `Recurrence.output`."""
+        query = _unit_vectors(inputs[0], state.shape[1]) * inputs[0].shape[-1] ** -0.5
+        return (state * query.unsqueeze(-1)).sum(-2).to(inputs[0].dtype)
+
+    def scan(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the outputs of many tokens, and the state after them; see `Recurrence.scan`."""
+        return _scan(self._scan_chunk, self.chunk, state, inputs)
+
+    def _scan_chunk(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        query, key, value, decay, beta = inputs
+        flags = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+        return self.by_chunk(query, key, value, g=decay, beta=beta, initial_state=state, **flags)
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """S' = exp(t A) S + t x (x) B, output S' C + D x; inputs x, t before its bias, B and C.
+
+    t is softplus(t + bias) within limits, in the model's number format as in transformers; the rest is in float32.
+
+    Attributes:
+        by_chunk: transformers' function for many tokens.
+        chunk: tokens that it computes together.
+        a, d, bias: [heads].
+        limits: the bounds of t.
+    """
+
+    by_chunk: Callable[..., tuple[Tensor, Tensor]]
+    chunk: int
+    a: Tensor
+    d: Tensor
+    bias: Tensor
+    limits: tuple[float, float]
+
+    def sizes(self, inputs: Sequence[Tensor]) -> tuple[int, int, int, int, int]:
+        """Return heads, rows, columns, groups and decays of the state; see `StateShape`."""
+        x, _, b, _ = inputs
+        return x.shape[1], x.shape[2], b.shape[2], b.shape[1], 1
+
+    def update(self, state: Tensor, inputs: Sequence[Tensor]) -> Update:
+        """Return the update by a token; see `Recurrence.update`."""
+        x, step, b, _ = inputs
+        step = functional.softplus(step + self.bias.to(step.dtype)).clamp(*self.limits).float().unsqueeze(-1)
+        return Update((step * self.a.float().unsqueeze(-1)).exp(), x.float() * step, b.float())
+
+    def output(self, state: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        """Return the outputs of tokens, in float32; see `Recurrence.output`."""
+        x, _, _, c = inputs
+        c = c.float().repeat_interleave(x.shape[1] // c.shape[1], dim=1)
+        return (state * c.unsqueeze(-2)).sum(-1) + self.d.float().unsqueeze(-1) * x.float()
+
+    def scan(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the outputs of many tokens, and the state after them; see `Recurrence.scan`."""
+        return _scan(self._scan_chunk, self.chunk, state, inputs)
+
+    def _scan_chunk(self, state: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        x, step, b, c = inputs
+        given: dict[str, Any] = {"chunk_size": self.chunk, "D": self.d, "dt_bias": self.bias, "dt_limit": self.limits}
+        flags = {"dt_softplus": True, "return_final_states": True}
+        return self.by_chunk(x, step, self.a, b, c, initial_states=state, **given, **flags)
+
+
+def _scan(
+    scan_chunk: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, Tensor]],
+    chunk: int,
+    state: Tensor,
+    inputs: Sequence[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Compute one chunk after the other, so that a pass that begins at one has the same bits, and few of them at once.
+
+    transformers' functions take several chunks, but Mamba 2's then adds up the states before a chunk in another order.
+    """
+    outputs, states = [], state.unsqueeze(0)
+    for start in range(0, len(inputs[0]), chunk):
+        output, states = scan_chunk(states, [tensor[None, start : start + chunk] for tensor in inputs])
+        outputs.append(output[0])
+    return torch.cat(outputs), states[0]
+
+
+def _unit_vectors(vectors: Tensor, heads: int) -> Tensor:
+    """Return vectors [n, groups, size] of length 1, one per head, in float32."""
+    vectors = vectors.float()
+    vectors = vectors * (vectors.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+    return vectors.repeat_interleave(heads // vectors.shape[1], dim=1)

@@ -1,0 +1,132 @@
+"""StateSlots: allocates slots for the states of linear layers, and caches states at boundaries of prefixes.
+
+A state stands for one context and cannot be cut, as keys and values can. Each running request owns a slot, which its
+rows overwrite. Copies are saved at *boundaries*, multiples of both the block size and the chunk length, in slots that
+nobody writes again: at the last boundary of the prompt, at the last one that the prompt shares with cached blocks, and
+at the newest of the output. A cached prefix is usable up to the deepest boundary that has blocks and a state.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.block_pool import BlockPool
+from engine.config import EngineConfig
+from engine.protocols import Request, ScheduledRow, StateRow
+from engine.sequence import Sequence
+
+
+@dataclass(slots=True)
+class _Held:
+    """The slots of a running request.
+
+    Attributes:
+        slot: its own; source: the slot that its next row starts from, whose state stands for `place` tokens.
+        shared: the tokens of its cached blocks at admission, up to the last boundary.
+        row: the row of the round in flight.
+        newest: the slot and digest of the newest saved state of its output.
+    """
+
+    sequence: Sequence
+    slot: int
+    source: int
+    place: int
+    shared: int
+    row: ScheduledRow | None = None
+    newest: tuple[int, bytes] | None = None
+
+    @property
+    def borrowed(self) -> list[int]:
+        """The slots besides its own that it has a reference to: the cached one it starts from, and those it saves."""
+        saves = self.row.state.saves if self.row is not None and self.row.state is not None else ()
+        return [self.source] * (self.source not in (0, self.slot)) + [slot for _, slot in saves]
+
+
+class StateSlots(BlockPool):
+    """The slots of one target, a state each; `chunk` 0 is a model without linear layers, which gets no slots."""
+
+    def __init__(self, config: EngineConfig, chunk: int) -> None:
+        num_states = config.num_states if chunk else 0
+        assert num_states is not None, "num_states is planned first"
+        super().__init__(1 + num_states, math.lcm(config.block_size, chunk), share=config.enable_prefix_caching)
+        self.chunk = chunk
+        self._kv_block_size = config.block_size
+        self._held: dict[int, _Held] = {}  # by the identity of the request, oldest first
+
+    @property
+    def unsettled(self) -> list[Sequence]:
+        """Sequences whose round was lost, youngest first: nobody knows whether their slots hold states before it."""
+        return [held.sequence for held in reversed(self._held.values()) if held.row is not None]
+
+    def admit(self, sequence: Sequence) -> int | None:
+        """Take a slot for a sequence, and the deepest cached state of the blocks with its `digests`.
+
+        Returns how many of these blocks the sequence can use, or None if no slot is free.
+        """
+        if not self.chunk:
+            return len(sequence.digests)
+        step = self.block_size // self._kv_block_size
+        num_blocks = len(sequence.digests) // step * step
+        shared, source = num_blocks * self._kv_block_size, None
+        while num_blocks and (source := self.take(sequence.digests[num_blocks - 1])) is None:
+            num_blocks -= step
+        own = self.allocate(1)
+        if own is None and source is not None:  # it may be the last free slot, and waiting for another might never end
+            self.free([source])
+            num_blocks, source = 0, None
+            own = self.allocate(1)
+        if own is None:
+            return None
+        place = num_blocks * self._kv_block_size
+        self._held[id(sequence.request)] = _Held(sequence, own[0], source or 0, place, shared)
+        return num_blocks
+
+    def release(self, sequence: Sequence) -> None:
+        """Free the slots of a sequence, if it has any; what its round in flight saves is not published."""
+        if (held := self._held.pop(id(sequence.request), None)) is not None:
+            self.free([held.slot, *held.borrowed])
+
+    def row_length(self, sequence: Sequence, length: int) -> int:
+        """Return the length of a row of at most `length` tokens: inside the prompt, it ends where a chunk ends.
+
+        One chunk is computed at least, so that a small budget does not move the ends of chunks.
+        """
+        start, prompt_length = sequence.num_computed, sequence.request.prompt_length
+        if not self.chunk or start + length >= prompt_length:
+            return length
+        end = (start + length) // self.chunk * self.chunk
+        return max(end, min(start + self.chunk, prompt_length)) - start
+
+    def assign(self, rows: list[ScheduledRow]) -> None:
+        """Say in each row of the next round where its state is, and reserve slots for the states that it saves."""
+        for row in rows if self.chunk else ():
+            held = self._held[id(row.request)]
+            saves = tuple(self._saves(row, held)) if self._share else ()
+            row.state, held.row = StateRow(held.slot, held.source, row.start - held.place, saves), row
+
+    def commit(self, sequence: Sequence) -> None:
+        """Publish the states that a sequence's row has saved; `digests` already has those of their boundaries."""
+        held = self._held.get(id(sequence.request))
+        if held is None or held.row is None or held.row.state is None:
+            return
+        for place, slot in held.row.state.saves:
+            digest = sequence.digests[place // self._kv_block_size - 1]
+            self.publish(slot, digest)
+            if place > self._last_of_prompt(sequence.request):
+                if held.newest is not None:
+                    self.forget(*held.newest)
+                held.newest = slot, digest
+        self.free(held.borrowed)
+        held.source, held.place, held.row = held.slot, held.row.start + held.row.length, None
+
+    def _saves(self, row: ScheduledRow, held: _Held) -> Iterator[tuple[int, int]]:
+        """Yield the boundaries that a row passes and saves, with a slot for each, as long as slots are free."""
+        end, last = row.start + row.length, self._last_of_prompt(row.request)
+        newest = end // self.block_size * self.block_size
+        for place in sorted({min(held.shared, last), last, max(newest, last)}):
+            if held.place < place <= end and (slots := self.allocate(1)):
+                yield place, slots[0]
+
+    def _last_of_prompt(self, request: Request) -> int:
+        """Return the prompt's last boundary that the same prompt can use again: one token is left to compute."""
+        return (request.prompt_length - 1) // self.block_size * self.block_size

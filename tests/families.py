@@ -29,12 +29,24 @@ RULES = {
 }
 """What fields become, by regular expressions of their names, where they are larger."""
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "num_blocks")
+SHARED = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
 EXTRA: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "gemma3n_text": SHARED | {"intermediate_size": 48},
+    "gemma4_text": SHARED,
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"]},
+    "longcat_flash": {"zero_expert_num": 1, "head_dim": 8, "qk_head_dim": 24},
+    "nemotron": {"num_key_value_heads": 2},
 }
-
-IDS = {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": None}
+"""What the defaults of a family lack, or have in a form that shows less than its models."""
+IDS = {"eos_token_id": 1, "bos_token_id": 0, "pad_token_id": 0}
 
 
 def shrunk(name: str, value: int) -> int:
@@ -53,14 +65,20 @@ def tiny_config(model_type: str, **settings: Any) -> PreTrainedConfig:
     sizes = {name: size for name, size in sizes.items() if size != fields[name]}
     if fields.get("kv_lora_rank"):
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-    whole = next((fields[name] for name in LAYERS if fields.get(name)), 2)
-    lists = {name: value for name, value in fields.items() if isinstance(value, list) and len(value) == whole}
-    count = 2
-    while any(set(map(str,value[:count])) != set(map(str,value)) for value in lists.values()):
+    if fields.get("head_dim", 0) is None:
+        sizes["head_dim"] = 16
+    extra = EXTRA.get(model_type, {})
+    num_layers = next((fields[name] for name in LAYERS if fields.get(name)), 2)
+    lists = {
+        name: value
+        for name, value in fields.items()
+        if isinstance(value, list) and len(value) == num_layers and isinstance(value[0], str)
+    }
+    count = len(extra.get("layer_types", "  "))
+    while "layer_types" not in extra and any({*kinds[:count]} != {*kinds} for kinds in lists.values()):
         count += 1
-    sizes |= {name: value[:count] for name, value in lists.items()}
-    sizes |= {name: count for name in LAYERS if name in fields}
-    sizes |= {name: value for name, value in IDS.items()} | EXTRA.get(model_type, {}) | settings
+    sizes |= {name: kinds[:count] for name, kinds in lists.items()} | {name: count for name in LAYERS if name in fields}
+    sizes |= {**IDS, **extra, **settings}
     if text is default:
         return cls(**sizes)
     tiny = type(text)(**sizes)

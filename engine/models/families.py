@@ -9,8 +9,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-LINEAR = {"linear_attention", "conv", "hybrid", "mlp", "moe"}
-"""The kinds of layers, by transformers' names, of models that have linear layers."""
 ATTENDING = {"full_attention", "sliding_attention"}
 KINDS: Mapping[str, str] = {
     "chunked_attention": "which attend in chunks, or by positions that they count themselves",
@@ -38,6 +36,8 @@ def refusal(configuration: Any) -> str | None:
     """Return why models with this configuration are not served, to be read after "it is"; None if they are."""
     from transformers import AutoModelForCausalLM
 
+    from engine.models.layers.linear_layers import SERVED, WITH_STATE, WITHOUT_KV
+
     model_type = configuration.model_type
     if configuration.is_encoder_decoder:
         return f"{model_type}, an encoder-decoder of a family that is not served"
@@ -48,10 +48,10 @@ def refusal(configuration: Any) -> str | None:
     if hasattr(configuration, "is_decoder") and not hasattr(configuration, "rope_parameters"):
         return f"{model_type}, an encoder, whose tokens attend to later ones"
     layer_types = set(getattr(configuration, "layer_types", None) or [])
-    for kind in sorted(layer_types - ATTENDING - LINEAR):
+    for kind in sorted(layer_types - ATTENDING - WITH_STATE - WITHOUT_KV):
         return f"{model_type} with {kind} layers, {KINDS.get(kind, 'which are not known')}"
     architecture = AutoModelForCausalLM._model_mapping[type(configuration)]
-    if layer_types & LINEAR or architecture._is_stateful:
+    if model_type not in SERVED and (layer_types - ATTENDING or architecture._is_stateful):
         return f"{model_type}, whose linear layers do not pass on what the pass has to tell them"
     if not hasattr(sys.modules[architecture.__module__], "ALL_ATTENTION_FUNCTIONS"):
         return f"{model_type}, whose attention cannot be replaced in transformers"

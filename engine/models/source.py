@@ -8,7 +8,6 @@ import copy
 import filecmp
 import hashlib
 import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -45,31 +44,10 @@ class ModelKind:
 
     def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
         """Raise ModelError if the model's architecture cannot be served; other kinds check more."""
-        from transformers import AutoModelForCausalLM
+        from engine.models.families import refusal
 
-        from engine.models.causal_lm import kv_shape
-        from engine.models.layers.linear_layers import SERVED, WITH_STATE, WITHOUT_KV
-
-        text, description = configuration.get_text_config(), f"{config.path} is {configuration.model_type}"
-        if configuration.is_encoder_decoder:
-            raise ModelError(f"{description}, an encoder-decoder of a family that is not served")
-        layer_types = set(getattr(text, "layer_types", None) or [])
-        if "chunked_attention" in layer_types or getattr(text, "attn_temperature_tuning", False):
-            raise ModelError(f"{description}, whose layers attend in chunks or by positions that they count themselves")
-        served = {"full_attention", "sliding_attention"}
-        if configuration.model_type in SERVED:
-            served |= WITH_STATE | WITHOUT_KV
-        if unsupported := ", ".join(sorted(layer_types - served)):
-            raise ModelError(f"{description} with {unsupported} layers, whose state cannot roll back")
-        try:
-            kv_shape(configuration, 1)
-        except RuntimeError as error:
-            raise ModelError(f"{description}, whose layers differ in their heads: {error}") from error
-        if type(configuration) not in AutoModelForCausalLM._model_mapping:
-            raise ModelError(f"{description}, which has no causal language model in transformers")
-        architecture = AutoModelForCausalLM._model_mapping[type(configuration)]
-        if not hasattr(sys.modules[architecture.__module__], "ALL_ATTENTION_FUNCTIONS"):
-            raise ModelError(f"{description}, whose attention cannot be replaced in transformers")
+        if (reason := refusal(configuration)) is not None:
+            raise ModelError(f"{config.path} is {reason}")
 
     def context_length(self, configuration: Any) -> int:
         """Return how many tokens a request may have, prompt and text together."""

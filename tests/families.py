@@ -1,13 +1,32 @@
 """Tiny random models of every architecture that generates text, with its real mix of layers.
 
 A default configuration is shrunk by rules: by the names of its fields, and by how its layers differ.
+`python -m tests.families` writes the table of families in deployments/README.md.
 """
 
 import re
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+from engine.config import ModelConfig
+from engine.errors import ModelError
+from engine.models.causal_lm import CausalLM
+from engine.models.encoder_decoder import KINDS
+from engine.models.families import refusal, text_part
+from engine.models.first_layers import decoder_layers
+from engine.models.layers.quantization import on_meta
+from engine.models.registry import open_model
+from engine.models.shards import plan_of
+from engine.models.source import read_configuration
+
+PAGE = Path(__file__).parents[1] / "deployments" / "README.md"
+MARKS = ("<!-- families: python -m tests.families -->\n", "<!-- end of families -->\n")
 
 RULES = {
     r"vocab_size(_per_layer_input)?|\w+_vocab_size": 64,
@@ -83,3 +102,55 @@ def tiny_config(model_type: str, **settings: Any) -> PreTrainedConfig:
         return cls(**sizes)
     tiny = type(text)(**sizes)
     return cls(text_config=tiny.to_dict())
+
+
+def table() -> str:
+    """The table as deployments/README.md should have it."""
+    rows: dict[str, list[str]] = {"served": [], "their text part is served": []}
+    num_others = 0
+    for name in sorted(CONFIG_MAPPING):
+        try:
+            whole = read_configuration("", {"model_type": name})
+        except ModelError as error:
+            num_others += 1
+            assert "cannot read a model configuration" in str(error)
+            continue
+        if name in KINDS:
+            rows["served"].append(f"{name}°*")
+        elif (reason := refusal(part := text_part(whole))) is None:
+            if part is whole:
+                rows["served"].append(name + "".join(marks_of(name)))
+            else:
+                rows["their text part is served"].append(name)
+        elif name in CausalLM.loaded_by._model_mapping._model_mapping or name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+            rows.setdefault(f"refused{reason.removeprefix(part.model_type)}", []).append(name)
+        else:
+            num_others += 1
+    lines = [f"| of transformers {transformers.__version__} | `model_type` |", "|---|---|"]
+    lines += [f"| {row} ({len(names)}) | {', '.join(names)} |" for row, names in rows.items()]
+    lines.append(f"| refused: parts of models, encoders, encoder-decoders, models that write no text | {num_others} others |")
+    return "\n".join(lines) + "\n\n* only on one rank; ° cannot draft for itself (`drafting=self`)\n"
+
+
+def marks_of(name: str) -> Iterator[str]:
+    """What a served family cannot do: a mark for each."""
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_config(name).save_pretrained(folder)
+        source = open_model(ModelConfig(folder))
+        for mark, check in {"°": lambda: decoder_layers(on_meta(source.configuration)), "*": lambda: plan_of(source, 2)}.items():
+            try:
+                check()
+            except ModelError:
+                yield mark
+
+
+def listed() -> tuple[str, list[str]]:
+    """The table in deployments/README.md, and the decoder-only families that it lists as served."""
+    content = PAGE.read_text().partition(MARKS[0])[2].partition(MARKS[1])[0]
+    names = content.partition("| served")[2].partition("|")[2].partition("|")[0]
+    return content, [name for name in re.findall(r"[\w.-]+", names) if name not in KINDS]
+
+
+if __name__ == "__main__":
+    before, rest = PAGE.read_text().split(MARKS[0])
+    PAGE.write_text(before + MARKS[0] + table() + MARKS[1] + rest.split(MARKS[1])[1])

@@ -250,11 +250,13 @@ def check_kinds(target: ModelSource, draft: ModelSource | None, method: Method) 
             logger.warning("the head %s was trained for %s; the target is %s", head.path, verifier, target.path)
     elif draft is not None and kind_of(draft.settings):
         raise ModelError(f"{draft.path} is a trained head; drafting must be {', '.join(_HEAD_METHODS)}")
-    elif draft is not None and type(draft.kind) is not type(target.kind):
+    elif draft is not None and draft.kind.name != target.kind.name:
         kinds = f"the target {target.path} is {target.kind.name}, the draft {draft.path} is {draft.kind.name}"
         raise ModelMismatchError(f"{kinds}; both must be of the same kind")
     if method.drafts_trees:
         target.refuse("trees")
+        if draft is not None and method.runs_in == "draft":
+            draft.refuse_to_draft("trees")
     if method.runs_in == "target":
         target.refuse("self-drafts")
 

@@ -6,6 +6,7 @@ block tables and its mask.
 """
 
 import copy
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Self
@@ -21,10 +22,15 @@ from engine.models.layers.layer_state import Recurrence
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 """Larger keys and values become this."""
+_MAX_PACKED = 32
+"""In latent attention, all heads of rows of up to this many tokens are queries of one product; a mask of longer rows
+would take too much memory."""
 
 
 class KVTensors:
     """Keys and values of all layers, each [num_blocks, block_size, kv_heads, key_dim or value_dim].
+
+    Layers of one size are in one tensor.
 
     Attributes:
         input_device: where batches and draws for this cache are made; a backend may copy them itself.
@@ -53,13 +59,22 @@ class KVTensors:
         self.block_size = block_size
         self.input_device = like.device
         blocks = (num_blocks, block_size)
-        self._stacked = [
-            like.new_zeros((layers.layers, *blocks, layers.kv_heads, dim))
-            for layers in (shape, head_shape)
-            if layers is not None
-            for dim in (layers.key_dim, layers.value_dim)
-        ]
-        self.keys, self.values = ([layer for caches in self._stacked[i::2] for layer in caches] for i in (0, 1))
+        self._stacked: list[Tensor] = []
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self._sizes, head_sizes = shape.sizes, head_shape.sizes if head_shape else ()
+        for sizes in (self._sizes, head_sizes):
+            unused = {}
+            for one, count in Counter(sizes).items():
+                heads, *dims = one
+                stacks = [like.new_zeros((count, *blocks, heads, dim)) for dim in dims]
+                self._stacked += stacks
+                unused[one] = zip(*stacks, strict=True)
+            for one in sizes:
+                key, value = next(unused[one])
+                self.keys.append(key)
+                self.values.append(value)
+        self._num_own = 2 * len(set(self._sizes))
         self.states = None if states_like is None else states_like.new_zeros((*blocks, *states_like.shape))
         if self.states is not None:
             self._stacked.append(self.states[None, :, :, None])
@@ -75,13 +90,14 @@ class KVTensors:
         view.linear = self.linear.first_layers(num_linear) if self.linear is not None and num_linear else None
         if count < len(self.keys):
             view.keys, view.values, view.states = self.keys[:count], self.values[:count], None
-            view._stacked = [caches[:count] for caches in self._stacked[:2]]
+            counts = [number for number in Counter(self._sizes[:count]).values() for _ in range(2)]
+            view._stacked = [caches[:number] for caches, number in zip(self._stacked, counts, strict=False)]
         return view
 
     @property
     def of_head(self) -> list[Tensor]:
         """A head's keys, values and states, [layers, num_blocks, block_size, heads, dim] each; empty without one."""
-        return self._stacked[2:]
+        return self._stacked[self._num_own :]
 
     def slot(self, block_ids: Sequence[int], place: int) -> int:
         """Return the slot of a place in the context of a request with these blocks."""
@@ -128,17 +144,18 @@ class Group:
     is_prompt_start: bool = False
     source_lengths: Tensor | None = None
     states: RowStates | None = None
-    _masks: dict[tuple[int | None, int, bool, int], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[int | None, int | None, int, bool, int], Tensor] = field(default_factory=dict)
     _cross_mask: Tensor | None = None
     _biased_mask: tuple[Tensor, Tensor] | None = None
 
     def mask(self, params: AttentionParams, copies: int, like: Tensor, block_size: int) -> Tensor:
         """Return the additive mask [rows, 1, copies * length, context], cached per kind for the forward pass."""
-        key = (params.window, params.first, params.sees_row, copies)
+        key = (params.window, params.chunk, params.first, params.sees_row, copies)
         if key not in self._masks:
             context = self.blocks.shape[1] * block_size
             limits = self.limits_of(params)
-            mask = additive_mask(context, self.positions, limits, self.extra, params.window, like.dtype, params.first)
+            bounds = params.window, like.dtype, params.first, params.chunk
+            mask = additive_mask(context, self.positions, limits, self.extra, *bounds)
             self._masks[key] = mask if copies == 1 else mask.repeat(1, 1, copies, 1)
         return self._masks[key]
 
@@ -192,11 +209,19 @@ def additive_mask(
     window: int | None,
     dtype: torch.dtype,
     first: int = 0,
+    chunk: int | None = None,
 ) -> Tensor:
     """Return [rows, 1, length, context], 0 where a token attends to a place, else -inf; see `Group`."""
     places = torch.arange(context, device=limits.device)
     visible = places < limits.unsqueeze(-1)
-    if extra is not None:
+    if chunk is not None:
+        starts = (positions - positions % chunk).unsqueeze(-1)
+        visible = visible & (places >= starts)
+        if extra is not None:  # a node is at another place than its position: those of a path follow the tip's
+            path = limits.unsqueeze(-1) + torch.arange(extra.shape[-1], device=extra.device)
+            extra = extra.where((path >= starts) & (path <= positions.unsqueeze(-1)), context)
+            visible = F.pad(visible, (0, 1)).scatter(-1, extra, True)[..., :-1]
+    elif extra is not None:
         visible = visible.scatter(-1, extra, True)
     if first:  # behind the nodes, whose padding is place 0
         visible = visible & (places >= (limits - 1).clamp(max=first).unsqueeze(-1))
@@ -232,14 +257,16 @@ class PagedContext:
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend; see `AttentionContext.attend`."""
-        keys, values = self.kv.keys[layer], self.kv.values[layer]
-        if not params.is_cross:
+        keys, values = stored(self.kv, layer)
+        if not params.is_cross and not params.is_shared:
             self.layers.append(layer)
             self.write(layer, key, value)
+        if params.temperature is not None:
+            query = self._tempered(query, *params.temperature)
         outputs = []
         for group in self.groups:
             tokens = slice(group.start, group.start + group.rows * group.length)
-            sees_all = params.window is None or group.length <= params.window
+            sees_all = all(bound is None or group.length <= bound for bound in (params.window, params.chunk))
             is_exact = keys.dtype == key.dtype  # otherwise a prompt's text would depend on what is cached of it
             if group.is_prompt_start and sees_all and params.is_plain and is_exact and not params.first:
                 output = attend_to_self(query[:, tokens], key[:, tokens], value[:, tokens], params.scaling)
@@ -252,7 +279,13 @@ class PagedContext:
         """Write keys and values of a layer to the batch's slots or to others, [tokens]; see `AttentionContext`."""
         slots = self.slots if slots is None else slots
         write_slots(self.kv.keys[layer], slots, key)
-        write_slots(self.kv.values[layer], slots, value)
+        if self.kv.values[layer].shape[-1]:
+            write_slots(self.kv.values[layer], slots, value)
+
+    def _tempered(self, query: Tensor, length: float, strength: float) -> Tensor:
+        positions = torch.cat([group.positions.flatten() for group in self.groups])
+        factors = torch.log1p(((positions.float() + 1) / length).floor()) * strength + 1
+        return (query * factors.unsqueeze(-1)).to(query.dtype)
 
     def read_states(self, *, of_parents: bool) -> Tensor:
         """Return states; see `AttentionContext.read_states`."""
@@ -293,6 +326,12 @@ class PagedContext:
         return self.kv.states.view(-1, self.kv.states.shape[-1])
 
 
+def stored(kv: KVTensors, layer: int) -> tuple[Tensor, Tensor]:
+    """Return a layer's cached keys and values; they are the same if only keys are stored."""
+    keys, values = kv.keys[layer], kv.values[layer]
+    return keys, values if values.shape[-1] else keys
+
+
 def write_slots(cache: Tensor, slots: Tensor, entries: Tensor) -> None:
     """Write [kv_heads, tokens, head_dim] entries to the slots [tokens] of one layer's keys or values."""
     if cache.dtype == FP8:
@@ -308,6 +347,8 @@ def _as_bytes(cache: Tensor) -> Tensor:
 def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor, params: AttentionParams) -> Tensor:
     """Attention over a group's blocks. [heads, rows * length, d] -> [rows * length, heads, d]."""
     copies, block_size = query.shape[0] // keys.shape[2], keys.shape[1]
+    if is_shared := values is keys and group.length > _MAX_PACKED:
+        copies = 1
     if params.is_cross:
         mask = group.cross_mask(query, block_size)
     elif params.bias is not None:
@@ -318,14 +359,16 @@ def _attend_to_blocks(group: Group, query: Tensor, keys: Tensor, values: Tensor,
     key, value = (
         _as_bytes(cache).index_select(0, blocks).view(cache.dtype).to(query.dtype) for cache in (keys, values)
     )
+    if is_shared:
+        key, value = (one.expand(-1, -1, len(query), -1) for one in (key, value))
     return attend_to_gathered(group.rows, group.length, query, key, value, mask, params)
 
 
 def attend_to_self(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
     """Causal attention within a prompt's first chunk, without the KV cache. [heads, n, d] -> [n, heads, d]."""
     copies = query.shape[0] // key.shape[0]
-    if copies > 1:
-        key, value = key.repeat_interleave(copies, 0), value.repeat_interleave(copies, 0)
+    if copies > 1:  # a view of one head, a copy of more
+        key, value = (one.unsqueeze(1).expand(-1, copies, -1, -1).flatten(0, 1) for one in (key, value))
     output = F.scaled_dot_product_attention(query[None], key[None], value[None], is_causal=True, scale=scaling)
     return output[0].transpose(0, 1)
 

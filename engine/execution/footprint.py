@@ -56,13 +56,14 @@ def with_head(
 ) -> Footprint:
     """Return the footprint of a rank of the target with a whole head, whose keys are `kv`; a pure function."""
     shape, width = kv_shape(head.layers, 1), len(head.taps) * head.target_hidden_size
-    num_numbers = shape.layers * shape.layer_numbers
     return replace(
         target,
         weight_bytes=target.weight_bytes + weight_bytes,
         # The tapped outputs, as the target's layers leave them and joined.
         workspace_bytes=target.workspace_bytes + 2 * engine.max_num_batched_tokens * width * dtype.itemsize,
-        kv_token_bytes=target.kv_token_bytes + num_numbers * kv.itemsize + head.layers.hidden_size * dtype.itemsize,
+        kv_token_bytes=target.kv_token_bytes
+        + shape.token_numbers * kv.itemsize
+        + head.layers.hidden_size * dtype.itemsize,
     )
 
 
@@ -94,7 +95,7 @@ def of_weights(
         + _ACTIVATION_COPIES * num_tokens * widest * dtype.itemsize
         + _LOGIT_COPIES * num_logits * text.vocab_size * torch.float32.itemsize
     )
-    kv_token_bytes = shape.layers * shape.layer_numbers * (cache_dtype or dtype).itemsize
+    kv_token_bytes = shape.token_numbers * (cache_dtype or dtype).itemsize
     return Footprint(name, weight_bytes, workspace_bytes, kv_token_bytes, max_model_len)
 
 
@@ -109,7 +110,7 @@ def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -
             parts = [world_size if style_of(plan, name) == style else 1 for style in ("colwise", "rowwise")]
             sizes = layer.out_features // parts[0], layer.in_features // parts[1]
             quantized[f"{name}.weight"] = layer_bytes(quantization, *sizes)
-    names = FileNames(on_meta(model_config)) if world_size > 1 else None
+    names = FileNames(on_meta(model_config)) if world_size > 1 or quantized else None
     return sum(_bytes_of(file, plan, world_size, bytes_per_weight, quantized, names) for file in source.weight_files)
 
 
@@ -125,13 +126,14 @@ def _bytes_of(
     total = 0
     with safe_open(file, framework="pt") as weights:
         for name in weights.keys():  # noqa: SIM118 - not a dict
-            if name in quantized:
-                total += quantized[name]
+            belongs = names.parameter(name) if names else name
+            if belongs in quantized:
+                total += quantized[belongs]
                 continue
             weight = weights.get_slice(name)
             size = math.prod(weight.get_shape())
             is_integer = weight.get_dtype() in _BYTES
-            layer, _, parameter = (names.parameter(name) if names else name).rpartition(".")
+            layer, _, parameter = belongs.rpartition(".")
             style = style_of(plan, layer)
             is_sliced = style is not None and (style != "rowwise" or parameter != "bias")
             total += (1 if is_integer else bytes_per_weight) * (size // world_size if is_sliced else size)

@@ -21,6 +21,7 @@ from engine.heads.mtp import MtpHead
 from engine.heads.peagle import PEagleHead
 from engine.heads.tapped import with_head
 from engine.models.causal_lm import CausalLM, Shard
+from engine.models.layers.latent import cache_latents
 from engine.models.loader import load_model
 from engine.models.source import ModelSource
 
@@ -48,6 +49,7 @@ def load_target(source: ModelSource, shard: Shard | None = None, *, keeps_kv: bo
     layers = model.kv_shape.layers
     head = load_head(source.head, source, model.module, model.device, model.dtype, layers)
     head.keeps_kv = keeps_kv
+    cache_latents(head)
     if source.config.head_only:
         num_parameters = sum(parameter.numel() for parameter in head.parameters())
         info = replace(model.info, name=source.head.path, num_parameters=num_parameters)

@@ -7,14 +7,23 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    Mistral4Config,
+    Mistral4ForCausalLM,
+    PreTrainedConfig,
+)
 
 from engine.config import ModelInfo
 from engine.errors import ModelError
 from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
 from engine.models.layers.layer_state import StateShape
 from engine.models.layers.linear_layers import WITHOUT_KV, has_state, layer_kinds
+from engine.models.layers.mixed_layers import num_shared, why_eager
 from engine.models.layers.reducer import Reducer, best_over_ranks
+
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # transformers does not list it
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +81,7 @@ class CausalLM:
     @classmethod
     def why_eager(cls, config: PreTrainedConfig) -> str | None:
         """Return why passes of such a model are never compiled; None if they can be."""
-        return "it has linear layers" if has_state(config) else None
+        return "it has linear layers" if has_state(config) else why_eager(config)
 
     @property
     def runs_eagerly(self) -> str | None:
@@ -154,20 +163,27 @@ class CausalLM:
 def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
     """Return the shape of a rank's KV cache.
 
-    Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) is cached as the keys and values that it is expanded
-    to, one of each per query head.
+    Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) is cached as latents, which every rank holds whole.
     """
     text = config.get_text_config()
+    layers = (getattr(text, "num_decoder_layers", None) or text.num_hidden_layers) - num_shared(config)
+    layers -= sum(kind in WITHOUT_KV for kind in layer_kinds(config))
+    if not text.is_heterogeneous:
+        return KVShape(layers, *_layer_sizes(text, world_size))
+    each = tuple(_layer_sizes(text.per_layer_config[layer], world_size) for layer in range(layers))
+    largest = max(each, key=lambda sizes: sizes[0] * (sizes[1] + sizes[2]), default=(0, 0, 0))
+    return KVShape(layers, *largest, each)
+
+
+def _layer_sizes(text: PreTrainedConfig, world_size: int) -> tuple[int, int, int]:
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     key_dim = value_dim = head_dim
     if getattr(text, "kv_lora_rank", None):
-        kv_heads = heads
-        key_dim, value_dim = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    layers = getattr(text, "num_decoder_layers", None) or text.num_hidden_layers
-    layers -= sum(kind in WITHOUT_KV for kind in layer_kinds(config))
-    return KVShape(layers, kv_heads // world_size, key_dim, value_dim)
+        kv_heads = world_size
+        key_dim, value_dim = text.kv_lora_rank + text.qk_rope_head_dim, 0
+    return kv_heads // world_size, key_dim, value_dim
 
 
 def forward(

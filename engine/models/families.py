@@ -9,9 +9,8 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-ATTENDING = {"full_attention", "sliding_attention"}
+ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 KINDS: Mapping[str, str] = {
-    "chunked_attention": "which attend in chunks, or by positions that they count themselves",
     "compressed_sparse_attention": "which attend to summaries of tokens, which cannot roll back",
     "heavily_compressed_attention": "which attend to summaries of tokens, which cannot roll back",
     "indexed_attention": "which choose tokens by keys that are not cached",
@@ -25,6 +24,9 @@ REFUSED: Mapping[str, str] = {
     "gemma4_unified_assistant": "a draft that reads its target's keys and values",
     "hrm_text": "whose layers run several times for a token",
     "jetmoe": "whose attention is a mixture of experts",
+    "mimo_v2_flash": "whose layers differ in their heads, each with numbers of its own",
+    "nemotron": "whose layers do not pass keyword arguments on to their attention",
+    "stablelm": "whose layers do not pass keyword arguments on to their attention",
     "moshi": "which reads and writes audio",
 }
 """Why families are not served, by `model_type`, where no rule tells."""
@@ -32,40 +34,53 @@ _TEXT_TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 """The tasks, as transformers names them, of models that write text, and of models with a part that does."""
 
 
+def text_part(whole: Any) -> Any:
+    """Return the configuration of what writes the text of a model for images or audio, else that of the model."""
+    from engine.models.causal_lm import CausalLM
+
+    is_listed = any(whole.model_type in _tasks().get(task, {}) for task in _TEXT_TASKS)
+    if whole.is_encoder_decoder or whole.model_type in REFUSED or not is_listed:
+        return whole
+    text = whole.get_text_config()
+    return whole if text.is_encoder_decoder or type(text) not in CausalLM.loaded_by._model_mapping else text
+
+
 def refusal(configuration: Any) -> str | None:
     """Return why models with this configuration are not served, to be read after "it is"; None if they are."""
-    from transformers import AutoModelForCausalLM
+    from engine.models.causal_lm import CausalLM
+    from engine.models.hybrid import HYBRIDS
 
-    from engine.models.layers.linear_layers import SERVED, WITH_STATE, WITHOUT_KV
-
-    model_type = configuration.model_type
+    model_type, architectures = configuration.model_type, CausalLM.loaded_by._model_mapping
     if configuration.is_encoder_decoder:
-        return f"{model_type}, an encoder-decoder of a family that is not served"
+        return f"{model_type}, an encoder-decoder of a family that is not served; T5, mT5 and umT5 are"
     if model_type in REFUSED:
         return f"{model_type}, {REFUSED[model_type]}"
-    if type(configuration) not in AutoModelForCausalLM._model_mapping:
+    if type(configuration) not in architectures or configuration.sub_configs.keys() - {"attn_config", "ffn_config"}:
         return f"{model_type}, {_task(model_type)}"
     if hasattr(configuration, "is_decoder") and not hasattr(configuration, "rope_parameters"):
         return f"{model_type}, an encoder, whose tokens attend to later ones"
     layer_types = set(getattr(configuration, "layer_types", None) or [])
-    for kind in sorted(layer_types - ATTENDING - WITH_STATE - WITHOUT_KV):
-        return f"{model_type} with {kind} layers, {KINDS.get(kind, 'which are not known')}"
-    architecture = AutoModelForCausalLM._model_mapping[type(configuration)]
-    if model_type not in SERVED and (layer_types - ATTENDING or architecture._is_stateful):
-        return f"{model_type}, whose linear layers do not pass on what the pass has to tell them"
+    for kind in sorted(layer_types & KINDS.keys()):
+        return f"{model_type} with {kind} layers, {KINDS[kind]}"
+    architecture: Any = architectures[type(configuration)]
+    if model_type not in HYBRIDS and (layer_types - ATTENDING or architecture._is_stateful):
+        return f"{model_type}, whose layers keep a state that cannot be rolled back"
+    if others := (configuration.per_layer_attributes or set()) - {"head_dim", "num_key_value_heads"}:
+        return f"{model_type}, whose layers differ in their {', '.join(sorted(others))}"
+    if getattr(configuration, "use_bidirectional_attention", None) in (True, "all"):
+        return f"{model_type} with use_bidirectional_attention, so it writes no text token by token"
     if not hasattr(sys.modules[architecture.__module__], "ALL_ATTENTION_FUNCTIONS"):
         return f"{model_type}, whose attention cannot be replaced in transformers"
     return None
 
 
 def _task(model_type: str) -> str:
-    """Return what transformers has an architecture for that writes no text."""
-    tasks = [task for task, names in _tasks().items() if model_type in names]
+    """Return why an architecture is no causal language model: what else transformers has it for."""
+    tasks = [task for task, names in _tasks().items() if model_type in names and task != "PRETRAINING"]
     if any(task in _TEXT_TASKS for task in tasks):
-        return "whose text part has no causal language model in transformers"
-    if tasks:
-        return f"which transformers has for {tasks[0].replace('_', ' ').lower()}, not for text"
-    return "which has no causal language model in transformers"
+        return "whose text part has no causal language model of its own in transformers"
+    name = tasks[0].replace("_", " ").lower().replace(" lm", " language modelling") if tasks else None
+    return f"which has no causal language model in transformers{f', but one for {name}' if name else ''}"
 
 
 @functools.cache

@@ -17,7 +17,9 @@ from engine.errors import ModelError
 from engine.models.causal_lm import CausalLM, Shard
 from engine.models.layers.experts import num_packed_weights, pack_experts
 from engine.models.layers.fusion import fuse_projections
+from engine.models.layers.latent import cache_latents
 from engine.models.layers.linear_layers import prepare_linear_layers
+from engine.models.layers.mixed_layers import describe_layers
 from engine.models.layers.quantization import (
     QuantizedLinear,
     check_quantization,
@@ -28,7 +30,7 @@ from engine.models.layers.quantization import (
 )
 from engine.models.shards import load_shard
 from engine.models.source import ModelSource
-from engine.models.weights import FileNames, fill, has_names_of
+from engine.models.weights import TEXT_PART, FileNames, fill, has_names_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +58,10 @@ def load_model(source: ModelSource, shard: Shard | None = None) -> CausalLM:
     num_parameters += sum(layer.in_features * layer.out_features for layer in rounded) + num_packed_weights(module)
     if has_torchao:
         convert_torchao(source.path, module)
+    cache_latents(module)
     fuse_projections(module)
     state_shapes, state_chunk = prepare_linear_layers(module, configuration)
+    describe_layers(module, configuration)
     info = ModelInfo(
         name=source.path,
         vocab_size=source.vocab_size,
@@ -101,6 +105,8 @@ def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -
             return module
     logger.info("%s: transformers loads the weights, which it renames, converts or quantises", source.path)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    if source.is_text_part:
+        arguments["key_mapping"] = TEXT_PART
     if device.type != "cpu" and importlib.util.find_spec("accelerate") is not None:
         arguments["device_map"] = {"": device}  # converts on the device; without, on the host
     return model_class.load_module(source.directory, configuration, dtype, **arguments).to(device)

@@ -121,8 +121,7 @@ def plan_of(source: ModelSource, world_size: int) -> dict[str, str]:
         )
     if not config.tie_word_embeddings and config.get_text_config().vocab_size % world_size == 0:
         plan[_HEAD] = "colwise"
-    kv_heads = kv_shape(config, 1).kv_heads
-    if kv_heads % world_size:
+    for kv_heads in {heads for heads, _, _ in kv_shape(config, 1).sizes if heads % world_size}:
         raise ModelError(f"{path} has {kv_heads} key/value heads, not divisible by tensor_parallel_size {world_size}")
     return plan
 

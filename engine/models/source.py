@@ -37,10 +37,15 @@ NUM_SAMPLES, SAMPLE_BYTES = 64, 2**16
 
 
 class ModelKind:
-    """How decoder-only models are served; other kinds derive from it. `refusals` tells why, by feature."""
+    """How decoder-only models are served; other kinds derive from it.
+
+    Attributes:
+        refusals: why a feature is not served, by its name; draft_refusals: likewise for a model that drafts.
+    """
 
     name = "decoder-only"
     refusals: Mapping[str, str] = {}
+    draft_refusals: Mapping[str, str] = {}
 
     def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
         """Raise ModelError if the model's architecture cannot be served; other kinds check more."""
@@ -68,6 +73,9 @@ class ModelKind:
 class ModelSource:
     """A model's directory, and its configuration, tokenizer and generation settings; `open_model` makes it.
 
+    Attributes:
+        is_text_part: whether the files hold more than the model of the configuration, which writes text only.
+
     Each property raises ModelError if there is no such model, or if its files cannot be read or served.
     """
 
@@ -75,6 +83,7 @@ class ModelSource:
         """Store where the model is; `kinds` are the kinds of the models that are not decoder-only, by `model_type`."""
         self.config = config
         self.path = config.path
+        self.is_text_part = False
         self._kinds = kinds
 
     @cached_property
@@ -103,7 +112,8 @@ class ModelSource:
     @cached_property
     def kind(self) -> ModelKind:
         """How models of this `model_type` are served."""
-        return self._kinds.get(self.settings.get("model_type", ""), ModelKind)()
+        names = [part.get("model_type", "") for part in (self.settings, self.settings.get("text_config") or {})]
+        return next((self._kinds[name] for name in names if name in self._kinds), ModelKind)()
 
     @cached_property
     def configuration(self) -> "PreTrainedConfig":
@@ -111,9 +121,23 @@ class ModelSource:
         model_type = self.settings.get("model_type", "")
         if model_type == "mistral" and "layer_types" in self.settings:  # as in `AutoConfig`
             model_type = "ministral"
-        configuration = read_configuration(self.path, self.settings | {"model_type": model_type})
+        whole = read_configuration(self.path, self.settings | {"model_type": model_type})
+        configuration = self._text_part(whole)
+        self.is_text_part = configuration is not whole
         self.kind.check(self.config, configuration, self.generation_settings)
         return configuration
+
+    def _text_part(self, whole: Any) -> Any:
+        """Return the configuration of what writes the text of a model for images too, if that is a model by itself."""
+        from engine.models.families import text_part
+
+        if (text := text_part(whole)) is whole:
+            return whole
+        if (settings := getattr(whole, "quantization_config", None)) is not None:
+            text.quantization_config = settings
+        if text.tie_word_embeddings != whole.tie_word_embeddings:  # the defaults differ, so the files tell
+            text.tie_word_embeddings = not any("lm_head" in name for name in self.weight_shapes)
+        return text
 
     @cached_property
     def loaded_configuration(self) -> "PreTrainedConfig":
@@ -205,6 +229,11 @@ class ModelSource:
         if (reason := self.kind.refusals.get(feature)) is not None:
             raise ModelError(f"{self.path} is {self.kind.name}, {reason}")
 
+    def refuse_to_draft(self, feature: str) -> None:
+        """Raise ModelError if models of this kind cannot draft so."""
+        if (reason := self.kind.draft_refusals.get(feature)) is not None:
+            raise ModelError(f"the draft {self.path} {reason}")
+
     def _read(self, name: str) -> dict[str, Any]:
         try:
             content = json.loads((self.directory / name).read_text(), object_hook=_special_float)
@@ -218,6 +247,8 @@ class ModelSource:
 def keep_layers(configuration: "PreTrainedConfig", count: int) -> None:
     """Change a configuration to that of a model with the first `count` layers."""
     text = configuration.get_text_config()
+    if shared := getattr(text, "num_kv_shared_layers", None):
+        text.num_kv_shared_layers = max(0, count - (text.num_hidden_layers - shared))
     text.num_hidden_layers = count
     if text.num_hidden_layers != count:  # some count the kinds of their layers
         text.layer_types = text.layer_types[:count]
@@ -225,12 +256,17 @@ def keep_layers(configuration: "PreTrainedConfig", count: int) -> None:
 
 def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig":
     """Return the configuration of these settings; raise ModelError if they cannot be read."""
+    import transformers
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
 
+    if (model_type := settings.get("model_type")) not in CONFIG_MAPPING:
+        hint = "; the code of a repository (auto_map) is never run" if "auto_map" in settings else ""
+        known = f"transformers {transformers.__version__} has no model_type {model_type!r}"
+        raise ModelError(f"cannot read a model configuration from {path}: {known}{hint}")
     try:
-        configuration: PreTrainedConfig = CONFIG_MAPPING[settings["model_type"]].from_dict(settings)
-    except (ValueError, KeyError, TypeError, StrictDataclassError) as error:
+        configuration: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(settings)
+    except (ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         raise ModelError(f"cannot read a model configuration from {path}: {error}") from error
     return configuration
 

@@ -38,6 +38,9 @@ _BLOCK_BYTES, _PIECE_BYTES = 2**25, 2**22
 _MAX_THREADS = 8
 _LOG_PERIOD_S = 5.0
 
+TEXT_PART = {r"^language_model\.(lm_head|model)\.": r"\1.", r"^model\.(?:language|text)_model\.": "model."}
+"""Where tensors of a model for images and text belong in its text part by itself; other names are of no such model."""
+
 Window = tuple[slice, ...]
 """The part of a tensor that a rank holds: slices of its first axes; an empty tuple is all of it."""
 FindWindow = Callable[[str, torch.Size], Window]
@@ -108,7 +111,8 @@ class FileNames:
     """Where tensors of files belong in a module, by transformers' renamings; files have every expert by itself."""
 
     def __init__(self, module: nn.Module, renamings: Sequence[WeightRenaming] = ()) -> None:
-        changes = [*renamings, *get_model_conversion_mapping(module, add_legacy=False)]  # type: ignore[arg-type]
+        inner = [WeightRenaming(pattern, name) for pattern, name in TEXT_PART.items()]
+        changes = [*renamings, *inner, *get_model_conversion_mapping(module, add_legacy=False)]  # type: ignore[arg-type]
         self._renamings = [change for change in changes if isinstance(change, WeightRenaming)]
         self._converters = [change for change in changes if isinstance(change, WeightConverter)]
         self._parameters = module.state_dict().keys()
@@ -253,5 +257,5 @@ def _restore_buffers(module: PreTrainedModel, device: torch.device) -> None:
         for name in child._non_persistent_buffers_set:
             setattr(child, name, torch.empty_like(child.get_buffer(name), device=device))
         if child._non_persistent_buffers_set:
-            module._init_weights(child)  # type: ignore[no-untyped-call]
+            module.base_model._init_weights(child)  # type: ignore[no-untyped-call]
     module._init_weights(module.base_model)  # type: ignore[no-untyped-call] # some models fill those of their layers

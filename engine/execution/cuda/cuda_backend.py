@@ -237,11 +237,14 @@ def make_cuda_backend(
     model: CausalLM, config: ModelConfig, engine: EngineConfig, *, invariant: bool = True, branches: Sequence[int] = ()
 ) -> EagerBackend:
     """Return a backend for a model on a GPU; see `CudaBackend`."""
-    if model.runs_eagerly is None:
+    reason = model.runs_eagerly
+    if reason is None and model.kv_shape.value_dim == 0:
+        reason = "its latents are too wide for the kernel that attends"
+    if reason is None:
         backend: EagerBackend = CudaBackend(model, config, engine, invariant=invariant, branches=branches)
     else:
         backend = EagerBackend(model)
-        logger.info("%s runs eagerly: %s", model.info.name, model.runs_eagerly)
+        logger.info("%s runs eagerly: %s", model.info.name, reason)
     torch.cuda.empty_cache()  # fusing has left copies of the weights in torch's allocator; KV blocks need that memory
     return backend
 

@@ -18,17 +18,35 @@ _SUPPORTED = {
 
 
 class KVShape(NamedTuple):
-    """The size of a KV cache per token: layers, key/value heads, and the sizes of keys and values."""
+    """The size of a KV cache per token: layers, key/value heads, and the sizes of keys and values.
+
+    Values of size 0 are not stored: they are the keys themselves, as in latent attention.
+
+    Attributes:
+        layers: those with keys and values of their own.
+        each: heads and sizes of every layer, if they differ; the others are then those of the largest layer.
+    """
 
     layers: int
     kv_heads: int
     key_dim: int
     value_dim: int
+    each: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int, int], ...]:
+        """Heads and sizes of every layer."""
+        return self.each or (self[1:4],) * self.layers
 
     @property
     def layer_numbers(self) -> int:
-        """How many numbers a token's key and value have in one layer."""
+        """How many numbers a token's key and value have in one layer, the largest if they differ."""
         return self.kv_heads * (self.key_dim + self.value_dim)
+
+    @property
+    def token_numbers(self) -> int:
+        """How many numbers a token's keys and values have in all layers."""
+        return sum(heads * (key_dim + value_dim) for heads, key_dim, value_dim in self.sizes)
 
 
 class AttentionParams(NamedTuple):
@@ -44,6 +62,9 @@ class AttentionParams(NamedTuple):
         is_cross: the layer attends to the source's tokens, whose keys and values are in the cache already.
         first: places before it are not attended to; a token at one of them attends to itself.
         sees_row: every token attends to all places up to the end of its row, not only up to its own.
+        chunk: a token attends to those positions only that are in its own chunk of so many.
+        temperature: (length, strength): queries are multiplied by `1 + strength * log(1 + (position + 1) // length)`.
+        is_shared: another layer has written the keys and values in this pass; this one has none.
     """
 
     window: int | None = None
@@ -54,6 +75,9 @@ class AttentionParams(NamedTuple):
     is_cross: bool = False
     first: int = 0
     sees_row: bool = False
+    chunk: int | None = None
+    temperature: tuple[float, float] | None = None
+    is_shared: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -139,9 +163,18 @@ def paged_attention(
         is_cross=is_cross,
         first=getattr(module, "attends_from", 0),
         sees_row=getattr(module, "sees_row", False),
+        chunk=getattr(module, "chunk", None),
+        temperature=getattr(module, "temperature", None),
+        is_shared=getattr(module, "is_kv_shared_layer", False),
     )
+    query, latents = query[0], getattr(module, "latents", None)
+    if latents is not None:
+        query = latents.query(query)
+    output = context.attend(layer, query, key[0], value[0], params)
+    if latents is not None:
+        output = latents.output(output)
     # Contiguous, because some models view it as [1, tokens, heads * value_dim].
-    return context.attend(layer, query[0], key[0], value[0], params).unsqueeze(0).contiguous(), None
+    return output.unsqueeze(0).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -21,11 +21,6 @@ from engine.models.layers.layer_state import StateContext, StateShape
 from engine.models.layers.quantization import on_meta
 from engine.models.layers.recurrences import GatedDelta, Mamba2
 
-SERVED = {
-    *("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"),
-    *("bailing_hybrid", "nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "zamba2", "lfm2", "lfm2_moe", "lfm3"),
-}
-"""The families with linear layers that are served, by `model_type`: their layers hand on the keywords of a pass."""
 WITH_STATE = {"linear_attention", "conv", "hybrid"}
 WITHOUT_KV = {"linear_attention", "conv", "mlp", "moe"}
 """The kinds of layers, as configurations name them, that have a state, and that have no keys and values."""
@@ -70,15 +65,16 @@ def prepare_linear_layers(module: nn.Module, config: PreTrainedConfig) -> tuple[
         )
     for index, attention in enumerate(attentions):
         attention.kv_layer = index  # type: ignore[assignment]
+    embeddings: Any = module.get_input_embeddings()  # type: ignore[operator]
+    token = embeddings.weight.new_zeros(1, 1, config.get_text_config().hidden_size)
     shapes, chunks = [], [1]
     for index, mixer in enumerate(mixers):
         _replace_functions(type(mixer).__module__)
         mixer.state_layer = index  # type: ignore[assignment]
         mixer.register_forward_pre_hook(_name_state, with_kwargs=True)
         probe = _Probe()
-        weight = next(child.weight for child in mixer.modules() if isinstance(child, nn.Conv1d))
         with torch.no_grad():
-            mixer(weight.new_zeros(1, 1, config.get_text_config().hidden_size), paged=probe)
+            mixer(token, paged=probe)
         shapes.append(StateShape(*probe.sizes, *probe.matrices))
         chunks.append(probe.chunk)
     return shapes, math.lcm(*chunks)

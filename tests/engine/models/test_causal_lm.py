@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
         pytest.param(Gemma3Config(text_config={**SIZES, "head_dim": 16}), 1, (2, 2, 16, 16), id="a text model inside"),
         pytest.param(
             DeepseekV3Config(**SIZES, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=12),
-            1,
-            (2, 4, 24, 12),
-            id="latent attention, expanded",
+            2,
+            (2, 1, 24, 0),
+            id="latent attention, whole on every rank",
         ),
         pytest.param(T5Config(**T5_SIZES), 1, (3, 4, 12, 12), id="the decoder of two stacks"),
     ],

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import PacelineError
-from engine.execution.attention import Group, KVTensors, PagedContext, attend_to_gathered
+from engine.execution.attention import Group, KVTensors, PagedContext, attend_to_gathered, stored
 from engine.execution.batch import ForwardBatch, ForwardRow, build
 from engine.execution.cpu.kernels.paged_attention import attend_to_blocks, suits
 from engine.execution.cpu.kernels.panel_linear import packed_copy
@@ -48,7 +48,7 @@ class TracedContext(PagedContext):
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, params: AttentionParams) -> Tensor:
         """Write, then attend; see `AttentionContext.attend`."""
-        keys, values, (group,) = self.kv.keys[layer], self.kv.values[layer], self.groups
+        (keys, values), (group,) = stored(self.kv, layer), self.groups
         self.write(layer, key, value)
         _, size, kv_heads, _ = keys.shape
         if params.is_plain and key.shape[-1] == value.shape[-1] and suits(query.shape[-1], query.dtype):

@@ -52,9 +52,12 @@ SHARED = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_
 EXTRA: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}},
+    "dbrx": {
+        "attn_config": {"clip_qkv": 8.0, "kv_n_heads": 2, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "deepseek_v2": {"num_experts_per_tok": 2},
-    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3n_text": SHARED | {"intermediate_size": 48},
     "gemma4_text": SHARED,
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},

@@ -258,4 +258,4 @@ def _restore_buffers(module: PreTrainedModel, device: torch.device) -> None:
             setattr(child, name, torch.empty_like(child.get_buffer(name), device=device))
         if child._non_persistent_buffers_set:
             module.base_model._init_weights(child)  # type: ignore[no-untyped-call]
-    module._init_weights(module.base_model)  # type: ignore[no-untyped-call] # some models fill those of their layers
+    module.base_model._init_weights(module.base_model)  # type: ignore[no-untyped-call] # some models fill those of their layers

@@ -88,24 +88,6 @@ def test_a_rank_loads_its_own_slices_and_a_single_rank_the_whole_model(target_pa
     assert rank.info.num_parameters < whole
 
 
-UNSERVED = {
-    "an encoder-decoder": ("T5Config", {}, "encoder-decoder"),
-    "a recurrent model": ("MambaConfig", {}, "cannot roll back"),
-    "a hybrid": ("Qwen3NextConfig", HEADS, "cannot roll back"),
-    "chunked attention": ("Llama4TextConfig", HEADS, "attend in chunks"),
-    "heads that differ by layer": ("Gemma4TextConfig", HEADS, "differ in their heads"),
-    "biased attention": ("BloomConfig", {"n_head": 4}, "attention cannot be replaced"),
-}
-
-
-@pytest.mark.parametrize("name", UNSERVED)
-def test_an_architecture_that_cannot_be_served_exactly_is_refused_by_its_configuration(name, tmp_path):
-    cls, extra, reason = UNSERVED[name]
-    getattr(transformers, cls)(**{**SIZES, **extra}).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match=reason):
-        model_of(tmp_path)
-
-
 def test_weights_that_are_pickles_are_refused(tmp_path):
     save(transformers.LlamaConfig(**SIZES), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")

@@ -69,6 +69,7 @@ class SpeculationGroup:
         self.target_info: ModelInfo
         self.draft_info: ModelInfo | None = None
         self.num_blocks: int
+        self.num_states: int
         self._placement = placement
         self._owns_placement = owns_placement
         self._connector = connector
@@ -217,7 +218,8 @@ class SpeculationGroup:
         )
         self._target = ranks
         self.target_info = ranks.loaded[0]
-        self.num_blocks = ranks.num_blocks + 1  # block 0, where padding is written, is not planned
+        self.num_blocks = ranks.cache.num_blocks + 1  # block 0, where padding is written, is not planned
+        self.num_states = ranks.cache.num_states
         self.remote_verifier.vocab_size = self.remote_drafter.vocab_size = self.target_info.vocab_size
         self.remote_verifier.connect(ranks.links)
         self._watching = self._run_in_background(self._watch_target(ranks))

@@ -272,7 +272,8 @@ class RemoteVerifier:
         self._round += 1
         deltas, released = self._acknowledged.deltas(rows)
         entries = [
-            VerifyEntry(delta, row.start, row.length, row.draft) for delta, row in zip(deltas, rows, strict=True)
+            VerifyEntry(delta, row.start, row.length, row.draft, row.state)
+            for delta, row in zip(deltas, rows, strict=True)
         ]
         shape = None if any(delta.params is not None for delta in deltas) else shape_of(rows)
         deadline_s = self._times.deadline_s(shape, self._timeout_s)

@@ -17,6 +17,7 @@ from cluster.transport import Connector, Link, OnBreak
 from cluster.workers.actors import DraftWorker, TargetWorker, WorkerProcess
 from engine.config import CompileProgress, ModelConfig, ModelInfo
 from engine.errors import ModelError, TargetError
+from engine.execution.memory import CacheSize
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +36,12 @@ class WorkerDiedError(TargetError):
 
 @dataclass(slots=True)
 class WorkerSet:
-    """Workers that are started together and killed together, with `num_blocks` KV blocks each, without block 0."""
+    """Workers that are started together and killed together, each with a cache of one size."""
 
     name: str
     actors: list[Any]
     processes: list[WorkerProcess] = field(default_factory=list)
-    num_blocks: int = 0
+    cache: CacheSize = field(default_factory=lambda: CacheSize(0, 0))
     loaded: list[ModelInfo] = field(default_factory=list)
     links: list[Link] = field(default_factory=list)
     serving: list[Any] = field(default_factory=list)
@@ -144,9 +145,9 @@ async def start_draft(
     workers = WorkerSet("draft worker", [actor.remote(config.engine, version, config.log_format)])
 
     async def load() -> None:
-        workers.num_blocks = await plan.plan_draft([] if plan.knows("draft") else await workers.survey(draft, 0))
+        workers.cache = await plan.plan_draft([] if plan.knows("draft") else await workers.survey(draft, 0))
         run_ahead = config.run_ahead == "on"
-        await workers.load(draft, config.target, workers.num_blocks, run_ahead=run_ahead)
+        await workers.load(draft, config.target, workers.cache, run_ahead=run_ahead)
 
     await workers.start(connector, version, config.hang_timeout_s, load)
     return workers
@@ -183,8 +184,8 @@ async def start_target(
             rank = await asyncio.to_thread(rank_beside_draft, config, placement)
             if rank is not None and config.draft is not None:
                 draft = await workers.survey(config.draft, rank)
-        workers.num_blocks = plan.plan_target(target, draft)
-        await workers.load(config.target, workers.num_blocks, address, timeout_s)
+        workers.cache = plan.plan_target(target, draft)
+        await workers.load(config.target, workers.cache, address, timeout_s)
 
     await workers.start(connector, version, config.hang_timeout_s, load, on_break)
     return workers

@@ -1,6 +1,7 @@
 """Detokenizer: turns token ids into text of whole characters, and holds back possible stop strings."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from functools import cache
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
@@ -21,9 +22,19 @@ class Detokenizer:
         *,
         stop: Sequence[str] = (),
         skip_special: bool = True,
+        marks: Collection[int] = (),
     ) -> None:
+        """Start after a prompt.
+
+        Args:
+            skip_special: leave special tokens out of the text.
+            marks: tokens that stay in the text even if they are special; no stop string is looked for in them.
+        """
         self._tokenizer = tokenizer
-        self._skip_special = skip_special
+        self._marks = frozenset(marks)
+        # The tokenizer skips all special tokens or none; with marks, the others are left out here.
+        self._hidden = _special_ids(tokenizer) - self._marks if skip_special and marks else frozenset()
+        self._skip_special = skip_special and not marks
         # A byte-level decoder gives the same text wherever decoding starts. Other decoders drop a whole run of bytes if
         # one of them is invalid, so their text depends on how tokens are split over calls.
         decoder = getattr(tokenizer, "backend_tokenizer", tokenizer).decoder
@@ -32,7 +43,7 @@ class Detokenizer:
         # A token's text can depend on the few before it (spaces, bytes), so decoding starts a few tokens earlier. It
         # must not start inside a character: some decoders drop a whole run of bytes if a character is incomplete.
         for count in (6, 12, 24, 48):
-            self._ids = list(prompt_token_ids[-count:])
+            self._ids = self._shown(prompt_token_ids[-count:])
             self._decoded = self._decode()
             if not self._decoded.startswith(_UNFINISHED):
                 break
@@ -48,8 +59,11 @@ class Detokenizer:
         Returns:
             The text that is now final, and the stop string that was completed, if any; the text ends before it.
         """
-        if len(token_ids) > 1 and not self._takes_several:
+        has_mark = bool(self._stop) and not self._marks.isdisjoint(token_ids)
+        if len(token_ids) > 1 and (has_mark or not self._takes_several):
             return self._append_one_by_one(token_ids, may_stop)
+        may_stop = may_stop and not has_mark
+        token_ids = self._shown(token_ids)
         self._ids += token_ids
         text = self._decode()
         if len(token_ids) > 1 and _UNFINISHED in text:
@@ -93,5 +107,16 @@ class Detokenizer:
         self._held, self._decoded = "", self._decode()
         return text
 
+    def _shown(self, token_ids: Sequence[int]) -> list[int]:
+        if not self._hidden:
+            return list(token_ids)
+        return [token for token in token_ids if token not in self._hidden]
+
     def _decode(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special)
+
+
+@cache
+def _special_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    return frozenset(token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)

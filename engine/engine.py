@@ -10,7 +10,7 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.block_pool import salt_digest
+from engine.blocks.block_pool import salt_digest
 from engine.config import EngineConfig, ModelInfo
 from engine.control.plan import Plan, Planner
 from engine.control.stats import RequestStats
@@ -117,7 +117,11 @@ class Engine:
         detokenizer = None
         if self._tokenizer is not None:
             detokenizer = Detokenizer(
-                self._tokenizer, tokens[source_length:], stop=params.stop, skip_special=params.skip_special_tokens
+                self._tokenizer,
+                tokens[source_length:],
+                stop=params.stop,
+                skip_special=params.skip_special_tokens,
+                marks=params.mark_token_ids,
             )
         elif params.stop:
             raise RequestError("stop strings need a tokenizer; this engine has none", "stop")

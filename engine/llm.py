@@ -14,7 +14,7 @@ from engine.drafting.model.translated import translated
 from engine.drafting.registry import check_kinds, choose_method, settle_drafting
 from engine.engine import Engine
 from engine.errors import ConfigError, RequestError
-from engine.execution.memory import plan_kv_blocks
+from engine.execution.memory import plan_cache
 from engine.execution.registry import make_backend, survey
 from engine.heads.registry import load_target
 from engine.models.first_layers import check_self_draft
@@ -102,8 +102,8 @@ class LLM:
         # Before any model loads.
         surveys = [survey(source, config) for source in (target_source, draft_source) if source is not None]
         footprints = [one.footprint for one in surveys]
-        num_blocks = plan_kv_blocks(surveys[0].free_bytes, footprints, config, device=surveys[0].device)
-        config = replace(config, num_blocks=num_blocks)
+        cache = plan_cache(surveys[0].free_bytes, footprints, config, device=surveys[0].device)
+        config = replace(config, **cache._asdict())
         branches = method.branches(config)
         target = make_backend(load_target(target_source), target_source, config, branches=branches)
         info = target.info

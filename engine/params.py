@@ -41,6 +41,8 @@ class SamplingParams:
     max_tokens: int = 16
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    mark_token_ids: list[int] = field(default_factory=list)
+    """Tokens that delimit parts of the text: it holds them even if they are special, and no stop string is in them."""
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     num_speculative_tokens: int | None = None

@@ -7,15 +7,15 @@ and recomputes its committed tokens later.
 
 from collections import deque
 
-from engine.block_pool import BlockPool, block_digest
-from engine.block_table import block_table
+from engine.blocks.block_pool import BlockPool, block_digest
+from engine.blocks.block_table import block_table
+from engine.blocks.state_slots import StateSlots
 from engine.config import EngineConfig
 from engine.control.plan import Plan
 from engine.control.stats import SpeculationStats
 from engine.errors import QueueFullError
 from engine.protocols import Request, RequestOutput, ScheduledRow, Verdict
 from engine.sequence import Sequence
-from engine.state_slots import StateSlots
 
 
 class Scheduler:
@@ -77,7 +77,7 @@ class Scheduler:
 
     def next_batch(self, plan: Plan) -> list[ScheduledRow]:
         """Choose the rows of the next round, with drafts no longer than planned, and reserve their blocks."""
-        for sequence in self.states.unsettled:
+        for sequence in [s for s in reversed(self.running) if self.states.is_unsure(s.request)]:
             self._requeue(sequence)
         budget, k = self.config.max_num_batched_tokens, self.config.num_speculative_tokens
         # Memory is planned for 1 + k logits per place in a batch. Longer drafts take those of empty places, and what
@@ -129,7 +129,7 @@ class Scheduler:
                 self.stats.num_generation_tokens += len(output.token_ids)
                 outputs.append((sequence, output))
             self._publish(sequence)
-            self.states.commit(sequence)
+            self.states.commit(sequence.request, sequence.digests)
             if sequence.finish_reason is not None:
                 self.running.remove(sequence)
                 self._free(sequence)
@@ -138,7 +138,7 @@ class Scheduler:
     def _row(self, sequence: Sequence, budget: int, plan: Plan, longest: int) -> ScheduledRow:
         # A source may exceed the remaining budget: it has its own pass.
         length = max(min(sequence.num_uncomputed, budget), sequence.num_inseparable)
-        length = self.states.row_length(sequence, length)
+        length = self.states.row_length(sequence.request, sequence.num_computed, length)
         num_draft_tokens = 0
         if sequence.is_decoding:
             # A round commits one token more than it accepts, so a draft must leave room for that token.
@@ -188,7 +188,7 @@ class Scheduler:
         return row
 
     def _first_row(self, sequence: Sequence, budget: int, plan: Plan) -> ScheduledRow | None:
-        num_blocks = self.states.admit(sequence)
+        num_blocks = self.states.admit(sequence.request, sequence.digests)
         if num_blocks is None:
             return None
         self.pool.free(sequence.block_ids[num_blocks:])
@@ -203,7 +203,7 @@ class Scheduler:
 
     def _free(self, sequence: Sequence) -> None:
         self.pool.free(sequence.block_ids)
-        self.states.release(sequence)
+        self.states.release(sequence.request)
         sequence.block_ids, sequence.digests, sequence.num_computed = block_table(), [], 0
 
     def _publish(self, sequence: Sequence) -> None:

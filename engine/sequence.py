@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from engine.block_table import BlockTable, block_table
+from engine.blocks.block_table import BlockTable, block_table
 from engine.detokenizer import Detokenizer
 from engine.errors import RequestError
 from engine.protocols import FinishReason, Request, RequestOutput, RoundTrace, TokenLogprobs, Verdict

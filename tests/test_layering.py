@@ -202,7 +202,7 @@ def folder_graph(package: str) -> dict[str, set[str]]:
     return graph
 
 
-VOCABULARY = {"protocols", "block_table", "wire", "params", "config", "errors", "ray_internals", "ray_core"}
+VOCABULARY = {"protocols", "wire", "params", "config", "errors", "ray_internals", "ray_core"}
 """The trunk's files that folders may import: what its parts exchange, sampling parameters, settings, exceptions, and
 Ray's private parts."""
 CODE = (".py", ".cpp")

@@ -10,7 +10,7 @@ import msgspec
 from engine.control.stats import RunAheadStats
 from engine.errors import PacelineError, RequestError
 from engine.params import SamplingParams
-from engine.protocols import Draft, Verdict
+from engine.protocols import Draft, StateRow, Verdict
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 
@@ -46,6 +46,7 @@ class VerifyEntry(msgspec.Struct, array_like=True, frozen=True):
     start: int
     length: int
     draft: Draft
+    state: StateRow | None = None
 
 
 class RoundMessage(msgspec.Struct, array_like=True, frozen=True):

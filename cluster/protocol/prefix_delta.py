@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.protocol.messages import PrefixDelta
-from engine.block_table import BlockTable, block_table
+from engine.blocks.block_table import BlockTable, block_table
 from engine.protocols import ProposeRow, Request, VerifyRow
 
 

@@ -26,7 +26,7 @@ from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.config import CompileProgress, EngineConfig, ModelConfig, ModelInfo
 from engine.drafting.model.feature_store import FeatureStore
 from engine.drafting.registry import choose_method
-from engine.execution.memory import Survey
+from engine.execution.memory import CacheSize, Survey
 from engine.models.registry import open_model
 from engine.models.source import ModelSource
 
@@ -122,12 +122,12 @@ class DraftWorker(Worker):
 
     _feature_server: Server | None = None
 
-    def load(self, config: ModelConfig, target: ModelConfig, num_blocks: int, *, run_ahead: bool) -> ModelInfo:
-        """Load the draft with its planned KV blocks; ids beyond the target's vocabulary are never drafted."""
+    def load(self, config: ModelConfig, target: ModelConfig, cache: CacheSize, *, run_ahead: bool) -> ModelInfo:
+        """Load the draft with its planned cache; ids beyond the target's vocabulary are never drafted."""
         with _importing():
             from cluster.workers.loading import load_drafter
 
-        engine, features = replace(self._engine, num_blocks=num_blocks), FeatureStore()
+        engine, features = replace(self._engine, **cache._asdict()), FeatureStore()
         drafter, self._backend = load_drafter(
             self._open(config), self._open(target), engine, run_ahead=run_ahead, features=features
         )
@@ -166,9 +166,9 @@ class TargetWorker(Worker):
         return address
 
     def load(
-        self, config: ModelConfig, num_blocks: int, address: tuple[str, int] | None, timeout_s: float
+        self, config: ModelConfig, cache: CacheSize, address: tuple[str, int] | None, timeout_s: float
     ) -> ModelInfo:
-        """Load this rank's shard with its planned KV blocks; `address` is the ranks' store, None for a single rank."""
+        """Load this rank's shard with its planned cache; `address` is the ranks' store, None for a single rank."""
         with _importing():
             from cluster.workers.features import FeatureSource
             from cluster.workers.loading import load_verifier
@@ -187,7 +187,7 @@ class TargetWorker(Worker):
                 host=self._host,
                 timeout_s=timeout_s,
             )
-        verifier = load_verifier(self._open(config), replace(self._engine, num_blocks=num_blocks), shard=shard)
+        verifier = load_verifier(self._open(config), replace(self._engine, **cache._asdict()), shard=shard)
         self._backend = verifier.backend
         self._backend.warm_up()
         served: ModelVerifier | FeatureSource = verifier

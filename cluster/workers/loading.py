@@ -47,4 +47,6 @@ def load_verifier(source: ModelSource, engine: EngineConfig, *, shard: Shard | N
     grammars = Grammars(source, vocab_size=info.vocab_size, eos_token_ids=info.eos_token_ids)
     verifier = ModelVerifier(backend, engine, grammars, method.make_in_target)
     logger.info("%d KV blocks of %d tokens", verifier.num_blocks, engine.block_size)
+    if info.state_chunk:
+        logger.info("%d state slots", engine.num_states)
     return verifier

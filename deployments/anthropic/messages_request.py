@@ -1,6 +1,6 @@
 """The bodies of /v1/messages and /v1/messages/count_tokens, and the chat completion request that they become."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -48,13 +48,13 @@ class NamedChoice(ChosenFunction):
 
 
 class Thinking(RequestModel):
-    """Whether the model thinks: the variable `enable_thinking` of the chat template."""
+    """Whether the model thinks: the variables `enable_thinking` and `thinking` of the chat template."""
 
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[int, Field(ge=0, lt=2**31), WHOLE] | None = None
     """Accepted and ignored: no model here is trained for it; `max_tokens` limits thoughts and answer together."""
     display: str | None = None
-    """Accepted and ignored: thoughts are part of the text."""
+    """Accepted and ignored: thoughts are always sent."""
 
 
 class SchemaFormat(RequestModel):
@@ -68,7 +68,7 @@ class OutputConfig(RequestModel):
     """The form of the answer."""
 
     effort: ReasoningEffort | None = None
-    """A variable for the chat template, as `reasoning_effort` of /v1/chat/completions."""
+    """As `reasoning_effort` of /v1/chat/completions; without effect on a template that reads none of its variables."""
     format: SchemaFormat | None = None
     """What the answer must match."""
 
@@ -123,10 +123,18 @@ class CountTokensRequest(Cacheable):
             parallel_tool_calls=not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
             add_generation_prompt=not is_begun,
             continue_final_message=is_begun,
-            chat_template_kwargs={"enable_thinking": self.thinking.type != "disabled"} if self.thinking else None,
-            reasoning_effort=output.effort,
+            chat_template_kwargs=self._template_variables() or None,
             response_format=JsonSchemaFormat(type="json_schema", json_schema=schema) if schema else None,
         )
+
+    def _template_variables(self) -> dict[str, Any]:
+        """Return what tells a chat template to think; clients send it to any model, so none is refused for it."""
+        effort = self.output_config.effort if self.output_config else None
+        thinks = None if effort is None else effort != "none"
+        if self.thinking:
+            thinks = self.thinking.type != "disabled"
+        switches = {"enable_thinking": thinks, "thinking": thinks, "reasoning_effort": effort}
+        return {name: value for name, value in switches.items() if value is not None}
 
     def _tool_choice(self) -> Literal["none", "auto", "required"] | ToolChoice | None:
         match self.tool_choice:

@@ -2,15 +2,16 @@
 
 import json
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 from deployments.openai.chat import ChatWriter
-from deployments.openai.tool_calls import Arguments, CallStart, Piece
+from deployments.openai.message_parts import CallArguments, CallStart, Part, Reasoning
 from deployments.openai.types import ResponseModel, to_json
 from deployments.openai.writer import Choice
 from deployments.prompts.conversation import past_arguments
 from engine.protocols import RequestOutput
 
+TextBlock = TypeVar("TextBlock", "OutputTextBlock", "OutputThinking")
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
@@ -19,6 +20,14 @@ class OutputTextBlock(ResponseModel):
 
     type: Literal["text"]
     text: str
+
+
+class OutputThinking(ResponseModel):
+    """Thoughts; nobody signs them."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: str
 
 
 class OutputToolUse(ResponseModel):
@@ -30,6 +39,9 @@ class OutputToolUse(ResponseModel):
     input: dict[str, Any] | str
 
 
+Block = OutputTextBlock | OutputThinking | OutputToolUse
+
+
 class MessageBody(ResponseModel):
     """The body of a response."""
 
@@ -37,7 +49,7 @@ class MessageBody(ResponseModel):
     type: Literal["message"]
     role: Literal["assistant"]
     model: str
-    content: list[OutputTextBlock | OutputToolUse]
+    content: list[Block]
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: dict[Literal["input_tokens", "cache_read_input_tokens", "output_tokens"], int]
@@ -62,12 +74,12 @@ class MessagesError(ResponseModel):
 class MessagesWriter(ChatWriter):
     """Writes one response; `request` is the chat completion that generates its text.
 
-    The text becomes blocks: text, and calls of tools. The last block is open until the next one or the end.
+    The message becomes blocks: thoughts, text, and calls of tools. The last one is open until the next or the end.
     """
 
     END: ClassVar[str] = ""
 
-    blocks: list[OutputTextBlock | OutputToolUse] = field(default_factory=list, init=False)
+    blocks: list[Block] = field(default_factory=list, init=False)
     arguments: str = field(default="", init=False)
     """Of the last call."""
 
@@ -100,24 +112,30 @@ class MessagesWriter(ChatWriter):
         return f"event: {type}\ndata: {to_json({'type': type, **fields})}\n\n"
 
     def _add(self, choice: Choice, text: str, *, is_last: bool) -> str:
-        return "".join(self._add_piece(piece) for piece in self.read(choice, text, is_last=is_last) if piece)
+        return "".join(self._add_part(part) for part in self.read(choice, text, is_last=is_last))
 
-    def _add_piece(self, piece: Piece) -> str:
-        match piece:
+    def _add_part(self, part: Part) -> str:
+        match part:
             case CallStart():
-                return self._begin_block(OutputToolUse(type="tool_use", id=piece.id, name=piece.name, input={}))
-            case Arguments():
-                self.arguments += piece.text
+                return self._begin_block(OutputToolUse(type="tool_use", id=part.id, name=part.name, input={}))
+            case CallArguments():
+                self.arguments += part.text
                 is_json = self.request.tool_choice not in (None, "auto")  # a grammar sees to that
-                return self._block_delta(type="input_json_delta", partial_json=piece.text) if is_json else ""
-        start, last = "", self.blocks[-1] if self.blocks else None
-        if not isinstance(last, OutputTextBlock):
-            last = OutputTextBlock(type="text", text="")
-            start = self._begin_block(last)
-        last.text += piece
-        return start + self._block_delta(type="text_delta", text=piece)
+                return self._block_delta(type="input_json_delta", partial_json=part.text) if is_json else ""
+            case Reasoning():
+                thoughts, start = self._last_block(OutputThinking(type="thinking", thinking="", signature=""))
+                thoughts.thinking += part.text
+                return start + self._block_delta(type="thinking_delta", thinking=part.text)
+        text, start = self._last_block(OutputTextBlock(type="text", text=""))
+        text.text += part.text
+        return start + self._block_delta(type="text_delta", text=part.text)
 
-    def _begin_block(self, block: OutputTextBlock | OutputToolUse) -> str:
+    def _last_block(self, empty: TextBlock) -> tuple[TextBlock, str]:
+        """Return the last block, if it is of this kind, or else begin the empty one."""
+        last = self.blocks[-1] if self.blocks else None
+        return (last, "") if isinstance(last, type(empty)) else (empty, self._begin_block(empty))
+
+    def _begin_block(self, block: Block) -> str:
         end = self._end_block()
         self.blocks.append(block)
         return end + self._named_event("content_block_start", index=len(self.blocks) - 1, content_block=block)

@@ -12,7 +12,7 @@ from deployments.diagnosis.machine import size_text
 from engine.config import ModelConfig, split_revision
 from engine.drafting.registry import check_kinds
 from engine.errors import ModelError
-from engine.execution.memory import plan_kv_blocks
+from engine.execution.memory import plan_cache
 from engine.models.registry import open_model
 from engine.models.source import shared_tokens
 
@@ -70,7 +70,7 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
         first, *rest = [survey(target, engine, world_size=size), *(survey(draft, engine) for draft in others)]
         on_cpu = first.device == "cpu"
         workers = [first.footprint] * (size if on_cpu else 1) + [one.footprint for one in rest if on_cpu or has_one_gpu]
-        num_blocks = plan_kv_blocks(first.free_bytes, workers, engine, device=first.device)
+        cache = plan_cache(first.free_bytes, workers, engine, device=first.device)
     except (ModelError, PlacementError) as error:
         advice = (
             f"pull {known_draft(target.path) or 'a draft of its family'}, or draft without a model: drafting=suffix"
@@ -78,7 +78,7 @@ def pair_findings(config: AppConfig) -> Iterator[Finding]:
         yield Finding("error", "pair", str(error), advice if others else "choose another target, or other settings")
         return
     weights = " and ".join(size_text(one.footprint.weight_bytes) for one in (first, *rest))
-    room = f"{num_blocks * engine.block_size:,} tokens fit into the cache"
+    room = f"{cache.num_blocks * engine.block_size:,} tokens fit into the cache"
     tokens = f"{len(target.tokenizer)} tokens{' in both' * (shared_ids == [None])}"
     for shared in filter(None, shared_ids):
         tokens += f", of which the draft has {len(shared)}, by other ids"

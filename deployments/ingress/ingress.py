@@ -244,11 +244,15 @@ class Ingress:
         try:
             chat = request if isinstance(request, ChatCompletionRequest) else request.to_chat()
             params = sampling_params(chat, limits, max_n=self.config.limits.max_n)
-            source = chat.grammar_source(self._encoder.tool_form)
-            prompt = await self._encoder.encode_chat(chat, limits.max_model_len)
-            prompts, params = fit(params, chat, [prompt], limits)
-            reply = await self._reply(prefix, prompts, chat, limits)
-            answer = writer(reply, chat, self._encoder.tool_form)
+            form = self._encoder.form
+            source = chat.grammar_source(form.tool_form if form else None)
+            prompts = [await self._encoder.encode_chat(chat, limits.max_model_len)]
+            prompts, params = fit(params, chat, prompts, limits)
+            end = "" if form is None else await self._encoder.answer_begun(chat, prompts[0])
+            if form is not None:
+                params = replace(params, mark_token_ids=list(form.mark_token_ids))
+                source = source and replace(source, thoughts=form.thoughts_after(end))
+            answer = writer(await self._reply(prefix, prompts, chat, limits), chat, form, end)
             return await self._answer(answer, params, source, last_event_id)
         except RequestError as error:
             raise renamed(error, request.CHAT_FIELDS) from error

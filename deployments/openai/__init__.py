@@ -9,7 +9,8 @@ A new field of a request goes into the file of its API, or into `sampling_fields
 - `sampling_fields`: the request fields that APIs share.
 - `conversation_fields`: messages, and how they become a prompt.
 - `structured_output`: `response_format` and `structured_outputs`.
-- `tools`: functions to call, and the grammars of required calls; `tool_calls` reads calls in the text.
+- `tools`: functions to call, and the grammars of required calls.
+- `message_parts`: content, thoughts and tool calls in a growing text.
 - `writer`: rounds to a body or events; token counts.
 - `logprobs`: log probabilities in responses.
 """

@@ -1,18 +1,17 @@
 """/v1/chat/completions: its request, its body and chunks, and their writer."""
 
-import hashlib
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from deployments.openai.conversation_fields import ConversationRequest, Messages
 from deployments.openai.logprobs import ChatLogprobs, PromptLogprobs, chat_logprobs, prompt_logprobs_field
+from deployments.openai.message_parts import CallArguments, CallStart, Content, MessageParser, Part, Reasoning
 from deployments.openai.sampling_fields import GenerationRequest
 from deployments.openai.structured_output import GrammarSource
-from deployments.openai.tool_calls import Arguments, CallReader, CallStart, FunctionCall, Piece, ToolCall
-from deployments.openai.tools import ToolChoice, ToolForm, required_call
+from deployments.openai.tools import MessageForm, ToolChoice, ToolForm, required_call
 from deployments.openai.types import WHOLE, NumAlternatives, ResponseModel
 from deployments.openai.writer import Choice, FinishReason, RequestMetrics, Round, Usage, Writer, event
 from engine.protocols import RequestOutput
@@ -45,11 +44,20 @@ class ChatCompletionRequest(GenerationRequest, ConversationRequest):
         is_parallel = self.parallel_tool_calls is not False
         return required_call(self.tool_choice, self.tools, tool_form, is_parallel=is_parallel) or source
 
-    def call_reader(self, tool_form: ToolForm | None) -> CallReader | None:
-        """Return a reader of the answer; None if it cannot hold calls."""
-        if not self.offered_tools or tool_form is None:
-            return None
-        return tool_form.reader(calls_only=self.tool_choice not in (None, "auto"))
+
+class FunctionCall(ResponseModel):
+    """A function's name and its arguments, as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(ResponseModel):
+    """A call that the model made."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
 
 
 class AnswerMessage(ResponseModel):
@@ -57,6 +65,7 @@ class AnswerMessage(ResponseModel):
 
     role: Literal["assistant"]
     content: str | None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -89,15 +98,15 @@ class ChatCompletion(ResponseModel):
 
 @dataclass(slots=True)
 class ChatWriter(Writer):
-    """Writes chat completions; `tool_form` is how the model writes calls, if it can."""
+    """Writes chat completions; `form` is how the model writes messages, if that is known."""
 
     request: ChatCompletionRequest
-    tool_form: ToolForm | None = None
-    readers: dict[int, CallReader | None] = field(default_factory=dict, init=False)
+    form: MessageForm | None = None
+    prompt_end: str = ""
+    """May hold the beginning of the answer."""
+    parsers: dict[int, MessageParser] = field(default_factory=dict, init=False)
     num_calls: Counter[int] = field(default_factory=Counter, init=False)
     """Calls that have begun, by choice."""
-    num_read: Counter[int] = field(default_factory=Counter, init=False)
-    """Calls whose names have been read, by choice."""
 
     def opening(self) -> str:
         """Return the chunk that says who speaks, one per choice."""
@@ -109,17 +118,19 @@ class ChatWriter(Writer):
         )
 
     def chunk(self, choice: Choice, output: RequestOutput) -> str:
-        """Return the chunks with the next tokens of a choice: one for each piece of text or of a call, at least one."""
+        """Return the chunks with the next tokens of a choice: one for each part of the message, at least one."""
         logprobs = None
         if output.logprobs is not None:
             logprobs = chat_logprobs(output.token_ids, output.logprobs, self.reply.token_texts)
-        pieces = self.read(choice, output.text, is_last=output.finish_reason is not None)
-        # One piece in a chunk: clients join the deltas of a call by its index, and expect each index once in a chunk.
-        deltas = [self._delta(choice, piece) for piece in pieces] or [{"content": ""}]
+        parts = self.read(choice, output.text, is_last=output.finish_reason is not None)
+        # One part in a chunk: clients join the deltas of a call by its index, and expect each index once in a chunk.
+        deltas = [_delta(part) for part in parts] or [{"content": ""}]
         chunks = [_chunk(choice, delta) for delta in deltas]
         chunks[0]["logprobs"] = logprobs
         chunks[-1] |= {"finish_reason": self._finish_reason(choice), "stop_reason": output.stop_reason}
-        chunks[0] |= self.ids_field(token_ids=output.token_ids) | self.rounds_field(choice)
+        chunks[0] |= self.ids_field(token_ids=output.token_ids)
+        for chunk in chunks:
+            chunk |= self.rounds_field(choice)  # all in the first one
         return "".join(self._event([chunk], **self.chunk_usage_field()) for chunk in chunks)
 
     def closing(self) -> str:
@@ -153,50 +164,38 @@ class ChatWriter(Writer):
             **self.usage_fields(),
         )
 
-    def read(self, choice: Choice, text: str, *, is_last: bool) -> list[Piece]:
-        """Return the pieces of text and calls that the next text of a choice completes."""
-        if choice.index not in self.readers:
-            self.readers[choice.index] = self.request.call_reader(self.tool_form)
-        reader = self.readers[choice.index]
-        if reader is None:
-            return [text]
-        pieces = reader.feed(text, is_last=is_last)
-        return [self._with_id(piece, choice) if isinstance(piece, CallStart) else piece for piece in pieces]
-
-    def _with_id(self, call: CallStart, choice: Choice) -> CallStart:
-        """Return a choice's next call with its id, which is the same where a stream is continued."""
-        self.num_read[choice.index] += 1
-        basis = f"{self.reply.id}/{choice.index}/{self.num_read[choice.index]}"
-        return replace(call, id=f"call_{hashlib.blake2s(basis.encode(), digest_size=12).hexdigest()}")
+    def read(self, choice: Choice, text: str, *, is_last: bool) -> list[Part]:
+        """Return the parts of the message that the next text of a choice completes."""
+        if self.form is None:
+            return [Content(text)] if text else []
+        if choice.index not in self.parsers:
+            self.parsers[choice.index] = MessageParser(
+                self.form,
+                prompt=self.prompt_end,
+                tools=self.request.offered_tools,
+                calls_only=self.request.tool_choice not in (None, "auto", "none"),
+                id_basis=f"{self.reply.id}/{choice.index}",  # the same where a stream is continued
+            )
+        parts = self.parsers[choice.index].feed(text, is_last=is_last)
+        self.num_calls[choice.index] += sum(isinstance(part, CallStart) for part in parts)
+        return parts
 
     def _message(self, choice: Choice) -> AnswerMessage:
-        text = ""
+        texts: dict[type[Part], str] = {Content: "", Reasoning: ""}
         calls: list[ToolCall] = []
-        for piece in self.read(choice, choice.text, is_last=True):
-            match piece:
+        for part in self.read(choice, choice.text, is_last=True):
+            match part:
                 case CallStart():
-                    function = FunctionCall(name=piece.name, arguments="")
-                    calls.append(ToolCall(id=piece.id, type="function", function=function))
-                case Arguments():
-                    calls[-1].function.arguments += piece.text
+                    function = FunctionCall(name=part.name, arguments="")
+                    calls.append(ToolCall(id=part.id, type="function", function=function))
+                case CallArguments():
+                    calls[part.index].function.arguments += part.text
                 case _:
-                    text += piece
-        self.num_calls[choice.index] = len(calls)
-        if not calls:
-            return AnswerMessage(role="assistant", content=text)
-        return AnswerMessage(role="assistant", content=text or None, tool_calls=calls)
-
-    def _delta(self, choice: Choice, piece: Piece) -> dict[str, Any]:
-        """Return the next piece of an answer; only the first piece of a call has its id, type and name."""
-        match piece:
-            case CallStart():
-                self.num_calls[choice.index] += 1
-                call = {"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}}
-            case Arguments():
-                call = {"function": {"arguments": piece.text}}
-            case _:
-                return {"content": piece}
-        return {"tool_calls": [{"index": self.num_calls[choice.index] - 1, **call}]}
+                    texts[type(part)] += part.text
+        fields: dict[str, Any] = {"reasoning_content": texts[Reasoning]} if texts[Reasoning] else {}
+        if calls:
+            fields["tool_calls"] = calls
+        return AnswerMessage(role="assistant", content=texts[Content] or (None if calls else ""), **fields)
 
     def _finish_reason(self, choice: Choice) -> FinishReason | None:
         """Return why an answer ended: `tool_calls`, but `stop` where the client named the function, as OpenAI does."""
@@ -211,3 +210,17 @@ class ChatWriter(Writer):
 
 def _chunk(choice: Choice, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    """Return the next part of an answer; only the first part of a call has its id, type and name."""
+    match part:
+        case CallStart():
+            call = {"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}}
+        case CallArguments():
+            call = {"function": {"arguments": part.text}}
+        case Reasoning():
+            return {"reasoning_content": part.text}
+        case _:
+            return {"content": part.text}
+    return {"tool_calls": [{"index": part.index, **call}]}

@@ -107,7 +107,8 @@ class ConversationRequest(RequestModel):
     chat_template_kwargs: JsonObject | None = None
     """Variables for the chat template, such as `enable_thinking`; a variable that it does not read has no effect."""
     reasoning_effort: ReasoningEffort | None = None
-    """A variable for the chat template; also sets `enable_thinking`, unless `chat_template_kwargs` do."""
+    """How much the model thinks: a variable for the chat template. It also sets its switch, `enable_thinking` or
+    `thinking`: `none` is off. Refused if the template reads none of them; `chat_template_kwargs` win."""
 
     @property
     def offered_tools(self) -> list[Tool]:
@@ -115,7 +116,7 @@ class ConversationRequest(RequestModel):
         return [] if self.tool_choice == "none" else self.tools or []
 
     def template_variables(self) -> dict[str, Any]:
-        """Return the variables for the chat template.
+        """Return the client's own variables for the chat template.
 
         Raises RequestError if the last message is to be continued, and another one to be begun.
         """
@@ -124,8 +125,4 @@ class ConversationRequest(RequestModel):
                 "continue_final_message continues the last message, add_generation_prompt begins another",
                 "continue_final_message",
             )
-        variables = self.chat_template_kwargs or {}
-        if self.reasoning_effort is None:
-            return variables
-        thinks = self.reasoning_effort != "none"
-        return {"enable_thinking": thinks, **variables, "reasoning_effort": self.reasoning_effort}
+        return self.chat_template_kwargs or {}

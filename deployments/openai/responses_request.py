@@ -55,16 +55,23 @@ class InputItem(RequestModel):
     """Accepted and ignored: LiteLLM sends it back with earlier answers."""
 
 
+class InputThought(RequestModel):
+    """A piece of thoughts."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
 class InputReasoning(InputItem):
-    """Thoughts before an earlier answer; they are left out of the prompt."""
+    """Thoughts before an earlier answer, for chat templates that show them."""
 
     type: Literal["reasoning"]
     summary: list[Any] | None = None
-    """Accepted and ignored: part of a reasoning item; earlier thoughts are in no prompt."""
-    content: list[Any] | None = None
-    """Accepted and ignored: part of a reasoning item; earlier thoughts are in no prompt."""
+    """Accepted and ignored: only whole thoughts are shown to the model."""
+    content: list[InputThought] | None = None
+    """The thoughts."""
     encrypted_content: str | None = None
-    """Accepted and ignored: part of a reasoning item; earlier thoughts are in no prompt."""
+    """Accepted and ignored: only the server that encrypted these thoughts can read them."""
 
 
 class InputMessage(InputItem):
@@ -117,10 +124,13 @@ class FunctionChoice(ChosenFunction, OfFunctions):
 
 
 def conversation(items: Sequence[Item]) -> list[ChatMessage]:
-    """Convert items to messages; calls join the assistant's message before them."""
+    """Convert items to messages; calls join the assistant's message before them, and thoughts the one after them."""
     messages: list[ChatMessage] = []
+    thoughts: str | None = None
     for item in items:
         match item:
+            case InputReasoning():
+                thoughts = "".join(part.text for part in item.content or ()) or None
             case InputMessage():
                 messages.append(message_of(item.role, _text(item.content)))
             case InputCallResult():
@@ -129,11 +139,15 @@ def conversation(items: Sequence[Item]) -> list[ChatMessage]:
                 function = PastFunction(name=item.name, arguments=item.arguments)
                 call = PastCall(type="function", id=item.call_id, function=function)
                 last = messages[-1] if messages else None
-                if isinstance(last, AssistantMessage):
+                if isinstance(last, AssistantMessage) and thoughts is None:
                     calls = [*(last.tool_calls or []), call]
                     messages[-1] = last.model_copy(update={"tool_calls": calls})
                 else:
                     messages.append(AssistantMessage(role="assistant", tool_calls=[call]))
+        if not isinstance(item, InputReasoning):
+            if thoughts is not None and isinstance(messages[-1], AssistantMessage):
+                messages[-1] = messages[-1].model_copy(update={"reasoning_content": thoughts})
+            thoughts = None
     return messages
 
 
@@ -160,11 +174,11 @@ class Reasoning(RequestModel):
     """How much the model thinks."""
 
     effort: ReasoningEffort | None = None
-    """A variable for the chat template."""
+    """As `reasoning_effort` of /v1/chat/completions."""
     summary: str | None = None
-    """Accepted and ignored: thoughts are part of the text."""
+    """Accepted and ignored: thoughts are sent whole."""
     generate_summary: str | None = None
-    """Accepted and ignored: thoughts are part of the text."""
+    """Accepted and ignored: thoughts are sent whole."""
 
 
 Includable = Literal[
@@ -187,6 +201,7 @@ class ResponsesRequest(SamplingRequest):
         "max_completion_tokens": "max_output_tokens",
         "response_format.json_schema.schema": "text.format.schema",
         "response_format": "text.format",
+        "reasoning_effort": "reasoning.effort",
     }
 
     input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
@@ -210,8 +225,8 @@ class ResponsesRequest(SamplingRequest):
     max_tool_calls: Annotated[int, Field(ge=1), WHOLE] | None = None
     """Accepted and ignored: it counts calls of tools that a server runs, and this one runs none."""
     include: list[Includable] | None = None
-    """What else to send: log probabilities of the text, if it has no tools. The rest belongs to tools and thoughts that
-    are not here, and changes nothing."""
+    """What else to send: log probabilities of the text, if it has no tools. The rest belongs to tools not here,
+    or to thoughts, which are sent anyway, and changes nothing."""
     top_logprobs: NumAlternatives | None = None
     """Alternatives to list for each token; only with log probabilities included."""
     stream_options: EventOptions | None = None
@@ -241,7 +256,7 @@ class ResponsesRequest(SamplingRequest):
             messages.append(message_of("system", self.instructions))
         messages += [message_of("user", self.input)] if isinstance(self.input, str) else conversation(self.input)
         if not messages:
-            raise RequestError("input holds nothing but earlier thoughts, which are ignored", "input")
+            raise RequestError("input holds nothing but earlier thoughts", "input")
         return ChatCompletionRequest(
             messages=messages,
             max_completion_tokens=self.max_output_tokens,

@@ -1,12 +1,16 @@
 """/v1/responses: its body, its events, and ResponsesWriter, which turns a chat completion into them."""
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, ClassVar, Literal
 
 from deployments.openai.chat import ChatWriter
 from deployments.openai.logprobs import TokenLogprob, chat_logprobs
+from deployments.openai.message_parts import CallArguments, CallStart, Part, Reasoning
 from deployments.openai.responses_request import ResponsesRequest
-from deployments.openai.tool_calls import Arguments, CallStart, Piece
+from deployments.openai.tools import THOUGHTS
 from deployments.openai.types import ResponseModel, to_json
 from deployments.openai.writer import Choice
 from engine.protocols import RequestOutput
@@ -44,7 +48,24 @@ class OutputCall(ResponseModel):
     status: Status
 
 
-OutputItem = OutputMessage | OutputCall
+class ReasoningText(ResponseModel):
+    """The text of thoughts."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(ResponseModel):
+    """Thoughts; they come whole, so there is no summary."""
+
+    id: str
+    type: Literal["reasoning"]
+    summary: list[str]
+    status: Status
+    content: list[ReasoningText]
+
+
+OutputItem = OutputMessage | OutputCall | OutputReasoning
 
 
 class ResponseUsage(ResponseModel):
@@ -87,7 +108,7 @@ class Response(ResponseModel):
 class ResponsesWriter(ChatWriter):
     """Writes one response; `request` is the chat completion that generates its text.
 
-    The text becomes items: messages, and calls of functions. Only the last item can be in progress.
+    The text becomes items: thoughts, messages, and calls of functions. Only the last item can be in progress.
     """
 
     END: ClassVar[str] = ""
@@ -140,33 +161,41 @@ class ResponsesWriter(ChatWriter):
     def _add(self, choice: Choice, tokens: Choice | RequestOutput, *, is_last: bool) -> str:
         if tokens.logprobs:
             self.logprobs += chat_logprobs(tokens.token_ids, tokens.logprobs, self.reply.token_texts).content
-        return "".join(self._add_piece(piece) for piece in self.read(choice, tokens.text, is_last=is_last) if piece)
+        return "".join(self._add_part(part) for part in self.read(choice, tokens.text, is_last=is_last))
 
-    def _add_piece(self, piece: Piece) -> str:
+    def _add_part(self, part: Part) -> str:
         last = self.items[-1] if self.items else None
-        match piece:
+        match part:
             case CallStart():
-                return self._end_item("completed") + self._begin_call(piece)
-            case Arguments():
+                return self._end_item("completed") + self._begin_call(part)
+            case CallArguments():
                 assert isinstance(last, OutputCall)
-                last.arguments += piece.text
-                return self._named_event("response.function_call_arguments.delta", **self._location, delta=piece.text)
-            case _ if isinstance(last, OutputMessage):
-                return self._add_text(last.content[0], piece)
+                last.arguments += part.text
+                return self._named_event("response.function_call_arguments.delta", **self._location, delta=part.text)
             case _:
-                start = self._end_item("completed")
-                message, begun = self._begin_message()
-                return start + begun + self._add_text(message.content[0], piece)
+                kind = OutputReasoning if isinstance(part, Reasoning) else OutputMessage
+                begun = "" if isinstance(last, kind) else self._end_item("completed") + self._begin_item(kind)
+                return begun + self._add_text(part.text)
 
-    def _begin_message(self) -> tuple[OutputMessage, str]:
-        message = OutputMessage(
-            id=self._item_id("msg"), type="message", role="assistant", status="in_progress", content=[]
-        )
-        self.items.append(message)
-        added = self._named_event("response.output_item.added", item=message, output_index=len(self.items) - 1)
-        message.content = [OutputText(type="output_text", text="", annotations=[], logprobs=[])]
-        part = {"part": message.content[0], **self._location, "content_index": 0}
-        return message, added + self._named_event("response.content_part.added", **part)
+    def _begin_item(self, kind: type[OutputMessage] | type[OutputReasoning]) -> str:
+        """Return the events that begin thoughts or a message."""
+        if kind is OutputReasoning:
+            self.items.append(
+                OutputReasoning(id=self._item_id("rs"), type="reasoning", summary=[], status="in_progress", content=[])
+            )
+            text: OutputText | ReasoningText = ReasoningText(type="reasoning_text", text="")
+        else:
+            self.logprobs = self.logprobs[self._num_thoughts([token.token for token in self.logprobs]) :]
+            self.items.append(
+                OutputMessage(
+                    id=self._item_id("msg"), type="message", role="assistant", status="in_progress", content=[]
+                )
+            )
+            text = OutputText(type="output_text", text="", annotations=[], logprobs=[])
+        item: Any = self.items[-1]
+        added = self._named_event("response.output_item.added", item=item, output_index=len(self.items) - 1)
+        item.content = [text]
+        return added + self._named_event("response.content_part.added", part=text, **self._location, content_index=0)
 
     def _begin_call(self, start: CallStart) -> str:
         call = OutputCall(
@@ -180,16 +209,30 @@ class ResponsesWriter(ChatWriter):
         self.items.append(call)
         return self._named_event("response.output_item.added", item=call, output_index=len(self.items) - 1)
 
-    def _add_text(self, part: OutputText, text: str) -> str:
-        logprobs, self.logprobs = self.logprobs, []
+    def _num_thoughts(self, texts: Sequence[str]) -> int:
+        """Return how many of the answer's first tokens, of which these are the texts, are thoughts or their marks."""
+        if self.form is None or not any(isinstance(item, OutputReasoning) for item in self.items):
+            return 0
+        fields = self.form.loaded.fields
+        closing = next(fields[name].close_re for name in THOUGHTS if name in fields)
+        closed = closing.search("".join(texts)) if closing else None
+        return bisect_left(list(accumulate(map(len, texts))), closed.end()) + 1 if closed else len(texts)
+
+    def _add_text(self, text: str) -> str:
+        item = self.items[-1]
+        assert not isinstance(item, OutputCall)
+        part = item.content[0]
         part.text += text
+        if isinstance(part, ReasoningText):
+            return self._named_event("response.reasoning_text.delta", **self._location, content_index=0, delta=text)
+        logprobs, self.logprobs = self.logprobs, []
         part.logprobs += logprobs
         fields = {**self._location, "content_index": 0, "delta": text, "logprobs": logprobs}
         return self._named_event("response.output_text.delta", **fields)
 
     def _finish(self) -> str:
         """End the last item, or an empty message if there is none."""
-        start = "" if self.items else self._begin_message()[1]
+        start = "" if self.items else self._begin_item(OutputMessage)
         return start + self._end_item(self._status)
 
     def _end_item(self, status: Status) -> str:
@@ -197,7 +240,11 @@ class ResponsesWriter(ChatWriter):
             return ""
         item = self.items[-1]
         item.status = status
-        if isinstance(item, OutputMessage):
+        if isinstance(item, OutputReasoning):
+            location, thoughts = {**self._location, "content_index": 0}, item.content[0]
+            ends = self._named_event("response.reasoning_text.done", **location, text=thoughts.text)
+            ends += self._named_event("response.content_part.done", part=thoughts, **location)
+        elif isinstance(item, OutputMessage):
             location, part = {**self._location, "content_index": 0}, item.content[0]
             part.logprobs += self.logprobs  # of tokens that had no text
             self.logprobs = []
@@ -222,7 +269,9 @@ class ResponsesWriter(ChatWriter):
             input_tokens=usage.prompt_tokens,
             input_tokens_details=usage.prompt_tokens_details,
             output_tokens=usage.completion_tokens,
-            output_tokens_details={"reasoning_tokens": 0},
+            output_tokens_details={
+                "reasoning_tokens": self._num_thoughts(self.reply.token_texts(self.choices[0].token_ids))
+            },
             total_tokens=usage.total_tokens,
         )
         return Response(

@@ -1,15 +1,15 @@
 """Structured output: the request fields that constrain a text, and their grammars."""
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from deployments.openai.types import JsonObject, Name, RequestModel
 from engine.errors import RequestError
-from engine.sampling.grammar import from_choice, from_json_schema, from_regex, from_text
+from engine.sampling.grammar import from_choice, from_json_schema, from_regex, from_text, literal
 
 
 class StructuredOutputs(RequestModel):
@@ -61,16 +61,65 @@ ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Fie
 
 
 @dataclass(frozen=True, slots=True)
+class Thoughts:
+    """How a model writes its thoughts and begins its answer.
+
+    Attributes:
+        opening: what begins the thoughts.
+        closing: what ends them.
+        token_ids: the texts that are tokens of their own.
+        answer: what begins the answer, with and without thoughts.
+        is_open: whether the prompt has begun them; else the model does so, or leaves them out.
+    """
+
+    opening: str
+    closing: str
+    token_ids: Mapping[str, int]
+    answer: str = ""
+    is_open: bool = False
+
+    def after(self, begun: str) -> "Thoughts | None":
+        """Return these thoughts where `begun` is how much of the answer the prompt holds; None if they are over."""
+        is_open = begun.rfind(self.opening.strip()) > begun.rfind(self.closing)
+        return replace(self, is_open=is_open) if is_open or not begun.strip() else None
+
+    def before(self, grammar: str, ends: Collection[int]) -> str:
+        """Return the grammar of thoughts and then of a text that `grammar` allows.
+
+        Thoughts may be any text, but only their closing ends them. Where it is a token of its own, they may hold all
+        other tokens but those of `ends`; else they hold no special token.
+        """
+        sources = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+        name = sources[0].get("name") or "text"
+        sources[0]["name"] = name
+        marks = [mark for mark in self.token_ids if mark in self.closing]
+        if marks:
+            first = min(marks, key=self.closing.index)
+            others = ",".join(map(str, sorted({*ends, self.token_ids[first]})))
+            closing = literal(self.closing[self.closing.index(first) :], self.token_ids)
+            rules = [f"thoughts: any {closing}", f"any: | any <[^{others}]>"]
+        else:
+            rules = [f"thoughts[suffix={literal(self.closing)}]: /(?s:.*)/"]
+        opened = f"({literal(self.opening, self.token_ids)} thoughts BLANK)?"
+        answer = literal(self.answer, self.token_ids) if self.answer else ""
+        start = f"start: {'thoughts BLANK' if self.is_open else opened} {answer} @{name}"
+        lark = "\n".join([start, *rules, r"BLANK: /[ \t\r\n]{0,9}/"])
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *sources]})
+
+
+@dataclass(frozen=True, slots=True)
 class GrammarSource:
     """A client's constraint, before it is made a grammar: a request field and its value, whose size is checked first.
 
-    `to_grammar` raises RequestError if the value has no grammar; it can take a second if it `takes_long`.
+    `to_grammar` raises RequestError if the value has no grammar; it can take a second if it `takes_long`. The text
+    matches after `thoughts`, if there are some.
     """
 
     field: str
     value: Any
     to_grammar: Callable[[], str]
     takes_long: bool = False
+    thoughts: Thoughts | None = None
 
 
 def structured_source(outputs: StructuredOutputs) -> GrammarSource:

@@ -1,23 +1,29 @@
-"""Tools: the request fields about functions that the model may call, and the two forms of a call.
+"""Tools: the request fields about functions that the model may call, and the grammars of required calls.
 
-A model calls in the form that its chat template teaches. Hermes (Qwen, Hermes): `<tool_call>` tags around
-`{"name": ..., "arguments": {...}}`, any number of times, anywhere in the text. Llama 3: the text begins with
-`{"name": ..., "parameters": {...}}`, or several of them with semicolons between. `tool_calls.py` reads both.
+`message_parts.py` reads calls, in the form that the model's chat template teaches.
 """
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 from llguidance import LLMatcher
 
-from deployments.openai.structured_output import GrammarSource
-from deployments.openai.tool_calls import CallReader
+from deployments.openai.structured_output import GrammarSource, Thoughts
 from deployments.openai.types import JsonObject, Name, RequestModel
 from engine.errors import RequestError
-from engine.sampling.grammar import JSON_OPTIONS
+from engine.sampling.grammar import JSON_OPTIONS, literal
+
+if TYPE_CHECKING:
+    from transformers.utils.chat_parsing.response_templates import ResponseTemplate
+
+CALLS = "tool_calls"
+"""The field of calls in response templates."""
+THOUGHTS = {"reasoning_content", "thinking"}
+"""The names of the field of thoughts; some templates on the hub use the second one."""
 
 
 class Function(RequestModel):
@@ -80,14 +86,16 @@ class PastCall(OfFunctions):
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """How a model writes calls: between two tags, with its word for `arguments`.
+    """How a required call is written: a JSON object between two tags, with the model's word for `arguments`.
 
-    Without an end tag, calls are only at the beginning of a text, where they need no tag.
+    Without an end tag, there is no start tag either.
     """
 
     start_tag: str
     end_tag: str
     arguments: str
+    token_ids: Mapping[str, int] | None = None
+    """The texts that are tokens of their own."""
 
     def grammar(self, tools: Sequence[Tool], *, parallel: bool) -> str:
         """Return the grammar of one call of these tools or, if parallel, of one or more.
@@ -96,7 +104,8 @@ class ToolForm:
         """
         call, separator = "call", "; "
         if self.end_tag:
-            call, separator = rf'"{self.start_tag}\n" call "\n{self.end_tag}"', r"\n"
+            start, end = (literal(tag, self.token_ids) for tag in (f"{self.start_tag}\n", f"\n{self.end_tag}"))
+            call, separator = f"{start} call {end}", r"\n"
         start = f'start: {call} ("{separator}" {call})*' if parallel else f"start: {call}"
         lines = [start, "call: " + " | ".join(f"call{i}" for i in range(len(tools)))]
         for i, tool in enumerate(tools):
@@ -109,22 +118,84 @@ class ToolForm:
             ]
         return LLMatcher.grammar_from_lark("\n".join(lines))
 
-    def reader(self, *, calls_only: bool = False) -> CallReader:
-        """Return a reader for one text."""
-        return CallReader(self.start_tag, self.end_tag, calls_only=calls_only)
 
+@dataclass(frozen=True)
+class MessageForm:
+    """How a model writes messages.
 
-HERMES = ToolForm("<tool_call>", "</tool_call>", "arguments")
-LLAMA3 = ToolForm("<|python_tag|>", "", "parameters")
+    Attributes:
+        template: transformers' response template.
+        head: a regular expression of a call up to its arguments, with the group `name`; empty if they are no JSON.
+        tool_form: how a required call is written; None if none can be required.
+        mark_token_ids: the tokens that delimit parts.
+        thoughts: how thoughts before a constrained answer are written; None if there are none.
+    """
 
+    template: dict[str, Any]
+    head: str = ""
+    tool_form: ToolForm | None = None
+    mark_token_ids: tuple[int, ...] = ()
+    thoughts: Thoughts | None = None
 
-def form_of(chat_template: str | None) -> ToolForm | None:
-    """Return the form in a chat template; None if it takes no tools or uses an unknown form."""
-    if not isinstance(chat_template, str) or not re.search(r"\btools\b", chat_template):
-        return None
-    if HERMES.start_tag in chat_template:
-        return HERMES
-    return LLAMA3 if '"parameters"' in chat_template else None
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model can call."""
+        return CALLS in self.template["fields"]
+
+    @cached_property
+    def loaded(self) -> "ResponseTemplate":
+        """The template, as transformers compiles it; raises ValueError if it is none."""
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        return load_response_template(self.template)
+
+    def begun(self, prompt: str) -> str:
+        """Return how much of the answer a prompt's end holds already, such as what opens the thoughts."""
+        has_anchor = self.loaded.start_anchor_re.search(prompt) is not None
+        begun = self.loaded.truncate_past_last_anchor(prompt) if has_anchor else ""
+        return begun if begun.strip() else ""
+
+    def thoughts_after(self, prompt: str) -> Thoughts | None:
+        """Return the thoughts that a prompt leaves to come before a constrained answer; None if there are none.
+
+        Raises RequestError if they are delimited by patterns, so that no grammar can follow them.
+        """
+        if self.thoughts is None and THOUGHTS & self.template["fields"].keys():
+            raise RequestError("this model's answers cannot be constrained: its thoughts are delimited by patterns")
+        return self.thoughts and self.thoughts.after(self.begun(prompt))
+
+    @cached_property
+    def head_pattern(self) -> Any:
+        """The compiled `head`; None without one."""
+        import regex  # type: ignore[import-untyped]  # transformers needs it, too
+
+        return regex.compile(self.head, regex.DOTALL) if self.head else None
+
+    @cached_property
+    def streaming(self) -> "tuple[ResponseTemplate, ResponseTemplate]":
+        """The templates of growing texts without calls, and with them; raises ValueError if they are none.
+
+        All fields are plain text, so none fails. A call begins before its markup and does not end, so all its text
+        arrives in one field.
+        """
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        fields: dict[str, Any] = {}
+        for name, field in self.template["fields"].items():
+            fields[name] = {"content": "text", "content_args": {"strip": False}}
+            fields[name] |= {key: field[key] for key in ("open", "close") if key in field}
+            fields[name] |= {key: _unnamed(field[key]) for key in ("open_pattern", "close_pattern") if key in field}
+        anchor = {key: value for key, value in self.template.items() if key.startswith("start_anchor")}
+        without = load_response_template({**anchor, "fields": {name: fields[name] for name in fields if name != CALLS}})
+        if CALLS not in fields:
+            return without, without
+        start = _unnamed(self.loaded.fields[CALLS].open_re.pattern)
+        fields[CALLS] = {"content": "text", "content_args": {"strip": False}, "open_pattern": f"(?={start})"}
+        # What ends or is left out of content is no part of a call's markup.
+        if (name := self.loaded.implicit) is not None and (ending := self.loaded.fields[name].close_re) is not None:
+            fields[name].pop("close", None)
+            fields[name]["close_pattern"] = f"(?!{start})(?:{_unnamed(ending.pattern)})"
+        return without, load_response_template({**anchor, "fields": fields})
 
 
 def required_call(
@@ -134,9 +205,9 @@ def required_call(
     *,
     is_parallel: bool,
 ) -> GrammarSource | None:
-    """Return the calls that a request requires, in the model's form; None if the model decides, or cannot call.
+    """Return the calls that a request requires, in the model's form; None if the model decides.
 
-    Raises RequestError if `tool_choice` comes without tools, or names another one.
+    Raises RequestError if `tool_choice` comes without tools, names another one, or requires what has no grammar.
     """
     if choice in (None, "none"):
         return None
@@ -149,9 +220,16 @@ def required_call(
             raise RequestError(f"tool_choice names {name!r}, which is not one of the tools", "tool_choice")
     else:
         required = list(tools) if choice == "required" else []
-    if not required or form is None:
+    if not required:
         return None
+    if form is None:
+        raise RequestError("tool_choice requires a call, for which this model's form has no grammar", "tool_choice")
     is_parallel = is_parallel and choice == "required"
     return GrammarSource(
         "tools", [tool.model_dump() for tool in required], lambda: form.grammar(required, parallel=is_parallel)
     )
+
+
+def _unnamed(pattern: str) -> str:
+    """Return a pattern without the names of its groups."""
+    return re.sub(r"\(\?P?<\w+>", "(?:", pattern)

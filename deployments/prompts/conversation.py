@@ -12,10 +12,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import Template, TemplateError
+from jinja2.meta import find_undeclared_variables
 from pydantic_core import from_json
 
 from deployments.guard.body import check_size
-from deployments.openai.conversation_fields import AssistantMessage, ChatMessage, ConversationRequest, ToolMessage
+from deployments.openai.conversation_fields import (
+    AssistantMessage,
+    ChatMessage,
+    ConversationRequest,
+    ReasoningEffort,
+    ToolMessage,
+)
 from deployments.openai.tools import PastCall
 from engine.errors import RequestError
 
@@ -24,6 +31,9 @@ if TYPE_CHECKING:
 
 _TEMPLATE_FAILURES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Raised by templates that expect other variables or messages."""
+
+_SWITCHES = {"reasoning_effort", "enable_thinking", "thinking"}
+"""Variables of chat templates that say how much, or whether, the model thinks."""
 
 Segment = tuple[str, bool]
 """A part of a rendered template, and whether a client wrote it, so that special tokens in it are split."""
@@ -63,7 +73,7 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=begins,
                 continue_final_message=bool(request.continue_final_message),
-                **variables,
+                **{**_effort(tokenizer, request.reasoning_effort, tools), **variables},
             )
         except TemplateError as error:
             raise RequestError(f"the chat template refuses the messages: {str(error)[:500]}", "messages") from None
@@ -117,6 +127,21 @@ def _special_tokens(tokenizer: "PreTrainedTokenizerFast") -> re.Pattern[str] | N
     if any(token.normalized for token in tokens) and tokenizer.backend_tokenizer.normalizer is not None:
         return None
     return re.compile("|".join(re.escape(token.content) for token in tokens) or r"(?!)")
+
+
+def _effort(tokenizer: Any, effort: ReasoningEffort | None, tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the variables that tell the chat template an effort; raise RequestError if it reads none of them."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    if effort is None:
+        return {}
+    template = tokenizer.get_chat_template(tools=tools or None)
+    parsed = _compile_jinja_template(template).environment.parse(template)
+    switches = _SWITCHES & find_undeclared_variables(parsed)
+    if not switches:
+        reason = f"the chat template reads none of {', '.join(sorted(_SWITCHES))}"
+        raise RequestError(f"reasoning_effort is {effort!r}, but {reason}", "reasoning_effort")
+    return {name: effort if name == "reasoning_effort" else effort != "none" for name in switches}
 
 
 def _segments(rendered: str, stand_ins: dict[str, str]) -> list[Segment]:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from deployments.openai.chat import ChatCompletionRequest
 from deployments.openai.conversation_fields import AssistantMessage, ChatMessage, ToolMessage, text_of
 from deployments.openai.sampling_fields import Prediction
-from deployments.openai.tools import form_of
 from deployments.prompts.conversation import ChatTemplate
+from deployments.prompts.message_forms import form_of
 from deployments.prompts.tokenization import TokenizeRequest
 from engine.errors import PromptTooLongError, RequestError
 
@@ -31,7 +31,8 @@ LONG_IDS = 2**12
 """Longer lists take more than a few milliseconds."""
 MANY_MESSAGES = 64
 """A longer conversation counts as a long text, because rendering it takes a millisecond or more."""
-
+GENERATION_PROMPT = 64
+"""More tokens than what begins an answer has."""
 
 T = TypeVar("T")
 ConversationBody = ChatCompletionRequest | TokenizeRequest
@@ -46,7 +47,7 @@ class PromptEncoder:
         self._short = tokenizer, ThreadPoolExecutor(1, "short texts")
         self._long = copy.deepcopy(tokenizer), ThreadPoolExecutor(1, "long texts")
         self._template = ChatTemplate(tokenizer) if tokenizer.chat_template is not None else None
-        self.tool_form = form_of(tokenizer.chat_template)
+        self.form = form_of(tokenizer)
         self._longest_token = max(map(len, tokenizer.get_vocab()))
         # Cached, because log probabilities need hundreds per round.
         self._token_text = cache(lambda token_id: str(tokenizer.decode([token_id])))
@@ -80,7 +81,7 @@ class PromptEncoder:
         variables, messages = request.template_variables(), request.messages or []
         if self._template is None:
             raise RequestError("this model has no chat template; use /v1/completions", "messages")
-        if request.offered_tools and self.tool_form is None:
+        if request.offered_tools and not (self.form and self.form.takes_tools):
             raise RequestError("this model's chat template takes no tools, or in an unknown form", "tools")
         sizes = {
             "messages": sum(map(_num_chars, messages)),
@@ -91,6 +92,12 @@ class PromptEncoder:
             self._check_length(num_chars, max_model_len, field)
         is_long = sum(sizes.values()) > LONG_CHARS or len(messages) > MANY_MESSAGES
         return await self._run(_encode_chat, self._template, request, is_long=is_long)
+
+    async def answer_begun(self, request: ConversationBody, prompt: Sequence[int]) -> str:
+        """Return the end of a conversation's prompt, with all of the answer that it holds already."""
+        if request.continue_final_message:
+            return await self.decode_tokens(prompt)
+        return "" if request.add_generation_prompt is False else await self.decode_tokens(prompt[-GENERATION_PROMPT:])
 
     async def decode_tokens(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Return the text of token ids."""

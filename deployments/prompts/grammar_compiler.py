@@ -73,9 +73,10 @@ class GrammarCompiler:
         # Python threads that compute take turns with the event loop, so there must be few of them.
         with self._converting if source.takes_long else nullcontext():
             try:
-                return source.to_grammar()
+                grammar = source.to_grammar()
             except RequestError as error:
                 raise RequestError(f"{field}: {error}", field) from None
+        return grammar if source.thoughts is None else source.thoughts.before(grammar, self._grammars.ends)
 
     def _check(self, grammar: str, field: str) -> None:
         with self._starting:

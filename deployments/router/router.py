@@ -66,7 +66,7 @@ class Router:
         self._exit.push_async_callback(self._group.stop)
         target = self._group.target_info
         self._engine = Engine(
-            settings.engine,
+            replace(settings.engine, num_states=self._group.num_states),
             target,
             drafter=self._group.drafter,
             verifier=self._group.remote_verifier,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.block_table import block_table
+from engine.blocks.block_table import block_table
 from engine.execution.attention import Group, KVTensors, PagedContext, slots_of
 from engine.execution.states import Carried, RowPlan, RowStates
 from engine.protocols import StateRow

@@ -13,8 +13,11 @@ from engine.config import EngineConfig
 from engine.execution.memory import Footprint
 from engine.heads.config import HeadConfig, read_head_config
 from engine.models.causal_lm import kv_shape
-from engine.models.layers.quantization import becomes_floats, check_quantization, layer_bytes, linear_layers, on_meta
+from engine.models.layers.linear_layers import planned_states
+from engine.models.layers.packed_formats import FORMATS, check_quantization, saved_format
+from engine.models.layers.quantization import QuantizedLinear, layer_bytes, linear_layers, on_meta
 from engine.models.loader import kv_dtype
+from engine.models.packed_weights import load_packed
 from engine.models.shards import plan_of, style_of
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames
@@ -82,7 +85,8 @@ def of_weights(
     text = model_config.get_text_config()
     shape = kv_shape(model_config, world_size)
     max_model_len = min(engine.max_model_len or longest, longest)
-    num_tokens = engine.max_num_batched_tokens
+    state_shapes, state_chunk = planned_states(model_config)
+    num_tokens = engine.max_num_batched_tokens + state_chunk  # a chunk may exceed what is left of the budget
     num_logits = min(num_tokens, engine.max_num_seqs * (1 + engine.num_speculative_tokens))
     inner = getattr(text, "intermediate_size", None) or getattr(text, "d_ff", None) or 4 * text.hidden_size
     # Where scores are biased by distance, each head has its own mask.
@@ -96,14 +100,17 @@ def of_weights(
         + _LOGIT_COPIES * num_logits * text.vocab_size * torch.float32.itemsize
     )
     kv_token_bytes = shape.token_numbers * (cache_dtype or dtype).itemsize
-    return Footprint(name, weight_bytes, workspace_bytes, kv_token_bytes, max_model_len)
+    state_bytes = sum(shape.num_bytes(engine.num_speculative_tokens, dtype.itemsize) for shape in state_shapes)
+    return Footprint(name, weight_bytes, workspace_bytes, kv_token_bytes, max_model_len, state_bytes)
 
 
 def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -> int:
     quantization, model_config = source.config.quantization, source.loaded_configuration
-    if source.config.head_only or becomes_floats(model_config):
+    if source.config.head_only or saved_format(model_config) == "gguf":
         return sum(p.numel() for p in on_meta(model_config).parameters()) * bytes_per_weight
     plan = plan_of(source, world_size) if world_size > 1 else {}
+    if saved_format(model_config) in FORMATS:
+        return _packed_bytes(source, plan, bytes_per_weight, world_size)
     quantized: dict[str, int] = {}
     if quantization != "none":
         for name, layer in linear_layers(model_config).items():
@@ -112,6 +119,22 @@ def _weight_bytes(source: ModelSource, bytes_per_weight: int, world_size: int) -
             quantized[f"{name}.weight"] = layer_bytes(quantization, *sizes)
     names = FileNames(on_meta(model_config)) if world_size > 1 or quantized else None
     return sum(_bytes_of(file, plan, world_size, bytes_per_weight, quantized, names) for file in source.weight_files)
+
+
+def _packed_bytes(source: ModelSource, plan: dict[str, str], bytes_per_weight: int, world_size: int) -> int:
+    """Return the memory of a rank's weights, by loading packed ones on the meta device."""
+    module = on_meta(source.loaded_configuration)
+    load_packed(source, module, FileNames(module), torch.float32, torch.device("meta"))
+    layers = {name for name, child in module.named_modules() if isinstance(child, QuantizedLinear)}
+    buffers = [(name, tensor) for name, tensor in module.named_buffers() if name.rpartition(".")[0] in layers]
+    total = 0
+    for name, tensor in [*module.named_parameters(), *buffers]:
+        layer, _, kind = name.rpartition(".")
+        style = style_of(plan, layer)
+        is_whole = style is None or (style == "rowwise" and (tensor.dim() == 1 or tensor.shape[1] == 1))
+        size = tensor.nbytes if layer in layers and kind != "bias" else tensor.numel() * bytes_per_weight
+        total += size if is_whole else size // world_size
+    return total
 
 
 def _bytes_of(

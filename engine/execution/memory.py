@@ -1,13 +1,15 @@
-"""The memory plan: how many KV blocks the workers on a device get, decided before any of them loads.
+"""The memory plan: how many KV blocks and state slots the workers on a device get, decided before any of them loads.
 
 Draft and target may share a device, and target ranks on CPUs share one memory. Weights and workspace come first; a
-fraction of the rest goes to KV blocks, the same number for draft and target.
+fraction of the rest goes to KV blocks, the same number for draft and target. If there are linear layers, their states
+take at most half of that: one slot per request, whatever its length, and cached ones.
 
 The Router calls this and does not import torch, so neither does this file.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.errors import ModelError
@@ -24,6 +26,7 @@ class Footprint:
     Attributes:
         workspace_bytes: estimate of a pass's masks, gathered keys and values, activations and logits.
         kv_token_bytes: keys and values of one token over all layers.
+        state_bytes: one slot for the states of all linear layers.
     """
 
     name: str
@@ -31,6 +34,7 @@ class Footprint:
     workspace_bytes: int
     kv_token_bytes: int
     max_model_len: int
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +46,15 @@ class Survey:
     footprint: Footprint
 
 
-def plan_kv_blocks(free_bytes: int, workers: Sequence[Footprint], config: EngineConfig, *, device: str) -> int:
-    """Return how many KV blocks each worker on a device gets, without block 0; a pure function.
+class CacheSize(NamedTuple):
+    """The KV blocks of a worker, without block 0, and the slots of its states, if it has any, without slot 0."""
+
+    num_blocks: int
+    num_states: int
+
+
+def plan_cache(free_bytes: int, workers: Sequence[Footprint], config: EngineConfig, *, device: str) -> CacheSize:
+    """Return how many KV blocks and state slots each worker on a device gets; a pure function.
 
     Args:
         free_bytes: free memory of the device before any worker has loaded.
@@ -51,27 +62,41 @@ def plan_kv_blocks(free_bytes: int, workers: Sequence[Footprint], config: Engine
         workers: all workers that will load there: the target's ranks, and the draft if it is on this device.
 
     Raises:
-        ModelError: the models do not fit, or leave no room for a request of full length.
+        ModelError: the models do not fit, or leave no room for a request of full length, or for a state per request.
     """
+    num_states = config.num_states or 2 * config.max_num_seqs + 4
     if config.num_blocks is not None:
-        return config.num_blocks
+        return CacheSize(config.num_blocks, num_states)
     weights = sum(worker.weight_bytes for worker in workers)
     workspace = sum(worker.workspace_bytes for worker in workers)
     fraction = config.memory_fraction or (CPU_FRACTION if device == "cpu" else GPU_FRACTION)
     budget = int((free_bytes - weights - workspace) * fraction)
+    names = " and ".join(dict.fromkeys(worker.name for worker in workers))
+    room = (
+        f"{names}: {_gib(free_bytes)} are free; weights take {_gib(weights)}, a pass {_gib(workspace)}, and of the "
+        f"rest memory_fraction {fraction:g} leaves {_gib(max(budget, 0))}"
+    )
+    states = ""
+    if state_bytes := sum(worker.state_bytes for worker in workers):
+        if config.num_states is None:
+            num_states = min(num_states, max(budget, 0) // 2 // state_bytes)
+        states = f" and {num_states} state slots of {_gib(state_bytes)}"
+        if config.num_states is None and num_states <= config.max_num_seqs:
+            raise ModelError(
+                f"{room} for KV blocks{states} in half of it, but max_num_seqs {config.max_num_seqs} needs "
+                f"{config.max_num_seqs + 1} slots; lower max_num_seqs, or raise memory_fraction"
+            )
     length = max(worker.max_model_len for worker in workers) + config.num_speculative_tokens
     blocks_per_request = -(-length // config.block_size)
     block_bytes = config.block_size * sum(worker.kv_token_bytes for worker in workers)
-    affordable = budget // block_bytes
+    affordable = (budget - num_states * state_bytes) // block_bytes
     if affordable < blocks_per_request:
-        names = " and ".join(dict.fromkeys(worker.name for worker in workers))
         raise ModelError(
-            f"{names}: {_gib(free_bytes)} are free; weights take {_gib(weights)}, a pass {_gib(workspace)}, and of the "
-            f"rest memory_fraction {fraction:g} leaves {_gib(max(budget, 0))} for KV blocks, but one "
-            f"request of {length:,} tokens needs {_gib(blocks_per_request * block_bytes)}; lower max_model_len or "
-            "max_num_batched_tokens, or raise memory_fraction"
+            f"{room} for KV blocks{states}, but one request of {length:,} tokens needs "
+            f"{_gib(blocks_per_request * block_bytes)} of blocks; lower {'max_num_seqs, ' * bool(states)}max_model_len "
+            "or max_num_batched_tokens, or raise memory_fraction"
         )
-    return min(affordable, blocks_per_request * config.max_num_seqs)
+    return CacheSize(min(affordable, blocks_per_request * config.max_num_seqs), num_states)
 
 
 def _gib(num_bytes: int) -> str:

@@ -20,7 +20,7 @@ from engine.errors import ModelError
 from engine.models.layers.layer_attention import ATTENTION_NAME, AttentionContext, KVShape
 from engine.models.layers.layer_state import StateShape
 from engine.models.layers.linear_layers import WITHOUT_KV, has_state, layer_kinds
-from engine.models.layers.mixed_layers import num_shared, why_eager
+from engine.models.layers.mixed_layers import num_shared, why_mixed
 from engine.models.layers.reducer import Reducer, best_over_ranks
 
 AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)  # transformers does not list it
@@ -81,7 +81,7 @@ class CausalLM:
     @classmethod
     def why_eager(cls, config: PreTrainedConfig) -> str | None:
         """Return why passes of such a model are never compiled; None if they can be."""
-        return "it has linear layers" if has_state(config) else why_eager(config)
+        return "it has linear layers" if has_state(config) else why_mixed(config)
 
     @property
     def runs_eagerly(self) -> str | None:
@@ -168,7 +168,7 @@ def kv_shape(config: PreTrainedConfig, world_size: int) -> KVShape:
     text = config.get_text_config()
     layers = (getattr(text, "num_decoder_layers", None) or text.num_hidden_layers) - num_shared(config)
     layers -= sum(kind in WITHOUT_KV for kind in layer_kinds(config))
-    if not text.is_heterogeneous:
+    if not text.per_layer_attributes:
         return KVShape(layers, *_layer_sizes(text, world_size))
     each = tuple(_layer_sizes(text.per_layer_config[layer], world_size) for layer in range(layers))
     largest = max(each, key=lambda sizes: sizes[0] * (sizes[1] + sizes[2]), default=(0, 0, 0))

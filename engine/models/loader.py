@@ -20,14 +20,9 @@ from engine.models.layers.fusion import fuse_projections
 from engine.models.layers.latent import cache_latents
 from engine.models.layers.linear_layers import prepare_linear_layers
 from engine.models.layers.mixed_layers import describe_layers
-from engine.models.layers.quantization import (
-    QuantizedLinear,
-    check_quantization,
-    convert_torchao,
-    loading_arguments,
-    on_meta,
-    saved_format,
-)
+from engine.models.layers.packed_formats import FORMATS, check_quantization, loading_arguments, saved_format
+from engine.models.layers.quantization import QuantizedLinear, convert_torchao, on_meta
+from engine.models.packed_weights import load_packed
 from engine.models.shards import load_shard
 from engine.models.source import ModelSource
 from engine.models.weights import TEXT_PART, FileNames, fill, has_names_of
@@ -89,20 +84,22 @@ def kv_dtype(config: ModelConfig) -> torch.dtype | None:
 def _load_whole(source: ModelSource, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """Read a model's weights as they are saved; have transformers load those that it renames or converts."""
     configuration, model_class = source.loaded_configuration, source.kind.model_class
-    arguments = loading_arguments(source.config, configuration)
-    saved = saved_format(configuration)
-    if not arguments and saved in (None, "mxfp4") and model_class.loaded_by is AutoModelForCausalLM:
+    is_rounded, saved = source.config.quantization != "none", saved_format(configuration)
+    if not is_rounded and saved in (None, "mxfp4", *FORMATS) and model_class.loaded_by is AutoModelForCausalLM:
         module = on_meta(copy.deepcopy(configuration), attn_implementation=model_class.attention, dtype=dtype)
         for part, kept in module._get_dtype_plan(dtype).items():  # type: ignore[operator]
             for name, tensor in module.state_dict(keep_vars=True).items():
                 if fnmatch.fnmatchcase(name, f"*{part}*"):
                     tensor.data = tensor.data.to(kept)
-        if saved is not None:
+        if saved == "mxfp4":
             pack_experts(module)
         names = FileNames(module)
-        if saved is not None or has_names_of(source, module, names):
-            fill(source, module, device, names)
+        full = load_packed(source, module, names, dtype, device) if saved in FORMATS else set[str]()
+        if full is not None and (saved is not None or has_names_of(source, module, names)):
+            fill(source, module, device, names, full=full)
             return module
+    configuration = copy.deepcopy(configuration)
+    arguments = loading_arguments(source.config, configuration)
     logger.info("%s: transformers loads the weights, which it renames, converts or quantises", source.path)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     if source.is_text_part:

@@ -6,6 +6,7 @@ layers, no DTensor.
 """
 
 import fnmatch
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,10 @@ from engine.errors import ModelError
 from engine.models.causal_lm import Shard, kv_shape
 from engine.models.layers.experts import group_experts, slice_experts
 from engine.models.layers.layer_attention import ATTENTION_NAME
+from engine.models.layers.packed_formats import saved_format
 from engine.models.layers.quantization import GROUP_SIZE, QuantizedLinear, on_meta
 from engine.models.layers.reducer import register, sum_over_ranks
+from engine.models.packed_weights import load_packed
 from engine.models.source import ModelSource
 from engine.models.weights import FileNames, fill
 
@@ -93,7 +96,17 @@ def load_shard(source: ModelSource, shard: Shard, dtype: torch.dtype, device: to
         module.set_submodule(layer_name, _rounded(weight, to_round[layer_name], source.config.quantization, shard))
         return None
 
-    fill(source, module, device, FileNames(module), shard.rank, shard.world_size, rounded)
+    def quantized(linear: nn.Linear, *tensors: Any) -> QuantizedLinear:
+        if not isinstance(linear, RowLinear):
+            return QuantizedLinear(*tensors)
+        layer = QuantizedRowLinear(*tensors)
+        layer.reducer_key = linear.reducer_key
+        return layer
+
+    names, ranks = FileNames(module), (shard.rank, shard.world_size)
+    is_packed = saved_format(source.configuration) is not None
+    full = load_packed(source, module, names, dtype, device, *ranks, quantized) if is_packed else None
+    fill(source, module, device, names, *ranks, rounded, full or ())
     if source.configuration.tie_word_embeddings and head.out_features % shard.world_size == 0:
         for name, whole in list(head.named_parameters()):  # the weight's slice shares the memory of the embeddings
             part = whole.tensor_split(shard.world_size)[shard.rank]

@@ -106,8 +106,11 @@ class ModelSource:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The contents of config.json."""
-        return self._read("config.json")
+        """The contents of config.json, and what its weights are saved as if they are in a GGUF file."""
+        settings = self._read("config.json")
+        if files := self._gguf_files:
+            settings["quantization_config"] = {"quant_method": "gguf", "gguf_file": files[0].name}
+        return settings
 
     @cached_property
     def kind(self) -> ModelKind:
@@ -184,7 +187,11 @@ class ModelSource:
 
     @cached_property
     def weight_files(self) -> list[Path]:
-        """The safetensors files."""
+        """The safetensors files, or a GGUF file in a directory without any."""
+        if len(self._gguf_files) > 1:
+            raise ModelError(f"{self.path} holds {len(self._gguf_files)} GGUF files, and no safetensors; one is served")
+        if self._gguf_files:
+            return self._gguf_files
         names, index = ["model.safetensors"], self.directory / "model.safetensors.index.json"
         if index.exists():
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -233,6 +240,10 @@ class ModelSource:
         """Raise ModelError if models of this kind cannot draft so."""
         if (reason := self.kind.draft_refusals.get(feature)) is not None:
             raise ModelError(f"the draft {self.path} {reason}")
+
+    @cached_property
+    def _gguf_files(self) -> list[Path]:
+        return [] if any(self.directory.glob("*.safetensors")) else sorted(self.directory.glob("*.gguf"))
 
     def _read(self, name: str) -> dict[str, Any]:
         try:

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -29,6 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from engine.errors import ModelError
+from engine.models.layers.quantization import QuantizedLinear
 from engine.models.source import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def fill(
     rank: int = 0,
     world_size: int = 1,
     on_tensor: OnTensor = lambda name, whole, window: window,
+    full: Collection[str] = (),
 ) -> None:
     """Fill a model on the meta device, or one whose weights are unset, from files; names that are tied share a tensor.
 
@@ -67,13 +69,14 @@ def fill(
         names: where tensors of the files belong; None if they have the parameters' names.
         rank, world_size: where a parameter is smaller than the tensor in a file, this rank's window of it is read.
         on_tensor: changes tensors as they are read, or keeps them from the module.
+        full: names of parameters that are filled already.
 
     Raises:
         ModelError: the files lack a weight, or have it in another shape.
     """
     if isinstance(module, PreTrainedModel):
         _restore_buffers(module, device)
-    tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
+    tensors = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if name not in full}
     tied: dict[int, list[str]] = {}
     for name, tensor in tensors.items():
         tied.setdefault(id(tensor), []).append(name)
@@ -83,10 +86,10 @@ def fill(
               for key, name in named if name in tensors}  # fmt: skip
     dtypes = {key: part.dtype for key, (_, part) in places.items()}
     stacks: dict[str, Tensor] = {}
-    upload = None if device.type == "cpu" else _upload
     windows = read(
-        source, dtypes, device, lambda key, shape: _window(shape, places[key][1].shape, rank, world_size), upload
-    )
+        source, dtypes, device, lambda key, shape: _window(shape, places[key][1].shape, rank, world_size),
+        upload_to(device),
+    )  # fmt: skip
     for key, whole, window in windows:
         name, part = places[key]
         if window.shape != part.shape:
@@ -99,10 +102,10 @@ def fill(
         if names is not None and part.numel() < tensors[name].numel():
             if name not in stacks:
                 stacks[name] = torch.empty_like(tensors[name], device=device)
-                _assign(module, [name], stacks[name])
+                assign(module, [name], stacks[name])
             names.part(key, stacks[name]).copy_(kept)
         else:
-            _assign(module, tied[id(tensors[name])], kept)
+            assign(module, tied[id(tensors[name])], kept)
     if missing := sorted(name for name, count in num_missing.items() if count > 0):
         raise ModelError(f"{source.path} lacks the weights {', '.join(missing[:3])}")
 
@@ -179,6 +182,11 @@ def has_names_of(source: ModelSource, module: nn.Module, names: FileNames) -> bo
     return not any(num_missing.values())
 
 
+def part_of_rank(whole: Tensor, part: Tensor, rank: int, world_size: int) -> Tensor:
+    """Return the part of a tensor that is a rank's, by the shape of its part; the whole if none has that shape."""
+    return whole[_window(whole.shape, part.shape, rank, world_size)]
+
+
 def _window(whole: torch.Size, part: torch.Size, rank: int, world_size: int) -> Window:
     """Return a rank's window of a tensor; the whole of it if there is none of that shape."""
     if len(whole) != len(part) or any(a not in (b, b * world_size) for a, b in zip(whole, part, strict=True)):
@@ -235,6 +243,11 @@ def _split(window: Tensor, target: Tensor, num_bytes: int) -> Iterator[tuple[Ten
             yield from _split(*part, num_bytes)
 
 
+def upload_to(device: torch.device) -> Upload | None:
+    """Return how tensors are copied to a device; None for a CPU, which uses them where they are."""
+    return None if device.type in ("cpu", "meta") else _upload
+
+
 def _upload(pinned: Tensor, target: Tensor) -> Callable[[], None]:
     """Copy on the device's current stream; the device converts the number format."""
     target.copy_(pinned.to(target.device, non_blocking=True))
@@ -243,7 +256,8 @@ def _upload(pinned: Tensor, target: Tensor) -> Callable[[], None]:
     return event.synchronize
 
 
-def _assign(module: nn.Module, names: list[str], tensor: Tensor) -> None:
+def assign(module: nn.Module, names: list[str], tensor: Tensor) -> None:
+    """Give a module's parameters or buffers one tensor."""
     parameter = nn.Parameter(tensor, requires_grad=False)
     for name in names:
         path, _, attribute = name.rpartition(".")
@@ -254,8 +268,10 @@ def _assign(module: nn.Module, names: list[str], tensor: Tensor) -> None:
 def _restore_buffers(module: PreTrainedModel, device: torch.device) -> None:
     """Let transformers recompute buffers that are in no file, such as rotary frequencies."""
     for child in module.modules():
+        if isinstance(child, QuantizedLinear):
+            continue
         for name in child._non_persistent_buffers_set:
             setattr(child, name, torch.empty_like(child.get_buffer(name), device=device))
         if child._non_persistent_buffers_set:
             module.base_model._init_weights(child)  # type: ignore[no-untyped-call]
-    module.base_model._init_weights(module.base_model)  # type: ignore[no-untyped-call] # some models fill those of their layers
+    module.base_model._init_weights(module.base_model)  # type: ignore[no-untyped-call] # for some, those of its layers

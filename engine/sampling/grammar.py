@@ -11,8 +11,9 @@ on the matcher's earlier work, which is the one exception to the rule above.
 
 import json
 import logging
+import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -65,9 +66,21 @@ def from_choice(texts: Sequence[str]) -> str:
     """Return the grammar of exactly these texts."""
     from llguidance import LLMatcher
 
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(literal, texts)))
+
+
+def literal(text: str, token_ids: Mapping[str, int] | None = None) -> str:
+    """Return Lark's notation of a text, in which the strings among `token_ids` are these tokens, and not text."""
+    token_ids = token_ids or {}
+    tokens = "|".join(map(re.escape, sorted(token_ids, key=len, reverse=True))) or "(?!)"
     # A Lark literal is one of JSON with DEL escaped, too.
-    literals = [json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in texts]
-    return LLMatcher.grammar_from_lark("start: " + " | ".join(literals))
+    return " ".join(
+        f"<[{token_ids[part]}]>"
+        if part in token_ids
+        else json.dumps(part, ensure_ascii=False).replace("\x7f", "\\u007f")
+        for part in re.split(f"({tokens})", text)
+        if part or not text
+    )
 
 
 def from_text(text: str) -> str:
@@ -92,9 +105,9 @@ def explain(error: str, grammar: str) -> str:
     if not error.startswith("NoExtensionBias"):
         return error.strip()[:500]
     sources = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{}]
-    if sources[0].get("json_schema") is not None:
+    if sources[-1].get("json_schema") is not None:
         return "no JSON is valid under the schema: it refers to itself without an end"
-    if sources[0].get("name") == "regex":
+    if sources[-1].get("name") == "regex":
         return "no text matches the regular expression"
     return "no text matches the grammar: a rule leads only to itself, or an expression matches nothing"
 
@@ -129,7 +142,9 @@ class Grammars:
         backend = copy(self._source.tokenizer.backend_tokenizer)
         backend.no_padding()
         backend.no_truncation()
-        return {"tokenizer": backend.to_str(), "n_vocab": self._vocab_size, "eos_token": sorted(self.ends)}
+        tokenizer = json.loads(backend.to_str())
+        _hide_special_tokens(tokenizer)
+        return {"tokenizer": json.dumps(tokenizer), "n_vocab": self._vocab_size, "eos_token": sorted(self.ends)}
 
     @cached_property
     def _table(self) -> "LLTokenizer":
@@ -225,6 +240,24 @@ class Matcher:
             self._matcher.rollback(taken)
         # llguidance adds one bit for internal use.
         return mask[: len(self._grammars.end_mask)]
+
+
+def _hide_special_tokens(tokenizer: dict[str, Any]) -> None:
+    """Rename special tokens, and those in angle brackets, which llguidance takes for special: no text consists of them.
+
+    Where only one text can follow, it allows the tokenizer's first token of it; one of these would then match nothing.
+    """
+    vocabulary = tokenizer["model"]["vocab"]
+    for token in tokenizer["added_tokens"]:
+        content, token_id = token["content"], token["id"]
+        is_tag = content.startswith("<") and content.endswith(">")
+        if content == tokenizer["model"].get("unk_token") or not (token["special"] or is_tag):
+            continue
+        token |= {"content": f"<\ufdd0{token_id}>", "special": True, "normalized": False}
+        if isinstance(vocabulary, dict) and content in vocabulary:
+            vocabulary[token["content"]] = vocabulary.pop(content)
+        elif isinstance(vocabulary, list) and token_id < len(vocabulary):
+            vocabulary[token_id][0] = token["content"]
 
 
 def matcher_of(grammars: Grammars | None, request: Request) -> Matcher | None:

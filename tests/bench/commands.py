@@ -110,6 +110,7 @@ def parse(arguments: list[str]) -> Namespace:
     methods = add("methods", _methods, num_tokens=48)
     methods.add_argument("--head", type=Path, default=BUNDLED_HEAD, help="a trained head of the target")
     methods.add_argument("--large", action="store_true", help="on the large target")
+    methods.add_argument("--hybrid", action="store_true", help="with --large: half of its layers are linear layers")
     methods.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS, help="who drafts")
     methods.add_argument("--rules", nargs="+", choices=RULES, default=RULES, help="who verifies")
     methods.add_argument("--lengths", type=_integers, default=(2, 4, 8, 16), help="draft lengths, as 2,4,8,16")

@@ -18,6 +18,7 @@ from cluster.worker_set import WorkerDiedError
 from cluster.workers.responder import TargetResponder
 from engine.config import CompileProgress, EngineConfig, ModelConfig
 from engine.errors import ModelMismatchError, TargetError
+from engine.execution.memory import CacheSize
 from engine.models.registry import open_model
 from tests.cluster.fakes import FakeLink, SumVerifier, process_ids, verify_row
 from tests.waiting import wait_for
@@ -33,8 +34,8 @@ def sources(config):
 class Workers:
     """What `start_target` and `start_draft` return: two ranks, or a draft worker."""
 
-    def __init__(self, pid: int, version: int, num_blocks: int, on_break: Callable[[str], None] | None) -> None:
-        self.num_blocks = num_blocks
+    def __init__(self, pid: int, version: int, cache: CacheSize, on_break: Callable[[str], None] | None) -> None:
+        self.cache = cache
         self.loaded = [SimpleNamespace(vocab_size=1000)] * 2
         self.processes = [SimpleNamespace(pid=pid), SimpleNamespace(pid=pid + 1)]
         self.links = [
@@ -81,8 +82,8 @@ class Starts:
         plan: MemoryPlan,
         on_break: Callable[[str], None] | None = None,
     ) -> Workers:
-        num_blocks = plan.plan_target([], []) if on_break else await plan.plan_draft([])
-        self.num_blocks.append(num_blocks)
+        cache = plan.plan_target([], []) if on_break else await plan.plan_draft([])
+        self.num_blocks.append(cache.num_blocks)
         self.versions.append(version)
         if self.hangs:
             await asyncio.Event().wait()
@@ -90,7 +91,7 @@ class Starts:
         if self.failures:
             raise self.failures.pop(0)
         pid = self.first_pid + 10 * len(self.workers)
-        self.workers.append(Workers(pid, version, num_blocks, on_break))
+        self.workers.append(Workers(pid, version, cache, on_break))
         return self.workers[-1]
 
 
@@ -140,7 +141,7 @@ async def refusal(waiting: Awaitable[None]) -> str:
 async def test_a_started_group_is_available_and_has_the_planned_blocks_and_block_0(targets, drafts):
     group = await started()
     assert group.is_available
-    assert group.num_blocks == 40
+    assert (group.num_blocks, group.num_states) == (40, 68)
     assert process_ids(group) == {"draft": 500, "target-0": 100, "target-1": 101}
 
 

@@ -7,23 +7,27 @@ import pytest
 from cluster.memory_plan import MemoryPlan, plan_devices
 from engine.config import EngineConfig
 from engine.errors import ModelError
-from engine.execution.memory import Footprint, Survey
+from engine.execution.memory import CacheSize, Footprint, Survey
 
 CONFIG = EngineConfig(max_num_seqs=10**6, memory_fraction=1.0, num_speculative_tokens=0)
 
 
-def located(node, device, free, *, weights=100, token_bytes=1):
-    return (node, Survey(device, free, Footprint("model", weights, 0, token_bytes, 16)))
+def located(node, device, free, *, weights=100, token_bytes=1, state_bytes=0):
+    return (node, Survey(device, free, Footprint("model", weights, 0, token_bytes, 16, state_bytes)))
+
+
+def size(num_blocks, config=CONFIG):
+    return CacheSize(num_blocks, 2 * config.max_num_seqs + 4)
 
 
 def test_workers_on_different_devices_do_not_share_memory():
     surveys = {"target": [located("a", "gpu0", 1700)], "draft": [located("a", "gpu1", 900)]}
-    assert plan_devices(surveys, CONFIG) == {"target": 100, "draft": 50}
+    assert plan_devices(surveys, CONFIG) == {"target": size(100), "draft": size(50)}
 
 
 def test_the_same_device_on_two_nodes_is_two_devices():
     surveys = {"target": [located("a", "cpu", 1700)], "draft": [located("b", "cpu", 900)]}
-    assert plan_devices(surveys, CONFIG) == {"target": 100, "draft": 50}
+    assert plan_devices(surveys, CONFIG) == {"target": size(100), "draft": size(50)}
 
 
 def test_draft_and_target_share_a_device_by_tokens():
@@ -32,17 +36,23 @@ def test_draft_and_target_share_a_device_by_tokens():
         "target": [located("a", "gpu0", 1800, weights=100, token_bytes=3)],
         "draft": [located("a", "gpu0", 1900, weights=100, token_bytes=1)],
     }
-    assert plan_devices(surveys, CONFIG) == {"target": 25, "draft": 25}
+    assert plan_devices(surveys, CONFIG) == {"target": size(25), "draft": size(25)}
 
 
 def test_ranks_have_the_blocks_of_the_tightest_device():
     surveys = {"target": [located("a", "gpu0", 1700), located("a", "gpu1", 900)]}
-    assert plan_devices(surveys, CONFIG) == {"target": 50}
+    assert plan_devices(surveys, CONFIG) == {"target": size(50)}
+
+
+def test_ranks_have_the_state_slots_of_the_device_with_the_fewest():
+    surveys = {"target": [located("a", f"gpu{i}", free, state_bytes=10) for i, free in enumerate((350, 300))]}
+    config = EngineConfig(max_num_seqs=9, memory_fraction=1.0, num_speculative_tokens=0)
+    assert plan_devices(surveys, config) == {"target": CacheSize(6, 10)}
 
 
 def test_the_target_does_not_wait_for_the_draft_and_leaves_room_for_it():
     plan = MemoryPlan(CONFIG)
-    assert plan.plan_target([located("a", "cpu", 1800)], [located("a", "cpu", 1900)]) == 50
+    assert plan.plan_target([located("a", "cpu", 1800)], [located("a", "cpu", 1900)]) == size(50)
     assert plan.knows("draft")
 
 
@@ -52,21 +62,21 @@ async def test_a_draft_beside_the_target_waits_for_the_plan_and_gets_its_share_o
     draft = asyncio.create_task(plan.plan_draft([located("a", "cpu", 900)]))
     await asyncio.sleep(0)
     assert not draft.done()
-    assert plan.plan_target([located("a", "cpu", 1800)], [located("a", "cpu", 1800)]) == 50
-    assert await draft == 50
+    assert plan.plan_target([located("a", "cpu", 1800)], [located("a", "cpu", 1800)]) == size(50)
+    assert await draft == size(50)
 
 
 async def test_a_draft_with_a_device_of_its_own_gets_what_fits_there():
     plan = MemoryPlan(CONFIG)
-    assert plan.plan_target([located("a", "gpu0", 1700)], []) == 100
+    assert plan.plan_target([located("a", "gpu0", 1700)], []) == size(100)
     assert not plan.knows("draft")
-    assert await plan.plan_draft([located("a", "gpu1", 900)]) == 50
+    assert await plan.plan_draft([located("a", "gpu1", 900)]) == size(50)
 
 
 async def test_a_restart_needs_no_survey():
     plan = MemoryPlan(CONFIG)
     plan.plan_target([located("a", "cpu", 1800)], [located("a", "cpu", 1800)])
-    assert plan.plan_target([], []) == await plan.plan_draft([]) == 50
+    assert plan.plan_target([], []) == await plan.plan_draft([]) == size(50)
 
 
 async def test_models_that_do_not_fit_are_refused():
@@ -77,7 +87,8 @@ async def test_models_that_do_not_fit_are_refused():
 
 
 async def test_a_number_from_the_configuration_needs_no_survey():
-    plan = MemoryPlan(EngineConfig(num_blocks=7))
+    config = EngineConfig(num_blocks=7)
+    plan = MemoryPlan(config)
     assert plan.knows("target")
     assert plan.knows("draft")
-    assert plan.plan_target([], []) == await plan.plan_draft([]) == 7
+    assert plan.plan_target([], []) == await plan.plan_draft([]) == size(7, config)

@@ -12,7 +12,7 @@ from cluster.remote import RemoteDrafter, RemoteVerifier
 from cluster.workers.responder import DraftResponder, TargetResponder
 from engine.control.stats import PREPARATION, RunAheadStats
 from engine.errors import TargetError
-from engine.protocols import NO_DRAFT, Verdict, chain
+from engine.protocols import NO_DRAFT, StateRow, Verdict, chain
 from tests.cluster.fakes import EchoDrafter, FakeLink, SumVerifier, propose_row, verify_row
 from tests.waiting import wait_for
 
@@ -265,6 +265,16 @@ async def test_every_rank_runs_every_round_and_rank_0_decides():
     assert side.links[0].requests == side.links[1].requests
     assert side.verifier.calls.wait_s > side.verifier.calls.compute_s > 0
     assert side.verifier.unprepared == dict(PREPARATION.counts)
+
+
+async def test_every_rank_learns_where_the_states_of_a_row_are():
+    """A number that every rank counts by itself would be wrong after a lost round."""
+    side = TargetSide()
+    states = [StateRow(3, 0), StateRow(3, 3, 2, ((64, 5), (128, 6))), None]
+    for length, state in enumerate(states, 3):
+        await side.verifier.verify([replace(verify_row("a", [1] * length), state=state)])
+    for verifier in side.verifiers:
+        assert [row.state for (row,) in verifier.seen] == states
 
 
 async def test_ranks_that_evicted_a_prefix_are_told_again():

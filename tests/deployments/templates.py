@@ -1,4 +1,4 @@
-"""Chat templates, without tools and of the two forms in which models call tools, and a tokenizer with one of them."""
+"""Chat templates, without tools, of two forms in which models call tools, and with thoughts; a tokenizer with one."""
 
 from pathlib import Path
 
@@ -17,6 +17,7 @@ HERMES = (
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}<|end|>\n{% endfor %}<|start|>assistant\n"
 )
+THINKING = HERMES + "{# <think></think> #}"
 LLAMA = HERMES.replace("<tool_call>", "").replace("</tool_call>", "").replace('"arguments"', '"parameters"')
 
 

@@ -101,6 +101,7 @@ def test_none_on_the_command_line_is_none_where_a_setting_may_be_none_and_a_word
         "self_draft_layers",
         "max_model_len",
         "num_blocks",
+        "num_states",
         "memory_fraction",
     }
     pair = AppConfig.model_validate(optional | {"draft_model": "none"}).pair

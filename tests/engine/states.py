@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from engine.block_pool import block_digest
+from engine.blocks.block_pool import block_digest
 from engine.errors import TargetError
 
 LOST = (b"", (-1,))

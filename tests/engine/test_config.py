@@ -84,6 +84,7 @@ def test_every_setting_reaches_the_models_and_the_engine() -> None:
         "max_model_len": 99,
         "block_size": 8,
         "num_blocks": 11,
+        "num_states": 12,
         "memory_fraction": 0.125,
         "enable_prefix_caching": False,
     }

@@ -118,3 +118,15 @@ def test_a_stop_string_within_a_run_of_cut_characters_is_found_where_it_is(token
     detokenizer = Detokenizer(tokenizer, [], stop=["!"])
     broken = ids(tokenizer, "漢")[:2]
     assert detokenizer.append([*ids(tokenizer, "a!b"), *broken]) == ("a", "!")
+
+
+@pytest.mark.parametrize("size", [1, 2, 12])
+def test_marks_stay_in_the_text_and_hide_no_stop_string(size):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<end>", "<mark>")])
+    end, mark = map(tokenizer.token_to_id, ("<end>", "<mark>"))
+    token_ids = [*ids(tokenizer, "a"), end, mark, *ids(tokenizer, "b<"), mark, *ids(tokenizer, "c<m")]
+    detokenizer = Detokenizer(tokenizer, [end], stop=["<m"], marks=[mark])
+    fed = [detokenizer.append(token_ids[i : i + size]) for i in range(0, len(token_ids), size)]
+    assert "".join(text for text, _ in fed) == "a<mark>b<<mark>c"
+    assert fed[-1][1] == "<m"

@@ -1,7 +1,7 @@
 """Tiny random models of several families, as transformers directories, and loading them."""
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM
 
 from engine.config import ModelConfig
 from engine.execution.registry import make_backend
@@ -43,6 +43,49 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 
+SHARED = {
+    "head_dim": 16,
+    "num_hidden_layers": 6,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 64,
+    "pad_token_id": 0,
+}
+"""The last two of six layers read the keys and values of the third and the fourth."""
+GEMMA4 = {
+    **SHARED,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "use_double_wide_mlp": True,
+}
+LLAMA4 = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "intermediate_size_mlp": 48,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 2,
+    "no_rope_layer_interval": 2,
+    "attention_chunk_size": 7,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+}
+MISTRAL3 = {
+    "text_config": {**SIZES, **HEADS, "num_hidden_layers": 4, "model_type": "mistral"},
+    "vision_config": {
+        "model_type": "pixtral",
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 8,
+    },
+}
+"""A model for images and text, of which we serve the text."""
+
 T5_SIZES = {
     "vocab_size": 64,
     "d_model": 32,
@@ -66,8 +109,7 @@ def save(config, path, *, seed=0, factor=6.0):
     """
     factors = {"shared.weight": 0.05, "decoder.final_layer_norm.weight": 30.0} if config.is_encoder_decoder else {}
     torch.manual_seed(seed)
-    architectures = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-    model = architectures.from_config(config, dtype=torch.float32)
+    model = architectures_of(config).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in factors or parameter.dim() > 1:
@@ -76,6 +118,13 @@ def save(config, path, *, seed=0, factor=6.0):
                 parameter.normal_(std=0.3)
     model.save_pretrained(path)
     return str(path)
+
+
+def architectures_of(config):
+    """The class of transformers that loads models of a configuration."""
+    if config.is_encoder_decoder:
+        return AutoModelForSeq2SeqLM
+    return AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModelForImageTextToText
 
 
 def source_of(path, **settings):

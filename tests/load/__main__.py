@@ -16,14 +16,17 @@ from .run import Load, Run, open_run
 from .server import LoadError
 from .summary import summarize
 from .sweep import Level, search
+from .tool_suite import main as run_suite
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a load test; returns the exit status."""
+    """Run a load test, or the tool-call suite; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    options = parse(words)
     console = Console(width=None if sys.stdout.isatty() else 120)
+    options = None if words[:1] == ["tools"] else parse(words)
     try:
+        if options is None:
+            return run_suite(words[1:], console)
         report = asyncio.run(_test(options, console))
     except LoadError as error:
         console.print(str(error), style="red", markup=False)

@@ -118,7 +118,8 @@ async def data_of_events(
 def _take(event: dict[str, Any], arrived_s: float, record: Record) -> None:
     text = ""
     for choice in event.get("choices") or ():
-        text += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+        delta = choice.get("delta") or {}
+        text += choice.get("text") or delta.get("reasoning_content") or delta.get("content") or ""
         record.finish_reason = choice.get("finish_reason") or record.finish_reason
     record.text += text
     record.prompt_token_ids += event.get("prompt_token_ids") or []

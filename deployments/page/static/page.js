@@ -93,7 +93,8 @@ async function stream(take, view, [path, body], signal) {
       if (isCut) notice();
       if (isCut && latest) take.note("resumed");
       isCut = false;
-      const [choice] = event.choices, text = choice?.text ?? choice?.delta?.content ?? "", t = since();
+      const [choice] = event.choices, delta = choice?.delta, t = since();
+      const text = choice?.text ?? delta?.reasoning_content ?? delta?.content ?? "";
       const rounds = choice?.rounds ?? (text ? [{ texts: [text], accepted: 0, draft: [], last: "plain" }] : []);
       take.text += text;
       for (const round of rounds) {

@@ -13,7 +13,7 @@ from collections.abc import Container, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from engine.block_table import BlockTable, block_table
+from engine.blocks.block_table import BlockTable, block_table
 from engine.config import EngineConfig
 from engine.execution.attention import KVTensors
 from engine.execution.backend import Backend

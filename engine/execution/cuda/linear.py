@@ -71,12 +71,12 @@ class InvariantQuantizedLinear(QuantizedLinear):
     """A linear layer with quantised weights, which the kernel reads as they are, for any number of rows."""
 
     def __init__(self, layer: QuantizedLinear, *, invariant: bool = True) -> None:
-        super().__init__(layer.values, layer.scales, layer.bias)
+        super().__init__(layer.values, layer.scales, layer.bias, layer.zeros)
         self._num_splits = 1 if invariant else product.splits_of(layer.out_features, layer.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for `x` [..., in]."""
-        options = (self.scales, self._num_splits, False)
+        options = (self.scales, self._num_splits, False, None, self.zeros)
         output: Tensor = torch.ops.paceline.invariant_linear(x, self.values, self.bias, *options)
         return output
 
@@ -85,12 +85,12 @@ class InvariantQuantizedRowLinear(QuantizedRowLinear):
     """A rank's slice of such a layer's inputs; see `QuantizedRowLinear`."""
 
     def __init__(self, layer: QuantizedRowLinear) -> None:
-        super().__init__(layer.values, layer.scales, layer.bias)
+        super().__init__(layer.values, layer.scales, layer.bias, layer.zeros)
         self.reducer_key = layer.reducer_key
 
     def partial(self, x: Tensor) -> Tensor:
         """Return this rank's part of the sum, [..., out] float32."""
-        operands = (x, self.values, None, self.scales, 1, False, torch.float32)
+        operands = (x, self.values, None, self.scales, 1, False, torch.float32, self.zeros)
         output: Tensor = torch.ops.paceline.invariant_linear(*operands)
         return output
 
@@ -198,6 +198,7 @@ def _invariant_linear(
     num_splits: int,
     uses_cublas: bool,
     out_dtype: torch.dtype | None = None,
+    zeros: Tensor | None = None,
 ) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if uses_cublas and len(rows) > MAX_KERNEL_ROWS:
@@ -205,7 +206,8 @@ def _invariant_linear(
         output = output if bias is None else output + bias
     else:
         num_splits = num_splits if len(rows) <= MAX_KERNEL_ROWS else 1
-        output = product.multiply(rows, weight, bias, out_dtype=out_dtype, num_splits=num_splits, scales=scales)
+        options = {"out_dtype": out_dtype, "num_splits": num_splits, "scales": scales, "zeros": zeros}
+        output = product.multiply(rows, weight, bias, **options)  # type: ignore[arg-type]
     return output.view(*x.shape[:-1], len(weight))
 
 
@@ -218,6 +220,7 @@ def _(
     _num_splits: int,
     _uses_cublas: bool,
     out_dtype: torch.dtype | None = None,
+    _zeros: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(weight), dtype=out_dtype)
 

@@ -70,7 +70,7 @@ def _concatenated(layers: list[Any]) -> nn.Module | None:
     if len({getattr(layer, "bias", None) is None for layer in layers}) > 1:
         return None
     if all(type(layer) is QuantizedLinear for layer in layers):
-        formats = {(layer.values.dtype, layer.scales.shape[1]) for layer in layers}
+        formats = {(layer.values.dtype, layer.scales.shape[1], layer.zeros is None) for layer in layers}
         return QuantizedLinear.concatenated(layers) if len(formats) == 1 else None
     if not all(type(layer) is nn.Linear for layer in layers):
         return None

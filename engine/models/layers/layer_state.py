@@ -7,6 +7,7 @@ tokens, and apply those that were accepted later, whatever the family.
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -108,4 +109,4 @@ class StateContext(Protocol):
 def updated(state: Tensor, update: Update) -> Tensor:
     """Return the state [n, heads, rows, columns] after an update."""
     right = update.right.repeat_interleave(state.shape[1] // update.right.shape[1], 1)
-    return update.decay.unsqueeze(-1) * state + update.left.unsqueeze(-1) * right.unsqueeze(-2)
+    return torch.addcmul(update.decay.unsqueeze(-1) * state, update.left.unsqueeze(-1), right.unsqueeze(-2))

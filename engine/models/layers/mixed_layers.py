@@ -34,10 +34,10 @@ def describe_layers(module: nn.Module, config: PreTrainedConfig) -> None:
             attention.temperature = None if attention.use_rope else (attention.floor_scale, attention.attn_scale)
 
 
-def why_eager(config: PreTrainedConfig) -> str | None:
+def why_mixed(config: PreTrainedConfig) -> str | None:
     """Return why passes of a model with such layers are not compiled; None if it has none."""
     text: Any = config.get_text_config()
-    if num_shared(config) or text.is_heterogeneous:
+    if num_shared(config) or text.per_layer_attributes:
         return "its layers differ in their keys and values"
     is_tuned = getattr(text, "attn_temperature_tuning", False)
     is_chunked = is_tuned or CHUNKED in (getattr(text, "layer_types", None) or ())

@@ -1,12 +1,12 @@
 """Quantised weights: rounded as the model loads, or saved quantised.
 
 torchao rounds, called by transformers for one layer after the other, so that the whole model is never in memory as
-floats; the output head and embeddings stay as they are. Of saved formats, those are served that transformers can load
-without a GPU. torchao's weights without zero points and gpt-oss' experts stay quantised, all others become floats as
-they load: the same text, with the memory of an unquantised model. Activations are never quantised.
+floats; the output head and embeddings stay as they are. Saved weights of 4 and 8 bits, with a scale for each output or
+group of inputs, stay quantised, as do gpt-oss' experts. Others become floats as they load: the same text, with the
+memory of an unquantised model. Activations are never quantised.
 """
 
-import importlib.util
+import logging
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -15,64 +15,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from engine.config import ModelConfig, Quantization
+from engine.config import Quantization
 from engine.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 GROUP_SIZE = 32
 """Inputs that share a scale in int4."""
 _NUM_BITS = {"int8": 8, "int4": 4, "fp8": 8}
 _VALUE_DTYPES = (torch.int8, torch.float8_e4m3fn)
-_SAVED = {
-    "compressed-tensors": ("compressed_tensors",),
-    "fp8": ("accelerate",),
-    "mxfp4": (),
-    "mxfp8": ("accelerate",),
-    "torchao": ("torchao",),
-}
-"""Saved formats that are served, and the packages that transformers needs to load them on a CPU."""
 _INPUT_SETTINGS = ("act_quant_kwargs", "act_quant_scale", "act_pre_scale", "activation_quantization")
 
 
-def saved_format(model_config: PreTrainedConfig) -> str | None:
-    """Return the name of a saved model's quantised format; None if it has none."""
-    settings: dict[str, Any] | None = getattr(model_config, "quantization_config", None)
-    return None if settings is None else str(settings.get("quant_method", "bitsandbytes"))
-
-
-def becomes_floats(model_config: PreTrainedConfig) -> bool:
-    """Return whether a saved model's quantised weights become floats as they load."""
-    return saved_format(model_config) not in (None, "torchao", "mxfp4")
-
-
-def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, world_size: int) -> None:
-    """Raise ModelError if the quantisation cannot be served; it names the missing requirement."""
-    saved, name = saved_format(model_config), config.quantization
-    if saved is not None and name != "none":
-        raise ModelError(f"{config.path} is already quantised, as {saved}; it cannot be quantised to {name}")
-    if saved is None and name == "none":
-        return
-    if saved is not None and saved not in _SAVED:
-        raise ModelError(
-            f"{config.path} is quantised as {saved}, which is not served, because transformers needs a GPU or "
-            f"another package to load it; formats that are served: {', '.join(_SAVED)}"
-        )
-    format_name = name if saved is None else saved
-    packages = ("torchao",) if saved is None else _SAVED[saved]
-    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
-        raise ModelError(
-            f"{config.path}: {format_name} needs the package {' and '.join(missing)}, which is not installed; "
-            "`pip install 'paceline[quantization]'` installs it"
-        )
-    if saved is not None and world_size > 1:
-        raise ModelError(f"{config.path} is saved quantised, as {saved}, which is not split over tensor-parallel ranks")
-    if name == "int4":
-        for layer_name, layer in linear_layers(model_config).items():
-            if layer.in_features % GROUP_SIZE:
-                raise ModelError(
-                    f"{config.path}: int4 needs layers whose number of inputs is a multiple of {GROUP_SIZE}, but "
-                    f"{layer_name} has {layer.in_features}"
-                )
+def check_groups(path: str, model_config: PreTrainedConfig) -> None:
+    """Raise ModelError if a layer's inputs cannot be rounded in groups."""
+    for layer_name, layer in linear_layers(model_config).items():
+        if layer.in_features % GROUP_SIZE:
+            raise ModelError(
+                f"{path}: int4 needs layers whose number of inputs is a multiple of {GROUP_SIZE}, but "
+                f"{layer_name} has {layer.in_features}"
+            )
 
 
 def linear_layers(model_config: PreTrainedConfig) -> dict[str, nn.Linear]:
@@ -96,21 +59,6 @@ def layer_bytes(quantization: Quantization, num_outputs: int, num_inputs: int) -
     return num_outputs * (num_inputs * _NUM_BITS[quantization] // 8 + 4 * groups)
 
 
-def loading_arguments(config: ModelConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
-    """Return transformers' arguments for loading a model quantised.
-
-    Args:
-        model_config: is changed where a saved format becomes floats.
-    """
-    if config.quantization != "none":
-        from transformers import TorchAoConfig
-
-        return {"quantization_config": TorchAoConfig(torchao_settings(config.quantization))}
-    if becomes_floats(model_config):
-        model_config.quantization_config["dequantize"] = True
-    return {}
-
-
 def torchao_settings(quantization: Quantization) -> Any:
     """Return torchao's name for a quantisation."""
     from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup
@@ -123,7 +71,7 @@ def torchao_settings(quantization: Quantization) -> Any:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with the weights `values * scales`, without zero points.
+    """A linear layer with the weights `(values - zeros) * scales`.
 
     It holds plain tensors, so that layers can be fused, compiled and packed like any other. This forward gives
     torchao's results and converts the weights to floats in every pass: it saves memory, but no time. CPUs have a
@@ -133,14 +81,17 @@ class QuantizedLinear(nn.Module):
         values: [out, in] int8 or float8_e4m3fn; or, of 4-bit weights, [out, in / 2] uint8, as `pack_nibbles` makes it.
         scales: [out, groups] of equally many inputs each, in the model's number format or float32.
         bias: [out], or None.
+        zeros: [out, groups] int8; None where all are 0.
     """
 
     values: Tensor
     scales: Tensor
     bias: Tensor | None
+    zeros: Tensor | None
 
-    def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None, zeros: Tensor | None = None) -> None:
         super().__init__()
+        self.register_buffer("zeros", zeros, persistent=False)
         self.register_buffer("values", values, persistent=False)
         self.register_buffer("scales", scales, persistent=False)
         self.register_buffer("bias", None if bias is None else bias.detach(), persistent=False)
@@ -169,9 +120,9 @@ class QuantizedLinear(nn.Module):
     @classmethod
     def concatenated(cls, layers: Sequence["QuantizedLinear"]) -> Self:
         """Return one layer with the outputs of several that have the same inputs and format."""
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        values, scales = (torch.cat([getattr(layer, name) for layer in layers]) for name in ("values", "scales"))
-        return cls(values, scales, torch.cat(biases) if biases else None)
+        names = ("values", "scales", "bias", "zeros")
+        tensors = ([part for layer in layers if (part := getattr(layer, name)) is not None] for name in names)
+        return cls(*(torch.cat(parts) if parts else None for parts in tensors))  # type: ignore[arg-type]
 
     @property
     def num_bits(self) -> int:
@@ -185,18 +136,22 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return [..., out] for `x` [..., in]."""
-        integers, scales = self.integers.to(x.dtype), self.scales.to(x.dtype)
-        if scales.shape[1] == 1:
-            product = F.linear(x, integers) * scales.flatten()
+        if self.scales.shape[1] == 1 and self.zeros is None:
+            product = F.linear(x, self.integers.to(x.dtype)) * self.scales.to(x.dtype).flatten()
         else:
-            weight = integers.view(len(integers), scales.shape[1], -1) * scales.unsqueeze(-1)
-            product = F.linear(x, weight.flatten(1))
+            product = F.linear(x, self.weight_as(x.dtype))
         return product if self.bias is None else product + self.bias
+
+    def weight_as(self, dtype: torch.dtype) -> Tensor:
+        """Return the [out, in] weight in a number format, to which integers and scales are rounded first."""
+        integers = self.integers.to(dtype).view(self.out_features, self.scales.shape[1], -1)
+        if self.zeros is not None:
+            integers = integers - self.zeros.to(dtype).unsqueeze(-1)
+        return (integers * self.scales.to(dtype).unsqueeze(-1)).flatten(1)
 
     def partial(self, x: Tensor) -> Tensor:
         """Return [..., out] float32 without the bias, for `x` [..., in]: one rank's part of a sum."""
-        weight = self.integers.float().view(self.out_features, self.scales.shape[1], -1) * self.scales.unsqueeze(-1)
-        return F.linear(x.float(), weight.flatten(1))
+        return F.linear(x.float(), self.weight_as(torch.float32))
 
 
 def pack_nibbles(integers: Tensor) -> Tensor:
@@ -228,18 +183,21 @@ def convert_torchao(name: str, module: nn.Module) -> None:
             if isinstance(child, nn.Linear) and (layer := _quantized_linear(weight, child.bias)) is not None:
                 setattr(parent, child_name, layer)
             else:
+                logger.info("%s: no product of ours reads %s, which becomes floats", name, child_name)
                 child.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
 
 
 def _quantized_linear(weight: Any, bias: Tensor | None) -> QuantizedLinear | None:
-    """Return a layer with torchao's numbers; None if they have zero points, or scales for blocks of several outputs."""
+    """Return a layer with torchao's numbers; None if they have scales for blocks of several outputs."""
     integers, scales = getattr(weight, "qdata", None), getattr(weight, "scale", None)
     if not isinstance(integers, Tensor) or not isinstance(scales, Tensor) or integers.dtype not in _VALUE_DTYPES:
         return None
     if integers.shape != weight.shape or scales.shape[:-1] != integers.shape[:-1]:
         return None
-    zero_point = getattr(weight, "zero_point", None)
-    if zero_point is not None and zero_point.any():
+    zeros = getattr(weight, "zero_point", None)
+    if zeros is not None and not zeros.any():
+        zeros = None
+    if zeros is not None and (zeros.dtype != torch.int8 or zeros.shape != scales.shape):
         return None
     has_nibbles = getattr(weight, "target_dtype", None) == INT4 and integers.shape[1] % 2 == 0
-    return QuantizedLinear(pack_nibbles(integers) if has_nibbles else integers, scales, bias)
+    return QuantizedLinear(pack_nibbles(integers) if has_nibbles else integers, scales, bias, zeros)

@@ -24,7 +24,7 @@ from engine.errors import ConfigError
 from engine.models.registry import open_model
 from tests.bench.compare import compile_models, conditions, write
 from tests.bench.methods.domains import REPEAT, changed, read_domains
-from tests.bench.methods.large_target import DESCRIPTION, make_large_target
+from tests.bench.methods.large_target import DESCRIPTION, make_hybrid_target, make_large_target
 from tests.bench.methods.pairs import Contender, LoadedPair, TransformersWays, Turn, contenders, copies_outputs, run
 from tests.bench.methods.tables import MethodCell, adaptive, best, draw, every_row, read
 from tests.bench.workload import Cell, Workload
@@ -40,7 +40,7 @@ class Selection:
     Attributes:
         adaptive: the methods that also choose their draft lengths themselves.
         domains: all, if empty.
-        large: the large target takes the place of the workload's.
+        large: the large target takes the place of the workload's; hybrid: the large one with linear layers.
     """
 
     methods: Sequence[str]
@@ -51,6 +51,7 @@ class Selection:
     batch_sizes: Sequence[int]
     domains: Sequence[str] = ()
     large: bool = False
+    hybrid: bool = False
 
 
 def methods(
@@ -63,7 +64,9 @@ def methods(
         raise ConfigError(f"--domains is {', '.join(selection.domains)}; it must be of {', '.join(known)}")
     with TemporaryDirectory(prefix="paceline-large-") as folder:
         if selection.large:
-            workload = replace(workload, target=str(make_large_target(Path(workload.target), Path(folder))))
+            target = make_large_target(Path(workload.target), Path(folder))
+            target = make_hybrid_target(target, target / "hybrid") if selection.hybrid else target
+            workload = replace(workload, target=str(target))
             compile_models(workload, console)
         workload = replace(workload, prompts=[ids for prompts in domains.values() for ids in prompts])
         pair = LoadedPair(

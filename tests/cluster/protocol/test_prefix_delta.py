@@ -8,7 +8,7 @@ import torch
 
 from cluster.protocol.messages import PrefixDelta
 from cluster.protocol.prefix_delta import Acknowledged, PrefixTable
-from engine.block_table import block_table
+from engine.blocks.block_table import block_table
 from engine.config import EngineConfig
 from engine.control.plan import Plan
 from engine.execution.attention import KVTensors

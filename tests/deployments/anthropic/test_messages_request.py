@@ -41,10 +41,16 @@ def chat(**fields: Any) -> dict[str, Any]:
             {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "f"}},
             {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         ),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, {"chat_template_kwargs": {"enable_thinking": True}}),
-        ({"thinking": {"type": "adaptive"}}, {"chat_template_kwargs": {"enable_thinking": True}}),
-        ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
-        ({"output_config": {"effort": "high"}}, {"reasoning_effort": "high"}),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 1024}},
+            {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}},
+        ),
+        ({"thinking": {"type": "adaptive"}}, {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}),
+        ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False, "thinking": False}}),
+        (
+            {"output_config": {"effort": "high"}},
+            {"chat_template_kwargs": {"enable_thinking": True, "thinking": True, "reasoning_effort": "high"}},
+        ),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "string"}}}},
             {

@@ -16,7 +16,7 @@ from engine.errors import TargetError
 from tests.deployments.anthropic.clients import official
 from tests.deployments.conftest import client_of, make_sdk
 from tests.deployments.fakes import LocalRouters
-from tests.deployments.templates import HERMES
+from tests.deployments.templates import THINKING
 
 USER: Any = [{"role": "user", "content": "hello"}]
 BODY: Any = {"model": "tiny", "messages": USER, "max_tokens": 8}
@@ -28,7 +28,7 @@ CALL = '<tool_call>\n{"name": "clock", "arguments": {"zone": "a } b"}}\n</tool_c
 
 @pytest.fixture
 async def calling(routers: LocalRouters, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(HERMES, routers, tmp_path) as client:
+    async with client_of(THINKING, routers, tmp_path) as client:
         yield client
 
 
@@ -122,6 +122,7 @@ async def test_a_required_call_is_a_block(calling: httpx.AsyncClient, choice: An
         (CALL, ["tool_use"], "tool_use"),
         (f"Well.\n{CALL}\n{CALL.replace('a }', 'c }')}", ["text", "tool_use", "tool_use"], "tool_use"),
         (f"{CALL} So.", ["tool_use", "text"], "tool_use"),
+        (f"<think>\nHm.\n</think>\n\nWell.\n{CALL}", ["thinking", "text", "tool_use"], "tool_use"),
     ],
 )
 async def test_text_and_calls_are_blocks_in_their_order(
@@ -131,6 +132,7 @@ async def test_text_and_calls_are_blocks_in_their_order(
     options = {**OPTIONS, "tools": TOOLS, "max_tokens": 300}
     whole = await official(calling).messages.create(**options)
     assert [block.type for block in whole.content] == kinds
+    assert [block.thinking for block in whole.content if block.type == "thinking"] == ["Hm."] * kinds.count("thinking")
     inputs = [block.input for block in whole.content if block.type == "tool_use"]
     assert inputs == [{"zone": "a } b"}, {"zone": "c } b"}][: kinds.count("tool_use")]
     assert whole.stop_reason == reason

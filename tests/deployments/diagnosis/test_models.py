@@ -8,6 +8,7 @@ from deployments.config import AppConfig
 from deployments.diagnosis import models
 from deployments.diagnosis.models import known_draft, pair_findings, path_findings, weight_file_bytes
 from engine.config import BUNDLED_DRAFT, BUNDLED_TARGET
+from engine.execution.memory import CacheSize
 from tests.engine.heads.files import head_settings, head_tensors, save_head
 from tests.models import save_llama
 
@@ -90,7 +91,7 @@ def test_another_tokenizer_is_well_if_it_shares_tokens(tmp_path: Path):
 
 
 def test_the_memory_plan_counts_every_process_on_this_machine(monkeypatch):
-    monkeypatch.setattr(models, "plan_kv_blocks", lambda free, workers, engine, device: len(workers))
+    monkeypatch.setattr(models, "plan_cache", lambda free, workers, engine, device: CacheSize(len(workers), 0))
     assert ", 32 tokens fit" in next(pair_findings(config(block_size="16"))).found
     assert ", 48 tokens fit" in next(pair_findings(config(tensor_parallel_size="2"))).found
 

@@ -15,13 +15,14 @@ from engine.protocols import RequestOutput, RoundTrace, TokenLogprobs
 from tests.deployments.conftest import client_of, make_app, make_client
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import GREEDY
-from tests.deployments.templates import HERMES
+from tests.deployments.templates import HERMES, THINKING
 
 SHOWN = ("text", "content", "arguments", "delta", "texts", "name", "token_ids", "token")
 NOTHING, ANY = {"type": "object", "properties": {}}, {"type": "any"}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": NOTHING}}]
 MESSAGES = [{"role": "user", "content": "abc"}]
 SAMPLED: dict[str, Any] = {"max_tokens": 7, "temperature": 3.0, "ignore_eos": True}
+THOUGHTS = '<think>\nHm.\n</think>\n\nSo <b>.\n<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
 STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     "two choices": ("completions", {"prompt": ["ab", "c"], "n": 2, **SAMPLED, "logprobs": 1}),
     "stop string": ("completions", {"prompt": "abc", "echo": True, **GREEDY, "max_tokens": 20, "stop": ["U"]}),
@@ -31,6 +32,10 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "trace": ("chat/completions", {"messages": MESSAGES, **SAMPLED, "speculative": {"trace": True}}),
     "a call": ("chat/completions", {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", "seed": 1}),
+    "thoughts and a call": (
+        "chat/completions",
+        {"messages": MESSAGES, "tools": TOOLS, "max_tokens": 99, "structured_outputs": {"choice": [THOUGHTS]}},
+    ),
     "responses": ("responses", {"input": "abc", "max_output_tokens": 16, "temperature": 3.0, "ignore_eos": True}),
     "messages": ("messages", {"messages": MESSAGES, "max_tokens": 16, "temperature": 3.0}),
     "a tool use": (
@@ -68,6 +73,7 @@ def texts(events: list[tuple[str, str]]) -> dict[str, str]:
         elif path.rpartition(".")[2] in (
             "text",
             "content",
+            "reasoning_content",
             "arguments",
             "partial_json",
             "delta",
@@ -89,7 +95,7 @@ def texts(events: list[tuple[str, str]]) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", STREAMS)
 async def test_a_stream_continues_after_each_of_its_events(name: str, routers: LocalRouters, tmp_path: Path) -> None:
-    async with client_of(HERMES, routers, tmp_path) as client:
+    async with client_of(THINKING, routers, tmp_path) as client:
         await check_all_events(client, name)
 
 

@@ -1,16 +1,20 @@
 """/v1/chat/completions through HTTP: a conversation and its answer."""
 
+import itertools
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
 from deployments.openai.chat import ChatCompletionRequest, ChatWriter
-from deployments.openai.tool_calls import CallStart
-from deployments.openai.tools import HERMES
+from deployments.openai.message_parts import CallStart
 from deployments.openai.writer import Reply
+from deployments.prompts.message_forms import form_of
+from tests.deployments.conftest import client_of
 from tests.deployments.fakes import LocalRouters
 from tests.deployments.requests import GREEDY, events
+from tests.deployments.templates import HERMES, THINKING, tokenizer_of
 
 
 async def test_a_conversation_is_answered(client: httpx.AsyncClient) -> None:
@@ -61,9 +65,55 @@ def test_a_call_has_an_id_of_its_own_that_depends_on_the_answer_alone() -> None:
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     ids = []
     for reply_id, num_texts in (("a", 1), ("a", 2), ("b", 1)):
-        writer = ChatWriter(Reply(reply_id, "tiny", "", [[1]], None, 4), request, HERMES)
-        texts = [call + call] if num_texts == 1 else [call, call]
+        writer = ChatWriter(Reply(reply_id, "tiny", "", [[1]], None, 4), request, form_of(tokenizer_of(HERMES)))
+        texts = [call + call] if num_texts == 1 else [call, f"{call} "]
         pieces = [piece for text in texts for piece in writer.read(writer.choices[0], text, is_last=text is texts[-1])]
         ids.append([piece.id for piece in pieces if isinstance(piece, CallStart)])
     assert ids[0] == ids[1]
     assert len({*ids[0], *ids[2]}) == 4
+
+
+ANSWER = '<think>\nHm.\n</think>\n\nI look.\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+async def test_thoughts_text_and_calls_come_in_fields_of_their_own(routers: LocalRouters, tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 200, "n": 2, "logprobs": True}
+    body |= {"structured_outputs": {"choice": [ANSWER]}, "tools": tools}
+    async with client_of(THINKING, routers, tmp_path) as client:
+        wholes = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+        chunks = await events(client, "/v1/chat/completions", **body, ignore_eos=None)
+    for whole in wholes:
+        message, chosen = (
+            whole["message"],
+            [c["choices"][0] for c in chunks if c["choices"][0]["index"] == whole["index"]],
+        )
+        assert (message["reasoning_content"], message["content"], whole["finish_reason"]) == (
+            "Hm.",
+            "I look.\n",
+            "tool_calls",
+        )
+        assert [call["function"] for call in message["tool_calls"]] == [{"name": "f", "arguments": '{"a": 1}'}]
+        deltas = [choice["delta"] for choice in chosen]
+        for name in ("reasoning_content", "content"):
+            assert "".join(delta.get(name, "") for delta in deltas) == message[name]
+        kinds = [
+            kind for kind, _ in itertools.groupby(next(iter(delta)) for delta in deltas[1:] if any(delta.values()))
+        ]
+        assert kinds == ["reasoning_content", "content", "tool_calls"]
+        scores = [entry for choice in chosen for entry in (choice["logprobs"] or {"content": []})["content"]]
+        assert "".join(entry["token"] for entry in scores).removesuffix("</s>") == ANSWER
+        assert len(scores) == len(whole["logprobs"]["content"])
+        assert chosen[-1]["finish_reason"] == "tool_calls"
+
+
+async def test_an_answer_begins_in_the_thoughts_that_the_prompt_opens(routers: LocalRouters, tmp_path: Path) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "max_tokens": 8}
+    async with client_of(THINKING + "<think>\n", routers, tmp_path) as client:
+        (thinking,) = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+        grammar = {"response_format": {"type": "json_object"}}  # begins with the answer
+        (json_object,) = (await client.post("/v1/chat/completions", json={**body, **grammar})).json()["choices"]
+    assert thinking["message"]["reasoning_content"]
+    assert thinking["message"]["content"] == ""
+    assert json_object["message"]["content"].startswith("{")
+    assert "reasoning_content" not in json_object["message"]

@@ -32,6 +32,31 @@ async def http(routers: LocalRouters, tmp_path: Path) -> AsyncIterator[httpx.Asy
         yield client
 
 
+SWITCHED = "{{ messages[0].content }}{% if thinking is not defined %}{% set thinking = 1 %}{% endif %}{{ thinking }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "expected"),
+    [(SWITCHED, "none", "hiFalse"), (SWITCHED, "low", "hiTrue"), ("a thinking {{ messages[0].content }}", "low", None)],
+)
+async def test_an_effort_sets_a_switch_or_is_refused(
+    routers: LocalRouters, tmp_path: Path, template: str, effort: str, expected: str | None
+) -> None:
+    async with client_of(template, routers, tmp_path) as http:
+        if expected is not None:
+            assert await prompt(http, routers, reasoning_effort=effort) == expected
+            return
+        for path, fields, name in (
+            ("chat/completions", {"messages": USER, "reasoning_effort": effort}, "reasoning_effort"),
+            ("responses", {"input": "hi", "reasoning": {"effort": effort}}, "reasoning.effort"),
+        ):
+            error = (await http.post(f"/v1/{path}", json=fields)).json()["error"]
+            assert error["param"] == name
+            assert error["message"].startswith(f"{name} is 'low', but the chat template reads none of enable_thinking")
+        fields = {"messages": USER, "max_tokens": 1, "output_config": {"effort": effort}}
+        assert (await http.post("/v1/messages", json=fields)).status_code == 200  # Claude Code sends it to any model
+
+
 async def prompt(http: httpx.AsyncClient, routers: LocalRouters, messages: Any = USER, **fields: Any) -> str:
     """The prompt of a chat completion, which must also be what /tokenize says."""
     sdk = make_sdk(http)

@@ -2,15 +2,29 @@
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import jsonschema
 import pytest
+import torch
+from transformers import AutoTokenizer
 
-from tests.deployments.conftest import make_sdk
-from tests.deployments.fakes import LocalRouters
+from deployments.config import AppConfig
+from deployments.openai.structured_output import Thoughts
+from engine.params import SamplingParams
+from engine.sampling.grammar import Grammars
+from tests.deployments.conftest import make_app, make_client, make_sdk
+from tests.deployments.fakes import LocalRouters, Rig
 from tests.deployments.requests import error_of, text_of
+from tests.deployments.thinking import BIAS, save_thinking
+from tests.engine.conftest import VOCAB, save_llama
+from tests.engine.grammars import GRAMMARS, matches
+from tests.engine.running import drafters, make_engine, run
+from tests.engine.tiny import backend_of
+from tests.engine.tokenizers import END, json_tokenizer, saved
 
 SCHEMA = {
     "type": "object",
@@ -107,3 +121,86 @@ async def test_a_format_that_cannot_be_followed_is_refused_by_name(
     assert message in error["message"]
     assert error["param"] == param
     assert routers.last is None
+
+
+IDS = json_tokenizer().get_vocab()
+WAYS = {
+    "a token": Thoughts("{", "}}", {"}}": IDS["}}"]}),
+    "a token, and what begins an answer": Thoughts("{", "}}:", {"}}": IDS["}}"], "],": IDS["],"]}, "],a"),
+    "text": Thoughts("{", "}", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Any]:
+    """A target, a draft, and a function that makes grammars for one of them."""
+    paths = [save_llama(tmp_path_factory.mktemp("model"), seed=seed, layers=1, hidden=16) for seed in (1, 2)]
+    source = saved(json_tokenizer(), tmp_path_factory.mktemp("json"))
+    return *map(backend_of, paths), lambda: Grammars(source, vocab_size=VOCAB, eos_token_ids=[END])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_thoughts_are_free_and_the_answer_matches_whatever_is_drafted(way: str, models: Any) -> None:
+    """Also after the loss of every matcher, and of requests' blocks."""
+    target, draft, make_grammars = models
+    thoughts, text_of_tokens = replace(WAYS[way], is_open=True), json_tokenizer().decode
+    prompts = torch.randint(2, VOCAB, (6, 9), generator=torch.Generator().manual_seed(5)).tolist()
+    bias = {IDS["}}"]: 2.0, IDS['"}']: 1.0}
+    free = [(prompt, SamplingParams(seed=i, max_tokens=60, logit_bias=bias)) for i, prompt in enumerate(prompts)]
+    asked = [(prompt, replace(it, grammar=thoughts.before(GRAMMARS["json"], {END}))) for prompt, it in free]
+    expected = run(make_engine(target, grammars=make_grammars(), num_speculative_tokens=0), asked)
+    for kind in ("the target itself", "a random draft", "trees by the target itself"):
+        drafter, ours = drafters(target, draft, make_grammars())[kind], make_grammars()
+        engine = make_engine(target, drafter, grammars=ours, num_speculative_tokens=4, num_blocks=40, block_size=4)
+        assert run(engine, asked, between=lambda *_, lost=ours: lost._matchers.clear()) == expected, kind
+        assert engine.stats.num_preemptions
+    plain = run(make_engine(target, grammars=make_grammars(), num_speculative_tokens=0), free)
+    num_answers = 0
+    for index, tokens in expected.items():
+        if way == "text":
+            ended = next((n for n in range(len(tokens)) if "}" in text_of_tokens(tokens[: n + 1])), len(tokens))
+            answer = text_of_tokens(tokens).partition("}")[2]
+        else:
+            ended = tokens.index(IDS["}}"]) if IDS["}}"] in tokens else len(tokens)
+            answer = text_of_tokens(tokens[ended:])
+            assert answer[:3].startswith(thoughts.closing[: len(answer)])
+            answer = answer[len(thoughts.closing) :].lstrip()
+            assert answer[:3].startswith(thoughts.answer[: len(answer)])
+            answer = answer[len(thoughts.answer) :]
+        never = next((n for n, token in enumerate(plain[index]) if token in (0, END, IDS["}}"])), len(tokens))
+        assert tokens[: min(ended, never)] == plain[index][: min(ended, never)]
+        if tokens[-1] == END:
+            assert matches("json", answer.removesuffix("</s>").lstrip())
+            num_answers += 1
+    assert num_answers
+
+
+@pytest.mark.parametrize(
+    ("state", "kinds"),
+    [({}, {True}), ({"enable_thinking": False}, {False}), ({"enable_thinking": True}, {True, False})],
+)
+async def test_an_answer_matches_after_thoughts(rig: Rig, tmp_path: Path, state: Any, kinds: set[bool]) -> None:
+    save_thinking(tmp_path)
+    config = AppConfig(target_model=str(tmp_path), served_model_name="tiny", stream_interval_s=0)
+    tool = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+    seen = set()
+    rig.engine._tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # which knows the token that ends thoughts
+    async with make_client(await make_app(config, LocalRouters(rig))) as client:
+        for seed in range(4):
+            body = {"messages": MESSAGES, "seed": seed, "max_tokens": 300, "logit_bias": BIAS, "temperature": 1}
+            body["chat_template_kwargs"] = state
+            schema = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+            for fields in (
+                {"response_format": schema},
+                {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False},
+            ):
+                message = (await client.post("/v1/chat/completions", json=body | fields)).json()["choices"][0][
+                    "message"
+                ]
+                answer = message["tool_calls"][0]["function"]["arguments"] if "tools" in fields else message["content"]
+                jsonschema.validate(json.loads(answer), SCHEMA)
+                seen.add(bool(message.get("reasoning_content")))
+            if not state:
+                free = (await client.post("/v1/chat/completions", json=body)).json()["choices"][0]["message"]
+                assert free["reasoning_content"] == message["reasoning_content"]
+    assert seen == kinds

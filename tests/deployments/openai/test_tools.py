@@ -11,13 +11,11 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from deployments.openai import tools as forms
 from deployments.openai.chat import ChatCompletionRequest
-from deployments.openai.tools import form_of
 from deployments.prompts.encoder import PromptEncoder
 from tests.deployments.conftest import client_of, make_sdk
 from tests.deployments.fakes import LocalRouters
-from tests.deployments.templates import HERMES, LLAMA, TEMPLATE, save_tokenizer
+from tests.deployments.templates import HERMES, LLAMA, save_tokenizer
 
 SCHEMA = {
     "type": "object",
@@ -31,12 +29,6 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": "clock"}},
 ]
 USER: Any = [{"role": "user", "content": "x"}]
-
-
-def test_the_form_is_the_templates() -> None:
-    assert (form_of(HERMES), form_of(LLAMA)) == (forms.HERMES, forms.LLAMA3)
-    assert form_of(TEMPLATE) is None
-    assert form_of(None) is None
 
 
 async def test_a_conversation_with_calls_is_rendered_as_the_template_wants(tmp_path: Path) -> None:
@@ -117,6 +109,14 @@ async def test_a_stream_of_deltas_is_the_whole_answer(
         logprobs = [entry for piece in mine if piece.logprobs for entry in piece.logprobs.content or []]
         assert whole.logprobs is not None
         assert logprobs == whole.logprobs.content
+
+
+async def test_a_call_without_a_grammar_cannot_be_required(routers: LocalRouters, tmp_path: Path) -> None:
+    body = {"messages": USER, "tools": TOOLS, "max_tokens": 4}
+    async with client_of(HERMES + "{# <function=<parameter= #}", routers, tmp_path) as client:
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+        response = await client.post("/v1/chat/completions", json={**body, "tool_choice": "required"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
 
 
 async def test_a_call_that_the_limit_cuts_is_sent_as_far_as_it_came(sdk: openai.AsyncOpenAI) -> None:

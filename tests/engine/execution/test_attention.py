@@ -150,6 +150,67 @@ def test_moved_entries_are_those_of_an_accepted_path():
         assert (cache.view(12, -1) - 100 * layer == torch.tensor(moved).unsqueeze(-1)).all()
 
 
+def test_layers_of_one_size_are_moved_together_and_others_have_a_tensor_of_their_own():
+    """A head's layers stand behind the model's, also where one of those has their size."""
+    wide, narrow = (KV_HEADS, DIM, DIM), (1, 2 * DIM, DIM)
+    shape = KVShape(4, *wide, (wide, narrow, wide, narrow))
+    kv = KVTensors(shape, 3, BLOCK, torch.empty(0), KVShape(1, *wide))
+    assert [tuple(keys.shape) for keys in kv.keys] == [(3, BLOCK, *size[:2]) for size in (*shape.each, wide)]
+    assert [tuple(cache.shape[0:1] + cache.shape[3:]) for cache in kv.of_head] == [(1, KV_HEADS, DIM)] * 2
+    assert kv.keys[0].untyped_storage().data_ptr() == kv.keys[2].untyped_storage().data_ptr()
+    for caches in (kv.keys, kv.values):
+        for cache in caches:
+            cache.view(12, -1)[:] = torch.arange(12.0).unsqueeze(-1)
+    kv.first_layers(3).move([6], [5])
+    for layer, caches in enumerate(zip(kv.keys, kv.values, strict=True)):
+        for cache in caches:
+            assert cache.view(12, -1)[5].unique().tolist() == [6.0 if layer < 3 else 5.0]
+    kv.move([9], [5])
+    assert all(cache.view(12, -1)[5].unique().tolist() == [9.0] for cache in (*kv.keys, *kv.values))
+
+
+def test_a_token_sees_its_own_chunk_only_and_a_node_by_its_position():
+    """The tip is at 2, two branches at 3, each with a node at 4, where a chunk begins."""
+    (group,) = build([ForwardRow([1] * 6, 1, [1, 2], 1, [-1, -1, 0, 1])], Layer().kv).paged.groups
+    mask = group.mask(AttentionParams(chunk=4), 1, torch.empty(0), BLOCK)[0, 0]
+    seen = [[i for i, score in enumerate(row) if score == 0] for row in mask.tolist()]
+    assert seen == [[0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 4], [5], [6]]
+    chain = build([prompt(6, A)], Layer().kv).paged.groups[0]
+    mask = chain.mask(AttentionParams(chunk=4), 1, torch.empty(0), BLOCK)[0, 0]
+    assert [int((row == 0).sum()) for row in mask] == [1, 2, 3, 4, 1, 2]
+    assert chain.mask(AttentionParams(), 1, torch.empty(0), BLOCK)[0, 0].isfinite().sum() == 21
+
+
+def test_a_layer_that_shares_reads_the_blocks_of_another_and_writes_none():
+    layer = Layer()
+    layer.run(prompt(7, A))
+    batch = build([prompt(2, A, 5)], layer.kv)
+    nothing, query = torch.full((1, KV_HEADS, 2, DIM), math.nan), torch.randn(1, HEADS, 2, DIM)
+    before = [cache.clone() for cache in (*layer.kv.keys, *layer.kv.values)]
+    module = SimpleNamespace(layer_idx=5, kv_layer=0, is_kv_shared_layer=True)
+    output, _ = paged_attention(module, query, nothing, nothing, None, paged=batch.paged)
+    entries = layer.entries[A[0]]
+    expected = [attend(query[0, :, i], [entries[place] for place in range(6 + i)]) for i in range(2)]
+    torch.testing.assert_close(output[0], torch.stack(expected))
+    assert all(map(torch.equal, before, (*layer.kv.keys, *layer.kv.values)))
+    assert batch.paged.layers == []
+
+
+def test_queries_are_warmed_by_their_positions():
+    layer = Layer()
+    layer.run(prompt(9, A))
+    batch = build([prompt(1, B), prompt(2, A, 7)], layer.kv)
+    query, key = torch.ones(HEADS, 4, 1), torch.zeros(KV_HEADS, 4, DIM)
+    warmed = batch.paged._tempered(query, 4, 0.5)[0, :, 0]
+    assert torch.allclose(warmed, torch.tensor([1, 1, 1 + 0.5 * math.log(3), 1 + 0.5 * math.log(3)]))
+    params = AttentionParams(temperature=(4, 0.5))
+    plain, tuned = (
+        batch.paged.attend(0, scale * torch.ones(HEADS, 4, DIM), key, key, one)
+        for scale, one in ((warmed[:, None], AttentionParams()), (1, params))
+    )
+    assert torch.equal(plain, tuned)
+
+
 def test_a_new_cache_holds_no_nan():
     kv = KVTensors(
         KVShape(1, KV_HEADS, DIM, DIM), num_blocks=3, block_size=BLOCK, like=torch.empty(0, dtype=torch.bfloat16)

@@ -15,7 +15,7 @@ from engine.protocols import Draft
 from engine.sampling import noise
 from engine.sampling.noise import Draws
 from engine.verification.verifier import paths
-from tests.engine.tiny import EXPERTS, HEADS, LATENT, SIZES, model_of, save
+from tests.engine.tiny import EXPERTS, GEMMA4, HEADS, LATENT, LLAMA4, SHARED, SIZES, model_of, save
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda", 0)
@@ -60,6 +60,14 @@ FAMILIES = {
     "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
     "phi3": ("Phi3Config", {}),
     "cohere": ("CohereConfig", {"logit_scale": 0.25}),
+    "gemma 3n, shared keys": ("Gemma3nTextConfig", SHARED | {"intermediate_size": [64] * 6, "laurel_rank": 4}),
+    "gemma 4, shared keys, two sizes": ("Gemma4TextConfig", GEMMA4),
+    "gemma 4, mixture": (
+        "Gemma4TextConfig",
+        {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 16},
+    ),
+    "llama 4, chunks, tuned temperatures, mixture": ("Llama4TextConfig", LLAMA4),
+    "mistral 4, latent attention": ("Mistral4Config", DEEPSEEK),
     "granite": ("GraniteConfig", {"logits_scaling": 4.0, "attention_multiplier": 0.3, "embedding_multiplier": 2.0}),
 }
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from engine.config import EngineConfig
 from engine.errors import ModelError
 from engine.execution.footprint import of_weights
-from engine.execution.memory import Footprint, plan_kv_blocks
+from engine.execution.memory import CacheSize, Footprint, plan_cache
 
 GIB = 2**30
 
@@ -45,7 +45,7 @@ def worker(name, engine, *, ranks=1):
 def blocks(free_gib, models, *, ranks=1, **settings):
     engine = EngineConfig(**settings)
     workers = [worker(name, engine, ranks=ranks) for name in models]
-    return plan_kv_blocks(int(free_gib * GIB), workers, engine, device="gpu0")
+    return plan_cache(int(free_gib * GIB), workers, engine, device="gpu0").num_blocks
 
 
 FULL = (131_072 + 4 + 15) // 16
@@ -86,7 +86,7 @@ def test_nobody_gets_more_than_all_requests_of_full_length_need():
 def test_workers_of_one_device_hold_the_same_number_of_tokens_within_its_memory():
     engine = EngineConfig(memory_fraction=1.0)
     workers = [worker("8B", engine), worker("1B", engine)]
-    count = plan_kv_blocks(79 * GIB, workers, engine, device="gpu0")
+    count = plan_cache(79 * GIB, workers, engine, device="gpu0").num_blocks
     taken = sum(w.weight_bytes + w.workspace_bytes + count * 16 * w.kv_token_bytes for w in workers)
     assert taken <= 79 * GIB < taken + 16 * sum(w.kv_token_bytes for w in workers)
 
@@ -94,7 +94,7 @@ def test_workers_of_one_device_hold_the_same_number_of_tokens_within_its_memory(
 def test_a_draft_with_a_short_context_leaves_the_target_room_for_its_own():
     engine = EngineConfig(max_num_seqs=1)
     target, draft = worker("1B", engine), replace(worker("1B", engine), max_model_len=512)
-    assert plan_kv_blocks(79 * GIB, [target, draft], engine, device="gpu0") == FULL
+    assert plan_cache(79 * GIB, [target, draft], engine, device="gpu0").num_blocks == FULL
 
 
 def test_a_pass_has_no_more_logits_than_tokens():
@@ -115,12 +115,34 @@ def test_one_request_of_full_length_is_enough_and_less_is_refused(free_bytes, bl
     engine = EngineConfig(memory_fraction=1.0, num_speculative_tokens=0)
     if blocks is None:
         with pytest.raises(ModelError, match="are free"):
-            plan_kv_blocks(free_bytes, [small(64)], engine, device="gpu0")
+            plan_cache(free_bytes, [small(64)], engine, device="gpu0")
     else:
-        assert plan_kv_blocks(free_bytes, [small(64)], engine, device="gpu0") == blocks
+        assert plan_cache(free_bytes, [small(64)], engine, device="gpu0").num_blocks == blocks
 
 
 def test_half_of_a_cpus_memory_is_left_to_other_processes_and_a_tenth_of_a_gpus():
     engine = EngineConfig(max_num_seqs=10**6)
-    assert plan_kv_blocks(100 + 16_000, [small(64)], engine, device="cpu") == 500
-    assert plan_kv_blocks(100 + 16_000, [small(64)], engine, device="gpu0") == 900
+    assert plan_cache(100 + 16_000, [small(64)], engine, device="cpu").num_blocks == 500
+    assert plan_cache(100 + 16_000, [small(64)], engine, device="gpu0").num_blocks == 900
+
+
+def with_states(state_bytes, free_bytes, **settings):
+    engine = EngineConfig(max_num_seqs=4, memory_fraction=1.0, num_speculative_tokens=0, **settings)
+    return plan_cache(100 + free_bytes, [replace(small(64), state_bytes=state_bytes)], engine, device="gpu0")
+
+
+def test_states_get_half_of_the_memory_at_most_and_blocks_the_rest():
+    """Two slots for each of four requests and four more; blocks never take more than the requests need."""
+    assert with_states(10, 10_000) == CacheSize(4 * 4, 12)
+    assert with_states(10, 130) == CacheSize((130 - 6 * 10) // 16, 6)
+    assert with_states(10, 160, num_states=2) == CacheSize((160 - 20) // 16, 2)
+    assert with_states(10, 0, num_blocks=7) == CacheSize(7, 12)
+    assert with_states(10, 0, num_blocks=7, num_states=3) == CacheSize(7, 3)
+
+
+def test_a_slot_for_each_request_and_one_more_is_enough_and_fewer_are_refused_with_figures():
+    assert with_states(GIB, 10 * GIB).num_states == 5
+    with pytest.raises(ModelError, match=r"blocks and 4 state slots of 1.0 GiB .* max_num_seqs 4 needs 5 slots; lower"):
+        with_states(GIB, 10 * GIB - 1)
+    with pytest.raises(ModelError, match=r"2 state slots of 50.0 GiB, but one request of 64 tokens needs .* max_num"):
+        with_states(50 * GIB, 100 * GIB + 63, num_states=2)

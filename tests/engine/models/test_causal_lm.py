@@ -2,10 +2,19 @@
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, Gemma3Config, LlamaConfig, Qwen3Config, T5Config
+from transformers import (
+    DeepseekV3Config,
+    Gemma3Config,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    LlamaConfig,
+    Qwen3Config,
+    T5Config,
+)
 
 from engine.models.causal_lm import forward, kv_shape
-from tests.engine.tiny import SIZES, T5_SIZES, model_of
+from engine.models.layers.layer_attention import KVShape
+from tests.engine.tiny import GEMMA4, SHARED, SIZES, T5_SIZES, model_of
 
 CPU = torch.device("cpu")
 
@@ -28,7 +37,14 @@ CPU = torch.device("cpu")
     ],
 )
 def test_the_cache_has_a_place_for_every_layer_and_key_value_head_of_a_rank(config, world_size, shape):
-    assert kv_shape(config, world_size) == shape
+    assert kv_shape(config, world_size) == KVShape(*shape)
+
+
+def test_layers_that_share_have_no_place_and_the_others_one_of_their_own_size():
+    shape = kv_shape(Gemma4TextConfig(**SIZES | GEMMA4), 1)
+    assert shape == KVShape(4, 2, 16, 16, ((2, 16, 16), (1, 32, 32)) * 2)
+    assert shape.token_numbers == 4 * 64
+    assert kv_shape(Gemma3nTextConfig(**SIZES | SHARED), 1) == KVShape(4, 2, 16, 16)
 
 
 class NoAttention:

@@ -88,6 +88,24 @@ def test_a_rank_loads_its_own_slices_and_a_single_rank_the_whole_model(target_pa
     assert rank.info.num_parameters < whole
 
 
+UNSERVED = {
+    "layers that differ in more than heads": (
+        "LlamaConfig",
+        {"per_layer_config": {1: {"intermediate_size": 32}}},
+        "differ in their intermediate_size",
+    ),
+    "attention to later tokens": ("Gemma3TextConfig", {"use_bidirectional_attention": True}, "no text token by token"),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_an_architecture_that_cannot_be_served_exactly_is_refused_by_its_configuration(name, tmp_path):
+    cls, extra, reason = UNSERVED[name]
+    getattr(transformers, cls)(**{**SIZES, **extra}).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=reason):
+        model_of(tmp_path)
+
+
 def test_weights_that_are_pickles_are_refused(tmp_path):
     save(transformers.LlamaConfig(**SIZES), tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")

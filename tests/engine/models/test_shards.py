@@ -7,6 +7,7 @@ import transformers
 from engine.errors import ModelError
 from engine.execution.batch import ForwardRow, build
 from engine.models.causal_lm import Shard
+from engine.models.layers.layer_attention import KVShape
 from engine.params import SamplingParams
 from engine.protocols import NO_DRAFT, Draft, run_in_process
 from engine.sampling import noise
@@ -14,7 +15,7 @@ from engine.sampling.noise import Draws
 from engine.verification.verifier import ModelVerifier
 from tests.engine.ranks import AbsentOthers, gloo_reducers, on_ranks
 from tests.engine.running import make_engine, run
-from tests.engine.tiny import SIZES, backend_of, save
+from tests.engine.tiny import GEMMA4, SIZES, backend_of, save
 
 GEMMA3 = {"head_dim": 16, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {
@@ -23,6 +24,7 @@ FAMILIES = {
     "llama, tied head": ("LlamaConfig", {"tie_word_embeddings": True}),
     "gemma, scaled embeddings": ("GemmaConfig", {"head_dim": 16}),
     "gemma3, two rotary bases": ("Gemma3TextConfig", GEMMA3),
+    "gemma4, shared keys, two sizes": ("Gemma4TextConfig", GEMMA4 | {"num_global_key_value_heads": 2}),
 }
 
 
@@ -204,8 +206,8 @@ def test_a_rank_holds_half_of_every_sliced_layer_and_sums_twice_a_layer(tmp_path
     backends, reducers = load_ranks(tmp_path, 2)
     ranks = [backend.model for backend in backends]
     whole = backend_of(tmp_path).model
-    assert [rank.kv_shape for rank in ranks] == [(2, 1, 8, 8)] * 2
-    assert whole.kv_shape == (2, 2, 8, 8)
+    assert [rank.kv_shape for rank in ranks] == [KVShape(2, 1, 8, 8)] * 2
+    assert whole.kv_shape == KVShape(2, 2, 8, 8)
     sliced = [name for name, _ in whole.module.named_parameters() if "_proj" in name and name.endswith("weight")]
     assert len(sliced) == 2 * 4  # two layers, each q/k/v, o, gate/up and down
     for rank in ranks:

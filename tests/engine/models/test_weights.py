@@ -8,8 +8,9 @@ from transformers.core_model_loading import Transpose, WeightConverter
 
 from engine.errors import ModelError
 from engine.models import weights
-from engine.models.causal_lm import Shard
-from tests.engine.tiny import SIZES, model_of, save, source_of
+from engine.models.causal_lm import CausalLM, Shard
+from engine.models.weights import TEXT_PART
+from tests.engine.tiny import MISTRAL3, SIZES, model_of, save, source_of
 
 CPU = torch.device("cpu")
 COLUMNS = (slice(None), slice(10, 21))
@@ -179,3 +180,31 @@ def test_a_tensor_that_has_to_be_converted_is_no_part_and_one_of_the_modules_nam
     names._converters = [WeightConverter("norm.weight", "norms.weight", [Transpose(0, 1)])]
     assert names.parameter("model.norm.weight") == "model.norm.weight"
     assert names.part("model.norm.weight", whole) is whole
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("prefixes", [("language_model.model.", "language_model."), ("model.language_model.", "")])
+def test_the_text_part_of_a_model_for_images_is_a_model_by_itself(prefixes, tied, tmp_path):
+    """Whether it has a last layer of its own is for the files to say: what the configurations say differs."""
+    save(transformers.Mistral3Config(**MISTRAL3, tie_word_embeddings=False), tmp_path / "saved")
+    stored = load_file(tmp_path / "saved" / "model.safetensors")
+    text = {name.partition("language_model.")[2].removeprefix("model."): tensor for name, tensor in stored.items()
+            if "language_model." in name and "lm_head" not in name}  # fmt: skip
+    last = next(tensor for name, tensor in stored.items() if name.endswith("lm_head.weight"))
+    renamed = {prefixes[0] + name: tensor for name, tensor in text.items()} | {"vision_tower.x": torch.zeros(2)}
+    if not tied:
+        renamed[f"{prefixes[1]}lm_head.weight"] = last
+    (tmp_path / "model").mkdir()
+    save_file(renamed, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    transformers.Mistral3Config(**MISTRAL3).save_pretrained(tmp_path / "model")
+    source = source_of(tmp_path / "model")
+    loaded = model_of(tmp_path / "model").module
+    assert (type(loaded).__name__, source.configuration.model_type) == ("MistralForCausalLM", "mistral")
+    assert source.is_text_part
+    assert torch.equal(loaded.lm_head.weight, text["embed_tokens.weight"] if tied else last)
+    by_transformers = CausalLM.load_module(
+        source.directory, source.configuration, torch.float32, key_mapping=dict(TEXT_PART)
+    )
+    for name, tensor in text.items():
+        assert torch.equal(by_transformers.get_parameter(f"model.{name}"), tensor), name
+    assert torch.equal(loaded.model.layers[1].mlp.down_proj.weight, text["layers.1.mlp.down_proj.weight"])

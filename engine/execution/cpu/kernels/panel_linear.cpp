@@ -175,33 +175,38 @@ struct Floats {
 };
 
 // A panel of 8-bit integers, or of bytes with two 4-bit integers: the lower half of byte i is output i, the upper half
-// output i + kPanel / 2. `group` inputs share a scale. They are converted register by register, because torch's flags
+// output i + kPanel / 2. `group` inputs share `width` factors: kPanel scales, and as many zeros if there are any, which
+// are subtracted from integers before they are scaled. They are converted register by register, because torch's flags
 // keep the compiler from vectorizing loops.
 template <typename T>
 struct Integers {
   const T* integers;
   const float* scales;
   int64_t group;
+  int64_t width;
   static constexpr int64_t kBytes = std::is_same_v<T, int8_t> ? kPanel : kPanel / 2;
 
   void widen(int64_t first, int64_t last, float* wide) const {
     for (int64_t input = first; input < last;) {
       const int64_t index = input / group, end = std::min(last, (index + 1) * group);
       for (; input < end; ++input, wide += kPanel) {
-        widen_input(reinterpret_cast<const int8_t*>(integers + input * kBytes), scales + index * kPanel, wide);
+        const int8_t* bytes = reinterpret_cast<const int8_t*>(integers + input * kBytes);
+        const float* factors = scales + index * width;
+        width > kPanel ? widen_input<true>(bytes, factors, wide) : widen_input<false>(bytes, factors, wide);
       }
     }
   }
 
+  template <bool HasZeros>
   static void widen_input(const int8_t* bytes, const float* factors, float* wide) {
     __builtin_prefetch(bytes + kAhead, 0, 2);
     for (int64_t i = 0; i < kBytes; i += kLanes) {
       const Words words = load_integers(bytes + i);
       if constexpr (kBytes == kPanel) {
-        scale(words, factors + i, wide + i);
+        scale<HasZeros>(words, factors + i, wide + i);
       } else {
-        scale((words << Words(28)) >> Words(28), factors + i, wide + i);
-        scale(words >> Words(4), factors + kBytes + i, wide + kBytes + i);
+        scale<HasZeros>((words << Words(28)) >> Words(28), factors + i, wide + i);
+        scale<HasZeros>(words >> Words(4), factors + kBytes + i, wide + kBytes + i);
       }
     }
   }
@@ -217,8 +222,13 @@ struct Integers {
 #endif
   }
 
+  template <bool HasZeros>
   static void scale(const Words& words, const float* factors, float* wide) {
-    (at::vec::convert_to_fp_of_same_size<float>(words) * Vec::loadu(factors)).store(wide);
+    Vec numbers = at::vec::convert_to_fp_of_same_size<float>(words);
+    if constexpr (HasZeros) {
+      numbers = numbers - Vec::loadu(factors + kPanel);
+    }
+    (numbers * Vec::loadu(factors)).store(wide);
   }
 };
 
@@ -267,7 +277,7 @@ at::Tensor multiply_integers(const at::Tensor& rows, const at::Tensor& panels, c
   const float* factors = scales.const_data_ptr<float>();
   const int64_t group = panels.size(1) / scales.size(1);
   return multiply(rows, panels.size(0), [&](int64_t i) {
-    return Integers<T>{integers + i * panels.stride(0), factors + i * scales.stride(0), group};
+    return Integers<T>{integers + i * panels.stride(0), factors + i * scales.stride(0), group, scales.size(2)};
   });
 }
 
@@ -277,7 +287,8 @@ at::Tensor panel_linear(const at::Tensor& rows, const at::Tensor& panels, const 
       panels.size(2) == (type == at::kByte ? kPanel / 2 : kPanel) && panels.is_contiguous();
   if (type == at::kByte || type == at::kChar) {
     fits = fits && scales.dim() == 3 && scales.size(0) == panels.size(0) && scales.size(1) > 0 &&
-        panels.size(1) % scales.size(1) == 0 && scales.size(2) == kPanel && scales.is_contiguous();
+        panels.size(1) % scales.size(1) == 0 && (scales.size(2) == kPanel || scales.size(2) == 2 * kPanel) &&
+        scales.is_contiguous();
   }
   TORCH_CHECK(
       fits, "rows ", rows.sizes(), " do not go with panels ", panels.sizes(), " and scales ", scales.sizes());

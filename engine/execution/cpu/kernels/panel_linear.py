@@ -45,7 +45,7 @@ class PanelLinear(nn.Module):
         panels: [out / 64, in, 64] bfloat16, float16 or int8; or, of 4-bit weights, [out / 64, in, 32] uint8, whose byte
             i has output i in its lower half and output i + 32 in the upper. Of bfloat16 numbers, outputs i and i + 16
             of each 32 lie side by side.
-        scales: [out / 64, groups, 64] float32; a single 1 for 16-bit numbers.
+        scales: [out / 64, groups, 64] float32, or 128: the zeros after the scales; a single 1 for 16-bit numbers.
     """
 
     panels: Tensor
@@ -66,6 +66,8 @@ class PanelLinear(nn.Module):
             return None
         if isinstance(layer, QuantizedLinear):
             panels, scales = _in_panels(layer.integers), _in_panels(layer.scales.float())
+            if layer.zeros is not None:
+                scales = torch.cat([scales, _in_panels(layer.zeros.float())], -1)
             if layer.num_bits == 4:
                 lower, upper = panels.view(torch.uint8).chunk(2, -1)
                 panels = lower & 15 | upper << 4
@@ -103,7 +105,9 @@ def _multiply_panels(rows: Tensor, panels: Tensor, scales: Tensor) -> Tensor:
         panels = panels.view(*panels.shape[:2], -1, _GROUP // 2, 2).transpose(3, 4).reshape(panels.shape)
     elif panels.dtype == torch.uint8:
         panels = torch.cat([(panels << 4).view(torch.int8) >> 4, panels.view(torch.int8) >> 4], -1)
-    weights = panels.float() * scales.repeat_interleave(panels.shape[1] // scales.shape[1], 1)
+    factors = scales.repeat_interleave(panels.shape[1] // scales.shape[1], 1)
+    numbers = panels.float() - factors[..., _PANEL:] if scales.shape[2] > _PANEL else panels.float()
+    weights = numbers * factors[..., :_PANEL]
     return (rows @ weights).transpose(0, 1).flatten(1)
 
 

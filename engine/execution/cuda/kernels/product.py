@@ -20,7 +20,7 @@ _MAX_SPLITS = 8
 
 def multiply(
     rows: Tensor, weight: Tensor, bias: Tensor | None, *, out_dtype: torch.dtype | None = None, num_splits: int = 1,
-    scales: Tensor | None = None,
+    scales: Tensor | None = None, zeros: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return rows [n, in] times weight [out, in], [n, out]: rounded once, and once more where a bias is added.
 
@@ -30,10 +30,11 @@ def multiply(
         out_dtype: the format of the result; None is that of the rows.
         num_splits: parts of the inner dimension that are summed at the same time.
         scales: [out, groups] factors of weights, of equally many inputs each.
+        zeros: [out, groups] int8, subtracted from weights first.
     """
     count, size = rows.shape
     num_outputs, num_groups = len(weight), 0 if scales is None else scales.shape[1]
-    constants = product_constants(count, num_outputs, size, weight.dtype, num_groups, num_splits)
+    constants = product_constants(count, num_outputs, size, weight.dtype, num_groups, num_splits, zeros is not None)
     dtype = out_dtype or rows.dtype
     parts_dtype = dtype if num_splits == 1 else torch.float32
     parts = torch.empty(num_splits, count, num_outputs, dtype=parts_dtype, device=rows.device)
@@ -45,7 +46,7 @@ def multiply(
     _multiply_kernel[(num_row_tiles * triton.cdiv(num_outputs, constants["OUT_TILE"]), num_splits)](
         rows, weight, rows if scales is None else scales, bias if has_bias else rows, parts,
         count, num_outputs, size, num_row_tiles, rows.stride(0), weight.stride(0), HAS_BIAS=has_bias,
-        num_stages=stages, num_warps=num_warps(constants), enable_fp_fusion=False, **constants,
+        zeros=zeros, num_stages=stages, num_warps=num_warps(constants), enable_fp_fusion=False, **constants,
     )  # fmt: skip
     if num_splits == 1:
         return parts[0]
@@ -62,12 +63,18 @@ def splits_of(num_outputs: int, size: int) -> int:
 
 
 def product_constants(
-    count: int, num_outputs: int, size: int, weight_dtype: torch.dtype, num_groups: int, num_splits: int
+    count: int,
+    num_outputs: int,
+    size: int,
+    weight_dtype: torch.dtype,
+    num_groups: int,
+    num_splits: int,
+    has_zeros: bool = False,
 ) -> dict[str, int | str]:
     """Return the tiles and other constants of the product of `count` rows."""
     # Wide tiles of quantised weights need more registers than there are.
     tiles = (tile for tile in (128, 64, 32)[num_groups > 0 :] if num_outputs // tile * num_splits >= _MIN_PROGRAMS)
-    group = size // num_groups if num_groups > 1 else 0
+    group = size // num_groups if num_groups > 1 or has_zeros else 0
     formats = {torch.int8: "int8", torch.uint8: "int4", torch.float8_e4m3fn: "fp8"}
     return {
         "ROWS_TILE": 16 if count <= 16 else 64 if count <= 64 else 128,
@@ -77,7 +84,7 @@ def product_constants(
         "FORMAT": formats[weight_dtype] if num_groups else "",
         "GROUP": group,
         "SPAN": math.gcd(group, _INNER_TILE),
-        "HAS_SCALES": num_groups == 1,
+        "HAS_SCALES": num_groups == 1 and not has_zeros,
         "NUM_SPLITS": num_splits,
     }
 
@@ -126,6 +133,7 @@ def powers_of_two(exponents):
 def load_weights(
     weight, scales, column, num_outputs, place, weight_stride, size, dtype: tl.constexpr,
     INNER_TILE: tl.constexpr, IS_EVEN: tl.constexpr, FORMAT: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
+    zeros=None,
 ):  # fmt: skip
     """Return a tile of weights [INNER_TILE, outputs] that begins at an input, in the number format of the rows."""
     inner = place + tl.arange(0, INNER_TILE)
@@ -150,10 +158,14 @@ def load_weights(
     if GROUP > 0:
         NUM_SPANS: tl.constexpr = INNER_TILE // SPAN
         first = place + tl.arange(0, NUM_SPANS)[None, :] * SPAN
-        scale = tl.load(scales + column[:, None] * (size // GROUP) + first // GROUP, is_output & (first < size), 0.0)
+        index = column[:, None] * (size // GROUP) + first // GROUP
+        scale = tl.load(scales + index, is_output & (first < size), 0.0)
         if FORMAT == "mxfp4":
             scale = powers_of_two(scale)
-        parts = tl.reshape(tile, (tile.shape[0], NUM_SPANS, SPAN)) * scale.to(tile.dtype)[:, :, None]
+        parts = tl.reshape(tile, (tile.shape[0], NUM_SPANS, SPAN))
+        if zeros is not None:
+            parts -= tl.load(zeros + index, is_output & (first < size), 0).to(tile.dtype)[:, :, None]
+        parts *= scale.to(tile.dtype)[:, :, None]
         tile = tl.reshape(parts, (tile.shape[0], INNER_TILE)).to(dtype)
     return tl.trans(tile)
 
@@ -163,7 +175,7 @@ def _multiply_kernel(
     rows, weight, scales, bias, output, count, num_outputs, size, num_row_tiles, row_stride, weight_stride,
     ROWS_TILE: tl.constexpr, OUT_TILE: tl.constexpr, INNER_TILE: tl.constexpr, IS_EVEN: tl.constexpr,
     FORMAT: tl.constexpr, GROUP: tl.constexpr, SPAN: tl.constexpr,
-    NUM_SPLITS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, HAS_SCALES: tl.constexpr, HAS_BIAS: tl.constexpr, zeros=None,
 ):  # fmt: skip
     """Compute one tile. Programs with the same weights run at the same time, so that these are read once."""
     row = tl.program_id(0) % num_row_tiles * ROWS_TILE + tl.arange(0, ROWS_TILE)
@@ -179,7 +191,7 @@ def _multiply_kernel(
         x = tl.load(row_tile + start, is_x, 0.0)
         w = load_weights(
             weight, scales, column, num_outputs, start, weight_stride, size, x.dtype,
-            INNER_TILE, IS_EVEN, FORMAT, GROUP, SPAN,
+            INNER_TILE, IS_EVEN, FORMAT, GROUP, SPAN, zeros,
         )  # fmt: skip
         sums = tl.dot(x, w, sums, input_precision="ieee")
     if HAS_SCALES:

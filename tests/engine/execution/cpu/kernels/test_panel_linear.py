@@ -20,6 +20,8 @@ FORMATS = {
     "8 bits in groups": (8, 4),
     "4 bits": (4, 1),
     "4 bits in groups": (4, 2),
+    "8 bits, zeros": (8, 4, True),
+    "4 bits, zeros": (4, 2, True),
 }
 
 
@@ -41,8 +43,8 @@ def packed(name, outputs, inputs, *, bias=True):
         weight = random(outputs, inputs).to(FORMATS[name]).float()
         layer = linear(weight, torch.arange(outputs) * 1.0 if bias else None)
     else:
-        num_bits, groups = FORMATS[name]
-        layer, weight = layer_of(num_bits, groups=groups, outputs=outputs, inputs=inputs, bias=bias)
+        num_bits, groups, *zeros = FORMATS[name]
+        layer, weight = layer_of(num_bits, groups=groups, outputs=outputs, inputs=inputs, bias=bias, zeros=bool(zeros))
     found = PanelLinear.pack(layer)
     assert found is not None
     return found, weight, layer.bias if bias else torch.zeros(outputs)

@@ -93,6 +93,22 @@ def test_products_of_few_outputs_are_split_where_the_order_is_free(shape, splits
     assert product.splits_of(*shape) == splits
 
 
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("groups", [1, 5])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_zeros_are_subtracted_before_weights_are_scaled(name, groups, num_splits):
+    low, generator = 8 if name == "int4" else 128, torch.Generator().manual_seed(2)
+    integers = torch.randint(-low, low, (33, 160), generator=generator, dtype=torch.int8)
+    zeros = torch.randint(-low, low, (33, groups), generator=generator, dtype=torch.int8)
+    scales = (torch.rand(33, groups, generator=generator) + 0.1).half()
+    size = 160 // groups
+    weight = (integers.half() - zeros.half().repeat_interleave(size, 1)) * scales.repeat_interleave(size, 1)
+    rows, right = numbers(5, 160), numbers(5, 160).double() @ weight.double().T
+    values, options = pack_nibbles(integers) if name == "int4" else integers, {"scales": scales, "zeros": zeros}
+    found = product.multiply(rows, values, None, out_dtype=torch.float32, num_splits=num_splits, **options)
+    torch.testing.assert_close(found.double(), right, rtol=0, atol=1e-6 * right.abs().max().item())
+
+
 @pytest.mark.parametrize("group", [48, 256])
 def test_groups_may_be_of_any_length(group):
     rows, integers = numbers(3, 2 * group), torch.randint(-128, 128, (20, 2 * group), dtype=torch.int8)

@@ -7,13 +7,12 @@ at the newest of the output. A cached prefix is usable up to the deepest boundar
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from engine.block_pool import BlockPool
+from engine.blocks.block_pool import BlockPool
 from engine.config import EngineConfig
 from engine.protocols import Request, ScheduledRow, StateRow
-from engine.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -27,7 +26,6 @@ class _Held:
         newest: the slot and digest of the newest saved state of its output.
     """
 
-    sequence: Sequence
     slot: int
     source: int
     place: int
@@ -53,22 +51,22 @@ class StateSlots(BlockPool):
         self._kv_block_size = config.block_size
         self._held: dict[int, _Held] = {}  # by the identity of the request, oldest first
 
-    @property
-    def unsettled(self) -> list[Sequence]:
-        """Sequences whose round was lost, youngest first: nobody knows whether their slots hold states before it."""
-        return [held.sequence for held in reversed(self._held.values()) if held.row is not None]
+    def is_unsure(self, request: Request) -> bool:
+        """Return whether a request's last round was lost, so that nobody knows which state its slot holds."""
+        held = self._held.get(id(request))
+        return held is not None and held.row is not None
 
-    def admit(self, sequence: Sequence) -> int | None:
-        """Take a slot for a sequence, and the deepest cached state of the blocks with its `digests`.
+    def admit(self, request: Request, digests: Sequence[bytes]) -> int | None:
+        """Take a slot for a request, and the deepest cached state of its cached blocks, which have these digests.
 
-        Returns how many of these blocks the sequence can use, or None if no slot is free.
+        Returns how many of the blocks the request can use, or None if no slot is free.
         """
         if not self.chunk:
-            return len(sequence.digests)
+            return len(digests)
         step = self.block_size // self._kv_block_size
-        num_blocks = len(sequence.digests) // step * step
+        num_blocks = len(digests) // step * step
         shared, source = num_blocks * self._kv_block_size, None
-        while num_blocks and (source := self.take(sequence.digests[num_blocks - 1])) is None:
+        while num_blocks and (source := self.take(digests[num_blocks - 1])) is None:
             num_blocks -= step
         own = self.allocate(1)
         if own is None and source is not None:  # it may be the last free slot, and waiting for another might never end
@@ -78,24 +76,23 @@ class StateSlots(BlockPool):
         if own is None:
             return None
         place = num_blocks * self._kv_block_size
-        self._held[id(sequence.request)] = _Held(sequence, own[0], source or 0, place, shared)
+        self._held[id(request)] = _Held(own[0], source or 0, place, shared)
         return num_blocks
 
-    def release(self, sequence: Sequence) -> None:
-        """Free the slots of a sequence, if it has any; what its round in flight saves is not published."""
-        if (held := self._held.pop(id(sequence.request), None)) is not None:
+    def release(self, request: Request) -> None:
+        """Free the slots of a request, if it has any; what its round in flight saves is not published."""
+        if (held := self._held.pop(id(request), None)) is not None:
             self.free([held.slot, *held.borrowed])
 
-    def row_length(self, sequence: Sequence, length: int) -> int:
+    def row_length(self, request: Request, start: int, length: int) -> int:
         """Return the length of a row of at most `length` tokens: inside the prompt, it ends where a chunk ends.
 
         One chunk is computed at least, so that a small budget does not move the ends of chunks.
         """
-        start, prompt_length = sequence.num_computed, sequence.request.prompt_length
-        if not self.chunk or start + length >= prompt_length:
+        if not self.chunk or start + length >= request.prompt_length:
             return length
         end = (start + length) // self.chunk * self.chunk
-        return max(end, min(start + self.chunk, prompt_length)) - start
+        return max(end, min(start + self.chunk, request.prompt_length)) - start
 
     def assign(self, rows: list[ScheduledRow]) -> None:
         """Say in each row of the next round where its state is, and reserve slots for the states that it saves."""
@@ -104,15 +101,15 @@ class StateSlots(BlockPool):
             saves = tuple(self._saves(row, held)) if self._share else ()
             row.state, held.row = StateRow(held.slot, held.source, row.start - held.place, saves), row
 
-    def commit(self, sequence: Sequence) -> None:
-        """Publish the states that a sequence's row has saved; `digests` already has those of their boundaries."""
-        held = self._held.get(id(sequence.request))
+    def commit(self, request: Request, digests: Sequence[bytes]) -> None:
+        """Publish the states that a request's row has saved, by the digests of its computed blocks."""
+        held = self._held.get(id(request))
         if held is None or held.row is None or held.row.state is None:
             return
         for place, slot in held.row.state.saves:
-            digest = sequence.digests[place // self._kv_block_size - 1]
+            digest = digests[place // self._kv_block_size - 1]
             self.publish(slot, digest)
-            if place > self._last_of_prompt(sequence.request):
+            if place > self._last_of_prompt(request):
                 if held.newest is not None:
                     self.forget(*held.newest)
                 held.newest = slot, digest

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from engine.block_pool import BlockPool, block_digest, salt_digest
+from engine.blocks.block_pool import BlockPool, block_digest, salt_digest
 
 SALT = b"salt"
 
@@ -147,6 +147,27 @@ def test_a_block_has_one_digest():
     pool.publish(block, digests([2] * 4)[0])
     assert cached_blocks(pool, [1] * 5) == [block]
     assert cached_blocks(pool, [2] * 5) == []
+
+
+def test_a_block_is_taken_by_its_digest_alone_and_nobody_gets_it_meanwhile():
+    pool = BlockPool(4, block_size=4)
+    pool.free(published(pool, [1] * 8))
+    first, second = digests([1] * 8)
+    assert pool.take(b"unknown") is None
+    block = pool.take(second)
+    assert block not in pool.allocate(2)
+    assert (pool.take(first), pool.take(second), pool.num_free) == (None, block, 0)
+
+
+def test_a_forgotten_block_is_allocated_next_but_not_if_it_is_used_or_another_one_by_now():
+    pool = BlockPool(5, block_size=4)
+    held, forgotten, kept = (published(pool, [token] * 4) for token in (1, 2, 3))
+    pool.free(kept)
+    pool.free(forgotten)
+    for blocks, token in ((held, 1), (forgotten, 2), (kept, 2)):
+        pool.forget(blocks[0], digests([token] * 4)[0])
+    assert [cached_blocks(pool, [token] * 5) for token in (1, 2, 3)] == [held, [], kept]
+    assert pool.allocate(1) == forgotten
 
 
 def test_a_cleared_pool_finds_nothing_and_loses_no_block():

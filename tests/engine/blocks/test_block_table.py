@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.block_table import block_table
+from engine.blocks.block_table import block_table
 from engine.execution.batch import block_tensor
 
 

@@ -1,4 +1,4 @@
-"""Tool calls: a text is read the same however it is cut, and no later than it must be."""
+"""A message's parts: a text is read the same however it is cut, and no later than it must be."""
 
 import itertools
 from typing import Any
@@ -7,14 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deployments.openai.tool_calls import Arguments, CallStart
-from deployments.openai.tools import HERMES, LLAMA3, ToolForm
+from deployments.openai.message_parts import CallArguments, CallStart, Content, MessageParser
+from deployments.openai.tools import MessageForm, Tool
+from deployments.prompts.message_forms import form_of
+from tests.deployments import templates
+
+HERMES, LLAMA3 = (form_of(templates.tokenizer_of(text)) for text in (templates.HERMES, templates.LLAMA))
+TOOLS = [Tool.model_validate({"type": "function", "function": {"name": "f"}})]
 
 Read = tuple[str, list[tuple[str, str]]]
 
 
-def read(form: ToolForm, pieces: list[str], *, calls_only: bool = False) -> Read:
-    reader = form.reader(calls_only=calls_only)
+def read(form: MessageForm, pieces: list[str], *, calls_only: bool = False) -> Read:
+    reader = MessageParser(form, tools=TOOLS, calls_only=calls_only)
     text = ""
     calls: list[tuple[str, str]] = []
     for i, piece in enumerate(pieces):
@@ -22,10 +27,10 @@ def read(form: ToolForm, pieces: list[str], *, calls_only: bool = False) -> Read
             match item:
                 case CallStart():
                     calls.append((item.name, ""))
-                case Arguments():
+                case CallArguments():
                     calls[-1] = (calls[-1][0], calls[-1][1] + item.text)
                 case _:
-                    text += item
+                    text += item.text
     return text, calls
 
 
@@ -77,7 +82,7 @@ LLAMA3_TEXTS = [
     (f"<|python_tag|>{LLAMA}; {LLAMA}\n", "", [F, F]),
     ('<|python_tag|>{"type": "function", "name": "f", "arguments": {"a": 1}};\n' + LLAMA, "", [F, F]),
     ('{"parameters": {"a": 1}, "name": "f"}', "", [F]),
-    ("<|python_tag|>print(1)", "<|python_tag|>print(1)", []),
+    ("<|python_tag|>print(1)", "print(1)", []),
     ("<|python", "<|python", []),
     ('{"name": "f"}', '{"name": "f"}', []),
     ('{"a": 1}, {', '{"a": 1}, {', []),
@@ -112,7 +117,9 @@ FRAGMENTS = st.sampled_from(
 
 
 @given(st.sampled_from([HERMES, LLAMA3]), st.lists(FRAGMENTS, max_size=12), st.data())
-def test_any_text_is_read_the_same_however_it_is_cut(form: ToolForm, fragments: list[str], data: st.DataObject) -> None:
+def test_any_text_is_read_the_same_however_it_is_cut(
+    form: MessageForm, fragments: list[str], data: st.DataObject
+) -> None:
     text = "".join(fragments)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
@@ -120,22 +127,22 @@ def test_any_text_is_read_the_same_however_it_is_cut(form: ToolForm, fragments: 
 
 
 @given(st.sampled_from([HERMES, LLAMA3]), st.text("<tool_cal>/|pyhng{}\"';, \n", max_size=60))
-def test_a_text_without_a_call_loses_no_character(form: ToolForm, text: str) -> None:
+def test_a_text_without_a_call_loses_no_character(form: MessageForm, text: str) -> None:
     assert read(form, [*text, ""]) == (text, [])
 
 
 def test_nothing_is_held_back_longer_than_it_must_be() -> None:
-    reader = HERMES.reader()
-    assert reader.feed("hello <", is_last=False) == ["hello "]
-    assert reader.feed("b>", is_last=False) == ["<b>"]
+    reader = MessageParser(HERMES, tools=TOOLS)
+    assert reader.feed("hello <", is_last=False) == [Content("hello ")]
+    assert reader.feed("b>", is_last=False) == [Content("<b>")]
     assert reader.feed('<tool_call>\n{"name": "f", "arguments": ', is_last=False) == []
     (start, *rest) = reader.feed('{"a": "b', is_last=False)
     assert isinstance(start, CallStart)
     assert start.name == "f"
-    assert rest == [Arguments('{"a": "b')]
-    assert reader.feed('c</t"', is_last=False) == [Arguments('c</t"')]
-    assert reader.feed("}}\n</tool_call>\nbye", is_last=False) == [Arguments("}"), "bye"]
-    assert LLAMA3.reader().feed("hello", is_last=False) == ["hello"]
+    assert rest == [CallArguments(0, '{"a": "b')]
+    assert reader.feed('c</t"', is_last=False) == [CallArguments(0, 'c</t"')]
+    assert reader.feed("}}\n</tool_call>\nbye", is_last=False) == [CallArguments(0, "}"), Content("bye")]
+    assert MessageParser(LLAMA3, tools=TOOLS).feed("hello", is_last=False) == [Content("hello")]
 
 
 def test_a_text_that_must_be_calls_has_no_content() -> None:

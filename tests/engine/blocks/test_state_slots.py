@@ -52,6 +52,8 @@ class Target:
         batch, verdicts = self.compute(k, **options)
         self.scheduler.commit(batch, verdicts)
         self.memory.check_owned(self.scheduler)
+        pool, blocks = self.scheduler.pool, [set(s.block_ids) for s in self.scheduler.running]
+        assert pool.num_free == pool.num_blocks - len(set().union(*blocks))
         self.memory.check_cached()
         return [(row.request.request_id, row.start, row.start + row.length) for row in batch]
 

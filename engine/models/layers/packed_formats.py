@@ -1,0 +1,166 @@
+"""Packed formats: where published checkpoints keep the numbers of a quantised weight, as data, and one reader of all.
+
+A weight is `(integer - zero) * scale`. Integers in words of 32 bits, and their zeros, have no sign there; here, half of
+their range is subtracted from both.
+"""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GgufConfig, PreTrainedConfig, TorchAoConfig
+
+from engine.config import ModelConfig
+from engine.errors import ModelError
+from engine.models.layers.quantization import QuantizedLinear, check_groups, pack_nibbles, torchao_settings
+
+
+class PackedFormat(NamedTuple):
+    """How a format stores a layer.
+
+    Attributes:
+        weight, scales, zeros, groups: the last parts of the tensors' names; `groups` has the group of every input.
+        inputs_first: whether tensors are [in, out] and not [out, in].
+        axes: those of the weight and the zeros that words hold several numbers of.
+        order: the place in a word of each of its 4-bit numbers.
+        zero: what is added to stored zeros.
+    """
+
+    weight: str
+    scales: str
+    zeros: str = ""
+    groups: str = ""
+    inputs_first: bool = False
+    axes: tuple[int, int] = (1, 0)
+    order: tuple[int, ...] = (0, 1, 2, 3, 4, 5, 6, 7)
+    zero: int = 0
+
+
+FORMATS: Mapping[str, Sequence[PackedFormat]] = {
+    "awq": [PackedFormat("qweight", "scales", "qzeros", "", True, (1, 1), (0, 4, 1, 5, 2, 6, 3, 7))],
+    "gptq": [PackedFormat("qweight", "scales", "qzeros", "g_idx", True, (0, 1), zero=1)],
+    "compressed-tensors": [
+        PackedFormat("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx"),
+        PackedFormat("weight", "weight_scale", "weight_zero_point"),
+    ],
+    "fp8": [PackedFormat("weight", "weight_scale_inv")],
+    "mxfp8": [PackedFormat("weight", "weight_scale_inv")],
+}
+"""The formats of layers, by the name that `quant_method` has in a configuration."""
+
+_SETTINGS: Mapping[str, Mapping[str, Sequence[Any]]] = {
+    "awq": {"bits": [4], "version": ["gemm", "GEMM"], "format": ["gemm"]},
+    "gptq": {"bits": [4, 8], "checkpoint_format": ["gptq", "gptq_v2"], "format": ["gptq", "gptq_v2"]},
+    "compressed-tensors": {"transform_config": [{}]},
+}
+"""The values of settings that are served; others change the tensors."""
+_OTHERS = {"gguf": ["gguf", "accelerate"], "mxfp4": [], "torchao": ["torchao"]}
+"""Other formats that are served, and the packages that load them on a CPU."""
+
+
+def saved_format(model_config: PreTrainedConfig) -> str | None:
+    """Return the name of a saved model's quantised format; None if it has none."""
+    settings: dict[str, Any] | None = getattr(model_config, "quantization_config", None)
+    return None if settings is None else str(settings.get("quant_method", "bitsandbytes"))
+
+
+def check_quantization(config: ModelConfig, model_config: PreTrainedConfig, world_size: int) -> None:
+    """Raise ModelError if the quantisation cannot be served; it names the missing requirement."""
+    saved, name = saved_format(model_config), config.quantization
+    if saved is not None and name != "none":
+        raise ModelError(f"{config.path} is already quantised, as {saved}; it cannot be quantised to {name}")
+    if saved is None and name == "none":
+        return
+    if saved is not None and saved not in {*FORMATS, *_OTHERS}:
+        raise ModelError(
+            f"{config.path} is quantised as {saved}, which is not served; use a model that is saved as "
+            f"{', '.join(sorted({*FORMATS, *_OTHERS}))}, or the unquantised one with quantization int8, int4 or fp8"
+        )
+    for field, served in _SETTINGS.get(saved or "", {}).items():
+        if (value := model_config.quantization_config.get(field)) is not None and value not in served:
+            values = ", ".join(str(one or "none") for one in served)
+            raise ModelError(f"{config.path} is quantised as {saved} with {field} {value!r}; served: {values}")
+    packages = ["torchao"] if saved is None else _OTHERS.get(saved, [])
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise ModelError(
+            f"{config.path}: {saved or name} needs the package {' and '.join(missing)}, which is not installed; "
+            "`pip install 'paceline[quantization]'` installs it"
+        )
+    if saved in _OTHERS and world_size > 1:
+        raise ModelError(f"{config.path} is saved quantised, as {saved}, which is not split over tensor-parallel ranks")
+    if name == "int4":
+        check_groups(config.path, model_config)
+
+
+def loading_arguments(config: ModelConfig, model_config: PreTrainedConfig) -> dict[str, Any]:
+    """Return transformers' arguments for loading a model quantised, or as floats; changes the configuration for it."""
+    if config.quantization != "none":
+        return {"quantization_config": TorchAoConfig(torchao_settings(config.quantization))}
+    if saved_format(model_config) == "gguf":
+        file = model_config.__dict__.pop("quantization_config")["gguf_file"]
+        return {"gguf_file": file, "quantization_config": GgufConfig(dequantize=True)}
+    if saved_format(model_config) in FORMATS:
+        model_config.quantization_config["dequantize"] = True
+    return {}
+
+
+def unpacked(
+    name: str, form: PackedFormat, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]
+) -> QuantizedLinear | Tensor:
+    """Return the layer of the tensors with a format's names; its weight in float32 if its groups are not alike.
+
+    On the meta device, it has shapes only.
+
+    Raises:
+        ModelError: weights have other bits than are served, or scales do not fit.
+    """
+    weight, scales, zeros = tensors[form.weight], tensors[form.scales], tensors.get(form.zeros)
+    groups, num_bits = tensors.get(form.groups), 8
+    if weight.dtype == torch.int32:
+        shape = tensors.get("weight_shape")
+        num_bits = int(settings.get("bits") or 4) if shape is None else 32 * weight.shape[1] // int(shape[1])
+        if num_bits not in (4, 8):
+            raise ModelError(f"{name} has weights of {num_bits} bits; weights of 4 and 8 bits are served")
+        weight = _integers(weight, num_bits, form.axes[0], form.order)
+        if zeros is not None:
+            is_v2 = "gptq_v2" in (settings.get("checkpoint_format"), settings.get("format"))
+            zeros = _integers(zeros, num_bits, form.axes[1], form.order, 0 if is_v2 else form.zero)
+    if form.inputs_first:
+        weight, scales, zeros = weight.mT, scales.mT, None if zeros is None else zeros.mT
+    outputs, inputs = weight.shape
+    if scales.element_size() == 1:  # powers of two
+        scales = scales.view(torch.float8_e8m0fnu).float()
+    scales = scales.reshape(1, 1) if scales.numel() == 1 else scales.reshape(len(scales), -1)
+    schemes = [group.get("weights") or {} for group in (settings.get("config_groups") or {}).values()]
+    blocks = [settings.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
+    rows, size = next((block for block in blocks if block), (1, 0))
+    num_groups = scales.shape[1]
+    size = min(size, inputs) if size and -(-inputs // size) == num_groups else inputs // num_groups
+    if len(scales) < outputs:
+        scales = scales.repeat_interleave(outputs if len(scales) == 1 else rows, 0)[:outputs]
+    if len(scales) != outputs or not size or -(-inputs // size) != num_groups:
+        raise ModelError(f"{name} has scales of the shape {[*scales.shape]}, for weights of {[*weight.shape]}")
+    if zeros is not None:
+        zeros = zeros.reshape(1, 1) if zeros.numel() == 1 else zeros[:outputs].reshape(-1, num_groups)
+        zeros = zeros.to(torch.int8).expand_as(scales).contiguous() if zeros.is_meta or zeros.any() else None
+    in_order = torch.arange(inputs, device=weight.device) // size
+    is_regular = size * num_groups == inputs and size % (8 // num_bits) == 0
+    if groups is not None:  # GPTQ always has them
+        is_regular &= (
+            not settings.get("desc_act", not form.zero) if groups.is_meta else torch.equal(groups, in_order.to(groups))
+        )
+    if is_regular:
+        values = pack_nibbles(weight) if num_bits == 4 else weight.contiguous()
+        return QuantizedLinear(values, scales.contiguous(), None, zeros)
+    index = in_order if groups is None else groups.long()
+    return (weight.float() - (0 if zeros is None else zeros[:, index])) * scales.float()[:, index]
+
+
+def _integers(words: Tensor, num_bits: int, axis: int, order: Sequence[int], added: int = 0) -> Tensor:
+    """Return the int8 numbers of int32 words along an axis, less half of their range."""
+    places = [num_bits * place for place in (order if num_bits == 4 else range(4))]
+    shifts = torch.tensor(places, device=words.device, dtype=torch.int32)
+    numbers = (words.movedim(axis, -1).unsqueeze(-1) >> shifts) + added & (1 << num_bits) - 1
+    return (numbers - (1 << num_bits - 1)).to(torch.int8).flatten(-2).movedim(-1, axis)

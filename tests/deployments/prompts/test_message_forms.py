@@ -1,0 +1,173 @@
+"""How models write messages: transcripts of each family, read the same however they are cut."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AddedToken
+
+from deployments.openai.message_parts import CallArguments, CallStart, Content, MessageParser, Part, Reasoning
+from deployments.openai.tools import MessageForm, Tool
+from deployments.prompts.message_forms import form_of
+from tests.deployments import templates
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOLS = [Tool.model_validate({"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}})]
+OSLO = ("get_weather", {"city": "Oslo", "days": 3})
+
+
+class Family(NamedTuple):
+    """The marks in a chat template, the end of a prompt, an answer, and what it says."""
+
+    marks: str
+    prompt: str
+    answer: str
+    thoughts: str
+    content: str
+    calls: list[tuple[str, dict[str, Any]]]
+    special: list[str]
+
+
+FAMILIES = {
+    name: Family(**family)
+    for name, family in json.loads(Path(__file__).with_name("transcripts.json").read_text(encoding="utf-8")).items()
+}
+
+
+def form(family: Family) -> MessageForm:
+    tokenizer = templates.tokenizer_of("{% for tool in tools %}" + family.marks + "{% endfor %}")
+    tokenizer.add_tokens([AddedToken(text, special=True) for text in family.special])
+    known = form_of(tokenizer)
+    assert known is not None
+    return known
+
+
+FORMS = {name: form(family) for name, family in FAMILIES.items()}
+
+
+def parts(name: str, pieces: list[str]) -> list[list[Part]]:
+    """The parts of each piece."""
+    parser = MessageParser(FORMS[name], prompt=FAMILIES[name].prompt, tools=TOOLS)
+    return [parser.feed(piece, is_last=number == len(pieces)) for number, piece in enumerate(pieces, 1)]
+
+
+def message(fed: list[list[Part]]) -> tuple[str, str, list[tuple[str, str]]]:
+    """Thoughts, content and calls, joined as clients join the deltas."""
+    texts = {Reasoning: "", Content: ""}
+    calls: list[tuple[str, str]] = []
+    for part in itertools.chain(*fed):
+        match part:
+            case CallStart():
+                assert part.index == len(calls)
+                calls.append((part.name, ""))
+            case CallArguments():
+                assert part.index == len(calls) - 1
+                calls[-1] = calls[-1][0], calls[-1][1] + part.text
+            case _:
+                texts[type(part)] += part.text
+    return texts[Reasoning], texts[Content], calls
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_familys_answer_is_read_as_it_is_meant_however_it_is_cut(name: str) -> None:
+    family = FAMILIES[name]
+    whole = message(parts(name, [family.answer]))
+    thoughts, content, calls = whole
+    assert (thoughts, content, [(call, json.loads(text)) for call, text in calls]) == (
+        family.thoughts,
+        family.content,
+        [tuple(call) for call in family.calls],
+    )
+    for size in (1, 2, 3, 7):
+        assert message(parts(name, [family.answer[i : i + size] for i in range(0, len(family.answer), size)])) == whole
+    for cut in range(len(family.answer)):
+        assert message(parts(name, [family.answer[:cut], family.answer[cut:]])) == whole
+
+
+@given(st.sampled_from(sorted(FAMILIES)), st.data())
+def test_the_parts_of_a_piece_do_not_depend_on_how_the_text_before_it_was_cut(name: str, data: st.DataObject) -> None:
+    """So a continued stream, which feeds all text before an event at once, has the same events after it."""
+    answer = FAMILIES[name].answer
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(answer)), min_size=2, max_size=6)))
+    pieces = [answer[a:b] for a, b in itertools.pairwise([0, *cuts, len(answer)])]
+    at = data.draw(st.integers(1, len(pieces) - 1))
+    assert parts(name, pieces)[at:] == parts(name, ["".join(pieces[:at]), *pieces[at:]])[1:]
+
+
+@given(st.sampled_from(sorted(FAMILIES)), st.data())
+def test_an_answer_that_a_limit_cuts_anywhere_is_read_the_same_however_it_is_cut(
+    name: str, data: st.DataObject
+) -> None:
+    answer = FAMILIES[name].answer
+    answer = answer[: data.draw(st.integers(0, len(answer)))]
+    thoughts, content, calls = message(parts(name, [answer]))
+    assert message(parts(name, [*answer, ""])) == (thoughts, content, calls)
+    expected = message(parts(name, [FAMILIES[name].answer]))
+    assert [call[0] for call in calls] == [call[0] for call in expected[2]][: len(calls)]
+    assert all(full[1].startswith(cut[1]) for cut, full in zip(calls, expected[2], strict=False))  # never altered
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("qwen3", "<tool_call>\n{not json}\n</tool_call>"),
+        ("qwen3.5", "</think><tool_call>\n<function=get_weather>\n<parameter=city>\nOs"),
+        ("gemma4", "<|tool_call>call:get_weather{city:Oslo}<tool_call|>"),
+        ("mistral-v3", "[TOOL_CALLS][{]"),
+        ("glm-4.5", "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Os"),
+    ],
+)
+def test_a_call_that_is_none_is_content_as_it_is(name: str, answer: str) -> None:
+    for pieces in ([answer], [*answer, ""]):
+        thoughts, content, calls = message(parts(name, pieces))
+        assert (thoughts, content.removeprefix("</think>"), calls) == ("", answer.removeprefix("</think>"), [])
+
+
+def test_without_tools_calls_are_content() -> None:
+    call = "<tool_call>\n<function=f>\n</function>\n</tool_call>"
+    parser = MessageParser(FORMS["qwen3.5"])
+    assert message([parser.feed(f"<think>Hm.</think>{call}", is_last=True)]) == ("Hm.", call, [])
+
+
+def test_a_template_that_says_nothing_known_has_no_form() -> None:
+    assert form_of(templates.tokenizer_of(templates.TEMPLATE)) is None
+    assert form_of(templates.tokenizer_of(None)) is None
+    known = form_of(templates.tokenizer_of("<tool_call></think>"))
+    assert known is not None
+    assert not known.takes_tools
+
+
+OWN: Any = {
+    "start_anchor": "<|start|>assistant\n",
+    "fields": {
+        "thinking": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*CALL (?P<name>\w+):",
+            "close": ";",
+            "repeats": True,
+            "content": "kv-lines",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": "<|end|>", "content": "text"},
+    },
+}
+
+
+def test_a_tokenizers_own_template_comes_first(caplog: pytest.LogCaptureFixture) -> None:
+    tokenizer = templates.tokenizer_of(templates.HERMES)
+    tokenizer.response_template = OWN
+    own = form_of(tokenizer)
+    assert own is not None
+    assert own.mark_token_ids == (tokenizer.convert_tokens_to_ids("<|end|>"),)
+    answer = "Hm.</think>I look. CALL get_weather:city: Oslo\ndays: 3;<|end|>"
+    for pieces in ([answer], [*answer, ""]):
+        parser = MessageParser(own, prompt="<|start|>assistant\n<think>", tools=TOOLS)
+        fed = [parser.feed(piece, is_last=number == len(pieces)) for number, piece in enumerate(pieces, 1)]
+        assert message(fed) == ("Hm.", "I look.", [("get_weather", json.dumps(OSLO[1]))])
+    tokenizer.response_template = {"fields": 3}
+    assert form_of(tokenizer) == form_of(templates.tokenizer_of(templates.HERMES))
+    assert "response_template cannot be used" in caplog.text

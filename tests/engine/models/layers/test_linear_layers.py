@@ -1,0 +1,159 @@
+"""Linear layers: a flat pass over rows of several contexts computes what transformers computes for each."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+from engine.errors import ModelError
+from engine.execution.batch import ForwardRow, build
+from engine.models.first_layers import first_layers
+from engine.models.layers.layer_state import StateShape
+from engine.models.layers.linear_layers import planned_states, prepare_linear_layers
+from engine.protocols import StateRow
+from tests.engine.hybrids import HYBRIDS
+from tests.engine.tiny import SIZES, backend_of, check_same, save, source_of
+
+LENGTHS = [19, 3, 1, 8]
+CONTEXTS = [torch.randint(2, 64, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
+
+
+def config_of(name, **settings):
+    cls = getattr(transformers, f"{name}Config", None)
+    if cls is None:
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    known = {key: value for key, value in HYBRIDS[name].items() if key in cls.__dataclass_fields__}
+    return cls(**SIZES | known | settings)
+
+
+@pytest.fixture(scope="module", params=HYBRIDS)
+def path(request, tmp_path_factory):
+    return save(config_of(request.param), tmp_path_factory.mktemp("model"), factor=2.0)
+
+
+@pytest.fixture(scope="module")
+def backend(path):
+    return backend_of(path)
+
+
+@pytest.fixture(scope="module")
+def reference(path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+def rows(first, end, prompts, depth=0):
+    """Rows of each context's tokens [first, end), in its own slot and blocks; the last `depth` are a draft."""
+    made = []
+    for i, (context, prompt) in enumerate(zip(CONTEXTS, prompts, strict=True)):
+        if tokens := context[first:end]:
+            state = StateRow(1 + i, 1 + i if first else 0)
+            drafted = {"num_draft_tokens": min(depth, len(tokens) - 1), "num_logits": len(tokens)}
+            made.append(
+                ForwardRow(
+                    tokens, first, [1 + 8 * i + j for j in range(8)], prompt_length=prompt, state=state, **drafted
+                )
+            )
+    return made
+
+
+def run(backend, passes):
+    """The logits of each context's tokens after these passes."""
+    kv = backend.allocate_kv(40, 4, 6, 8)
+    outputs = [backend.logits(build(one, kv)).split([len(row.token_ids) for row in one]) for one in passes]
+    found = [[] for _ in CONTEXTS]
+    for one, logits in zip(passes, outputs, strict=True):
+        for row, part in zip(one, logits, strict=True):
+            found[row.state.slot - 1].append(part)
+    return [torch.cat(parts) for parts in found]
+
+
+def check(found, reference, atol=1e-4):
+    for context, logits in zip(CONTEXTS, found, strict=True):
+        torch.testing.assert_close(
+            logits, reference(torch.tensor([context]), use_cache=False).logits[0], atol=atol, rtol=0
+        )
+
+
+@torch.inference_mode()
+def test_a_flat_pass_computes_what_transformers_computes_of_each_context(backend, reference):
+    check(run(backend, [rows(0, 19, LENGTHS)]), reference)
+    check(run(backend, [rows(0, 8, LENGTHS), rows(8, 16, LENGTHS), rows(16, 19, LENGTHS)]), reference)  # at chunks
+    check(run(backend, [rows(0, 2, [2] * 4), rows(2, 19, [2] * 4, depth=8)]), reference)  # step by step
+
+
+@torch.inference_mode()
+def test_the_replaced_functions_are_transformers_own_without_a_context(backend, reference):
+    """Both modules call the functions of one modelling module; `reference` has no hooks."""
+    module = copy.deepcopy(backend.model.module)
+    module.set_attn_implementation("eager")
+    tokens = torch.tensor([CONTEXTS[0]])
+    expected = reference(tokens, use_cache=False).logits
+    assert torch.allclose(module(tokens, use_cache=False).logits, expected, atol=1e-5)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_the_first_layers_have_the_states_and_keys_of_these_layers(count, backend, path):
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    layers = next(child for child in whole.modules() if isinstance(child, torch.nn.ModuleList))
+    if count >= len(layers):
+        pytest.skip("the model has no more layers")
+    del layers[count:]
+    part = backend.beside(partial(first_layers, count=count), backend.allocate_kv(40, 4, 6, 8))[0]
+    assert part.model.state_shapes == backend.model.state_shapes[: len(part.model.state_shapes)]
+    check(run(part, [rows(0, 19, LENGTHS)]), whole)
+
+
+@torch.inference_mode()
+def test_the_loaded_weights_are_those_that_transformers_loads(path, backend, reference):
+    """A backend fuses projections, so this loads another one."""
+    from engine.models.loader import _load_whole
+
+    check_same(_load_whole(source_of(path), torch.float32, torch.device("cpu")), reference)
+
+
+def test_planned_states_are_those_of_the_loaded_model(backend):
+    shapes, chunk = planned_states(backend.model.config)
+    assert list(backend.model.state_shapes) == shapes
+    assert backend.info.state_chunk == chunk
+    assert backend.model.runs_eagerly == "it has linear layers"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "chunk", "kv_layers"),
+    [
+        ("Qwen3Next", StateShape(80, 3, 4, 8, 12, 4, 1), 64, 2),
+        ("KimiLinear", StateShape(48, 3, 2, 8, 8, 2, 8), 64, 2),
+        ("NemotronH", StateShape(96, 3, 4, 16, 8, 2, 1), 8, 1),
+        ("FalconH1", StateShape(96, 3, 4, 16, 8, 2, 1), 8, 3),
+        ("Zamba2", StateShape(96, 3, 4, 16, 8, 2, 1), 8, 2),
+        ("Lfm2", StateShape(32, 2), 1, 2),
+    ],
+)
+def test_states_have_the_sizes_of_the_layers(name, shape, chunk, kv_layers, tmp_path):
+    backend = backend_of(save(config_of(name), tmp_path))
+    assert {*backend.model.state_shapes} == {shape}
+    assert backend.info.state_chunk == chunk
+    assert backend.model.kv_shape.layers == kv_layers
+
+
+def test_a_model_whose_layers_are_not_those_of_its_configuration_is_refused():
+    config = config_of("Lfm2")
+    module = AutoModelForCausalLM.from_config(config)
+    config.layer_types = ["conv"] * 4
+    with pytest.raises(ModelError, match=r"has 2 linear layers and 2 with attention.* names 4 and 0"):
+        prepare_linear_layers(module, config)
+
+
+@torch.inference_mode()
+def test_the_text_part_of_a_model_with_images_is_loaded(tmp_path):
+    sizes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    vision = sizes | {"patch_size": 2, "spatial_merge_size": 1, "temporal_patch_size": 1, "num_position_embeddings": 4}
+    config = transformers.Qwen3_5Config(text_config=config_of("Qwen3_5Text").to_dict(), vision_config=vision)
+    torch.manual_seed(0)
+    module = transformers.Qwen3_5ForConditionalGeneration(config).eval()
+    module.save_pretrained(tmp_path)
+    check(run(backend_of(tmp_path), [rows(0, 19, LENGTHS)]), module)

@@ -1,0 +1,270 @@
+"""Packed checkpoints, written here by the formats' definitions, are read exactly, stay packed, and write their text."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from engine.config import EngineConfig, ModelConfig
+from engine.errors import ModelError
+from engine.execution.footprint import footprint
+from engine.models.layers.quantization import QuantizedLinear
+from engine.models.registry import open_model
+from tests.engine.models.layers.test_quantization import WIDE, bytes_of, greedy, mark, reference, rotary_bytes, write
+from tests.engine.models.test_shards import load_ranks, logits_of
+from tests.engine.tiny import EXPERTS, HEADS, backend_of, model_of, save
+
+ROW = {"bits": 4, "group_size": 32}
+
+
+def rounded(weight, bits, group, *, zeros):
+    """Integers without sign [out, in], zeros and scales [out, groups], and what they stand for, in float32."""
+    parts, top = weight.double().numpy().reshape(len(weight), -1, group), 2**bits - 1
+    low, high = parts.min(-1), parts.max(-1)
+    scales = ((high - low) / top if zeros else 2 * np.abs(parts).max(-1) / top).astype(np.float16)
+    zero = np.clip(np.round(-low / scales), 1, top) if zeros else np.full(low.shape, (top + 1) // 2)
+    integers = np.clip(np.round(parts / scales[..., None]) + zero[..., None], 0, top)
+    floats = (integers - zero[..., None]).astype(np.float32) * scales[..., None].astype(np.float32)
+    return integers.reshape(weight.shape).astype(np.int64), zero.astype(np.int64), scales, floats.reshape(weight.shape)
+
+
+def words(numbers, bits, order=range(8)):
+    """Words of 32 bits along the last axis: the number `order[n]` of each is at the place n."""
+    count = 32 // bits
+    total = np.zeros((*numbers.shape[:-1], numbers.shape[-1] // count), np.uint32)
+    for place in range(count):
+        total |= (numbers[..., list(order)[place] :: count] << bits * place).astype(np.uint32)
+    return torch.from_numpy(total.view(np.int32).copy())
+
+
+def gptq(weight, *, bits=4, zeros=True, version=1, shuffled=False):
+    order = np.random.default_rng(1).permutation(weight.shape[1]) if shuffled else np.arange(weight.shape[1])
+    integers, zero, scales, floats = rounded(weight[:, order], bits, 32, zeros=zeros)
+    back = np.argsort(order)
+    parts = {
+        "qweight": words(integers[:, back], bits).T.contiguous(),
+        "qzeros": words((zero - (version == 1)).T, bits),
+        "scales": torch.from_numpy(scales.T.copy()),
+        "g_idx": torch.from_numpy(back // 32).int(),
+    }
+    return parts, floats[:, back]
+
+
+def awq(weight):
+    integers, zero, scales, floats = rounded(weight, 4, 32, zeros=True)
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    parts = {"qweight": words(integers.T, 4, order), "qzeros": words(zero.T, 4, order)}
+    return parts | {"scales": torch.from_numpy(scales.T.copy())}, floats
+
+
+def compressed(weight, *, bits=4, zeros=False, group=32):
+    integers, zero, scales, floats = rounded(weight, bits, group or weight.shape[1], zeros=zeros)
+    parts = {"weight_packed": words(integers, bits), "weight_scale": torch.from_numpy(scales)}
+    parts |= {"weight_shape": torch.tensor(weight.shape)}
+    return parts | ({"weight_zero_point": words(zero.T, bits).T.contiguous()} if zeros else {}), floats
+
+
+def naive(weight, *, zeros=False):
+    integers, zero, scales, floats = rounded(weight, 8, weight.shape[1], zeros=zeros)
+    parts = {"weight": torch.from_numpy(integers - 128).to(torch.int8), "weight_scale": torch.from_numpy(scales)}
+    return parts | ({"weight_zero_point": torch.from_numpy(zero - 128).to(torch.int8)} if zeros else {}), floats
+
+
+def fp8(weight, *, rows=1, columns=32, scale="weight_scale_inv", dtype=torch.float32):
+    """Blocks of 8-bit floats; the last of them may be cut."""
+    rows, columns = rows or len(weight), columns or weight.shape[1]
+    factors = torch.empty(-(-len(weight) // rows), -(-weight.shape[1] // columns))
+    stored, floats = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
+    for i, j in np.ndindex(*factors.shape):
+        block = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+        factors[i, j] = (weight[block].abs().max() / 448).log2().ceil().exp2() * (1 if dtype.itemsize == 1 else 0.9)
+        stored[block] = (weight[block] / factors[i, j]).to(torch.float8_e4m3fn)
+        floats[block] = stored[block].float() * factors[i, j]
+    stored_factors = factors.to(torch.float8_e8m0fnu).view(torch.uint8) if dtype.itemsize == 1 else factors
+    return {"weight": stored, scale: stored_factors[0, 0] if factors.numel() == 1 else stored_factors}, floats
+
+
+def scheme(**weights):
+    return {"format": "any", "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}}, "ignore": []}
+
+
+CT, V2, FP8 = "compressed-tensors", {"checkpoint_format": "gptq_v2"}, {"activation_scheme": "dynamic"}
+CASES = {
+    "gptq, symmetric": (gptq, {"zeros": False}, {"quant_method": "gptq", "desc_act": False} | ROW),
+    "gptq": (gptq, {}, {"quant_method": "gptq", "checkpoint_format": "gptq"} | ROW),
+    "gptq, version 2": (gptq, {"version": 2}, {"quant_method": "gptq"} | ROW | V2),
+    "gptq, 8 bits": (gptq, {"bits": 8}, {"quant_method": "gptq", "bits": 8}),
+    "gptq, by activation": (gptq, {"shuffled": True}, {"quant_method": "gptq", "desc_act": True} | ROW),
+    "awq": (awq, {}, {"quant_method": "awq", "version": "gemm", "zero_point": True} | ROW),
+    "compressed": (compressed, {}, {"quant_method": CT} | scheme(num_bits=4)),
+    "compressed, zeros": (compressed, {"zeros": True}, {"quant_method": CT} | scheme(num_bits=4)),
+    "compressed, 8 bits": (compressed, {"bits": 8, "group": 0}, {"quant_method": CT} | scheme(num_bits=8)),
+    "int8": (naive, {}, {"quant_method": CT} | scheme(num_bits=8)),
+    "int8, zeros": (naive, {"zeros": True}, {"quant_method": CT} | scheme(num_bits=8)),
+    "fp8, outputs": (fp8, {"columns": 0, "scale": "weight_scale"}, {"quant_method": CT} | scheme(num_bits=8)),
+    "fp8, one": (fp8, {"rows": 0, "columns": 0, "scale": "weight_scale"}, {"quant_method": CT} | scheme(num_bits=8)),
+    "fp8, compressed blocks": (
+        fp8,
+        {"rows": 48, "scale": "weight_scale"},
+        {"quant_method": CT} | scheme(num_bits=8, block_structure=[48, 32]),
+    ),
+    "fp8, blocks": (fp8, {"rows": 48}, {"quant_method": "fp8", "weight_block_size": [48, 32]} | FP8),
+    "fp8, cut blocks": (fp8, {"rows": 48, "columns": 48}, {"quant_method": "fp8", "weight_block_size": [48, 48]} | FP8),
+    "mxfp8": (fp8, {"dtype": torch.uint8}, {"quant_method": "mxfp8", "weight_block_size": [1, 32]}),
+}
+FLOATS = ("gptq, by activation", "fp8, cut blocks")
+
+
+def save_case(name, path, *, config=None, factor=8.0, is_packed=lambda name: "_proj.weight" in name):
+    """Write a packed checkpoint, and the model that it stands for."""
+    pack, options, settings = CASES[name]
+    config = config or transformers.LlamaConfig(**WIDE, attention_bias=True)
+    for folder in (path, path / "floats"):
+        save(config, folder, factor=factor)
+    weights = load_file(path / "model.safetensors")
+    floats = dict(weights)
+    for key in [key for key in weights if is_packed(key)]:
+        parts, stands_for = pack(weights.pop(key), **options)
+        floats[key] = torch.as_tensor(stands_for).contiguous()
+        weights |= {key.removesuffix("weight") + part: tensor.contiguous() for part, tensor in parts.items()}
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    save_file(floats, path / "floats" / "model.safetensors", {"format": "pt"})
+    mark(path, **settings)
+    return floats
+
+
+def planned(path, **ranks):
+    config = ModelConfig(str(path))
+    return footprint(open_model(config), EngineConfig(), dtype=torch.float32, bytes_per_weight=4, **ranks).weight_bytes
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_weights_are_those_of_the_definition_and_the_text_is_that_of_their_floats(name, tmp_path, caplog):
+    floats = save_case(name, tmp_path)
+    with caplog.at_level(logging.INFO):
+        backend = backend_of(tmp_path)
+    block, prefix = backend.model.module.model.layers[1], "model.layers.1."
+    for path, names in (
+        ("self_attn.q_proj.linear", [f"self_attn.{one}_proj" for one in "qkv"]),
+        ("mlp.gate_proj.linear", ["mlp.gate_proj", "mlp.up_proj"]),
+        ("mlp.down_proj", ["mlp.down_proj"]),
+    ):
+        layer, weight = block.get_submodule(path), torch.cat([floats[f"{prefix}{one}.weight"] for one in names])
+        assert isinstance(layer, QuantizedLinear) == (name not in FLOATS)
+        found = layer.weight if name in FLOATS else layer.weight_as(torch.float32)
+        assert torch.equal(found, weight)
+    module = reference(tmp_path / "floats")
+    assert torch.equal(block.self_attn.q_proj.linear.bias[:64], module.model.layers[1].self_attn.q_proj.bias)
+    text = greedy(module, 16)
+    assert len(set(text)) > 4
+    assert write(backend, count=16) == text
+    size = bytes_of(backend) - rotary_bytes(backend)
+    assert size <= planned(tmp_path) <= 1.05 * size
+    assert ("become floats: model.layers.0" in caplog.text) == (name in FLOATS)
+    assert backend.model.info.num_parameters >= sum(weight.numel() for weight in floats.values() if weight.dim() > 1)
+    if name not in FLOATS:
+        assert size < 0.45 * 4 * sum(weight.numel() for weight in floats.values())
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq, 8 bits", "compressed, 8 bits", "fp8, one", "gptq, by activation"])
+def test_ranks_hold_slices_along_groups(name, tmp_path):
+    save_case(name, tmp_path, factor=3.0)
+    ranks, _ = load_ranks(tmp_path, 2, dtype="float32")
+    (expected,) = logits_of([backend_of(tmp_path / "floats")])
+    for logits in logits_of(ranks):
+        assert (logits - expected).abs().max() < 1e-4 * expected.abs().max()
+    for rank in ranks:
+        assert planned(tmp_path, world_size=2) == bytes_of(rank) - rotary_bytes(rank)
+
+
+def test_ranks_that_would_cut_a_group_are_refused_by_name(tmp_path):
+    save_case("awq", tmp_path, config=transformers.LlamaConfig(**WIDE | {"intermediate_size": 96}))
+    with pytest.raises(ModelError, match=r"down_proj has 48 inputs on a rank, not a multiple of its groups of 32"):
+        load_ranks(tmp_path, 2)
+
+
+def test_packed_experts_heads_and_embeddings_become_floats_as_the_log_says(tmp_path, caplog):
+    config = transformers.Qwen3MoeConfig(**WIDE | HEADS | EXPERTS | {"moe_intermediate_size": 32})
+    names = ("_proj.weight", "lm_head.weight", "embed_tokens.weight")
+    floats = save_case("awq", tmp_path, config=config, is_packed=lambda name: name.endswith(names))
+    with caplog.at_level(logging.INFO):
+        backend = backend_of(tmp_path)
+    assert "no product of ours reads 6 of the packed weights, which become floats: lm_head.weight" in caplog.text
+    module = backend.model.module
+    assert torch.equal(module.lm_head.weight, floats["lm_head.weight"])
+    assert torch.equal(module.model.layers[0].mlp.experts.down_proj[3],
+                       floats["model.layers.0.mlp.experts.3.down_proj.weight"])  # fmt: skip
+    assert isinstance(module.model.layers[0].self_attn.o_proj, QuantizedLinear)
+    assert write(backend, count=12) == greedy(reference(tmp_path / "floats"), 12)
+    assert planned(tmp_path) == bytes_of(backend) - rotary_bytes(backend)
+
+
+def test_checkpoints_of_other_layouts_are_refused_by_what_they_have(tmp_path):
+    save_case("awq", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    for settings, message in (
+        ({"quant_method": "awq", "version": "gemv"}, "quantised as awq with version 'gemv'; served: gemm"),
+        ({"quant_method": "gptq", "bits": 3}, "quantised as gptq with bits 3; served: 4, 8"),
+        ({"quant_method": CT, "transform_config": {"u": 1}}, "with transform_config {'u': 1}; served: none"),
+        ({"quant_method": "gptq", "bits": 4}, r"scales of the shape \[64, 4\], for weights of \[8, 1024\]"),
+        ({"quant_method": "bitsandbytes"}, "quantised as bitsandbytes, which is not served; use a model that is saved"),
+    ):
+        mark(tmp_path, **settings)
+        with pytest.raises(ModelError, match=message):
+            model_of(tmp_path)
+    mark(tmp_path, **CASES["awq"][2])
+    for extra, message in (
+        ({"model.layers.0.mlp.act_fn.scales": torch.ones(4)}, "act_fn.scales is of no layout of awq that is served"),
+        ({"model.layers.0.mlp.up_proj.scales": None}, r"up_proj.q\w+ is of no layout of awq"),
+        ({"model.layers.0.self_attn.q_proj.bias": None}, "lacks the weights model.layers.0.self_attn.q_proj"),
+        ({"model.layers.0.mlp.up_proj.scales": torch.ones(3, 128)}, r"scales of the shape \[128, 3\]"),
+    ):
+        changed = {name: tensor for name, tensor in (weights | extra).items() if tensor is not None}
+        save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError, match=message):
+            model_of(tmp_path)
+
+
+def save_gguf(path, floats):
+    """Write a Qwen3 model's matrices in blocks of 32 bytes and a scale, as ggml's Q8_0."""
+    gguf = pytest.importorskip("gguf")
+    writer, floats = gguf.GGUFWriter(path / "model.gguf", "qwen3"), dict(floats)
+    writer.add_block_count(2)
+    parts = {"self_attn": "attn", "mlp": "ffn", "o_proj": "output", "input_layernorm": "attn_norm", "lm_head": "output"}
+    parts |= {"post_attention_layernorm": "ffn_norm", "embed_tokens": "token_embd", "norm": "output_norm"}
+    for name in sorted(floats):
+        *path_of, last = name.removeprefix("model.").replace("layers", "blk").split(".")
+        path_of = [parts.get(one, one).removesuffix("_proj") for one in path_of]
+        joined = ".".join([*path_of, last]).replace("attn.", "attn_").replace("ffn.", "ffn_")
+        weight = floats[name].numpy()
+        if weight.ndim == 1:
+            writer.add_tensor(joined, weight)
+            continue
+        blocks = weight.reshape(len(weight), -1, 32)
+        scales = (np.abs(blocks).max(-1, keepdims=True) / 127).astype(np.float16)
+        numbers = np.round(blocks / scales.astype(np.float32)).astype(np.int8)
+        floats[name] = torch.from_numpy((numbers * scales.astype(np.float32)).reshape(weight.shape))
+        rows = np.concatenate([scales.view(np.uint8), numbers.view(np.uint8)], -1).reshape(len(weight), -1)
+        writer.add_tensor(joined, rows, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    for write_part in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write_part()
+    writer.close()
+    return floats
+
+
+def test_a_gguf_file_beside_a_configuration_becomes_floats(tmp_path):
+    for folder in (tmp_path, tmp_path / "floats"):
+        save(transformers.Qwen3Config(**WIDE | HEADS), folder, factor=8.0)
+    floats = save_gguf(tmp_path, load_file(tmp_path / "model.safetensors"))
+    (tmp_path / "model.safetensors").unlink()
+    save_file(floats, tmp_path / "floats" / "model.safetensors", {"format": "pt"})
+    backend = backend_of(tmp_path)
+    assert torch.equal(backend.model.module.lm_head.weight, floats["lm_head.weight"])
+    assert write(backend, count=16) == greedy(reference(tmp_path / "floats"), 16)
+    assert planned(tmp_path) == bytes_of(backend) - rotary_bytes(backend)
+    (tmp_path / "other.gguf").write_bytes(b"")
+    with pytest.raises(ModelError, match="2 GGUF files"):
+        open_model(ModelConfig(str(tmp_path))).weight_files  # noqa: B018

@@ -1,4 +1,4 @@
-"""Families: which architectures of transformers are served, and why others are not.
+"""Families: reads configurations, and tells which architectures of transformers are served and why others are not.
 
 Rules decide: the task that transformers has an architecture for, its kinds of layers, and whether its attention can be
 replaced. Names are for what no rule sees. `python -m tests.families` writes the table in deployments/README.md.
@@ -7,7 +7,12 @@ replaced. Names are for what no rule sees. `python -m tests.families` writes the
 import functools
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 KINDS: Mapping[str, str] = {
@@ -34,21 +39,45 @@ _TEXT_TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM")
 """The tasks, as transformers names them, of models that write text, and of models with a part that does."""
 
 
+def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig":
+    """Return the configuration of these settings; raise ModelError if they cannot be read."""
+    import transformers
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
+    if (model_type := settings.get("model_type")) not in CONFIG_MAPPING:
+        hint = "; the code of a repository (auto_map) is never run" if "auto_map" in settings else ""
+        known = f"transformers {transformers.__version__} has no model_type {model_type!r}"
+        raise ModelError(f"cannot read a model configuration from {path}: {known}{hint}")
+    try:
+        configuration: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(settings)
+    except (ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
+        raise ModelError(f"cannot read a model configuration from {path}: {error}") from error
+    return configuration
+
+
 def text_part(whole: Any) -> Any:
-    """Return the configuration of what writes the text of a model for images or audio, else that of the model."""
+    """Return the configuration of what writes the text of a model for images or audio, if that is a model by itself."""
     from engine.models.causal_lm import CausalLM
 
     is_listed = any(whole.model_type in _tasks().get(task, {}) for task in _TEXT_TASKS)
     if whole.is_encoder_decoder or whole.model_type in REFUSED or not is_listed:
         return whole
     text = whole.get_text_config()
-    return whole if text.is_encoder_decoder or type(text) not in CausalLM.loaded_by._model_mapping else text
+    if text.is_encoder_decoder or type(text) not in CausalLM.loaded_by._model_mapping:
+        return whole
+    if (settings := getattr(whole, "quantization_config", None)) is not None:
+        text.quantization_config = settings
+    return text
 
 
-def refusal(configuration: Any) -> str | None:
-    """Return why models with this configuration are not served, to be read after "it is"; None if they are."""
+def refusal(configuration: Any, *, rolls_back: bool) -> str | None:
+    """Return why models with this configuration are not served, to be read after "it is"; None if they are.
+
+    Args:
+        rolls_back: whether the states of its linear layers, if it has any, can be rolled back.
+    """
     from engine.models.causal_lm import CausalLM
-    from engine.models.hybrid import HYBRIDS
 
     model_type, architectures = configuration.model_type, CausalLM.loaded_by._model_mapping
     if configuration.is_encoder_decoder:
@@ -63,7 +92,7 @@ def refusal(configuration: Any) -> str | None:
     for kind in sorted(layer_types & KINDS.keys()):
         return f"{model_type} with {kind} layers, {KINDS[kind]}"
     architecture: Any = architectures[type(configuration)]
-    if model_type not in HYBRIDS and (layer_types - ATTENDING or architecture._is_stateful):
+    if not rolls_back and (layer_types - ATTENDING or architecture._is_stateful):
         return f"{model_type}, whose layers keep a state that cannot be rolled back"
     if others := (configuration.per_layer_attributes or set()) - {"head_dim", "num_key_value_heads"}:
         return f"{model_type}, whose layers differ in their {', '.join(sorted(others))}"
@@ -72,6 +101,16 @@ def refusal(configuration: Any) -> str | None:
     if not hasattr(sys.modules[architecture.__module__], "ALL_ATTENTION_FUNCTIONS"):
         return f"{model_type}, whose attention cannot be replaced in transformers"
     return None
+
+
+def keep_layers(configuration: "PreTrainedConfig", count: int) -> None:
+    """Change a configuration to that of a model with the first `count` layers."""
+    text = configuration.get_text_config()
+    if shared := getattr(text, "num_kv_shared_layers", None):
+        text.num_kv_shared_layers = max(0, count - (text.num_hidden_layers - shared))
+    text.num_hidden_layers = count
+    if text.num_hidden_layers != count:  # some count the kinds of their layers
+        text.layer_types = text.layer_types[:count]
 
 
 def _task(model_type: str) -> str:

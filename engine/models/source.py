@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.config import ModelConfig, split_revision
 from engine.errors import ModelError, ModelMismatchError
+from engine.models.families import keep_layers, read_configuration, refusal, text_part
 
 _MARKS = str.maketrans("Ġ▁Ċ", "  \n")
 """How byte-level and SentencePiece tokenizers write a space, and the former a new line."""
@@ -30,8 +31,6 @@ HUB_FILES: Mapping[str, Any] = {
     "ignore_patterns": ["*/*", "consolidated*"],
 }
 """The files of a model on the hub that are read. Others, as the same weights in another format, need not be there."""
-
-
 NUM_SAMPLES, SAMPLE_BYTES = 64, 2**16
 """What a digest reads of a file of weights: all of it, if it has at most 4 MiB."""
 
@@ -49,9 +48,7 @@ class ModelKind:
 
     def check(self, config: ModelConfig, configuration: Any, generation_settings: Mapping[str, Any]) -> None:
         """Raise ModelError if the model's architecture cannot be served; other kinds check more."""
-        from engine.models.families import refusal
-
-        if (reason := refusal(configuration)) is not None:
+        if (reason := refusal(configuration, rolls_back=bool(self.draft_refusals))) is not None:
             raise ModelError(f"{config.path} is {reason}")
 
     def context_length(self, configuration: Any) -> int:
@@ -125,22 +122,12 @@ class ModelSource:
         if model_type == "mistral" and "layer_types" in self.settings:  # as in `AutoConfig`
             model_type = "ministral"
         whole = read_configuration(self.path, self.settings | {"model_type": model_type})
-        configuration = self._text_part(whole)
+        configuration = text_part(whole)
+        if configuration.tie_word_embeddings != whole.tie_word_embeddings:  # the defaults differ, so the files tell
+            configuration.tie_word_embeddings = not any("lm_head" in name for name in self.weight_shapes)
         self.is_text_part = configuration is not whole
         self.kind.check(self.config, configuration, self.generation_settings)
         return configuration
-
-    def _text_part(self, whole: Any) -> Any:
-        """Return the configuration of what writes the text of a model for images too, if that is a model by itself."""
-        from engine.models.families import text_part
-
-        if (text := text_part(whole)) is whole:
-            return whole
-        if (settings := getattr(whole, "quantization_config", None)) is not None:
-            text.quantization_config = settings
-        if text.tie_word_embeddings != whole.tie_word_embeddings:  # the defaults differ, so the files tell
-            text.tie_word_embeddings = not any("lm_head" in name for name in self.weight_shapes)
-        return text
 
     @cached_property
     def loaded_configuration(self) -> "PreTrainedConfig":
@@ -253,33 +240,6 @@ class ModelSource:
         if not isinstance(content, dict):
             raise ModelError(f"cannot read a model configuration from {self.path}: {name} holds no object")
         return content
-
-
-def keep_layers(configuration: "PreTrainedConfig", count: int) -> None:
-    """Change a configuration to that of a model with the first `count` layers."""
-    text = configuration.get_text_config()
-    if shared := getattr(text, "num_kv_shared_layers", None):
-        text.num_kv_shared_layers = max(0, count - (text.num_hidden_layers - shared))
-    text.num_hidden_layers = count
-    if text.num_hidden_layers != count:  # some count the kinds of their layers
-        text.layer_types = text.layer_types[:count]
-
-
-def read_configuration(path: str, settings: dict[str, Any]) -> "PreTrainedConfig":
-    """Return the configuration of these settings; raise ModelError if they cannot be read."""
-    import transformers
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING
-
-    if (model_type := settings.get("model_type")) not in CONFIG_MAPPING:
-        hint = "; the code of a repository (auto_map) is never run" if "auto_map" in settings else ""
-        known = f"transformers {transformers.__version__} has no model_type {model_type!r}"
-        raise ModelError(f"cannot read a model configuration from {path}: {known}{hint}")
-    try:
-        configuration: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(settings)
-    except (ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
-        raise ModelError(f"cannot read a model configuration from {path}: {error}") from error
-    return configuration
 
 
 def _special_float(value: dict[str, Any]) -> Any:
